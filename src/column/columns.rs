@@ -8,7 +8,7 @@ use crate::allocator::Request;
 use crate::allocator::{Allocator, Block};
 use crate::block::{BlockId, Tag};
 use crate::driver::{Device, KernelParam, Stream, sys};
-use crate::resource::{Buffer, MemoryResource, OwnedBlock, Recordable};
+use crate::resource::{LaunchBuffer, MemoryResource, OwnedBlock};
 
 use super::described::Described;
 use super::dlpack::DlpackTensor;
@@ -104,7 +104,7 @@ impl Column {
     /// # use cualloc::{Allocator, Config};
     /// use std::sync::Arc;
     /// use cualloc::column::Column;
-    /// use cualloc::resource::{AccessOrdered, LaunchRecorder, MemoryResource, RecordMode};
+    /// use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
     ///
     /// # let sim = Simulator::new(SimConfig::default())?;
     /// # let driver = sim.driver()?;
@@ -113,7 +113,7 @@ impl Column {
     /// # let (stream, other) = (Stream::new(&context)?, Stream::new(&context)?);
     /// let resource: Arc<dyn MemoryResource> = Arc::new(AccessOrdered::new(alloc));
     /// let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &stream)?;
-    /// let mut launch = LaunchRecorder::new(&resource, &other, RecordMode::Strict);
+    /// let mut launch = Launch::strict(&resource, &other);
     /// launch.read_write(&column)?;
     /// launch.preflight()?; // the other stream waits for the copy
     /// // ... launch on the other stream ...
@@ -342,15 +342,12 @@ impl Column {
     /// The block under the column, the allocator's or the resource's: also where our own memory came back
     /// through an export. `None` for memory of somebody else, and where there is none.
     pub fn block(&self) -> Option<BlockId> {
-        match self.memory.buffer() {
-            Buffer::Block(identity) => Some(identity),
-            _ => None,
-        }
+        self.memory.id()
     }
 
     /// Whether the memory is somebody else's, whose uses no allocator of this crate tracks.
     pub fn is_external(&self) -> bool {
-        self.memory.buffer() == Buffer::External
+        self.memory.is_external()
     }
 
     /// Whether the producer forbids writing.
@@ -502,9 +499,13 @@ impl fmt::Debug for Column {
     }
 }
 
-/// Launch recorders track a column by the block under it, and take imported memory for external.
-impl Recordable for Column {
-    fn buffer(&self) -> Buffer {
-        self.memory.buffer()
+/// A [`Launch`](crate::resource::Launch) tracks a column by the block under it, and takes imported memory for external.
+impl LaunchBuffer for Column {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.memory.id()
+    }
+
+    fn is_external(&self) -> bool {
+        self.memory.is_external()
     }
 }

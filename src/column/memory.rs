@@ -10,7 +10,7 @@ use crate::block::BlockId;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::error::{Error, ImportFault, StreamMisuse};
 use crate::locks::held::locked;
-use crate::resource::{Access, Buffer, MemoryResource, OwnedBlock, UseTracking, identity_of};
+use crate::resource::{Access, MemoryResource, OwnedBlock, UseTracking, identity_of};
 use crate::sync::capture;
 use crate::sync::event::EventPools;
 use crate::sync::order::wait_until_idle;
@@ -279,15 +279,20 @@ impl Memory {
         (&raw const self.ptr).cast()
     }
 
-    /// What the memory is to a launch recorder.
-    pub(super) fn buffer(&self) -> Buffer {
+    /// The block under the memory, if it is ours.
+    pub(super) fn id(&self) -> Option<BlockId> {
         match &self.owner {
-            Some(Owner::Block(_, identity) | Owner::Resource(_, identity)) => {
-                Buffer::Block(*identity)
-            }
-            Some(Owner::Returned(_, memory)) => memory.buffer(),
-            Some(Owner::Foreign { .. }) => Buffer::External,
-            Some(Owner::Nobody) | None => Buffer::Empty,
+            Some(Owner::Block(_, id) | Owner::Resource(_, id)) => Some(*id),
+            Some(Owner::Returned(_, memory)) => memory.id(),
+            Some(Owner::Foreign { .. } | Owner::Nobody) | None => None,
+        }
+    }
+
+    /// Whether somebody else owns the memory.
+    pub(super) fn is_external(&self) -> bool {
+        match &self.owner {
+            Some(Owner::Returned(_, memory)) => memory.is_external(),
+            owner => matches!(owner, Some(Owner::Foreign { .. })),
         }
     }
 

@@ -2,8 +2,8 @@
 //!
 //! | pool | hands out | for |
 //! |---|---|---|
-//! | [`TypedPool`] | [`PooledBuffer`] | typed buffers over several devices, last returned first |
-//! | [`ThresholdPool`] | [`PooledBuffer`] | one device, with a release threshold |
+//! | [`TypedPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | buffers of a few lengths, last returned first |
+//! | [`ThresholdPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | a release threshold |
 //! | [`WorkspacePool`] | [`DeviceBuffer`](crate::DeviceBuffer) of bytes | scratch memory of kernels, by size class or exact |
 //! | [`PinnedPool`] | [`PinnedBuffer`](crate::PinnedBuffer) | page-locked host memory with copies in flight |
 //! | [`DriverPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | the driver's `cuMemPool*` |
@@ -12,40 +12,32 @@
 //! accounts for device memory: what a pool does not use is there for every other one, and memory
 //! moves between streams by the allocator's rules only.
 //!
-//! What those of device memory have in common is [`MemoryResource`](crate::resource::MemoryResource):
-//! [`WorkspacePool`] and [`DriverPool`] are one, and [`ThresholdPool::open`] and
-//! [`TypedPool::on_device`] give one, a [`DevicePool`]. So each can be swapped for another, or for the bare
-//! [`Allocator`](crate::Allocator), and carries every adaptor.
+//! Those of device memory are [`MemoryResource`](crate::resource::MemoryResource)s of one device. So each can be
+//! swapped for another, or for the bare [`Allocator`](crate::Allocator), carries every adaptor, and gives its
+//! figures by `usage` and its memory back by `trim`.
 //!
-//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, [`PressureMonitor`] says
-//! when it gets tight.
+//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, a
+//! [`PressureMonitor`](crate::resource::PressureMonitor) says when it gets tight.
 
-mod buffer;
-mod device;
 mod driver_blocks;
 mod driver_pool;
 mod driver_pool_config;
 mod histogram;
-mod part;
 mod pinned;
-mod pressure;
 mod report;
 mod slabs;
+mod surplus;
 mod table;
 mod threshold;
 mod typed;
 mod workspace;
 
-pub use buffer::PooledBuffer;
-pub use device::DevicePool;
 pub use driver_pool::DriverPool;
 pub use driver_pool_config::DriverPoolConfig;
 pub use histogram::SizeHistogram;
 pub use pinned::{PinnedConfig, PinnedPool};
-pub use pressure::PressureMonitor;
 pub use report::{Fragmentation, PoolReport};
-pub use table::TypedStats;
-pub use threshold::{ThresholdPool, ThresholdStats};
+pub use threshold::ThresholdPool;
 pub use typed::TypedPool;
 pub use workspace::WorkspacePool;
 

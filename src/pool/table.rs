@@ -7,7 +7,7 @@ use std::any::TypeId;
 use std::collections::{HashMap, VecDeque};
 use std::hash::BuildHasher;
 
-use crate::allocator::Mixed;
+use crate::allocator::{Grant, Mixed};
 use crate::driver::{process, sys};
 use crate::locks::lock::Lock;
 
@@ -20,42 +20,68 @@ const REMEMBERED: usize = 1024;
 /// Streams and sizes of which a shard remembers returns; beyond them it begins anew.
 const KEYS: usize = 64;
 
-/// What a [`TypedPool`](super::TypedPool) counted since the start or the last reset.
+/// What was counted since the start or the last reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct TypedStats {
+pub(super) struct Counts {
     /// Requests served from cached memory.
     pub hits: u64,
     /// Requests that were not.
     pub misses: u64,
-    /// Buffers that came back.
+    /// Blocks that were handed out.
+    pub entered: u64,
+    /// Blocks that came back.
     pub returns: u64,
-}
-
-impl TypedStats {
-    pub(super) fn add(&mut self, other: TypedStats) {
-        self.hits += other.hits;
-        self.misses += other.misses;
-        self.returns += other.returns;
-    }
+    /// Blocks that are live, whenever they were handed out.
+    pub live: u64,
 }
 
 /// The stream and the bytes by which returned memory is found again.
 pub(super) type Key = (u64, usize);
 
-/// A live buffer as [`TypedPool::record_use_of`](super::TypedPool::record_use_of) names it.
+/// A live block as [`TypedPool::record_use_of`](super::TypedPool::record_use_of) names it.
 #[derive(Clone, Copy)]
 pub(super) struct Live {
     pub address: sys::CUdeviceptr,
-    /// The rounded length; 0 for an entry that is vacant.
+    /// With what it is remembered when it is returned.
+    pub key: Key,
+    /// The rounded length; 0 for a block without elements.
     pub capacity: usize,
     pub element: TypeId,
 }
 
-/// Where a live buffer is entered.
-#[derive(Debug, Clone, Copy)]
+impl Live {
+    pub fn at(self, address: sys::CUdeviceptr) -> Live {
+        Live { address, ..self }
+    }
+}
+
+/// Where a live block is entered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slot {
     shard: u32,
     at: u32,
+}
+
+impl Slot {
+    fn new(shard: usize, at: u32) -> Slot {
+        Slot {
+            shard: shard as u32,
+            at,
+        }
+    }
+
+    /// As the note of a block.
+    pub fn note(self) -> u64 {
+        u64::from(self.shard) << 32 | u64::from(self.at)
+    }
+
+    /// The slot that a block notes; any for one that was never entered.
+    pub fn of(note: u64) -> Slot {
+        Slot {
+            shard: (note >> 32) as u32,
+            at: note as u32,
+        }
+    }
 }
 
 #[derive(Default)]
@@ -64,7 +90,7 @@ struct Shard {
     vacant: Vec<u32>,
     /// Addresses of returned memory, the last returned at the end.
     returned: HashMap<Key, VecDeque<sys::CUdeviceptr>, Mixed>,
-    stats: TypedStats,
+    counts: Counts,
 }
 
 /// See the text of the module. Sharded by stream and size, so that streams of their own do not meet.
@@ -105,25 +131,28 @@ impl Table {
         self.shards.iter().take_while(move |_| !forked)
     }
 
-    /// A request that is to be a hit at once. `take` gets the address that was returned last for the key, `None`
-    /// if none is remembered; what it takes there is no hint any more. It may not wait: the shard is locked.
+    /// A request that is to be a hit at once, and its entry. `take` gets the address that was returned last for
+    /// the key, `None` if none is remembered; what it takes there is no hint any more. It may not wait: the shard
+    /// is locked.
     #[inline]
-    pub fn hit<T>(
+    pub fn hit(
         &self,
-        key: &Key,
-        take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<T>,
-    ) -> Option<T> {
-        let mut shard = self.shards[shard_of(key)].lock();
-        let shard = &mut *shard;
-        let Some(returned) = shard.returned.get_mut(key) else {
-            let taken = take(None)?;
-            shard.stats.hits += 1;
-            return Some(taken);
+        live: Live,
+        take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<Grant>,
+    ) -> Option<(Grant, Slot)> {
+        let number = shard_of(&live.key);
+        let mut shard = self.shards[number].lock();
+        let grant = match shard.returned.get_mut(&live.key) {
+            Some(returned) => {
+                let grant = take(returned.back().copied())?;
+                returned.pop_back();
+                grant
+            }
+            None => take(None)?,
         };
-        let taken = take(returned.back().copied())?;
-        returned.pop_back();
-        shard.stats.hits += 1;
-        Some(taken)
+        shard.counts.hits += 1;
+        let at = shard.enter(live.at(grant.ptr()));
+        Some((grant, Slot::new(number, at)))
     }
 
     /// Where memory for a key was returned.
@@ -146,9 +175,9 @@ impl Table {
     pub fn answered(&self, key: &Key, hints: &Hints, hit: bool, free: &[sys::CUdeviceptr]) {
         let mut shard = self.shards[shard_of(key)].lock();
         if hit {
-            shard.stats.hits += 1;
+            shard.counts.hits += 1;
         } else {
-            shard.stats.misses += 1;
+            shard.counts.misses += 1;
         }
         for hint in hints.as_slice() {
             if !free.contains(hint) {
@@ -157,45 +186,46 @@ impl Table {
         }
     }
 
-    /// Enters a live buffer.
-    #[inline]
-    pub fn enter(&self, key: &Key, live: Live) -> Slot {
-        let shard = shard_of(key);
-        let at = self.shards[shard].lock().enter(live);
-        Slot {
-            shard: shard as u32,
-            at,
-        }
+    /// Enters a live block.
+    pub fn enter(&self, live: Live) -> Slot {
+        let number = shard_of(&live.key);
+        let at = self.shards[number].lock().enter(live);
+        Slot::new(number, at)
     }
 
-    /// Before a buffer is freed: from then on its address may belong to another one. Whoever takes the
-    /// hint before the memory is free does not get it, and loses no more than the hint.
+    /// A block goes: takes its entry out, and remembers where it was. `None` if the entry is not its own.
     #[inline]
-    pub fn leave(&self, slot: Slot, key: &Key) -> Live {
-        let home = shard_of(key);
-        let mut shard = self.shards[slot.shard as usize].lock();
-        let live = shard.leave(slot.at);
+    pub fn leave(&self, slot: Slot, address: sys::CUdeviceptr) -> Option<Live> {
+        let mut shard = self.shards.get(slot.shard as usize)?.lock();
+        let live = shard.leave(slot.at, address)?;
+        let home = shard_of(&live.key);
         if home == slot.shard as usize {
-            shard.remember(key, live.address);
-            return live;
+            shard.remember(&live.key, address);
+        } else {
+            drop(shard);
+            self.shards[home].lock().remember(&live.key, address);
         }
-        drop(shard);
-        self.shards[home].lock().remember(key, live.address);
-        live
+        Some(live)
     }
 
-    /// After a [`leave`](Self::leave) the buffer could not be freed.
-    pub fn stay(&self, key: &Key, live: Live) -> Slot {
-        let mut shard = self.shards[shard_of(key)].lock();
-        shard.forget(key, live.address);
-        shard.stats.returns = shard.stats.returns.saturating_sub(1);
+    /// After a [`leave`](Self::leave) the block could not be freed.
+    pub fn stay(&self, live: Live) -> Slot {
+        let mut shard = self.shards[shard_of(&live.key)].lock();
+        shard.forget(&live.key, live.address);
+        let counts = &mut shard.counts;
+        counts.returns = counts.returns.saturating_sub(1);
+        counts.entered = counts.entered.saturating_sub(1);
         drop(shard);
-        self.enter(key, live)
+        self.enter(live)
     }
 
-    /// Notes where memory was returned that was never entered.
-    pub fn remember(&self, key: &Key, address: sys::CUdeviceptr) {
-        self.shards[shard_of(key)].lock().remember(key, address);
+    /// A live block is to be remembered as returned on another stream than its own.
+    pub fn return_on(&self, slot: Slot, stream: u64) {
+        if let Some(shard) = self.shards.get(slot.shard as usize)
+            && let Some(live) = shard.lock().live.get_mut(slot.at as usize)
+        {
+            live.key.0 = stream;
+        }
     }
 
     /// Addresses of the live buffers of a rounded length and type.
@@ -213,17 +243,23 @@ impl Table {
         found
     }
 
-    pub fn stats(&self) -> TypedStats {
-        let mut sum = TypedStats::default();
+    pub fn counts(&self) -> Counts {
+        let mut sum = Counts::default();
         for shard in self.shards() {
-            sum.add(shard.lock().stats);
+            let shard = shard.lock();
+            sum.hits += shard.counts.hits;
+            sum.misses += shard.counts.misses;
+            sum.entered += shard.counts.entered;
+            sum.returns += shard.counts.returns;
+            sum.live += (shard.live.len() - shard.vacant.len()) as u64;
         }
         sum
     }
 
-    pub fn reset_stats(&self) {
+    /// Sets all counts to 0.
+    pub fn reset_counts(&self) {
         for shard in self.shards() {
-            shard.lock().stats = TypedStats::default();
+            shard.lock().counts = Counts::default();
         }
     }
 }
@@ -231,6 +267,7 @@ impl Table {
 impl Shard {
     #[inline]
     fn enter(&mut self, live: Live) -> u32 {
+        self.counts.entered += 1;
         if let Some(at) = self.vacant.pop() {
             self.live[at as usize] = live;
             return at;
@@ -240,16 +277,21 @@ impl Shard {
     }
 
     #[inline]
-    fn leave(&mut self, at: u32) -> Live {
-        let left = self.live[at as usize];
-        self.live[at as usize].capacity = 0;
+    fn leave(&mut self, at: u32, address: sys::CUdeviceptr) -> Option<Live> {
+        let live = self.live.get_mut(at as usize)?;
+        if live.address != address {
+            return None;
+        }
+        let left = *live;
+        // No block begins there.
+        (live.address, live.capacity) = (0, 0);
         self.vacant.push(at);
-        left
+        Some(left)
     }
 
     #[inline]
     fn remember(&mut self, key: &Key, address: sys::CUdeviceptr) {
-        self.stats.returns += 1;
+        self.counts.returns += 1;
         let Some(returned) = self.returned.get_mut(key) else {
             return self.remember_first(key, address);
         };

@@ -149,7 +149,7 @@ impl WorkspacePool {
     ) -> Result<DeviceBuffer<MaybeUninit<u8>>, Error> {
         let block = self.0.hand_out(&Request::new(bytes), stream)?;
         let len = block.size();
-        Ok(DeviceBuffer::lent(self.shared(), block, stream, len))
+        Ok(DeviceBuffer::of_resource(self.shared(), block, stream, len))
     }
 }
 

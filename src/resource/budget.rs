@@ -107,6 +107,11 @@ impl<R: MemoryResource> Budget<R> {
         &self.inner
     }
 
+    /// Gives up the budget; what was charged for live blocks is forgotten with them.
+    pub fn into_inner(self) -> R {
+        self.inner
+    }
+
     #[cold]
     fn charge_after_reap(&self, bytes: u64) -> Result<Charge, Error> {
         self.reap()?;

@@ -13,9 +13,9 @@ use crate::error::{Error, InvalidArgument, Refused};
 
 use super::block::{Access, RawBlock};
 use super::cuda_memory::CudaMemory;
+use super::launch::LaunchBuffer;
 use super::meter::Meter;
 use super::owned::OwnedBlock;
-use super::recorder::{Buffer, Recordable};
 use super::runtime::DeviceRuntime;
 use super::table::next_source;
 use super::traits::MemoryResource;
@@ -443,14 +443,13 @@ impl<T> Slice<T> {
     }
 }
 
-impl<T> Recordable for Slice<T> {
-    fn buffer(&self) -> Buffer {
-        match self.id() {
-            Some(block) => Buffer::Block(block),
-            None if self.bytes() == 0 => Buffer::Empty,
-            None if self.external => Buffer::External,
-            None => Buffer::Untracked,
-        }
+impl<T> LaunchBuffer for Slice<T> {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.id()
+    }
+
+    fn is_external(&self) -> bool {
+        self.external && self.bytes() > 0
     }
 }
 

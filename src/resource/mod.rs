@@ -14,7 +14,7 @@
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
 //! [`Relief`], [`Logging`], [`Statistics`], [`Tracking`], [`FailureCallback`], [`Sanitizer`]. A
 //! [`DeviceRuntime`] is a stack with its streams, one per device where wanted; a [`Manager`] gives typed
-//! slices out of it under a budget of its own; a [`LaunchRecorder`] says what a launch reads and
+//! slices out of it under a budget of its own; a [`Launch`] says what a launch reads and
 //! writes.
 //!
 //! [`DevicePool`]: crate::pool::DevicePool
@@ -31,13 +31,14 @@ mod callback;
 mod clock;
 mod cuda_memory;
 mod foreign;
+mod launch;
 mod logging;
 mod manager;
 mod meter;
+mod monitor;
 mod ordered;
 mod owned;
 mod per_device;
-mod recorder;
 mod relief;
 mod runtime;
 mod sanitizer;
@@ -56,15 +57,17 @@ pub use crate::block::BlockState;
 pub use block::{Access, RawBlock};
 pub use budget::Budget;
 pub use callback::FailureCallback;
-pub use clock::{Clock, ManualClock, SystemClock, Wakeup};
+#[doc(hidden)]
+pub use clock::Clock;
 pub use cuda_memory::CudaMemory;
-pub use logging::{LogAction, LogRecord, LogSink, Logging, NullSink, RingSink, SinkError};
+pub use launch::{Launch, LaunchBuffer};
+pub use logging::{LogAction, LogRecord, LogSink, Logging, RingSink};
 pub use manager::{Manager, Slice};
 pub use meter::Pressure;
+pub use monitor::PressureMonitor;
 pub use ordered::AccessOrdered;
 pub use owned::OwnedBlock;
 pub use per_device::PerDevice;
-pub use recorder::{Buffer, LaunchRecorder, RecordMode, Recordable};
 pub use relief::{OomPolicy, Relief};
 pub use runtime::DeviceRuntime;
 pub use sanitizer::Sanitizer;
@@ -75,7 +78,7 @@ pub use traits::{MemoryResource, Source, UseTracking};
 pub use usage::Usage;
 pub use watchdog::Watchdog;
 
-pub(crate) use caching::{adopt, identity_of, is_retired};
+pub(crate) use caching::{identity_of, is_retired, named};
 pub(crate) use owned::give_back;
 pub(crate) use table::next_source;
 pub(crate) use traits::allocator_under;

@@ -9,7 +9,7 @@ use crate::allocator::{Hooks, ReliefHook, Request};
 use crate::driver::{Stream, process};
 
 use super::block::RawBlock;
-use super::clock::{Clock, SystemClock, Wakeup};
+use super::clock::{Clock, Wakeup};
 use super::foreign::guarded;
 use super::owned::give_back;
 use super::traits::MemoryResource;
@@ -72,7 +72,7 @@ pub struct Relief<R: MemoryResource> {
     policy: RwLock<OomPolicy>,
     checkpoint: RwLock<Option<Arc<Checkpoint>>>,
     recoveries: AtomicU64,
-    clock: Arc<dyn Clock>,
+    clock: Clock,
     reserve: Mutex<Option<RawBlock>>,
 }
 
@@ -85,7 +85,7 @@ impl<R: MemoryResource> Relief<R> {
             policy: RwLock::default(),
             checkpoint: RwLock::default(),
             recoveries: AtomicU64::new(0),
-            clock: Arc::new(SystemClock::default()),
+            clock: Clock::default(),
             reserve: Mutex::default(),
         }
     }
@@ -97,8 +97,9 @@ impl<R: MemoryResource> Relief<R> {
     }
 
     /// With a clock that [`OomPolicy::Wait`] goes by instead of the system's.
-    pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Relief<R> {
-        self.clock = clock;
+    #[doc(hidden)]
+    pub fn with_clock(mut self, clock: &Clock) -> Relief<R> {
+        self.clock = clock.clone();
         self
     }
 
@@ -252,7 +253,7 @@ impl<R: MemoryResource> Relief<R> {
     fn wait(&self, bytes: u64, timeout: Duration) -> Result<(), Error> {
         let has_room = || self.inner.headroom().is_none_or(|room| bytes <= room);
         let device_short = has_room();
-        let wakeup = Wakeup::new();
+        let wakeup = Arc::<Wakeup>::default();
         let end = self.clock.now().saturating_add(timeout);
         while self.clock.now() < end {
             let next = self.clock.now().saturating_add(POLL).min(end);

@@ -102,6 +102,11 @@ impl<R: MemoryResource> Tracking<R> {
     pub fn get_ref(&self) -> &R {
         &self.inner
     }
+
+    /// Gives up the adaptor.
+    pub fn into_inner(self) -> R {
+        self.inner
+    }
 }
 
 // SAFETY: passes everything on.

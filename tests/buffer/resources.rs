@@ -8,9 +8,7 @@ use cualloc::allocator::{BlockState, Request};
 use cualloc::driver::{Entered, Stream};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::{DriverPool, DriverPoolConfig, WorkspacePool};
-use cualloc::resource::{
-    Access, AccessOrdered, Budget, CudaMemory, LaunchRecorder, MemoryResource, RecordMode,
-};
+use cualloc::resource::{Access, AccessOrdered, Budget, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::Mode;
 use cualloc::{Allocator, DeviceBuffer, Error};
 
@@ -117,7 +115,7 @@ fn launches_and_buffers_are_in_order() {
         let mut buffer = DeviceBuffer::<u8>::zeroed(&resource, 4096, &home).unwrap();
         for value in 1..4 {
             // The launch follows what the buffer did, and what the buffer does next follows the launch.
-            let mut launch = LaunchRecorder::new(&resource, &other, RecordMode::Strict);
+            let mut launch = Launch::strict(&resource, &other);
             launch.write(&buffer).unwrap();
             launch.preflight().unwrap();
             fill_on(&entered, buffer.as_device_ptr(), value, &other);

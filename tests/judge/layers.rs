@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::Stream;
-use cualloc::pool::{DriverPool, DriverPoolConfig, PooledBuffer, TypedPool, WorkspacePool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, MemoryResource, RawBlock};
 use cualloc::{Allocator, DeviceBuffer, Request};
 
@@ -18,7 +18,7 @@ type Ordered = Arc<AccessOrdered<Allocator>>;
 pub enum Layered {
     Buffer(DeviceBuffer<u32>),
     Column(Column),
-    Pooled(PooledBuffer<u32>),
+    Pooled(DeviceBuffer<u32>),
     Lease(DeviceBuffer<MaybeUninit<u8>>),
     Resource(RawBlock, Ordered),
     /// Lent to somebody who works on its stream.
@@ -123,10 +123,11 @@ impl World {
                 let pool = it
                     .layers
                     .typed
-                    .get_or_insert_with(|| TypedPool::over([allocator]));
+                    .get_or_insert_with(|| TypedPool::new(allocator));
                 // Few lengths, so that they are met again.
                 let words = words.next_power_of_two();
-                let buffer = pool.zeroed::<u32>(words, stream).map_err(|e| say(&e))?;
+                let buffer =
+                    DeviceBuffer::<u32>::zeroed(&*pool, words, stream).map_err(|e| say(&e))?;
                 let place = (buffer.as_device_ptr(), 4 * words as u64);
                 (place.0, place.1, Layered::Pooled(buffer))
             }

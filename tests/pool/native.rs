@@ -5,7 +5,7 @@ use cualloc::error::InvalidArgument;
 use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool};
 use cualloc::resource::{BlockState, MemoryResource};
 use cualloc::sim::{FailPlan, Mode, SimConfig};
-use cualloc::{Config, DeviceBuffer, Error, Policy, Request};
+use cualloc::{DeviceBuffer, Error, Policy, Request};
 
 use crate::common::{MIB, Rig, only, only_on};
 use crate::fill;
@@ -425,11 +425,11 @@ fn r39_old_drivers_do_not_reuse_opportunistically() {
 #[test]
 fn pools_run_side_by_side() {
     with_pool(DriverPoolConfig::new(), |rig, pool| {
-        let typed = TypedPool::new(&rig.driver, Config::new());
+        let typed = TypedPool::new(&rig.allocator());
         let stream = rig.stream();
         let native = DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap();
         let calls = rig.calls("cuMemAllocFromPoolAsync");
-        let ours = typed.uninit::<u8>(MIB, &stream).unwrap();
+        let ours = DeviceBuffer::<u8>::uninit(&typed, MIB, &stream).unwrap();
         assert_eq!(rig.calls("cuMemAllocFromPoolAsync"), calls);
         fill(&rig.context, native.as_device_ptr(), MIB, &stream);
         fill(&rig.context, ours.as_device_ptr(), MIB, &stream);

@@ -2,26 +2,25 @@
 
 mod guard {
     use crate::common::*;
-    use cualloc::driver::sys;
+    use cualloc::driver::{Stream, sys};
     use cualloc::error::StreamMisuse;
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Error, Policy, Refused, Request};
+    use cualloc::{Allocator, BlockId, Error, Policy, Refused, Request, Tag};
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, Mutex, OnceLock};
     use std::time::Duration;
 
     const T: Tag = Tag::new("test");
 
+    type Guard<R> = Relief<Budget<R>>;
+
     fn packed(test: impl Fn(&Rig)) {
         only(Policy::Packed, test);
     }
 
     fn guard(rig: &Rig, budget: impl Into<Option<u64>>) -> Guard<Allocator> {
-        Guard::builder()
-            .budget(budget.into())
-            .build(rig.allocator())
-            .unwrap()
+        Relief::new(Budget::new(rig.allocator(), budget.into()))
     }
 
     /// S1.24, S1.36: a budget that can change; errors before any driver call; defaults.
@@ -30,18 +29,15 @@ mod guard {
         const RESERVE: u64 = 4 << 20;
         packed(|rig| {
             let stream = rig.stream();
-            let open = Guard::builder().open(&rig.driver).unwrap();
+            let open = guard(rig, None);
             assert_eq!(
                 (open.get_ref().limit(), open.policy()),
                 (None, OomPolicy::Fail)
             );
-            assert_eq!((open.device(), open.release_reserve().unwrap()), (0, 0));
-            let guard = Guard::builder()
-                .device(0)
-                .budget(Some(RESERVE + 1000))
-                .reserve(RESERVE as usize)
-                .policy(OomPolicy::FreeCaches)
-                .build(rig.allocator())
+            assert_eq!((open.ordinal(), open.release_reserve().unwrap()), (0, 0));
+            let guard = guard(rig, RESERVE + 1000)
+                .with_policy(OomPolicy::FreeCaches)
+                .with_reserve(RESERVE as usize)
                 .unwrap();
             assert_eq!(guard.policy(), OomPolicy::FreeCaches);
             guard.set_policy(OomPolicy::Fail);
@@ -87,15 +83,6 @@ mod guard {
                     .is_err(),
                 "0 is no room"
             );
-            let wrong = Guard::builder().device(7).build(rig.allocator());
-            assert!(matches!(
-                wrong,
-                Err(Error::WrongDevice {
-                    expected: 7,
-                    found: 0
-                })
-            ));
-            assert!(Guard::builder().device(99).open(&rig.driver).is_err());
         });
     }
 
@@ -104,29 +91,23 @@ mod guard {
 
     // SAFETY: passes everything on.
     unsafe impl MemoryResource for Full {
-        fn allocate_block_aligned(
-            &self,
-            bytes: usize,
-            alignment: usize,
-            stream: &cualloc::driver::Stream,
-            tag: Tag,
-        ) -> Result<RawBlock, Error> {
+        fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
             let used = self.0.stats().all.reserved.current;
             if used > self.1 {
                 return Err(Error::OverBudget {
                     owner: "device",
-                    requested: bytes as u64,
+                    requested: request.bytes() as u64,
                     limit: self.1,
                     used,
                 });
             }
-            self.0.allocate_block(request, stream)
+            MemoryResource::allocate_block(&self.0, request, stream)
         }
         fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
             self.0.deallocate_block(block)
         }
-        fn context(&self) -> &cualloc::driver::Context {
-            self.0.context()
+        fn ordinal(&self) -> usize {
+            self.0.ordinal()
         }
         fn upstream(&self) -> Option<&dyn MemoryResource> {
             Some(&self.0)
@@ -141,10 +122,8 @@ mod guard {
             drop(allocator.allocate(8 * MIB, &stream).unwrap());
             let cached = allocator.stats().all.reserved.current;
             assert!(cached >= 8 * MIB as u64);
-            let guard = Guard::builder()
-                .policy(OomPolicy::FreeCaches)
-                .build(Full(allocator.clone(), 7 * MIB as u64))
-                .unwrap();
+            let full = Full(allocator.clone(), 7 * MIB as u64);
+            let guard = Relief::new(full).with_policy(OomPolicy::FreeCaches);
             let block = guard
                 .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
                 .unwrap();
@@ -176,12 +155,9 @@ mod guard {
             let (stream, allocator) = (rig.stream(), rig.allocator());
             drop(allocator.allocate(8 * MIB, &stream).unwrap());
             let reserved = allocator.stats().all.reserved.current;
-            let clock = ManualClock::default();
-            let guard = Guard::builder()
-                .budget(Some(100))
-                .clock(clock.clone())
-                .build(allocator.clone())
-                .unwrap();
+            let clock = Clock::manual();
+            let budget = Budget::new(allocator.clone(), Some(100));
+            let guard = Relief::new(budget).with_clock(&clock);
             let asked = Arc::new(AtomicU64::new(0));
             let count = Arc::clone(&asked);
             guard.add_relief_hook(ReliefHook::new("cache", move |_| {
@@ -228,13 +204,10 @@ mod guard {
     fn s1_25_wait_policy_goes_by_its_clock() {
         packed(|rig| {
             let stream = rig.stream();
-            let clock = ManualClock::default();
-            let guard = Guard::builder()
-                .budget(Some(1000))
-                .policy(OomPolicy::Wait(Duration::from_millis(250)))
-                .clock(clock.clone())
-                .build(rig.allocator())
-                .unwrap();
+            let clock = Clock::manual();
+            let guard = guard(rig, 1000)
+                .with_policy(OomPolicy::Wait(Duration::from_millis(250)))
+                .with_clock(&clock);
             let block = guard
                 .allocate_block(&Request::new(1000).tag(T), &stream)
                 .unwrap();
@@ -422,7 +395,7 @@ mod guard {
         packed(|rig| {
             let stream = rig.stream();
             let inner = AccessOrdered::new(rig.allocator()).shared();
-            let guard = Arc::new(Guard::builder().budget(Some(1000)).build(inner).unwrap());
+            let guard = Arc::new(Relief::new(Budget::new(inner, Some(1000))));
             let heard = Arc::new(Mutex::new(Vec::new()));
             let log = Arc::clone(&heard);
             let number = guard
@@ -470,7 +443,7 @@ mod guard {
             let before = allocator.stats().all.allocated.current;
             let held = Relief::new(allocator.clone());
             let held = held.with_reserve(32 * MIB).unwrap();
-            assert_eq!((held.reserved(), held.device()), (32 * MIB as u64, 0));
+            assert_eq!((held.reserved(), held.ordinal()), (32 * MIB as u64, 0));
             assert!(allocator.stats().all.allocated.current >= before + 32 * MIB as u64);
             if let Some(driver) = rig.driver_held() {
                 assert!(driver >= 32 * MIB as u64);
@@ -484,7 +457,7 @@ mod guard {
             assert_eq!(allocator.stats().all.allocated.current, before);
             let relief = Relief::new(allocator.clone());
             assert!(relief.with_reserve(1 << 50).is_err());
-            let build = Guard::builder().reserve(1 << 50).build(allocator.clone());
+            let build = Relief::new(allocator.clone()).with_reserve(1 << 50);
             assert!(build.is_err());
             drop((held, build));
             rig.close(&allocator);
@@ -509,8 +482,14 @@ mod guard {
                                 // Whoever resets has a turn while the block is there.
                                 for _ in 0..3 {
                                     let stats = guard.usage().unwrap();
-                                    assert!(stats.peak >= stats.used, "{stats:?}");
-                                    assert!(stats.peak >= block.bytes() as u64, "{stats:?}");
+                                    assert!(
+                                        stats.requested.peak >= stats.outstanding(),
+                                        "{stats:?}"
+                                    );
+                                    assert!(
+                                        stats.requested.peak >= block.id().bytes() as u64,
+                                        "{stats:?}"
+                                    );
                                     std::thread::yield_now();
                                 }
                                 guard.deallocate_block(block).unwrap();
@@ -520,29 +499,36 @@ mod guard {
                     .collect();
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        guard.get_ref().reset_peak();
+                        guard.get_ref().reset_peak_stats();
                     }
                 });
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
                         let stats = guard.usage().unwrap();
-                        assert!(stats.peak >= stats.used, "{stats:?}");
+                        assert!(stats.requested.peak >= stats.outstanding(), "{stats:?}");
                     }
                 });
                 let ended: Vec<_> = workers.into_iter().map(|w| w.join()).collect();
                 stop.store(true, Ordering::Relaxed);
                 ended.into_iter().for_each(|end| end.unwrap());
             });
-            guard.get_ref().reset_peak();
+            guard.get_ref().reset_peak_stats();
             let stats = guard.usage().unwrap();
-            assert_eq!((stats.used, stats.peak, stats.live_allocations), (0, 0, 0));
-            assert!(stats.device_total >= stats.device_free && stats.device_total > Some(0));
+            assert_eq!(
+                (
+                    stats.outstanding(),
+                    stats.requested.peak,
+                    stats.blocks.current
+                ),
+                (0, 0, 0)
+            );
+            let device = stats.device_memory.unwrap();
+            assert!(device.total >= device.free && device.total > 0);
             if let Some(sim) = rig.sim() {
                 let refusal = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
                 sim.fail(FailPlan::call("cuMemGetInfo_v2", refusal).unwrap());
-                let stats = guard.usage().unwrap();
-                let device = (stats.device_free, stats.device_total);
-                assert_eq!(device, (None, None), "not known is not nothing");
+                let device = guard.usage().unwrap().device_memory;
+                assert_eq!(device, None, "not known is not nothing");
             }
             let stream = rig.stream();
             let block = guard
@@ -554,12 +540,12 @@ mod guard {
         });
     }
 
-    fn rig_free_stream(guard: &Guard<Allocator>) -> cualloc::driver::Stream {
+    fn rig_free_stream(guard: &Guard<Allocator>) -> Stream {
         guard.get_ref().get_ref().create_stream().unwrap()
     }
 
     /// Lets time pass until something is so; a watchdog that never looks fails the test.
-    fn advance_until(clock: &ManualClock, done: impl Fn() -> bool) {
+    fn advance_until(clock: &Clock, done: impl Fn() -> bool) {
         let begun = std::time::Instant::now();
         while !done() {
             assert!(begun.elapsed() < Duration::from_secs(60), "it never is");
@@ -571,12 +557,11 @@ mod guard {
     /// S1.35, S1.54: pauses by its clock and threshold, without a device; a stop lets all go.
     #[test]
     fn s1_35_s1_54_watchdog_pauses_and_stops() {
-        let clock = ManualClock::default();
+        let clock = Clock::manual();
         let free = Arc::new(AtomicU64::new(50));
         let second = Duration::from_secs(1);
-        let by_clock = || Arc::new(clock.clone());
         let probe = Arc::clone(&free);
-        let watchdog = Watchdog::start_with_clock(by_clock(), 100, second, move || {
+        let watchdog = Watchdog::start_with_clock(&clock, 100, second, move || {
             Some(probe.load(Ordering::SeqCst))
         });
         let watchdog = watchdog.unwrap();
@@ -614,7 +599,7 @@ mod guard {
             done.recv_timeout(limit).expect("a waiter is let go");
         }
         watchdog.stop();
-        let blind = Watchdog::start_with_clock(by_clock(), 100, second, || None).unwrap();
+        let blind = Watchdog::start_with_clock(&clock, 100, second, || None).unwrap();
         assert!(blind.wait_for_first_check(Duration::from_secs(1)));
         assert!(!blind.is_paused());
         blind.wait_if_paused();
@@ -648,9 +633,7 @@ mod guard {
             }
             assert_eq!(guard.usage().unwrap().outstanding(), 0);
             // And no text does.
-            let loud = Guard::builder()
-                .build(Arc::new(Loud(rig.allocator())))
-                .unwrap();
+            let loud = Relief::new(Arc::new(Loud(rig.allocator())));
             loud.set_policy(OomPolicy::Checkpoint);
             let counted = Arc::clone(&runs);
             loud.set_checkpoint(move |_| {
@@ -670,13 +653,7 @@ mod guard {
 
     // SAFETY: hands out nothing.
     unsafe impl MemoryResource for Loud {
-        fn allocate_block_aligned(
-            &self,
-            _bytes: usize,
-            _alignment: usize,
-            _stream: &cualloc::driver::Stream,
-            _tag: Tag,
-        ) -> Result<RawBlock, Error> {
+        fn allocate_block(&self, _: &Request, _: &Stream) -> Result<RawBlock, Error> {
             Err(Error::from(StreamMisuse::LaunchOrder {
                 asked: "out of memory",
                 because: "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
@@ -685,11 +662,8 @@ mod guard {
         fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
             self.0.deallocate_block(block)
         }
-        fn context(&self) -> &cualloc::driver::Context {
-            self.0.context()
-        }
-        fn outstanding(&self) -> Outstanding {
-            self.0.outstanding()
+        fn ordinal(&self) -> usize {
+            self.0.ordinal()
         }
         fn state(&self, block: &BlockId) -> BlockState {
             self.0.state(block)

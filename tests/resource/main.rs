@@ -10,3 +10,11 @@ mod managers;
 mod parts;
 mod pools;
 mod suite;
+
+use cualloc::resource::MemoryResource;
+
+/// Live and pending bytes of a resource.
+fn held(resource: &impl MemoryResource) -> (u64, u64) {
+    let usage = resource.usage().unwrap();
+    (usage.requested.current, usage.pending)
+}

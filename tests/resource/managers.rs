@@ -2,12 +2,13 @@
 
 mod manager {
     use crate::common::*;
+    use crate::held;
     use cualloc::column::{Column, ElementType, Schema, Table};
     use cualloc::driver::{KernelParam, Module, Stream, sys};
     use cualloc::error::{InvalidArgument, StreamMisuse};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Error, Policy, Request};
+    use cualloc::{Allocator, Error, Policy, Request, Tag};
     use std::sync::Arc;
 
     const T: Tag = Tag::new("test");
@@ -17,8 +18,12 @@ mod manager {
         only(Policy::Packed, test);
     }
 
-    fn managed(rig: &Rig, budget: u64) -> (Manager, Runtime, Stream) {
-        let runtime = Runtime::new(AccessOrdered::new(rig.allocator()));
+    fn runtime(rig: &Rig, stack: impl MemoryResource + 'static) -> DeviceRuntime {
+        DeviceRuntime::new(stack, StreamPool::new(&rig.context))
+    }
+
+    fn managed(rig: &Rig, budget: u64) -> (Manager, DeviceRuntime, Stream) {
+        let runtime = runtime(rig, AccessOrdered::new(rig.allocator()));
         let manager = Manager::new(0, Some(budget))
             .with_runtime(&runtime)
             .unwrap();
@@ -50,7 +55,7 @@ mod manager {
                 refused,
                 Err(Error::OverBudget { requested: 225, .. })
             ));
-            let raw = manager.resource();
+            let raw = manager.allocate_block(&Request::new(1), &stream);
             assert!(matches!(raw, Err(Error::NoRuntime { device: 0 })));
             assert_eq!(
                 (
@@ -190,16 +195,16 @@ mod manager {
     fn s5_4_s5_67_live_and_pending_are_apart() {
         packed(|rig| {
             let budget = Arc::new(Budget::new(AccessOrdered::new(rig.allocator()), Some(3000)));
-            let runtime = Runtime::new(Arc::clone(&budget));
+            let runtime = runtime(rig, Arc::clone(&budget));
             let manager = Manager::new(0, Some(2000)).with_runtime(&runtime).unwrap();
             let (_, stream) = runtime.streams().acquire().unwrap();
             let slice = manager
                 .allocate_tagged::<u8>(2000, &stream, "raw".into())
                 .unwrap();
-            assert_eq!(slice.block().unwrap().ptr, slice.ptr());
+            assert_eq!(slice.id().unwrap().ptr(), slice.ptr());
             drop(slice);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
-            assert_eq!(held(&manager), (0, 2000));
+            assert_eq!(held(runtime.resource()), (0, 2000));
             assert_eq!(
                 budget.usage().unwrap().outstanding(),
                 2000,
@@ -207,6 +212,7 @@ mod manager {
             );
             let slice = manager.allocate::<u8>(1500, &stream).unwrap();
             assert_eq!(held(&manager), (1500, 0));
+            assert_eq!(held(runtime.resource()), (1500, 2000));
             drop(slice);
             runtime.resource().reap().unwrap();
             assert_eq!(
@@ -223,7 +229,7 @@ mod manager {
     #[test]
     fn s5_5_both_budgets_refuse_alike() {
         packed(|rig| {
-            let runtime = Runtime::new(Budget::new(rig.allocator(), Some(500)));
+            let runtime = runtime(rig, Budget::new(rig.allocator(), Some(500)));
             let manager = Manager::new(0, Some(1000)).with_runtime(&runtime).unwrap();
             let stream = rig.stream();
             match manager.allocate::<u8>(501, &stream) {
@@ -297,14 +303,14 @@ mod manager {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
             let slice = manager.allocate::<f64>(100, &stream).unwrap();
-            let (ptr, block) = (slice.ptr(), slice.block());
+            let (ptr, block) = (slice.ptr(), slice.id());
             let bytes = slice.into_bytes();
-            assert_eq!((bytes.ptr(), bytes.len(), bytes.block()), (ptr, 800, block));
+            assert_eq!((bytes.ptr(), bytes.len(), bytes.id()), (ptr, 800, block));
             assert_eq!(bytes.manager().id(), manager.id());
             assert_eq!(manager.usage().unwrap().requested.current, 800);
             drop(bytes);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
-            let outstanding = runtime.resource().outstanding();
+            let outstanding = held(runtime.resource());
             assert_eq!(outstanding, (0, 800));
             let resource = Arc::downgrade(runtime.resource());
             drop((manager, runtime));
@@ -320,16 +326,16 @@ mod manager {
             let calls = rig.driver.calls().total();
             let none = manager.allocate::<u32>(0, &stream).unwrap();
             let unit = manager.allocate::<()>(7, &stream).unwrap();
-            assert!(none.is_empty() && none.block().is_none());
+            assert!(none.is_empty() && none.id().is_none());
             assert_eq!((unit.len(), unit.bytes()), (7, 0));
             assert_eq!(rig.driver.calls().total(), calls);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
-            assert!(matches!(none.buffer(), Buffer::Empty));
+            assert!(none.launch_id().is_none() && !none.is_external());
             let slice = manager.allocate::<u8>(100, &stream).unwrap();
             // SAFETY: the slice lives longer.
             let foreign = unsafe { manager.external::<u8>(slice.ptr(), 100) };
-            assert!(foreign.block().is_none());
-            assert!(matches!(foreign.buffer(), Buffer::External));
+            assert!(foreign.id().is_none());
+            assert!(foreign.launch_id().is_none() && foreign.is_external());
             drop(foreign);
             assert_eq!(manager.usage().unwrap().requested.current, 100);
             assert_eq!(slice.manager().id(), manager.id());
@@ -353,7 +359,7 @@ mod manager {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 10_000);
             let slice = manager.allocate::<u8>(1000, &stream).unwrap();
-            let id = slice.block().unwrap();
+            let id = slice.id().unwrap();
             manager.reset_peak_stats();
             manager.reset_accumulated_stats();
             runtime.resource().record_use(&id, &stream).unwrap();
@@ -402,7 +408,7 @@ mod manager {
     fn s5_37_s5_39_s5_41_recorder_orders_a_launch() {
         packed(|rig| {
             let (resource, a, b, one, two) = pair(rig);
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.read(&one).unwrap().write(&one.id()).unwrap();
             recorder.read_write(&two).unwrap().read(&two).unwrap();
             let recorded: Vec<_> = recorder.blocks().collect();
@@ -438,29 +444,32 @@ mod manager {
     fn s5_38_strict_refuses_what_permissive_passes_over() {
         packed(|rig| {
             let (resource, _a, b, one, two) = pair(rig);
-            for (buffer, kind) in [(Buffer::Untracked, false), (Buffer::External, true)] {
+            let manager = Manager::new(0, None);
+            // SAFETY: named only, and the block lives longer.
+            let foreign = unsafe { manager.external::<u8>(two.ptr(), 4096) };
+            {
                 let waits = rig.calls("cuStreamWaitEvent");
-                let mut strict = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-                strict.read(&one).unwrap().write(&buffer).unwrap();
+                let mut strict = Launch::strict(&resource, &b);
+                strict.read(&one).unwrap().write(&foreign).unwrap();
                 match strict.preflight() {
                     Err(Error::Rejected {
                         index,
                         external: found,
                     }) => {
-                        assert_eq!((index, found), (1, kind));
+                        assert_eq!((index, found), (1, true));
                     }
                     other => panic!("{other:?}"),
                 }
                 assert_eq!(rig.calls("cuStreamWaitEvent"), waits, "nothing was queued");
-                let mut lenient = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
-                lenient.read(&one).unwrap().write(&buffer).unwrap();
+                let mut lenient = Launch::permissive(&resource, &b);
+                lenient.read(&one).unwrap().write(&foreign).unwrap();
                 lenient.preflight().unwrap();
                 lenient.commit().unwrap();
             }
             // A resource that does not track.
             let direct = CudaMemory::new(&rig.context);
             let block = direct.allocate_block(&Request::new(64).tag(T), &b).unwrap();
-            let mut strict = LaunchRecorder::new(&direct, &b, RecordMode::Strict);
+            let mut strict = Launch::strict(&direct, &b);
             strict.read(&block).unwrap();
             assert!(matches!(
                 strict.preflight(),
@@ -469,7 +478,7 @@ mod manager {
                     external: false
                 })
             ));
-            let mut lenient = LaunchRecorder::new(&direct, &b, RecordMode::Permissive);
+            let mut lenient = Launch::permissive(&direct, &b);
             lenient.read(&block).unwrap();
             lenient.preflight().unwrap();
             lenient.commit().unwrap();
@@ -489,12 +498,12 @@ mod manager {
                     Err(Error::Stream(StreamMisuse::LaunchOrder { .. }))
                 ));
             };
-            let empty = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let empty = Launch::strict(&resource, &b);
             empty.commit().unwrap();
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.read(&one).unwrap();
             misuse(recorder.commit());
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.read(&one).unwrap();
             recorder.preflight().unwrap();
             misuse(recorder.read(&two).map(|_| ()));
@@ -514,7 +523,7 @@ mod manager {
                 rig.stamp(block.ptr(), 4096, 1, &a);
                 resource.finish_use(&block.id(), &a, Access::Write).unwrap();
             }
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.write(&one).unwrap().write(&two).unwrap();
             sim.fail(refusal("cuStreamWaitEvent").nth(2));
             let records = rig.calls("cuEventRecord");
@@ -532,7 +541,7 @@ mod manager {
             // Stale blocks are found before any wait.
             let stale = one.id();
             finish(&resource, [one, two]);
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
+            let mut recorder = Launch::permissive(&resource, &b);
             recorder.read(&stale).unwrap();
             assert!(matches!(
                 recorder.preflight(),
@@ -573,7 +582,7 @@ mod manager {
             // Each of them alone must hold the next user back, whichever is asked for first.
             for second in [false, true] {
                 let (resource, a, b, one, two) = pair(rig);
-                let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+                let mut recorder = Launch::strict(&resource, &b);
                 recorder.write(&one).unwrap().write(&two).unwrap();
                 recorder.preflight().unwrap();
                 let hold = rig.busy(&b);
@@ -584,11 +593,11 @@ mod manager {
                 let block = if second { &two } else { &one };
                 let id = block.id();
                 resource.prepare_use(&id, &a, Access::Write).unwrap();
-                rig.stamp(id.ptr, 4096, 2, &a);
+                rig.stamp(id.ptr(), 4096, 2, &a);
                 assert!(!a.is_complete().unwrap());
                 hold.release();
                 // The race detector of the simulator has the last word.
-                assert_eq!(rig.mismatches(id.ptr, 4096, 2, &a), 0);
+                assert_eq!(rig.mismatches(id.ptr(), 4096, 2, &a), 0);
                 finish(&resource, [one, two]);
             }
         });

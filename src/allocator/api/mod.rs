@@ -212,15 +212,13 @@ impl Allocator {
     /// fit. Also returns those of the addresses that lie in free memory still.
     pub(crate) fn allocate_near(
         &self,
-        request: Request,
+        request: &Request,
         stream: &Stream,
         near: &[sys::CUdeviceptr],
-    ) -> Result<(Option<Block>, Vec<u64>), Error> {
-        let checked = Checked::of(&request)?;
+    ) -> Result<(Option<Grant>, Vec<u64>), Error> {
+        let checked = Checked::of(request)?;
         let named = self.engine.named(stream)?;
-        let (grant, free) = self.engine.allocate_cached(&named, &checked, near)?;
-        let block = grant.map(|grant| Block::new(&self.engine, grant, request.bytes()));
-        Ok((block, free))
+        self.engine.allocate_cached(&named, &checked, near)
     }
 
     /// The allocator that a block came from.

@@ -389,31 +389,30 @@ fn workspaces(w: &World) -> Outcome {
 }
 
 fn typed(w: &World) -> Outcome {
-    let pool = TypedPool::over([&w.alloc]);
+    let pool = TypedPool::new(&w.alloc);
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let mut lent = pool.zeroed::<u32>(5000, &a)?;
+    let mut lent = DeviceBuffer::<u32>::zeroed(&pool, 5000, &a)?;
     lent.as_mut_slice().fill(3, &b)?;
     assert_eq!(lent.to_vec()?, [3; 5000]);
     drop(lent);
-    let one = pool.zeroed::<u32>(5000, &a)?;
+    let one = DeviceBuffer::<u32>::zeroed(&pool, 5000, &a)?;
     work(&w.context, one.as_device_ptr(), 20_000, &a)?;
     drop(one);
-    let big = pool.uninit::<u8>(30 << 20, &b)?;
+    let big = DeviceBuffer::<u8>::uninit(&pool, 30 << 20, &b)?;
     drop(big);
-    let resource = pool.on_device(0)?;
-    let block = OwnedBlock::allocate(resource, &Request::new(6000).tag(T), &a)?;
+    let block = OwnedBlock::allocate(&pool, &Request::new(6000).tag(T), &a)?;
     block.record_stream(&b)?;
     follow(w, &a, &b)?;
     work(&w.context, block.ptr(), 6000, &b)?;
     drop(block);
-    pool.empty_all()?;
+    pool.trim(0)?;
     Ok(())
 }
 
 fn threshold(w: &World) -> Outcome {
     let pool = ThresholdPool::over(&w.alloc);
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let mut one = pool.zeroed::<u8>(9 << 20, &a)?;
+    let mut one = DeviceBuffer::<u8>::zeroed(&pool, 9 << 20, &a)?;
     one.as_mut_slice().fill(4, &b)?;
     drop(one);
     pool.set_release_threshold(Some(0))?;

@@ -171,10 +171,10 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
 #[test]
 fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
     let world = World::new(Mode::Manual, false);
-    let pool = TypedPool::over([&world.allocator]);
+    let pool = TypedPool::new(&world.allocator);
     let own = || Stream::per_thread(&world.context);
     let elsewhere = || {
-        let made = pool.uninit::<u32>(1 << 18, &own()).unwrap();
+        let made = DeviceBuffer::<u32>::uninit(&pool, 1 << 18, &own()).unwrap();
         (made.as_device_ptr(), made)
     };
     let (ptr, buffer) = world.sim.as_thread(1, elsewhere);

@@ -289,9 +289,11 @@ fn s4_streams_of_another_driver_are_refused() {
     assert!(pooled(refused.unwrap_err()));
     let workspaces = WorkspacePool::new(a);
     assert!(pooled(workspaces.lease(&foreign, 100).unwrap_err()));
-    let typed = TypedPool::over([a]);
-    drop(typed.uninit::<u32>(100, &home).unwrap());
-    assert!(pooled(typed.uninit::<u32>(100, &foreign).unwrap_err()));
+    let typed = TypedPool::new(a);
+    drop(DeviceBuffer::<u32>::uninit(&typed, 100, &home).unwrap());
+    assert!(pooled(
+        DeviceBuffer::<u32>::uninit(&typed, 100, &foreign).unwrap_err()
+    ));
 
     let misused = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     let ordered = AccessOrdered::new(a.clone());
@@ -350,7 +352,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
     let context = rig.context.clone();
     let a = Allocator::with_config(&context, Config::new()).unwrap();
     let workspaces = WorkspacePool::new(&a);
-    let typed = TypedPool::over([&a]);
+    let typed = TypedPool::new(&a);
     let pinned = PinnedPool::new(&context, PinnedConfig::new().buffer_bytes(4096)).unwrap();
     let ordered = Arc::new(AccessOrdered::new(Tracking::new(Budget::new(
         a.clone(),
@@ -372,7 +374,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             drop(a.allocate(100_000 + 4096 * (k % 200), stream).unwrap());
             drop(a.snapshot());
             drop(workspaces.lease(stream, 1000 * (k % 9 + 1)).unwrap());
-            drop(typed.uninit::<u32>(k % 1000 + 1, stream).unwrap());
+            drop(DeviceBuffer::<u32>::uninit(&typed, k % 1000 + 1, stream).unwrap());
             drop(pinned.acquire::<u8>(100).unwrap());
             let block = ordered.allocate_block(&Request::new(1000), stream).unwrap();
             drop(ordered.get_ref().live());
@@ -390,7 +392,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && a.allocate(1 << 20, &stream).is_err()
             && a.test_views().is_err()
             && workspaces.lease(&stream, 100).is_err()
-            && typed.uninit::<u32>(10, &stream).is_err()
+            && DeviceBuffer::<u32>::uninit(&typed, 10, &stream).is_err()
             && pinned.acquire::<u8>(100).is_err()
             && Context::primary(context.device()).is_err()
             && manager.allocate::<u8>(100, &stream).is_err()
@@ -416,11 +418,11 @@ fn d9_children_of_busy_threads_do_not_hang() {
         pinned.trim(0);
         let _ = (
             workspaces.usage(),
-            typed.stats(),
+            typed.usage(),
             pinned.usage(),
             pinned.generation(),
         );
-        typed.reset_stats();
+        typed.reset_accumulated_stats();
         let outstanding =
             ordered.usage().unwrap().outstanding() + ordered.get_ref().live().len() as u64;
         let (_, _) = (held(&manager), guard.usage().unwrap());

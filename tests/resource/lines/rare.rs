@@ -11,12 +11,6 @@ use cualloc::sim::{Mode, Simulator};
 use super::*;
 use crate::common::*;
 
-fn poisoned<R: MemoryResource>(resource: R) -> Probe<R> {
-    let mut config = ProbeConfig::default();
-    config.poison_freed = Some(0xDD);
-    Probe::new(resource, config)
-}
-
 /// Runs something while a stream captures; the capture must end well.
 fn captured<T>(rig: &Rig, stream: &Stream, act: impl FnOnce() -> T) -> T {
     let _entered = rig.context.enter().unwrap();
@@ -78,7 +72,7 @@ fn retired<R: MemoryResource>(rig: &Rig, make: impl Fn(&Allocator) -> R, access:
             .allocate_block(&Request::new(1 << 20).tag(T), &home)
             .unwrap();
         let id = block.id();
-        let stamp = |on| rig.stamp(id.ptr, 1 << 20, 1, on);
+        let stamp = |on| rig.stamp(id.ptr(), 1 << 20, 1, on);
         stamp(&home);
         if access {
             resource.finish_use(&id, &home, Access::Write).unwrap();
@@ -173,8 +167,8 @@ fn hooks_may_own_what_they_look_after() {
             }
             assert!(allocator.remove_relief_hook("mine"));
         }
-        let guard = Guard::builder().budget(Some(MIB as u64)).build(allocator);
-        let guard = Arc::new(guard.unwrap());
+        let guard = Relief::new(Budget::new(allocator, Some(MIB as u64)));
+        let guard = Arc::new(guard);
         let held =
             OwnedBlock::allocate(Arc::clone(&guard), &Request::new(MIB).tag(T), &stream).unwrap();
         let number = guard
@@ -203,7 +197,7 @@ fn finished_in_vain(
     let allocated = entered.create_event().unwrap();
     allocated.record(&home).unwrap();
     other.wait(&allocated).unwrap();
-    rig.stamp(id.ptr, MIB, 1, &other);
+    rig.stamp(id.ptr(), MIB, 1, &other);
     sim.fail(FailPlan::call(call, refusal()).unwrap().nth(nth));
     let finished = resource.finish_use(&id, &other, Access::Write);
     sim.clear_failures();

@@ -7,56 +7,32 @@ use super::traits::{MemoryResource, UseTracking};
 use crate::block::{BlockId, BlockState};
 use crate::error::{Error, StreamMisuse};
 
-/// How a launch recorder takes buffers that nobody tracks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum RecordMode {
-    /// They are refused, with a reason, before anything is queued.
-    Strict,
-    /// They are passed over.
-    Permissive,
-}
+/// Something that a launch can use: a block, a slice, a column. Identities are kept, not borrows.
+pub trait LaunchBuffer {
+    /// The block under it; none where there are no bytes, and of memory that somebody else owns.
+    fn launch_id(&self) -> Option<BlockId>;
 
-/// What a buffer is to a recorder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Buffer {
-    /// A block of a resource.
-    Block(BlockId),
-    /// No bytes: there is nothing to track.
-    Empty,
-    /// Memory of ours that belongs to no resource.
-    Untracked,
-    /// Memory that somebody else owns.
-    External,
-}
-
-/// Something that a launch can use: a block, a slice, a column.
-pub trait Recordable {
-    /// What it is; identities are kept, not borrows.
-    fn buffer(&self) -> Buffer;
-}
-
-impl Recordable for Buffer {
-    fn buffer(&self) -> Buffer {
-        *self
+    /// Whether somebody else owns the memory.
+    fn is_external(&self) -> bool {
+        false
     }
 }
 
-impl Recordable for BlockId {
-    fn buffer(&self) -> Buffer {
-        Buffer::Block(*self)
+impl LaunchBuffer for BlockId {
+    fn launch_id(&self) -> Option<BlockId> {
+        Some(*self)
     }
 }
 
-impl Recordable for super::RawBlock {
-    fn buffer(&self) -> Buffer {
-        Buffer::Block(self.id())
+impl LaunchBuffer for super::RawBlock {
+    fn launch_id(&self) -> Option<BlockId> {
+        Some(self.id())
     }
 }
 
-impl<R: MemoryResource> Recordable for super::OwnedBlock<R> {
-    fn buffer(&self) -> Buffer {
-        self.id().map_or(Buffer::Untracked, Buffer::Block)
+impl<R: MemoryResource> LaunchBuffer for super::OwnedBlock<R> {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.id()
     }
 }
 
@@ -71,7 +47,7 @@ enum Phase {
 /// [`preflight`](Self::preflight), launch, [`commit`](Self::commit).
 ///
 /// ```
-/// use cualloc::resource::{AccessOrdered, LaunchRecorder, MemoryResource, RecordMode};
+/// use cualloc::{Request, resource::{AccessOrdered, Launch, MemoryResource}};
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
@@ -81,27 +57,28 @@ enum Phase {
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let (input, output) =
 ///     (resource.allocate_block(&Request::new(64).tag("in"), &a)?, resource.allocate_block(&Request::new(64).tag("out"), &a)?);
-/// let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-/// recorder.read(&input)?.write(&output)?;
-/// recorder.preflight()?;
+/// let mut launch = Launch::strict(&resource, &b);
+/// launch.read(&input)?.write(&output)?;
+/// launch.preflight()?;
 /// // ... launch on b ...
-/// recorder.commit()?;
+/// launch.commit()?;
 /// resource.deallocate_block(input)?;
 /// resource.deallocate_block(output)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 #[must_use = "a launch that is not committed is not tracked"]
-pub struct LaunchRecorder<R: MemoryResource> {
+pub struct Launch<R: MemoryResource> {
     resource: R,
     stream: Stream,
     /// The stream's id at the preflight.
     named: u64,
-    mode: RecordMode,
+    /// Whether buffers that nobody tracks are refused.
+    strict: bool,
     phase: Phase,
     blocks: Vec<Entry>,
-    /// Buffers that are not blocks, by their place in the order of recording; whether somebody else owns them.
-    others: Vec<(usize, bool)>,
+    /// The first buffer of somebody else's, by its place in the order of recording.
+    external: Option<usize>,
     recorded: usize,
 }
 
@@ -113,17 +90,27 @@ struct Entry {
     index: usize,
 }
 
-impl<R: MemoryResource> LaunchRecorder<R> {
-    /// For one launch on a stream, with blocks of a resource (or a handle to it).
-    pub fn new(resource: R, stream: &Stream, mode: RecordMode) -> Self {
-        LaunchRecorder {
+impl<R: MemoryResource> Launch<R> {
+    /// One launch on a stream, with blocks of a resource (or a handle to it). Buffers that nobody tracks are refused,
+    /// with a reason, before anything is queued.
+    pub fn strict(resource: R, on: &Stream) -> Self {
+        Launch::new(resource, on, true)
+    }
+
+    /// As [`strict`](Self::strict), but buffers that nobody tracks are passed over.
+    pub fn permissive(resource: R, on: &Stream) -> Self {
+        Launch::new(resource, on, false)
+    }
+
+    fn new(resource: R, stream: &Stream, strict: bool) -> Self {
+        Launch {
             resource,
             stream: stream.clone(),
             named: 0,
-            mode,
+            strict,
             phase: Phase::Recording,
             blocks: Vec::new(),
-            others: Vec::new(),
+            external: None,
             recorded: 0,
         }
     }
@@ -132,7 +119,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// [`StreamMisuse::LaunchOrder`] after the preflight.
-    pub fn read(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
+    pub fn read(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
         self.record(buffer, Access::Read)
     }
 
@@ -140,7 +127,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
+    pub fn write(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
         self.record(buffer, Access::Write)
     }
 
@@ -148,15 +135,11 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn read_write(&mut self, buffer: &impl Recordable) -> Result<&mut Self, Error> {
+    pub fn read_write(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
         self.record(buffer, Access::ReadWrite)
     }
 
-    /// The launch uses a buffer.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub fn record(&mut self, buffer: &impl Recordable, access: Access) -> Result<&mut Self, Error> {
+    fn record(&mut self, buffer: &impl LaunchBuffer, access: Access) -> Result<&mut Self, Error> {
         if self.phase != Phase::Recording {
             return Err(StreamMisuse::LaunchOrder {
                 asked: "recording a buffer",
@@ -166,21 +149,18 @@ impl<R: MemoryResource> LaunchRecorder<R> {
         }
         let index = self.recorded;
         self.recorded += 1;
-        match buffer.buffer() {
-            Buffer::Empty => {}
-            Buffer::External => self.others.push((index, true)),
-            Buffer::Untracked => self.others.push((index, false)),
-            Buffer::Block(identity) => {
-                let known = self.blocks.iter_mut().find(|entry| entry.block == identity);
-                match known {
-                    Some(known) => known.access = known.access.merge(access),
-                    None => self.blocks.push(Entry {
-                        block: identity,
-                        access,
-                        index,
-                    }),
-                }
+        if let Some(block) = buffer.launch_id() {
+            let known = self.blocks.iter_mut().find(|entry| entry.block == block);
+            match known {
+                Some(known) => known.access = known.access.merge(access),
+                None => self.blocks.push(Entry {
+                    block,
+                    access,
+                    index,
+                }),
             }
+        } else if buffer.is_external() && self.strict {
+            self.external.get_or_insert(index);
         }
         Ok(self)
     }
@@ -212,12 +192,11 @@ impl<R: MemoryResource> LaunchRecorder<R> {
             UseTracking::Reuse => block.stream_id() == stream,
             UseTracking::None => false,
         };
-        if self.mode == RecordMode::Strict {
+        if self.strict {
             let untracked = self.blocks.iter().filter(|entry| !in_order(&entry.block));
             let untracked = untracked.map(|entry| (entry.index, false));
-            let others = self.others.iter().copied();
-            if let Some((index, external)) = others.chain(untracked).min_by_key(|(index, _)| *index)
-            {
+            let external = self.external.map(|index| (index, true));
+            if let Some((index, external)) = external.into_iter().chain(untracked).min() {
                 return Err(Error::Rejected { index, external });
             }
         }
@@ -274,7 +253,7 @@ impl<R: MemoryResource> LaunchRecorder<R> {
     }
 }
 
-impl<R: MemoryResource> Drop for LaunchRecorder<R> {
+impl<R: MemoryResource> Drop for Launch<R> {
     fn drop(&mut self) {
         if cfg!(debug_assertions)
             && !process::is_gone()
@@ -282,10 +261,10 @@ impl<R: MemoryResource> Drop for LaunchRecorder<R> {
             && self.recorded > 0
         {
             log::warn!(
-                "a launch recorder of {} buffers on stream {:?} ({:?}) goes without a commit",
+                "a {} launch of {} buffers on stream {:?} goes without a commit",
+                if self.strict { "strict" } else { "permissive" },
                 self.recorded,
-                self.stream.raw(),
-                self.mode
+                self.stream.raw()
             );
         }
     }

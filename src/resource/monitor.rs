@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
-use crate::resource::Pressure;
-
 use crate::error::{Error, InvalidArgument};
+
+use super::meter::Pressure;
 
 type Transition = dyn Fn(Pressure, Pressure) + Send + Sync;
 type Eviction = dyn Fn(u64) -> u64 + Send + Sync;
@@ -27,13 +27,13 @@ struct State {
 /// [`poll`](Self::poll).
 ///
 /// ```
-/// use cualloc::{pool::PressureMonitor, resource::Pressure};
+/// use cualloc::resource::{Pressure, PressureMonitor};
 /// let monitor = PressureMonitor::new(0.5, 0.9)?;
 /// monitor.on_eviction(|bytes| bytes);
 /// assert_eq!(monitor.observe(60, 100), Pressure::High);
 /// assert_eq!(monitor.observe(95, 100), Pressure::Critical);
 /// // Enough to be below the warning fraction again.
-/// assert_eq!(monitor.evicted(), 46);
+/// assert_eq!(monitor.evicted(), (46, 1));
 /// # Ok::<(), cualloc::Error>(())
 /// ```
 pub struct PressureMonitor {
@@ -111,14 +111,9 @@ impl PressureMonitor {
         drop(old);
     }
 
-    /// Bytes that the eviction hook has freed, as it says.
-    pub fn evicted(&self) -> u64 {
-        self.change(|state| state.evicted)
-    }
-
-    /// How often the eviction hook was asked.
-    pub fn evictions(&self) -> u64 {
-        self.change(|state| state.evictions)
+    /// Bytes that the eviction hook has freed, as it says, and how often it was asked.
+    pub fn evicted(&self) -> (u64, u64) {
+        self.change(|state| (state.evicted, state.evictions))
     }
 
     /// Takes note of `used` of `total` bytes in use.
@@ -201,7 +196,7 @@ mod tests {
             *seen.lock().unwrap(),
             [(None, High), (High, Critical), (Critical, None)]
         );
-        assert_eq!((monitor.evictions(), monitor.evicted()), (2, 50));
+        assert_eq!(monitor.evicted(), (50, 2));
         assert_eq!(monitor.poll(|| Err::<(u64, u64), _>("away")), Err("away"));
         assert_eq!(monitor.poll(|| Ok::<_, ()>((0, 0))), Ok(None));
     }
@@ -221,7 +216,7 @@ mod tests {
             bytes
         });
         monitor.observe(u64::MAX, u64::MAX);
-        assert_eq!(monitor.evictions(), 1);
+        assert_eq!(monitor.evicted().1, 1);
         let asks = Asks(Arc::clone(&monitor));
         monitor.on_transition(move |_, _| drop(Arc::clone(&asks.0)));
         monitor.on_eviction(|_| 0);
