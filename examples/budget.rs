@@ -8,26 +8,18 @@
 use std::sync::Arc;
 
 use cualloc::driver::Driver;
-use cualloc::resource::{Budget, LogRecord, LogSink, Logging, MemoryResource};
+use cualloc::resource::{Budget, LogRecord, Logging, MemoryResource};
 use cualloc::{Allocator, Config, DeviceBuffer, Error, Request};
 
 const MIB: usize = 1 << 20;
 
-/// Hands each record to the `log` crate.
-struct ToLog;
-
-impl LogSink for ToLog {
-    fn is_enabled(&self) -> bool {
-        log::log_enabled!(log::Level::Info)
+/// Hands a record to the `log` crate.
+fn to_log(record: &LogRecord) -> std::io::Result<()> {
+    match record.error {
+        None => log::info!("{}", record.to_csv()),
+        Some(_) => log::warn!("{}: {}", record.to_csv(), record.message()),
     }
-
-    fn log(&self, record: &LogRecord) -> std::io::Result<()> {
-        match record.error {
-            None => log::info!("{record:?}"),
-            Some(_) => log::warn!("{record:?}"),
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -39,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // Refusals of the budget are logged as well, since the log stands above it.
     let budget = Arc::new(Budget::new(allocator.clone(), Some(64 * MIB as u64)));
-    let memory = Arc::new(Logging::new(Arc::clone(&budget), ToLog));
+    let memory = Arc::new(Logging::new(Arc::clone(&budget), to_log));
 
     let request = Request::array::<f32>(12 * MIB)?.tag("weights");
     let weights = DeviceBuffer::<f32>::uninit_with(&memory, request, &stream)?;

@@ -545,7 +545,7 @@ fn allocate<T: DeviceCopy>(
     Memory::allocate(from, request.align(alignment).of::<T>(), stream)
 }
 
-/// Launches track a buffer by the block under it, and take memory of others for external.
+/// A launch tracks a buffer by the block under it, and takes memory of others for external.
 impl<T: DeviceCopy> LaunchBuffer for DeviceBuffer<T> {
     fn launch_id(&self) -> Option<BlockId> {
         self.id()

@@ -12,7 +12,7 @@ use common::*;
 use cualloc::Tag;
 use cualloc::driver::sys;
 use cualloc::pool::{DriverPool, DriverPoolConfig, ThresholdPool};
-use cualloc::resource::{AccessOrdered, LaunchRecorder, MemoryResource, RecordMode};
+use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
 use cualloc::sim::FailPlan;
 use cualloc::{Config, Policy, Request};
 
@@ -110,11 +110,10 @@ fn s5_42_an_abandoned_recorder_warns() {
                 .allocate_block(&Request::new(64).tag(tag), &stream)
                 .unwrap()
         });
-        for (mode, name) in [
-            (RecordMode::Strict, "Strict"),
-            (RecordMode::Permissive, "Permissive"),
+        for (mut recorder, name) in [
+            (Launch::strict(&resource, &stream), "strict"),
+            (Launch::permissive(&resource, &stream), "permissive"),
         ] {
-            let mut recorder = LaunchRecorder::new(&resource, &stream, mode);
             recorder.read(&blocks[0]).unwrap();
             recorder.write(&blocks[1]).unwrap();
             taken();
@@ -130,11 +129,11 @@ fn s5_42_an_abandoned_recorder_warns() {
                 assert!(lines.is_empty(), "{lines:?}");
             }
         }
-        let mut recorder = LaunchRecorder::new(&resource, &stream, RecordMode::Strict);
+        let mut recorder = Launch::strict(&resource, &stream);
         recorder.read(&blocks[0]).unwrap();
         recorder.preflight().unwrap();
         recorder.commit().unwrap();
-        drop(LaunchRecorder::new(&resource, &stream, RecordMode::Strict));
+        drop(Launch::strict(&resource, &stream));
         assert_eq!(taken(), [""; 0], "nothing was forgotten");
         for block in blocks {
             resource.deallocate_block(block).unwrap();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cualloc::pool::*;
 use cualloc::resource::*;
-use cualloc::{Config, Error, Request};
+use cualloc::{Config, DeviceBuffer, Error, Request};
 
 use crate::common::*;
 use crate::held;

@@ -11,11 +11,11 @@ use cualloc::pool::{
     DriverPool, DriverPoolConfig, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
-    Access, AccessOrdered, CudaMemory, Guard, LaunchRecorder, Manager, ManagerConfig,
-    MemoryResource, OwnedBlock, RecordMode, Runtime, Statistics,
+    Access, AccessOrdered, Budget, CudaMemory, DeviceRuntime, Launch, Manager, MemoryResource,
+    OwnedBlock, Relief, Statistics, StreamPool,
 };
 use cualloc::trace::{self, Options, Stage, Trace};
-use cualloc::{Allocator, DeviceBuffer, PinnedBuffer, Request};
+use cualloc::{DeviceBuffer, PinnedBuffer, Request};
 
 use super::{Outcome, Program, World};
 
@@ -153,7 +153,7 @@ fn resource_columns(w: &World) -> Outcome {
     let resource: Arc<dyn MemoryResource> = Arc::new(AccessOrdered::new(w.alloc.clone()));
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &a)?;
-    let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+    let mut launch = Launch::strict(&resource, &b);
     launch.read_write(&column)?;
     launch.preflight()?;
     launch.commit()?;
@@ -423,20 +423,20 @@ fn threshold(w: &World) -> Outcome {
 }
 
 fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream) -> Outcome {
-    let before = resource.usage().unwrap().outstanding();
+    let before = resource.usage()?.outstanding();
     let first = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), a)?;
     let id = first.id().ok_or("no block")?;
-    work(&w.context, id.ptr, 4096, a)?;
+    work(&w.context, id.ptr(), 4096, a)?;
     follow(w, a, b)?;
     resource.prepare_use(&id, b, Access::Write)?;
-    work(&w.context, id.ptr, 4096, b)?;
+    work(&w.context, id.ptr(), 4096, b)?;
     resource.finish_use(&id, b, Access::Write)?;
     first.record_stream(b)?;
-    work(&w.context, id.ptr, 4096, b)?;
+    work(&w.context, id.ptr(), 4096, b)?;
     match first.free() {
         Ok(()) => {}
         Err(failed) => {
-            work(&w.context, id.ptr, 4096, b)?;
+            work(&w.context, id.ptr(), 4096, b)?;
             let error = failed.error;
             resource.deallocate_block(*failed.value)?;
             let next = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), a)?;
@@ -451,7 +451,7 @@ fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream)
     resource.reap()?;
     resource.trim(0)?;
     resource.usage()?;
-    nothing_left(resource.usage().unwrap().outstanding() - before)
+    nothing_left(resource.usage()?.outstanding() - before)
 }
 
 /// What a program says that finds something left.
@@ -497,10 +497,7 @@ fn native_resource(w: &World) -> Outcome {
 fn adaptors(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let inner = Arc::new(AccessOrdered::new(Statistics::new(w.alloc.clone())));
-    let guard = Guard::<Allocator>::builder()
-        .budget(Some(1 << 30))
-        .reserve(4 << 20)
-        .build(inner)?;
+    let guard = Relief::new(Budget::new(inner, Some(1 << 30))).with_reserve(4 << 20)?;
     use_across(w, &guard, &a, &b)?;
     guard.release_reserve()?;
     Ok(())
@@ -508,7 +505,7 @@ fn adaptors(w: &World) -> Outcome {
 
 fn manager(w: &World) -> Outcome {
     let resource = AccessOrdered::new(w.alloc.clone());
-    let runtime = Runtime::new(resource);
+    let runtime = DeviceRuntime::new(resource, StreamPool::new(&w.context));
     let manager = Manager::new(0, Some(1 << 30)).with_runtime(&runtime)?;
     let (_, stream) = runtime.streams().acquire()?;
     let slice = manager.allocate::<u32>(5000, &stream)?;
@@ -519,7 +516,7 @@ fn manager(w: &World) -> Outcome {
     let slice = manager.allocate::<u32>(5000, &stream)?;
     drop(slice);
     runtime.resource().reap()?;
-    nothing_left(manager.usage().unwrap().outstanding())
+    nothing_left(runtime.resource().usage()?.outstanding())
 }
 
 fn streams(w: &World) -> Outcome {

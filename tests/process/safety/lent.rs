@@ -7,7 +7,7 @@ use cualloc::column::{Column, Consumer, ElementType, Producer, Schema, Table};
 use cualloc::driver::{Stream, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool};
-use cualloc::resource::{AccessOrdered, CudaMemory, LaunchRecorder, MemoryResource, RecordMode};
+use cualloc::resource::{AccessOrdered, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::{FailPlan, Mode};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer, Request};
 
@@ -200,7 +200,7 @@ fn d2_a_commit_on_another_thread_waits_for_the_launch() {
         .unwrap();
     let launch = || {
         let own = Stream::per_thread(&world.context);
-        let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);
+        let mut recorder = Launch::strict(&resource, &own);
         recorder.write(&block).unwrap().preflight().unwrap();
         let entered = world.context.enter().unwrap();
         // SAFETY: the memory is the block's, and recorded by the commit.

@@ -335,7 +335,7 @@ fn s4_streams_of_another_driver_are_refused() {
 #[test]
 fn d9_children_of_busy_threads_do_not_hang() {
     use cualloc::pool::{PinnedConfig, PinnedPool, PoolReport};
-    use cualloc::resource::{Budget, Guard, Manager, ManagerConfig, Runtime, Tracking};
+    use cualloc::resource::{Budget, DeviceRuntime, Manager, Relief, StreamPool, Tracking};
     use std::sync::atomic::{AtomicBool, Ordering};
 
     unsafe extern "C" {
@@ -358,14 +358,10 @@ fn d9_children_of_busy_threads_do_not_hang() {
         a.clone(),
         Some(1 << 29),
     ))));
-    let guard = Guard::<Allocator>::builder()
-        .budget(Some(1 << 29))
-        .build(Arc::clone(&ordered))
-        .unwrap();
-    let manager = Manager::new(
-        ManagerConfig::new(0, Some(1 << 29)).runtime(&Runtime::new(Arc::clone(&ordered))),
-    )
-    .unwrap();
+    let guard = Relief::new(Budget::new(Arc::clone(&ordered), Some(1 << 29)));
+    let runtime = DeviceRuntime::new(Arc::clone(&ordered), StreamPool::new(&context));
+    let manager = Manager::new(0, Some(1 << 29));
+    let manager = manager.with_runtime(&runtime).unwrap();
     let stream = rig.stream();
     let stop = AtomicBool::new(false);
     let work = |mut k: usize, stream: &Stream| {
@@ -414,7 +410,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             "{a:?} {workspaces:?} {typed:?} {pinned:?} {:?}",
             PoolReport::of(&a)
         );
-        workspaces.trim(0);
+        let _ = workspaces.trim(0);
         pinned.trim(0);
         let _ = (
             workspaces.usage(),
@@ -425,7 +421,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
         typed.reset_accumulated_stats();
         let outstanding =
             ordered.usage().unwrap().outstanding() + ordered.get_ref().live().len() as u64;
-        let (_, _) = (held(&manager), guard.usage().unwrap());
+        let (_, _) = (manager.usage().unwrap(), guard.usage().unwrap());
         let _ = (
             guard.get_ref().on_pressure(|_, _| ()),
             guard.remove_relief_hook("none"),
