@@ -7,7 +7,7 @@ use std::any::TypeId;
 use std::collections::{HashMap, VecDeque};
 use std::hash::BuildHasher;
 
-use crate::allocator::{Grant, Mixed};
+use crate::allocator::Mixed;
 use crate::driver::{process, sys};
 use crate::locks::lock::Lock;
 
@@ -135,24 +135,24 @@ impl Table {
     /// the key, `None` if none is remembered; what it takes there is no hint any more. It may not wait: the shard
     /// is locked.
     #[inline]
-    pub fn hit(
+    pub fn hit<T>(
         &self,
         live: Live,
-        take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<Grant>,
-    ) -> Option<(Grant, Slot)> {
+        take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<(sys::CUdeviceptr, T)>,
+    ) -> Option<(T, Slot)> {
         let number = shard_of(&live.key);
         let mut shard = self.shards[number].lock();
-        let grant = match shard.returned.get_mut(&live.key) {
+        let (address, taken) = match shard.returned.get_mut(&live.key) {
             Some(returned) => {
-                let grant = take(returned.back().copied())?;
+                let taken = take(returned.back().copied())?;
                 returned.pop_back();
-                grant
+                taken
             }
             None => take(None)?,
         };
         shard.counts.hits += 1;
-        let at = shard.enter(live.at(grant.ptr()));
-        Some((grant, Slot::new(number, at)))
+        let at = shard.enter(live.at(address));
+        Some((taken, Slot::new(number, at)))
     }
 
     /// Where memory for a key was returned.
@@ -333,74 +333,92 @@ mod tests {
     fn live(address: u64) -> Live {
         Live {
             address,
+            key: KEY,
             capacity: 512,
             element: TypeId::of::<u8>(),
         }
+    }
+
+    /// A block that comes and goes.
+    fn returned(table: &Table, address: u64) {
+        let slot = table.enter(live(address));
+        assert!(table.leave(slot, address).is_some());
     }
 
     #[test]
     fn hints_are_the_last_returns_and_any_is_forgotten() {
         let table = Table::default();
         for address in 1..=6 {
-            table.remember(&KEY, address);
+            returned(&table, address);
         }
         let hints = table.hints(&KEY);
         assert_eq!(hints.as_slice(), [6, 5, 4, 3]);
         table.answered(&KEY, &hints, true, &[5, 3]);
         assert_eq!(table.hints(&KEY).as_slice(), [5, 3, 2, 1]);
         assert!(table.hints(&(8, 512)).as_slice().is_empty());
-        assert_eq!(table.stats().hits, 1);
+        assert_eq!(table.counts().hits, 1);
     }
 
     /// S2.2
     #[test]
     fn s2_2_a_hit_takes_the_last_hint_and_a_miss_leaves_it() {
         let table = Table::default();
-        assert_eq!(table.hit(&KEY, Some), Some(None));
+        let hit = |take: fn(Option<u64>) -> Option<(u64, Option<u64>)>| {
+            table.hit(live(0), take).map(|(seen, _)| seen)
+        };
+        assert_eq!(hit(|last| Some((9, last))), Some(None));
         for address in 1..=3 {
-            table.remember(&KEY, address);
+            returned(&table, address);
         }
-        assert_eq!(table.hit(&KEY, |_| None::<()>), None);
-        assert_eq!(table.hit(&KEY, |last| last), Some(3));
+        assert_eq!(hit(|_| None), None);
+        assert_eq!(hit(|last| Some((3, last))), Some(Some(3)));
         assert_eq!(table.hints(&KEY).as_slice(), [2, 1]);
-        assert_eq!(table.stats().hits, 2);
+        let counts = table.counts();
+        assert_eq!((counts.hits, counts.live, counts.returns), (2, 2, 3));
     }
 
     #[test]
     fn entries_are_used_again_and_found_by_length_and_type() {
         let table = Table::default();
-        let slots: Vec<_> = (1..=3).map(|at| table.enter(&KEY, live(at))).collect();
+        let mut slots: Vec<_> = (1..=3).map(|at| table.enter(live(at))).collect();
         assert_eq!(table.live(512, TypeId::of::<u8>()), [1, 2, 3]);
         assert!(table.live(512, TypeId::of::<u16>()).is_empty());
+        assert!(table.leave(slots[1], 3).is_none(), "another's entry");
+        assert!(table.leave(Slot::of(u64::MAX), 3).is_none());
+        assert_eq!(Slot::of(slots[2].note()), slots[2]);
         // A return on another stream is found there.
         for stream in 8..40 {
-            let left = table.leave(slots[1], &(stream, 512));
+            table.return_on(slots[1], stream);
+            let left = table.leave(slots[1], 2).unwrap();
             assert_eq!(table.hints(&(stream, 512)).as_slice(), [left.address]);
-            let again = table.stay(&(stream, 512), left);
+            slots[1] = table.stay(left);
             assert!(table.hints(&(stream, 512)).as_slice().is_empty());
-            assert_eq!(table.leave(again, &(stream, 512)).address, 2);
-            assert_eq!(table.enter(&KEY, left).at, slots[1].at);
         }
         assert_eq!(table.live(512, TypeId::of::<u8>()).len(), 3);
-        assert_eq!(table.stats().returns, 32);
+        let counts = table.counts();
+        assert_eq!((counts.entered, counts.returns, counts.live), (3, 0, 3));
     }
 
     #[test]
     fn what_is_remembered_is_bounded() {
         let table = Table::default();
+        let slot = table.enter(live(1));
         for address in 0..2 * REMEMBERED as u64 {
-            table.remember(&KEY, address + 1);
+            returned(&table, address + 2);
         }
-        let returned = |shard: &Lock<Shard>| {
+        let remembered = |shard: &Lock<Shard>| {
             let shard = shard.lock();
             let most = shard.returned.values().map(VecDeque::len).max();
             (shard.returned.len(), most.unwrap_or(0))
         };
-        assert_eq!(returned(&table.shards[shard_of(&KEY)]).1, REMEMBERED);
+        assert_eq!(remembered(&table.shards[shard_of(&KEY)]).1, REMEMBERED);
+        let mut slot = slot;
         for stream in 0..SHARDS as u64 * KEYS as u64 * 4 {
-            table.remember(&(stream, 512), 1);
+            table.return_on(slot, stream);
+            assert!(table.leave(slot, 1).is_some());
+            slot = table.enter(live(1));
         }
-        let keys = table.shards.iter().map(|shard| returned(shard).0).max();
+        let keys = table.shards.iter().map(|shard| remembered(shard).0).max();
         assert!(keys.is_some_and(|keys| (1..=KEYS).contains(&keys)));
     }
 }

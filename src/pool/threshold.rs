@@ -150,6 +150,12 @@ impl Inner {
 // SAFETY: the blocks are its allocator's.
 unsafe impl MemoryResource for Inner {
     fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
+        let bytes = request.bytes();
+        // What cannot be needs no allocator.
+        if bytes == 0 || Request::round(bytes).is_none() {
+            let bytes = bytes as u64;
+            return Err(Error::Invalid(InvalidArgument::Size { bytes }));
+        }
         let allocator = self.allocator()?;
         self.surplus.release(allocator, true);
         allocator.allocate_block(request, on)

@@ -251,9 +251,12 @@ impl Inner {
             return None;
         }
         let (id, bytes) = (stream.id_at_hand(), live.key.1);
-        self.table.hit(live, |last| match last {
-            Some(address) => engine.hit_at(id, bytes, address),
-            None => engine.hit(id, bytes).ok(),
+        self.table.hit(live, |last| {
+            let grant = match last {
+                Some(address) => engine.hit_at(id, bytes, address),
+                None => engine.hit(id, bytes).ok(),
+            }?;
+            Some((grant.ptr(), grant))
         })
     }
 

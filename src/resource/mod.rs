@@ -62,7 +62,7 @@ pub use clock::Clock;
 pub use cuda_memory::CudaMemory;
 pub use launch::{Launch, LaunchBuffer};
 pub use logging::{LogAction, LogRecord, LogSink, Logging, RingSink};
-pub use manager::{Manager, Slice};
+pub use manager::Manager;
 pub use meter::Pressure;
 pub use monitor::PressureMonitor;
 pub use ordered::AccessOrdered;

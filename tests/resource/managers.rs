@@ -8,7 +8,8 @@ mod manager {
     use cualloc::error::{InvalidArgument, StreamMisuse};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Error, Policy, Request, Tag};
+    use cualloc::{Allocator, DeviceBuffer, DeviceCopy, Error, Policy, Request, Tag};
+    use std::mem::MaybeUninit;
     use std::sync::Arc;
 
     const T: Tag = Tag::new("test");
@@ -31,6 +32,14 @@ mod manager {
         (manager, runtime, stream)
     }
 
+    fn allocate<T: DeviceCopy>(
+        manager: &Manager,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
+        DeviceBuffer::uninit(manager, len, stream)
+    }
+
     fn refusal(call: &str) -> FailPlan {
         FailPlan::call(call, sys::CUresult::CUDA_ERROR_INVALID_VALUE).unwrap()
     }
@@ -42,15 +51,15 @@ mod manager {
         packed(|rig| {
             let manager = Manager::new(0, Some(1024));
             let (before, stream) = (rig.memory_calls(), rig.stream());
-            let slice = manager.allocate::<f32>(200, &stream).unwrap();
+            let slice = allocate::<f32>(&manager, 200, &stream).unwrap();
             assert_eq!(
-                (manager.usage().unwrap().requested.current, slice.bytes()),
+                (manager.usage().unwrap().requested.current, slice.byte_len()),
                 (800, 800)
             );
             assert!(rig.memory_calls() > before);
-            rig.stamp(slice.ptr(), 800, 1, &stream);
+            rig.stamp(slice.as_device_ptr(), 800, 1, &stream);
             let calls = rig.memory_calls();
-            let refused = manager.allocate::<u8>(225, &stream);
+            let refused = allocate::<u8>(&manager, 225, &stream);
             assert!(matches!(
                 refused,
                 Err(Error::OverBudget { requested: 225, .. })
@@ -64,12 +73,7 @@ mod manager {
                 ),
                 (800, calls)
             );
-            // A column of it is charged as the slice was.
-            let owned = slice.into_owned().unwrap();
-            // SAFETY: the stream is the slice's.
-            let column = unsafe { Column::from_owned(owned, ElementType::F32, 200, &stream) };
-            assert_eq!(manager.usage().unwrap().requested.current, 800);
-            drop(column.unwrap());
+            drop(slice);
             assert_eq!(
                 (
                     manager.usage().unwrap().requested.current,
@@ -78,7 +82,7 @@ mod manager {
                 (0, 800)
             );
             let elsewhere = Manager::new(1, None);
-            let wrong = elsewhere.allocate::<u8>(1, &stream);
+            let wrong = allocate::<u8>(&elsewhere, 1, &stream);
             assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
             let other = DeviceRuntime::on(&rig.context).unwrap();
             let wrong = Manager::new(1, Some(1)).with_runtime(&other);
@@ -118,7 +122,7 @@ mod manager {
     fn s5_45_slices_and_columns_are_kernel_parameters() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
-            let slice = manager.allocate::<u32>(64, &stream).unwrap();
+            let slice = allocate::<u32>(&manager, 64, &stream).unwrap();
             let source = Arc::new(manager.clone());
             let column = Column::zeroed_in(source, ElementType::U32, 64, &stream).unwrap();
             let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
@@ -133,7 +137,7 @@ mod manager {
             stream.synchronize().unwrap();
             let first = rig
                 .sim()
-                .map(|sim| sim.read_memory(slice.ptr(), 8).unwrap());
+                .map(|sim| sim.read_memory(slice.as_device_ptr(), 8).unwrap());
             assert!(first.is_none_or(|bytes| bytes == [7, 0, 0, 0, 8, 0, 0, 0]));
             let expected: Vec<u32> = (9..9 + 64).collect();
             assert_eq!(column.to_vec::<u32>().unwrap(), expected);
@@ -147,17 +151,17 @@ mod manager {
     fn s5_2_s5_3_budget_is_exact_and_rolled_back() {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 1024);
-            let slice = manager.allocate::<u16>(333, &stream).unwrap();
+            let slice = allocate::<u16>(&manager, 333, &stream).unwrap();
             assert_eq!(
                 (
                     manager.usage().unwrap().requested.current,
-                    slice.bytes(),
+                    slice.byte_len(),
                     slice.len()
                 ),
                 (666, 666, 333)
             );
             drop(slice);
-            match manager.allocate::<u8>(2048, &stream) {
+            match allocate::<u8>(&manager, 2048, &stream) {
                 Err(Error::OverBudget {
                     owner,
                     requested,
@@ -168,7 +172,7 @@ mod manager {
                 }
                 other => panic!("{other:?}"),
             }
-            let overflow = manager.allocate::<u64>(usize::MAX / 4, &stream);
+            let overflow = allocate::<u64>(&manager, usize::MAX / 4, &stream);
             assert!(matches!(
                 overflow,
                 Err(Error::Invalid(InvalidArgument::TooLarge {
@@ -179,7 +183,7 @@ mod manager {
             assert_eq!(manager.usage().unwrap().requested.current, 0);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
-            assert!(manager.allocate::<u8>(1024, &stream).is_err());
+            assert!(allocate::<u8>(&manager, 1024, &stream).is_err());
             assert_eq!(
                 (
                     manager.usage().unwrap().requested.current,
@@ -198,10 +202,10 @@ mod manager {
             let runtime = runtime(rig, Arc::clone(&budget));
             let manager = Manager::new(0, Some(2000)).with_runtime(&runtime).unwrap();
             let (_, stream) = runtime.streams().acquire().unwrap();
-            let slice = manager
-                .allocate_tagged::<u8>(2000, &stream, "raw".into())
-                .unwrap();
-            assert_eq!(slice.id().unwrap().ptr(), slice.ptr());
+            let slice =
+                DeviceBuffer::<u8>::uninit_with(&manager, Request::new(2000).tag("raw"), &stream)
+                    .unwrap();
+            assert_eq!(slice.id().unwrap().ptr(), slice.as_device_ptr());
             drop(slice);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
             assert_eq!(held(runtime.resource()), (0, 2000));
@@ -210,7 +214,7 @@ mod manager {
                 2000,
                 "bounds live and pending"
             );
-            let slice = manager.allocate::<u8>(1500, &stream).unwrap();
+            let slice = allocate::<u8>(&manager, 1500, &stream).unwrap();
             assert_eq!(held(&manager), (1500, 0));
             assert_eq!(held(runtime.resource()), (1500, 0), "reaped for it");
             drop(slice);
@@ -232,7 +236,7 @@ mod manager {
             let runtime = runtime(rig, Budget::new(rig.allocator(), Some(500)));
             let manager = Manager::new(0, Some(1000)).with_runtime(&runtime).unwrap();
             let stream = rig.stream();
-            match manager.allocate::<u8>(501, &stream) {
+            match allocate::<u8>(&manager, 501, &stream) {
                 Err(Error::OverBudget {
                     owner,
                     requested,
@@ -260,7 +264,7 @@ mod manager {
                 ),
                 (Some(1000), Some(1000))
             );
-            let slice = manager.allocate::<u8>(800, &stream).unwrap();
+            let slice = allocate::<u8>(&manager, 800, &stream).unwrap();
             assert_eq!(
                 (
                     manager.usage().unwrap().requested.peak,
@@ -292,7 +296,7 @@ mod manager {
                 0,
                 "nothing was allocated"
             );
-            assert!(manager.allocate::<u8>(2000, &stream).is_err());
+            assert!(allocate::<u8>(&manager, 2000, &stream).is_err());
             assert_eq!(manager.usage().unwrap().requests, 1);
         });
     }
@@ -302,11 +306,14 @@ mod manager {
     fn s5_8_s5_54_bytes_of_a_slice_are_freed_once() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
-            let slice = manager.allocate::<f64>(100, &stream).unwrap();
-            let (ptr, block) = (slice.ptr(), slice.id());
+            let slice = DeviceBuffer::<f64>::zeroed(&manager, 100, &stream).unwrap();
+            let (ptr, block) = (slice.as_device_ptr(), slice.id());
             let bytes = slice.into_bytes();
-            assert_eq!((bytes.ptr(), bytes.len(), bytes.id()), (ptr, 800, block));
-            assert_eq!(bytes.manager().id(), manager.id());
+            assert_eq!(
+                (bytes.as_device_ptr(), bytes.len(), bytes.id()),
+                (ptr, 800, block)
+            );
+            assert_eq!(bytes.home().unwrap().id(), manager.id());
             assert_eq!(manager.usage().unwrap().requested.current, 800);
             drop(bytes);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
@@ -324,21 +331,23 @@ mod manager {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 100);
             let calls = rig.driver.calls().total();
-            let none = manager.allocate::<u32>(0, &stream).unwrap();
-            let unit = manager.allocate::<()>(7, &stream).unwrap();
+            let none = allocate::<u32>(&manager, 0, &stream).unwrap();
+            let unit = allocate::<[u8; 0]>(&manager, 7, &stream).unwrap();
             assert!(none.is_empty() && none.id().is_none());
-            assert_eq!((unit.len(), unit.bytes()), (7, 0));
+            assert_eq!((unit.len(), unit.byte_len()), (7, 0));
             assert_eq!(rig.driver.calls().total(), calls);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
             assert!(none.launch_id().is_none() && !none.is_external());
-            let slice = manager.allocate::<u8>(100, &stream).unwrap();
+            let slice = allocate::<u8>(&manager, 100, &stream).unwrap();
             // SAFETY: the slice lives longer.
-            let foreign = unsafe { manager.external::<u8>(slice.ptr(), 100) };
+            let foreign = unsafe {
+                DeviceBuffer::<u8>::from_raw_parts(slice.as_device_ptr(), 100, &stream, ()).unwrap()
+            };
             assert!(foreign.id().is_none());
             assert!(foreign.launch_id().is_none() && foreign.is_external());
             drop(foreign);
             assert_eq!(manager.usage().unwrap().requested.current, 100);
-            assert_eq!(slice.manager().id(), manager.id());
+            assert_eq!(slice.home().unwrap().id(), manager.id());
             assert!(manager.id() >= 1);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
@@ -358,7 +367,7 @@ mod manager {
     fn s5_55_no_call_desynchronises_the_figures() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 10_000);
-            let slice = manager.allocate::<u8>(1000, &stream).unwrap();
+            let slice = allocate::<u8>(&manager, 1000, &stream).unwrap();
             let id = slice.id().unwrap();
             manager.reset_peak_stats();
             manager.reset_accumulated_stats();
@@ -374,8 +383,7 @@ mod manager {
                 ),
                 (0, Some(10_000))
             );
-            manager
-                .allocate::<u8>(10_000, &stream)
+            allocate::<u8>(&manager, 10_000, &stream)
                 .unwrap()
                 .free()
                 .unwrap();
@@ -444,9 +452,9 @@ mod manager {
     fn s5_38_strict_refuses_what_permissive_passes_over() {
         packed(|rig| {
             let (resource, _a, b, one, two) = pair(rig);
-            let manager = Manager::new(0, None);
             // SAFETY: named only, and the block lives longer.
-            let foreign = unsafe { manager.external::<u8>(two.ptr(), 4096) };
+            let foreign =
+                unsafe { DeviceBuffer::<u8>::from_raw_parts(two.ptr(), 4096, &b, ()).unwrap() };
             {
                 let waits = rig.calls("cuStreamWaitEvent");
                 let mut strict = Launch::strict(&resource, &b);
@@ -556,11 +564,11 @@ mod manager {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
             let other = rig.stream();
-            let slice = manager.allocate::<u32>(1024, &stream).unwrap();
+            let slice = allocate::<u32>(&manager, 1024, &stream).unwrap();
             let waits = rig.calls("cuStreamWaitEvent");
             slice.prepare_use(&other, Access::Write).unwrap();
             assert_eq!(rig.calls("cuStreamWaitEvent") - waits, 1);
-            rig.stamp(slice.ptr(), 4096, 5, &other);
+            rig.stamp(slice.as_device_ptr(), 4096, 5, &other);
             slice.finish_use(&other, Access::Write).unwrap();
             drop(slice);
             assert_eq!(
@@ -568,7 +576,7 @@ mod manager {
                 2,
                 "its stream follows"
             );
-            let empty = manager.allocate::<u32>(0, &stream).unwrap();
+            let empty = allocate::<u32>(&manager, 0, &stream).unwrap();
             empty.prepare_use(&other, Access::Read).unwrap();
             runtime.resource().reap().unwrap();
         });

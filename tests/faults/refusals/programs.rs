@@ -508,12 +508,12 @@ fn manager(w: &World) -> Outcome {
     let runtime = DeviceRuntime::new(resource, StreamPool::new(&w.context));
     let manager = Manager::new(0, Some(1 << 30)).with_runtime(&runtime)?;
     let (_, stream) = runtime.streams().acquire()?;
-    let slice = manager.allocate::<u32>(5000, &stream)?;
+    let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     slice.prepare_use(&stream, Access::Write)?;
-    work(&w.context, slice.ptr(), 20_000, &stream)?;
+    work(&w.context, slice.as_device_ptr(), 20_000, &stream)?;
     slice.finish_use(&stream, Access::Write)?;
     slice.free()?;
-    let slice = manager.allocate::<u32>(5000, &stream)?;
+    let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     drop(slice);
     runtime.resource().reap()?;
     nothing_left(runtime.resource().usage()?.outstanding())

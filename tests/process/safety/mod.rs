@@ -375,7 +375,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             let block = ordered.allocate_block(&Request::new(1000), stream).unwrap();
             drop(ordered.get_ref().live());
             ordered.deallocate_block(block).unwrap();
-            drop(manager.allocate::<u8>(100, stream).unwrap());
+            drop(DeviceBuffer::<u8>::uninit(&manager, 100, stream).unwrap());
             let block = guard.allocate_block(&Request::new(1000), stream).unwrap();
             guard.deallocate_block(block).unwrap();
         }
@@ -391,7 +391,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && DeviceBuffer::<u32>::uninit(&typed, 10, &stream).is_err()
             && pinned.acquire::<u8>(100).is_err()
             && Context::primary(context.device()).is_err()
-            && manager.allocate::<u8>(100, &stream).is_err()
+            && DeviceBuffer::<u8>::uninit(&manager, 100, &stream).is_err()
             && guard.allocate_block(&Request::new(100), &stream).is_err()
             && block.is_err();
         a.set_limit(Some(1));
