@@ -239,8 +239,10 @@ fn d8_a_native_block_that_is_freed_later_keeps_its_uses() {
         block.record_stream(&other).unwrap();
         let ptr = block.as_device_ptr();
         let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        sim.fail(FailPlan::call("cuMemFreeAsync", code).unwrap());
+        let plan = FailPlan::call("cuMemFreeAsync", code).unwrap();
+        sim.fail(plan.times(u64::MAX));
         drop(block);
+        sim.clear_failures();
         rig.stamp(ptr, MIB, 1, &other);
         let next = DeviceBuffer::<u8>::uninit(pool, MIB, &home).unwrap();
         assert_eq!(live(pool).0, 1);
