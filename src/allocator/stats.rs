@@ -53,7 +53,7 @@ impl Counter {
         self.total_freed -= amount;
     }
 
-    fn reset_peak(&mut self) {
+    pub(crate) fn reset_peak(&mut self) {
         self.peak = self.current;
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Block, Request};
 use crate::block::BlockId;
 use crate::driver::{Device, KernelParam, Stream, sys};
-use crate::resource::{Access, LaunchBuffer, MemoryResource, Source};
+use crate::resource::{Access, LaunchBuffer, MemoryResource, RawBlock, Source};
 
 use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
 use super::flight::CopyInFlight;
@@ -224,6 +224,20 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         let foreign = Owner::Foreign(Box::new(Foreign { ptr, owner }));
         let memory = Memory::new(foreign, stream.clone(), stream.id()?);
         Ok(Self::new(Some(memory), len))
+    }
+
+    /// A buffer of the first `len` elements of a resource's block that is as large, at home on the stream that it
+    /// was allocated on.
+    #[inline]
+    pub(crate) fn of_resource(
+        resource: Arc<dyn MemoryResource>,
+        block: RawBlock,
+        stream: &Stream,
+        len: usize,
+    ) -> Self {
+        let id = block.id().stream_id();
+        let owner = Owner::Resource(Box::new(Lent { resource, block }));
+        Self::new(Some(Memory::new(owner, stream.clone(), id)), len)
     }
 
     /// The home with its id, and the resource's block.
@@ -460,7 +474,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         &mut self,
         host: PinnedBuffer<T>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
+    ) -> Result<CopyInFlight<T>, Refused<PinnedBuffer<T>>> {
         self.as_mut_slice().upload(host, stream)
     }
 
@@ -470,9 +484,9 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// As there.
     pub fn download(
         &self,
-        host: PinnedBuffer<T>,
+        host: impl Into<PinnedBuffer<MaybeUninit<T>>>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
+    ) -> Result<CopyInFlight<T>, Refused<PinnedBuffer<MaybeUninit<T>>>> {
         self.as_slice().download(host, stream)
     }
 

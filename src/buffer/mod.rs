@@ -51,7 +51,7 @@
 //! squares.slice_mut(..2)?.fill(7, &stream)?;
 //! assert_eq!(squares.to_vec()?, [7, 7, 4, 9]);
 //!
-//! let host = PinnedBuffer::zeroed(&context, 4)?;
+//! let host = PinnedBuffer::uninit(&context, 4)?;
 //! let copy = squares.download(host, &stream)?;
 //! assert_eq!(copy.wait()?[..], [7, 7, 4, 9]);
 //! squares.free()?;
@@ -76,4 +76,5 @@ pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
 pub(crate) use order::end_of;
+pub(crate) use pinned::{HostBlock, HostPool, host_bytes};
 pub(crate) use staging::{CHUNK, Staging, keep};

@@ -3,7 +3,7 @@
 use super::defaults;
 use super::device::Device;
 use super::error::DriverError;
-use super::owed::{Debts, Owed};
+use super::owed::{Debts, Owed, is_host_function};
 use super::process;
 use super::registry::Entry;
 use super::symbols::Feature;
@@ -257,6 +257,9 @@ impl Context {
         let driver = self.driver();
         if driver.drops_nothing() {
             return;
+        }
+        if is_host_function() {
+            return self.0.debts.add(owed);
         }
         match self.enter() {
             Ok(_entered) => {

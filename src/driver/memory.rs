@@ -73,6 +73,10 @@ impl HostAllocation {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
+
+    pub(crate) fn context(&self) -> &Context {
+        &self.context
+    }
 }
 
 impl fmt::Debug for HostAllocation {

@@ -4,9 +4,9 @@
 //! |---|---|---|
 //! | [`TypedPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | buffers of a few lengths, last returned first |
 //! | [`ThresholdPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | a release threshold |
-//! | [`WorkspacePool`] | [`Lease`] | scratch memory of kernels, by size class or exact |
-//! | [`PinnedPool`] | [`PinnedLease`] | page-locked host memory with copies in flight |
-//! | [`NativePool`] | [`NativeBlock`] | the driver's `cuMemPool*` |
+//! | [`WorkspacePool`] | [`DeviceBuffer`](crate::DeviceBuffer) of bytes | scratch memory of kernels, by size class or exact |
+//! | [`PinnedPool`] | [`PinnedBuffer`](crate::PinnedBuffer) | page-locked host memory with copies in flight |
+//! | [`DriverPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | the driver's `cuMemPool*` |
 //!
 //! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
 //! accounts for device memory: what a pool does not use is there for every other one, and memory
@@ -19,14 +19,11 @@
 //! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, a
 //! [`PressureMonitor`](crate::resource::PressureMonitor) says when it gets tight.
 
+mod driver_blocks;
+mod driver_pool;
+mod driver_pool_config;
 mod histogram;
-mod keyed;
-mod native;
-mod native_block;
-mod native_config;
 mod pinned;
-mod pinned_buffers;
-mod pinned_lease;
 mod report;
 mod slabs;
 mod surplus;
@@ -35,22 +32,19 @@ mod threshold;
 mod typed;
 mod workspace;
 
+pub use driver_pool::DriverPool;
+pub use driver_pool_config::DriverPoolConfig;
 pub use histogram::SizeHistogram;
-pub use native::NativePool;
-pub use native_block::NativeBlock;
-pub use native_config::NativeConfig;
-pub use pinned::{PinnedPool, PinnedStats};
-pub use pinned_buffers::PinnedConfig;
-pub use pinned_lease::PinnedLease;
+pub use pinned::{PinnedConfig, PinnedPool};
 pub use report::{Fragmentation, PoolReport};
 pub use threshold::ThresholdPool;
 pub use typed::TypedPool;
-pub use workspace::{Lease, WorkspacePool, WorkspaceStats};
+pub use workspace::WorkspacePool;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Context, Device, Driver, Stream, process};
-use crate::error::{Error, StreamMisuse};
+use crate::error::{Error, InvalidArgument, StreamMisuse};
 use crate::sync::{capture, order};
 
 /// The first of many equal failures is logged, then those whose number is a power of two.
@@ -76,6 +70,18 @@ fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {
         return Err(Error::InvalidDevice { ordinal, devices });
     }
     Ok(driver.device(ordinal)?)
+}
+
+/// Blocks of the driver's pools and of workspace pools have addresses that are multiples of this many bytes.
+const ALIGNMENT: usize = 256;
+
+fn check_alignment(alignment: usize) -> Result<(), Error> {
+    if alignment.is_power_of_two() && alignment <= ALIGNMENT {
+        return Ok(());
+    }
+    Err(Error::Invalid(InvalidArgument::Alignment {
+        bytes: alignment as u64,
+    }))
 }
 
 /// Waits for everything that a context was given; refuses while something captures there, which would suffer.

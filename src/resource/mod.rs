@@ -8,7 +8,7 @@
 //! | [`AccessOrdered`] over another | that one's, with a ready point | its stream waits for all uses | reads and writes are put in order |
 //! | [`TypedPool`], [`ThresholdPool`] | from their allocator | into its cache | as there |
 //! | [`WorkspacePool`] | a slab of its size class | kept for the stream | `record_use`: reuse waits |
-//! | [`NativePool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
+//! | [`DriverPool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
 //! | [`CudaMemory`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
 //!
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
@@ -20,7 +20,7 @@
 //! [`ThresholdPool`]: crate::pool::ThresholdPool
 //! [`TypedPool`]: crate::pool::TypedPool
 //! [`WorkspacePool`]: crate::pool::WorkspacePool
-//! [`NativePool`]: crate::pool::NativePool
+//! [`DriverPool`]: crate::pool::DriverPool
 //!
 //! No adaptor takes a lock where it only passes through, and no driver call, hook, listener or
 //! callback runs under a lock.
@@ -81,5 +81,5 @@ pub use watchdog::Watchdog;
 
 pub(crate) use caching::{identity_of, is_retired, named};
 pub(crate) use owned::give_back;
-pub(crate) use table::Table;
+pub(crate) use table::next_source;
 pub(crate) use traits::allocator_under;

@@ -47,7 +47,7 @@ pub enum UseTracking {
 /// allocator.deallocate_block(block)?;
 ///
 /// // And so are the pools: a program can swap one for another and compare.
-/// use cualloc::pool::{NativeConfig, NativePool};
+/// use cualloc::pool::{DriverPool, DriverPoolConfig};
 /// use cualloc::Error;
 /// use cualloc::resource::OwnedBlock;
 /// # use cualloc::driver::Stream;
@@ -55,7 +55,7 @@ pub enum UseTracking {
 ///     drop(OwnedBlock::allocate(source, &Request::new(1 << 20), stream)?);
 ///     Ok(source.usage()?.used.peak)
 /// }
-/// let native = NativePool::with_context(&context, NativeConfig::default())?;
+/// let native = DriverPool::new(&context, DriverPoolConfig::new())?;
 /// assert_eq!(work(&allocator, &stream)?, work(&native, &stream)?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

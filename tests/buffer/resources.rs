@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use cualloc::allocator::{BlockState, Request};
 use cualloc::driver::{Entered, Stream};
 use cualloc::error::InvalidArgument;
-use cualloc::pool::{NativeConfig, NativePool, WorkspacePool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, Budget, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::Mode;
 use cualloc::{Allocator, DeviceBuffer, Error};
@@ -22,7 +22,7 @@ fn resources(rig: &Rig, alloc: &Allocator) -> Vec<Arc<dyn MemoryResource>> {
         Arc::new(Budget::new(alloc.clone(), Some(1 << 30))),
         Arc::new(AccessOrdered::new(alloc.clone())),
         Arc::new(CudaMemory::new(context)),
-        Arc::new(NativePool::with_context(context, NativeConfig::default()).unwrap()),
+        Arc::new(DriverPool::new(context, DriverPoolConfig::new()).unwrap()),
         Arc::new(WorkspacePool::new(alloc)),
     ]
 }

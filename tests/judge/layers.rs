@@ -1,10 +1,11 @@
 //! What stands on the allocator: buffers, columns, pools, leases, and the resource that orders accesses.
 
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::Stream;
-use cualloc::pool::{Lease, NativeBlock, NativeConfig, NativePool, TypedPool, WorkspacePool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, MemoryResource, RawBlock};
 use cualloc::{Allocator, DeviceBuffer, Request};
 
@@ -18,12 +19,12 @@ pub enum Layered {
     Buffer(DeviceBuffer<u32>),
     Column(Column),
     Pooled(DeviceBuffer<u32>),
-    Lease(Lease),
+    Lease(DeviceBuffer<MaybeUninit<u8>>),
     Resource(RawBlock, Ordered),
     /// Lent to somebody who works on its stream.
     Tensor(DlpackTensor),
     /// Not the allocator's: the judge hears nothing of it, and the simulator alone judges its uses.
-    Native(NativeBlock),
+    Native(DeviceBuffer<MaybeUninit<u8>>),
 }
 
 impl Layered {
@@ -41,7 +42,7 @@ pub struct Layers {
     typed: Option<TypedPool>,
     leases: Option<WorkspacePool>,
     ordered: Option<Ordered>,
-    native: Option<NativePool>,
+    native: Option<DriverPool>,
     others: bool,
 }
 
@@ -136,22 +137,23 @@ impl World {
                     .leases
                     .get_or_insert_with(|| WorkspacePool::new(allocator));
                 let lease = leases.lease(stream, bytes as usize).map_err(|e| say(&e))?;
-                (lease.ptr(), bytes, Layered::Lease(lease))
+                (lease.as_device_ptr(), bytes, Layered::Lease(lease))
             }
             Act::Native => {
                 let pool = match &mut it.layers.native {
                     Some(pool) => pool,
                     none => {
-                        let config = NativeConfig::default().exportable(true);
-                        let made = NativePool::with_context(allocator.context(), config);
+                        let config = DriverPoolConfig::new().exportable(true);
+                        let made = DriverPool::new(allocator.context(), config);
                         none.insert(made.map_err(|e| say(&e))?)
                     }
                 };
                 if rng.percent(10) {
                     pool.trim(rng.below(8 << 20)).map_err(|e| say(&e))?;
                 }
-                let block = pool.allocate(bytes as usize, stream).map_err(|e| say(&e))?;
-                (block.ptr(), bytes, Layered::Native(block))
+                let block = DeviceBuffer::uninit(pool, bytes as usize, stream);
+                let block = block.map_err(|e| say(&e))?;
+                (block.as_device_ptr(), bytes, Layered::Native(block))
             }
             _ => {
                 let ordered = it
@@ -424,7 +426,7 @@ impl World {
             if let Some(pool) = &self.slots[slot].layers.native {
                 let _ = pool.export_block(ptr);
                 if let Ok(descriptor) = pool.export() {
-                    drop(NativePool::import(&context, descriptor.as_fd()));
+                    drop(DriverPool::import(&context, descriptor.as_fd()));
                 }
             }
             return Ok(());

@@ -11,7 +11,7 @@ use std::sync::Once;
 use common::*;
 use cualloc::Tag;
 use cualloc::driver::sys;
-use cualloc::pool::{NativeConfig, NativePool, ThresholdPool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, ThresholdPool};
 use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
 use cualloc::sim::FailPlan;
 use cualloc::{Config, Policy, Request};
@@ -86,7 +86,7 @@ fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
     collect();
     only(Policy::Packed, |rig| {
         let Some(sim) = rig.sim() else { return };
-        let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        let pool = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
         let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
         sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
         taken();

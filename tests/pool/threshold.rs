@@ -372,7 +372,7 @@ fn s3_37_s3_9_without_a_driver_there_is_no_address() {
         eprintln!("SKIPPED: there is a driver");
         return;
     }
-    let error = cualloc::pool::NativePool::new(Default::default()).unwrap_err();
+    let error = cualloc::Error::from(cualloc::driver::Driver::load().unwrap_err());
     assert!(
         matches!(error, cualloc::Error::DriverUnavailable(_)),
         "{error:?}"

@@ -22,8 +22,8 @@ fn threshold(rig: &Rig) -> ThresholdPool {
     ThresholdPool::on_driver(&rig.driver, 0, config(rig))
 }
 
-fn native(rig: &Rig) -> NativePool {
-    NativePool::with_context(&rig.context, NativeConfig::default()).unwrap()
+fn native(rig: &Rig) -> DriverPool {
+    DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap()
 }
 
 #[test]

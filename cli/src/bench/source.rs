@@ -7,7 +7,7 @@
 use super::workload::{Failure, Source};
 use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{Lease, TypedPool, WorkspacePool};
+use cualloc::pool::{TypedPool, WorkspacePool};
 use cualloc::resource::{Budget, Logging, MemoryResource, RawBlock};
 use cualloc::{Allocator, Block, DeviceBuffer, Request};
 use std::alloc::{Layout, alloc, dealloc};
@@ -163,19 +163,19 @@ impl<'a> Workspaces<'a> {
 
 impl Source for Workspaces<'_> {
     type Stream = Stream;
-    type Block = Lease;
+    type Block = DeviceBuffer<MaybeUninit<u8>>;
 
     fn stream(&self, index: usize) -> Stream {
         self.streams[index].clone()
     }
 
     #[inline]
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Lease, Failure> {
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
         Ok(self.pool.lease(stream, bytes)?)
     }
 
     #[inline]
-    fn free(&self, block: Lease) -> Result<(), Failure> {
+    fn free(&self, block: Self::Block) -> Result<(), Failure> {
         drop(block);
         Ok(())
     }

@@ -573,9 +573,9 @@ fn s5_idle_workspaces_of_a_retired_stream_are_not_leased() {
             }
             sim.set_mode(Mode::Manual);
             let lease = pool.lease(&home, 16 * MIB).unwrap();
-            rig.stamp(lease.ptr(), 16 * MIB, 1, &home);
+            rig.stamp(lease.as_device_ptr(), 16 * MIB, 1, &home);
             drop(lease);
-            pool.trim(0);
+            cualloc::resource::MemoryResource::trim(&pool, 0).unwrap();
             use_elsewhere(rig, &allocator, 16 * MIB, &other);
             drop(pool);
             rig.close(&allocator);

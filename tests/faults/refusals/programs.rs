@@ -1,13 +1,14 @@
 //! What is run with faults.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cualloc::Tag;
 
 use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::{Context, Stream};
 use cualloc::pool::{
-    NativeConfig, NativePool, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
+    DriverPool, DriverPoolConfig, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
     Access, AccessOrdered, Budget, CudaMemory, DeviceRuntime, Launch, Manager, MemoryResource,
@@ -112,7 +113,7 @@ fn buffers(w: &World) -> Outcome {
     let mut target = [1u32; 500];
     two.copy_to_slice(&mut target)?;
     assert_eq!(target[..], values[..]);
-    let copy = one.download(PinnedBuffer::zeroed(&w.context, 500)?, &b)?;
+    let copy = one.download(PinnedBuffer::uninit(&w.context, 500)?, &b)?;
     copy.is_complete()?;
     assert_eq!(copy.wait()?[..], [7; 500]);
     drop(one.upload(PinnedBuffer::from_slice(&w.context, &values)?, &b)?);
@@ -292,72 +293,61 @@ fn arrow(w: &World, a: &Stream, b: &Stream) -> Outcome {
 }
 
 fn pinned(w: &World) -> Outcome {
-    let config = PinnedConfig {
-        initial: 1,
-        maximum: 4,
-        buffer_bytes: 8192,
-        oversize: true,
-    };
+    let config = PinnedConfig::new().initial(1).maximum(4).buffer_bytes(8192);
     let pool = PinnedPool::new(&w.context, config)?;
     let stream = w.alloc.create_stream()?;
-    let block = w.alloc.allocate(8192, &stream)?;
+    let mut target = DeviceBuffer::<u32>::zeroed(&w.alloc, 5000, &stream)?;
     for round in 0..3u32 {
-        let mut up = pool.acquire(4000)?.typed::<u32>(1000)?;
-        up.write(&[round; 1000])?;
-        // SAFETY: the block has as many bytes, and goes in the order of the stream.
-        unsafe { up.upload(block.ptr(), &stream) }?;
-        up.initialised()?;
-        let mut down = pool.acquire(4000)?.typed::<u32>(1000)?;
-        // SAFETY: as above.
-        unsafe { down.download(block.ptr(), 1000, &stream) }?;
+        let up = pool.acquire(1000)?.write(&[round; 1000])?;
+        let up = target.slice_mut(..1000)?.upload(up, &stream)?;
+        let down = target.slice(..1000)?;
+        let down = down.download(pool.acquire(1000)?, &stream)?;
         let complete = down.is_complete()?;
         drop(up);
         if round == 1 {
-            down.wait()?;
-            assert_eq!(down.initialised()?, [1; 1000], "{complete}");
+            let mut down = down.wait()?;
+            assert_eq!(down[..], [1; 1000], "{complete}");
+            down.record_use(&stream)?;
         }
-        down.record_use(&stream)?;
-        drop(down);
         stream.synchronize()?;
     }
-    let mut large = pool.acquire(20_000)?;
-    large.write(&[1; 8000])?;
-    // SAFETY: as above.
-    unsafe { large.upload(block.ptr(), &stream) }?;
-    drop(large);
+    drop(target.upload(pool.acquire(5000)?.write(&[1; 5000])?, &stream)?);
+    let told = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&told);
+    let copy = target.download(pool.acquire(5000)?, &stream)?;
+    copy.on_complete(move |host| seen.store(host[..] == [1; 5000], Ordering::Relaxed))?;
     stream.synchronize()?;
+    assert!(told.load(Ordering::Relaxed));
     // A look that is refused leaves a buffer to the next one.
-    pool.stats();
-    let stats = pool.stats();
-    nothing_left((stats.in_use + stats.stale) as u64)?;
+    pool.usage();
+    let stats = pool.usage();
+    nothing_left(stats.blocks.current + stats.pending)?;
     pool.trim(0);
     pool.restart();
     Ok(())
 }
 
 fn native(w: &World) -> Outcome {
-    let mut config = NativeConfig::default();
-    config.initial_bytes = 1 << 20;
-    let pool = NativePool::with_context(&w.context, config)?;
+    let pool = DriverPool::new(&w.context, DriverPoolConfig::new().initial(1 << 20))?;
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let block = pool.allocate(4096, &a)?;
-    work(&w.context, block.ptr(), 4096, &a)?;
+    let block = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, block.as_device_ptr(), 4096, &a)?;
     block.record_stream(&b)?;
     follow(w, &a, &b)?;
-    work(&w.context, block.ptr(), 4096, &b)?;
+    work(&w.context, block.as_device_ptr(), 4096, &b)?;
     if let Err(failed) = block.free() {
         // The caller has it still, and uses it on the stream that it told of.
-        work(&w.context, failed.value.ptr(), 4096, &b)?;
+        work(&w.context, failed.value.as_device_ptr(), 4096, &b)?;
         failed.value.free()?;
-        let next = pool.allocate(4096, &a)?;
-        work(&w.context, next.ptr(), 4096, &a)?;
+        let next = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+        work(&w.context, next.as_device_ptr(), 4096, &a)?;
         drop(next);
         return Err(failed.error.into());
     }
-    let second = pool.allocate(4096, &a)?;
-    work(&w.context, second.ptr(), 4096, &a)?;
+    let second = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, second.as_device_ptr(), 4096, &a)?;
     follow(w, &a, &b)?;
-    work(&w.context, second.ptr(), 4096, &b)?;
+    work(&w.context, second.as_device_ptr(), 4096, &b)?;
     if let Err(error) = second.record_use(&b) {
         // Nobody knows of the use but who made it.
         if b.synchronize().or_else(|_| b.synchronize()).is_err() {
@@ -366,14 +356,14 @@ fn native(w: &World) -> Outcome {
         return Err(error.into());
     }
     drop(second);
-    let third = pool.allocate(4096, &a)?;
-    work(&w.context, third.ptr(), 4096, &a)?;
+    let third = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, third.as_device_ptr(), 4096, &a)?;
     third.free()?;
     pool.usage()?;
     a.synchronize()?;
     b.synchronize()?;
     pool.trim(0)?;
-    nothing_left(pool.live())?;
+    nothing_left(pool.usage()?.blocks.current)?;
     pool.destroy()?;
     Ok(())
 }
@@ -383,19 +373,19 @@ fn workspaces(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     for bytes in [1000, 3 << 20, 1000] {
         let lease = pool.lease(&a, bytes)?;
-        work(&w.context, lease.ptr(), bytes, &a)?;
+        work(&w.context, lease.as_device_ptr(), bytes, &a)?;
         lease.record_stream(&b)?;
         follow(w, &a, &b)?;
-        work(&w.context, lease.ptr(), bytes, &b)?;
+        work(&w.context, lease.as_device_ptr(), bytes, &b)?;
         if bytes > 1000 {
             lease.record_use(&b)?;
         }
         drop(lease);
         let next = pool.lease(&a, bytes)?;
-        work(&w.context, next.ptr(), bytes, &a)?;
+        work(&w.context, next.as_device_ptr(), bytes, &a)?;
     }
-    pool.trim(0);
-    assert_eq!(pool.stats().leases, 0);
+    pool.trim(0)?;
+    assert_eq!(pool.usage()?.blocks.current, 0);
     Ok(())
 }
 
@@ -497,10 +487,10 @@ fn asynchronous(w: &World) -> Outcome {
 }
 
 fn native_resource(w: &World) -> Outcome {
-    let pool = NativePool::with_context(&w.context, NativeConfig::default())?;
+    let pool = DriverPool::new(&w.context, DriverPoolConfig::new())?;
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     use_across(w, &AccessOrdered::new(pool.clone()), &a, &b)?;
-    let block = pool.allocate(1000, &a)?;
+    let block = DeviceBuffer::<u8>::uninit(&pool, 1000, &a)?;
     block.free()?;
     Ok(())
 }

@@ -6,7 +6,7 @@ use super::World;
 use cualloc::column::{Column, Consumer, ElementType, Producer, Schema, Table};
 use cualloc::driver::{Stream, sys};
 use cualloc::error::InvalidArgument;
-use cualloc::pool::{NativeConfig, NativePool, TypedPool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool};
 use cualloc::resource::{AccessOrdered, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::{FailPlan, Mode};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer, Request};
@@ -129,7 +129,7 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
             .all(|op| !op.kind.contains("DtoH"))
     );
     // A driver's pool, and a stream of another context than its own.
-    let pool = NativePool::with_context(&world.context, NativeConfig::default()).unwrap();
+    let pool = DriverPool::new(&world.context, DriverPoolConfig::new()).unwrap();
     let pool: Arc<dyn MemoryResource> = Arc::new(pool);
     let column = std::thread::scope(|scope| {
         let make = || {

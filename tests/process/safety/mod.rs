@@ -10,7 +10,7 @@ use cualloc::allocator::{Allocator, Config, Policy, Request};
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::error::StreamMisuse;
-use cualloc::pool::{NativeConfig, NativePool, TypedPool, WorkspacePool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, CudaMemory, MemoryResource};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
@@ -90,7 +90,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     stranger.deallocate_block(*failed.value).unwrap();
     // The same of sources that hand out names.
     for source in [
-        Arc::new(NativePool::with_context(&world.context, NativeConfig::default()).unwrap())
+        Arc::new(DriverPool::new(&world.context, DriverPoolConfig::new()).unwrap())
             as Arc<dyn MemoryResource>,
         Arc::new(WorkspacePool::new(&world.allocator)),
         Arc::new(CudaMemory::new(&world.context)),
@@ -284,8 +284,9 @@ fn s4_streams_of_another_driver_are_refused() {
     );
 
     let pooled = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
-    let native = NativePool::with_context(&ours.context, NativeConfig::default()).unwrap();
-    assert!(pooled(native.allocate(100, &foreign).unwrap_err()));
+    let native = DriverPool::new(&ours.context, DriverPoolConfig::new()).unwrap();
+    let refused = DeviceBuffer::<u8>::uninit(&native, 100, &foreign);
+    assert!(pooled(refused.unwrap_err()));
     let workspaces = WorkspacePool::new(a);
     assert!(pooled(workspaces.lease(&foreign, 100).unwrap_err()));
     let typed = TypedPool::new(a);
@@ -352,14 +353,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
     let a = Allocator::with_config(&context, Config::new()).unwrap();
     let workspaces = WorkspacePool::new(&a);
     let typed = TypedPool::new(&a);
-    let pinned = PinnedPool::new(
-        &context,
-        PinnedConfig {
-            buffer_bytes: 4096,
-            ..PinnedConfig::default()
-        },
-    )
-    .unwrap();
+    let pinned = PinnedPool::new(&context, PinnedConfig::new().buffer_bytes(4096)).unwrap();
     let ordered = Arc::new(AccessOrdered::new(Tracking::new(Budget::new(
         a.clone(),
         Some(1 << 29),
@@ -377,7 +371,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             drop(a.snapshot());
             drop(workspaces.lease(stream, 1000 * (k % 9 + 1)).unwrap());
             drop(DeviceBuffer::<u32>::uninit(&typed, k % 1000 + 1, stream).unwrap());
-            drop(pinned.acquire(100).unwrap());
+            drop(pinned.acquire::<u8>(100).unwrap());
             let block = ordered.allocate_block(&Request::new(1000), stream).unwrap();
             drop(ordered.get_ref().live());
             ordered.deallocate_block(block).unwrap();
@@ -395,7 +389,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && a.test_views().is_err()
             && workspaces.lease(&stream, 100).is_err()
             && DeviceBuffer::<u32>::uninit(&typed, 10, &stream).is_err()
-            && pinned.acquire(100).is_err()
+            && pinned.acquire::<u8>(100).is_err()
             && Context::primary(context.device()).is_err()
             && DeviceBuffer::<u8>::uninit(&manager, 100, &stream).is_err()
             && guard.allocate_block(&Request::new(100), &stream).is_err()
@@ -416,12 +410,12 @@ fn d9_children_of_busy_threads_do_not_hang() {
             "{a:?} {workspaces:?} {typed:?} {pinned:?} {:?}",
             PoolReport::of(&a)
         );
-        workspaces.trim(0);
+        let _ = workspaces.trim(0);
         pinned.trim(0);
         let _ = (
-            workspaces.stats(),
+            workspaces.usage(),
             typed.usage(),
-            pinned.stats(),
+            pinned.usage(),
             pinned.generation(),
         );
         typed.reset_accumulated_stats();

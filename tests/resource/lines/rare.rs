@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cualloc::Request;
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{NativeConfig, NativePool, WorkspacePool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, WorkspacePool};
 use cualloc::resource::*;
 use cualloc::sim::{Mode, Simulator};
 
@@ -158,7 +158,7 @@ fn hooks_may_own_what_they_look_after() {
         for replaced in [false, true] {
             let pool = WorkspacePool::new(&allocator);
             allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("mine", move |_| {
-                pool.trim(0)
+                pool.trim(0).map_or(0, |trimmed| trimmed.released)
             }));
             if replaced {
                 assert!(
@@ -219,7 +219,7 @@ fn a_use_counts_until_the_free_where_its_end_cannot_be_marked() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let allocator = rig.allocator();
-        let native = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        let native = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
         let probes = (poisoned(allocator.clone()), poisoned(native.clone()));
         for (call, most) in [("cuStreamIsCapturing", 1), ("cuEventRecord", 2)] {
             for nth in 1..=most {

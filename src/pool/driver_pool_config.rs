@@ -3,55 +3,49 @@
 #![forbid(unsafe_code)]
 
 use crate::driver::sys::CUmemPool_attribute as A;
-
 use crate::error::{Error, InvalidArgument};
 
-/// Settings of a [`NativePool`](super::NativePool), final but for the threshold.
+/// Settings of a [`DriverPool`](super::DriverPool), final but for the threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct NativeConfig {
-    /// The device. 0 by default.
-    pub ordinal: usize,
-    /// The most bytes that the pool may hold; `None`, the default, for any number.
-    pub max_bytes: Option<u64>,
-    /// Bytes to take from the driver at once.
-    pub initial_bytes: u64,
-    /// Unused bytes above this go back to the driver whenever the host synchronises. `None`, the
-    /// default, keeps all.
-    pub release_threshold: Option<u64>,
-    /// Whether other processes may get access by a file descriptor.
-    pub exportable: bool,
+pub struct DriverPoolConfig {
+    pub(super) maximum: Option<u64>,
+    pub(super) initial: u64,
+    pub(super) release_threshold: Option<u64>,
+    pub(super) exportable: bool,
 }
 
-impl NativeConfig {
-    /// The default settings for a device.
-    pub fn on(ordinal: usize) -> Self {
-        NativeConfig {
-            ordinal,
-            ..Self::default()
+impl DriverPoolConfig {
+    /// No maximum, nothing taken at once, all that is unused kept, not exportable.
+    pub const fn new() -> Self {
+        DriverPoolConfig {
+            maximum: None,
+            initial: 0,
+            release_threshold: None,
+            exportable: false,
         }
     }
 
-    /// Bounds the bytes held, by at least 1; `None` lifts the bound.
-    pub fn max_bytes(mut self, bytes: Option<u64>) -> Self {
-        self.max_bytes = bytes;
+    /// Bounds the bytes that the pool may hold, by at least 1; `None` lifts the bound.
+    pub const fn maximum(mut self, bytes: Option<u64>) -> Self {
+        self.maximum = bytes;
         self
     }
 
     /// Sets the bytes to take from the driver at once.
-    pub fn initial_bytes(mut self, bytes: u64) -> Self {
-        self.initial_bytes = bytes;
+    pub const fn initial(mut self, bytes: u64) -> Self {
+        self.initial = bytes;
         self
     }
 
-    /// Sets the release threshold.
-    pub fn release_threshold(mut self, bytes: Option<u64>) -> Self {
+    /// Sets the unused bytes above which memory goes back to the driver whenever the host synchronises; `None`
+    /// keeps all.
+    pub const fn release_threshold(mut self, bytes: Option<u64>) -> Self {
         self.release_threshold = bytes;
         self
     }
 
-    /// Makes the pool exportable.
-    pub fn exportable(mut self, on: bool) -> Self {
+    /// Sets whether other processes may get access by a file descriptor.
+    pub const fn exportable(mut self, on: bool) -> Self {
         self.exportable = on;
         self
     }
@@ -62,29 +56,25 @@ impl NativeConfig {
     /// [`InvalidArgument::Setting`] for a pool that may hold nothing, [`InvalidArgument::Contradiction`].
     pub fn validate(&self) -> Result<(), Error> {
         // To the driver a maximum of 0 is none.
-        if self.max_bytes == Some(0) {
+        if self.maximum == Some(0) {
             return Err(Error::Invalid(InvalidArgument::Setting {
-                what: "max_bytes",
+                what: "maximum",
                 value: 0,
             }));
         }
-        within("initial_bytes", self.initial_bytes, self.max_bytes)?;
+        within("initial", self.initial, self.maximum)?;
         let threshold = self.release_threshold.unwrap_or(0);
-        within("release_threshold", threshold, self.max_bytes)
+        within("release_threshold", threshold, self.maximum)
     }
 }
 
 /// Checks a setting against the most bytes that a pool may hold.
-pub(super) fn within(
-    setting: &'static str,
-    value: u64,
-    max_bytes: Option<u64>,
-) -> Result<(), Error> {
-    match max_bytes {
+pub(super) fn within(setting: &'static str, value: u64, maximum: Option<u64>) -> Result<(), Error> {
+    match maximum {
         Some(limit) if value > limit => Err(Error::Invalid(InvalidArgument::Contradiction {
             larger: setting,
             value,
-            bound: "max_bytes",
+            bound: "maximum",
             limit,
         })),
         _ => Ok(()),

@@ -2,29 +2,27 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
-use crate::allocator::{Counter, size};
+use crate::allocator::{Counter, Request, Trimmed, size};
+use crate::block::{BlockId, BlockState};
 use crate::driver::{
-    Context, Device, Driver, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
+    Context, Device, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
-use crate::error::{Error, InvalidArgument, OutOfMemory};
-use crate::resource::{Table, Usage};
-use crate::sync::capture;
-use crate::sync::event::EventPools;
+use crate::error::{Error, InvalidArgument, OutOfMemory, Refused};
+use crate::resource::{MemoryResource, RawBlock, Usage, UseTracking};
 
-use super::native_block::{DESTROYED, Inner, NativeBlock, free_those_of};
-use super::native_config::{
-    NativeConfig, OPPORTUNISTIC, RELEASE_THRESHOLD, RESERVED_CURRENT, RESERVED_HIGH, USED_CURRENT,
-    USED_HIGH, takes, within,
+use super::driver_blocks::{DESTROYED, Inner, free_those_of};
+use super::driver_pool_config::{
+    DriverPoolConfig, OPPORTUNISTIC, RELEASE_THRESHOLD, RESERVED_CURRENT, RESERVED_HIGH,
+    USED_CURRENT, USED_HIGH, takes, within,
 };
-use super::{RareLog, device_of};
 
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
 const SAFE_OPPORTUNISTIC: u32 = 11_050;
 
 /// A pool of the driver (`cuMemPool*`), for comparison with ours and for sharing with code that uses
-/// such pools.
+/// such pools. It is a [`MemoryResource`]: typed memory of it is a [`DeviceBuffer`](crate::DeviceBuffer).
 ///
 /// Clones are handles to the same pool; `Send` and `Sync`. The last handle or block that goes destroys
 /// it, if it was made here. The addresses are the driver's: a pool on the real driver never gives
@@ -34,27 +32,15 @@ const SAFE_OPPORTUNISTIC: u32 = 11_050;
 /// [`destroy`](Self::destroy) refuses while blocks are live. Work in flight on blocks that were freed
 /// is no obstacle: the driver keeps the memory until that work is done.
 #[derive(Clone)]
-pub struct NativePool(Arc<Inner>);
+pub struct DriverPool(Arc<Inner>);
 
-impl NativePool {
-    /// A pool on the device's primary context. Loads the driver on first use.
+impl DriverPool {
+    /// A pool of a context's device.
     ///
     /// # Errors
-    /// As [`NativeConfig::validate`] and [`with_context`](Self::with_context); a driver that cannot be
-    /// had.
-    pub fn new(config: NativeConfig) -> Result<NativePool, Error> {
-        config.validate()?;
-        let driver = Driver::load()?;
-        let device = device_of(&driver, config.ordinal)?;
-        Self::with_context(&Context::primary(&device)?, config)
-    }
-
-    /// A pool on a given context, on whose device the memory is: `ordinal` is not looked at.
-    ///
-    /// # Errors
-    /// As [`NativeConfig::validate`]; [`Error::NotSupported`] if driver or device have no pools, or
+    /// As [`DriverPoolConfig::validate`]; [`Error::NotSupported`] if driver or device have no pools, or
     /// cannot export them and that was asked for; driver errors.
-    pub fn with_context(context: &Context, config: NativeConfig) -> Result<NativePool, Error> {
+    pub fn new(context: &Context, config: DriverPoolConfig) -> Result<DriverPool, Error> {
         config.validate()?;
         supported(context)?;
         let driver = context.driver();
@@ -71,20 +57,20 @@ impl NativePool {
         let properties = PoolProperties {
             device: context.device().raw(),
             export,
-            max_bytes: config.max_bytes.unwrap_or(0) as usize,
+            max_bytes: config.maximum.unwrap_or(0) as usize,
         };
         let pool = MemoryPool::new(context, &properties)?;
-        let pool = Self::wrap(context, pool, config.max_bytes);
+        let pool = Self::wrap(context, pool, config.maximum);
         // The driver's own default, 0, gives everything back at every synchronisation.
-        let threshold = config.release_threshold.or(config.max_bytes);
+        let threshold = config.release_threshold.or(config.maximum);
         pool.set(RELEASE_THRESHOLD, threshold.unwrap_or(u64::MAX))?;
         if driver.version() < SAFE_OPPORTUNISTIC {
             pool.set(OPPORTUNISTIC, 0)?;
         }
-        if config.initial_bytes > 0 {
+        if config.initial > 0 {
             let stream = Stream::new(context)?;
-            pool.allocate(config.initial_bytes as usize, &stream)?
-                .free()?;
+            let block = pool.allocate_block(&Request::new(config.initial as usize), &stream)?;
+            pool.deallocate_block(block)?;
             stream.synchronize()?;
         }
         Ok(pool)
@@ -95,7 +81,7 @@ impl NativePool {
     ///
     /// # Errors
     /// [`Error::NotSupported`], driver errors.
-    pub fn default_of(context: &Context) -> Result<NativePool, Error> {
+    pub fn default_of(context: &Context) -> Result<DriverPool, Error> {
         supported(context)?;
         Ok(Self::wrap(context, MemoryPool::default_of(context)?, None))
     }
@@ -109,12 +95,12 @@ impl NativePool {
     /// Whoever owns the pool keeps it as long as the result, its clones and its blocks are there.
     ///
     /// ```compile_fail,E0133
-    /// # use cualloc::{Error, driver::Context, pool::NativePool};
-    /// fn current(context: &Context) -> Result<NativePool, Error> {
-    ///     NativePool::current_of(context)
+    /// # use cualloc::{Error, driver::Context, pool::DriverPool};
+    /// fn current(context: &Context) -> Result<DriverPool, Error> {
+    ///     DriverPool::current_of(context)
     /// }
     /// ```
-    pub unsafe fn current_of(context: &Context) -> Result<NativePool, Error> {
+    pub unsafe fn current_of(context: &Context) -> Result<DriverPool, Error> {
         supported(context)?;
         // SAFETY: the caller's contract.
         let pool = unsafe { MemoryPool::current_of(context) }?;
@@ -129,41 +115,19 @@ impl NativePool {
     pub fn import(
         context: &Context,
         descriptor: std::os::fd::BorrowedFd<'_>,
-    ) -> Result<NativePool, Error> {
+    ) -> Result<DriverPool, Error> {
         supported(context)?;
         let pool = MemoryPool::import_fd(context, descriptor).map_err(absent)?;
         Ok(Self::wrap(context, pool, None))
     }
 
-    fn wrap(context: &Context, pool: MemoryPool, max_bytes: Option<u64>) -> NativePool {
-        NativePool(Arc::new(Inner {
-            context: context.clone(),
-            pool,
-            max_bytes,
-            users: AtomicU64::new(0),
-            requested: AtomicU64::new(0),
-            keyed: Table::default(),
-            events: EventPools::of(context),
-            log: RareLog::default(),
-        }))
+    fn wrap(context: &Context, pool: MemoryPool, max_bytes: Option<u64>) -> DriverPool {
+        DriverPool(Arc::new(Inner::new(context, pool, max_bytes)))
     }
 
     /// The driver's handle.
     pub fn raw(&self) -> sys::CUmemoryPool {
         self.0.pool.raw()
-    }
-
-    /// Ordinal of the device.
-    pub fn ordinal(&self) -> usize {
-        self.0.context.device().ordinal()
-    }
-
-    /// Blocks that are live (and calls under way).
-    pub fn live(&self) -> u64 {
-        match self.0.users.load(Ordering::Acquire) {
-            DESTROYED => 0,
-            users => users,
-        }
     }
 
     /// Destroys the pool, with an error if that fails. A pool that was not made here is only let go
@@ -225,7 +189,7 @@ impl NativePool {
             });
         }
         if attribute == RELEASE_THRESHOLD {
-            within("release_threshold", value, self.0.max_bytes)?;
+            within("release_threshold", value, self.0.maximum)?;
         }
         Ok(self.0.pool.set(attribute, value)?)
     }
@@ -285,115 +249,28 @@ impl NativePool {
         Ok(self.0.pool.export_pointer(ptr)?)
     }
 
-    /// Allocates `bytes` (at least 1) for use on a stream.
-    ///
-    /// # Errors
-    /// [`InvalidArgument::Size`]; want of memory; a stream that is capturing or of another device;
-    /// driver errors; [`Error::Closed`].
-    pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<NativeBlock, Error> {
-        if bytes == 0 || size::round_size(bytes).is_none() {
-            return Err(Error::Invalid(InvalidArgument::Size {
-                bytes: bytes as u64,
-            }));
-        }
-        free_those_of(&self.0);
-        let used = self.0.enter()?;
-        super::admit(stream, &self.0.context)?;
-        let id = stream.id()?;
-        let ptr = self.take(bytes, stream)?;
-        // The block is the user from here on.
-        std::mem::forget(used);
-        self.0.requested.fetch_add(bytes as u64, Ordering::Relaxed);
-        let block = NativeBlock::new(Arc::clone(&self.0), ptr, bytes, (stream.clone(), id));
-        // If another thread has begun a capture since, it may be memory of the graph's, which is freed in there;
-        // any other is freed after the capture.
-        if let Err(error) = capture::refuse_capture(stream) {
-            block.undo();
-            return Err(error);
-        }
-        Ok(block)
-    }
-
     /// Frees memory of the pool by its address, in the order of a stream: work that the stream was given
-    /// before may still use it. For blocks that were [given up](NativeBlock::into_raw), and for what other
-    /// code took from the pool.
+    /// before may still use it. For what other code took from the pool; a block of this crate is not counted
+    /// any more then.
     ///
     /// # Errors
     /// A stream that is capturing or of another device; driver errors, among them that the address is not
     /// live; [`Error::Closed`]. The memory is live still then.
     ///
     /// # Safety
-    /// No [`NativeBlock`] stands for the memory, its allocation is complete on the stream or in its order, and
-    /// so are all uses of it on other streams.
+    /// Nobody else gives the memory back: no buffer stands for it, nor a block that is deallocated. Its allocation
+    /// is complete on the stream or in its order, and so are all uses of it on other streams.
     pub unsafe fn free_raw_on(&self, ptr: sys::CUdeviceptr, stream: &Stream) -> Result<(), Error> {
         let _use = self.0.enter()?;
         super::admit(stream, &self.0.context)?;
         let entered = stream.context().enter()?;
         // SAFETY: the stream is alive by the contract under which it was made; the rest is the caller's.
-        Ok(unsafe { entered.mem_free_async(ptr, stream.raw()) }?)
+        unsafe { entered.mem_free_async(ptr, stream.raw()) }?;
+        self.0.forget(ptr);
+        Ok(())
     }
 
-    /// Gives unused memory back to the driver until at most `keep` bytes of it are held; returns how
-    /// many bytes went. What is in use, also by work in flight, stays, and so does what the host has
-    /// not seen to be unused, by a synchronisation. Does not wait.
-    ///
-    /// # Errors
-    /// Driver errors, [`Error::Closed`].
-    pub fn trim(&self, keep: u64) -> Result<u64, Error> {
-        free_those_of(&self.0);
-        let _use = self.0.enter()?;
-        let used = self.0.get(USED_CURRENT)?;
-        self.shrink_to(keep.saturating_add(used))
-    }
-
-    /// As [`trim`](Self::trim), until at most `keep` bytes are held, in use or not.
-    pub(crate) fn trim_held(&self, keep: u64) -> Result<u64, Error> {
-        free_those_of(&self.0);
-        let _use = self.0.enter()?;
-        self.shrink_to(keep)
-    }
-
-    fn shrink_to(&self, keep: u64) -> Result<u64, Error> {
-        let before = self.0.get(RESERVED_CURRENT)?;
-        let keep = usize::try_from(keep).unwrap_or(usize::MAX);
-        self.0.pool.trim_to(keep)?;
-        let after = self.0.get(RESERVED_CURRENT)?;
-        Ok(before.saturating_sub(after))
-    }
-
-    /// What the pool holds and hands out.
-    ///
-    /// # Errors
-    /// Driver errors, [`Error::Closed`].
-    pub fn usage(&self) -> Result<Usage, Error> {
-        let _use = self.0.enter()?;
-        self.measure()
-    }
-
-    /// Sets the peaks of [`usage`](Self::usage) to the current values.
-    ///
-    /// # Errors
-    /// As [`set`](Self::set).
-    pub fn reset_peaks(&self) -> Result<(), Error> {
-        self.set(RESERVED_HIGH, 0)?;
-        self.set(USED_HIGH, 0)
-    }
-
-    /// The context that the memory belongs to.
-    pub fn context(&self) -> &Context {
-        &self.0.context
-    }
-
-    /// Bytes of live blocks, as they were asked for.
-    pub fn requested(&self) -> u64 {
-        self.0.requested.load(Ordering::Relaxed)
-    }
-
-    /// Blocks that go by their keys.
-    pub(crate) fn keyed(&self) -> &Table<NativeBlock> {
-        &self.0.keyed
-    }
-
+    /// Asks the driver for memory.
     fn take(&self, bytes: usize, stream: &Stream) -> Result<sys::CUdeviceptr, Error> {
         let attempt = || {
             let entered = stream.context().enter()?;
@@ -421,9 +298,9 @@ impl NativePool {
         let usage = self.measure().unwrap_or_default();
         let info = self.0.context.enter().and_then(|e| e.mem_info()).ok();
         let picture = OutOfMemory {
-            device: self.ordinal(),
+            device: MemoryResource::ordinal(self),
             requested: bytes as u64,
-            limit: self.0.max_bytes,
+            limit: self.0.maximum,
             reserved: usage.reserved.current,
             allocated: usage.used.current,
             cached: usage.cached_bytes(),
@@ -443,32 +320,134 @@ impl NativePool {
                 ..Counter::default()
             })
         };
-        let requested = self.requested();
+        let (blocks, requested) = self.0.counts();
         Ok(Usage {
-            requested: Counter {
-                current: requested,
-                peak: requested,
-                ..Counter::default()
-            },
-            reserved: counter(RESERVED_CURRENT, RESERVED_HIGH)?,
+            requested,
             used: counter(USED_CURRENT, USED_HIGH)?,
+            reserved: counter(RESERVED_CURRENT, RESERVED_HIGH)?,
+            blocks,
+            limit: self.0.maximum,
             ..Usage::default()
         })
     }
+
+    fn shrink_to(&self, keep: u64) -> Result<u64, Error> {
+        free_those_of(&self.0);
+        let _use = self.0.enter()?;
+        let before = self.0.get(RESERVED_CURRENT)?;
+        let keep = usize::try_from(keep).unwrap_or(usize::MAX);
+        self.0.pool.trim_to(keep)?;
+        let after = self.0.get(RESERVED_CURRENT)?;
+        Ok(before.saturating_sub(after))
+    }
 }
 
-impl Drop for NativePool {
+/// A live block keeps the pool, also when its last handle is dropped. What cannot be given back when its owner is
+/// dropped, because the stream captures or the driver refuses, goes back at a later call: of its pool, when a
+/// capture is ended through this crate, or when an allocator is made, trimmed, synchronised, closed or dropped.
+/// Until then it is live, and keeps its pool and its streams.
+// SAFETY: the driver's memory has one owner by the table of the pool, and goes back behind all who were told to
+// use it.
+unsafe impl MemoryResource for DriverPool {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let pool = &self.0;
+        let bytes = request.bytes();
+        check(bytes, request.alignment())?;
+        free_those_of(pool);
+        let call = pool.enter()?;
+        super::admit(stream, &pool.context)?;
+        let id = stream.id()?;
+        let ptr = self.take(bytes, stream)?;
+        let generation = pool.hand_out(call, (ptr, bytes), (stream, id))?;
+        let ordinal = MemoryResource::ordinal(self);
+        let id = BlockId::new((pool.source, generation), (ptr, bytes), id, ordinal);
+        // SAFETY: the table has the block, and gives it to whoever brings its name back.
+        Ok(unsafe { RawBlock::new(id, bytes, request) })
+    }
+
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let (id, abandoned) = (block.id(), block.is_abandoned());
+        let done = block.returned();
+        done.and_then(|()| self.0.take_back(&id, abandoned))
+            .map_err(|error| Refused::new(block, error))
+    }
+
+    fn ordinal(&self) -> usize {
+        self.0.context.device().ordinal()
+    }
+
+    fn context(&self) -> Option<&Context> {
+        Some(&self.0.context)
+    }
+
+    fn id(&self) -> u64 {
+        self.0.source
+    }
+
+    /// What the pool holds and hands out; of requests only the live ones. [`Error::Closed`] after
+    /// [`destroy`](DriverPool::destroy).
+    fn usage(&self) -> Result<Usage, Error> {
+        let _use = self.0.enter()?;
+        self.measure()
+    }
+
+    /// Gives unused memory back to the driver until at most `keep` bytes are held, in use or not. What is in use,
+    /// also by work in flight, stays, and so does what the host has not seen to be unused, by a synchronisation.
+    fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+        Ok(Trimmed {
+            released: self.shrink_to(keep)?,
+            ..Trimmed::default()
+        })
+    }
+
+    fn reset_peak_stats(&self) {
+        self.0.reset_peaks();
+        let high = self.set(RESERVED_HIGH, 0).and(self.set(USED_HIGH, 0));
+        if let Err(error) = high {
+            log::warn!("the peaks of a memory pool stay: {error}");
+        }
+    }
+
+    fn state(&self, block: &BlockId) -> BlockState {
+        match self.0.is_live(block) {
+            true => BlockState::Live,
+            false => BlockState::Free,
+        }
+    }
+
+    fn use_tracking(&self) -> UseTracking {
+        UseTracking::Reuse
+    }
+
+    fn record_use(&self, block: &BlockId, stream: &Stream) -> Result<(), Error> {
+        self.0.record_use(block, stream)
+    }
+
+    fn record_stream(&self, block: &BlockId, stream: &Stream) -> Result<(), Error> {
+        self.0.record_stream(block, stream)
+    }
+}
+
+fn check(bytes: usize, alignment: usize) -> Result<(), Error> {
+    if bytes == 0 || size::round_size(bytes).is_none() {
+        return Err(Error::Invalid(InvalidArgument::Size {
+            bytes: bytes as u64,
+        }));
+    }
+    super::check_alignment(alignment)
+}
+
+impl Drop for DriverPool {
     fn drop(&mut self) {
         free_those_of(&self.0);
     }
 }
 
-impl fmt::Debug for NativePool {
+impl fmt::Debug for DriverPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NativePool")
+        f.debug_struct("DriverPool")
             .field("pool", &self.0.pool)
-            .field("device", &self.ordinal())
-            .field("live", &self.live())
+            .field("usage", &self.measure().ok())
             .finish()
     }
 }
