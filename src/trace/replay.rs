@@ -404,7 +404,7 @@ impl Run<'_, '_> {
                     .map_err(|error| (self.steps.len() - 1, error.into()))?;
                 block
                     .free()
-                    .map_err(|failed| (self.steps.len() - 1, failed.error.into()))?;
+                    .map_err(|failed| (self.steps.len() - 1, failed.error))?;
             }
         }
         Ok(total + start.elapsed())
@@ -457,7 +457,7 @@ fn rows(
                 let stream = &streams[usize::from(step.stream)];
                 let block = allocator
                     .allocate(step.bytes as usize, stream)
-                    .map_err(|error| (row, error.into()))?;
+                    .map_err(|error| (row, error))?;
                 work.allocated(step.use_of(&block, streams))
                     .map_err(|error| (row, error.into()))?;
                 slots[step.id] = Some(block);
@@ -466,7 +466,7 @@ fn rows(
                 if let Some(block) = slots[step.id].take() {
                     work.releasing(step.use_of(&block, streams))
                         .map_err(|error| (row, error.into()))?;
-                    block.free().map_err(|failed| (row, failed.error.into()))?;
+                    block.free().map_err(|failed| (row, failed.error))?;
                 }
             }
             Action::Pass => {}
