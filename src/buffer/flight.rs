@@ -173,9 +173,9 @@ impl<T: DeviceCopy> Future for CopyInFlight<T> {
         let this = self.get_mut();
         match this.poll_or_fail(task) {
             Ok(false) => Poll::Pending,
-            Ok(true) => Poll::Ready(this.take().and_then(|mut host| {
+            Ok(true) => Poll::Ready(this.take().map(|mut host| {
                 host.block.used_no_more();
-                Ok(host)
+                host
             })),
             Err(error) => {
                 this.host = None;

@@ -81,7 +81,7 @@ fn s4_7_buffers_are_minted_up_to_the_maximum() {
                 maximum: 3
             })
         ));
-        assert_eq!(pool.usage().reserved.current, 3 * 64 << 10);
+        assert_eq!(pool.usage().reserved.current, (3 * 64) << 10);
         let large = bytes(pool, 65 * KIB).unwrap();
         assert_eq!(large.len(), 65 * KIB);
         assert_eq!(pool.usage().blocks.current, 4);
@@ -90,7 +90,7 @@ fn s4_7_buffers_are_minted_up_to_the_maximum() {
         if let Some(sim) = rig.maybe_sim() {
             assert_eq!(Some(sim.leaks().host + 1), before, "freed on return");
         }
-        assert_eq!(pool.usage().reserved.current, 3 * 64 << 10);
+        assert_eq!(pool.usage().reserved.current, (3 * 64) << 10);
         drop(leases);
         let strict = PinnedPool::new(&rig.context, SMALL.oversize(false)).unwrap();
         assert!(matches!(
@@ -199,7 +199,7 @@ fn s4_19_s4_21_a_failed_mint_changes_nothing() {
             assert_eq!(pool.usage(), before);
         }
         drop(bytes(pool, 1).unwrap());
-        assert_eq!(pool.usage().reserved.current, 3 * 64 << 10);
+        assert_eq!(pool.usage().reserved.current, (3 * 64) << 10);
     });
 }
 
