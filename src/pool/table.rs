@@ -362,9 +362,8 @@ mod tests {
     #[test]
     fn s2_2_a_hit_takes_the_last_hint_and_a_miss_leaves_it() {
         let table = Table::default();
-        let hit = |take: fn(Option<u64>) -> Option<(u64, Option<u64>)>| {
-            table.hit(live(0), take).map(|(seen, _)| seen)
-        };
+        type Taken = Option<(u64, Option<u64>)>;
+        let hit = |take: fn(Option<u64>) -> Taken| table.hit(live(0), take).map(|(seen, _)| seen);
         assert_eq!(hit(|last| Some((9, last))), Some(None));
         for address in 1..=3 {
             returned(&table, address);
