@@ -6,7 +6,7 @@ use crate::common::capturing::*;
 use crate::common::*;
 use cualloc::Policy;
 use cualloc::Request;
-use cualloc::allocator::Allocator;
+use cualloc::allocator::{Allocator, Config};
 use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::sys::CUresult;
 use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, OwnedBlock};
@@ -24,10 +24,9 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
             return;
         };
         for bytes in [1000, 3 * MIB] {
-            let allocator = rig.allocator();
+            // Every free asks the stream.
+            let allocator = rig.allocator_with(Config::new().capture_checks(true));
             let stream = rig.stream();
-            // Every free asks the stream from here on.
-            captured(rig, stream.raw(), || ());
             let resource = AccessOrdered::new(allocator.clone());
             let mut refused = 0;
             for first in 1..10 {
