@@ -10,7 +10,7 @@ use crate::driver::{
     Context, Device, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
 use crate::error::{Error, InvalidArgument, OutOfMemory, Refused};
-use crate::resource::{MemoryResource, RawBlock, Usage, UseTracking};
+use crate::resource::{MemoryResource, RawBlock, Usage, UseTracking, give_back};
 
 use super::driver_blocks::{DESTROYED, Inner, free_those_of};
 use super::driver_pool_config::{
@@ -70,7 +70,10 @@ impl DriverPool {
         if config.initial > 0 {
             let stream = Stream::new(context)?;
             let block = pool.allocate_block(&Request::new(config.initial as usize), &stream)?;
-            pool.deallocate_block(block)?;
+            if let Err(refused) = pool.deallocate_block(block) {
+                give_back(&pool, *refused.value, "a driver's pool could not be warmed up");
+                return Err(refused.error);
+            }
             stream.synchronize()?;
         }
         Ok(pool)

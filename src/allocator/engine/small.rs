@@ -176,9 +176,12 @@ impl Engine {
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
-        let hit = match self.watchful() {
-            true => self.hit_watched(stream, bytes),
-            false => self.hit_slowly(stream.id_at_hand(), bytes, missed),
+        let hit = if self.watchful() {
+            // The cache may be locked in it.
+            drop(missed);
+            self.hit_watched(stream, bytes)
+        } else {
+            self.hit_slowly(stream.id_at_hand(), bytes, missed)
         };
         if let Some(grant) = hit {
             return Ok(grant);
