@@ -344,8 +344,7 @@ int32_t cualloc_record_stream(struct cualloc_t *allocator,
  * and 1 are kept anyway.
  *
  * Errors: CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
- * allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. A library that has no
- * use for the word may return CUALLOC_OK where this names an error of the stream.
+ * allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
  *
  * Any thread, whatever context is current.
  *

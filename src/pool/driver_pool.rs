@@ -71,7 +71,11 @@ impl DriverPool {
             let stream = Stream::new(context)?;
             let block = pool.allocate_block(&Request::new(config.initial as usize), &stream)?;
             if let Err(refused) = pool.deallocate_block(block) {
-                give_back(&pool, *refused.value, "a driver's pool could not be warmed up");
+                give_back(
+                    &pool,
+                    *refused.value,
+                    "a driver's pool could not be warmed up",
+                );
                 return Err(refused.error);
             }
             stream.synchronize()?;

@@ -145,9 +145,11 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
         sim.set_mode(Mode::Manual);
         let resource = asynchronous(rig);
         let [a, own] = rig.streams();
-        // That of the thread is asked for its id each time.
         let of_thread = Stream::per_thread(&rig.context);
-        for (call, b) in [("cuStreamIsCapturing", &own), ("cuStreamGetId", &of_thread)] {
+        for (call, b) in [
+            ("cuStreamIsCapturing", &own),
+            ("cuStreamIsCapturing", &of_thread),
+        ] {
             let block = resource
                 .allocate_block(&Request::new(4096).tag(T), &a)
                 .unwrap();
