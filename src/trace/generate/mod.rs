@@ -54,7 +54,7 @@ pub fn vary(
     Trace::from_rows(name, varied(trace, copies, percent, seed))
 }
 
-/// The rows of [`vary`], one by one.
+/// The rows of `vary`, one by one.
 pub fn varied(trace: &Trace, copies: usize, percent: u8, seed: u64) -> Rows<'_> {
     let maker = vary::Varied::new(trace, copies, percent, seed);
     Rows::new(Box::new(maker), usize::MAX)
