@@ -430,9 +430,11 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     /// As the resource below says, but for live and pending blocks, which are those of this one.
     fn usage(&self) -> Result<Usage, Error> {
         let mut usage = self.inner.usage()?;
+        // Both of one instant: what is not live any more is pending.
+        let metadata = self.metadata();
         usage.requested = self.live.counter();
         usage.blocks = self.count.counter();
-        usage.pending = self.metadata().pending.values().map(Queue::bytes).sum();
+        usage.pending = metadata.pending.values().map(Queue::bytes).sum();
         Ok(usage)
     }
 
