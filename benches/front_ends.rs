@@ -7,10 +7,10 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use cualloc::Request;
 use cualloc::Tag;
 use cualloc::pool::{TypedPool, WorkspacePool};
-use cualloc::resource::{AccessOrdered, Budget, Logging, MemoryResource, NullSink};
+use cualloc::resource::{AccessOrdered, Budget, Logging, MemoryResource};
+use cualloc::{DeviceBuffer, Request};
 
 use common::{KIB, Rig, quick};
 
@@ -43,14 +43,14 @@ fn front_ends(criterion: &mut Criterion) {
     });
     group.bench_function("pooled, budget, logging", |bencher| {
         let rig = Rig::new();
-        let stack = Logging::new(Budget::new(rig.allocator.clone(), Some(1 << 30)), NullSink);
+        let stack = Logging::new(Budget::new(rig.allocator.clone(), Some(1 << 30)), ());
         bencher.iter(|| resource_pair(&rig, &stack));
     });
     group.bench_function("stack of stacks", |bencher| {
         let rig = Rig::new();
-        let inner = Logging::new(Budget::new(rig.allocator.clone(), Some(1 << 30)), NullSink);
+        let inner = Logging::new(Budget::new(rig.allocator.clone(), Some(1 << 30)), ());
         let inner: Arc<dyn MemoryResource> = Arc::new(inner);
-        let stack = Logging::new(Budget::new(inner, Some(1 << 29)), NullSink);
+        let stack = Logging::new(Budget::new(inner, Some(1 << 29)), ());
         bencher.iter(|| resource_pair(&rig, &stack));
     });
     group.bench_function("asynchronous resource", |bencher| {
@@ -65,12 +65,9 @@ fn front_ends(criterion: &mut Criterion) {
     });
     group.bench_function("typed pool", |bencher| {
         let rig = Rig::new();
-        let pool = TypedPool::over([&rig.allocator]);
+        let pool = TypedPool::new(&rig.allocator);
         bencher.iter(|| {
-            drop(
-                pool.uninit::<f32>(black_box(BYTES / 4), &rig.stream)
-                    .unwrap(),
-            )
+            drop(DeviceBuffer::<f32>::uninit(&pool, black_box(BYTES / 4), &rig.stream).unwrap())
         });
     });
     group.finish();

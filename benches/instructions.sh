@@ -3,16 +3,21 @@
 #
 #   benches/instructions.sh [--check | --bless] [--all | NAME...]
 #
-# For each NAME (pair, pair_raw, churn_op; with --all also those of front ends, of large blocks and of
+# For each NAME (pairs and churn_op; with --all also those of front ends, of large blocks and of
 # the churn's own loop) a line `NAME N`, N being instructions per operation, and a line with the file that callgrind
-# wrote and both iteration counts:
+# wrote and both iteration counts; for pairs also `NAME.calls N`, the driver's calls per pair, every question included:
 #
 #   pair            allocate 4096 bytes and drop the block
 #   pair_raw        the same with a stream handle in, a pointer out, and the free by pointer
+#   pair_adopted    pair_raw on a stream that was adopted
+#   pair_default    pair_raw on the legacy default stream, by the null handle
+#   pair_after_capture     pair in a process in which other streams were captured, and none is
+#   pair_while_capturing   pair while another thread captures another stream
 #   churn_op        an allocation or a free: random ones of 4096 slots are filled where empty, else
 #                   emptied, with 512 B to 64 KiB (logarithm uniform); the loop around it is included
 #   churn_harness   that loop with blocks that cost nothing
 #   churn_wide      the same with 2048 slots and up to 32 MiB, once views are found again
+#   churn_after     churn_wide, after a second stream was used once
 #   churn_equal     the same with 64 slots of 1 MiB each
 #   stack, workspace, typed_pool   pairs of 4096 bytes through the front ends
 #
@@ -22,8 +27,8 @@
 # driver does is not counted, and what the allocator does to call it is. Everything else is: release
 # profile, public API, statistics, generations and checks on, the C library as it is linked.
 #
-# --check fails if a figure is more than 5 % above the one in benches/instructions.txt, --bless writes
-# that file. Counts depend on the compiler and the processor's architecture: bless with the compiler
+# --check fails if a figure is more than 5 % above the one in benches/instructions.txt (calls: if it is above), --bless
+# writes that file. Counts depend on the compiler and the processor's architecture: bless with the compiler
 # that is named there, or bless all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -31,7 +36,8 @@ cd "$(dirname "$0")/.."
 recorded=benches/instructions.txt
 mode=show
 names=()
-every=(pair pair_raw churn_op churn_harness churn_wide churn_equal stack workspace typed_pool)
+some=(pair pair_raw pair_adopted pair_default pair_after_capture pair_while_capturing churn_op)
+every=("${some[@]}" churn_harness churn_wide churn_after churn_equal stack workspace typed_pool)
 while [ $# -gt 0 ]; do
     case $1 in
     --check | --bless) mode=${1#--} ;;
@@ -45,7 +51,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 if [ ${#names[@]} -eq 0 ]; then
-    names=(pair pair_raw churn_op)
+    names=("${some[@]}")
     [ $mode != bless ] || names=("${every[@]}")
 fi
 command -v valgrind >/dev/null || {
@@ -64,7 +70,7 @@ count() {
     # In this order: the switch alone would begin with collection off, and count the driver only.
     if ! valgrind --tool=callgrind --callgrind-out-file="$file" \
         --toggle-collect='cualloc::sim::table::shims::*' --collect-atstart=yes \
-        "$target/release/examples/hot" "$1" "$2" >"$file.log" 2>&1; then
+        "$target/release/examples/hot" "$1" "$2" >"$file.calls" 2>"$file.log"; then
         cat "$file.log" >&2
         return 1
     fi
@@ -73,9 +79,26 @@ count() {
 
 failed=0
 figures=
+
+# figure NAME N PERCENT: prints it, and checks that it is no more than so many percent above the recorded one.
+figure() {
+    figures+="$1 $2"$'\n'
+    echo "$1 $2"
+    [ $mode = check ] || return 0
+    local before
+    before=$(sed -n "s/^$1 //p" "$recorded")
+    if [ -z "$before" ]; then
+        echo "$1 is not in $recorded" >&2
+        failed=1
+    elif [ $(($2 * 100)) -gt $((before * (100 + $3))) ]; then
+        echo "$1 grew from $before to $2, by more than $3 %" >&2
+        failed=1
+    fi
+}
+
 for name in "${names[@]}"; do
     case $name in
-    churn_wide) few=200000 many=400000 ;;
+    churn_wide | churn_after) few=200000 many=400000 ;;
     churn*) few=20000 many=220000 ;;
     *) few=1000 many=11000 ;;
     esac
@@ -85,19 +108,11 @@ for name in "${names[@]}"; do
     wait $!
     less=$(<"$folder/few")
     exact=$(awk -v a="$less" -v b="$more" -v n=$((many - few)) 'BEGIN { printf "%.2f", (b - a) / n }')
-    figure=$(awk -v x="$exact" 'BEGIN { printf "%d", x + 0.5 }')
-    figures+="$name $figure"$'\n'
-    echo "$name $figure"
+    figure "$name" "$(awk -v x="$exact" 'BEGIN { printf "%d", x + 0.5 }')" 5
     echo "# $folder/callgrind.$name.$many.out iterations $few $many exactly $exact"
-    if [ $mode = check ]; then
-        before=$(sed -n "s/^$name //p" "$recorded")
-        if [ -z "$before" ]; then
-            echo "$name is not in $recorded" >&2
-            failed=1
-        elif [ $((figure * 100)) -gt $((before * 105)) ]; then
-            echo "$name grew from $before to $figure instructions, by more than 5 %" >&2
-            failed=1
-        fi
+    calls=$(cat "$folder/callgrind.$name".{"$many","$few"}.out.calls | awk '{ print $2 }' | paste -sd-)
+    if [ -n "$calls" ]; then
+        figure "$name.calls" $(((calls + (many - few) / 2) / (many - few))) 0
     fi
 done
 

@@ -7,29 +7,19 @@
 
 use std::sync::Arc;
 
-use cualloc::Tag;
-
 use cualloc::driver::Driver;
-use cualloc::resource::{Budget, LogRecord, LogSink, Logging, OwnedBlock, SinkError};
-use cualloc::{Allocator, Config, Error};
+use cualloc::resource::{Budget, LogRecord, Logging, MemoryResource};
+use cualloc::{Allocator, Config, DeviceBuffer, Error, Request};
 
 const MIB: usize = 1 << 20;
 
-/// Hands each record to the `log` crate.
-struct ToLog;
-
-impl LogSink for ToLog {
-    fn is_enabled(&self) -> bool {
-        log::log_enabled!(log::Level::Info)
+/// Hands a record to the `log` crate.
+fn to_log(record: &LogRecord) -> std::io::Result<()> {
+    match record.error {
+        None => log::info!("{}", record.to_csv()),
+        Some(_) => log::warn!("{}: {}", record.to_csv(), record.message()),
     }
-
-    fn write(&self, record: &LogRecord) -> Result<(), SinkError> {
-        match record.error {
-            None => log::info!("{record:?}"),
-            Some(_) => log::warn!("{record:?}"),
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -41,11 +31,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // Refusals of the budget are logged as well, since the log stands above it.
     let budget = Arc::new(Budget::new(allocator.clone(), Some(64 * MIB as u64)));
-    let memory = Arc::new(Logging::new(Arc::clone(&budget), ToLog));
+    let memory = Arc::new(Logging::new(Arc::clone(&budget), to_log));
 
-    let weights =
-        OwnedBlock::allocate(Arc::clone(&memory), 48 * MIB, &stream, Tag::new("weights"))?;
-    let refused = OwnedBlock::allocate(Arc::clone(&memory), 32 * MIB, &stream, Tag::new("scratch"));
+    let request = Request::array::<f32>(12 * MIB)?.tag("weights");
+    let weights = DeviceBuffer::<f32>::uninit_with(&memory, request, &stream)?;
+    let refused = DeviceBuffer::<f32>::zeroed(&memory, 8 * MIB, &stream);
     match refused {
         Err(error @ Error::OverBudget { .. }) => println!("refused: {error}"),
         Err(error) => return Err(error.into()),
@@ -54,7 +44,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(budget.remaining(), Some(16 * MIB as u64));
 
     drop(weights);
-    assert_eq!(budget.usage().unwrap().outstanding(), 0);
+    assert_eq!(budget.usage()?.outstanding(), 0);
     drop((memory, budget));
     allocator.close()?;
     Ok(())

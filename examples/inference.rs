@@ -55,9 +55,7 @@ fn serve(allocator: &Allocator, context: &Context, number: usize) -> Outcome {
     for _ in 0..ROUNDS {
         input.fill(number as f32);
         let mut batch = DeviceBuffer::<f32>::zeroed(allocator, BATCH, &stream)?;
-        let upload = batch
-            .upload(input, &stream)
-            .map_err(|error| error.to_string())?;
+        let upload = batch.upload(input, &stream)?;
 
         // Here kernels would go. Scratch memory may be freed as soon as the last launch has returned.
         let mut scratch = DeviceBuffer::<f32>::zeroed(allocator, BATCH, &stream)?;
@@ -65,9 +63,7 @@ fn serve(allocator: &Allocator, context: &Context, number: usize) -> Outcome {
         batch.copy_from(&scratch.as_slice(), &stream)?;
         drop(scratch);
 
-        let download = batch
-            .download(output, &stream)
-            .map_err(|error| error.to_string())?;
+        let download = batch.download(output, &stream)?;
         // A copy owns its page-locked memory until it is complete.
         input = upload.wait()?;
         output = download.wait()?;

@@ -47,6 +47,7 @@ pub mod guide {
         architecture "../docs/architecture.md"
         benchmarks "../docs/benchmarks.md"
         changelog "../CHANGELOG.md"
+        clients_c "../docs/clients/c.md"
         configuration "../docs/configuration.md"
         contributing "../CONTRIBUTING.md"
         coverage "../docs/coverage.md"

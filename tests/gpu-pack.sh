@@ -14,7 +14,7 @@ mkdir -p "$out/tests" "$out/traces"
 
 # One profile for tests and command, so that everything is built once.
 build() {
-    cargo "$@" --release --workspace --message-format=json |
+    cargo "$@" --release --workspace --exclude cualloc-capi --message-format=json |
         sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | sort -u
 }
 # Without /deps/ in its path it is the command itself, built for its own tests.
@@ -30,6 +30,16 @@ for program in $(grep '/deps/' <<<"$programs"); do
     [ -e "$out/tests/$name" ] && name=$name-2
     install -s "$program" "$out/tests/$name"
 done
+# Programs over the C library, as somebody would build them who has it installed.
+cargo build -q --release -p cualloc-capi
+mkdir -p "$out/tests/c"
+install -s "${CARGO_TARGET_DIR:-target}/release/libcualloc_capi.so" "$out/tests/c/libcualloc.so.0.1"
+for source in basic.c hostile.c ends.c forked.c driver.c; do
+    gcc -std=c11 -O2 -pthread -I capi/include "capi/tests/c/$source" "$out/tests/c/libcualloc.so.0.1" -ldl \
+        -Wl,-rpath,'$ORIGIN' -o "$out/tests/c/${source%.c}"
+done
+g++ -std=c++17 -O2 -I capi/include capi/tests/c/face.cpp "$out/tests/c/libcualloc.so.0.1" -Wl,-rpath,'$ORIGIN' \
+    -o "$out/tests/c/face"
 for trace in "$@"; do
     if [ -d "$trace" ]; then
         cp "$trace"/*.csv.gz "$out/traces/"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # gpu.sh [--only STEP,...] [FOLDER]: everything that a GPU can prove, with what `tests/gpu-pack.sh`
 # has built (FOLDER, `.gpu` by default). Needs no Rust. The GPU is required: a machine without one
-# fails. Steps: info, tests, replay, capacity, sanitizer. Exit code 0 only if all of them went well.
+# fails. Steps: info, tests, c, replay, capacity, sanitizer. Exit code 0 only if all of them went well.
 #
 #   CUALLOC_GPU_LOGS        folder for the whole output of each step (else a temporary one)
 #   CUALLOC_GPU_TIMEOUT     seconds for each program (900)
@@ -10,7 +10,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-only=info,tests,replay,capacity,sanitizer
+only=info,tests,c,replay,capacity,sanitizer
 if [ "${1-}" = --only ]; then
     only=$2
     shift 2
@@ -80,6 +80,7 @@ fi
 
 if wanted tests; then
     for program in "$scratch"/tests/*; do
+        [ -d "$program" ] && continue
         name="test $(basename "$program")"
         # One at a time: they share the device's memory and the driver's counters.
         run "$name" "$program" --test-threads=1 --show-output
@@ -91,6 +92,15 @@ if wanted tests; then
         else
             failed "$name"
         fi
+    done
+fi
+
+if wanted c; then
+    for program in basic hostile ends forked face driver "driver context-dies-first"; do
+        # shellcheck disable=SC2086
+        run "c $program" env CUALLOC_DEVICE=cuda "$scratch"/tests/c/$program
+        grep 'ns a pair' "$log"
+        if [ "$status" = 0 ]; then row "c $program" ok "$took" ""; else failed "c $program"; fi
     done
 fi
 

@@ -9,12 +9,11 @@ use std::sync::{Mutex, PoisonError};
 
 use common::capturing::*;
 use common::*;
-use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{NativeBlock, NativeConfig, NativePool};
-use cualloc::resource::{MemoryResource, OwnedBlock};
+use cualloc::pool::{DriverPool, DriverPoolConfig};
+use cualloc::resource::{MemoryResource, Usage};
 use cualloc::sim::{FailPlan, Mode, Simulator};
-use cualloc::{Error, Policy};
+use cualloc::{DeviceBuffer, Error, Policy, Request};
 
 /// One test after the other.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -134,13 +133,13 @@ fn d8_an_orphan_that_the_driver_refused_to_close_is_closed_later() {
 }
 
 /// With a pool of the driver, on the simulator.
-fn with_pool(test: impl Fn(&Rig, &Simulator, &NativePool)) {
+fn with_pool(test: impl Fn(&Rig, &Simulator, &DriverPool)) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     only(Policy::Packed, |rig| {
         if let Some(sim) = rig.sim() {
-            let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+            let pool = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
             test(rig, sim, &pool);
-            assert_eq!((pool.live(), pool.requested()), (0, 0));
+            assert_eq!(live(&pool), (0, 0));
             drop(pool);
             let leaks = sim.leaks();
             assert_eq!(
@@ -151,13 +150,18 @@ fn with_pool(test: impl Fn(&Rig, &Simulator, &NativePool)) {
     });
 }
 
-type Later = fn(&Rig, &NativePool, &Stream);
+/// Blocks that are live, and their bytes, of a pool that may be destroyed.
+fn live(pool: &DriverPool) -> (u64, u64) {
+    let counts = |usage: Usage| (usage.blocks.current, usage.requested.current);
+    pool.usage().map_or((0, 0), counts)
+}
+
+type Later = fn(&Rig, &DriverPool, &Stream);
 
 /// What frees a dropped block of a pool once that can be.
-const LATER: [Later; 8] = [
-    |_, pool, stream| drop(pool.allocate(MIB, stream).unwrap()),
+const LATER: [Later; 7] = [
+    |_, pool, stream| drop(DeviceBuffer::<u8>::uninit(pool, MIB, stream).unwrap()),
     |_, pool, _| assert!(pool.trim(0).is_ok()),
-    |_, pool, _| assert!(MemoryResource::trim(pool, 0).is_ok()),
     |_, pool, _| drop(pool.clone()),
     |_, pool, _| pool.destroy().unwrap(),
     |rig, _, _| drop(rig.allocator()),
@@ -171,21 +175,21 @@ fn d8_a_native_block_dropped_in_a_capture_is_freed_later() {
     for later in LATER {
         with_pool(|rig, _, pool| {
             let stream = rig.stream();
-            let block = pool.allocate(MIB, &stream).unwrap();
+            let block = DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap();
             begin(rig, stream.raw())();
             drop(block);
             pool.trim(0).unwrap();
-            assert_eq!((pool.live(), pool.requested()), (1, MIB as u64));
+            assert_eq!(live(pool), (1, MIB as u64));
             assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
             later(rig, pool, &stream);
-            assert_eq!(pool.live(), 0);
+            assert_eq!(live(pool).0, 0);
         });
     }
     with_pool(|rig, _, pool| {
         let stream = rig.stream();
-        let block = pool.allocate(MIB, &stream).unwrap();
+        let block = DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap();
         captured(rig, stream.raw(), || drop(block));
-        assert_eq!(pool.live(), 0);
+        assert_eq!(live(pool).0, 0);
     });
 }
 
@@ -196,12 +200,12 @@ fn d8_a_native_block_that_the_driver_refused_is_freed_later() {
         for later in LATER.into_iter().map(Some).chain([None]) {
             with_pool(|rig, sim, pool| {
                 let [home, other] = rig.streams();
-                let block = pool.allocate(MIB, &home).unwrap();
+                let block = DeviceBuffer::<u8>::uninit(pool, MIB, &home).unwrap();
                 block.record_stream(&other).unwrap();
                 let own = later.is_none().then(|| {
-                    let own = NativePool::with_context(&rig.context, NativeConfig::default());
+                    let own = DriverPool::new(&rig.context, DriverPoolConfig::new());
                     let own = own.unwrap();
-                    let block = own.allocate(MIB, &home).unwrap();
+                    let block = DeviceBuffer::<u8>::uninit(&own, MIB, &home).unwrap();
                     block.record_stream(&other).unwrap();
                     (own, block)
                 });
@@ -212,13 +216,13 @@ fn d8_a_native_block_that_the_driver_refused_is_freed_later() {
                     drop(own);
                     drop(block);
                 }
-                assert_eq!(pool.live(), 1, "{call}");
+                assert_eq!(live(pool).0, 1, "{call}");
                 sim.clear_failures();
                 match later {
                     Some(later) => later(rig, pool, &home),
                     None => drop(rig.allocator()),
                 }
-                assert_eq!(pool.live(), 0, "{call}");
+                assert_eq!(live(pool).0, 0, "{call}");
             });
         }
     }
@@ -230,17 +234,19 @@ fn d8_a_native_block_that_is_freed_later_keeps_its_uses() {
     with_pool(|rig, sim, pool| {
         sim.set_mode(Mode::Manual);
         let [home, other] = rig.streams();
-        let block = pool.allocate(MIB, &home).unwrap();
+        let block = DeviceBuffer::<u8>::uninit(pool, MIB, &home).unwrap();
         home.synchronize().unwrap();
         block.record_stream(&other).unwrap();
-        let ptr = block.ptr();
+        let ptr = block.as_device_ptr();
         let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        sim.fail(FailPlan::call("cuMemFreeAsync", code).unwrap());
+        let plan = FailPlan::call("cuMemFreeAsync", code).unwrap();
+        sim.fail(plan.times(u64::MAX));
         drop(block);
+        sim.clear_failures();
         rig.stamp(ptr, MIB, 1, &other);
-        let next = pool.allocate(MIB, &home).unwrap();
-        assert_eq!(pool.live(), 1);
-        rig.stamp(next.ptr(), MIB, 2, &home);
+        let next = DeviceBuffer::<u8>::uninit(pool, MIB, &home).unwrap();
+        assert_eq!(live(pool).0, 1);
+        rig.stamp(next.as_device_ptr(), MIB, 2, &home);
         drop(next);
         sim.complete_all();
         rig.assert_clean();
@@ -248,17 +254,21 @@ fn d8_a_native_block_that_is_freed_later_keeps_its_uses() {
     });
 }
 
-/// D8: a block of the resource that nobody can name any more is as one of the pool.
+/// D8: a block that was given back by hand stays its owner's until it can go.
 #[test]
-fn d8_a_native_block_of_the_resource_is_freed_later() {
+fn d8_a_native_block_that_is_deallocated_in_a_capture_comes_back() {
     with_pool(|rig, _, pool| {
         let stream = rig.stream();
-        let block = OwnedBlock::allocate(pool.clone(), MIB, &stream, Tag::new("test")).unwrap();
+        let block = pool.allocate_block(&Request::new(MIB), &stream).unwrap();
+        let mut kept = None;
         captured(rig, stream.raw(), || {
-            drop(block);
-            assert_eq!(pool.live(), 1);
+            let refused = pool.deallocate_block(block).unwrap_err();
+            assert!(matches!(refused.error, Error::Capturing { .. }));
+            assert_eq!(live(pool).0, 1);
+            kept = Some(*refused.value);
         });
-        assert_eq!(pool.live(), 0);
+        pool.deallocate_block(kept.unwrap()).unwrap();
+        assert_eq!(live(pool).0, 0);
     });
 }
 
@@ -275,11 +285,11 @@ fn d8_native_memory_that_a_capture_came_between_is_freed_later() {
                 start();
             }
         });
-        let refused = pool.allocate(MIB, &stream);
+        let refused = DeviceBuffer::<u8>::uninit(pool, MIB, &stream);
         sim.clear_hooks();
         assert!(matches!(refused.map(drop), Err(Error::Capturing { .. })));
         assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
-        assert_eq!(pool.live(), 1);
+        assert_eq!(live(pool).0, 1);
         pool.trim(0).unwrap();
     });
 }
@@ -293,28 +303,28 @@ fn d8_a_native_block_of_another_threads_stream_waits_for_captures() {
         let allocate = || {
             let own = Stream::per_thread(context);
             let _entered = context.enter().unwrap();
-            pool.allocate(MIB, &own).unwrap()
+            DeviceBuffer::<u8>::uninit(pool, MIB, &own).unwrap()
         };
-        let block: NativeBlock = std::thread::scope(|scope| scope.spawn(allocate).join().unwrap());
+        let block = std::thread::scope(|scope| scope.spawn(allocate).join().unwrap());
         let stream = rig.stream();
         captured(rig, stream.raw(), || {
             // Somebody asks.
             assert!(stream.is_capturing().unwrap());
             drop(block);
             pool.trim(0).unwrap();
-            assert_eq!(pool.live(), 1);
+            assert_eq!(live(pool).0, 1);
         });
         assert!(!stream.is_capturing().unwrap());
         pool.trim(0).unwrap();
-        assert_eq!(pool.live(), 0);
+        assert_eq!(live(pool).0, 0);
         // Of a stream that nobody asked, but that the legacy stream orders itself with.
         let raw = RawStream::blocking(rig);
-        let block: NativeBlock = std::thread::scope(|scope| scope.spawn(allocate).join().unwrap());
+        let block = std::thread::scope(|scope| scope.spawn(allocate).join().unwrap());
         captured(rig, raw.raw(), || {
             drop(block);
-            assert_eq!(pool.live(), 1);
+            assert_eq!(live(pool).0, 1);
         });
-        assert_eq!(pool.live(), 0);
+        assert_eq!(live(pool).0, 0);
         raw.destroy();
     });
 }

@@ -1,16 +1,19 @@
 //! `cualloc capacity`.
 
 use crate::machine::Machine;
-use crate::options::TraceOptions;
-use crate::output::{self, Output, Table, note};
-use crate::{Outcome, input, replay};
-use cualloc::Error;
+use crate::options::{GlobalOptions, TraceOptions};
+use crate::output::{self, Output, SCHEMA};
+use crate::replay::CannotBegin;
+use crate::settings::Settings;
+use crate::table::{Cell, Column, Table};
+use crate::{Outcome, input, replay, text};
 use cualloc::trace::{Capacity, Trace};
 use serde::Serialize;
 
 /// One line of `--json`.
 #[derive(Serialize)]
 struct Line<'a> {
+    schema: u32,
     trace: &'a str,
     device: &'a str,
     policy: &'a str,
@@ -21,56 +24,71 @@ struct Line<'a> {
     ns_per_row_at_limit: Option<f64>,
     /// Of the last of the replays under that limit.
     handle_ops: Option<u64>,
+    /// What `CUALLOC_CONFIG` says.
+    config: Option<&'a str>,
+    /// Why there is no limit.
+    error: Option<String>,
+    /// All that went wrong.
+    reasons: Vec<String>,
 }
 
-pub fn run(options: &TraceOptions, output: &mut Output) -> Outcome {
-    let machine = Machine::choose(&options.machine)?;
+pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) -> Outcome {
+    replay::check(options)?;
+    let settings = Settings::read(options.policy, options.no_views)?;
+    let machine = Machine::choose(global, output)?;
     machine.check_lag(options.lag)?;
-    let table = Table::new(&[
-        ("trace", output::name_width(&options.files)),
-        ("policy", 7),
-        ("requested MiB", 0),
-        ("limit MiB", 10),
-        ("ratio", 6),
-        ("ns/row", 7),
-        ("handles", 0),
-    ]);
-    if !options.machine.json {
-        output.line(&table.header())?;
+    settings.announce(output);
+    if settings.limit().is_some() {
+        output.note("the limit of CUALLOC_CONFIG is not used: limits are what is searched for");
     }
+    let columns = vec![
+        Column::new("trace", "", replay::name_width(&options.files), 0),
+        Column::new("policy", "", 7, 3),
+        Column::new("requested", "MiB", 0, 1),
+        Column::new("limit", "MiB", 10, 0),
+        Column::new("ratio", "", 6, 0),
+        Column::new("ns/row", "", 7, 4),
+        Column::new("handles", "", 0, 5),
+    ];
+    let terminal = if options.wide { None } else { output::width() };
+    let table = Table::new(columns, terminal);
+    output.header(&table)?;
     let mut well = true;
     for path in &options.files {
-        let trace = match input::read(path) {
+        let trace = match input::read(path, options.max_rows) {
             Ok(trace) => trace,
             Err(error) => {
-                output::complain(&error);
+                output.failed(&input::name(path), error.line(), &error)?;
                 well = false;
                 continue;
             }
         };
-        let search = match search(&machine, &trace, options)? {
+        let search = match search(&machine, &trace, options, &settings, output)? {
             Ok(search) => search,
             Err(error) => {
-                replay::cannot_begin(path, &error);
+                let file = text::file(path, input::STDIN);
+                output.failed_file(&file, trace.name(), &error)?;
                 well = false;
                 continue;
             }
         };
-        let line = line(&machine, &trace, &search);
-        if options.machine.json {
+        let faults = match &search.fault {
+            Some(report) => replay::faults(report),
+            None if search.limit.is_none() => {
+                let most = trace.requested_peak().saturating_mul(Capacity::FACTOR);
+                vec![replay::Fault::new(format!(
+                    "runs under no limit up to {most} bytes"
+                ))]
+            }
+            None => Vec::new(),
+        };
+        let line = line(&machine, &settings, &trace, &search, &faults);
+        if output.json {
             output.json(&line)?;
         } else {
             output.line(&table.row(cells(&line)))?;
         }
-        if let Some(report) = &search.fault {
-            replay::report_faults(path, report);
-        } else if search.limit.is_none() {
-            let most = trace.requested_peak().saturating_mul(Capacity::FACTOR);
-            note!(
-                "error: {}: runs under no limit up to {most} bytes",
-                path.display()
-            );
-        }
+        replay::complain(path, &faults);
         well &= search.limit.is_some();
     }
     Ok(well)
@@ -80,28 +98,35 @@ fn search(
     machine: &Machine,
     trace: &Trace,
     options: &TraceOptions,
-) -> Result<Result<Capacity, Error>, crate::Failure> {
+    settings: &Settings,
+    output: &Output,
+) -> Result<Result<Capacity, CannotBegin>, crate::Failure> {
     let ground = machine.context(options.lag)?;
-    let bar = indicatif::ProgressBar::new_spinner().with_prefix(trace.name().to_owned());
+    let bar = output.spinner(trace.name());
     let mut probes = 0;
-    let search = replay::begin(trace, options, None)
+    let search = settings
+        .replay(trace, options, None)
         .on_progress(|limit| {
             let limit = output::mebibytes(limit);
-            bar.set_message(format!(
-                "{}: {probes} limits tried, now {limit} MiB",
-                trace.name()
-            ));
+            bar.set_message(format!("{probes} limits tried, now {limit} MiB"));
             bar.tick();
             probes += 1;
         })
         .capacity(ground.context());
     bar.finish_and_clear();
-    Ok(search)
+    Ok(search.map_err(CannotBegin::from))
 }
 
-fn line<'a>(machine: &'a Machine, trace: &'a Trace, search: &Capacity) -> Line<'a> {
+fn line<'a>(
+    machine: &'a Machine,
+    settings: &'a Settings,
+    trace: &'a Trace,
+    search: &Capacity,
+    faults: &[replay::Fault],
+) -> Line<'a> {
     let (limit, pass) = (search.limit, search.pass.as_ref());
     Line {
+        schema: SCHEMA,
         trace: trace.name(),
         device: machine.name(),
         policy: replay::policy_name(search.policy),
@@ -110,20 +135,27 @@ fn line<'a>(machine: &'a Machine, trace: &'a Trace, search: &Capacity) -> Line<'
         min_limit_ratio: limit.and_then(|limit| output::ratio_of(limit, trace.requested_peak())),
         ns_per_row_at_limit: pass.map(|pass| pass.nanos_per_row),
         handle_ops: pass.map(|pass| pass.calls.handle_ops()),
+        config: settings.text(),
+        error: faults.first().map(|fault| fault.text.clone()),
+        reasons: faults.iter().map(|fault| fault.text.clone()).collect(),
     }
 }
 
-fn cells(line: &Line<'_>) -> Vec<String> {
+fn cells(line: &Line<'_>) -> Vec<Cell> {
     let dash = || "-".to_owned();
     vec![
-        line.trace.to_owned(),
-        line.policy.to_owned(),
-        output::mebibytes(line.requested_peak_bytes),
-        line.min_limit_bytes.map_or_else(dash, output::mebibytes),
-        output::ratio(line.min_limit_ratio),
+        line.trace.into(),
+        line.policy.into(),
+        output::mebibytes(line.requested_peak_bytes).into(),
+        line.min_limit_bytes
+            .map_or_else(dash, output::mebibytes)
+            .into(),
+        output::ratio(line.min_limit_ratio).into(),
         line.ns_per_row_at_limit
-            .map_or_else(dash, |nanos| format!("{nanos:.0}")),
+            .map_or_else(dash, |nanos| format!("{nanos:.0}"))
+            .into(),
         line.handle_ops
-            .map_or_else(dash, |handles| handles.to_string()),
+            .map_or_else(dash, |handles| handles.to_string())
+            .into(),
     ]
 }

@@ -1,98 +1,170 @@
-//! `cualloc generate` and `cualloc vary`: traces that nobody recorded.
+//! `cualloc generate` and `cualloc vary`: traces that nobody recorded, written row by row.
 
-use crate::options::{GenerateOptions, KindChoice, VaryOptions};
-use crate::output::{self, note};
-use crate::{Outcome, input};
-use cualloc::trace::generate::{self, Kind, Program};
+use crate::options::{GenerateOptions, GlobalOptions, KindChoice, VaryOptions};
+use crate::output::{Output, SCHEMA};
+use crate::sink::Sink;
+use crate::{Failure, Outcome, input, text};
+use cualloc::trace::generate::{self, Kind, Program, Rows};
 use cualloc::trace::{Trace, TraceError};
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use std::fs::File;
-use std::io::{self, BufWriter};
-use std::path::{Path, PathBuf};
+use serde::Serialize;
+use std::io::{self, Write};
+use std::path::Path;
 
-/// A trace could not be made.
+/// What messages call stdout.
+const STDOUT: &str = "<stdout>";
+
+/// Rows between two looks at the figures of what was written.
+const LOOK: usize = 1 << 16;
+
+/// A trace could not be written.
 #[derive(Debug, thiserror::Error)]
 enum GenerateError {
     #[error("the program makes no valid trace")]
-    Trace(#[source] TraceError),
-    #[error("{}: cannot be written", path.display())]
-    Write { path: PathBuf, source: io::Error },
+    Trace(#[from] TraceError),
+    #[error("cannot be written")]
+    Write(#[from] io::Error),
 }
 
-pub fn run(options: &GenerateOptions) -> Outcome {
-    let kind = match options.kind {
-        KindChoice::Large => Kind::Large,
-        KindChoice::Sharded => Kind::Sharded,
-        KindChoice::Random => Kind::Random,
-        KindChoice::Churn => Kind::Churn,
+/// What `--json` says of a file that was written.
+#[derive(Serialize)]
+struct Line<'a> {
+    schema: u32,
+    trace: &'a str,
+    file: &'a str,
+    rows: usize,
+    allocations: usize,
+    streams: usize,
+    requested_peak_bytes: u64,
+}
+
+pub fn run(global: &GlobalOptions, options: &GenerateOptions, output: &mut Output) -> Outcome {
+    check(global, "generate", &options.out)?;
+    let (kind, random) = match options.kind {
+        KindChoice::Large => (Kind::Large, false),
+        KindChoice::Sharded => (Kind::Sharded, false),
+        KindChoice::Random => (Kind::Random, true),
+        KindChoice::Churn => (Kind::Churn, true),
     };
+    let chosen = options.streams.map(|_| "--streams");
+    if let Some(option) = chosen.or(options.live.map(|_| "--live"))
+        && !random
+    {
+        let message = format!("{option} is for the random kinds, `random` and `churn`");
+        return Err(Failure::Usage(message));
+    }
     let mut program = Program::new(kind, options.seed);
     program.rows = options.rows;
     program.streams = options.streams;
-    program.live = options.live;
-    let trace = program.trace(input::name(&options.out));
-    Ok(finish(trace, &options.out))
+    program.live = options.live.map(|size| size.0);
+    finish(program.rows(), &options.out, output)
 }
 
-pub fn vary(options: &VaryOptions) -> Outcome {
-    let trace = match input::read(&options.file) {
+pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) -> Outcome {
+    check(global, "vary", &options.out)?;
+    if same(&options.file, &options.out) {
+        let file = text::file(&options.file, input::STDIN);
+        return Err(Failure::Usage(format!(
+            "{file} cannot be its own copy: --out names the file that is read"
+        )));
+    }
+    let trace = match input::read(&options.file, options.max_rows) {
         Ok(trace) => trace,
         Err(error) => {
-            output::complain(&error);
+            output.failed(&input::name(&options.file), error.line(), &error)?;
             return Ok(false);
         }
     };
-    let name = input::name(&options.out);
-    let varied = generate::vary(
-        &trace,
-        name,
-        options.copies as usize,
-        options.percent,
-        options.seed,
-    );
-    Ok(finish(varied, &options.out))
+    let copies = options.copies as usize;
+    let rows = generate::varied(&trace, copies, options.percent, options.seed);
+    finish(rows, &options.out, output)
 }
 
-/// Writes a trace that could be made; whether all went well.
-fn finish(trace: Result<Trace, TraceError>, path: &Path) -> bool {
-    let written = trace
-        .map_err(GenerateError::Trace)
-        .and_then(|trace| write(&trace, path).map(|()| trace));
-    match written {
-        Ok(trace) => {
-            note!(
-                "{}: {} rows, {} blocks, {} streams, requested peak {} bytes",
-                path.display(),
-                trace.rows().len(),
-                trace.allocations().len(),
-                trace.streams().len(),
-                trace.requested_peak()
-            );
-            true
-        }
-        Err(error) => {
-            output::complain(&error);
-            false
-        }
+/// Refuses options that would mean nothing here.
+fn check(global: &GlobalOptions, command: &str, out: &Path) -> Result<(), Failure> {
+    if let Some(option) = global.about_device() {
+        return Err(Failure::Usage(format!(
+            "{option} is not for {command}, which runs on no device"
+        )));
+    }
+    if global.json && text::is_standard(out) {
+        return Err(Failure::Usage(
+            "--json and --out - would both write to stdout".to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+/// Whether both names lead to one file.
+fn same(one: &Path, other: &Path) -> bool {
+    if text::is_standard(one) || text::is_standard(other) {
+        return false;
+    }
+    match (std::fs::canonicalize(one), std::fs::canonicalize(other)) {
+        (Ok(one), Ok(other)) => one == other && one.is_file(),
+        _ => false,
     }
 }
 
-/// Writes a trace to a file, compressed if its name ends in `.gz`.
-fn write(trace: &Trace, path: &Path) -> Result<(), GenerateError> {
-    let done = File::create(path).and_then(|file| {
-        let file = BufWriter::new(file);
-        if path.extension().is_some_and(|ending| ending == "gz") {
-            let mut encoder = GzEncoder::new(file, Compression::default());
-            trace.write(&mut encoder)?;
-            encoder.finish()?.into_inner().map_err(|e| e.into_error())?;
-            Ok(())
-        } else {
-            trace.write(file)
+/// Writes the rows and says what was written; whether all went well.
+fn finish(mut rows: Rows<'_>, path: &Path, output: &mut Output) -> Outcome {
+    let peak = match write(&mut rows, path) {
+        Ok(peak) => peak,
+        // Whoever reads has seen all it wanted.
+        Err(GenerateError::Write(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
+            return Err(Failure::Output(error));
         }
-    });
-    done.map_err(|source| GenerateError::Write {
-        path: path.to_owned(),
-        source,
+        Err(error) => {
+            let file = text::file(path, STDOUT);
+            output.failed_file(&file, &input::name(path), &error)?;
+            return Ok(false);
+        }
+    };
+    let file = text::file(path, STDOUT);
+    if output.json {
+        output.json(&Line {
+            schema: SCHEMA,
+            trace: &input::name(path),
+            file: &path.to_string_lossy(),
+            rows: rows.rows(),
+            allocations: rows.allocations(),
+            streams: rows.streams(),
+            requested_peak_bytes: peak,
+        })?;
+    } else {
+        output.note(&format!(
+            "{file}: {} rows, {} blocks, {} streams, requested peak {peak} bytes",
+            rows.rows(),
+            rows.allocations(),
+            rows.streams(),
+        ));
+    }
+    Ok(true)
+}
+
+/// Writes a trace to a file, compressed if its name ends in `.gz`; its requested peak.
+fn write(rows: &mut Rows<'_>, path: &Path) -> Result<u64, GenerateError> {
+    let compressed = path.extension().is_some_and(|ending| ending == "gz");
+    Sink::create(path)?.write(|writer| {
+        if compressed {
+            let mut encoder = GzEncoder::new(writer, Compression::default());
+            let peak = write_rows(rows, &mut encoder)?;
+            encoder.finish()?;
+            Ok(peak)
+        } else {
+            write_rows(rows, writer)
+        }
     })
+}
+
+fn write_rows(rows: &mut Rows<'_>, writer: &mut dyn Write) -> Result<u64, GenerateError> {
+    writeln!(writer, "{}", Trace::HEADER)?;
+    while let Some(row) = rows.next() {
+        writeln!(writer, "{row}")?;
+        if rows.rows().is_multiple_of(LOOK) {
+            rows.requested_peak()?;
+        }
+    }
+    Ok(rows.requested_peak()?)
 }

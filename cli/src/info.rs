@@ -1,19 +1,22 @@
 //! `cualloc info`.
 
 use crate::machine::{self, MachineError};
-use crate::options::{DeviceChoice, InfoOptions};
-use crate::output::{self, Output, note};
-use crate::{Failure, Outcome};
+use crate::options::{DeviceChoice, GlobalOptions};
+use crate::output::{self, Output, SCHEMA};
+use crate::settings::Settings;
+use crate::{Failure, Outcome, text};
 use cualloc::Error as AllocatorError;
 use cualloc::allocator::{Allocator, Config};
 use cualloc::driver::{Context, Device, Driver, DriverError, MemoryProperties, sys};
 use serde::Serialize;
-use std::error::Error;
 
 /// What `--json` writes.
 #[derive(Serialize)]
 struct Info {
+    schema: u32,
     version: &'static str,
+    /// What `CUALLOC_CONFIG` says; null if it is not set.
+    config: Option<String>,
     /// Of the GPU; null without one, and with `--device sim`.
     driver: Option<DriverInfo>,
     /// Why there is no driver: the error, then its sources.
@@ -48,10 +51,14 @@ struct DeviceInfo {
     peers: Vec<usize>,
 }
 
-pub fn run(options: &InfoOptions, output: &mut Output) -> Outcome {
-    let choice = options.machine.device;
+pub fn run(global: &GlobalOptions, output: &mut Output) -> Outcome {
+    let choice = global.device();
+    global.check_simulator()?;
+    let settings = Settings::read(None, false)?;
     let mut info = Info {
+        schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
+        config: settings.text().map(str::to_owned),
         driver: None,
         driver_error: None,
         simulator: None,
@@ -61,15 +68,15 @@ pub fn run(options: &InfoOptions, output: &mut Output) -> Outcome {
         match real() {
             Ok(driver) => info.driver = Some(driver),
             Err(error) => {
-                info.driver_error = Some(output::messages(&*error));
+                info.driver_error = Some(error);
                 well = choice != DeviceChoice::Cuda;
             }
         }
     }
     if choice != DeviceChoice::Cuda {
-        info.simulator = Some(simulated(options.machine.sim_memory)?);
+        info.simulator = Some(simulated(global.sim_memory())?);
     }
-    if options.machine.json {
+    if output.json {
         output.json(&info)?;
     } else {
         write(&info, output)?;
@@ -77,9 +84,10 @@ pub fn run(options: &InfoOptions, output: &mut Output) -> Outcome {
     Ok(well)
 }
 
-fn real() -> Result<DriverInfo, Box<dyn Error>> {
-    let driver = Driver::load()?;
-    Ok(describe(&driver)?)
+/// Of the GPU, or why it is not there.
+fn real() -> Result<DriverInfo, Vec<String>> {
+    let driver = Driver::load().map_err(|error| machine::load_messages(&error))?;
+    describe(&driver).map_err(|error| text::messages(&error))
 }
 
 fn simulated(memory: u64) -> Result<DriverInfo, Failure> {
@@ -153,7 +161,7 @@ fn views_test(device: &Device) -> &'static str {
     match tested {
         Ok(result) => result.name(),
         Err(error) => {
-            note!("error: the test of views: {}", output::chain(&error));
+            output::error(&format!("the test of views: {}", text::chain(&error)));
             "not run"
         }
     }
@@ -172,6 +180,9 @@ fn uuid(bytes: [u8; 16]) -> String {
 
 fn write(info: &Info, output: &mut Output) -> std::io::Result<()> {
     output.line(&format!("cualloc {}", info.version))?;
+    if let Some(config) = &info.config {
+        output.line(&format!("CUALLOC_CONFIG {}", text::visible(config)))?;
+    }
     match (&info.driver, &info.driver_error) {
         (Some(driver), _) => write_driver("CUDA driver", driver, output)?,
         (None, Some(messages)) => {

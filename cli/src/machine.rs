@@ -1,16 +1,17 @@
 //! What the command runs on: the first GPU, or a simulated one.
 
-use crate::options::{DeviceChoice, MachineOptions};
-use crate::output::note;
-use crate::{Failure, output};
+use crate::options::{DeviceChoice, GlobalOptions};
+use crate::output::Output;
+use crate::{Failure, text};
 use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
-use cualloc::sim::{ConfigError, Mode, SimConfig, SimDevice, Simulator};
+use cualloc::error::ConfigError;
+use cualloc::sim::{Mode, SimConfig, SimDevice, Simulator};
 
 /// A device could not be had.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
-    #[error("--device cuda cannot be had")]
-    NoDriver(#[source] LoadError),
+    #[error("--device cuda cannot be had: {}", load_messages(.0).join(": "))]
+    NoDriver(LoadError),
     #[error("--device cuda cannot be had: the driver knows no device")]
     NoDevice,
     #[error("the driver does not answer")]
@@ -27,27 +28,32 @@ pub enum Machine {
 
 impl Machine {
     /// Chooses the device; says on stderr what `auto` came to.
-    pub fn choose(options: &MachineOptions) -> Result<Machine, MachineError> {
+    pub fn choose(options: &GlobalOptions, output: &Output) -> Result<Machine, Failure> {
         let simulated = Machine::Simulated {
-            memory: options.sim_memory,
+            memory: options.sim_memory(),
         };
-        match options.device {
-            DeviceChoice::Sim => Ok(simulated),
-            DeviceChoice::Cuda => Machine::cuda(),
+        let machine = match options.device() {
+            DeviceChoice::Sim => return Ok(simulated),
+            DeviceChoice::Cuda => {
+                options.check_simulator()?;
+                return Ok(Machine::cuda()?);
+            }
             DeviceChoice::Auto => match Machine::cuda() {
-                Ok(machine) => {
-                    note!("device: {}", machine.describe());
-                    Ok(machine)
-                }
+                Ok(machine) => machine,
                 Err(error) => {
-                    note!(
+                    output.note(&format!(
                         "device: the simulator, for there is no GPU ({})",
                         reason(&error)
-                    );
-                    Ok(simulated)
+                    ));
+                    return Ok(simulated);
                 }
             },
+        };
+        output.note(&format!("device: {}", machine.describe()));
+        if options.about_simulator() {
+            output.note("--sim-memory is not used: it is for the simulator");
         }
+        Ok(machine)
     }
 
     fn cuda() -> Result<Machine, MachineError> {
@@ -57,6 +63,14 @@ impl Machine {
         }
         let device = driver.device(0).map_err(MachineError::Driver)?;
         Ok(Machine::Cuda(device))
+    }
+
+    /// Bytes of memory that the device has.
+    pub fn memory(&self) -> Result<u64, MachineError> {
+        match self {
+            Machine::Cuda(device) => device.total_memory().map_err(MachineError::Driver),
+            Machine::Simulated { memory } => Ok(*memory),
+        }
     }
 
     /// As `--device` calls it.
@@ -122,11 +136,18 @@ impl Ground {
 /// Why there is no GPU, in few words.
 fn reason(error: &MachineError) -> String {
     match error {
-        // It already quotes its sources.
-        MachineError::NoDriver(error @ LoadError::NotFound { .. }) => error.to_string(),
-        MachineError::NoDriver(error) => output::chain(error),
+        MachineError::NoDriver(error) => load_messages(error).join(": "),
         MachineError::NoDevice => "the driver knows no device".to_owned(),
-        error => output::chain(error),
+        error => text::chain(error),
+    }
+}
+
+/// Why there is no driver: the error, then what is behind it and not yet told.
+pub fn load_messages(error: &LoadError) -> Vec<String> {
+    match error {
+        // It already quotes its sources.
+        LoadError::NotFound { .. } => vec![error.to_string()],
+        error => text::messages(error),
     }
 }
 

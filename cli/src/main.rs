@@ -12,11 +12,17 @@ mod input;
 mod machine;
 mod options;
 mod output;
+mod pages;
 mod replay;
+mod settings;
+mod sink;
+mod size;
+mod table;
+mod text;
 
 use clap::Parser;
 use options::{Cli, Command};
-use output::Output;
+use output::{ErrorLine, Output};
 use std::process::ExitCode;
 
 /// What a subcommand comes to when it ran to its end: whether all went well.
@@ -37,16 +43,23 @@ enum Failure {
 }
 
 fn main() -> ExitCode {
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    let cli = Cli::parse();
-    let mut output = Output::stdout();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refused(&error),
+    };
+    let usual = if cli.global.quiet { "error" } else { "warn" };
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or(usual)).init();
+    let mut output = Output::new(&cli.global);
+    let global = &cli.global;
     let outcome = match &cli.command {
-        Command::Info(options) => info::run(options, &mut output),
-        Command::Replay(options) => replay::run(options, &mut output),
-        Command::Capacity(options) => capacity::run(options, &mut output),
-        Command::Generate(options) => generate::run(options),
-        Command::Vary(options) => generate::vary(options),
-        Command::Bench(options) => bench::run(options, &mut output),
+        Command::Info => info::run(global, &mut output),
+        Command::Replay(options) => replay::run(global, options, &mut output),
+        Command::Capacity(options) => capacity::run(global, options, &mut output),
+        Command::Generate(options) => generate::run(global, options, &mut output),
+        Command::Vary(options) => generate::vary(global, options, &mut output),
+        Command::Bench(options) => bench::run(global, options, &mut output),
+        Command::Completions { shell } => pages::completions(global, *shell),
+        Command::Man { page } => pages::man(global, page.as_deref()),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
@@ -55,12 +68,37 @@ fn main() -> ExitCode {
         Err(Failure::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => {
             ExitCode::FAILURE
         }
-        Err(failure) => {
-            output::complain(&failure);
-            match failure {
-                Failure::Usage(_) => ExitCode::from(2),
-                _ => ExitCode::FAILURE,
-            }
+        Err(Failure::Usage(message)) => {
+            output::error(&message);
+            ExitCode::from(2)
         }
+        Err(failure) => {
+            output::error(&text::chain(&failure));
+            if output.json && !matches!(failure, Failure::Output(_)) {
+                // The exit code says the same to who does not read this either.
+                let _ = output.json(&ErrorLine::new(&failure));
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The command line cannot be read, or asks for help.
+fn refused(error: &clap::Error) -> ExitCode {
+    let steers =
+        |argument: std::ffi::OsString| argument.to_string_lossy().chars().any(char::is_control);
+    // Messages quote arguments as they are, and help quotes none.
+    if error.use_stderr() && std::env::args_os().any(steers) {
+        let lines = error.render().to_string();
+        for line in lines.lines().filter(|line| !line.is_empty()) {
+            output::plain(line);
+        }
+    } else {
+        // Nobody may be there to read it.
+        let _ = error.print();
+    }
+    match error.exit_code() {
+        0 => ExitCode::SUCCESS,
+        _ => ExitCode::from(2),
     }
 }

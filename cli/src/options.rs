@@ -1,14 +1,32 @@
 //! The command line.
 
+use crate::Failure;
+use crate::size::{Limit, Size, live};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use cualloc::allocator::Policy;
+use clap_complete::Shell;
 use std::path::PathBuf;
-use std::str::FromStr;
+
+/// What `--sim-memory` is without the option.
+const SIM_MEMORY: Size = Size(144 << 30);
+
+/// What `--max-rows` is without the option.
+const MAX_ROWS: u64 = 20_000_000;
+
+const AFTER_HELP: &str = "\
+Sizes are bytes, or numbers with a unit like 512M, 1.5GiB: K, M, G, T and KiB to TiB are powers of 1024, KB to TB \
+powers of 1000. The file - is standard input where files are read and standard output where they are written.
+
+Exit codes: 0 if all went well, 2 if the command line or CUALLOC_CONFIG makes no sense, else 1.
+
+Environment: CUALLOC_CONFIG (settings of the allocator for replay, capacity and bench; options count more), \
+CUALLOC_DRIVER (the only driver library to try), RUST_LOG (what is logged), COLUMNS (the width of tables), NO_COLOR.";
 
 /// A caching GPU memory allocator, on your machine's GPU or on a simulated one.
 #[derive(Parser, Debug)]
-#[command(name = "cualloc", version, arg_required_else_help = true)]
+#[command(name = "cualloc", version, arg_required_else_help = true, after_long_help = AFTER_HELP)]
 pub struct Cli {
+    #[command(flatten)]
+    pub global: GlobalOptions,
     #[command(subcommand)]
     pub command: Command,
 }
@@ -16,7 +34,7 @@ pub struct Cli {
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Show the driver, its devices and what they can do.
-    Info(InfoOptions),
+    Info,
     /// Replay recorded allocations and show memory, driver calls and time.
     Replay(ReplayOptions),
     /// Find the smallest memory limit that recorded allocations run under.
@@ -27,6 +45,66 @@ pub enum Command {
     Vary(VaryOptions),
     /// Measure what an allocation costs, alone and with many threads.
     Bench(BenchOptions),
+    /// Write a script that completes this command's words in a shell.
+    Completions {
+        /// Which shell reads it.
+        #[arg(value_enum)]
+        shell: Shell,
+    },
+    /// Write a page of the manual.
+    Man {
+        /// Of this subcommand, instead of the whole command.
+        #[arg(value_name = "SUBCOMMAND")]
+        page: Option<String>,
+    },
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Everywhere")]
+pub struct GlobalOptions {
+    /// What to run on; by default `auto`: the GPU if there is one, else the simulator.
+    #[arg(long, value_enum, global = true)]
+    device: Option<DeviceChoice>,
+    /// Memory of the simulated device [default: 144 GiB].
+    #[arg(long, value_name = "SIZE", global = true)]
+    sim_memory: Option<Size>,
+    /// Write one JSON object per line instead of text.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Say nothing but results and errors.
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
+}
+
+impl GlobalOptions {
+    pub fn device(&self) -> DeviceChoice {
+        self.device.unwrap_or(DeviceChoice::Auto)
+    }
+
+    pub fn sim_memory(&self) -> u64 {
+        self.sim_memory.unwrap_or(SIM_MEMORY).0
+    }
+
+    /// Whether the simulator was told about.
+    pub fn about_simulator(&self) -> bool {
+        self.sim_memory.is_some()
+    }
+
+    /// Refuses to be told about a simulator that there will not be.
+    pub fn check_simulator(&self) -> Result<(), Failure> {
+        match self.device() {
+            DeviceChoice::Cuda if self.about_simulator() => Err(Failure::Usage(
+                "--sim-memory is for the simulator, not for --device cuda".to_owned(),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The first option about a device, for what runs on none.
+    pub fn about_device(&self) -> Option<&'static str> {
+        let device = self.device.map(|_| "--device");
+        device.or(self.sim_memory.map(|_| "--sim-memory"))
+    }
 }
 
 #[derive(Args, Debug)]
@@ -44,9 +122,9 @@ pub struct GenerateOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub streams: Option<u16>,
     /// Most bytes live in a random program, instead of 8 GiB.
-    #[arg(long, value_name = "BYTES")]
-    pub live: Option<u64>,
-    /// File to write, compressed if it ends in `.gz`.
+    #[arg(long, value_name = "SIZE", value_parser = live)]
+    pub live: Option<Size>,
+    /// File to write, compressed if it ends in `.gz`; `-` is standard output.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
 }
@@ -65,7 +143,7 @@ pub enum KindChoice {
 
 #[derive(Args, Debug)]
 pub struct VaryOptions {
-    /// Trace file, plain or gzip.
+    /// Trace file, plain or gzip; `-` is standard input.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
     /// How many copies to write, one after another.
@@ -77,28 +155,12 @@ pub struct VaryOptions {
     /// Different seeds change the sizes differently.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// File to write, compressed if it ends in `.gz`.
+    /// Rows that the trace may have: each takes some 80 bytes of memory.
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
+    pub max_rows: u64,
+    /// File to write, compressed if it ends in `.gz`; `-` is standard output.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
-}
-
-#[derive(Args, Debug)]
-pub struct InfoOptions {
-    #[command(flatten)]
-    pub machine: MachineOptions,
-}
-
-#[derive(Args, Debug)]
-pub struct MachineOptions {
-    /// What to run on; `auto` is the GPU if there is one, else the simulator.
-    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
-    pub device: DeviceChoice,
-    /// Write one JSON object per line instead of a table.
-    #[arg(long)]
-    pub json: bool,
-    /// Memory of the simulated device, in bytes.
-    #[arg(long, value_name = "BYTES", default_value_t = 144 << 30)]
-    pub sim_memory: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -110,7 +172,7 @@ pub enum DeviceChoice {
 
 #[derive(Args, Debug)]
 pub struct TraceOptions {
-    /// Trace files, plain or gzip.
+    /// Trace files, plain or gzip; `-` is standard input.
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
     /// How memory is taken from the driver; by default the best that the device supports.
@@ -126,23 +188,28 @@ pub struct TraceOptions {
     #[arg(long, value_name = "ROWS", default_value_t = 0)]
     pub lag: u64,
     /// Decides which checks are delayed, when verifying over several streams.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
     pub seed: u64,
-    #[command(flatten)]
-    pub machine: MachineOptions,
+    /// Rows that a trace may have: each takes some 120 bytes of memory.
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
+    pub max_rows: u64,
+    /// Show all columns, however narrow the terminal is.
+    #[arg(long, conflicts_with = "json")]
+    pub wide: bool,
 }
 
 #[derive(Args, Debug)]
 pub struct ReplayOptions {
-    /// How often to replay each file, on one allocator.
+    /// How often to replay each file, on one allocator; --json shows each, for some 2.5 KB of memory.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// The most memory to hold: bytes, or a multiple of the requested peak like `1.02x`.
-    #[arg(long, value_name = "BYTES|R")]
+    /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
+    /// requested peak like `1.02x`.
+    #[arg(long, value_name = "SIZE|SHARE%|RATIOx")]
     pub limit: Option<Limit>,
-    /// Show each replay in so many parts of equal length (with --json).
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
-    pub parts: u32,
+    /// Show each replay in so many parts of equal length; needs --json.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    pub parts: Option<u16>,
     /// Walk over the allocator's structures after each so many rows.
     #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub check_every: Option<u32>,
@@ -161,8 +228,6 @@ pub struct BenchOptions {
     /// A tenth of the operations and fewer repetitions: a look, not a measurement.
     #[arg(long)]
     pub quick: bool,
-    #[command(flatten)]
-    pub machine: MachineOptions,
 }
 
 /// What `bench` can do, in the order in which it does it.
@@ -187,6 +252,20 @@ pub enum Work {
 }
 
 impl Work {
+    /// As `--only` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Work::Pair => "pair",
+            Work::Raw => "raw",
+            Work::Churn => "churn",
+            Work::Threads => "threads",
+            Work::LargeThreads => "large-threads",
+            Work::Cross => "cross",
+            Work::FreeBlocks => "free-blocks",
+            Work::FrontEnds => "front-ends",
+        }
+    }
+
     /// All of them.
     pub const ALL: [Work; 8] = [
         Work::Pair,
@@ -206,66 +285,6 @@ pub enum PolicyChoice {
     Classic,
 }
 
-impl TraceOptions {
-    /// The policy to ask the allocator for.
-    pub fn policy(&self) -> Policy {
-        policy(self.policy)
-    }
-}
-
-impl BenchOptions {
-    /// The policy to ask the allocator for.
-    pub fn policy(&self) -> Policy {
-        policy(self.policy)
-    }
-}
-
-fn policy(choice: Option<PolicyChoice>) -> Policy {
-    match choice {
-        None => Policy::Auto,
-        Some(PolicyChoice::Packed) => Policy::Packed,
-        Some(PolicyChoice::Classic) => Policy::Classic,
-    }
-}
-
-/// A memory limit as written on the command line.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub enum Limit {
-    Bytes(u64),
-    /// A multiple of the trace's requested peak.
-    Ratio(f64),
-}
-
-impl Limit {
-    /// The limit in bytes for a trace with this requested peak.
-    pub fn bytes(self, requested_peak: u64) -> u64 {
-        match self {
-            Limit::Bytes(bytes) => bytes,
-            // Rounding to a float and back is far finer than any granule of memory.
-            Limit::Ratio(ratio) => (requested_peak as f64 * ratio) as u64,
-        }
-    }
-}
-
-impl FromStr for Limit {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Limit, String> {
-        let wrong = || {
-            format!(
-                "`{text}` is neither a number of bytes nor a multiple of the requested peak like `1.02x`"
-            )
-        };
-        match text.strip_suffix('x') {
-            None => text.parse().map(Limit::Bytes).map_err(|_| wrong()),
-            Some(ratio) => match ratio.parse::<f64>() {
-                Ok(ratio) if ratio.is_finite() && ratio > 0.0 => Ok(Limit::Ratio(ratio)),
-                _ => Err(wrong()),
-            },
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -274,18 +293,5 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn limits() {
-        assert_eq!("1048576".parse(), Ok(Limit::Bytes(1 << 20)));
-        assert_eq!("1.5x".parse(), Ok(Limit::Ratio(1.5)));
-        assert_eq!(Limit::Ratio(1.5).bytes(1000), 1500);
-        assert_eq!(Limit::Bytes(7).bytes(1000), 7);
-        for text in [
-            "", "x", "-1", "1.5", "0x", "-1x", "nanx", "infx", "1 x", "10k",
-        ] {
-            assert!(text.parse::<Limit>().is_err(), "{text}");
-        }
     }
 }

@@ -1,21 +1,64 @@
-//! Results for people and for programs, and complaints.
+//! Results for people and for programs, notes and errors.
 
-use crate::input;
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::options::GlobalOptions;
+use crate::table::Table;
+use crate::text;
+use console::{Term, style, truncate_str};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::error::Error;
 use std::io::{self, Stdout, Write};
-use std::path::PathBuf;
 
-/// Where results go. Every line is written at once, so that a reader sees each as it comes.
+/// The version of the lines of `--json`: it grows when a key goes or changes its meaning.
+pub const SCHEMA: u32 = 1;
+
+/// The longest name beside a progress bar.
+const BAR_NAME: usize = 24;
+
+/// Where results go, and notes about them. Every line is written at once, so that a reader sees each as it
+/// comes.
 pub struct Output {
     stdout: Stdout,
+    /// Whether results are objects of JSON.
+    pub json: bool,
+    quiet: bool,
+}
+
+/// What `--json` writes where there is no result.
+#[derive(Serialize)]
+pub struct ErrorLine<'a> {
+    pub schema: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace: Option<&'a str>,
+    /// The line of the file that is to blame.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub line: Option<u64>,
+    pub completed: bool,
+    pub error: String,
+    /// The error, then what is behind it.
+    pub reasons: Vec<String>,
+}
+
+impl ErrorLine<'_> {
+    pub fn new<'a>(error: &dyn Error) -> ErrorLine<'a> {
+        let reasons = text::messages(error);
+        ErrorLine {
+            schema: SCHEMA,
+            trace: None,
+            line: None,
+            completed: false,
+            error: reasons.join(": "),
+            reasons,
+        }
+    }
 }
 
 impl Output {
-    pub fn stdout() -> Output {
+    pub fn new(options: &GlobalOptions) -> Output {
         Output {
             stdout: io::stdout(),
+            json: options.json,
+            quiet: options.quiet,
         }
     }
 
@@ -29,45 +72,121 @@ impl Output {
         let line = serde_json::to_string(value).map_err(io::Error::from)?;
         self.line(&line)
     }
-}
 
-/// A table whose lines are written as they come: widths are set beforehand.
-pub struct Table {
-    columns: Vec<(&'static str, usize)>,
-}
+    /// The head of a table, if there is one.
+    pub fn header(&mut self, table: &Table) -> io::Result<()> {
+        if self.json {
+            return Ok(());
+        }
+        match table.left_out() {
+            0 => {}
+            1 => self.note("a column does not fit here: --wide shows it"),
+            count => self.note(&format!(
+                "{count} columns do not fit here: --wide shows them"
+            )),
+        }
+        for line in table.header() {
+            self.line(&line)?;
+        }
+        Ok(())
+    }
 
-impl Table {
-    /// Columns with their least widths. The first is aligned left, the others right.
-    pub fn new(columns: &[(&'static str, usize)]) -> Table {
-        let columns = columns.iter();
-        Table {
-            columns: columns
-                .map(|(name, width)| (*name, name.len().max(*width)))
-                .collect(),
+    /// Says on stderr what is good to know, unless it was asked for quiet.
+    pub fn note(&self, text: &str) {
+        if !self.quiet {
+            complain("note", text);
         }
     }
 
-    pub fn header(&self) -> String {
-        self.row(self.columns.iter().map(|(name, _)| (*name).to_owned()))
+    /// Says that there is no result for a trace, and why; the message of the error names the file.
+    pub fn failed(&mut self, trace: &str, line: Option<u64>, why: &dyn Error) -> io::Result<()> {
+        error(&text::chain(why));
+        self.failure_line(trace, line, why)
     }
 
-    pub fn row(&self, cells: impl IntoIterator<Item = String>) -> String {
-        let mut line = String::new();
-        for (index, ((_, width), cell)) in self.columns.iter().zip(cells).enumerate() {
-            let width = *width;
-            match index {
-                0 => line += &format!("{cell:<width$}"),
-                _ => line += &format!("  {cell:>width$}"),
-            }
+    /// As [`Output::failed`], where the error does not name the file.
+    pub fn failed_file(&mut self, file: &str, trace: &str, why: &dyn Error) -> io::Result<()> {
+        error(&format!("{file}: {}", text::chain(why)));
+        self.failure_line(trace, None, why)
+    }
+
+    fn failure_line(&mut self, trace: &str, line: Option<u64>, why: &dyn Error) -> io::Result<()> {
+        if !self.json {
+            return Ok(());
         }
-        line
+        let mut failure = ErrorLine::new(why);
+        failure.trace = Some(trace);
+        failure.line = line;
+        self.json(&failure)
+    }
+
+    /// A progress bar on stderr, drawn only on a terminal.
+    pub fn progress(&self, length: u64, name: &str) -> ProgressBar {
+        let template = "{prefix} {wide_bar} {percent:>3}% {elapsed}";
+        self.bar(ProgressBar::new(length), template, name)
+    }
+
+    /// As [`Output::progress`], where nobody knows how much there is to do.
+    pub fn spinner(&self, name: &str) -> ProgressBar {
+        self.bar(ProgressBar::new_spinner(), "{prefix}: {wide_msg}", name)
+    }
+
+    fn bar(&self, bar: ProgressBar, template: &str, name: &str) -> ProgressBar {
+        if self.quiet {
+            bar.set_draw_target(ProgressDrawTarget::hidden());
+        }
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style);
+        }
+        let name = text::visible(name);
+        bar.set_prefix(truncate_str(&name, BAR_NAME, "…").into_owned());
+        bar
     }
 }
 
-/// The width of the longest name that these files' traces can have.
-pub fn name_width(files: &[PathBuf]) -> usize {
-    let names = files.iter().map(|path| input::name(path).chars().count());
-    names.max().unwrap_or(0)
+/// The width of the terminal that tables go to: what `COLUMNS` says, else what stdout is. None without a
+/// terminal.
+pub fn width() -> Option<usize> {
+    let columns = std::env::var("COLUMNS").ok();
+    let columns = columns
+        .and_then(|text| text.parse().ok())
+        .filter(|n| *n > 0);
+    columns.or_else(|| terminal(&Term::stdout()))
+}
+
+/// The width of a terminal; one that does not tell has as much as most.
+fn terminal(term: &Term) -> Option<usize> {
+    let told = term.size_checked().map(|(_, columns)| columns.into());
+    term.is_term().then(|| told.unwrap_or(80))
+}
+
+/// A message on stderr; where no one reads it any more nothing happens. On a terminal a long one is a block of
+/// lines.
+fn complain(kind: &str, text: &str) {
+    let lines: Vec<String> = text.lines().map(text::visible).collect();
+    let mut message = format!("{kind}: {}", lines.join("\n    "));
+    if let Some(width) = terminal(&Term::stderr())
+        && lines.len() == 1
+    {
+        message = text::fold(&message, width);
+    }
+    if kind == "error"
+        && let Some(rest) = message.strip_prefix(kind)
+    {
+        let kind = style(kind).for_stderr().red().bold();
+        message = format!("{kind}{rest}");
+    }
+    let _ = writeln!(io::stderr(), "{message}");
+}
+
+/// Says on stderr what went wrong.
+pub fn error(text: &str) {
+    complain("error", text);
+}
+
+/// A line on stderr as it is.
+pub fn plain(line: &str) {
+    let _ = writeln!(io::stderr(), "{}", text::visible(line));
 }
 
 /// Bytes as MiB with one digit.
@@ -83,46 +202,4 @@ pub fn ratio(ratio: Option<f64>) -> String {
 /// `bytes / of`; nothing if that makes no sense.
 pub fn ratio_of(bytes: u64, of: u64) -> Option<f64> {
     (of > 0).then(|| bytes as f64 / of as f64)
-}
-
-/// As `eprintln!`, but where no one reads stderr any more nothing happens instead of a panic.
-macro_rules! note {
-    ($($argument:tt)*) => {{
-        use std::io::Write as _;
-        let _ = writeln!(std::io::stderr(), $($argument)*);
-    }};
-}
-pub(crate) use note;
-
-/// An error and everything behind it, on one line of stderr.
-pub fn complain(error: &dyn Error) {
-    note!("error: {}", chain(error));
-}
-
-/// The messages of an error and of all its sources, in one line.
-pub fn chain(error: &dyn Error) -> String {
-    messages(error).join(": ")
-}
-
-/// The message of an error, then those of its sources.
-pub fn messages(error: &dyn Error) -> Vec<String> {
-    let mut messages = vec![error.to_string()];
-    let mut source = error.source();
-    while let Some(error) = source {
-        messages.push(error.to_string());
-        source = error.source();
-    }
-    messages
-}
-
-/// A progress bar on stderr, drawn only on a terminal.
-pub fn progress(length: u64, name: &str) -> ProgressBar {
-    let bar = ProgressBar::new(length);
-    if let Ok(style) =
-        ProgressStyle::with_template("{prefix} {wide_bar} {percent:>3}% {elapsed} {msg}")
-    {
-        bar.set_style(style);
-    }
-    bar.set_prefix(name.to_owned());
-    bar
 }

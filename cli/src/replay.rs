@@ -1,26 +1,31 @@
 //! `cualloc replay`.
 
 use crate::machine::Machine;
-use crate::options::{ReplayOptions, TraceOptions};
-use crate::output::{self, Output, Table, note};
-use crate::{Failure, Outcome, input};
+use crate::options::{GlobalOptions, ReplayOptions, TraceOptions};
+use crate::output::{self, Output, SCHEMA};
+use crate::settings::Settings;
+use crate::table::{Cell, Column, Table};
+use crate::{Failure, Outcome, input, text};
 use cualloc::Error;
-use cualloc::allocator::{Config, Fragmentation, Policy};
-use cualloc::driver::CallCounts;
-use cualloc::trace::{Pass, Replay, ReplayReport, Trace};
+use cualloc::allocator::{Fragmentation, Policy};
+use cualloc::driver::{CallCounts, DriverError};
+use cualloc::trace::{Pass, ReplayReport, Trace};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// One line of `--json`.
 #[derive(Serialize)]
 struct Line<'a> {
+    schema: u32,
     trace: &'a str,
     device: &'a str,
     policy: &'a str,
     rows: usize,
     allocations: usize,
     streams: usize,
+    /// What `CUALLOC_CONFIG` says.
+    config: Option<&'a str>,
     limit_bytes: Option<u64>,
     requested_peak_bytes: u64,
     /// Of the first replay.
@@ -32,6 +37,10 @@ struct Line<'a> {
     completed: bool,
     /// Counted from 1; the header is not a row.
     failed_row: Option<usize>,
+    /// What went wrong first.
+    error: Option<String>,
+    /// All that went wrong.
+    reasons: Vec<String>,
     memory: MemoryLine,
     replays: Vec<ReplayLine>,
 }
@@ -140,98 +149,124 @@ impl ReplayLine {
     }
 }
 
-pub fn run(options: &ReplayOptions, output: &mut Output) -> Outcome {
-    let machine = Machine::choose(&options.traces.machine)?;
-    machine.check_lag(options.traces.lag)?;
-    let json = options.traces.machine.json;
-    let table = table(&options.traces.files);
-    if !json {
-        output.line(&table.header())?;
+pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output) -> Outcome {
+    if options.parts.is_some() && !global.json {
+        return Err(Failure::Usage("--parts needs --json".to_owned()));
     }
+    let traces = &options.traces;
+    check(traces)?;
+    let settings = Settings::read(traces.policy, traces.no_views)?;
+    let machine = Machine::choose(global, output)?;
+    machine.check_lag(traces.lag)?;
+    settings.announce(output);
+    let terminal = if traces.wide { None } else { output::width() };
+    let table = table(&traces.files, terminal);
+    output.header(&table)?;
     let mut well = true;
-    for path in &options.traces.files {
-        let trace = match input::read(path) {
+    for path in &traces.files {
+        let trace = match input::read(path, traces.max_rows) {
             Ok(trace) => trace,
             Err(error) => {
-                output::complain(&error);
+                output.failed(&input::name(path), error.line(), &error)?;
                 well = false;
                 continue;
             }
         };
-        let Some(report) = replay(&machine, path, &trace, options)? else {
-            well = false;
-            continue;
+        let report = match replay(&machine, &trace, options, &settings, output)? {
+            Ok(report) => report,
+            Err(error) => {
+                let file = text::file(path, input::STDIN);
+                output.failed_file(&file, trace.name(), &error)?;
+                well = false;
+                continue;
+            }
         };
-        let line = line(&machine, &trace, &report);
-        if json {
+        let faults = faults(&report);
+        let line = line(&machine, &settings, &trace, &report, &faults);
+        if output.json {
             output.json(&line)?;
         } else {
-            output.line(&table.row(cells(&line, &report)))?;
+            output.line(&table.row(cells(&line, &report, &table)))?;
         }
-        well &= report_faults(path, &report);
+        complain(path, &faults);
+        well &= report.is_clean();
     }
     Ok(well)
 }
 
-/// Replays one trace; complains and gives `None` if it could not even begin.
-fn replay(
-    machine: &Machine,
-    path: &Path,
-    trace: &Trace,
-    options: &ReplayOptions,
-) -> Result<Option<ReplayReport>, Failure> {
-    let ground = machine.context(options.traces.lag)?;
-    let limit = options
-        .limit
-        .map(|limit| limit.bytes(trace.requested_peak()));
-    let rows = trace.rows().len() as u64 * u64::from(options.repeat);
-    let bar = output::progress(rows, trace.name());
-    let report = begin(trace, &options.traces, limit)
-        .repeat(options.repeat as usize)
-        .parts(options.parts as usize)
-        .check_every(options.check_every.map(|rows| rows as usize))
-        .on_progress(|done| bar.set_position(done))
-        .run(ground.context());
-    bar.finish_and_clear();
-    match report {
-        Ok(report) => Ok(Some(report)),
-        Err(error) => {
-            cannot_begin(path, &error);
-            Ok(None)
+/// Refuses files that cannot all be read.
+pub fn check(options: &TraceOptions) -> Result<(), Failure> {
+    let files = options.files.iter();
+    match files.filter(|path| text::is_standard(path)).count() {
+        0 | 1 => Ok(()),
+        _ => Err(Failure::Usage(
+            "- is given twice: stdin can be read once".to_owned(),
+        )),
+    }
+}
+
+/// A replay did not come to its first row.
+#[derive(Debug, thiserror::Error)]
+pub enum CannotBegin {
+    #[error("the device cannot be used")]
+    Device(#[source] DriverError),
+    #[error("the allocator cannot be made")]
+    Allocator(#[source] Error),
+}
+
+impl From<Error> for CannotBegin {
+    fn from(error: Error) -> CannotBegin {
+        match error {
+            Error::Driver(error) => CannotBegin::Device(error),
+            error => CannotBegin::Allocator(error),
         }
     }
 }
 
-/// A replay as all commands on traces set it up.
-pub fn begin<'a>(trace: &'a Trace, options: &TraceOptions, limit: Option<u64>) -> Replay<'a> {
-    let config = Config::new()
-        .policy(options.policy())
-        .views(!options.no_views)
-        .limit(limit);
-    Replay::new(trace)
-        .config(config)
-        .verify(options.verify)
-        .seed(options.seed)
-}
-
-/// Says on stderr why a trace cannot be replayed.
-pub fn cannot_begin(path: &Path, error: &Error) {
-    let (what, words) = match error {
-        Error::Driver(error) => ("the device cannot be used", output::chain(error)),
-        error => ("the allocator cannot be made", output::chain(error)),
+/// Replays one trace; the inner error if that could not even begin.
+fn replay(
+    machine: &Machine,
+    trace: &Trace,
+    options: &ReplayOptions,
+    settings: &Settings,
+    output: &Output,
+) -> Result<Result<ReplayReport, CannotBegin>, Failure> {
+    let ground = machine.context(options.traces.lag)?;
+    let limit = match options.limit.or_else(|| settings.limit()) {
+        None => None,
+        Some(limit) => Some(limit.bytes(trace.requested_peak(), machine.memory()?)),
     };
-    note!("error: {}: {what}: {words}", path.display());
+    let rows = trace.rows().len() as u64 * u64::from(options.repeat);
+    let bar = output.progress(rows, trace.name());
+    let report = settings
+        .replay(trace, &options.traces, limit)
+        .repeat(options.repeat as usize)
+        .keep_all(output.json)
+        .parts(usize::from(options.parts.unwrap_or(1)))
+        .check_every(options.check_every.map(|rows| rows as usize))
+        .on_progress(|done| bar.set_position(done))
+        .run(ground.context());
+    bar.finish_and_clear();
+    Ok(report.map_err(CannotBegin::from))
 }
 
-fn line<'a>(machine: &'a Machine, trace: &'a Trace, report: &ReplayReport) -> Line<'a> {
+fn line<'a>(
+    machine: &'a Machine,
+    settings: &'a Settings,
+    trace: &'a Trace,
+    report: &ReplayReport,
+    faults: &[Fault],
+) -> Line<'a> {
     let peak = trace.requested_peak();
     Line {
+        schema: SCHEMA,
         trace: trace.name(),
         device: machine.name(),
         policy: policy_name(report.policy),
         rows: trace.rows().len(),
         allocations: trace.allocations().len(),
         streams: trace.streams().len(),
+        config: settings.text(),
         limit_bytes: report.limit,
         requested_peak_bytes: peak,
         reserved_peak_bytes: report.reserved_peak,
@@ -239,6 +274,8 @@ fn line<'a>(machine: &'a Machine, trace: &'a Trace, report: &ReplayReport) -> Li
         ratio_max: output::ratio_of(report.reserved_peak_max(), peak),
         completed: report.failed.is_none(),
         failed_row: report.failed.map(|(_, row)| row),
+        error: faults.first().map(|fault| fault.text.clone()),
+        reasons: faults.iter().map(|fault| fault.text.clone()).collect(),
         memory: MemoryLine::new(report),
         replays: report.passes.iter().map(ReplayLine::new).collect(),
     }
@@ -252,73 +289,108 @@ pub fn policy_name(policy: Policy) -> &'static str {
     }
 }
 
-/// Says on stderr everything that went wrong; whether nothing did.
-pub fn report_faults(path: &Path, report: &ReplayReport) -> bool {
-    let file = path.display();
+/// What went wrong in a replay, and at which line of its file.
+pub struct Fault {
+    line: Option<u64>,
+    pub text: String,
+}
+
+impl Fault {
+    /// One that no line is to blame for.
+    pub fn new(text: String) -> Fault {
+        Fault { line: None, text }
+    }
+}
+
+/// Everything that went wrong.
+pub fn faults(report: &ReplayReport) -> Vec<Fault> {
+    let mut faults = Vec::new();
     if let Some((pass, row)) = report.failed {
-        let line = Trace::line_of(row.saturating_sub(1));
-        let words = match (&report.error, &report.check) {
+        let why = match &report.error {
             // The only calls of the replayer's own between the rows.
-            (Some(Error::Driver(error)), _) if error.call() == "cuLaunchKernel" => {
+            Some(Error::Driver(error)) if error.call() == "cuLaunchKernel" => {
                 format!(
-                    "the device could not be given work: {}",
-                    output::chain(error)
+                    ": the device could not be given work: {}",
+                    text::chain(error)
                 )
             }
-            (Some(error), _) => output::chain(error),
-            (None, check) => check
-                .as_ref()
-                .map_or_else(String::new, |error| output::chain(error)),
+            Some(error) => format!(": {}", text::chain(error)),
+            None => String::new(),
         };
-        note!("error: {file}:{line}: replay {pass} failed at row {row}: {words}");
+        faults.push(Fault {
+            line: Some(Trace::line_of(row.saturating_sub(1))),
+            text: format!("replay {pass} failed at row {row}{why}"),
+        });
     }
+    let mut also = |text: String| faults.push(Fault::new(text));
     if let Some(mismatches) = report.mismatches.filter(|count| *count > 0) {
-        note!("error: {file}: {mismatches} words were not what their block was filled with");
+        also(format!(
+            "{mismatches} words were not what their block was filled with"
+        ));
     }
     if let Some(error) = &report.check {
-        note!(
-            "error: {file}: the allocator's heap are wrong: {}",
-            output::chain(error)
-        );
+        also(format!(
+            "the allocator's heap is not in order: {}",
+            text::chain(error)
+        ));
     }
     if let Some(error) = &report.close {
-        note!(
-            "error: {file}: the allocator cannot be closed: {}",
-            output::chain(error)
-        );
+        also(format!(
+            "the allocator cannot be closed: {}",
+            text::chain(error)
+        ));
     }
     if report.leaked_bytes > 0 {
-        note!(
-            "error: {file}: {} bytes are held after the end",
+        also(format!(
+            "{} bytes are held after the end",
             report.leaked_bytes
-        );
+        ));
     }
-    for text in &report.reports {
-        note!("error: {file}: the simulator reports: {text}");
+    for told in &report.reports {
+        also(format!("the simulator reports: {told}"));
     }
-    report.is_clean()
+    faults
 }
 
-fn table(files: &[std::path::PathBuf]) -> Table {
-    Table::new(&[
-        ("trace", output::name_width(files)),
-        ("policy", 7),
-        ("rows", 7),
-        ("allocs", 7),
-        ("streams", 0),
-        ("requested MiB", 0),
-        ("reserved MiB", 0),
-        ("ratio", 6),
-        ("max", 6),
-        ("calls first", 0),
-        ("calls last", 0),
-        ("handles last", 0),
-        ("ns/row last", 0),
-        ("result", 8),
-    ])
+/// Says on stderr what went wrong with a file.
+pub fn complain(path: &Path, faults: &[Fault]) {
+    let file = text::file(path, input::STDIN);
+    for fault in faults {
+        match fault.line {
+            Some(line) => output::error(&format!("{file}:{line}: {}", fault.text)),
+            None => output::error(&format!("{file}: {}", fault.text)),
+        }
+    }
 }
 
-fn cells(line: &Line<'_>, report: &ReplayReport) -> Vec<String> {
+/// The width of the longest name that these files' traces can have.
+pub fn name_width(files: &[PathBuf]) -> usize {
+    let names = files.iter().map(|path| text::visible(&input::name(path)));
+    let widths = names.map(|name| console::measure_text_width(&name));
+    widths.max().unwrap_or(0)
+}
+
+fn table(files: &[PathBuf], terminal: Option<usize>) -> Table {
+    let columns = vec![
+        Column::new("trace", "", name_width(files), 0),
+        Column::new("policy", "", 7, 5),
+        Column::new("rows", "", 7, 6),
+        Column::new("allocs", "", 7, 9),
+        Column::new("streams", "", 0, 8),
+        Column::new("requested", "MiB", 0, 3),
+        Column::new("reserved", "MiB", 0, 2),
+        Column::new("ratio", "", 6, 0),
+        Column::new("max", "", 6, 4),
+        Column::new("calls", "first", 7, 3),
+        Column::new("calls", "last", 7, 1),
+        Column::new("handles", "last", 0, 7),
+        Column::new("ns/row", "last", 0, 6),
+        Column::new("result", "", 8, 0),
+    ];
+    Table::new(columns, terminal)
+}
+
+fn cells(line: &Line<'_>, report: &ReplayReport, table: &Table) -> Vec<Cell> {
     let dash = || "-".to_owned();
     let first = report.passes.first();
     let last = report.passes.last();
@@ -326,23 +398,25 @@ fn cells(line: &Line<'_>, report: &ReplayReport) -> Vec<String> {
     let end = match (report.is_clean(), line.failed_row) {
         (true, _) if report.mismatches.is_some() => "verified".to_owned(),
         (true, _) => "ok".to_owned(),
-        (false, Some(row)) => format!("FAILED at row {row}"),
-        (false, None) => "FAILED".to_owned(),
+        (false, Some(row)) if !table.is_fitted() => format!("FAILED at row {row}"),
+        (false, _) => "FAILED".to_owned(),
     };
     vec![
-        line.trace.to_owned(),
-        line.policy.to_owned(),
-        line.rows.to_string(),
-        line.allocations.to_string(),
-        line.streams.to_string(),
-        output::mebibytes(line.requested_peak_bytes),
-        output::mebibytes(line.reserved_peak_bytes),
-        output::ratio(line.ratio),
-        output::ratio(line.ratio_max),
-        calls(first),
-        calls(last),
-        last.map_or_else(dash, |pass| pass.calls.handle_ops().to_string()),
-        last.map_or_else(dash, |pass| format!("{:.0}", pass.nanos_per_row)),
-        end,
+        line.trace.into(),
+        line.policy.into(),
+        line.rows.to_string().into(),
+        line.allocations.to_string().into(),
+        line.streams.to_string().into(),
+        output::mebibytes(line.requested_peak_bytes).into(),
+        output::mebibytes(line.reserved_peak_bytes).into(),
+        output::ratio(line.ratio).into(),
+        output::ratio(line.ratio_max).into(),
+        calls(first).into(),
+        calls(last).into(),
+        last.map_or_else(dash, |pass| pass.calls.handle_ops().to_string())
+            .into(),
+        last.map_or_else(dash, |pass| format!("{:.0}", pass.nanos_per_row))
+            .into(),
+        Cell::verdict(end, report.is_clean()),
     ]
 }

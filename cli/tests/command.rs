@@ -8,7 +8,9 @@ use std::process::{Command, Output, Stdio};
 
 fn cualloc() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cualloc"));
-    command.env_remove("RUST_LOG");
+    for variable in ["RUST_LOG", "CUALLOC_CONFIG", "COLUMNS"] {
+        command.env_remove(variable);
+    }
     command
 }
 
@@ -90,7 +92,11 @@ fn replay_writes_one_object_per_trace_with_these_fields() {
         assert_eq!(
             keys(line),
             sorted([
+                "schema",
                 "trace",
+                "config",
+                "error",
+                "reasons",
                 "device",
                 "policy",
                 "rows",
@@ -229,6 +235,11 @@ fn a_limit_that_is_too_small_fails_and_names_the_row() {
     let complaint = stderr(&output);
     assert!(complaint.contains(&place), "{complaint}");
     assert!(complaint.contains(&format!("row {row}")), "{complaint}");
+    // What the person is told the program is told, too.
+    let error = line["error"].as_str().unwrap();
+    assert!(error.contains("out of memory"), "{error}");
+    assert!(complaint.contains(error), "{complaint}");
+    assert_eq!(line["reasons"][0], error);
 }
 
 #[test]
@@ -274,7 +285,13 @@ fn broken_files_are_named_with_their_line_and_the_others_still_run() {
         complaint.contains(&format!("{}:4: ", broken.display())),
         "{complaint}"
     );
-    assert_eq!(objects(&output).len(), 1);
+    let lines = objects(&output);
+    assert_eq!(lines.len(), 2);
+    assert_eq!(lines[0]["trace"], "freed_twice");
+    assert_eq!(lines[0]["line"], 4);
+    assert_eq!(lines[0]["completed"], false);
+    assert_eq!(lines[1]["trace"], "lf");
+    assert_eq!(lines[1]["error"], Value::Null);
 }
 
 #[test]
@@ -288,12 +305,19 @@ fn every_broken_file_fails_both_commands() {
                 .output()
                 .unwrap();
             assert_eq!(output.status.code(), Some(1), "{}", path.display());
-            assert!(output.stdout.is_empty());
             let complaint = stderr(&output);
             assert!(
                 complaint.contains(&format!("{}:", path.display())),
                 "{complaint}"
             );
+            // The reason stands in the object, and once on stderr.
+            let lines = objects(&output);
+            assert_eq!(lines.len(), 1);
+            let error = lines[0]["error"].as_str().unwrap();
+            assert!(complaint.contains(error), "{complaint} {error}");
+            assert_eq!(complaint.lines().count(), 1, "{complaint}");
+            let fault = error.rsplit(": ").next().unwrap();
+            assert_eq!(complaint.matches(fault).count(), 1, "{complaint}");
         }
     }
 }
@@ -398,7 +422,7 @@ fn complaints_that_no_one_reads_are_no_panic() {
     drop(child.stderr.take());
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert_eq!(objects(&output).len(), 1);
+    assert_eq!(objects(&output).len(), 2);
 }
 
 #[test]
@@ -414,7 +438,11 @@ fn capacity_finds_a_limit_that_replays_confirm() {
     assert_eq!(
         keys(line),
         sorted([
+            "schema",
             "trace",
+            "config",
+            "error",
+            "reasons",
             "device",
             "policy",
             "requested_peak_bytes",
@@ -462,7 +490,10 @@ fn capacity_without_any_limit_that_does_fails() {
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    assert_eq!(objects(&output)[0]["min_limit_bytes"], Value::Null);
+    let line = &objects(&output)[0];
+    assert_eq!(line["min_limit_bytes"], Value::Null);
+    let error = line["error"].as_str().unwrap();
+    assert!(error.contains("runs under no limit"), "{error}");
 }
 
 /// A machine without a driver, whatever this one has.

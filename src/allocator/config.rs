@@ -54,6 +54,11 @@ pub struct Config {
     /// (for larger blocks, for more memory, at markers). For programs that begin captures through
     /// other libraries and want each misuse reported, the first one included.
     pub capture_checks: bool,
+    /// Whether streams that the allocator knows may be captured into graphs, on by default. Off is the program's
+    /// promise that none ever is: then no call asks about captures, and streams that are adopted or kept are asked
+    /// at any time whether they are idle. Where the promise is broken the capture is spoilt, or the graph has memory
+    /// that others get as well.
+    pub captures: bool,
     /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while
     /// another context than the allocator's is current is
     /// [`Error::WrongContext`](crate::Error::WrongContext): the handle means the stream of the
@@ -95,6 +100,7 @@ impl Default for Config {
             peers: Vec::new(),
             views: true,
             capture_checks: false,
+            captures: true,
             context_checks: cfg!(debug_assertions),
             self_test: true,
             slack: None,
@@ -138,6 +144,12 @@ impl Config {
     /// never asked by other threads, which would spoil a capture that begins at that moment.
     pub fn capture_checks(mut self, on: bool) -> Self {
         self.capture_checks = on;
+        self
+    }
+
+    /// Allows for captures of the allocator's streams, or promises that there are none.
+    pub fn captures(mut self, on: bool) -> Self {
+        self.captures = on;
         self
     }
 
@@ -212,6 +224,11 @@ impl Config {
             (classic && self.handle.is_some(), "policy=classic", "handle"),
             (no_views && self.budget.is_some(), "views=off", "budget"),
             (self.handle_above_limit(), "limit", "handle"),
+            (
+                self.capture_checks && !self.captures,
+                "captures=never",
+                "capture_checks=on",
+            ),
         ];
         for (holds, first, second) in contradictions {
             if holds {
@@ -235,14 +252,8 @@ impl Config {
             _ => {}
         }
         match self.limit {
-            Some(Limit::Fraction(f)) if !(f > 0.0 && f <= 1.0) => Err(ConfigError::InvalidValue {
-                key: "limit".into(),
-                value: f.to_string(),
-            }),
-            Some(Limit::Bytes(0)) => Err(ConfigError::InvalidValue {
-                key: "limit".into(),
-                value: "0".into(),
-            }),
+            Some(Limit::Fraction(f)) if !(f > 0.0 && f <= 1.0) => invalid("limit", f.to_string()),
+            Some(Limit::Bytes(0)) => invalid("limit", "0".into()),
             _ => Ok(()),
         }
     }
@@ -257,9 +268,9 @@ impl Config {
     }
 }
 
-/// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` (with an optional
-/// suffix K, M, G, T for powers of 1024) or `limit=SHARE%`, `peers=1+2`, `views=on|off`,
-/// `capture_checks=on|off`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
+/// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
+/// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `views=on|off`,
+/// `capture_checks=on|off`, `captures=watched|never`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
 /// `handle=BYTES`.
 ///
 /// ```
@@ -308,6 +319,13 @@ impl FromStr for Config {
                 "capture_checks" => {
                     config.capture_checks = parse_switch(value).ok_or_else(invalid)?;
                 }
+                "captures" => {
+                    config.captures = match value {
+                        "watched" => true,
+                        "never" => false,
+                        _ => return Err(invalid()),
+                    }
+                }
                 "checks" => {
                     config.context_checks = match value {
                         "context" => true,
@@ -333,6 +351,32 @@ impl FromStr for Config {
     }
 }
 
+/// Parses a number of bytes above 0, or a share of the device's memory above 0 % and up to 100 %: `4096`, `512M`,
+/// `1.5GiB`, `99%`. The units `K`, `M`, `G`, `T` and `KiB` to `TiB` are powers of 1024, `KB` to `TB` powers of 1000;
+/// letters may be small.
+///
+/// ```
+/// use cualloc::allocator::Limit;
+/// assert_eq!("1.5G".parse(), Ok(Limit::Bytes(3 << 29)));
+/// assert_eq!("99%".parse(), Ok(Limit::Fraction(0.99)));
+/// ```
+impl FromStr for Limit {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let valid = |limit: &Limit| match limit {
+            Limit::Bytes(bytes) => *bytes > 0,
+            Limit::Fraction(share) => *share > 0.0 && *share <= 1.0,
+        };
+        parse_limit(text)
+            .filter(valid)
+            .ok_or_else(|| ConfigError::InvalidValue {
+                key: "limit".into(),
+                value: text.into(),
+            })
+    }
+}
+
 fn parse_switch(value: &str) -> Option<bool> {
     match value {
         "on" => Some(true),
@@ -342,21 +386,48 @@ fn parse_switch(value: &str) -> Option<bool> {
 }
 
 fn parse_limit(value: &str) -> Option<Limit> {
-    if let Some(percent) = value.strip_suffix('%') {
-        return percent
+    match value.strip_suffix('%') {
+        Some(percent) => percent
             .parse::<f64>()
             .ok()
-            .map(|p| Limit::Fraction(p / 100.0));
+            .map(|p| Limit::Fraction(p / 100.0)),
+        None => parse_bytes(value).map(Limit::Bytes),
     }
-    let (digits, shift) = match value.strip_suffix(['K', 'M', 'G', 'T']) {
-        Some(digits) => (
-            digits,
-            10 * (1 + "KMGT".find(&value[digits.len()..])? as u32),
-        ),
-        None => (value, 0),
+}
+
+/// A number of bytes as people write it; what is no whole number of bytes is rounded down.
+fn parse_bytes(text: &str) -> Option<u64> {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let end = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let unit = unit.trim_start().to_ascii_lowercase();
+    let base: u128 = match unit.get(1..).unwrap_or_default() {
+        "" | "ib" => 1024,
+        "b" => 1000,
+        _ => return None,
     };
-    let bytes = digits.parse::<u64>().ok()?.checked_mul(1 << shift)?;
-    Some(Limit::Bytes(bytes))
+    let factor = match unit.chars().next() {
+        None => 1,
+        Some('b') if unit == "b" => 1,
+        Some(letter) => base.pow("kmgt".find(letter)? as u32 + 1),
+    };
+    let (whole, part) = match number.split_once('.') {
+        // A part of a byte is no size, and more digits than a byte of any unit needs are none either.
+        Some((whole, part)) if factor > 1 && digits(part) && part.len() <= 18 => (whole, part),
+        Some(_) => return None,
+        None => (number, ""),
+    };
+    if !digits(whole) {
+        return None;
+    }
+    let whole = u128::from(whole.parse::<u64>().ok()?).checked_mul(factor)?;
+    let part = match part {
+        "" => 0,
+        part => u128::from(part.parse::<u64>().ok()?) * factor / 10u128.pow(part.len() as u32),
+    };
+    u64::try_from(whole + part).ok()
 }
 
 #[cfg(test)]
@@ -386,6 +457,8 @@ mod tests {
             assert_eq!(parse(&format!("checks={value}")), Ok(expected));
         }
         assert_eq!(Config::new().context_checks, cfg!(debug_assertions));
+        assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
+        assert_eq!(parse("captures=watched"), Ok(Config::new()));
         assert_eq!(parse("policy"), Err(ConfigError::NotAPair("policy".into())));
         assert_eq!(
             parse("colour=red"),
@@ -406,6 +479,7 @@ mod tests {
             "views=yes",
             "self_test=1",
             "checks=on",
+            "captures=off",
             "slack=2",
             "slack=-1%",
             "slack=101%",
@@ -429,12 +503,73 @@ mod tests {
             "policy=classic,budget=100",
             "policy=classic,handle=4M",
             "views=off,budget=100",
+            "captures=never,capture_checks=on",
             "limit=2M,handle=4M",
         ] {
             assert!(
                 matches!(parse(bad), Err(ConfigError::Contradiction { .. })),
                 "{bad}: {:?}",
                 parse(bad)
+            );
+        }
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, bytes) in [
+            ("4096", 4096),
+            ("512B", 512),
+            ("1k", 1 << 10),
+            ("6G", 6 << 30),
+            ("1.5G", 3 << 29),
+            ("12GiB", 12 << 30),
+            ("144 GiB", 144 << 30),
+            ("0.5t", 1 << 39),
+            ("2tib", 2 << 40),
+            ("3mb", 3_000_000),
+            ("80GB", 80_000_000_000),
+            ("0.1K", 102),
+            ("18446744073709551615", u64::MAX),
+        ] {
+            assert_eq!(text.parse(), Ok(Limit::Bytes(bytes)), "{text}");
+            assert_eq!(parse_limit(text), Some(Limit::Bytes(bytes)), "{text}");
+        }
+        assert_eq!("99%".parse(), Ok(Limit::Fraction(0.99)));
+        for text in [
+            "",
+            "0",
+            "0G",
+            "0.0G",
+            "-1",
+            "+1",
+            "1.5",
+            "1.",
+            "1.G",
+            ".5G",
+            "G",
+            "1.2.3G",
+            "1e3",
+            "1GG",
+            "1iB",
+            "1Gi",
+            "1P",
+            "1x",
+            "0x10",
+            "1_000",
+            "16777216T",
+            "18446744073709551616",
+            "0%",
+            "101%",
+            "-1%",
+            "NaN%",
+            "%",
+            "1 G G",
+            "１G",
+        ] {
+            let refused = text.parse::<Limit>();
+            assert!(
+                matches!(refused, Err(ConfigError::InvalidValue { .. })),
+                "{text}: {refused:?}"
             );
         }
     }

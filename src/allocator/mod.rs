@@ -38,5 +38,6 @@ pub use report::{
     BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
     PhysicalSegment, SegmentInfo, SelfTest, Trimmed,
 };
+pub(crate) use request::Element;
 pub use request::Request;
 pub use stats::{Counter, PoolStats, ReclaimStats, Stats};

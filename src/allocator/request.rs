@@ -1,6 +1,7 @@
 //! What a program asks for: so many bytes, and wishes about where they lie.
 
 use std::alloc::Layout;
+use std::any::TypeId;
 
 use crate::allocator::size;
 use crate::block::Tag;
@@ -25,6 +26,15 @@ pub struct Request {
     pub(crate) views: bool,
     pub(crate) cached_only: bool,
     pub(crate) tag: Tag,
+    /// What lies in the block, if that was said: a typed pool keeps blocks apart by it.
+    pub(crate) element: Option<Element>,
+}
+
+/// A type of elements, of which each has at least one byte.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Element {
+    pub id: TypeId,
+    pub bytes: usize,
 }
 
 impl Request {
@@ -44,6 +54,7 @@ impl Request {
             views: true,
             cached_only: false,
             tag: Tag::NONE,
+            element: None,
         }
     }
 
@@ -51,9 +62,9 @@ impl Request {
     ///
     /// # Errors
     /// [`InvalidArgument::Size`] if there is no number for so many bytes.
-    pub const fn array<T>(len: usize) -> Result<Self, Error> {
+    pub fn array<T: 'static>(len: usize) -> Result<Self, Error> {
         match len.checked_mul(size_of::<T>()) {
-            Some(bytes) => Ok(Request::new(bytes).align(align_of::<T>())),
+            Some(bytes) => Ok(Request::new(bytes).align(align_of::<T>()).of::<T>()),
             None => Err(Error::Invalid(InvalidArgument::Size { bytes: u64::MAX })),
         }
     }
@@ -90,6 +101,20 @@ impl Request {
     pub fn tag(mut self, tag: impl Into<Tag>) -> Self {
         self.tag = tag.into();
         self
+    }
+
+    /// The block is for elements of a type.
+    pub(crate) fn of<T: 'static>(mut self) -> Self {
+        self.element = (size_of::<T>() > 0).then(|| Element {
+            id: TypeId::of::<T>(),
+            bytes: size_of::<T>(),
+        });
+        self
+    }
+
+    /// The same wishes for another number of bytes.
+    pub(crate) fn resized(&self, bytes: usize) -> Self {
+        Request { bytes, ..*self }
     }
 
     /// Bytes asked for.
@@ -132,7 +157,8 @@ mod tests {
     fn a_request_for_values_has_their_size_and_alignment() -> Result<(), Error> {
         let request = Request::array::<u64>(3)?;
         assert_eq!((request.bytes(), request.alignment()), (24, 8));
-        assert_eq!(request, Request::from(Layout::new::<[u64; 3]>()));
+        let layout = Request::from(Layout::new::<[u64; 3]>());
+        assert_eq!((layout.bytes(), layout.alignment()), (24, 8));
         let too_many = Request::array::<u64>(usize::MAX / 4);
         assert!(matches!(
             too_many,

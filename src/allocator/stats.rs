@@ -53,7 +53,7 @@ impl Counter {
         self.total_freed -= amount;
     }
 
-    fn reset_peak(&mut self) {
+    pub(crate) fn reset_peak(&mut self) {
         self.peak = self.current;
     }
 }
@@ -81,6 +81,15 @@ pub struct PoolStats {
 }
 
 impl PoolStats {
+    /// The counters of what stream caches count as well, in their order.
+    pub(crate) fn counted(&mut self) -> [&mut Counter; 3] {
+        [
+            &mut self.allocated,
+            &mut self.requested,
+            &mut self.allocations,
+        ]
+    }
+
     #[inline(always)]
     fn freed(&mut self, bytes: u64, requested: u64, over: bool) {
         self.allocations.sub(1);
@@ -91,7 +100,8 @@ impl PoolStats {
         }
     }
 
-    fn reset_peaks(&mut self) {
+    /// All counters.
+    pub(crate) fn counters(&mut self) -> [&mut Counter; 6] {
         let PoolStats {
             allocations,
             segments,
@@ -100,16 +110,18 @@ impl PoolStats {
             active,
             reserved,
         } = self;
-        for counter in [
+        [
             allocations,
             segments,
             allocated,
             requested,
             active,
             reserved,
-        ] {
-            counter.reset_peak();
-        }
+        ]
+    }
+
+    fn reset_peaks(&mut self) {
+        self.counters().into_iter().for_each(Counter::reset_peak);
     }
 }
 

@@ -63,6 +63,88 @@ fn tickets_of_a_slot_only_rise() -> Outcome {
     rig.end()
 }
 
+/// Large requests that the heap serves, so many.
+fn large_requests(rig: &Rig, stream: &Stream, count: usize) -> Outcome {
+    for at in 0..count {
+        let a = rig.allocator.allocate((1 + at % 3) * MIB, stream)?;
+        let b = rig.allocator.allocate((1 + at % 5) * MIB, stream)?;
+        drop((a, b));
+    }
+    Ok(())
+}
+
+/// A stream of which nobody has spoken for long, and all of whose work is done, rests: the other one is alone, as
+/// if it had always been, until the stream is named again or memory of it is freed.
+#[test]
+fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
+    for frees in [false, true] {
+        let rig = Rig::new(packed())?;
+        let [a, b] = rig.streams()?;
+        let kept = rig.allocator.allocate(3 * MIB, &b)?;
+        drop(rig.allocator.allocate(MIB, &b)?);
+        large_requests(&rig, &a, 64)?;
+        let several = || rig.allocator.engine().lock().streams.several();
+        assert!(several());
+        large_requests(&rig, &a, 2048)?;
+        assert!(!several());
+        rig.allocator.check()?;
+        let queries = rig.allocator.driver_calls().get("cuEventQuery");
+        let markers = rig.allocator.stats().markers;
+        large_requests(&rig, &a, 100)?;
+        assert_eq!(rig.allocator.stats().markers, markers);
+        assert_eq!(rig.allocator.driver_calls().get("cuEventQuery"), queries);
+        rig.sim.set_mode(Mode::Manual);
+        let last = rig.allocator.allocate(8 * MIB, &a)?;
+        rig.write(last.ptr(), 8 * MIB, &a)?;
+        drop(last);
+        if frees {
+            rig.write(kept.ptr(), 3 * MIB, &b)?;
+            drop(kept);
+            assert!(several());
+            large_requests(&rig, &a, 4)?;
+        } else {
+            // What the first stream uses still is not given to this one without a wait.
+            let block = rig.allocator.allocate(8 * MIB, &b)?;
+            assert!(several());
+            rig.write(block.ptr(), 8 * MIB, &b)?;
+            drop((block, kept));
+        }
+        let block = rig.allocator.allocate(12 * MIB, &a)?;
+        rig.write(block.ptr(), 12 * MIB, &a)?;
+        drop(block);
+        rig.allocator.check()?;
+        rig.sim.complete_all();
+        rig.sim.set_mode(Mode::Instant);
+        rig.end()?;
+    }
+    Ok(())
+}
+
+/// A stream with work that is not seen complete does not rest, and one that comes back does so later the next time.
+#[test]
+fn r34_a_stream_that_is_waited_for_does_not_rest() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let (mut streams, [a, b]) = known(&rig);
+    assert!(!streams.count_use(b, 1));
+    assert!(!streams.rest(b) && streams.several());
+    let batch = streams.close_batch(b);
+    assert!(!streams.rest(b));
+    streams.batch_complete(&batch);
+    assert!(streams.rest(b) && !streams.several() && streams.rests(b));
+    assert!(!streams.rest(b));
+    let patience = streams[b].rests_after;
+    streams.tell(a);
+    assert!(!streams.several() && !streams.woken);
+    streams.tell(b);
+    assert!(streams.several() && streams.woken);
+    assert_eq!(streams[b].rests_after, 2 * patience);
+    assert!(streams.rest(b));
+    streams[b].holder = Holder::Retired;
+    assert!(streams.recycle(b));
+    assert_eq!((streams.len(), streams.several()), (1, false));
+    rig.end()
+}
+
 /// A marker covers what was freed before its batch was closed, and nothing that comes later.
 #[test]
 fn a_marker_covers_no_later_free() -> Outcome {

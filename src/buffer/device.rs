@@ -10,12 +10,12 @@ use std::sync::Arc;
 use crate::allocator::{Allocator, Block, Request};
 use crate::block::BlockId;
 use crate::driver::{Device, KernelParam, Stream, sys};
-use crate::resource::{Access, Buffer, MemoryResource, Recordable, Source};
+use crate::resource::{Access, LaunchBuffer, MemoryResource, RawBlock, Source};
 
 use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
 use super::flight::CopyInFlight;
 use super::order::Memory;
-use super::owner::{Foreign, Owner};
+use super::owner::{Foreign, Lent, Owner};
 use super::pinned::PinnedBuffer;
 use super::slice::{DeviceSlice, DeviceSliceMut, describe};
 use crate::error::{Error, InvalidArgument, Refused};
@@ -106,6 +106,18 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         wanted::<T>(bytes / size)?;
         let memory = allocate::<T>(from, request, stream)?;
         Ok(DeviceBuffer::new(Some(memory), bytes / size))
+    }
+
+    /// [`uninit`](Self::uninit) from memory that is at hand, or not at all.
+    pub(crate) fn uninit_cached(
+        from: &impl Source,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
+        match wanted::<T>(len)? {
+            0 => Ok(DeviceBuffer::new(None, len)),
+            bytes => Self::uninit_with(from, Request::new(bytes).cached_only(), stream),
+        }
     }
 
     /// Elements whose bytes are all zero. Returns before the memory is written; everything done to
@@ -214,16 +226,18 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(Self::new(Some(memory), len))
     }
 
-    /// A buffer without elements.
-    pub(crate) fn empty() -> Self {
-        Self::new(None, 0)
-    }
-
-    /// A buffer of the first `len` elements of a block that is as large, at home on a stream with its id.
-    #[inline(always)]
-    pub(crate) fn over(block: Block, stream: &Stream, id: u64, len: usize) -> Self {
-        let memory = Memory::new(Owner::Block(block), stream.clone(), id);
-        Self::new(Some(memory), len)
+    /// A buffer of the first `len` elements of a resource's block that is as large, at home on the stream that it
+    /// was allocated on.
+    #[inline]
+    pub(crate) fn of_resource(
+        resource: Arc<dyn MemoryResource>,
+        block: RawBlock,
+        stream: &Stream,
+        len: usize,
+    ) -> Self {
+        let id = block.id().stream_id();
+        let owner = Owner::Resource(Box::new(Lent { resource, block }));
+        Self::new(Some(Memory::new(owner, stream.clone(), id)), len)
     }
 
     /// The memory; none if there are no bytes.
@@ -236,11 +250,11 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Self::new(Some(memory), len)
     }
 
-    /// The home with its id, and the allocator's block.
-    pub(crate) fn block(&self) -> Option<(&Stream, u64, &Block)> {
+    /// The home with its id, and the resource's block.
+    pub(crate) fn lent(&self) -> Option<(&Stream, u64, &Lent)> {
         let memory = self.memory.as_ref()?;
         match memory.owner() {
-            Owner::Block(block) => Some((memory.stream(), memory.stream_id(), block)),
+            Owner::Resource(lent) => Some((memory.stream(), memory.stream_id(), lent)),
             _ => None,
         }
     }
@@ -470,7 +484,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         &mut self,
         host: PinnedBuffer<T>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
+    ) -> Result<CopyInFlight<T>, Refused<PinnedBuffer<T>>> {
         self.as_mut_slice().upload(host, stream)
     }
 
@@ -480,9 +494,9 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// As there.
     pub fn download(
         &self,
-        host: PinnedBuffer<T>,
+        host: impl Into<PinnedBuffer<MaybeUninit<T>>>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
+    ) -> Result<CopyInFlight<T>, Refused<PinnedBuffer<MaybeUninit<T>>>> {
         self.as_slice().download(host, stream)
     }
 
@@ -538,17 +552,17 @@ fn allocate<T: DeviceCopy>(
     stream: &Stream,
 ) -> Result<Memory, Error> {
     let alignment = request.alignment().max(align_of::<T>());
-    Memory::allocate(from, request.align(alignment), stream)
+    Memory::allocate(from, request.align(alignment).of::<T>(), stream)
 }
 
-/// Launch recorders track a buffer by the block under it, and take memory of others for external.
-impl<T: DeviceCopy> Recordable for DeviceBuffer<T> {
-    fn buffer(&self) -> Buffer {
-        match (self.id(), &self.memory) {
-            (Some(block), _) => Buffer::Block(block),
-            (None, Some(_)) => Buffer::External,
-            (None, None) => Buffer::Empty,
-        }
+/// A launch tracks a buffer by the block under it, and takes memory of others for external.
+impl<T: DeviceCopy> LaunchBuffer for DeviceBuffer<T> {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.id()
+    }
+
+    fn is_external(&self) -> bool {
+        self.memory.is_some() && self.id().is_none()
     }
 }
 

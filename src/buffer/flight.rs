@@ -1,153 +1,218 @@
 //! Copies that the device is still busy with.
 
+use std::ffi::c_void;
 use std::fmt;
-use std::mem::ManuallyDrop;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context as TaskContext, Poll};
 
-use crate::driver::{DriverError, Entered, Stream, process};
-use crate::sync::event::Pooled;
-use crate::sync::order::{wait, wait_for};
+use crate::driver::{DriverError, Entered, Stream, in_host_function, process};
+use crate::error::{Error, Refused};
+use crate::sync::capture;
+use crate::sync::order::wait;
 
 use super::element::DeviceCopy;
 use super::order::{Failed, Memory, submit};
 use super::pinned::PinnedBuffer;
-use crate::error::{Error, Refused};
 
-/// A copy between a device and a [`PinnedBuffer`], which it owns until the copy is complete.
+/// A copy between a device and a [`PinnedBuffer`], which it owns until the copy is complete. [Wait](Self::wait)
+/// for it, `await` it, or [have it told](Self::on_complete).
 ///
-/// Dropping it waits for the copy. Leaking it (`std::mem::forget`) leaks the host memory, so that
-/// the device never writes to memory of somebody else. `Send` and `Sync`.
-#[must_use = "dropping a copy in flight waits for it"]
+/// Dropping it gives up the memory: that of a [`PinnedPool`](crate::pool::PinnedPool) goes back at once and is
+/// handed out when the copy is over, other memory is freed, which waits for the copy. Leaking it
+/// (`std::mem::forget`) leaks the memory, so that the device never writes to memory of somebody else.
+/// `Send` and `Sync`.
+///
+/// # As a future
+/// It is ready when the copy is complete, with what [`wait`](Self::wait) gives, and is woken by a thread of the
+/// driver when the stream has done what it was given until the first poll. Polls make driver calls, so they do
+/// not belong on such a thread. A device that is lost wakes nobody; the next poll tells of it.
+#[must_use = "the copy is of use to who waits for it"]
 pub struct CopyInFlight<T: DeviceCopy> {
-    host: ManuallyDrop<PinnedBuffer<T>>,
-    /// The copy's end and its stream; none if it is known to be complete.
-    end: Option<(Pooled, Stream)>,
+    /// None once the future was ready.
+    host: Option<PinnedBuffer<T>>,
+    /// What wakes the task, once the driver was asked to.
+    woken: Option<Arc<Job>>,
 }
+
+/// What a thread of the driver is to do once.
+type Job = Mutex<Option<Box<dyn FnOnce() + Send>>>;
 
 impl<T: DeviceCopy> CopyInFlight<T> {
     /// Starts a copy. `memory` is none if there is nothing to copy.
     ///
     /// # Safety
     /// `operation` copies between the memory and the host memory at the address it is given, within
-    /// both.
-    pub(super) unsafe fn start(
-        host: PinnedBuffer<T>,
+    /// both; afterwards the elements of the host memory are values of `T`, which is as large and aligned as
+    /// `H`.
+    pub(super) unsafe fn start<H: DeviceCopy>(
+        mut host: PinnedBuffer<H>,
         memory: Option<&Memory>,
         stream: &Stream,
-        operation: impl FnOnce(&Entered<'_>, *mut T) -> Result<(), DriverError>,
-    ) -> Result<Self, Refused<Option<PinnedBuffer<T>>>> {
-        let Some(memory) = memory else {
-            return Ok(Self::complete(host));
-        };
-        let refused = |host, error| Err(Refused::new(Some(host), error));
-        if let Err(error) = memory.same_device(stream) {
-            return refused(host, error);
-        }
-        let raw = host.raw();
-        let submitted = submit(stream, &[memory], |entered| operation(entered, raw));
-        let error = match submitted {
-            Ok(()) => match memory.events().record(stream) {
-                Ok(event) => {
-                    return Ok(CopyInFlight {
-                        host: ManuallyDrop::new(host),
-                        end: Some((event, stream.clone())),
-                    });
+        operation: impl FnOnce(&Entered<'_>, *mut H) -> Result<(), DriverError>,
+    ) -> Result<Self, Refused<PinnedBuffer<H>>> {
+        if let Some(memory) = memory {
+            let ready = memory.same_device(stream);
+            if let Err(error) = ready.and_then(|()| host.block.ready()) {
+                return Err(Refused::new(host, error));
+            }
+            let raw = host.raw();
+            match submit(stream, &[memory], |entered| operation(entered, raw)) {
+                // If its end cannot be marked it is waited for.
+                Ok(()) => {
+                    let _ = host.block.used_by(stream, memory.events());
                 }
-                Err(error) => Error::from(error),
-            },
-            Err(Failed::Before(error)) => return refused(host, error),
-            Err(Failed::Submitted(error)) => {
-                return match wait(stream, memory.events()) {
-                    Ok(()) => refused(host, error),
-                    Err(_) => {
-                        leak(host);
-                        Err(Refused::new(None, error))
-                    }
-                };
-            }
-        };
-        // It was submitted, but its end cannot be marked: this is as good.
-        match wait(stream, memory.events()) {
-            Ok(()) => Ok(Self::complete(host)),
-            Err(_) => {
-                leak(host);
-                Err(Refused::new(None, error))
+                Err(Failed::Before(error)) => return Err(Refused::new(host, error)),
+                Err(Failed::Submitted(error)) => match wait(stream, memory.events()) {
+                    Ok(()) => return Err(Refused::new(host, error)),
+                    // It may be under way, for ever.
+                    Err(unseen) => host.block.lose(unseen),
+                },
             }
         }
-    }
-
-    fn complete(host: PinnedBuffer<T>) -> Self {
-        CopyInFlight {
-            host: ManuallyDrop::new(host),
-            end: None,
-        }
+        Ok(CopyInFlight {
+            // SAFETY: nobody gets to see the elements before the copy is over.
+            host: Some(unsafe { host.retyped() }),
+            woken: None,
+        })
     }
 
     /// Whether the copy is complete. Does not wait.
     ///
     /// # Errors
-    /// Driver errors, among them those of the work itself.
+    /// Driver errors, among them those of the work itself; [`Error::Unseen`].
     pub fn is_complete(&self) -> Result<bool, Error> {
-        match &self.end {
-            None => Ok(true),
-            Some((event, _)) => Ok(event.is_complete()?),
-        }
+        self.host
+            .as_ref()
+            .map_or(Ok(true), |host| host.block.is_idle())
     }
 
     /// Blocks until the copy is complete, and gives the host memory back.
     ///
     /// # Errors
-    /// Driver errors, among them those of the work itself. If the end of the copy could not be waited
-    /// for by any means, the host memory is leaked.
-    pub fn wait(self) -> Result<PinnedBuffer<T>, Error> {
-        let mut this = ManuallyDrop::new(self);
-        // SAFETY: `this` is not dropped and neither field is used again.
-        let (host, end) = unsafe {
-            (
-                ManuallyDrop::take(&mut this.host),
-                std::ptr::read(&this.end),
-            )
-        };
-        match wait_for_end(end) {
-            Ok(()) => Ok(host),
+    /// Driver errors, among them those of the work itself. If the end of the copy cannot be waited
+    /// for by any means, the host memory is leaked: [`Error::Unseen`].
+    pub fn wait(mut self) -> Result<PinnedBuffer<T>, Error> {
+        let mut host = self.take()?;
+        host.block.wait()?;
+        Ok(host)
+    }
+
+    /// Calls `run` with the host memory when the copy is complete, on a thread of the driver: in the order of the
+    /// copy's stream, behind everything that was given to it until now. If there is nothing to copy it is called
+    /// at once. It must not call the driver, neither directly nor by this crate, but may drop the memory, send it
+    /// to another thread, or wake one. A panic in it is logged. After the loss of the device it is not called.
+    ///
+    /// # Errors
+    /// A stream that is capturing; driver errors. `run` is not called then, and the host memory given up.
+    pub fn on_complete(
+        mut self,
+        run: impl FnOnce(PinnedBuffer<T>) + Send + 'static,
+    ) -> Result<(), Error> {
+        let mut host = self.take()?;
+        if host.block.look()? {
+            run(host);
+            return Ok(());
+        }
+        let stream = stream_behind(&host)?;
+        let job: Arc<Job> = Arc::default();
+        *process::lock(&job) = Some(Box::new(move || {
+            host.block.used_no_more();
+            run(host);
+        }));
+        call_behind(&stream, &job).inspect_err(|_| {
+            // The memory goes, without the lock.
+            let never = process::lock(&job).take();
+            drop(never);
+        })
+    }
+
+    fn take(&mut self) -> Result<PinnedBuffer<T>, Error> {
+        self.host.take().ok_or(Error::Abandoned)
+    }
+}
+
+/// A stream that comes behind the copy: the copy's own, whose handle on another thread can mean another stream,
+/// which then waits for it.
+fn stream_behind<T: DeviceCopy>(host: &PinnedBuffer<T>) -> Result<Stream, Error> {
+    let (end, stream) = host.block.uses().next().ok_or(Error::Abandoned)?;
+    capture::refuse_capture(stream)?;
+    end.hold_back(stream)?;
+    Ok(stream.clone())
+}
+
+/// Has a thread of the driver do a job when the stream gets there.
+fn call_behind(stream: &Stream, job: &Arc<Job>) -> Result<(), Error> {
+    let data = Arc::into_raw(Arc::clone(job)).cast_mut().cast();
+    let entered = stream.context().enter()?;
+    // SAFETY: the stream is alive by the contract under which it was made, and the job is a reference that the
+    // call owns. It is left to it also on an error, which may be that of earlier work.
+    Ok(unsafe { entered.launch_host(stream.raw(), do_job, data) }?)
+}
+
+/// Does a job.
+///
+/// # Safety
+/// `data` is a reference to a [`Job`] that the call owns.
+unsafe extern "C" fn do_job(data: *mut c_void) {
+    // SAFETY: the caller's contract.
+    let job = unsafe { Arc::from_raw(data.cast_const().cast::<Job>()) };
+    let run = process::lock(&job).take();
+    let done = || in_host_function(|| run.map_or((), |run| run()));
+    if catch_unwind(AssertUnwindSafe(done)).is_err() {
+        log::error!("what was to be done after a copy panicked");
+    }
+}
+
+impl<T: DeviceCopy> Future for CopyInFlight<T> {
+    type Output = Result<PinnedBuffer<T>, Error>;
+
+    fn poll(self: Pin<&mut Self>, task: &mut TaskContext<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        match this.poll_or_fail(task) {
+            Ok(false) => Poll::Pending,
+            Ok(true) => Poll::Ready(this.take().map(|mut host| {
+                host.block.used_no_more();
+                host
+            })),
             Err(error) => {
-                leak(host);
-                Err(error.into())
+                this.host = None;
+                Poll::Ready(Err(error))
             }
         }
     }
 }
 
-fn wait_for_end(end: Option<(Pooled, Stream)>) -> Result<(), DriverError> {
-    let Some((event, stream)) = end else {
-        return Ok(());
-    };
-    wait_for(&event, &stream)
-}
-
-fn leak<T: DeviceCopy>(host: PinnedBuffer<T>) {
-    // A logger has locks, and in a forked child a thread that is not there may hold them.
-    if !process::is_forked_child() {
-        log::warn!("{host:?} is leaked: the end of a copy could not be waited for");
-    }
-    std::mem::forget(host);
-}
-
-impl<T: DeviceCopy> Drop for CopyInFlight<T> {
-    fn drop(&mut self) {
-        // SAFETY: this is the drop, so the field is used no more.
-        let host = unsafe { ManuallyDrop::take(&mut self.host) };
-        match wait_for_end(self.end.take()) {
-            Ok(()) => drop(host),
-            Err(_) => leak(host),
+impl<T: DeviceCopy> CopyInFlight<T> {
+    /// Whether the copy is complete; if not, the task will be woken.
+    fn poll_or_fail(&mut self, task: &TaskContext<'_>) -> Result<bool, Error> {
+        if self.is_complete()? {
+            return Ok(true);
         }
+        let waker = task.waker().clone();
+        let wake: Box<dyn FnOnce() + Send> = Box::new(move || waker.wake());
+        if let Some(job) = &self.woken {
+            let before = process::lock(job).replace(wake);
+            drop(before);
+        } else if let Some(host) = &self.host {
+            let job: Arc<Job> = Arc::default();
+            *process::lock(&job) = Some(wake);
+            call_behind(&stream_behind(host)?, &job)?;
+            self.woken = Some(job);
+        }
+        // The driver may have been there before the task was known to it.
+        self.is_complete()
     }
 }
+
+impl<T: DeviceCopy> Unpin for CopyInFlight<T> {}
 
 impl<T: DeviceCopy> fmt::Debug for CopyInFlight<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CopyInFlight")
-            .field("host", &*self.host)
-            .field("known_complete", &self.end.is_none())
-            .finish()
+            .field("host", &self.host)
+            .finish_non_exhaustive()
     }
 }

@@ -28,7 +28,8 @@
 //! [`as_device_ptr`](DeviceBuffer::as_device_ptr) and the driver's calls, which are `unsafe`.
 //!
 //! Kernels are foreign code: launch them on the home stream, or between
-//! [`order_before`](DeviceBuffer::order_before) and [`order_after`](DeviceBuffer::order_after).
+//! [`prepare_use`](DeviceBuffer::prepare_use) and
+//! [`finish_use`](DeviceBuffer::finish_use).
 //!
 //! Streams that are being captured into a graph are refused: the graph could run after the buffer is
 //! gone.
@@ -50,7 +51,7 @@
 //! squares.slice_mut(..2)?.fill(7, &stream)?;
 //! assert_eq!(squares.to_vec()?, [7, 7, 4, 9]);
 //!
-//! let host = PinnedBuffer::zeroed(&context, 4)?;
+//! let host = PinnedBuffer::uninit(&context, 4)?;
 //! let copy = squares.download(host, &stream)?;
 //! assert_eq!(copy.wait()?[..], [7, 7, 4, 9]);
 //! squares.free()?;
@@ -76,3 +77,4 @@ pub use slice::{DeviceSlice, DeviceSliceMut};
 
 pub(crate) use order::Memory;
 pub(crate) use owner::{Foreign, Owner};
+pub(crate) use pinned::{HostBlock, HostPool, host_bytes};

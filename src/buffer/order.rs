@@ -25,7 +25,7 @@ pub(crate) struct Memory {
     stream: ManuallyDrop<Stream>,
     /// For the per-thread default stream this is the one of the thread that allocated.
     stream_id: u64,
-    /// Streams were given work on the block that the home does not wait for: see [`late`].
+    /// There are streams that the home has to wait for: see [`late`].
     astray: AtomicBool,
     /// Several owners submit to it, whom no borrow keeps apart: a tensor, and those made of its exports.
     shared: bool,
@@ -127,22 +127,24 @@ impl Memory {
         if id != self.stream_id {
             capture::refuse_capture(&self.stream)?;
         }
-        self.catch_up()
+        self.catch_up(false)
     }
 
-    /// Lets the home wait for the streams that an earlier failure left unordered with it.
+    /// Lets the home wait for the streams that an earlier failure left unordered with it; before the memory goes
+    /// also for those that may use it until then.
     #[inline]
-    fn catch_up(&self) -> Result<(), Error> {
+    fn catch_up(&self, last: bool) -> Result<(), Error> {
         if self.astray.load(Ordering::Acquire) {
-            self.make_up_for_all()?;
+            self.make_up_for_all(last)?;
         }
         Ok(())
     }
 
     #[cold]
-    fn make_up_for_all(&self) -> Result<(), Error> {
+    fn make_up_for_all(&self, last: bool) -> Result<(), Error> {
         self.at_home()?;
-        for late in late::all_of(self.key()) {
+        let all = late::all_of(self.key()).into_iter();
+        for late in all.filter(|late| last || !late.lasting) {
             self.make_up_for(&late)?;
             late::made_up(&self.astray, &late);
         }
@@ -204,7 +206,7 @@ impl Memory {
             }
             Err(error) => {
                 // The caller says that there is work: it must not lose its memory.
-                self.note_late(stream, id);
+                self.note_late(stream, id, false);
                 Err(error)
             }
         }
@@ -215,13 +217,13 @@ impl Memory {
     fn join(&self, stream: &Stream, id: u64, access: Access) -> Result<(), Error> {
         if id != self.stream_id {
             self.let_home_wait(stream)
-                .inspect_err(|_| self.note_late(stream, id))?;
+                .inspect_err(|_| self.note_late(stream, id, false))?;
         }
         self.finish(access)
     }
 
     /// Says that `stream` uses the memory until it is freed, or with `now` that it did and will not again.
-    pub(super) fn record(&self, stream: &Stream, now: bool) -> Result<(), Error> {
+    pub(crate) fn record(&self, stream: &Stream, now: bool) -> Result<(), Error> {
         if self.owner.record(stream, now)? {
             return Ok(());
         }
@@ -234,7 +236,7 @@ impl Memory {
             return self.join(stream, id, Access::ReadWrite);
         }
         // The home waits for it before the memory goes.
-        self.note_late(stream, id);
+        self.note_late(stream, id, true);
         Ok(())
     }
 
@@ -250,8 +252,8 @@ impl Memory {
     }
 
     #[cold]
-    fn note_late(&self, stream: &Stream, id: u64) {
-        late::note(&self.astray, self.key(), stream, id);
+    fn note_late(&self, stream: &Stream, id: u64, lasting: bool) {
+        late::note(&self.astray, self.key(), stream, id, lasting);
     }
 
     /// Where events for its order come from.
@@ -265,7 +267,7 @@ impl Memory {
 
     /// Tells whoever takes the memory back what it must know before.
     fn tell_uses(&self) -> Result<(), Error> {
-        self.catch_up()?;
+        self.catch_up(true)?;
         // A retired stream was promised to get no more work, but operations on the buffer may have
         // given it some. To the allocator it is a new stream then.
         if self.owner.is_retired() {

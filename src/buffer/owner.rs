@@ -114,7 +114,7 @@ impl Owner {
 
     /// Says that another stream uses the memory until it is freed, or with `now` that it did. False if the home
     /// has to wait in its place.
-    pub(crate) fn record(&self, stream: &Stream, now: bool) -> Result<bool, Error> {
+    pub(super) fn record(&self, stream: &Stream, now: bool) -> Result<bool, Error> {
         match self {
             Owner::Block(block) if now => block.record_use(stream)?,
             Owner::Block(block) => block.record_stream(stream)?,

@@ -1,74 +1,330 @@
-//! Page-locked host memory.
+//! Page-locked host memory, and the work that may still use it.
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
-use crate::driver::{Context, HostAllocation, HostMemory};
+use crate::driver::{Context, DriverError, HostAllocation, HostMemory, Stream, process};
+use crate::error::{Error, InvalidArgument, Refused};
+use crate::sync::capture;
+use crate::sync::event::{EventPools, Pooled};
+use crate::sync::order::{wait, wait_for};
 
 use super::element::{DeviceCopy, bytes_of};
-use crate::error::{Error, InvalidArgument};
+
+/// A pool that blocks of page-locked memory go back to.
+pub(crate) trait HostPool: Send + Sync {
+    /// The generation whose blocks copies may use.
+    fn generation(&self) -> u64;
+
+    /// Takes a block that was dropped, with the work that may still use it. Makes no driver call but the
+    /// free of a block that is not kept.
+    fn take_back(&self, block: HostBlock);
+}
+
+/// Page-locked memory. Dropped, it goes back to its pool; without one it is freed, after the work that uses
+/// it.
+pub(crate) struct HostBlock {
+    /// None if there are no bytes.
+    memory: Option<HostAllocation>,
+    /// The work that is not known to be over.
+    uses: Vec<Use>,
+    /// Why the end of a use is not known and cannot be waited for: the memory is never used again.
+    lost: Option<DriverError>,
+    events: EventPools,
+    /// The pool that it goes back to.
+    pub home: Option<Arc<dyn HostPool>>,
+    /// The generation of the pool that made it; 0 without a pool.
+    pub generation: u64,
+}
+
+/// Work of a stream that uses host memory, up to an event.
+struct Use {
+    end: Pooled,
+    stream: Stream,
+}
+
+impl HostBlock {
+    /// Memory for all contexts, not initialised.
+    pub fn new(context: &Context, bytes: usize, events: EventPools) -> Result<Self, Error> {
+        let how = HostMemory {
+            portable: true,
+            ..HostMemory::default()
+        };
+        let memory = match bytes {
+            0 => None,
+            bytes => Some(context.enter()?.host_allocation(bytes, how)?),
+        };
+        Ok(HostBlock {
+            memory,
+            uses: Vec::new(),
+            lost: None,
+            events,
+            home: None,
+            generation: 0,
+        })
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.memory.as_ref().map_or(0, HostAllocation::bytes)
+    }
+
+    /// The context that it was allocated in; none if there are no bytes.
+    pub fn context(&self) -> Option<&Context> {
+        self.memory.as_ref().map(HostAllocation::context)
+    }
+
+    /// Where events for the order of its uses come from.
+    pub fn events(&self) -> &EventPools {
+        &self.events
+    }
+
+    /// Whether work may use it that is not known to be over.
+    pub fn is_busy(&self) -> bool {
+        self.is_lost() || !self.uses.is_empty()
+    }
+
+    /// Whether nobody will ever know that its last use is over.
+    pub fn is_lost(&self) -> bool {
+        self.lost.is_some()
+    }
+
+    fn seen(&self) -> Result<(), Error> {
+        match self.lost {
+            None => Ok(()),
+            Some(error) if error.is_fatal() => Err(error.into()),
+            Some(error) => Err(Error::Unseen(error)),
+        }
+    }
+
+    /// Forgets the work that is over; whether that is all. Does not wait.
+    pub fn look(&mut self) -> Result<bool, Error> {
+        self.seen()?;
+        let mut failure = None;
+        self.uses.retain(|work| match work.end.is_complete() {
+            Ok(over) => !over,
+            Err(error) => {
+                failure = Some(error);
+                true
+            }
+        });
+        match failure {
+            None => Ok(self.uses.is_empty()),
+            Some(error) => {
+                // What a device does after the loss of its context nobody can tell. Any other failure is
+                // that of the question alone, which can be asked again.
+                self.lost = Some(error).filter(DriverError::is_fatal);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Whether all work is over; forgets none.
+    pub fn is_idle(&self) -> Result<bool, Error> {
+        self.seen()?;
+        for work in &self.uses {
+            if !work.end.is_complete()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Waits for all work, on the host.
+    pub fn wait(&mut self) -> Result<(), Error> {
+        self.seen()?;
+        for work in &self.uses {
+            wait_for(&work.end, &work.stream)?;
+        }
+        self.uses.clear();
+        Ok(())
+    }
+
+    /// Everything that `stream` was given so far may use the memory. The host waits for it if its end
+    /// cannot be marked; where that fails, too, the memory is lost.
+    ///
+    /// # Errors
+    /// That of the mark.
+    pub fn used_by(&mut self, stream: &Stream, events: &EventPools) -> Result<(), DriverError> {
+        let marked = events.record(stream).map(|end| Use {
+            end,
+            stream: stream.clone(),
+        });
+        match marked {
+            Ok(work) => self.uses.push(work),
+            Err(error) => {
+                self.lost = wait(stream, events).is_err().then_some(error);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// The end of work that uses the memory cannot be seen.
+    pub fn lose(&mut self, error: DriverError) {
+        self.lost = Some(error);
+    }
+
+    /// All work is over, as somebody else has seen.
+    pub fn used_no_more(&mut self) {
+        self.uses.clear();
+    }
+
+    /// The streams whose work may use it, each with the end of that work.
+    pub fn uses(&self) -> impl Iterator<Item = (&Pooled, &Stream)> {
+        self.uses.iter().map(|work| (&work.end, &work.stream))
+    }
+
+    /// Refuses memory of an earlier generation of its pool, and such as other work may use.
+    pub fn ready(&mut self) -> Result<(), Error> {
+        let have = self.generation;
+        match self.home.as_ref().map(|pool| pool.generation()) {
+            Some(current) if current != have => Err(Error::Stale { have, current }),
+            _ => self.free_to_write(),
+        }
+    }
+
+    fn free_to_write(&mut self) -> Result<(), Error> {
+        match self.look()? {
+            true => Ok(()),
+            false => Err(Error::InFlight),
+        }
+    }
+}
+
+impl Drop for HostBlock {
+    fn drop(&mut self) {
+        if let Some(pool) = self.home.take() {
+            return pool.take_back(HostBlock {
+                memory: self.memory.take(),
+                uses: std::mem::take(&mut self.uses),
+                lost: self.lost,
+                events: self.events.clone(),
+                home: None,
+                generation: self.generation,
+            });
+        }
+        let Some(memory) = &self.memory else { return };
+        if !self.is_busy() || memory.context().driver().drops_nothing() {
+            return;
+        }
+        if let Err(error) = self.wait() {
+            // A logger has locks, and in a forked child a thread that is not there may hold them.
+            if !process::is_forked_child() {
+                log::warn!("page-locked memory is leaked: {error}");
+            }
+            std::mem::forget(self.memory.take());
+        }
+    }
+}
 
 /// A buffer of page-locked host memory: devices copy to and from it without the host's help. Use it
 /// as a slice.
 ///
-/// Making one costs far more than an ordinary allocation: keep and reuse it. Its drop frees the
-/// memory, which may wait for the device. `Send` and `Sync`.
+/// Making one costs far more than an ordinary allocation: keep and reuse it, or take it from a
+/// [`PinnedPool`](crate::pool::PinnedPool), to which it goes back when it is dropped. Without a pool its drop
+/// frees the memory, which may wait for the device. `Send` and `Sync`.
 pub struct PinnedBuffer<T: DeviceCopy> {
-    /// None if there are no bytes.
-    memory: Option<HostAllocation>,
+    pub(crate) block: HostBlock,
     len: usize,
     elements: PhantomData<T>,
 }
 
 impl<T: DeviceCopy> PinnedBuffer<T> {
-    /// A buffer of `len` elements, all bytes zero, usable with every context. No driver call for no
-    /// bytes.
+    /// A buffer of `len` elements that are not initialised, usable with every context. No driver call for
+    /// no bytes.
     ///
     /// # Errors
     /// [`InvalidArgument::TooLarge`], [`InvalidArgument::Misaligned`] for an element type of unusual
     /// alignment, and driver errors.
+    pub fn uninit(context: &Context, len: usize) -> Result<PinnedBuffer<MaybeUninit<T>>, Error> {
+        let bytes = host_bytes::<T>(len)?;
+        let block = HostBlock::new(context, bytes, EventPools::of(context))?;
+        PinnedBuffer::over(block, len)
+    }
+
+    /// A buffer of `len` elements, all bytes zero.
+    ///
+    /// # Errors
+    /// As [`uninit`](Self::uninit).
     pub fn zeroed(context: &Context, len: usize) -> Result<Self, Error> {
-        let buffer = Self::allocate(context, len)?;
-        // SAFETY: the memory has so many elements, and is ours alone.
-        unsafe { buffer.ptr().as_ptr().write_bytes(0, len) };
-        Ok(buffer)
+        let mut buffer = Self::uninit(context, len)?;
+        buffer.fill(MaybeUninit::zeroed());
+        // SAFETY: all zero bytes are a value.
+        Ok(unsafe { buffer.assume_init() })
     }
 
     /// A buffer with a copy of a slice.
     ///
     /// # Errors
-    /// As [`zeroed`](Self::zeroed).
+    /// As [`uninit`](Self::uninit).
     pub fn from_slice(context: &Context, values: &[T]) -> Result<Self, Error> {
-        let buffer = Self::allocate(context, values.len())?;
-        // SAFETY: the memory has as many elements as the slice, and is ours alone.
-        unsafe {
-            buffer
-                .ptr()
-                .as_ptr()
-                .copy_from_nonoverlapping(values.as_ptr(), values.len());
-        }
-        Ok(buffer)
+        Ok(Self::uninit(context, values.len())?.write(values)?)
     }
 
-    /// Its elements are not initialised yet.
-    fn allocate(context: &Context, len: usize) -> Result<Self, Error> {
-        let bytes = bytes_of::<T>(len).ok_or(Error::Invalid(InvalidArgument::TooLarge {
-            len,
-            element_bytes: size_of::<T>(),
-        }))?;
-        let memory = if bytes == 0 {
-            None
-        } else {
-            let how = HostMemory {
-                portable: true,
-                ..HostMemory::default()
-            };
-            Some(context.enter()?.host_allocation(bytes, how)?)
-        };
+    /// The same memory, to be written anew.
+    pub fn into_uninit(self) -> PinnedBuffer<MaybeUninit<T>> {
+        // SAFETY: anything is a value of the type.
+        unsafe { self.retyped() }
+    }
+
+    /// # Safety
+    /// The elements are values of `U`, which is as large and aligned as `T`.
+    pub(super) unsafe fn retyped<U: DeviceCopy>(self) -> PinnedBuffer<U> {
+        PinnedBuffer {
+            block: self.block,
+            len: self.len,
+            elements: PhantomData,
+        }
+    }
+
+    /// The generation of the pool that the memory belongs to, counted from 1; 0 without a pool.
+    pub fn generation(&self) -> u64 {
+        self.block.generation
+    }
+
+    /// Says that work which the stream was given so far reads from or writes to the memory, by foreign
+    /// calls: it is not reused or freed before that is over, and until then [`write`](Self::write) and
+    /// copies are refused. To look at it meanwhile, or to write to it, is for whoever made the calls.
+    ///
+    /// # Errors
+    /// A stream that is capturing; driver errors. Where the end of the work can be neither marked nor
+    /// waited for, the memory is never used again.
+    pub fn record_use(&mut self, stream: &Stream) -> Result<(), Error> {
+        capture::refuse_capture(stream)?;
+        let events = self.block.events.clone();
+        Ok(self.block.used_by(stream, &events)?)
+    }
+
+    fn ptr(&self) -> NonNull<T> {
+        match &self.block.memory {
+            Some(memory) => memory.ptr().cast(),
+            None => NonNull::dangling(),
+        }
+    }
+
+    /// Where a device reads and writes. Writing through it is for whoever owns the buffer.
+    pub(super) fn raw(&self) -> *mut T {
+        self.ptr().as_ptr()
+    }
+}
+
+/// Bytes of `len` elements.
+pub(crate) fn host_bytes<T>(len: usize) -> Result<usize, Error> {
+    bytes_of::<T>(len).ok_or(Error::Invalid(InvalidArgument::TooLarge {
+        len,
+        element_bytes: size_of::<T>(),
+    }))
+}
+
+impl<T: DeviceCopy> PinnedBuffer<MaybeUninit<T>> {
+    /// The first `len` elements of a block, which is as large.
+    pub(crate) fn over(block: HostBlock, len: usize) -> Result<Self, Error> {
         let buffer = PinnedBuffer {
-            memory,
+            block,
             len,
             elements: PhantomData,
         };
@@ -81,21 +337,41 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         Ok(buffer)
     }
 
-    /// The context that the memory was allocated in; none if there are no bytes.
-    pub(crate) fn context(&self) -> Option<&Context> {
-        self.memory.as_ref().map(HostAllocation::context)
-    }
-
-    fn ptr(&self) -> NonNull<T> {
-        match &self.memory {
-            Some(memory) => memory.ptr().cast(),
-            None => NonNull::dangling(),
+    /// Copies as many values to it as it has elements.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::Length`] for another number of them, [`Error::InFlight`] while recorded work may
+    /// use the memory, driver errors; with the buffer.
+    pub fn write(mut self, values: &[T]) -> Result<PinnedBuffer<T>, Refused<Self>> {
+        let (expected, found) = (self.len, values.len());
+        let fits = match expected == found {
+            true => self.block.free_to_write(),
+            false => Err(InvalidArgument::Length { expected, found }.into()),
+        };
+        if let Err(error) = fits {
+            return Err(Refused::new(self, error));
+        }
+        // SAFETY: the memory has as many elements as the slice, is ours alone, and all are values then.
+        unsafe {
+            let to = self.raw().cast::<T>();
+            to.copy_from_nonoverlapping(values.as_ptr(), found);
+            Ok(self.assume_init())
         }
     }
 
-    /// Where a device writes. Writing through it is for whoever owns the buffer.
-    pub(super) fn raw(&self) -> *mut T {
-        self.ptr().as_ptr()
+    /// The same buffer, of elements that hold values.
+    ///
+    /// # Safety
+    /// They do.
+    pub unsafe fn assume_init(self) -> PinnedBuffer<T> {
+        // SAFETY: the caller's contract.
+        unsafe { self.retyped() }
+    }
+}
+
+impl<T: DeviceCopy> From<PinnedBuffer<T>> for PinnedBuffer<MaybeUninit<T>> {
+    fn from(buffer: PinnedBuffer<T>) -> Self {
+        buffer.into_uninit()
     }
 }
 
@@ -103,8 +379,8 @@ impl<T: DeviceCopy> Deref for PinnedBuffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: so many elements, all initialised by the constructors; whatever a device wrote
-        // there since is a value of the type, and a copy under way owns the buffer.
+        // SAFETY: so many elements, all values of the type, also where a device wrote since; a copy under
+        // way owns the buffer.
         unsafe { std::slice::from_raw_parts(self.ptr().as_ptr(), self.len) }
     }
 }
@@ -122,6 +398,7 @@ impl<T: DeviceCopy> fmt::Debug for PinnedBuffer<T> {
             .field("type", &std::any::type_name::<T>())
             .field("ptr", &self.ptr())
             .field("len", &self.len)
+            .field("generation", &self.generation())
             .finish()
     }
 }

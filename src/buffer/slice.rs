@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::{Bound, RangeBounds};
 
 use crate::driver::{DriverError, Entered, Stream, sys};
@@ -218,18 +219,20 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// ```
     ///
     /// # Errors
-    /// [`InvalidArgument::Length`], [`Error::WrongDevice`], [`Error::Stream`],
-    /// [`Error::Capturing`], and driver errors; with the host memory.
+    /// [`InvalidArgument::Length`], [`Error::WrongDevice`], [`Error::Stream`], [`Error::Capturing`],
+    /// [`Error::Stale`] for memory of an earlier generation of its pool, [`Error::InFlight`] while recorded work
+    /// may use it, and driver errors; with the host memory.
     pub fn download(
         &self,
-        host: PinnedBuffer<T>,
+        host: impl Into<PinnedBuffer<MaybeUninit<T>>>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
+    ) -> Result<CopyInFlight<T>, Refused<PinnedBuffer<MaybeUninit<T>>>> {
+        let host = host.into();
         if let Err(error) = same_length(host.len(), self.len) {
-            return Err(Refused::new(Some(host), error));
+            return Err(Refused::new(host, error));
         }
         let (from, bytes) = (self.ptr, self.byte_len());
-        // SAFETY: the part lies in the memory, and the host memory is as long.
+        // SAFETY: the part lies in the memory, and the host memory is as long: all of it is written.
         unsafe {
             CopyInFlight::start(host, self.work(), stream, |entered, to| {
                 entered.copy_device_to_host(to.cast(), from, bytes, stream.raw())
@@ -409,12 +412,12 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         &mut self,
         host: PinnedBuffer<T>,
         stream: &Stream,
-    ) -> Result<CopyInFlight<T>, Refused<Option<PinnedBuffer<T>>>> {
+    ) -> Result<CopyInFlight<T>, Refused<PinnedBuffer<T>>> {
         if let Err(error) = self.part.matches(host.len()) {
-            return Err(Refused::new(Some(host), error));
+            return Err(Refused::new(host, error));
         }
         let (to, bytes) = (self.part.ptr, self.byte_len());
-        // SAFETY: the part lies in the memory, and the host memory is as long.
+        // SAFETY: the part lies in the memory, and the host memory is as long and not written to.
         unsafe {
             CopyInFlight::start(host, self.part.work(), stream, |entered, from| {
                 entered.copy_host_to_device(to, from.cast_const().cast(), bytes, stream.raw())

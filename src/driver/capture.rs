@@ -28,7 +28,33 @@ impl Driver {
 
     /// Notes a stream that the driver refused because it captures.
     pub(crate) fn saw_capture(&self, stream: CUstream) {
-        self.found().add(stream);
+        self.found().add(stream, false);
+    }
+
+    /// Calls look out for a stream that may be capturing, or may just have been.
+    pub(crate) fn suspect_capture(&self, stream: CUstream) {
+        self.found().add(stream, true);
+    }
+
+    /// Now and then looks whether captures that calls look out for are over: of streams that are this crate's the
+    /// driver says so, of others nobody may ask it, and they are taken for over after a while.
+    #[inline]
+    pub(crate) fn review_captures(&self) {
+        if self.found().is_due() {
+            self.look_at_captures();
+        }
+    }
+
+    #[cold]
+    fn look_at_captures(&self) {
+        for stream in self.found().watched() {
+            let own = self.own_stream(stream);
+            match own.map(|own| own.is_capturing()) {
+                // The answer has replaced what was known.
+                Some(Ok(_)) => {}
+                _ => self.found().age(stream),
+            }
+        }
     }
 }
 
@@ -71,9 +97,15 @@ impl Stream {
     /// [`Feature::CaptureControl`](super::Feature::CaptureControl).
     pub fn begin_capture(&self, mode: CUstreamCaptureMode) -> Result<(), DriverError> {
         let entered = self.context().enter()?;
-        process::captures_streams();
+        // Before it begins, or calls of other threads would not look out for it.
+        entered.driver().found().add(self.raw(), true);
         // SAFETY: the handle is valid by the contract under which it was made.
-        unsafe { call!(entered.driver(), cuStreamBeginCapture_v2(self.raw(), mode)) }
+        let begun = unsafe { call!(entered.driver(), cuStreamBeginCapture_v2(self.raw(), mode)) };
+        if begun.is_err() {
+            // SAFETY: as above. One that was under way goes on; the answer is noted.
+            let _noted = unsafe { entered.driver().is_capturing(self.raw()) };
+        }
+        begun
     }
 
     /// Ends the capture that was begun on the stream.

@@ -1,8 +1,9 @@
 //! Contexts, and calls made with one of them current.
 
+use super::defaults;
 use super::device::Device;
 use super::error::DriverError;
-use super::owed::{Debts, Owed};
+use super::owed::{Debts, Owed, is_host_function};
 use super::process;
 use super::registry::Entry;
 use super::symbols::Feature;
@@ -24,6 +25,8 @@ struct Inner {
     raw: sys::CUcontext,
     device: Device,
     id: u64,
+    /// By which its default streams are told from those of other contexts.
+    number: u64,
     /// Whether it is the device's primary context, which was retained here; else it is somebody's.
     primary: bool,
     /// Handles of the context that are yet to be destroyed.
@@ -65,11 +68,13 @@ impl Context {
             raw,
             device: device.clone(),
             id: raw as u64,
+            number: 0,
             primary: true,
             debts: Debts::default(),
             _owner: None,
         };
         inner.id = id_of(driver, raw)?;
+        inner.number = defaults::number_of(inner.id);
         let context = Context(Arc::new(inner));
         // The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
         // their last user, since the context itself keeps the driver alive.
@@ -126,10 +131,12 @@ impl Context {
         let switched = Switched::to(driver, raw)?;
         let device = current_device(driver)?;
         drop(switched);
+        let id = id_of(driver, raw)?;
         Ok(Context(Arc::new(Inner {
             raw,
             device,
-            id: id_of(driver, raw)?,
+            id,
+            number: defaults::number_of(id),
             primary: false,
             debts: Debts::default(),
             _owner: owner,
@@ -180,6 +187,18 @@ impl Context {
     /// value of its handle where the driver has no ids ([`Feature::StreamIds`]).
     pub fn id(&self) -> u64 {
         self.0.id
+    }
+
+    /// The identity of the legacy default stream.
+    #[inline]
+    pub(crate) fn legacy_id(&self) -> u64 {
+        defaults::legacy(self.0.number)
+    }
+
+    /// The identity of the calling thread's own default stream.
+    #[inline]
+    pub(crate) fn per_thread_id(&self) -> u64 {
+        defaults::per_thread(self.0.number)
     }
 
     /// Waits until everything that was submitted to the context has completed.
@@ -238,6 +257,9 @@ impl Context {
         let driver = self.driver();
         if driver.drops_nothing() {
             return;
+        }
+        if is_host_function() {
+            return self.0.debts.add(owed);
         }
         match self.enter() {
             Ok(_entered) => {

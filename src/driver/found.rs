@@ -1,18 +1,26 @@
-//! Streams that were found capturing.
+//! Captures that are under way, as far as is known.
 
 use super::process;
 use super::sys::CUstream;
+use std::cell::Cell;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::ThreadId;
 
 use crate::locks::held::locked;
 
-/// The streams that were capturing when somebody last asked, through this crate. Nobody can say of a
-/// stream of the caller's whether it still exists, so what was found stands until it is found otherwise.
+/// A thread looks through the list once in so many calls that have to look out for captures.
+const REVIEW: u32 = 64;
+/// So many looks in which nobody could be asked about a stream: its capture is taken for over.
+const OLD: u32 = 64;
+
+/// The streams whose capture was begun through this crate, or that were capturing when somebody last asked. Nobody
+/// can say of a stream of the caller's whether it still exists, so what was found stands until it is found otherwise.
+/// Calls look out for it as long as it is young.
 #[derive(Default)]
 pub(super) struct Found {
-    any: AtomicBool,
+    /// A bit for each stream in the list, which others may share.
+    bits: AtomicU64,
     list: Mutex<Findings>,
 }
 
@@ -27,6 +35,10 @@ struct Finding {
     /// The per-thread handle is a different stream on each thread.
     thread: Option<ThreadId>,
     number: u64,
+    /// Begun here, or suspected: no question has found it.
+    unasked: bool,
+    /// Looks since it was found.
+    age: u32,
 }
 
 impl Finding {
@@ -36,51 +48,118 @@ impl Finding {
         self.stream == stream
             && (stream != PER_THREAD || self.thread == Some(std::thread::current().id()))
     }
+
+    fn is_watched(&self) -> bool {
+        self.age < OLD
+    }
 }
 
 impl Found {
-    /// A stream captures.
+    /// A stream captures, or is about to.
     #[cold]
-    pub(super) fn add(&self, stream: CUstream) {
-        process::captures_streams();
+    pub(super) fn add(&self, stream: CUstream, unasked: bool) {
         let mut list = locked(&self.list);
-        list.streams.retain(|f| !f.is_of(stream as usize));
         list.last += 1;
-        let number = list.last;
-        list.streams.push(Finding {
+        let finding = Finding {
             stream: stream as usize,
             thread: Some(std::thread::current().id()),
-            number,
-        });
-        self.any.store(true, Ordering::Relaxed);
+            number: list.last,
+            unasked,
+            age: 0,
+        };
+        // Before the one that it replaces goes, so that nobody takes it for over.
+        process::watch();
+        list.drop_all(|f| f.is_of(finding.stream));
+        list.streams.push(finding);
+        self.bits.store(list.bits(), Ordering::Relaxed);
     }
 
     /// A stream does not capture.
     #[inline]
     pub(super) fn remove(&self, stream: CUstream) {
-        if self.any.load(Ordering::Relaxed) {
-            self.retain(|finding| !finding.is_of(stream as usize));
+        if self.bits.load(Ordering::Relaxed) & bit(stream as usize) != 0 {
+            self.drop_all(|finding| finding.is_of(stream as usize));
         }
     }
 
     #[cold]
-    fn retain(&self, keep: impl FnMut(&Finding) -> bool) {
+    fn drop_all(&self, gone: impl Fn(&Finding) -> bool) {
         let mut list = locked(&self.list);
-        list.streams.retain(keep);
-        self.any.store(!list.streams.is_empty(), Ordering::Relaxed);
+        list.drop_all(gone);
+        self.bits.store(list.bits(), Ordering::Relaxed);
     }
 
-    /// All findings: handle and number.
+    /// Those that a question found: handle and number.
     pub(super) fn all(&self) -> Vec<(usize, u64)> {
-        if !self.any.load(Ordering::Relaxed) {
+        if self.bits.load(Ordering::Relaxed) == 0 {
             return Vec::new();
         }
         let list = locked(&self.list);
-        list.streams.iter().map(|f| (f.stream, f.number)).collect()
+        let found = list.streams.iter().filter(|f| !f.unasked);
+        found.map(|f| (f.stream, f.number)).collect()
     }
 
     /// Forgets a finding that was refuted.
     pub(super) fn refute(&self, number: u64) {
-        self.retain(|finding| finding.number != number);
+        self.drop_all(|finding| finding.number == number);
+    }
+
+    /// Whether it is time for the calling thread to look through the list.
+    #[inline]
+    pub(super) fn is_due(&self) -> bool {
+        thread_local!(static CALLS: Cell<u32> = const { Cell::new(0) });
+        CALLS.with(|calls| {
+            let count = calls.get().wrapping_add(1);
+            calls.set(count);
+            count.is_multiple_of(REVIEW)
+        })
+    }
+
+    /// The streams that calls look out for, by their handles.
+    pub(super) fn watched(&self) -> Vec<usize> {
+        let list = locked(&self.list);
+        let watched = list.streams.iter().filter(|f| f.is_watched());
+        watched.map(|f| f.stream).collect()
+    }
+
+    /// Nobody could be asked about a stream.
+    pub(super) fn age(&self, stream: usize) {
+        let mut list = locked(&self.list);
+        let young = list.streams.iter_mut();
+        for finding in young.filter(|f| f.stream == stream && f.is_watched()) {
+            finding.age += 1;
+            if !finding.is_watched() {
+                process::unwatch(1);
+            }
+        }
+    }
+}
+
+/// The bit of a stream: handles are addresses of the driver's, or small.
+#[inline]
+fn bit(stream: usize) -> u64 {
+    1 << ((stream as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58)
+}
+
+impl Findings {
+    fn bits(&self) -> u64 {
+        let bits = self.streams.iter().map(|f| bit(f.stream));
+        bits.fold(0, |all, bit| all | bit)
+    }
+
+    fn drop_all(&mut self, gone: impl Fn(&Finding) -> bool) {
+        let watched = |list: &[Finding]| list.iter().filter(|f| f.is_watched()).count();
+        let before = watched(&self.streams);
+        self.streams.retain(|finding| !gone(finding));
+        let over = before - watched(&self.streams);
+        if over > 0 {
+            process::unwatch(over);
+        }
+    }
+}
+
+impl Drop for Findings {
+    fn drop(&mut self) {
+        self.drop_all(|_| true);
     }
 }

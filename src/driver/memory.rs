@@ -66,17 +66,16 @@ unsafe impl Send for HostAllocation {}
 unsafe impl Sync for HostAllocation {}
 
 impl HostAllocation {
-    /// The context that it was allocated in.
-    pub(crate) fn context(&self) -> &Context {
-        &self.context
-    }
-
     pub fn ptr(&self) -> NonNull<c_void> {
         self.address
     }
 
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    pub(crate) fn context(&self) -> &Context {
+        &self.context
     }
 }
 

@@ -14,6 +14,7 @@
 mod capture;
 mod context;
 mod counts;
+pub(crate) mod defaults;
 mod device;
 mod error;
 mod event;
@@ -43,6 +44,7 @@ pub use memory::MemInfo;
 pub use memory::{HostAllocation, HostMemory};
 pub(crate) use module::WORD_KERNELS;
 pub use module::{Function, KernelParam, Module};
+pub(crate) use owed::in_host_function;
 #[doc(hidden)]
 pub use pool::{MemoryPool, PoolProperties};
 pub use stream::Stream;

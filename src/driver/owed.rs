@@ -4,6 +4,7 @@
 use super::error::DriverError;
 use super::sys;
 use super::table::{Driver, call};
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
@@ -65,6 +66,26 @@ impl fmt::Display for Owed {
             Owed::Host(_) => "page-locked memory",
         })
     }
+}
+
+thread_local!(static HOST_FUNCTION: Cell<bool> = const { Cell::new(false) });
+
+/// Runs a function that a stream calls, in which the driver must not be called: what is dropped in it is owed.
+pub(crate) fn in_host_function<R>(run: impl FnOnce() -> R) -> R {
+    /// Ends it, also by a panic.
+    struct Running(bool);
+    impl Drop for Running {
+        fn drop(&mut self) {
+            HOST_FUNCTION.set(self.0);
+        }
+    }
+    let _running = Running(HOST_FUNCTION.replace(true));
+    run()
+}
+
+/// Whether the calling thread is in a function that a stream calls.
+pub(super) fn is_host_function() -> bool {
+    HOST_FUNCTION.get()
 }
 
 /// What is owed to a context.

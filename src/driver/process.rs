@@ -1,4 +1,4 @@
-//! What happened to this process: forked children, process exit, and the first stream capture.
+//! What happened to this process: forked children, process exit, and stream captures.
 //!
 //! A forked child may not use its parent's driver state, and handlers that run while the process
 //! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
@@ -13,7 +13,7 @@ const FORKED: u8 = 1;
 const EXITING: u8 = 2;
 const CAPTURES: u8 = 4;
 
-/// Alone on its cache lines: it is read on every call and written at most twice.
+/// Alone on its cache lines: it is read on every call, and written when captures come and go.
 #[repr(align(128))]
 struct State(AtomicU8);
 
@@ -43,9 +43,32 @@ pub(crate) fn is_quiet() -> bool {
     STATE.0.load(Ordering::Relaxed) == 0
 }
 
-/// Streams are captured in this process: from now on each call has to ask about its stream.
-pub(crate) fn captures_streams() {
+/// Captures that calls look out for, in all of the process.
+static WATCHED: Mutex<usize> = Mutex::new(0);
+/// Whether there ever was one.
+static CAPTURED: AtomicBool = AtomicBool::new(false);
+
+/// One more capture is known: until it is over each call has to ask about its stream.
+pub(super) fn watch() {
+    CAPTURED.store(true, Ordering::Relaxed);
+    let mut watched = locked(&WATCHED);
+    *watched += 1;
     STATE.0.fetch_or(CAPTURES, Ordering::Relaxed);
+}
+
+/// So many captures are over, or not looked out for any more.
+pub(super) fn unwatch(captures: usize) {
+    let mut watched = locked(&WATCHED);
+    *watched = watched.saturating_sub(captures);
+    if *watched == 0 {
+        STATE.0.fetch_and(!CAPTURES, Ordering::Relaxed);
+    }
+}
+
+/// Whether streams were captured in this process: their owners may do so again at any time.
+#[inline]
+pub(crate) fn has_captured() -> bool {
+    CAPTURED.load(Ordering::Relaxed)
 }
 
 /// What could not be done while something captured: one piece of work of its kind in the process, and whether

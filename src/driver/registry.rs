@@ -41,6 +41,11 @@ impl Registry {
         self.lock().get(&number).and_then(Entry::get)
     }
 
+    /// All that are there still.
+    pub(super) fn all<T: Any + Send + Sync>(&self) -> Vec<Arc<T>> {
+        self.lock().values().filter_map(Entry::get).collect()
+    }
+
     /// Enters a thing, unless one is there: then it is that one.
     pub(super) fn keep<T: Any + Send + Sync>(&self, number: u64, entry: Entry) -> Option<Arc<T>> {
         let mut things = self.lock();

@@ -9,13 +9,10 @@ use super::registry::Entry;
 use super::symbols::Feature;
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
 use super::table::{Driver, call, query, thin};
-use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-
-use crate::locks::held::locked;
 
 /// The handle that always means the legacy default stream of the current context.
 const LEGACY: usize = 1;
@@ -50,9 +47,8 @@ struct Inner {
     context: Context,
     raw: sys::CUstream,
     kind: StreamKind,
-    /// [`NO_ID`] for the per-thread default stream, whose id depends on who asks, and for the legacy one until
-    /// somebody has asked.
-    id: AtomicU64,
+    /// [`NO_ID`] for the per-thread default stream, whose id depends on who asks.
+    id: u64,
     /// Whether it is destroyed here.
     created: bool,
     /// What keeps the stream alive, if not the caller's word.
@@ -68,6 +64,13 @@ impl Driver {
     /// The owned stream with an id, if there is one.
     pub(crate) fn owned_stream(&self, id: u64) -> Option<Stream> {
         self.streams().find(id).map(Stream)
+    }
+
+    /// The owned stream with a handle, if there is one.
+    pub(super) fn own_stream(&self, raw: usize) -> Option<Stream> {
+        let streams: Vec<Arc<Inner>> = self.streams().all();
+        let own = streams.into_iter().find(|own| own.raw as usize == raw);
+        own.map(Stream)
     }
 }
 
@@ -107,17 +110,18 @@ impl Stream {
             }?,
         }
         // Owned from here on: an error below destroys it.
-        let inner = Arc::new(Inner {
+        let mut inner = Inner {
             context: context.clone(),
             raw,
             kind: StreamKind::Owned,
-            id: AtomicU64::new(NO_ID),
+            id: NO_ID,
             created: true,
             _owner: None,
-        });
+        };
         // SAFETY: the stream has just been created in the current context.
         let id = unsafe { driver.stream_id(raw) }?.unwrap_or_else(next_substitute);
-        inner.id.store(id, Ordering::Relaxed);
+        inner.id = id;
+        let inner = Arc::new(inner);
         driver
             .streams()
             .lock()
@@ -129,7 +133,7 @@ impl Stream {
     /// A stream that somebody else owns, or a default stream by its special handle (null, 1, 2).
     ///
     /// # Errors
-    /// The driver's.
+    /// None at present.
     ///
     /// # Safety
     /// `raw` must be a live stream of `context` or a special handle, and stay alive as long as the
@@ -140,9 +144,13 @@ impl Stream {
             PER_THREAD => StreamKind::PerThreadDefault,
             _ => StreamKind::Borrowed,
         };
-        let stream = Stream::of(context, raw, kind, None);
-        stream.id()?;
-        Ok(stream)
+        let id = match kind {
+            // SAFETY: the caller vouches for the stream.
+            StreamKind::Borrowed => unsafe { id_of(context, raw) }?,
+            StreamKind::PerThreadDefault => NO_ID,
+            _ => context.legacy_id(),
+        };
+        Ok(Stream::of(context, raw, (kind, id), None))
     }
 
     /// A stream that somebody else owns, with what keeps it alive: that is dropped with the last clone of the
@@ -158,29 +166,36 @@ impl Stream {
         raw: sys::CUstream,
         owner: impl Send + Sync + 'static,
     ) -> Result<Stream, DriverError> {
-        let stream = Stream::of(context, raw, StreamKind::Owned, Some(Box::new(owner)));
-        stream.id()?;
-        Ok(stream)
+        let owner: Owner = Some(Box::new(owner));
+        // SAFETY: the caller vouches for the stream.
+        let id = unsafe { id_of(context, raw) }?;
+        Ok(Stream::of(context, raw, (StreamKind::Owned, id), owner))
     }
 
     /// The context's default stream, which all threads share.
     pub fn legacy(context: &Context) -> Stream {
         let raw = ptr::without_provenance_mut(LEGACY);
-        Stream::of(context, raw, StreamKind::LegacyDefault, None)
+        let kind = (StreamKind::LegacyDefault, context.legacy_id());
+        Stream::of(context, raw, kind, None)
     }
 
     /// The context's default stream of whichever thread uses the result.
     pub fn per_thread(context: &Context) -> Stream {
         let raw = ptr::without_provenance_mut(PER_THREAD);
-        Stream::of(context, raw, StreamKind::PerThreadDefault, None)
+        Stream::of(context, raw, (StreamKind::PerThreadDefault, NO_ID), None)
     }
 
-    fn of(context: &Context, raw: sys::CUstream, kind: StreamKind, owner: Owner) -> Stream {
+    fn of(
+        context: &Context,
+        raw: sys::CUstream,
+        (kind, id): (StreamKind, u64),
+        owner: Owner,
+    ) -> Stream {
         Stream(Arc::new(Inner {
             context: context.clone(),
             raw,
             kind,
-            id: AtomicU64::new(NO_ID),
+            id,
             created: false,
             _owner: owner,
         }))
@@ -192,40 +207,22 @@ impl Stream {
         self.0.raw
     }
 
-    /// The stream's id, unique while the process lives: handle values are reused, ids are not.
-    /// Asked once, except for the per-thread default stream, whose id is the calling thread's.
+    /// The stream's id, unique while the process lives: handle values are reused, ids are not. The
+    /// driver's, which was asked when the `Stream` was made. A default stream has one that the driver does not
+    /// know, from 2^63 on: the legacy one of each context, and each thread's own in it, which is the calling
+    /// thread's.
     ///
     /// Where the driver has no ids ([`Feature::StreamIds`]) each owned or borrowed `Stream` (not
-    /// each clone) gets an id of its own, each default stream one per context (and thread).
+    /// each clone) gets an id of its own.
     ///
     /// # Errors
-    /// The driver's.
+    /// None at present.
     #[inline]
     pub fn id(&self) -> Result<u64, DriverError> {
-        match self.id_at_hand() {
-            NO_ID => self.ask_id(),
-            id => Ok(id),
-        }
-    }
-
-    /// The id from the driver, or a substitute.
-    fn ask_id(&self) -> Result<u64, DriverError> {
-        let (context, kind) = (&self.0.context, self.0.kind);
-        // A special handle means the current context's stream; asking for others needs none.
-        let _switched = context.switch()?;
-        // SAFETY: the handle is valid by the contract under which it was made, and its context is current.
-        let id = match (unsafe { context.driver().stream_id(self.0.raw) }?, kind) {
-            (Some(id), _) => id,
-            (None, StreamKind::Owned | StreamKind::Borrowed) => next_substitute(),
-            (None, StreamKind::LegacyDefault) => default_substitute(context.id(), None),
-            (None, StreamKind::PerThreadDefault) => {
-                default_substitute(context.id(), Some(std::thread::current().id()))
-            }
-        };
-        if kind != StreamKind::PerThreadDefault {
-            self.0.id.store(id, Ordering::Relaxed);
-        }
-        Ok(id)
+        Ok(match self.0.id {
+            NO_ID => self.0.context.per_thread_id(),
+            id => id,
+        })
     }
 
     /// The stream's id, if it is known without a question to the driver.
@@ -237,7 +234,7 @@ impl Stream {
     /// The stream's id, or [`NO_ID`] if that is not known without a question to the driver.
     #[inline(always)]
     pub(crate) fn id_at_hand(&self) -> u64 {
-        self.0.id.load(Ordering::Relaxed)
+        self.0.id
     }
 
     /// Whether the other one is a clone of this one: not only the same stream, but kept alive with it.
@@ -279,11 +276,7 @@ impl Stream {
     pub fn is_complete(&self) -> Result<bool, DriverError> {
         let entered = self.0.context.enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
-        match unsafe { call!(entered.driver(), cuStreamQuery(self.0.raw)) } {
-            Ok(()) => Ok(true),
-            Err(error) if error.is_not_ready() => Ok(false),
-            Err(error) => Err(error),
-        }
+        unsafe { entered.is_idle(self.0.raw) }
     }
 
     /// True if the stream is being captured into a graph, also if the capture is invalid.
@@ -415,7 +408,7 @@ impl Drop for Inner {
         if !self.created {
             return;
         }
-        let id = *self.id.get_mut();
+        let id = self.id;
         if id != NO_ID && !process::is_gone() {
             // What it gives is dropped behind the lock.
             let entry = self.context.driver().streams().lock().remove(&id);
@@ -431,6 +424,22 @@ impl Entered<'_> {
         /// Blocks the calling thread until everything submitted to `stream`, valid as for [`Entered::record`], has
         /// completed.
         unsafe fn stream_synchronize(stream: sys::CUstream) = cuStreamSynchronize(stream);
+    }
+
+    /// True if everything submitted to `stream` has completed.
+    ///
+    /// # Errors
+    /// The driver's, including those of the work itself.
+    ///
+    /// # Safety
+    /// As [`Entered::record`].
+    pub(crate) unsafe fn is_idle(&self, stream: sys::CUstream) -> Result<bool, DriverError> {
+        // SAFETY: the caller vouches for the stream.
+        match unsafe { call!(self.driver(), cuStreamQuery(stream)) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_not_ready() => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -452,6 +461,25 @@ impl Driver {
             let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
             return Err(DriverError::new("cuStreamGetId", code));
         }
+        // SAFETY: the caller's contract.
+        unsafe { self.uncaptured_id(stream) }
+    }
+
+    /// [`stream_id`](Self::stream_id) of a stream that does not capture: one question instead of two.
+    ///
+    /// # Errors
+    /// The driver's; it spoils the capture if there is one.
+    ///
+    /// # Safety
+    /// As [`Driver::stream_id`].
+    #[inline]
+    pub(crate) unsafe fn uncaptured_id(
+        &self,
+        stream: sys::CUstream,
+    ) -> Result<Option<u64>, DriverError> {
+        if !self.has(Feature::StreamIds) {
+            return Ok(None);
+        }
         let mut id = 0;
         // SAFETY: the caller vouches for the stream; the pointer is to a local integer.
         unsafe { query!(self, cuStreamGetId(stream, &mut id)) }?;
@@ -468,8 +496,8 @@ impl Driver {
         unsafe { query!(self, cuStreamIsCapturing(stream, &mut status)) }?;
         let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         if capturing {
-            self.found().add(stream);
-        } else if !process::is_quiet() {
+            self.found().add(stream, false);
+        } else {
             self.found().remove(stream);
         }
         Ok(capturing)
@@ -488,20 +516,17 @@ impl Driver {
     }
 }
 
+/// The id of a stream that is not a default one.
+///
+/// # Safety
+/// `raw` must be a live stream of `context`.
+unsafe fn id_of(context: &Context, raw: sys::CUstream) -> Result<u64, DriverError> {
+    // SAFETY: the caller vouches for the stream.
+    Ok(unsafe { context.driver().stream_id(raw) }?.unwrap_or_else(next_substitute))
+}
+
 /// A fresh id where the driver has none.
 fn next_substitute() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
-}
-
-/// The id of a default stream where the driver has none: one per context, or per context and
-/// thread.
-fn default_substitute(context: u64, thread: Option<std::thread::ThreadId>) -> u64 {
-    type Known = HashMap<(u64, Option<std::thread::ThreadId>), u64>;
-    static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
-    let mut known = locked(&KNOWN);
-    *known
-        .get_or_insert_default()
-        .entry((context, thread))
-        .or_insert_with(next_substitute)
 }

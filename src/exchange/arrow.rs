@@ -115,7 +115,7 @@ struct Export {
 /// The callback of exports: never unwinds, any thread may call it.
 ///
 /// # Safety
-/// `array` is null or an export of [`Column::to_arrow`] that is not released.
+/// `array` is null or an export of [`Tensor::to_arrow`] that is not released.
 unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
     // SAFETY: the caller's contract.
     let Some(array) = (unsafe { array.as_mut() }) else {

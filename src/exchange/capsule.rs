@@ -17,9 +17,11 @@ use super::layout::{Described, Layout, MAXIMUM};
 use super::shared::Shared;
 
 /// The two forms of a managed tensor. Sealed.
-pub trait Managed: Sized + 'static {
+pub trait Managed: sealed::Form + Sized + 'static {
     /// The name of a Python capsule that holds one.
     const CAPSULE: &'static CStr;
+    /// The name that a consumer gives the capsule when it takes the tensor over.
+    const USED_CAPSULE: &'static CStr;
     /// Whether the form can say that writing is forbidden.
     const SAYS_READ_ONLY: bool;
 
@@ -36,10 +38,18 @@ pub trait Managed: Sized + 'static {
     fn contents(&self) -> (u64, DLTensor);
 }
 
+mod sealed {
+    pub trait Form {}
+}
+
+impl sealed::Form for DLManagedTensor {}
+impl sealed::Form for DLManagedTensorVersioned {}
+
 type Deleter<M> = unsafe extern "C-unwind" fn(*mut M);
 
 impl Managed for DLManagedTensor {
     const CAPSULE: &'static CStr = c"dltensor";
+    const USED_CAPSULE: &'static CStr = c"used_dltensor";
     const SAYS_READ_ONLY: bool = false;
 
     fn make(tensor: DLTensor, context: *mut c_void, deleter: Deleter<Self>, _flags: u64) -> Self {
@@ -69,6 +79,7 @@ impl Managed for DLManagedTensor {
 
 impl Managed for DLManagedTensorVersioned {
     const CAPSULE: &'static CStr = c"dltensor_versioned";
+    const USED_CAPSULE: &'static CStr = c"used_dltensor_versioned";
     const SAYS_READ_ONLY: bool = true;
 
     fn make(tensor: DLTensor, context: *mut c_void, deleter: Deleter<Self>, flags: u64) -> Self {
@@ -168,6 +179,9 @@ unsafe impl<M: Managed> Sync for Dlpack<M> {}
 impl<M: Managed> Dlpack<M> {
     /// The name of a Python capsule that holds a tensor of this form.
     pub const CAPSULE: &'static CStr = M::CAPSULE;
+    /// The name that a consumer gives the capsule when it takes the tensor over: whose name it is has nothing to
+    /// release.
+    pub const USED_CAPSULE: &'static CStr = M::USED_CAPSULE;
 
     /// Takes over a tensor.
     ///

@@ -1,13 +1,13 @@
 //! Memory that a tensor shares with its exports, and the end of its life.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::block::BlockId;
-use crate::buffer::{Foreign, Memory, Owner};
-use crate::driver::{Context, Stream, StreamKind, process, sys};
+use crate::buffer::{Foreign, HostBlock, Memory, Owner};
+use crate::driver::sys::CUresult;
+use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::error::{Error, ImportFault, StreamMisuse};
-use crate::resource::{Access, Buffer};
+use crate::resource::Access;
 use crate::sync::capture;
 use crate::sync::order::wait_until_idle;
 
@@ -21,7 +21,9 @@ pub(super) type Kept = Box<dyn Send + Sync>;
 enum Holder {
     /// Memory of the device, ours or imported: a [`Memory`] sees to the order of all that is done to it.
     Device(Memory),
-    /// Page-locked memory of our own, or no memory at all. No stream of ours uses it.
+    /// Page-locked memory of our own, which no stream of ours uses, and the streams that use it until it goes.
+    Host(HostBlock, Mutex<Vec<Stream>>),
+    /// No memory at all.
     Kept(#[expect(dead_code, reason = "kept for its drop")] Kept),
 }
 
@@ -34,8 +36,6 @@ pub(super) struct Shared {
     bytes: usize,
     external: bool,
     host: bool,
-    /// Streams that use it until it goes, and of which nobody else keeps a record.
-    uses: Mutex<Vec<Stream>>,
     /// Contexts of users whose streams are not known: the end waits for all their work.
     untracked: Mutex<Vec<Context>>,
 }
@@ -67,19 +67,12 @@ impl Drop for Import {
         let kept = self.kept.take();
         // A refusal may be over at once, and nobody can try later.
         match self.settle().or_else(|_| self.settle()) {
-            Ok(()) => release(kept),
+            Ok(()) => drop(kept),
             Err(error) => {
                 log::error!("imported memory is never released: {error}");
                 std::mem::forget(kept);
             }
         }
-    }
-}
-
-/// Drops what others made, whose panics are not ours.
-fn release(kept: impl Sized) {
-    if catch_unwind(AssertUnwindSafe(|| drop(kept))).is_err() {
-        log::error!("releasing memory panicked");
     }
 }
 
@@ -92,7 +85,6 @@ impl Shared {
             bytes,
             external: false,
             host: false,
-            uses: Mutex::default(),
             untracked: Mutex::default(),
         }
     }
@@ -113,8 +105,14 @@ impl Shared {
     }
 
     /// Page-locked memory of our own.
-    pub(super) fn pinned(kept: Kept, start: u64, bytes: usize, stream: &Stream) -> Arc<Shared> {
-        let mut shared = Shared::new(Some(Holder::Kept(kept)), stream, start, bytes);
+    pub(super) fn pinned(
+        block: HostBlock,
+        start: u64,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Arc<Shared> {
+        let holder = Holder::Host(block, Mutex::default());
+        let mut shared = Shared::new(Some(holder), stream, start, bytes);
         shared.host = true;
         Arc::new(shared)
     }
@@ -213,26 +211,14 @@ impl Shared {
         memory.owner().identity(memory.stream_id())
     }
 
-    /// What the memory is to a launch recorder.
-    pub(super) fn buffer(&self) -> Buffer {
-        match self.id() {
-            Some(id) => Buffer::Block(id),
-            None if self.external => Buffer::External,
-            None if self.bytes == 0 => Buffer::Empty,
-            None => Buffer::Untracked,
-        }
-    }
-
     /// Notes that a stream uses the memory until it goes.
     pub(super) fn record(&self, stream: &Stream) -> Result<(), Error> {
-        if self.bytes == 0 {
-            return Ok(());
-        }
-        if let Some(memory) = self.memory()
-            && memory.owner().record(stream, false)?
-        {
-            return Ok(());
-        }
+        let uses = match &self.holder {
+            _ if self.bytes == 0 => return Ok(()),
+            Some(Holder::Device(memory)) => return memory.record(stream, false),
+            Some(Holder::Host(_, uses)) => uses,
+            Some(Holder::Kept(_)) | None => return Ok(()),
+        };
         capture::refuse_capture(stream)?;
         let id = stream.id()?;
         if stream.kind() == StreamKind::PerThreadDefault {
@@ -240,12 +226,11 @@ impl Shared {
             self.lend_untracked(stream.context());
             return Ok(());
         }
-        let known = |known: &Stream| known.id().is_ok_and(|known| known == id);
-        if known(&self.stream) {
-            return Ok(());
-        }
-        let mut uses = process::lock(&self.uses);
-        if !uses.iter().any(known) {
+        let mut uses = process::lock(uses);
+        if !uses
+            .iter()
+            .any(|known| known.id().is_ok_and(|known| known == id))
+        {
             uses.push(stream.clone());
         }
         Ok(())
@@ -315,11 +300,6 @@ impl Shared {
             return Err(self);
         }
         let mut shared = Arc::try_unwrap(self)?;
-        let uses = std::mem::take(&mut *process::lock(&shared.uses));
-        if let Some(at) = uses.iter().position(|user| shared.wait_for(user).is_err()) {
-            *process::lock(&shared.uses) = uses[at..].to_vec();
-            return Err(Arc::new(shared));
-        }
         match shared.holder.take() {
             Some(Holder::Device(memory)) => Ok(memory.shared(false)),
             holder => {
@@ -337,33 +317,31 @@ impl Drop for Shared {
             // Neither the driver nor whoever made the memory can be called here.
             return std::mem::forget(holder);
         }
-        let uses = std::mem::take(self.uses.get_mut().unwrap_or_else(PoisonError::into_inner));
         let contexts = self.untracked.get_mut();
-        let mut contexts = std::mem::take(contexts.unwrap_or_else(PoisonError::into_inner));
+        let contexts = std::mem::take(contexts.unwrap_or_else(PoisonError::into_inner));
         match holder {
-            Some(Holder::Device(memory)) => {
-                let unseen = uses.iter().filter(|user| {
-                    let waited = memory.finish_use(user, Access::ReadWrite);
-                    waited.is_err()
-                });
-                contexts.extend(unseen.map(|user| user.context().clone()));
-                memory.end_after(contexts);
-            }
-            Some(kept) => {
-                let wait = || {
-                    contexts.iter().try_for_each(wait_until_idle)?;
-                    uses.iter().try_for_each(wait_until_over)
-                };
-                // A refusal may be over at once, and nobody can try later.
-                match wait().or_else(|_: Error| wait()) {
-                    Ok(()) => release(kept),
-                    Err(error) => {
-                        log::error!("page-locked memory is never freed: {error}");
-                        std::mem::forget(kept);
+            Some(Holder::Device(memory)) => memory.end_after(contexts),
+            Some(Holder::Host(mut block, uses)) => {
+                let uses = uses.into_inner().unwrap_or_else(PoisonError::into_inner);
+                let events = block.events().clone();
+                for user in &uses {
+                    // What cannot be marked is waited for, or the block is never used again.
+                    match capture::is_capturing(user) {
+                        Ok(false) => drop(block.used_by(user, &events)),
+                        Ok(true) => block.lose(DriverError::new(
+                            "cuEventRecord",
+                            CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+                        )),
+                        Err(error) => block.lose(error),
                     }
                 }
+                let wait = || contexts.iter().try_for_each(wait_until_idle);
+                // A refusal may be over at once, and nobody can try later.
+                if let Err(error) = wait().or_else(|_| wait()) {
+                    block.lose(error);
+                }
             }
-            None => {}
+            Some(Holder::Kept(_)) | None => {}
         }
     }
 }

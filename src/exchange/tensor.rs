@@ -12,7 +12,7 @@ use crate::buffer::{
 use crate::driver::{Device, KernelParam, Stream, StreamKind, process, sys};
 use crate::dtype::DType;
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
-use crate::resource::{Buffer, Recordable, Source};
+use crate::resource::{LaunchBuffer, Source};
 use crate::sync::order::wait_until_idle;
 
 use super::capsule::{Dlpack, Managed};
@@ -186,24 +186,29 @@ impl Tensor {
     }
 
     /// The elements of a page-locked buffer, for export: of DLPack's device type `kDLCUDAHost`. Its home is the
-    /// legacy default stream of the buffer's context, which nothing is given to.
+    /// legacy default stream of the buffer's context, which nothing is given to. Memory of a pool goes back to it,
+    /// behind the work of the consumers.
     ///
     /// # Errors
-    /// As [`from_buffer`](Self::from_buffer).
+    /// As [`from_buffer`](Self::from_buffer); [`Error::InFlight`] while recorded work may use the memory,
+    /// [`Error::Stale`] for that of an earlier generation of its pool; driver errors.
     pub fn from_pinned<T: Element>(
-        buffer: PinnedBuffer<T>,
+        mut buffer: PinnedBuffer<T>,
         shape: &[usize],
     ) -> Result<Tensor, Refused<PinnedBuffer<T>>> {
         let (layout, bytes) = match shaped::<T>(shape, buffer.len()) {
             Ok(layout) => layout,
             Err(error) => return Err(Refused::new(buffer, error)),
         };
-        let Some(on) = buffer.context().map(Stream::legacy) else {
+        if let Err(error) = buffer.block.ready() {
+            return Err(Refused::new(buffer, error));
+        }
+        let Some(on) = buffer.block.context().map(Stream::legacy) else {
             let what = "a tensor of a buffer without memory";
             return Err(Refused::new(buffer, Error::NotSupported { what }));
         };
         let ptr = buffer.as_ptr() as u64;
-        let shared = Shared::pinned(Box::new(buffer), ptr, bytes, &on);
+        let shared = Shared::pinned(buffer.block, ptr, bytes, &on);
         Ok(Tensor::new(shared, ptr, T::DTYPE, layout))
     }
 
@@ -539,9 +544,13 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// Launch recorders track a tensor by the block under it, and take imported memory for external.
-impl Recordable for Tensor {
-    fn buffer(&self) -> Buffer {
-        self.shared.buffer()
+/// A [`Launch`](crate::resource::Launch) tracks a tensor by the block under it, and takes imported memory for external.
+impl LaunchBuffer for Tensor {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.id()
+    }
+
+    fn is_external(&self) -> bool {
+        self.shared.is_external()
     }
 }

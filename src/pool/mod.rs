@@ -2,63 +2,49 @@
 //!
 //! | pool | hands out | for |
 //! |---|---|---|
-//! | [`TypedPool`] | [`PooledBuffer`] | typed buffers over several devices, last returned first |
-//! | [`ThresholdPool`] | [`PooledBuffer`] | one device, with a release threshold |
-//! | [`WorkspacePool`] | [`Lease`] | scratch memory of kernels, by size class or exact |
-//! | [`PinnedPool`] | [`PinnedLease`] | page-locked host memory with copies in flight |
-//! | [`NativePool`] | [`NativeBlock`] | the driver's `cuMemPool*` |
+//! | [`TypedPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | buffers of a few lengths, last returned first |
+//! | [`ThresholdPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | a release threshold |
+//! | [`WorkspacePool`] | [`DeviceBuffer`](crate::DeviceBuffer) of bytes | scratch memory of kernels, by size class or exact |
+//! | [`PinnedPool`] | [`PinnedBuffer`](crate::PinnedBuffer) | page-locked host memory with copies in flight |
+//! | [`DriverPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | the driver's `cuMemPool*` |
 //!
 //! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
 //! accounts for device memory: what a pool does not use is there for every other one, and memory
 //! moves between streams by the allocator's rules only.
 //!
-//! What those of device memory have in common is [`MemoryResource`](crate::resource::MemoryResource):
-//! [`WorkspacePool`] and [`NativePool`] are one, and [`ThresholdPool::open`] and
-//! [`TypedPool::on_device`] give one, a [`DevicePool`]. So each can be swapped for another, or for the bare
-//! [`Allocator`](crate::Allocator), and carries every adaptor.
+//! Those of device memory are [`MemoryResource`](crate::resource::MemoryResource)s of one device. So each can be
+//! swapped for another, or for the bare [`Allocator`](crate::Allocator), carries every adaptor, and gives its
+//! figures by `usage` and its memory back by `trim`.
 //!
-//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, [`PressureMonitor`] says
-//! when it gets tight.
+//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, a
+//! [`PressureMonitor`](crate::resource::PressureMonitor) says when it gets tight.
 
-mod buffer;
-mod device;
+mod driver_blocks;
+mod driver_pool;
+mod driver_pool_config;
 mod histogram;
-mod keyed;
-mod native;
-mod native_block;
-mod native_config;
-mod part;
 mod pinned;
-mod pinned_buffers;
-mod pinned_lease;
-mod pressure;
 mod report;
 mod slabs;
+mod surplus;
 mod table;
 mod threshold;
 mod typed;
 mod workspace;
 
-pub use buffer::PooledBuffer;
-pub use device::DevicePool;
+pub use driver_pool::DriverPool;
+pub use driver_pool_config::DriverPoolConfig;
 pub use histogram::SizeHistogram;
-pub use native::NativePool;
-pub use native_block::NativeBlock;
-pub use native_config::NativeConfig;
-pub use pinned::{PinnedPool, PinnedStats};
-pub use pinned_buffers::PinnedConfig;
-pub use pinned_lease::PinnedLease;
-pub use pressure::PressureMonitor;
+pub use pinned::{PinnedConfig, PinnedPool};
 pub use report::{Fragmentation, PoolReport};
-pub use table::TypedStats;
-pub use threshold::{ThresholdPool, ThresholdStats};
+pub use threshold::ThresholdPool;
 pub use typed::TypedPool;
-pub use workspace::{Lease, WorkspacePool, WorkspaceStats};
+pub use workspace::WorkspacePool;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Context, Device, Driver, Stream, process};
-use crate::error::{Error, StreamMisuse};
+use crate::error::{Error, InvalidArgument, StreamMisuse};
 use crate::sync::{capture, order};
 
 /// The first of many equal failures is logged, then those whose number is a power of two.
@@ -84,6 +70,18 @@ fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {
         return Err(Error::InvalidDevice { ordinal, devices });
     }
     Ok(driver.device(ordinal)?)
+}
+
+/// Blocks of the driver's pools and of workspace pools have addresses that are multiples of this many bytes.
+const ALIGNMENT: usize = 256;
+
+fn check_alignment(alignment: usize) -> Result<(), Error> {
+    if alignment.is_power_of_two() && alignment <= ALIGNMENT {
+        return Ok(());
+    }
+    Err(Error::Invalid(InvalidArgument::Alignment {
+        bytes: alignment as u64,
+    }))
 }
 
 /// Waits for everything that a context was given; refuses while something captures there, which would suffer.

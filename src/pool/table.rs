@@ -20,42 +20,68 @@ const REMEMBERED: usize = 1024;
 /// Streams and sizes of which a shard remembers returns; beyond them it begins anew.
 const KEYS: usize = 64;
 
-/// What a [`TypedPool`](super::TypedPool) counted since the start or the last reset.
+/// What was counted since the start or the last reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct TypedStats {
+pub(super) struct Counts {
     /// Requests served from cached memory.
     pub hits: u64,
     /// Requests that were not.
     pub misses: u64,
-    /// Buffers that came back.
+    /// Blocks that were handed out.
+    pub entered: u64,
+    /// Blocks that came back.
     pub returns: u64,
-}
-
-impl TypedStats {
-    pub(super) fn add(&mut self, other: TypedStats) {
-        self.hits += other.hits;
-        self.misses += other.misses;
-        self.returns += other.returns;
-    }
+    /// Blocks that are live, whenever they were handed out.
+    pub live: u64,
 }
 
 /// The stream and the bytes by which returned memory is found again.
 pub(super) type Key = (u64, usize);
 
-/// A live buffer as [`TypedPool::record_use_of`](super::TypedPool::record_use_of) names it.
+/// A live block as [`TypedPool::record_use_of`](super::TypedPool::record_use_of) names it.
 #[derive(Clone, Copy)]
 pub(super) struct Live {
     pub address: sys::CUdeviceptr,
-    /// The rounded length; 0 for an entry that is vacant.
+    /// With what it is remembered when it is returned.
+    pub key: Key,
+    /// The rounded length; 0 for a block without elements.
     pub capacity: usize,
     pub element: TypeId,
 }
 
-/// Where a live buffer is entered.
-#[derive(Debug, Clone, Copy)]
+impl Live {
+    pub fn at(self, address: sys::CUdeviceptr) -> Live {
+        Live { address, ..self }
+    }
+}
+
+/// Where a live block is entered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slot {
     shard: u32,
     at: u32,
+}
+
+impl Slot {
+    fn new(shard: usize, at: u32) -> Slot {
+        Slot {
+            shard: shard as u32,
+            at,
+        }
+    }
+
+    /// As the note of a block.
+    pub fn note(self) -> u64 {
+        u64::from(self.shard) << 32 | u64::from(self.at)
+    }
+
+    /// The slot that a block notes; any for one that was never entered.
+    pub fn of(note: u64) -> Slot {
+        Slot {
+            shard: (note >> 32) as u32,
+            at: note as u32,
+        }
+    }
 }
 
 #[derive(Default)]
@@ -64,7 +90,7 @@ struct Shard {
     vacant: Vec<u32>,
     /// Addresses of returned memory, the last returned at the end.
     returned: HashMap<Key, VecDeque<sys::CUdeviceptr>, Mixed>,
-    stats: TypedStats,
+    counts: Counts,
 }
 
 /// See the text of the module. Sharded by stream and size, so that streams of their own do not meet.
@@ -105,25 +131,29 @@ impl Table {
         self.shards.iter().take_while(move |_| !forked)
     }
 
-    /// A request that is to be a hit at once. `take` gets the address that was returned last for the key, `None`
-    /// if none is remembered; what it takes there is no hint any more. It may not wait: the shard is locked.
+    /// A request that is to be a hit at once, and its entry. `take` gets the address that was returned last for
+    /// the key, `None` if none is remembered; what it takes there is no hint any more. It may not wait: the shard
+    /// is locked.
     #[inline]
     pub fn hit<T>(
         &self,
-        key: &Key,
-        take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<T>,
-    ) -> Option<T> {
-        let mut shard = self.shards[shard_of(key)].lock();
-        let shard = &mut *shard;
-        let Some(returned) = shard.returned.get_mut(key) else {
-            let taken = take(None)?;
-            shard.stats.hits += 1;
-            return Some(taken);
+        live: Live,
+        take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<(sys::CUdeviceptr, T)>,
+    ) -> Option<(T, Slot)> {
+        let number = shard_of(&live.key);
+        let mut shard = self.shards[number].lock();
+        let (address, taken) = match shard.returned.get_mut(&live.key) {
+            Some(returned) => {
+                let taken = take(returned.back().copied())?;
+                returned.pop_back();
+                taken
+            }
+            None => take(None)?,
         };
-        let taken = take(returned.back().copied())?;
-        returned.pop_back();
-        shard.stats.hits += 1;
-        Some(taken)
+        shard.counts.hits += 1;
+        shard.counts.entered += 1;
+        let at = shard.enter(live.at(address));
+        Some((taken, Slot::new(number, at)))
     }
 
     /// Where memory for a key was returned.
@@ -146,9 +176,9 @@ impl Table {
     pub fn answered(&self, key: &Key, hints: &Hints, hit: bool, free: &[sys::CUdeviceptr]) {
         let mut shard = self.shards[shard_of(key)].lock();
         if hit {
-            shard.stats.hits += 1;
+            shard.counts.hits += 1;
         } else {
-            shard.stats.misses += 1;
+            shard.counts.misses += 1;
         }
         for hint in hints.as_slice() {
             if !free.contains(hint) {
@@ -157,45 +187,45 @@ impl Table {
         }
     }
 
-    /// Enters a live buffer.
-    #[inline]
-    pub fn enter(&self, key: &Key, live: Live) -> Slot {
-        let shard = shard_of(key);
-        let at = self.shards[shard].lock().enter(live);
-        Slot {
-            shard: shard as u32,
-            at,
-        }
+    /// Enters a live block.
+    pub fn enter(&self, live: Live) -> Slot {
+        let number = shard_of(&live.key);
+        let mut shard = self.shards[number].lock();
+        shard.counts.entered += 1;
+        Slot::new(number, shard.enter(live))
     }
 
-    /// Before a buffer is freed: from then on its address may belong to another one. Whoever takes the
-    /// hint before the memory is free does not get it, and loses no more than the hint.
+    /// A block goes: takes its entry out, and remembers where it was. `None` if the entry is not its own.
     #[inline]
-    pub fn leave(&self, slot: Slot, key: &Key) -> Live {
-        let home = shard_of(key);
-        let mut shard = self.shards[slot.shard as usize].lock();
-        let live = shard.leave(slot.at);
+    pub fn leave(&self, slot: Slot, address: sys::CUdeviceptr) -> Option<Live> {
+        let mut shard = self.shards.get(slot.shard as usize)?.lock();
+        let live = shard.leave(slot.at, address)?;
+        let home = shard_of(&live.key);
         if home == slot.shard as usize {
-            shard.remember(key, live.address);
-            return live;
+            shard.remember(&live.key, address);
+        } else {
+            drop(shard);
+            self.shards[home].lock().remember(&live.key, address);
         }
-        drop(shard);
-        self.shards[home].lock().remember(key, live.address);
-        live
+        Some(live)
     }
 
-    /// After a [`leave`](Self::leave) the buffer could not be freed.
-    pub fn stay(&self, key: &Key, live: Live) -> Slot {
-        let mut shard = self.shards[shard_of(key)].lock();
-        shard.forget(key, live.address);
-        shard.stats.returns = shard.stats.returns.saturating_sub(1);
-        drop(shard);
-        self.enter(key, live)
+    /// After a [`leave`](Self::leave) the block could not be freed.
+    pub fn stay(&self, live: Live) -> Slot {
+        let number = shard_of(&live.key);
+        let mut shard = self.shards[number].lock();
+        shard.forget(&live.key, live.address);
+        shard.counts.returns = shard.counts.returns.saturating_sub(1);
+        Slot::new(number, shard.enter(live))
     }
 
-    /// Notes where memory was returned that was never entered.
-    pub fn remember(&self, key: &Key, address: sys::CUdeviceptr) {
-        self.shards[shard_of(key)].lock().remember(key, address);
+    /// A live block is to be remembered as returned on another stream than its own.
+    pub fn return_on(&self, slot: Slot, stream: u64) {
+        if let Some(shard) = self.shards.get(slot.shard as usize)
+            && let Some(live) = shard.lock().live.get_mut(slot.at as usize)
+        {
+            live.key.0 = stream;
+        }
     }
 
     /// Addresses of the live buffers of a rounded length and type.
@@ -213,17 +243,23 @@ impl Table {
         found
     }
 
-    pub fn stats(&self) -> TypedStats {
-        let mut sum = TypedStats::default();
+    pub fn counts(&self) -> Counts {
+        let mut sum = Counts::default();
         for shard in self.shards() {
-            sum.add(shard.lock().stats);
+            let shard = shard.lock();
+            sum.hits += shard.counts.hits;
+            sum.misses += shard.counts.misses;
+            sum.entered += shard.counts.entered;
+            sum.returns += shard.counts.returns;
+            sum.live += (shard.live.len() - shard.vacant.len()) as u64;
         }
         sum
     }
 
-    pub fn reset_stats(&self) {
+    /// Sets all counts to 0.
+    pub fn reset_counts(&self) {
         for shard in self.shards() {
-            shard.lock().stats = TypedStats::default();
+            shard.lock().counts = Counts::default();
         }
     }
 }
@@ -240,16 +276,21 @@ impl Shard {
     }
 
     #[inline]
-    fn leave(&mut self, at: u32) -> Live {
-        let left = self.live[at as usize];
-        self.live[at as usize].capacity = 0;
+    fn leave(&mut self, at: u32, address: sys::CUdeviceptr) -> Option<Live> {
+        let live = self.live.get_mut(at as usize)?;
+        if live.address != address {
+            return None;
+        }
+        let left = *live;
+        // No block begins there.
+        (live.address, live.capacity) = (0, 0);
         self.vacant.push(at);
-        left
+        Some(left)
     }
 
     #[inline]
     fn remember(&mut self, key: &Key, address: sys::CUdeviceptr) {
-        self.stats.returns += 1;
+        self.counts.returns += 1;
         let Some(returned) = self.returned.get_mut(key) else {
             return self.remember_first(key, address);
         };
@@ -291,74 +332,91 @@ mod tests {
     fn live(address: u64) -> Live {
         Live {
             address,
+            key: KEY,
             capacity: 512,
             element: TypeId::of::<u8>(),
         }
+    }
+
+    /// A block that comes and goes.
+    fn returned(table: &Table, address: u64) {
+        let slot = table.enter(live(address));
+        assert!(table.leave(slot, address).is_some());
     }
 
     #[test]
     fn hints_are_the_last_returns_and_any_is_forgotten() {
         let table = Table::default();
         for address in 1..=6 {
-            table.remember(&KEY, address);
+            returned(&table, address);
         }
         let hints = table.hints(&KEY);
         assert_eq!(hints.as_slice(), [6, 5, 4, 3]);
         table.answered(&KEY, &hints, true, &[5, 3]);
         assert_eq!(table.hints(&KEY).as_slice(), [5, 3, 2, 1]);
         assert!(table.hints(&(8, 512)).as_slice().is_empty());
-        assert_eq!(table.stats().hits, 1);
+        assert_eq!(table.counts().hits, 1);
     }
 
     /// S2.2
     #[test]
     fn s2_2_a_hit_takes_the_last_hint_and_a_miss_leaves_it() {
         let table = Table::default();
-        assert_eq!(table.hit(&KEY, Some), Some(None));
+        type Taken = Option<(u64, Option<u64>)>;
+        let hit = |take: fn(Option<u64>) -> Taken| table.hit(live(0), take).map(|(seen, _)| seen);
+        assert_eq!(hit(|last| Some((9, last))), Some(None));
         for address in 1..=3 {
-            table.remember(&KEY, address);
+            returned(&table, address);
         }
-        assert_eq!(table.hit(&KEY, |_| None::<()>), None);
-        assert_eq!(table.hit(&KEY, |last| last), Some(3));
+        assert_eq!(hit(|_| None), None);
+        assert_eq!(hit(|last| Some((3, last))), Some(Some(3)));
         assert_eq!(table.hints(&KEY).as_slice(), [2, 1]);
-        assert_eq!(table.stats().hits, 2);
+        let counts = table.counts();
+        assert_eq!((counts.hits, counts.live, counts.returns), (2, 2, 3));
     }
 
     #[test]
     fn entries_are_used_again_and_found_by_length_and_type() {
         let table = Table::default();
-        let slots: Vec<_> = (1..=3).map(|at| table.enter(&KEY, live(at))).collect();
+        let mut slots: Vec<_> = (1..=3).map(|at| table.enter(live(at))).collect();
         assert_eq!(table.live(512, TypeId::of::<u8>()), [1, 2, 3]);
         assert!(table.live(512, TypeId::of::<u16>()).is_empty());
+        assert!(table.leave(slots[1], 3).is_none(), "another's entry");
+        assert!(table.leave(Slot::of(u64::MAX), 3).is_none());
+        assert_eq!(Slot::of(slots[2].note()), slots[2]);
         // A return on another stream is found there.
         for stream in 8..40 {
-            let left = table.leave(slots[1], &(stream, 512));
+            table.return_on(slots[1], stream);
+            let left = table.leave(slots[1], 2).unwrap();
             assert_eq!(table.hints(&(stream, 512)).as_slice(), [left.address]);
-            let again = table.stay(&(stream, 512), left);
+            slots[1] = table.stay(left);
             assert!(table.hints(&(stream, 512)).as_slice().is_empty());
-            assert_eq!(table.leave(again, &(stream, 512)).address, 2);
-            assert_eq!(table.enter(&KEY, left).at, slots[1].at);
         }
         assert_eq!(table.live(512, TypeId::of::<u8>()).len(), 3);
-        assert_eq!(table.stats().returns, 32);
+        let counts = table.counts();
+        assert_eq!((counts.entered, counts.returns, counts.live), (3, 0, 3));
     }
 
     #[test]
     fn what_is_remembered_is_bounded() {
         let table = Table::default();
+        let slot = table.enter(live(1));
         for address in 0..2 * REMEMBERED as u64 {
-            table.remember(&KEY, address + 1);
+            returned(&table, address + 2);
         }
-        let returned = |shard: &Lock<Shard>| {
+        let remembered = |shard: &Lock<Shard>| {
             let shard = shard.lock();
             let most = shard.returned.values().map(VecDeque::len).max();
             (shard.returned.len(), most.unwrap_or(0))
         };
-        assert_eq!(returned(&table.shards[shard_of(&KEY)]).1, REMEMBERED);
+        assert_eq!(remembered(&table.shards[shard_of(&KEY)]).1, REMEMBERED);
+        let mut slot = slot;
         for stream in 0..SHARDS as u64 * KEYS as u64 * 4 {
-            table.remember(&(stream, 512), 1);
+            table.return_on(slot, stream);
+            assert!(table.leave(slot, 1).is_some());
+            slot = table.enter(live(1));
         }
-        let keys = table.shards.iter().map(|shard| returned(shard).0).max();
+        let keys = table.shards.iter().map(|shard| remembered(shard).0).max();
         assert!(keys.is_some_and(|keys| (1..=KEYS).contains(&keys)));
     }
 }

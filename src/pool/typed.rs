@@ -1,51 +1,51 @@
-//! Typed buffers over all devices, last returned first.
+//! A pool of typed buffers, last returned first.
 
 use std::any::TypeId;
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock};
 
-use crate::allocator::{Allocator, Block, Config, Trimmed};
+use crate::allocator::{Allocator, Config, Counter, Element, Grant, Request};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
-use crate::driver::{Driver, Stream};
-use crate::error::{Error, InvalidArgument, StreamMisuse};
+use crate::driver::{Context, Driver, Stream};
+use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
+use crate::resource::{MemoryResource, PerDevice, RawBlock, Usage, named};
 
-use super::buffer::{Entry, Home, PooledBuffer};
-use super::device::DevicePool;
 use super::device_of;
-use super::part::Part;
-use super::table::{Key, Live, TypedStats};
+use super::surplus::Surplus;
+use super::table::{Key, Live, Slot, Table};
 
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
 
-/// A pool of typed buffers over all devices of a driver.
+/// A pool of typed buffers on one device.
 ///
-/// A view on one allocator for each device. What is returned is free memory of the allocator, so that
+/// A view on an [`Allocator`]. What is returned is free memory of the allocator, so that
 /// buffers of other types and sizes, and every other user of the allocator, may have it; the pool only
-/// remembers where the last returned ones were, and asks for those first. A buffer comes from memory
-/// that its stream may use without a wait ([`take`](Self::take)) or from wherever the allocator finds
-/// it ([`uninit`](Self::uninit)), never from memory that a recorded use still needs.
+/// remembers where the last returned ones were, and asks for those first. Memory comes from what its stream may
+/// use without a wait ([`take`](Self::take), [`Request::cached_only`]) or from wherever the allocator finds
+/// it, never from memory that a recorded use still needs.
 ///
-/// A buffer keeps its stream and its pool alive.
+/// A [`MemoryResource`]: [`DeviceBuffer`]s are made from it as from an allocator, and go back to it. Requests for
+/// elements ([`Request::array`], which buffers make) are rounded up to a multiple of 256 of them, others are
+/// taken as they are. A buffer keeps its stream and its pool alive.
 ///
-/// The device is that of the stream. Clones are handles to the same pool; all methods may be called
-/// from any thread, and driver calls are made without any lock of the pool.
+/// Clones are handles to the same pool; all methods may be called from any thread, and driver calls are made
+/// without any lock of the pool.
 ///
 /// ```
 /// # #[cfg(feature = "sim")] {
 /// # use cualloc::sim::{SimConfig, Simulator};
 /// # use cualloc::driver::{Context, Stream};
-/// use cualloc::{Config, pool::TypedPool};
+/// use cualloc::{Allocator, Config, DeviceBuffer, pool::TypedPool};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let stream = Stream::new(&context)?;
-/// let pool = TypedPool::new(&driver, Config::new());
+/// let pool = TypedPool::new(&Allocator::with_config(&context, Config::new())?);
 /// assert!(pool.take::<f32>(1000, &stream)?.is_none());
-/// let buffer = pool.zeroed::<f32>(1000, &stream)?;
+/// let buffer = DeviceBuffer::<f32>::zeroed(&pool, 1000, &stream)?;
 /// let address = buffer.as_device_ptr();
 /// drop(buffer);
 /// let again = pool.take::<u32>(1000, &stream)?.expect("it is free");
@@ -57,40 +57,9 @@ const UNIT: usize = 256;
 pub struct TypedPool(Arc<Inner>);
 
 struct Inner {
-    driver: Option<Driver>,
-    config: Config,
-    parts: Parts,
-    /// The cap in bytes, [`u64::MAX`] for none.
-    cap: AtomicU64,
-}
-
-/// The parts of all devices that were used. Only ever added to, so that they are found without a lock.
-#[derive(Default)]
-struct Parts(OnceLock<Box<(Arc<Part>, Parts)>>);
-
-impl Parts {
-    #[inline]
-    fn iter(&self) -> impl Iterator<Item = &Arc<Part>> {
-        std::iter::successors(self.0.get(), |known| known.1.0.get()).map(|known| &known.0)
-    }
-
-    #[inline]
-    fn find(&self, ordinal: usize) -> Option<&Arc<Part>> {
-        self.iter().find(|part| part.ordinal == ordinal)
-    }
-
-    /// The part of a device: the given one, unless there is one already.
-    fn add(&self, part: Arc<Part>) -> &Arc<Part> {
-        let mut at = self;
-        loop {
-            let known =
-                at.0.get_or_init(|| Box::new((Arc::clone(&part), Parts::default())));
-            if known.0.ordinal == part.ordinal {
-                return &known.0;
-            }
-            at = &known.1;
-        }
-    }
+    allocator: Allocator,
+    table: Table,
+    surplus: Surplus,
 }
 
 impl TypedPool {
@@ -108,93 +77,32 @@ impl TypedPool {
         }
     }
 
-    /// The pool of the process: over the process-wide driver, with the settings of `CUALLOC_CONFIG`.
-    /// Made on first use; needs no driver before memory is asked for.
-    ///
-    /// # Errors
-    /// Invalid settings in `CUALLOC_CONFIG`, at each call until they are valid; the pool is there then.
-    pub fn global() -> Result<&'static TypedPool, Error> {
-        static GLOBAL: OnceLock<TypedPool> = OnceLock::new();
-        if let Some(pool) = GLOBAL.get() {
-            return Ok(pool);
-        }
-        let config = Config::from_env().map_err(Error::from)?;
-        Ok(GLOBAL.get_or_init(|| Self::make(None, config)))
-    }
-
-    /// A pool of its own, with allocators of its own.
-    pub fn new(driver: &Driver, config: Config) -> TypedPool {
-        Self::make(Some(driver.clone()), config)
-    }
-
-    /// A pool over allocators that others may use as well. On devices without one it cannot allocate.
-    /// Of several for one device the last counts.
-    pub fn over<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> TypedPool {
-        let allocators: Vec<&Allocator> = allocators.into_iter().collect();
-        let first = allocators.first();
-        let driver = first.map(|allocator| allocator.context().driver().clone());
-        let pool = Self::make(driver, Config::new());
-        // The first one that is added for a device stays.
-        for allocator in allocators.iter().rev() {
-            pool.0.parts.add(Arc::new(Part::over(allocator)));
-        }
-        pool
-    }
-
-    fn make(driver: Option<Driver>, config: Config) -> TypedPool {
+    /// A pool over an allocator, which others may use as well.
+    pub fn new(allocator: &Allocator) -> TypedPool {
         TypedPool(Arc::new(Inner {
-            driver,
-            config,
-            parts: Parts::default(),
-            cap: AtomicU64::new(u64::MAX),
+            allocator: allocator.clone(),
+            table: Table::default(),
+            surplus: Surplus::default(),
         }))
     }
 
-    /// By ordinal.
-    fn known(&self) -> Vec<&Arc<Part>> {
-        let mut parts: Vec<_> = self.0.parts.iter().collect();
-        parts.sort_unstable_by_key(|part| part.ordinal);
-        parts
+    /// The pools of the process, one for each device of the process-wide driver, with the settings of
+    /// `CUALLOC_CONFIG`: each is made when it is first asked for. Invalid settings, a device that is not there and
+    /// a driver that cannot be had are errors of that call, and of none later.
+    pub fn global() -> &'static PerDevice<TypedPool> {
+        static GLOBAL: LazyLock<PerDevice<TypedPool>> = LazyLock::new(|| {
+            PerDevice::new(|ordinal| {
+                let config = Config::from_env()?;
+                let context = Context::primary(&device_of(&Driver::load()?, ordinal)?)?;
+                Ok(TypedPool::new(&Allocator::with_config(&context, config)?))
+            })
+        });
+        &GLOBAL
     }
 
-    #[inline]
-    fn part(&self, ordinal: usize) -> Result<&Arc<Part>, Error> {
-        match self.0.parts.find(ordinal) {
-            Some(part) => Ok(part),
-            None => self.new_part(ordinal),
-        }
-    }
-
-    #[cold]
-    fn new_part(&self, ordinal: usize) -> Result<&Arc<Part>, Error> {
-        let driver = match &self.0.driver {
-            Some(driver) => driver.clone(),
-            None => Driver::load()?,
-        };
-        device_of(&driver, ordinal)?;
-        let part = Part::new(Some(driver), ordinal, self.0.config.clone());
-        part.allocator()?;
-        part.set_threshold(self.cap())?;
-        // Another thread may have been quicker; then this one's allocator, which holds nothing, goes.
-        Ok(self.0.parts.add(Arc::new(part)))
-    }
-
-    /// The allocator of a device, made on first use.
-    ///
-    /// # Errors
-    /// [`Error::InvalidDevice`]; a driver that cannot be had; those of
-    /// [`Allocator::with_config`].
-    pub fn allocator(&self, ordinal: usize) -> Result<Allocator, Error> {
-        Ok(self.part(ordinal)?.allocator()?.clone())
-    }
-
-    /// The pool's part for one device, as a source of memory without a type; its allocator is made if
-    /// there is none yet.
-    ///
-    /// # Errors
-    /// As [`allocator`](Self::allocator).
-    pub fn on_device(&self, ordinal: usize) -> Result<DevicePool, Error> {
-        DevicePool::new(self.part(ordinal)?)
+    /// The allocator under the pool.
+    pub fn allocator(&self) -> &Allocator {
+        &self.0.allocator
     }
 
     /// A buffer of `len` elements from cached memory that the stream may use without a wait: what was
@@ -211,98 +119,64 @@ impl TypedPool {
         &self,
         len: usize,
         stream: &Stream,
-    ) -> Result<Option<PooledBuffer<MaybeUninit<T>>>, Error> {
-        let Some(wanted) = Wanted::new::<T>(len, stream)? else {
-            return Ok(Some(PooledBuffer::empty()));
-        };
-        let part = self.part(stream.context().device().ordinal())?;
-        let block = part.cached_block(&wanted.key, align_of::<T>(), stream)?;
-        Ok(block.map(|block| wanted.buffer(part, block, stream)))
-    }
-
-    /// A buffer of `len` elements that is not initialised: a cached one as [`take`](Self::take), else a
-    /// new one.
-    ///
-    /// # Errors
-    /// As [`take`](Self::take) and [`Allocator::allocate`].
-    pub fn uninit<T: DeviceCopy>(
-        &self,
-        len: usize,
-        stream: &Stream,
-    ) -> Result<PooledBuffer<MaybeUninit<T>>, Error> {
-        let Some(wanted) = Wanted::new::<T>(len, stream)? else {
-            return Ok(PooledBuffer::empty());
-        };
-        let part = self.part(stream.context().device().ordinal())?;
-        let block = part.block(&wanted.key, align_of::<T>(), stream)?;
-        Ok(wanted.buffer(part, block, stream))
-    }
-
-    /// A buffer of `len` elements whose bytes are all zero, in the order of the stream.
-    ///
-    /// # Errors
-    /// As [`uninit`](Self::uninit), and driver errors.
-    pub fn zeroed<T: DeviceCopy>(
-        &self,
-        len: usize,
-        stream: &Stream,
-    ) -> Result<PooledBuffer<T>, Error> {
-        self.uninit::<T>(len, stream)?.zeroed(stream)
+    ) -> Result<Option<DeviceBuffer<MaybeUninit<T>>>, Error> {
+        match DeviceBuffer::<T>::uninit_cached(self, len, stream) {
+            Err(Error::NotCached) => Ok(None),
+            taken => taken.map(Some),
+        }
     }
 
     /// Returns a buffer on a stream: that stream is to use it next. Without one it is the legacy
     /// default stream. Work of the buffer's own stream and of recorded ones comes first in any case; a
-    /// drop returns it on its own stream.
+    /// drop returns it on its own stream. A buffer of another resource goes back there.
     ///
     /// # Errors
     /// A stream that is capturing; driver errors. The buffer is returned all the same, on its own
     /// stream.
     pub fn put<T: DeviceCopy>(
         &self,
-        mut buffer: PooledBuffer<T>,
-        stream: Option<&Stream>,
+        buffer: DeviceBuffer<T>,
+        next: Option<&Stream>,
     ) -> Result<(), Error> {
-        let Some((home, from, block)) = buffer.block() else {
+        let Some((home, from, lent)) = buffer.lent() else {
             return Ok(());
         };
         let home = home.clone();
-        let next = match stream {
-            Some(stream) => stream.clone(),
+        let next = match next {
+            Some(next) => next.clone(),
             None => Stream::legacy(home.context()),
         };
         let id = next.id()?;
         if id == from {
-            drop(buffer);
             return Ok(());
         }
-        block.record_use(&next)?;
-        let allocator = Allocator::of(block);
-        buffer.return_on(id);
+        buffer.record_use(&next)?;
+        if std::ptr::addr_eq(Arc::as_ptr(&lent.resource), Arc::as_ptr(&self.0)) {
+            self.0.table.return_on(Slot::of(lent.block.note()), id);
+        }
         drop(buffer);
         // Without a marker the other stream could not see when the first one is done.
         // SAFETY: the buffer kept its stream alive, and so does this clone of it.
-        match unsafe { allocator.mark_raw(home.raw()) } {
+        match unsafe { self.0.allocator.mark_raw(home.raw()) } {
             Ok(())
-            | Err(
-                Error::Stream(StreamMisuse::Unknown { .. })
-                | Error::Stream(StreamMisuse::WrongThread),
-            ) => Ok(()),
+            | Err(Error::Stream(StreamMisuse::Unknown { .. } | StreamMisuse::WrongThread)) => {
+                Ok(())
+            }
             Err(error) => Err(error),
         }
     }
 
-    /// Records a use by `stream` on all live buffers of a device with the length and type of
-    /// `len` elements of `T`; returns how many there were.
+    /// Records a use by `stream` on all live buffers with the length and type of `len` elements of `T`;
+    /// returns how many there were.
     ///
     /// # Errors
-    /// As [`PooledBuffer::record_use`]; some may have been recorded then.
+    /// As [`DeviceBuffer::record_use`]; some may have been recorded then.
     pub fn record_use_of<T: DeviceCopy>(
         &self,
-        ordinal: usize,
         len: usize,
         stream: &Stream,
     ) -> Result<usize, Error> {
-        self.record_use_of_type(ordinal, len, TypeId::of::<T>(), stream)
+        self.record_use_of_type(len, TypeId::of::<T>(), stream)
     }
 
     /// [`record_use_of`](Self::record_use_of) by the type's id.
@@ -311,19 +185,13 @@ impl TypedPool {
     /// As [`record_use_of`](Self::record_use_of).
     pub fn record_use_of_type(
         &self,
-        ordinal: usize,
         len: usize,
         element: TypeId,
         stream: &Stream,
     ) -> Result<usize, Error> {
-        let Some(part) = self.0.parts.find(ordinal) else {
-            return Ok(0);
-        };
-        let live = part.table.live(Self::round_len(len), element);
-        let allocator = part.allocator()?;
         let mut recorded = 0;
-        for address in live {
-            match allocator.record_use_at(address, stream) {
+        for address in self.0.table.live(Self::round_len(len), element) {
+            match self.0.allocator.record_use_at(address, stream) {
                 Ok(()) => recorded += 1,
                 // Returned meanwhile.
                 Err(Error::NotLive { .. } | Error::NotOurs { .. }) => {}
@@ -333,148 +201,196 @@ impl TypedPool {
         Ok(recorded)
     }
 
-    // ---- memory ----------------------------------------------------------------------------
-
-    /// Bytes held on a device and not in live blocks; 0 for one that was not used.
-    pub fn cached_bytes(&self, ordinal: usize) -> u64 {
-        self.0.parts.find(ordinal).map_or(0, |part| part.cached())
-    }
-
-    /// [`cached_bytes`](Self::cached_bytes) of all devices together.
-    pub fn cached_bytes_total(&self) -> u64 {
-        self.0.parts.iter().map(|part| part.cached()).sum()
-    }
-
-    /// The most bytes to hold on each device beyond live blocks; `None`, the default, for any number.
-    pub fn cap(&self) -> Option<u64> {
-        Some(self.0.cap.load(Ordering::Relaxed)).filter(|bytes| *bytes != u64::MAX)
-    }
-
-    /// Sets the cap, and gives back at once what is above it. It is then honoured as the threshold of
-    /// a [`ThresholdPool`](super::ThresholdPool); `Some(0)` caches nothing.
+    /// Sets the most bytes to hold beyond live blocks, `None`, the default, for any number, and gives back at
+    /// once what is above. It is then honoured as the threshold of a [`ThresholdPool`](super::ThresholdPool);
+    /// `Some(0)` caches nothing.
     ///
     /// # Errors
-    /// As [`ThresholdPool::set_release_threshold`](super::ThresholdPool::set_release_threshold); the cap is
-    /// set all the same, on all devices.
-    pub fn set_cap(&self, bytes: Option<u64>) -> Result<(), Error> {
-        self.0
-            .cap
-            .store(bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
-        let mut result = Ok(());
-        for part in self.known() {
-            result = result.and(part.set_threshold(bytes));
-        }
-        result
-    }
-
-    /// Gives all unused memory of one device back to the driver. Others are not touched.
-    ///
-    /// # Errors
-    /// As [`ThresholdPool::trim`](super::ThresholdPool::trim).
-    pub fn empty(&self, ordinal: usize) -> Result<Trimmed, Error> {
-        match self.0.parts.find(ordinal) {
-            Some(part) => part.trim(0),
-            None => Ok(Trimmed::default()),
-        }
-    }
-
-    /// Gives all unused memory of all devices back to the driver.
-    ///
-    /// # Errors
-    /// As [`ThresholdPool::trim`](super::ThresholdPool::trim); devices behind the first failure are not reached.
-    pub fn empty_all(&self) -> Result<Trimmed, Error> {
-        let mut sum = Trimmed::default();
-        for part in self.known() {
-            let done = part.trim(0)?;
-            sum.released += done.released;
-            sum.pending += done.pending;
-            sum.streams.extend(done.streams);
-        }
-        Ok(sum)
-    }
-
-    // ---- figures ---------------------------------------------------------------------------
-
-    /// Counts over all devices.
-    pub fn stats(&self) -> TypedStats {
-        let mut sum = TypedStats::default();
-        for part in self.0.parts.iter() {
-            sum.add(part.table.stats());
-        }
-        sum
-    }
-
-    /// Sets all counts to 0.
-    pub fn reset_stats(&self) {
-        for part in self.0.parts.iter() {
-            part.table.reset_stats();
-        }
+    /// Those of [`Allocator::trim`]; the cap is set all the same.
+    pub fn set_cap(&self, cached: Option<u64>) -> Result<(), Error> {
+        self.0.surplus.set(cached, Some(&self.0.allocator))
     }
 }
 
-/// A request whose numbers are in order.
-struct Wanted {
-    len: usize,
-    key: Key,
-    /// The rounded length.
-    capacity: usize,
-    element: TypeId,
-}
-
-impl Wanted {
-    /// `None` for a request of no bytes.
-    #[inline]
-    fn new<T: DeviceCopy>(len: usize, stream: &Stream) -> Result<Option<Wanted>, Error> {
-        let capacity = TypedPool::round_len(len);
-        let bytes = capacity.checked_mul(size_of::<T>());
-        let Some(bytes) = bytes.filter(|bytes| isize::try_from(*bytes).is_ok()) else {
-            return Err(Error::Invalid(InvalidArgument::TooLarge {
+/// The request with its bytes rounded up, and how its block is entered, but for the address.
+fn wanted(request: &Request, stream: &Stream) -> Result<(Request, Live), Error> {
+    let (bytes, capacity, element) = match request.element {
+        Some(Element { id, bytes }) => {
+            let len = request.bytes() / bytes;
+            let capacity = TypedPool::round_len(len);
+            let rounded = capacity.checked_mul(bytes);
+            let rounded = rounded.filter(|rounded| isize::try_from(*rounded).is_ok());
+            let too_large = InvalidArgument::TooLarge {
                 len,
-                element_bytes: size_of::<T>(),
-            }));
-        };
-        if bytes == 0 {
-            return Ok(None);
+                element_bytes: bytes,
+            };
+            (rounded.ok_or(Error::Invalid(too_large))?, capacity, id)
         }
-        Ok(Some(Wanted {
-            len,
-            key: (stream.id()?, bytes),
-            capacity,
-            element: TypeId::of::<T>(),
-        }))
+        None => (request.bytes(), 0, TypeId::of::<()>()),
+    };
+    if bytes == 0 || Request::round(bytes).is_none() {
+        let bytes = request.bytes() as u64;
+        return Err(Error::Invalid(InvalidArgument::Size { bytes }));
+    }
+    let live = Live {
+        address: 0,
+        key: (stream.id()?, bytes),
+        capacity,
+        element,
+    };
+    Ok((request.resized(bytes), live))
+}
+
+impl Inner {
+    /// The last returned block again, if it is the next one of its size that the stream's cache hands out, as
+    /// it mostly is; where no return is remembered, any that is at hand.
+    #[inline]
+    fn hit(&self, request: &Request, live: Live, stream: &Stream) -> Option<(Grant, Slot)> {
+        let engine = self.allocator.engine();
+        if !engine.unwatched() || !request.is_plain() || !request.alignment().is_power_of_two() {
+            return None;
+        }
+        let (id, bytes) = (stream.id_at_hand(), live.key.1);
+        self.table.hit(live, |last| {
+            let grant = match last {
+                Some(address) => engine.hit_at(id, bytes, address),
+                None => engine.hit(id, bytes).ok(),
+            }?;
+            Some((grant.ptr(), grant))
+        })
     }
 
-    /// The buffer in a block that was allocated for this request on the stream just now.
-    #[inline]
-    fn buffer<T: DeviceCopy>(
-        self,
-        part: &Arc<Part>,
-        block: Block,
+    /// A cached block near the addresses of the last returns, else a new one.
+    #[inline(never)]
+    fn searched_or_new(
+        &self,
+        request: &Request,
+        live: Live,
         stream: &Stream,
-    ) -> PooledBuffer<MaybeUninit<T>> {
-        let live = Live {
-            address: block.ptr(),
-            capacity: self.capacity,
-            element: self.element,
+    ) -> Result<(Grant, Slot), Error> {
+        let engine = self.allocator.engine();
+        engine.usable()?;
+        let key: Key = live.key;
+        let hints = self.table.hints(&key);
+        let (found, free) = self
+            .allocator
+            .allocate_near(request, stream, hints.as_slice())?;
+        self.table.answered(&key, &hints, found.is_some(), &free);
+        self.may_wait(request);
+        let grant = match found {
+            Some(found) => found,
+            None if request.cached_only => return Err(Error::NotCached),
+            None => engine.allocate(&engine.named(stream)?, request)?,
         };
-        let entry = Entry {
-            slot: part.table.enter(&self.key, live),
-            key: self.key,
+        Ok((grant, self.table.enter(live.at(grant.ptr()))))
+    }
+
+    /// A request that may wait gives back what is above the cap.
+    #[inline]
+    fn may_wait(&self, request: &Request) {
+        if !request.cached_only {
+            self.surplus.release(&self.allocator, true);
+        }
+    }
+}
+
+// SAFETY: the blocks are its allocator's.
+unsafe impl MemoryResource for Inner {
+    fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
+        let (rounded, live) = wanted(request, on)?;
+        let (grant, slot) = match self.hit(&rounded, live, on) {
+            Some(hit) => {
+                self.may_wait(request);
+                hit
+            }
+            None => self.searched_or_new(&rounded, live, on)?,
         };
-        let buffer = DeviceBuffer::over(block, stream, self.key.0, self.len);
-        let home = Home {
-            part: Arc::clone(part),
-            entry: Some(entry),
-        };
-        PooledBuffer::new(buffer, home)
+        let mut block = named(self.allocator.engine(), &grant, request, live.key.0);
+        block.set_note(slot.note());
+        Ok(block)
+    }
+
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        // Before the block is free: from then on its address may belong to another one. Whoever takes the hint
+        // before that does not get the memory, and loses no more than the hint.
+        let left = self.table.leave(Slot::of(block.note()), block.ptr());
+        match self.allocator.deallocate_block(block) {
+            Ok(()) => {
+                self.surplus.release(&self.allocator, false);
+                Ok(())
+            }
+            Err(mut refused) => {
+                if let Some(live) = left {
+                    refused.value.set_note(self.table.stay(live).note());
+                }
+                Err(refused)
+            }
+        }
+    }
+
+    fn ordinal(&self) -> usize {
+        self.allocator.ordinal()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.allocator)
+    }
+
+    /// Requests and blocks are the pool's own since the last reset, and the most blocks at once and all bytes
+    /// the allocator's.
+    fn usage(&self) -> Result<Usage, Error> {
+        let (counts, below) = (self.table.counts(), self.allocator.usage()?);
+        Ok(Usage {
+            blocks: Counter {
+                current: counts.live,
+                total_allocated: counts.entered,
+                total_freed: counts.returns,
+                ..below.blocks
+            },
+            requests: counts.hits + counts.misses,
+            hits: counts.hits,
+            misses: counts.misses,
+            ..below
+        })
+    }
+
+    fn reset_accumulated_stats(&self) {
+        self.table.reset_counts();
+        self.allocator.reset_accumulated_stats();
+    }
+}
+
+// SAFETY: passes everything on.
+unsafe impl MemoryResource for TypedPool {
+    #[inline]
+    fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
+        self.0.allocate_block(request, on)
+    }
+
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        self.0.deallocate_block(block)
+    }
+
+    fn ordinal(&self) -> usize {
+        self.0.ordinal()
+    }
+
+    #[inline]
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&*self.0)
+    }
+
+    #[inline]
+    fn shared(&self) -> Arc<dyn MemoryResource> {
+        Arc::<Inner>::clone(&self.0)
     }
 }
 
 impl fmt::Debug for TypedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TypedPool")
-            .field("stats", &self.stats())
-            .field("cached_bytes", &self.cached_bytes_total())
+            .field("usage", &self.usage())
             .finish_non_exhaustive()
     }
 }

@@ -1,57 +1,40 @@
 //! Scratch memory on lease.
 
 use std::fmt;
+use std::mem::MaybeUninit;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::allocator::{Allocator, Block, ReliefHook, size};
-use crate::driver::{Stream, process, sys};
-use crate::error::{Error, InvalidArgument};
+use crate::allocator::{Allocator, Block, ReliefHook, Request, Trimmed, size};
+use crate::block::{BlockId, BlockState};
+use crate::buffer::DeviceBuffer;
+use crate::driver::{Context, Stream, process, sys};
+use crate::error::{Error, InvalidArgument, Refused};
 use crate::locks::lock::Lock;
-use crate::resource::Table;
+use crate::resource::{MemoryResource, RawBlock, Usage, UseTracking, next_source};
 
-use super::slabs::{Slab, Slabs};
+use super::slabs::Slabs;
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;
 /// Idle slabs to keep of each size, unless another number is set.
 const CAP: usize = 4;
 
-/// Figures of a [`WorkspacePool`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct WorkspaceStats {
-    /// Idle slabs.
-    pub free_slabs: usize,
-    /// Their bytes.
-    pub free_bytes: u64,
-    /// Leases out.
-    pub leases: usize,
-    /// Bytes that they were asked for with.
-    pub requested_bytes: u64,
-    /// Bytes of their slabs.
-    pub leased_bytes: u64,
-    /// Leases served by an idle slab since the start.
-    pub hits: u64,
-    /// Leases that were not.
-    pub misses: u64,
-}
-
+#[derive(Default)]
 struct State {
-    idle: Slabs,
-    stats: WorkspaceStats,
+    slabs: Slabs,
+    usage: Usage,
     /// Idle slabs to keep of each size.
     cap: usize,
 }
 
 struct Inner {
     allocator: Allocator,
+    /// Tells this pool's blocks from those of every other source.
+    source: u64,
     /// Whether a slab is the request rounded up to 512 bytes, instead of its size class.
     exact: bool,
     name: String,
     state: Lock<State>,
-    /// Leases that go by their keys.
-    keyed: Table<Lease>,
 }
 
 /// Scratch memory for kernels that need it for one launch, such as a matrix product's workspace: one
@@ -63,6 +46,10 @@ struct Inner {
 /// (4, 32 and 256 MiB are common sizes); what is beyond the cap goes back to the allocator, and all of them do
 /// when it runs out of memory.
 ///
+/// A lease is a [`DeviceBuffer`] as long as its slab. It has one owner and cannot be used after it is returned;
+/// its [`id`](DeviceBuffer::id) is a name whose [`state`](MemoryResource::state) says whether it is. One that a
+/// captured graph uses must live as long as the graph.
+///
 /// Handles are cheap to clone and share the pool. Idle slabs count as live blocks of the allocator:
 /// drop the pool, or [`trim`](Self::trim) it, before [`Allocator::close`].
 ///
@@ -70,7 +57,7 @@ struct Inner {
 /// # #[cfg(feature = "sim")] {
 /// # use cualloc::sim::{SimConfig, Simulator};
 /// # use cualloc::driver::Context;
-/// use cualloc::{Allocator, Config, pool::WorkspacePool};
+/// use cualloc::{Allocator, Config, pool::WorkspacePool, resource::MemoryResource};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
 /// # let driver = sim.driver()?;
@@ -80,10 +67,10 @@ struct Inner {
 /// let pool = WorkspacePool::new(&allocator);
 /// for _ in 0..3 {
 ///     let lease = pool.lease(&stream, 3 << 20)?;
-///     assert_eq!(lease.size(), 4 << 20);
-///     // Launch something with lease.ptr() on the stream here.
+///     assert_eq!(lease.byte_len(), 4 << 20);
+///     // Launch something with lease.as_device_ptr() on the stream here.
 /// }
-/// assert_eq!(pool.stats().misses, 1);
+/// assert_eq!(pool.usage()?.misses, 1);
 /// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -132,12 +119,11 @@ impl WorkspacePool {
                 allocator: allocator.clone(),
                 exact,
                 name,
+                source: next_source(),
                 state: Lock::new(State {
-                    idle: Slabs::default(),
-                    stats: WorkspaceStats::default(),
                     cap: CAP,
+                    ..State::default()
                 }),
-                keyed: Table::default(),
             }
         });
         let weak = Arc::downgrade(&inner);
@@ -152,132 +138,150 @@ impl WorkspacePool {
         &self.0.allocator
     }
 
-    /// Leases at least `bytes` for use on a stream.
+    /// Leases at least `bytes` for use on a stream: a buffer as long as the slab.
     ///
     /// # Errors
     /// [`InvalidArgument::Size`] for a request without a class, and those of [`Allocator::allocate`].
-    pub fn lease(&self, stream: &Stream, bytes: usize) -> Result<Lease, Error> {
-        let pool = &self.0;
-        let slab_bytes = if pool.exact {
+    pub fn lease(
+        &self,
+        stream: &Stream,
+        bytes: usize,
+    ) -> Result<DeviceBuffer<MaybeUninit<u8>>, Error> {
+        let block = self.0.hand_out(&Request::new(bytes), stream)?;
+        let len = block.size();
+        Ok(DeviceBuffer::of_resource(self.shared(), block, stream, len))
+    }
+}
+
+impl State {
+    /// Takes the slab of a size that was returned last on a stream.
+    #[inline]
+    fn take(&mut self, stream: u64, bytes: usize) -> Option<u32> {
+        let place = self.slabs.take(stream, bytes)?;
+        self.usage.cached_blocks -= 1;
+        Some(place)
+    }
+
+    /// Hands out a slab: its address, and the generation of its block.
+    #[inline]
+    fn lend(&mut self, place: u32, requested: usize, bytes: usize) -> (sys::CUdeviceptr, u64) {
+        self.usage.blocks.add(1);
+        self.usage.requested.add(requested as u64);
+        self.usage.used.add(bytes as u64);
+        self.slabs.hand_out(place, requested)
+    }
+
+    /// Enters a slab that is new to the pool.
+    fn add(&mut self, block: Block, of: (u64, usize), retirements: u64) -> u32 {
+        self.usage.reserved.add(of.1 as u64);
+        self.slabs.add(block, of, retirements)
+    }
+
+    /// Removes a slab that is neither idle nor handed out, for its block to be freed without the lock.
+    fn remove(&mut self, place: u32) -> Option<(Block, (u64, usize))> {
+        let removed = self.slabs.remove(place);
+        let bytes = removed.as_ref().map_or(0, |(_, (_, bytes))| *bytes);
+        self.usage.reserved.sub(bytes as u64);
+        removed
+    }
+
+    /// Takes a slab back; its block if it is too many.
+    #[inline]
+    fn give(&mut self, place: u32) -> Option<Block> {
+        if self.slabs.give(place, self.cap) {
+            self.usage.cached_blocks += 1;
+            return None;
+        }
+        self.remove(place).map(|(block, _)| block)
+    }
+}
+
+impl Inner {
+    /// Hands out a slab, by name.
+    fn hand_out(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        let bytes = request.bytes();
+        let slab_bytes = if self.exact {
             size::round_size(bytes).map(|rounded| rounded as usize)
         } else {
-            Self::size_class(bytes)
+            WorkspacePool::size_class(bytes)
         };
         let Some(slab_bytes) = slab_bytes else {
             return Err(Error::Invalid(InvalidArgument::Size {
                 bytes: bytes as u64,
             }));
         };
-        super::admit(stream, pool.allocator.context())?;
+        super::admit(stream, self.allocator.context())?;
         let id = stream.id()?;
         // Before a look at a slab, so that a retirement meanwhile is looked for the next time.
-        let retirements = pool.allocator.engine().retirements();
-        let slab = loop {
-            let mut state = pool.state.lock();
-            let Some(slab) = state.take(id, slab_bytes) else {
+        let retirements = self.allocator.engine().retirements();
+        let (ptr, generation) = loop {
+            let mut state = self.state.lock();
+            let Some(place) = state.take(id, slab_bytes) else {
                 drop(state);
-                break self.slab(stream, bytes, (slab_bytes, retirements))?;
+                break self.slab((stream, id), bytes, (slab_bytes, retirements))?;
             };
-            if slab.retirements != retirements {
+            if state.slabs.at(place).retirements != retirements {
                 drop(state);
-                pool.look_again(slab, id, retirements);
+                self.look_again(place, retirements);
                 continue;
             }
-            state.stats.hits += 1;
-            state.leased(bytes, slab_bytes);
-            break slab;
+            state.usage.hits += 1;
+            break state.lend(place, bytes, slab_bytes);
         };
-        Ok(Lease {
-            slab: Some(slab),
-            pool: Arc::clone(pool),
-            stream: id,
-            requested: bytes,
-            shared: AtomicBool::new(false),
-        })
+        let ordinal = self.allocator.engine().device.ordinal();
+        let id = BlockId::new((self.source, generation), (ptr, bytes), id, ordinal);
+        // SAFETY: the pool has the slab, and gives it to nobody before this name is brought back.
+        Ok(unsafe { RawBlock::new(id, slab_bytes, request) })
     }
 
-    /// A new slab, and a lease of it in the figures.
+    /// A new slab, handed out.
     #[inline(never)]
     fn slab(
         &self,
-        stream: &Stream,
+        (stream, id): (&Stream, u64),
         bytes: usize,
         (slab_bytes, retirements): (usize, u64),
-    ) -> Result<Box<Slab>, Error> {
-        let pool = &self.0;
-        let block = pool.allocator.allocate(slab_bytes, stream)?;
-        pool.change(|state| {
-            state.stats.misses += 1;
-            state.leased(bytes, slab_bytes);
-        });
-        Ok(Box::new(Slab {
-            block,
-            bytes: slab_bytes,
-            retirements,
-        }))
-    }
-
-    /// Gives idle slabs back to the allocator until at most `keep` bytes of them are left, the largest
-    /// first; returns their bytes. The memory stays with the allocator, for all to use;
-    /// [`Allocator::trim`] gives it back to the driver.
-    pub fn trim(&self, keep: u64) -> u64 {
-        self.0.shrink_to(keep)
-    }
-
-    /// Leases that go by their keys.
-    pub(crate) fn keyed(&self) -> &Table<Lease> {
-        &self.0.keyed
-    }
-
-    /// The figures, all of one instant.
-    pub fn stats(&self) -> WorkspaceStats {
-        if process::is_forked_child() {
-            return WorkspaceStats::default();
+    ) -> Result<(sys::CUdeviceptr, u64), Error> {
+        let block = self.allocator.allocate(slab_bytes, stream)?;
+        let mut state = self.state.lock();
+        if !state.slabs.has_room() {
+            drop(state);
+            let what = "slabs of a workspace pool";
+            let maximum = Slabs::MAXIMUM;
+            return Err(Error::Exhausted { what, maximum });
         }
-        self.0.change(|state| state.stats)
-    }
-}
-
-impl State {
-    #[inline]
-    fn take(&mut self, stream: u64, bytes: usize) -> Option<Box<Slab>> {
-        let slab = self.idle.take(stream, bytes)?;
-        self.stats.free_slabs -= 1;
-        self.stats.free_bytes -= bytes as u64;
-        Some(slab)
+        state.usage.misses += 1;
+        let place = state.add(block, (id, slab_bytes), retirements);
+        Ok(state.lend(place, bytes, slab_bytes))
     }
 
-    #[inline]
-    fn leased(&mut self, requested: usize, bytes: usize) {
-        self.stats.leases += 1;
-        self.stats.requested_bytes += requested as u64;
-        self.stats.leased_bytes += bytes as u64;
-    }
-
-    /// Takes a slab back; gives it again if it is too many.
-    #[inline]
-    fn give(&mut self, slab: Box<Slab>, stream: u64) -> Option<Box<Slab>> {
-        let bytes = slab.bytes;
-        let surplus = self.idle.give(slab, stream, self.cap);
-        if surplus.is_none() {
-            self.stats.free_slabs += 1;
-            self.stats.free_bytes += bytes as u64;
-        }
-        surplus
-    }
-}
-
-impl Inner {
     /// Some stream was retired since a slab was taken: if it was the slab's it goes to the allocator, which
     /// does not count on more work of such a stream, else it is idle again.
     #[cold]
-    fn look_again(&self, mut slab: Box<Slab>, stream: u64, retirements: u64) {
-        if slab.block.stream_retired() {
+    fn look_again(&self, place: u32, retirements: u64) {
+        let block = self.change(|state| state.remove(place));
+        let Some((block, owner)) = block else { return };
+        if block.stream_retired() {
             return;
         }
-        slab.retirements = retirements;
-        let surplus = self.change(|state| state.give(slab, stream));
+        let surplus = self.change(|state| {
+            let place = state.add(block, owner, retirements);
+            state.give(place)
+        });
         drop(surplus);
+    }
+
+    /// The block of a lease, as the allocator names it; from now on it is not for the pool to reuse.
+    fn shared(&self, id: &BlockId, stream: u64) -> Result<BlockId, Error> {
+        self.change(|state| {
+            let slab = match id.source() == self.source {
+                true => state.slabs.leased(id.generation()),
+                false => None,
+            };
+            let slab = slab.ok_or_else(|| id.gone())?;
+            slab.shared |= stream != slab.stream;
+            slab.identity().ok_or_else(|| id.gone())
+        })
     }
 
     #[inline]
@@ -285,11 +289,21 @@ impl Inner {
         change(&mut self.state.lock())
     }
 
+    fn figures(&self) -> Usage {
+        if process::is_forked_child() {
+            return Usage::default();
+        }
+        self.change(|state| Usage {
+            requests: state.usage.hits + state.usage.misses,
+            ..state.usage
+        })
+    }
+
     fn shrink_by(&self, bytes: u64) -> u64 {
         if process::is_forked_child() {
             return 0;
         }
-        let idle = self.change(|state| state.stats.free_bytes);
+        let idle = self.change(|state| state.usage.cached_bytes());
         self.shrink_to(idle.saturating_sub(bytes))
     }
 
@@ -298,21 +312,21 @@ impl Inner {
             return 0;
         }
         let gone = self.change(|state| {
-            let mut keys: Vec<_> = state.idle.keys().collect();
+            let mut keys: Vec<_> = state.slabs.keys().collect();
             // Of equal ones the streams in order, so that equal states shrink equally.
             keys.sort_unstable_by_key(|(stream, bytes)| (std::cmp::Reverse(*bytes), *stream));
             let mut gone = Vec::new();
             for (stream, bytes) in keys {
-                while state.stats.free_bytes > keep
-                    && let Some(slab) = state.take(stream, bytes)
+                while state.usage.cached_bytes() > keep
+                    && let Some(place) = state.take(stream, bytes)
                 {
-                    gone.push(slab);
+                    gone.extend(state.remove(place));
                 }
             }
             gone
         });
         // Freed without the lock.
-        gone.into_iter().map(|slab| slab.bytes as u64).sum()
+        gone.into_iter().map(|(_, (_, bytes))| bytes as u64).sum()
     }
 }
 
@@ -326,123 +340,139 @@ impl fmt::Debug for WorkspacePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WorkspacePool")
             .field("exact", &self.0.exact)
-            .field("stats", &self.stats())
+            .field("usage", &self.0.figures())
             .finish()
     }
 }
 
-/// Scratch memory until it is dropped. Work that was queued before on the stream of the lease, and on
-/// recorded ones, may still use it then: nobody else gets it before that is done.
-///
-/// It has one owner and cannot be used after it is returned:
-/// ```compile_fail,E0382
-/// # use cualloc::pool::Lease;
-/// fn use_after_return(lease: Lease) {
-///     drop(lease);
-///     lease.ptr();
-/// }
-/// ```
-/// ```compile_fail,E0599
-/// # use cualloc::pool::Lease;
-/// fn second_owner(lease: Lease) -> Lease {
-///     lease.clone()
-/// }
-/// ```
-///
-/// A lease that a captured graph uses must live as long as the graph. `Send` and `Sync`.
-#[must_use = "a lease that is dropped at once is of no use"]
-pub struct Lease {
-    slab: Option<Box<Slab>>,
-    pool: Arc<Inner>,
-    stream: u64,
-    requested: usize,
-    /// Whether other streams were recorded on it.
-    shared: AtomicBool,
-}
-
-impl Lease {
-    /// The first byte's address. Using it is for `unsafe` code, which answers for doing so while the
-    /// lease lives, or by work queued before its drop.
-    pub fn ptr(&self) -> sys::CUdeviceptr {
-        self.slab.as_ref().map_or(0, |slab| slab.block.ptr())
-    }
-
-    /// Bytes: those of the class, or of the request rounded up.
-    pub fn size(&self) -> u64 {
-        self.slab.as_ref().map_or(0, |slab| slab.bytes as u64)
-    }
-
-    /// Bytes as they were asked for.
-    pub fn requested(&self) -> usize {
-        self.requested
-    }
-
-    /// Says that another stream uses the lease, until it is dropped. The slab then goes back to the
-    /// allocator, which knows when that stream is done.
-    ///
-    /// # Errors
-    /// As [`Block::record_stream`].
-    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
-        self.share(stream, |block| block.record_stream(stream))
-    }
-
-    /// Says that another stream used the lease and will not again.
-    ///
-    /// # Errors
-    /// As [`Block::record_use`].
-    pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
-        self.share(stream, |block| block.record_use(stream))
-    }
-
-    fn share(
-        &self,
-        stream: &Stream,
-        record: impl FnOnce(&Block) -> Result<(), Error>,
-    ) -> Result<(), Error> {
-        if let Some(slab) = &self.slab {
-            if stream.id()? != self.stream {
-                self.shared.store(true, Ordering::Relaxed);
-            }
-            record(&slab.block)?;
+/// Each block is a lease; idle slabs count as used.
+// SAFETY: each block stands for a slab that is handed out once, to its stream or with the allocator's word, which
+// waits for recorded uses.
+unsafe impl MemoryResource for Inner {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        if request.bytes() == 0 {
+            return Err(InvalidArgument::Size { bytes: 0 }.into());
         }
-        Ok(())
+        super::check_alignment(request.alignment())?;
+        self.hand_out(request, stream)
     }
-}
 
-impl Drop for Lease {
-    #[inline]
-    fn drop(&mut self) {
-        let Some(slab) = self.slab.take() else {
-            return;
-        };
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let id = block.id();
         if process::is_forked_child() {
             // There is nothing to give back to, and the lock may be held by a thread of the parent.
-            return std::mem::forget(slab);
+            return Err(Refused::new(block, Error::ForkedChild));
         }
-        let shared = *self.shared.get_mut();
-        let surplus = {
-            let mut state = self.pool.state.lock();
-            state.stats.leases -= 1;
-            state.stats.requested_bytes -= self.requested as u64;
-            state.stats.leased_bytes -= slab.bytes as u64;
-            if shared {
-                Some(slab)
-            } else {
-                state.give(slab, self.stream)
-            }
+        if let Err(kept) = block.returned() {
+            return Err(Refused::new(block, kept));
+        }
+        let mut state = self.state.lock();
+        let back = match id.source() == self.source {
+            true => state.slabs.returned(id.generation()),
+            false => None,
         };
+        let Some((place, back)) = back else {
+            drop(state);
+            return Err(Refused::new(block, id.gone()));
+        };
+        state.usage.blocks.sub(1);
+        state.usage.requested.sub(back.requested as u64);
+        state.usage.used.sub(back.bytes as u64);
+        let surplus = if back.shared {
+            state.remove(place).map(|(block, _)| block)
+        } else {
+            state.give(place)
+        };
+        drop(state);
         // Freed without the lock.
         drop(surplus);
+        Ok(())
+    }
+
+    fn ordinal(&self) -> usize {
+        self.allocator.engine().device.ordinal()
+    }
+
+    fn context(&self) -> Option<&Context> {
+        Some(self.allocator.context())
+    }
+
+    fn id(&self) -> u64 {
+        self.source
+    }
+
+    /// Of leases and slabs: used are the bytes of slabs on lease, reserved those of all slabs, and idle slabs the
+    /// blocks that are cached.
+    fn usage(&self) -> Result<Usage, Error> {
+        Ok(self.figures())
+    }
+
+    /// Idle slabs first, the largest first, then the allocator's unused memory, which others may use as well.
+    fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+        let held = self.allocator.stats().all.reserved.current;
+        let surplus = held.saturating_sub(keep);
+        self.shrink_by(surplus);
+        self.allocator.trim(keep)
+    }
+
+    fn reset_peak_stats(&self) {
+        if !process::is_forked_child() {
+            self.change(|state| {
+                let usage = &mut state.usage;
+                usage.blocks.reset_peak();
+                usage.requested.reset_peak();
+                usage.used.reset_peak();
+                usage.reserved.reset_peak();
+            });
+        }
+    }
+
+    fn state(&self, id: &BlockId) -> BlockState {
+        if process::is_forked_child() || id.source() != self.source {
+            return BlockState::Free;
+        }
+        match self.change(|state| state.slabs.leased(id.generation()).is_some()) {
+            true => BlockState::Live,
+            false => BlockState::Free,
+        }
+    }
+
+    fn use_tracking(&self) -> UseTracking {
+        UseTracking::Reuse
+    }
+
+    fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
+        let below = self.shared(id, stream.id()?)?;
+        self.allocator.record_use(&below, stream)
+    }
+
+    fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
+        let below = self.shared(id, stream.id()?)?;
+        self.allocator.record_stream(&below, stream)
     }
 }
 
-impl fmt::Debug for Lease {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lease")
-            .field("ptr", &format_args!("{:#x}", self.ptr()))
-            .field("size", &self.size())
-            .field("requested", &self.requested)
-            .finish()
+// SAFETY: passes everything on.
+unsafe impl MemoryResource for WorkspacePool {
+    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
+        self.0.allocate_block(request, stream)
+    }
+
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        self.0.deallocate_block(block)
+    }
+
+    fn ordinal(&self) -> usize {
+        self.0.ordinal()
+    }
+
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&*self.0)
+    }
+
+    #[inline]
+    fn shared(&self) -> Arc<dyn MemoryResource> {
+        Arc::clone(&self.0) as Arc<dyn MemoryResource>
     }
 }
 

@@ -41,7 +41,7 @@ impl Access {
 
 /// Memory as a [`MemoryResource`](super::MemoryResource) hands it out: a value that names it. It
 /// does not free itself, so that the one who holds it decides through which stack it goes back;
-/// [`OwnedBlock`](super::OwnedBlock) does. It cannot be copied: its [`id`](Self::id) can.
+/// a [`DeviceBuffer`](crate::DeviceBuffer) of the resource does. It cannot be copied: its [`id`](Self::id) can.
 ///
 /// `Send` and `Sync`. Losing it leaks the memory and what budgets charged for it.
 #[must_use = "a lost block is leaked memory"]
@@ -55,6 +55,8 @@ pub struct RawBlock {
     keepers: u32,
     /// Nobody else can name it any more: who cannot take it back now does so later.
     abandoned: bool,
+    /// Where whoever made the block has entered it.
+    note: u64,
     first: Option<Charge>,
     /// Further ones, which few blocks have.
     #[expect(
@@ -115,6 +117,7 @@ impl RawBlock {
             tag: request.tag,
             keepers: 0,
             abandoned: false,
+            note: 0,
             first: None,
             more: None,
         }
@@ -156,6 +159,15 @@ impl RawBlock {
     /// only from there.
     pub(crate) fn set_keepers(&mut self, keepers: u32) {
         self.keepers = keepers;
+    }
+
+    /// What its maker noted.
+    pub(crate) fn note(&self) -> u64 {
+        self.note
+    }
+
+    pub(crate) fn set_note(&mut self, note: u64) {
+        self.note = note;
     }
 
     /// Nobody will try again to give it back.

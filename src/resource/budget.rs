@@ -20,9 +20,10 @@ use crate::error::{Error, Refused};
 /// left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::Error;
 /// use cualloc::resource::{Budget, MemoryResource, Pressure};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
@@ -105,6 +106,11 @@ impl<R: MemoryResource> Budget<R> {
     /// The resource below.
     pub fn get_ref(&self) -> &R {
         &self.inner
+    }
+
+    /// Gives up the budget; what was charged for live blocks is forgotten with them.
+    pub fn into_inner(self) -> R {
+        self.inner
     }
 
     #[cold]

@@ -61,18 +61,9 @@ pub(crate) fn is_retired(resource: &dyn MemoryResource, block: &RawBlock) -> boo
         })
 }
 
-/// A block of the allocator as one of a resource, which answers a request.
-pub(crate) fn adopt(block: Block, stream: u64, request: &Request) -> RawBlock {
-    let id = identity_of(&block, stream);
-    // SAFETY: the block's memory, and the block is given up below.
-    let named = unsafe { RawBlock::new(id, block.size() as usize, request) };
-    block.into_raw();
-    named
-}
-
 /// A block that was just handed out, by name.
 #[inline(always)]
-fn named(engine: &Engine, grant: &Grant, request: &Request, stream: u64) -> RawBlock {
+pub(crate) fn named(engine: &Engine, grant: &Grant, request: &Request, stream: u64) -> RawBlock {
     let life = generation(engine.id_of(&grant.place), grant.place.generation);
     let id = BlockId::new(
         (engine.id, life),

@@ -9,22 +9,21 @@ use super::block::RawBlock;
 use super::traits::MemoryResource;
 use crate::error::{Error, Refused};
 
-/// Asks a callback when memory runs out: it gets the bytes asked for, the error, and how often this
-/// request has failed (1 at first), and says whether to try again. It may free through the same
-/// stack. Other errors are passed on without asking.
+/// Asks a callback each time that memory runs out: it gets the bytes asked for and the error, and says whether to
+/// try again. It may free through the same stack. Other errors are passed on without asking.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{Budget, FailureCallback, MemoryResource};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let asked = std::sync::atomic::AtomicU32::new(0);
-/// let resource = FailureCallback::new(Budget::new(allocator, Some(100)), |_bytes, _error, times| {
-///     asked.store(times, std::sync::atomic::Ordering::Relaxed);
-///     times < 3
+/// let resource = FailureCallback::new(Budget::new(allocator, Some(100)), |_bytes, _error| {
+///     asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed) < 2
 /// });
 /// assert!(resource.allocate_block(&Request::new(101).tag("big"), &stream).is_err());
 /// assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 3);
@@ -38,7 +37,7 @@ pub struct FailureCallback<R, F> {
 impl<R, F> FailureCallback<R, F>
 where
     R: MemoryResource,
-    F: Fn(usize, &Error, u32) -> bool + Send + Sync,
+    F: Fn(u64, &Error) -> bool + Send + Sync,
 {
     /// Over another resource.
     pub fn new(inner: R, callback: F) -> Self {
@@ -49,24 +48,25 @@ where
     pub fn get_ref(&self) -> &R {
         &self.inner
     }
+
+    /// Gives up the adaptor.
+    pub fn into_inner(self) -> R {
+        self.inner
+    }
 }
 
 // SAFETY: passes everything on.
 unsafe impl<R, F> MemoryResource for FailureCallback<R, F>
 where
     R: MemoryResource,
-    F: Fn(usize, &Error, u32) -> bool + Send + Sync,
+    F: Fn(u64, &Error) -> bool + Send + Sync,
 {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        let mut times = 0;
         loop {
             match self.inner.allocate_block(request, stream) {
-                Err(error) if error.is_out_of_memory() => {
-                    times += 1;
-                    if !(self.callback)(request.bytes(), &error, times) {
-                        return Err(error);
-                    }
-                }
+                Err(error)
+                    if error.is_out_of_memory()
+                        && (self.callback)(request.bytes() as u64, &error) => {}
                 other => return other,
             }
         }

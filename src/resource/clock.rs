@@ -8,26 +8,21 @@ use crate::locks::held::Locked;
 
 /// Something that a sleeping thread can be woken by before its time.
 #[derive(Debug, Default)]
-pub struct Wakeup {
+pub(super) struct Wakeup {
     /// How often it was woken.
     count: Mutex<u64>,
     condition: Condvar,
 }
 
 impl Wakeup {
-    /// A new one, as clocks take it.
-    pub fn new() -> Arc<Wakeup> {
-        Arc::default()
-    }
-
     /// Wakes all who wait.
-    pub fn wake(&self) {
+    pub(super) fn wake(&self) {
         *self.lock() += 1;
         self.condition.notify_all();
     }
 
     /// How often it was woken. To be asked before the condition that is waited for is checked.
-    pub fn count(&self) -> u64 {
+    pub(super) fn count(&self) -> u64 {
         *self.lock()
     }
 
@@ -36,135 +31,124 @@ impl Wakeup {
     }
 }
 
-/// Where policies and the watchdog get their time from.
-pub trait Clock: std::fmt::Debug + Send + Sync {
-    /// Time since some fixed moment.
-    fn now(&self) -> Duration;
+/// Where policies and the watchdog get their time from: the system's clock, which never goes back, or one that
+/// stands still until a test tells it to go on. Clones show the same time.
+#[derive(Debug, Clone)]
+pub struct Clock(Arc<Kind>);
 
-    /// Blocks until `deadline`, or until `wakeup` was woken more than `seen` times.
-    fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64);
-}
-
-/// The system's clock, which never goes back.
 #[derive(Debug)]
-pub struct SystemClock(Instant);
-
-impl Default for SystemClock {
-    fn default() -> SystemClock {
-        SystemClock(Instant::now())
-    }
+enum Kind {
+    System(Instant),
+    Manual {
+        state: Mutex<Manual>,
+        arrived: Condvar,
+    },
 }
-
-impl Clock for SystemClock {
-    fn now(&self) -> Duration {
-        self.0.elapsed()
-    }
-
-    fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64) {
-        if process::is_forked_child() {
-            // Nobody is there who could wake it.
-            return;
-        }
-        let mut count = wakeup.lock();
-        while *count == seen {
-            let left = deadline.saturating_sub(self.now());
-            if left.is_zero() {
-                return;
-            }
-            count = count.wait_timeout(&wakeup.condition, left);
-        }
-    }
-}
-
-/// A clock that stands still until it is told to go on. Clones show the same time.
-///
-/// ```
-/// use cualloc::resource::{Clock, ManualClock};
-/// use std::time::Duration;
-/// let clock = ManualClock::default();
-/// clock.advance(Duration::from_secs(3600));
-/// assert_eq!(clock.now(), Duration::from_secs(3600));
-/// ```
-#[derive(Debug, Clone, Default)]
-pub struct ManualClock(Arc<Manual>);
 
 #[derive(Debug, Default)]
 struct Manual {
-    state: Mutex<ManualState>,
-    arrived: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct ManualState {
     now: Duration,
     sleepers: Vec<(Duration, Weak<Wakeup>)>,
     /// Waits so far.
     waits: u64,
 }
 
-impl ManualClock {
-    fn state(&self) -> Locked<'_, ManualState> {
-        process::lock(&self.0.state)
+impl Default for Clock {
+    fn default() -> Clock {
+        Clock(Arc::new(Kind::System(Instant::now())))
+    }
+}
+
+impl Clock {
+    /// A clock that stands still.
+    pub fn manual() -> Clock {
+        Clock(Arc::new(Kind::Manual {
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+        }))
     }
 
-    /// Goes on, and wakes whoever waits for a time that has come.
+    fn state(&self) -> Option<(Locked<'_, Manual>, &Condvar)> {
+        match &*self.0 {
+            Kind::System(_) => None,
+            Kind::Manual { state, arrived } => Some((process::lock(state), arrived)),
+        }
+    }
+
+    /// Time since some fixed moment.
+    pub fn now(&self) -> Duration {
+        match &*self.0 {
+            Kind::System(start) => start.elapsed(),
+            Kind::Manual { state, .. } => process::lock(state).now,
+        }
+    }
+
+    /// Lets a manual clock go on, and wakes whoever waits for a time that has come.
     pub fn advance(&self, by: Duration) {
-        let due: Vec<_> = {
-            let mut state = self.state();
-            state.now += by;
-            let now = state.now;
-            let mut due = Vec::new();
-            state.sleepers.retain(|(deadline, sleeper)| {
-                if *deadline <= now {
-                    due.push(sleeper.clone());
-                }
-                *deadline > now && sleeper.strong_count() > 0
-            });
-            due
+        let Some((mut state, _)) = self.state() else {
+            return;
         };
+        state.now += by;
+        let now = state.now;
+        let mut due = Vec::new();
+        state.sleepers.retain(|(deadline, sleeper)| {
+            if *deadline <= now {
+                due.push(sleeper.clone());
+            }
+            *deadline > now && sleeper.strong_count() > 0
+        });
+        drop(state);
         for sleeper in due.iter().filter_map(Weak::upgrade) {
             sleeper.wake();
         }
     }
 
-    /// How often somebody has begun to wait.
+    /// How often somebody has begun to wait by a manual clock.
     pub fn waits(&self) -> u64 {
-        self.state().waits
+        self.state().map_or(0, |(state, _)| state.waits)
     }
 
-    /// Blocks until somebody has begun to wait more than `seen` times: for tests that then advance.
+    /// Blocks until somebody has begun to wait more than `seen` times by a manual clock.
     pub fn await_waiter(&self, seen: u64) {
         if process::is_forked_child() {
             return;
         }
-        let mut state = self.state();
-        while state.waits <= seen {
-            state = state.wait(&self.0.arrived);
+        if let Some((mut state, arrived)) = self.state() {
+            while state.waits <= seen {
+                state = state.wait(arrived);
+            }
         }
     }
-}
 
-impl Clock for ManualClock {
-    fn now(&self) -> Duration {
-        self.state().now
-    }
-
-    fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64) {
+    /// Blocks until `deadline`, or until `wakeup` was woken more than `seen` times.
+    pub(super) fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64) {
         if process::is_forked_child() {
+            // Nobody is there who could wake it.
             return;
         }
-        {
-            let mut state = self.state();
-            state.waits += 1;
-            self.0.arrived.notify_all();
-            if deadline <= state.now {
-                return;
+        let is_manual = match self.state() {
+            None => false,
+            Some((mut state, arrived)) => {
+                state.waits += 1;
+                arrived.notify_all();
+                if deadline <= state.now {
+                    return;
+                }
+                state.sleepers.push((deadline, Arc::downgrade(wakeup)));
+                true
             }
-            state.sleepers.push((deadline, Arc::downgrade(wakeup)));
-        }
+        };
         let mut count = wakeup.lock();
         while *count == seen {
-            count = count.wait(&wakeup.condition);
+            if is_manual {
+                count = count.wait(&wakeup.condition);
+                continue;
+            }
+            let left = deadline.saturating_sub(self.now());
+            if left.is_zero() {
+                return;
+            }
+            count = count.wait_timeout(&wakeup.condition, left);
         }
     }
 }

@@ -27,6 +27,7 @@ const ALIGNMENT: usize = 256;
 /// Work on streams of further contexts is not waited for: uses there must be complete before.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{CudaMemory, MemoryResource};
 /// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;

@@ -1,17 +1,18 @@
 //! The logging adaptor and its sinks.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use std::{fmt, io};
 
 use crate::allocator::Request;
 use crate::driver::{Stream, process};
 use crate::locks::held::Locked;
 
 use super::block::RawBlock;
-use super::clock::{Clock, SystemClock};
+use super::clock::Clock;
 use super::traits::MemoryResource;
 use crate::block::Tag;
 use crate::error::{Error, Refused};
@@ -60,6 +61,31 @@ pub struct LogRecord {
 }
 
 impl LogRecord {
+    /// The columns of [`to_csv`](Self::to_csv): those of RMM's logs, and further ones behind them.
+    pub const CSV_HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream,Device,Tag,Error";
+
+    /// The record as a line of comma-separated values, without its end.
+    pub fn to_csv(&self) -> String {
+        let action = match (self.action, self.error) {
+            (LogAction::Allocate, None) => "allocate",
+            (LogAction::Allocate, Some(_)) => "allocate failure",
+            (LogAction::Deallocate, None) => "free",
+            (LogAction::Deallocate, Some(_)) => "free failure",
+            (LogAction::Reap, _) => "reap",
+        };
+        format!(
+            "{},{:.6},{action},{:#x},{},{},{},{},{}",
+            self.thread,
+            self.time.as_secs_f64(),
+            self.ptr,
+            self.bytes,
+            self.stream,
+            self.device,
+            quoted(self.tag.as_str()),
+            self.error.unwrap_or_default(),
+        )
+    }
+
     /// The error's text, at most 256 bytes of it.
     pub fn message(&self) -> &str {
         &self.message
@@ -89,6 +115,15 @@ impl fmt::Debug for LogRecord {
     }
 }
 
+/// A field of comma-separated values, in quotation marks where it needs them.
+fn quoted(field: &str) -> Cow<'_, str> {
+    if field.contains([',', '"', '\n', '\r']) {
+        Cow::Owned(format!("\"{}\"", field.replace('"', "\"\"")))
+    } else {
+        Cow::Borrowed(field)
+    }
+}
+
 /// The text of an error, cut at a character's border.
 fn message(mut text: String) -> String {
     let mut end = text.len().min(MESSAGE);
@@ -99,14 +134,11 @@ fn message(mut text: String) -> String {
     text
 }
 
-/// A sink could not take a record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the sink did not take the record")]
-pub struct SinkError;
-
-/// Where records go. Called by many threads, without a lock of the adaptor's.
+/// Where records go. Called by many threads, without a lock of the adaptor's. A closure is one, and so is `()`,
+/// which takes nothing and costs nothing: no record is made, no memory allocated.
 pub trait LogSink: Send + Sync {
     /// Whether records are wanted at all: if not, none is made.
+    #[doc(hidden)]
     fn is_enabled(&self) -> bool {
         true
     }
@@ -114,8 +146,8 @@ pub trait LogSink: Send + Sync {
     /// Takes a record.
     ///
     /// # Errors
-    /// [`SinkError`]: the adaptor counts it as dropped, and its caller does not notice.
-    fn write(&self, record: &LogRecord) -> Result<(), SinkError>;
+    /// Any: the adaptor counts the record as dropped, and its caller does not notice.
+    fn log(&self, record: &LogRecord) -> io::Result<()>;
 }
 
 impl<S: LogSink + ?Sized> LogSink for Arc<S> {
@@ -123,22 +155,24 @@ impl<S: LogSink + ?Sized> LogSink for Arc<S> {
         (**self).is_enabled()
     }
 
-    fn write(&self, record: &LogRecord) -> Result<(), SinkError> {
-        (**self).write(record)
+    fn log(&self, record: &LogRecord) -> io::Result<()> {
+        (**self).log(record)
     }
 }
 
-/// Takes nothing, and costs nothing: no record is made, no memory allocated.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct NullSink;
+impl<F: Fn(&LogRecord) -> io::Result<()> + Send + Sync> LogSink for F {
+    fn log(&self, record: &LogRecord) -> io::Result<()> {
+        self(record)
+    }
+}
 
-impl LogSink for NullSink {
+impl LogSink for () {
     #[inline]
     fn is_enabled(&self) -> bool {
         false
     }
 
-    fn write(&self, _record: &LogRecord) -> Result<(), SinkError> {
+    fn log(&self, _record: &LogRecord) -> io::Result<()> {
         Ok(())
     }
 }
@@ -146,8 +180,9 @@ impl LogSink for NullSink {
 /// Keeps the newest records in memory; older ones are dropped and counted.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{Logging, MemoryResource, RingSink};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
@@ -216,7 +251,7 @@ impl RingSink {
 }
 
 impl LogSink for RingSink {
-    fn write(&self, record: &LogRecord) -> Result<(), SinkError> {
+    fn log(&self, record: &LogRecord) -> io::Result<()> {
         let mut records = self.records();
         if records.len() == self.capacity {
             records.pop_front();
@@ -245,24 +280,26 @@ fn next_order() -> u64 {
 pub struct Logging<R, S> {
     inner: R,
     sink: S,
-    clock: Arc<dyn Clock>,
+    clock: Clock,
     dropped: AtomicU64,
 }
 
 impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     /// Over another resource.
     pub fn new(inner: R, sink: S) -> Self {
-        Self::with_clock(inner, sink, Arc::new(SystemClock::default()))
-    }
-
-    /// With a clock for the records' times.
-    pub fn with_clock(inner: R, sink: S, clock: Arc<dyn Clock>) -> Self {
         Logging {
             inner,
             sink,
-            clock,
+            clock: Clock::default(),
             dropped: AtomicU64::new(0),
         }
+    }
+
+    /// With a clock for the records' times.
+    #[doc(hidden)]
+    pub fn with_clock(mut self, clock: &Clock) -> Self {
+        self.clock = clock.clone();
+        self
     }
 
     /// Records that the sink did not take.
@@ -278,6 +315,11 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     /// The resource below.
     pub fn get_ref(&self) -> &R {
         &self.inner
+    }
+
+    /// Gives up the adaptor.
+    pub fn into_inner(self) -> R {
+        self.inner
     }
 
     fn record(&self, action: LogAction, error: Option<&Error>) -> LogRecord {
@@ -326,7 +368,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 
     fn write(&self, record: &LogRecord) {
-        if self.sink.write(record).is_err() {
+        if self.sink.log(record).is_err() {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }

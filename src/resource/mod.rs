@@ -6,20 +6,21 @@
 //! |---|---|---|---|
 //! | [`Allocator`](crate::Allocator) | from its cache | into its cache, no driver call on one stream | `record_use`: reuse waits |
 //! | [`AccessOrdered`] over another | that one's, with a ready point | its stream waits for all uses | reads and writes are put in order |
-//! | [`DevicePool`] | from its allocator | into its cache | as there |
+//! | [`TypedPool`], [`ThresholdPool`] | from their allocator | into its cache | as there |
 //! | [`WorkspacePool`] | a slab of its size class | kept for the stream | `record_use`: reuse waits |
-//! | [`NativePool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
+//! | [`DriverPool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
 //! | [`CudaMemory`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
 //!
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
 //! [`Relief`], [`Logging`], [`Statistics`], [`Tracking`], [`FailureCallback`], [`Sanitizer`]. A
-//! [`DeviceRuntime`] is a stack with its streams, one per device where wanted; a [`Manager`] gives typed
-//! slices out of it under a budget of its own; a [`LaunchRecorder`] says what a launch reads and
-//! writes.
+//! [`DeviceRuntime`] is a stack with its streams, one per device where wanted ([`PerDevice`]); a [`Manager`] bounds
+//! what is live of it; a [`Launch`] says what a launch reads and writes. A guard over memory is spelled
+//! `Relief<Budget<R>>`: hooks, a policy and a reserve over a bound.
 //!
-//! [`DevicePool`]: crate::pool::DevicePool
+//! [`ThresholdPool`]: crate::pool::ThresholdPool
+//! [`TypedPool`]: crate::pool::TypedPool
 //! [`WorkspacePool`]: crate::pool::WorkspacePool
-//! [`NativePool`]: crate::pool::NativePool
+//! [`DriverPool`]: crate::pool::DriverPool
 //!
 //! No adaptor takes a lock where it only passes through, and no driver call, hook, listener or
 //! callback runs under a lock.
@@ -30,14 +31,15 @@ mod caching;
 mod callback;
 mod clock;
 mod cuda_memory;
+mod dropped;
 mod foreign;
+mod launch;
 mod logging;
 mod manager;
 mod meter;
+mod monitor;
 mod ordered;
-mod owned;
 mod per_device;
-mod recorder;
 mod relief;
 mod runtime;
 mod sanitizer;
@@ -56,15 +58,16 @@ pub use crate::block::BlockState;
 pub use block::{Access, RawBlock};
 pub use budget::Budget;
 pub use callback::FailureCallback;
-pub use clock::{Clock, ManualClock, SystemClock, Wakeup};
+#[doc(hidden)]
+pub use clock::Clock;
 pub use cuda_memory::CudaMemory;
-pub use logging::{LogAction, LogRecord, LogSink, Logging, NullSink, RingSink, SinkError};
-pub use manager::{Manager, Slice};
+pub use launch::{Launch, LaunchBuffer};
+pub use logging::{LogAction, LogRecord, LogSink, Logging, RingSink};
+pub use manager::Manager;
 pub use meter::Pressure;
+pub use monitor::PressureMonitor;
 pub use ordered::AccessOrdered;
-pub use owned::OwnedBlock;
 pub use per_device::PerDevice;
-pub use recorder::{Buffer, LaunchRecorder, RecordMode, Recordable};
 pub use relief::{OomPolicy, Relief};
 pub use runtime::DeviceRuntime;
 pub use sanitizer::Sanitizer;
@@ -75,7 +78,7 @@ pub use traits::{MemoryResource, Source, UseTracking};
 pub use usage::Usage;
 pub use watchdog::Watchdog;
 
-pub(crate) use caching::{adopt, identity_of, is_retired};
-pub(crate) use owned::give_back;
-pub(crate) use table::Table;
+pub(crate) use caching::{identity_of, is_retired, named};
+pub(crate) use dropped::give_back;
+pub(crate) use table::next_source;
 pub(crate) use traits::allocator_under;

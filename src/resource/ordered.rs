@@ -8,8 +8,8 @@ use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
 use crate::locks::held::{Locked, locked};
 
 use super::block::{Access, RawBlock};
+use super::dropped::{give_back, log_rarely};
 use super::meter::Charge;
-use super::owned::{give_back, log_rarely};
 use super::stranded::Stranded;
 use super::traits::{MemoryResource, UseTracking};
 use super::usage::{Tally, Usage};
@@ -37,6 +37,7 @@ const BATCH: usize = 256;
 /// is pending on it then is known by events and needs the stream no more.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{Access, AccessOrdered, MemoryResource};
 /// # use cualloc::{driver::{Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
@@ -429,9 +430,11 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     /// As the resource below says, but for live and pending blocks, which are those of this one.
     fn usage(&self) -> Result<Usage, Error> {
         let mut usage = self.inner.usage()?;
+        // Both of one instant: what is not live any more is pending.
+        let metadata = self.metadata();
         usage.requested = self.live.counter();
         usage.blocks = self.count.counter();
-        usage.pending = self.metadata().pending.values().map(Queue::bytes).sum();
+        usage.pending = metadata.pending.values().map(Queue::bytes).sum();
         Ok(usage)
     }
 

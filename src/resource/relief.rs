@@ -9,9 +9,9 @@ use crate::allocator::{Hooks, ReliefHook, Request};
 use crate::driver::{Stream, process};
 
 use super::block::RawBlock;
-use super::clock::{Clock, SystemClock, Wakeup};
+use super::clock::{Clock, Wakeup};
+use super::dropped::give_back;
 use super::foreign::guarded;
-use super::owned::give_back;
 use super::traits::MemoryResource;
 use super::usage::Usage;
 use crate::block::Tag;
@@ -46,23 +46,24 @@ type Checkpoint = dyn Fn(&Error) + Send + Sync;
 /// checkpoint callback run without a lock and may use the resource.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{Budget, MemoryResource, Relief, ReliefHook};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # use std::sync::{Arc, Mutex};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
-/// use cualloc::resource::OwnedBlock;
+/// use cualloc::DeviceBuffer;
 /// let relief = Arc::new(Relief::new(Budget::new(allocator, Some(1000))));
-/// let cached = OwnedBlock::allocate(relief.clone(), 800, &stream, "cache".into())?;
+/// let cached = DeviceBuffer::<u8>::zeroed(&relief, 800, &stream)?;
 /// let cache = Mutex::new(Some(cached));
 /// relief.add_relief_hook(ReliefHook::new("cache", move |_missing| {
-///     cache.lock().ok().and_then(|mut cache| cache.take()).map_or(0, |block| block.size())
+///     cache.lock().ok().and_then(|mut cache| cache.take()).map_or(0, |buffer| buffer.byte_len() as u64)
 /// }));
 /// let block = relief.allocate_block(&Request::new(500).tag("work"), &stream)?;
-/// assert_eq!(relief.recoveries(), 1);
+/// assert_eq!(relief.usage()?.recoveries, 1);
 /// # relief.deallocate_block(block)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -72,7 +73,7 @@ pub struct Relief<R: MemoryResource> {
     policy: RwLock<OomPolicy>,
     checkpoint: RwLock<Option<Arc<Checkpoint>>>,
     recoveries: AtomicU64,
-    clock: Arc<dyn Clock>,
+    clock: Clock,
     reserve: Mutex<Option<RawBlock>>,
 }
 
@@ -85,7 +86,7 @@ impl<R: MemoryResource> Relief<R> {
             policy: RwLock::default(),
             checkpoint: RwLock::default(),
             recoveries: AtomicU64::new(0),
-            clock: Arc::new(SystemClock::default()),
+            clock: Clock::default(),
             reserve: Mutex::default(),
         }
     }
@@ -97,8 +98,9 @@ impl<R: MemoryResource> Relief<R> {
     }
 
     /// With a clock that [`OomPolicy::Wait`] goes by instead of the system's.
-    pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Relief<R> {
-        self.clock = clock;
+    #[doc(hidden)]
+    pub fn with_clock(mut self, clock: &Clock) -> Relief<R> {
+        self.clock = clock.clone();
         self
     }
 
@@ -252,7 +254,7 @@ impl<R: MemoryResource> Relief<R> {
     fn wait(&self, bytes: u64, timeout: Duration) -> Result<(), Error> {
         let has_room = || self.inner.headroom().is_none_or(|room| bytes <= room);
         let device_short = has_room();
-        let wakeup = Wakeup::new();
+        let wakeup = Arc::<Wakeup>::default();
         let end = self.clock.now().saturating_add(timeout);
         while self.clock.now() < end {
             let next = self.clock.now().saturating_add(POLL).min(end);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use crate::allocator::{Allocator, Config};
+use crate::allocator::{Allocator, Config, Limit};
 use crate::driver::{Context, Driver};
 use crate::error::Error;
 
@@ -109,8 +109,10 @@ impl fmt::Debug for DeviceRuntime {
 const STREAM_BUDGET: &str = "CUALLOC_STREAM_BUDGET";
 
 fn stream_budget(setting: Option<&str>) -> u64 {
-    let bytes = setting.and_then(|text| text.trim().parse().ok());
-    bytes.filter(|bytes| *bytes > 0).unwrap_or(256 << 20)
+    match setting.map(|text| text.trim().parse()) {
+        Some(Ok(Limit::Bytes(bytes))) => bytes,
+        _ => 256 << 20,
+    }
 }
 
 #[cfg(test)]
@@ -122,7 +124,8 @@ mod tests {
     fn s5_36_stream_budget_ignores_what_is_no_size() {
         assert_eq!(stream_budget(None), 256 << 20);
         assert_eq!(stream_budget(Some("4096")), 4096);
-        for ignored in ["", "0", "-1", "1.5", "lots", "99999999999999999999"] {
+        assert_eq!(stream_budget(Some("64MiB")), 64 << 20);
+        for ignored in ["", "0", "-1", "1.5", "50%", "lots", "99999999999999999999"] {
             assert_eq!(stream_budget(Some(ignored)), 256 << 20, "{ignored}");
         }
     }

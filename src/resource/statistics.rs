@@ -13,8 +13,9 @@ use crate::error::{Error, Refused};
 /// Counts what goes through it. No lock.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{MemoryResource, Statistics};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;

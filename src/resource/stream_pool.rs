@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use crate::driver::{Context, Stream, process};
 use crate::locks::held::Locked;
 
-use crate::error::{Error, StreamMisuse};
+use crate::error::Error;
 
 /// Streams of one context that are made once and kept: at most as many as its capacity. Numbers
 /// count up from 1 and are never used again; 0 is the default stream. Cheap to clone.
@@ -18,8 +18,8 @@ use crate::error::{Error, StreamMisuse};
 /// # let context = driver.context(0)?;
 /// let pool = StreamPool::new(&context);
 /// let (id, stream) = pool.acquire()?;
-/// assert_eq!(pool.resolve(id).map(|s| s.raw()), Some(stream.raw()));
-/// assert!(pool.resolve(99).is_none());
+/// assert_eq!(pool.get(id).map(|s| s.raw()), Some(stream.raw()));
+/// assert!(pool.get(99).is_none());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -103,21 +103,12 @@ impl StreamPool {
     }
 
     /// The stream of a number; none if the pool never gave it. 0 is the default stream.
-    pub fn resolve(&self, id: u64) -> Option<Stream> {
+    pub fn get(&self, id: u64) -> Option<Stream> {
         if id == 0 {
             return Some(Stream::legacy(&self.0.context));
         }
         let state = self.lock();
         let found = state.streams.iter().find(|(known, _)| *known == id);
         found.map(|(_, stream)| stream.clone())
-    }
-
-    /// [`resolve`](Self::resolve), with an error for a number that the pool never gave.
-    ///
-    /// # Errors
-    /// [`StreamMisuse::Unknown`].
-    pub fn get(&self, id: u64) -> Result<Stream, Error> {
-        self.resolve(id)
-            .ok_or_else(|| StreamMisuse::Unknown { stream: id }.into())
     }
 }

@@ -31,8 +31,9 @@ pub struct LiveBlock {
 /// finds no entry of it; a failed deallocation puts the entry back.
 ///
 /// ```
+/// # use cualloc::Request;
 /// use cualloc::resource::{MemoryResource, Tracking};
-/// # use cualloc::{driver::sim::{SimConfig, Simulator}, Allocator, Config};
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// # let driver = sim.driver()?;
 /// # let context = driver.context(0)?;
@@ -101,6 +102,11 @@ impl<R: MemoryResource> Tracking<R> {
     /// The resource below.
     pub fn get_ref(&self) -> &R {
         &self.inner
+    }
+
+    /// Gives up the adaptor.
+    pub fn into_inner(self) -> R {
+        self.inner
     }
 }
 

@@ -47,21 +47,22 @@ pub enum UseTracking {
 /// allocator.deallocate_block(block)?;
 ///
 /// // And so are the pools: a program can swap one for another and compare.
-/// use cualloc::pool::{NativeConfig, NativePool};
+/// use cualloc::pool::{DriverPool, DriverPoolConfig};
 /// use cualloc::Error;
-/// use cualloc::resource::OwnedBlock;
+/// use cualloc::DeviceBuffer;
+/// use std::sync::Arc;
 /// # use cualloc::driver::Stream;
-/// fn work(source: &dyn MemoryResource, stream: &Stream) -> Result<u64, Error> {
-///     drop(OwnedBlock::allocate(source, &Request::new(1 << 20), stream)?);
+/// fn work(source: Arc<dyn MemoryResource>, stream: &Stream) -> Result<u64, Error> {
+///     drop(DeviceBuffer::<u8>::uninit(&source, 1 << 20, stream)?);
 ///     Ok(source.usage()?.used.peak)
 /// }
-/// let native = NativePool::with_context(&context, NativeConfig::default())?;
-/// assert_eq!(work(&allocator, &stream)?, work(&native, &stream)?);
+/// let native = DriverPool::new(&context, DriverPoolConfig::new())?;
+/// assert_eq!(work(Arc::new(allocator), &stream)?, work(Arc::new(native), &stream)?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # Safety
-/// Safe code rests on what a resource says: buffers and columns write to its blocks and give them back. An
+/// Safe code rests on what a resource says: buffers and tensors write to its blocks and give them back. An
 /// implementation hands out memory of the bytes asked for or more, in the order of the stream it was asked for, to
 /// one owner at a time, under an identity that is never used again. What was said to be used by
 /// [`record_use`](Self::record_use), [`record_stream`](Self::record_stream) or [`finish_use`](Self::finish_use)

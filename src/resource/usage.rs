@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator::{Counter, Stats};
-use crate::driver::MemInfo;
+use crate::driver::{MemInfo, process};
 
 /// What a resource holds and hands out, as every source, pool and adaptor answers it. Bytes, unless a field
 /// says otherwise; zero or none is what the resource does not count.
@@ -129,8 +129,11 @@ impl Tally {
         self.current.load(Ordering::Acquire)
     }
 
-    /// Both figures. No observer sees a peak below what is there.
+    /// Both figures, of which a forked child has none. No observer sees a peak below what is there.
     pub(crate) fn counter(&self) -> Counter {
+        if process::is_forked_child() {
+            return Counter::default();
+        }
         let peak = self.peak.load(Ordering::Acquire);
         let current = self.current();
         Counter {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::driver::process;
 use crate::locks::held::Locked;
 
-use super::clock::{Clock, SystemClock, Wakeup};
+use super::clock::{Clock, Wakeup};
 use super::foreign::guarded;
 
 /// Looks at the device's free bytes at an interval, and pauses whoever asks while they are below a
@@ -38,7 +38,7 @@ struct Shared {
     threshold: u64,
     /// Time between two looks.
     interval: Duration,
-    clock: Arc<dyn Clock>,
+    clock: Clock,
     state: Mutex<State>,
     /// Wakes the thread.
     thread: Arc<Wakeup>,
@@ -94,8 +94,8 @@ impl Shared {
 
 impl Watchdog {
     /// Starts the thread, which pauses while there are fewer than `threshold` free bytes and looks once in
-    /// an `interval`. `probe` says how many bytes are free, or none if that is not known; see
-    /// [`free_bytes_of`](Self::free_bytes_of) for the device's.
+    /// an `interval`. `probe` says how many bytes are free, or none if that is not known; the
+    /// device's are those of [`Context::mem_info`](crate::driver::Context::mem_info).
     ///
     /// # Errors
     /// The system's, if it gives no thread.
@@ -104,16 +104,16 @@ impl Watchdog {
         interval: Duration,
         probe: impl Fn() -> Option<u64> + Send + 'static,
     ) -> std::io::Result<Watchdog> {
-        let clock = Arc::new(SystemClock::default());
-        Watchdog::start_with_clock(clock, threshold, interval, probe)
+        Watchdog::start_with_clock(&Clock::default(), threshold, interval, probe)
     }
 
     /// [`start`](Self::start) by another clock than the system's.
     ///
     /// # Errors
     /// As [`start`](Self::start).
+    #[doc(hidden)]
     pub fn start_with_clock(
-        clock: Arc<dyn Clock>,
+        clock: &Clock,
         threshold: u64,
         interval: Duration,
         probe: impl Fn() -> Option<u64> + Send + 'static,
@@ -121,10 +121,10 @@ impl Watchdog {
         let shared = Arc::new(Shared {
             threshold,
             interval,
-            clock,
+            clock: clock.clone(),
             state: Mutex::default(),
-            thread: Wakeup::new(),
-            waiters: Wakeup::new(),
+            thread: Arc::default(),
+            waiters: Arc::default(),
         });
         let inside = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
@@ -134,14 +134,6 @@ impl Watchdog {
             shared,
             thread: Mutex::new(Some(thread)),
         })
-    }
-
-    /// A probe that asks the driver for a context's device.
-    pub fn free_bytes_of(
-        context: &crate::driver::Context,
-    ) -> impl Fn() -> Option<u64> + Send + use<> {
-        let context = context.clone();
-        move || Some(context.enter().ok()?.mem_info().ok()?.free)
     }
 
     /// Whether the last look found too little.

@@ -135,7 +135,11 @@ impl State {
             } => {
                 self.count_mismatches(queue, op, (*address, *words, *seed), *bad);
             }
-            Work::Callback { function, data } => self.defer(*function, *data),
+            Work::Callback { function, data } => {
+                self.defer(*function, *data);
+                // The host is told that everything before it is complete.
+                self.observe(queue, op.seq - 1, &op.clock);
+            }
         }
         if self.history_entries > self.history_limit {
             self.prune_history();

@@ -1,5 +1,6 @@
 //! What a test does around calls of the driver, without the simulator's lock.
 
+use crate::driver::defaults;
 use crate::driver::sys::CUresult;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -81,7 +82,7 @@ pub(super) fn thread_id() -> u64 {
 pub(super) fn as_thread<T>(thread: u32, run: impl FnOnce() -> T) -> T {
     let number = 1 << 63 | u64::from(thread);
     let _restore = Restore(&PRETENDED, PRETENDED.replace(number));
-    run()
+    defaults::as_thread(thread, run)
 }
 
 /// Changes the hooks of a place.

@@ -1,6 +1,10 @@
 //! The trace file: reading, validity, and what follows from the rows alone.
 
+use std::fmt;
 use std::io::{self, BufRead, Read, Write};
+
+/// What some programs begin every file with.
+const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
 
 /// The longest line a trace may have; the longest valid one is far shorter. It keeps a file that is
 /// not a trace from being read into memory as one line.
@@ -34,6 +38,18 @@ pub struct Row {
     pub bytes: u64,
 }
 
+/// As the line of a trace, without its end.
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let op = match self.op {
+            Op::Allocate => 'a',
+            Op::Free => 'f',
+            Op::Complete => 'c',
+        };
+        write!(f, "{op},{},{},{}", self.id, self.bytes, self.stream)
+    }
+}
+
 /// One block of a trace, from its allocation to its release.
 #[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -63,7 +79,8 @@ impl Trace {
     /// The first line of every trace.
     pub const HEADER: &str = "op,id,bytes,stream";
 
-    /// Reads a trace as text; lines end in LF or CRLF, the last one may end with the file.
+    /// Reads a trace as text; lines end in LF or CRLF, the last one may end with the file. A byte order
+    /// mark is skipped.
     ///
     /// Compressed files are the caller's to decompress: any [`BufRead`] will do.
     ///
@@ -76,7 +93,9 @@ impl Trace {
             buffer: Vec::new(),
         };
         match parser.next_line()? {
-            Some(line) if line == Trace::HEADER.as_bytes() => {}
+            Some(line)
+                if line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line)
+                    == Trace::HEADER.as_bytes() => {}
             found => {
                 let found = String::from_utf8_lossy(found.unwrap_or_default()).into_owned();
                 return Err(TraceError::Header { line: 1, found });
@@ -135,12 +154,7 @@ impl Trace {
     pub fn write(&self, mut writer: impl Write) -> io::Result<()> {
         writeln!(writer, "{}", Trace::HEADER)?;
         for row in &self.rows {
-            let op = match row.op {
-                Op::Allocate => 'a',
-                Op::Free => 'f',
-                Op::Complete => 'c',
-            };
-            writeln!(writer, "{op},{},{},{}", row.id, row.bytes, row.stream)?;
+            writeln!(writer, "{row}")?;
         }
         writer.flush()
     }
@@ -392,7 +406,7 @@ pub enum TraceError {
         line: u64,
     },
     /// A field is not an unsigned decimal integer of at most 64 bits.
-    #[error("line {line}: `{field}` is not an integer of 64 bits: `{found}`")]
+    #[error("line {line}: `{field}` must be a whole number from 0 to {max}, not `{found}`", max = u64::MAX)]
     NotANumber {
         /// The line of the file, counted from 1; the header is line 1.
         line: u64,

@@ -34,6 +34,7 @@ const PROGRESS_ROWS: usize = 4096;
 pub struct Replay<'a> {
     pub(super) trace: &'a Trace,
     pub(super) repeat: usize,
+    keep_all: bool,
     parts: usize,
     pub(super) config: Config,
     verify: bool,
@@ -48,6 +49,7 @@ impl<'a> Replay<'a> {
         Replay {
             trace,
             repeat: 1,
+            keep_all: true,
             parts: 1,
             config: Config::default(),
             verify: false,
@@ -60,6 +62,13 @@ impl<'a> Replay<'a> {
     /// How often, one pass after another on one allocator; nothing waits for the device between them.
     pub fn repeat(mut self, times: usize) -> Self {
         self.repeat = times;
+        self
+    }
+
+    /// Whether the report has every pass, as it has if nothing is said, or the first and the last one alone: then its
+    /// size does not grow with their number.
+    pub fn keep_all(mut self, on: bool) -> Self {
+        self.keep_all = on;
         self
     }
 
@@ -158,7 +167,7 @@ impl<'a> Replay<'a> {
             }
         };
         drop(run);
-        report.check = report.check.or(allocator.check().err());
+        report.check = allocator.check().err();
         report.close = allocator.close().err();
         report.leaked_bytes = allocator.stats().all.reserved.current;
         if let (Some(before), Some(after)) = (held_before, stage.memory_in_use()) {
@@ -205,12 +214,13 @@ pub struct ReplayReport {
     pub limit: Option<u64>,
     /// The most bytes of memory that the allocator held during the first pass, or until that failed.
     pub reserved_peak: u64,
-    /// The passes that completed.
+    most: u64,
+    /// The passes that completed; the first and the last of them without [`Replay::keep_all`].
     pub passes: Vec<Pass>,
     /// Where the next pass failed: which one, and at which row, both counted from 1; the header is not a row.
     /// Blocks that live to the end are freed at the last one.
     pub failed: Option<(usize, usize)>,
-    /// What failed there; `None` also if that is [`check`](Self::check).
+    /// What failed there.
     pub error: Option<Error>,
     /// How the free memory lay in the first pass at the row with the most live bytes; `None` if it was not reached.
     pub at_peak: Option<Fragmentation>,
@@ -242,20 +252,7 @@ impl ReplayReport {
 
     /// The largest peak of held memory over all passes, in bytes.
     pub fn reserved_peak_max(&self) -> u64 {
-        let peaks = self.passes.iter().map(|pass| pass.reserved_peak);
-        peaks.fold(self.reserved_peak, u64::max)
-    }
-}
-
-/// Why a row was the last one of a pass.
-enum Stop {
-    Error(Error),
-    Check(Error),
-}
-
-impl<E: Into<Error>> From<E> for Stop {
-    fn from(error: E) -> Stop {
-        Stop::Error(error.into())
+        self.most
     }
 }
 
@@ -297,7 +294,8 @@ impl Run<'_, '_> {
             policy: self.allocator.policy(),
             limit: self.allocator.limit(),
             reserved_peak: 0,
-            passes: Vec::with_capacity(repeat),
+            most: 0,
+            passes: Vec::new(),
             failed: None,
             error: None,
             at_peak: None,
@@ -319,18 +317,20 @@ impl Run<'_, '_> {
             if index == 0 {
                 report.at_peak = self.at_peak.take();
                 report.reserved_peak = self.allocator.stats().all.reserved.peak;
+                report.most = report.reserved_peak;
             }
             match outcome {
                 Ok(wall) => {
                     let pass = self.pass(self.steps.len(), wall, &before, work);
+                    report.most = report.most.max(pass.reserved_peak);
+                    if !self.options.keep_all {
+                        report.passes.truncate(1);
+                    }
                     report.passes.push(Pass { parts, ..pass });
                 }
-                Err((row, stop)) => {
+                Err((row, error)) => {
                     report.failed = Some((index + 1, row + 1));
-                    match stop {
-                        Stop::Error(error) => report.error = Some(error),
-                        Stop::Check(error) => report.check = Some(error),
-                    }
+                    report.error = Some(error);
                     self.slots.fill_with(|| None);
                     break;
                 }
@@ -366,7 +366,7 @@ impl Run<'_, '_> {
         &mut self,
         work: &mut impl Work,
         parts: &mut Vec<Pass>,
-    ) -> Result<Duration, (usize, Stop)> {
+    ) -> Result<Duration, (usize, Error)> {
         let mut total = Duration::ZERO;
         let (rows, count) = (self.steps.len(), self.options.parts.max(1));
         let check_every = self.options.check_every;
@@ -390,7 +390,7 @@ impl Run<'_, '_> {
                 done = next;
                 if check_every.is_some_and(|every| done.is_multiple_of(every)) {
                     let checked = self.allocator.check();
-                    checked.map_err(|error| (done - 1, Stop::Check(error)))?;
+                    checked.map_err(|error| (done - 1, error))?;
                 }
                 (self.options.progress)(self.rows_done);
             }
@@ -404,7 +404,7 @@ impl Run<'_, '_> {
                     .map_err(|error| (self.steps.len() - 1, error.into()))?;
                 block
                     .free()
-                    .map_err(|failed| (self.steps.len() - 1, failed.error.into()))?;
+                    .map_err(|failed| (self.steps.len() - 1, failed.error))?;
             }
         }
         Ok(total + start.elapsed())
@@ -416,7 +416,7 @@ impl Run<'_, '_> {
         from: usize,
         to: usize,
         work: &mut impl Work,
-    ) -> Result<Duration, (usize, Stop)> {
+    ) -> Result<Duration, (usize, Error)> {
         let start = Instant::now();
         let steps = &self.steps[from..to];
         rows(steps, &mut self.slots, &self.streams, self.allocator, work)
@@ -450,14 +450,14 @@ fn rows(
     streams: &[Stream],
     allocator: &Allocator,
     work: &mut impl Work,
-) -> Result<(), (usize, Stop)> {
+) -> Result<(), (usize, Error)> {
     for (row, step) in steps.iter().enumerate() {
         match step.action {
             Action::Allocate => {
                 let stream = &streams[usize::from(step.stream)];
                 let block = allocator
                     .allocate(step.bytes as usize, stream)
-                    .map_err(|error| (row, error.into()))?;
+                    .map_err(|error| (row, error))?;
                 work.allocated(step.use_of(&block, streams))
                     .map_err(|error| (row, error.into()))?;
                 slots[step.id] = Some(block);
@@ -466,7 +466,7 @@ fn rows(
                 if let Some(block) = slots[step.id].take() {
                     work.releasing(step.use_of(&block, streams))
                         .map_err(|error| (row, error.into()))?;
-                    block.free().map_err(|failed| (row, failed.error.into()))?;
+                    block.free().map_err(|failed| (row, failed.error))?;
                 }
             }
             Action::Pass => {}

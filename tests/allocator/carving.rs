@@ -139,7 +139,7 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
                 block.into_raw();
             }
             for address in blocks(&allocator).iter().filter(|b| {
-                b.state == BlockState::Allocated
+                b.state == BlockState::Live
                     && ![s1.ptr(), s2.ptr(), s3.ptr(), s4.ptr()].contains(&b.address)
             }) {
                 // SAFETY: given up by `into_raw` above, and not used.
@@ -306,7 +306,7 @@ fn s1_12_pending_neighbour_is_not_merged() {
             merge(&allocator);
             let pending = block_at(&allocator, first);
             assert_eq!(pending.size, 2 * unit as u64);
-            assert_eq!(pending.state, BlockState::PendingFree);
+            assert_eq!(pending.state, BlockState::Pending);
             assert!(pending.pending.contains(&other.id().unwrap()));
             // In the packed large arena pieces of different age stay apart until complete.
             let free = block_at(&allocator, second);
@@ -407,7 +407,7 @@ fn s1_14_block_metadata_is_readable() {
         assert_eq!(info.requested, 1000);
         assert_eq!(info.stream, Some(stream.id().unwrap()));
         assert_eq!(info.pending, [reader.id().unwrap()]);
-        assert_eq!(info.state, BlockState::Allocated);
+        assert_eq!(info.state, BlockState::Live);
         assert!(info.small && info.is_split);
         assert_eq!(allocator.block_of(neighbour.ptr() + 512), None);
         // A segment of its own has no neighbour.
@@ -598,7 +598,7 @@ fn s1_17_empty_cache_gives_back_what_is_free() {
         let expected = if rig.packed() { 2 + 2 } else { 20 + 2 };
         assert_eq!(stats.all.reserved.current, (expected * MIB) as u64);
         for segment in allocator.snapshot() {
-            let live = |b: &BlockInfo| b.state == BlockState::Allocated;
+            let live = |b: &BlockInfo| b.state == BlockState::Live;
             assert!(segment.blocks.iter().any(live), "{segment:?}");
         }
         if let Some(held) = rig.driver_held() {

@@ -53,7 +53,7 @@ fn walk(allocator: &Allocator) -> Walk {
             end += block.size;
             match block.state {
                 BlockState::Aliased => sum.aliased += block.size,
-                BlockState::Allocated => {
+                BlockState::Live => {
                     sum.allocated += block.size;
                     sum.requested += block.requested;
                     sum.blocks += 1;
@@ -510,9 +510,8 @@ fn s1_19_small_blocks_count_as_free_blocks_and_records() {
         let compare = |what: &str| {
             let (stats, segments) = allocator.stats_and_snapshot();
             let blocks = segments.iter().flat_map(|segment| &segment.blocks);
-            let live = blocks.clone().filter(|b| b.state == BlockState::Allocated);
-            let free =
-                blocks.filter(|b| matches!(b.state, BlockState::Free | BlockState::PendingFree));
+            let live = blocks.clone().filter(|b| b.state == BlockState::Live);
+            let free = blocks.filter(|b| matches!(b.state, BlockState::Free | BlockState::Pending));
             let sizes: Vec<u64> = free.map(|block| block.size).collect();
             assert_eq!(stats.free_blocks, sizes.len() as u64, "{what}");
             let largest = sizes.iter().max().copied();

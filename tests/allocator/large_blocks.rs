@@ -34,7 +34,7 @@ fn pairs_stay(allocator: &Allocator, stream: &Stream) -> bool {
 
 fn live_in_snapshot(allocator: &Allocator) -> (u64, u64) {
     let blocks = allocator.snapshot().into_iter().flat_map(|s| s.blocks);
-    let live = blocks.filter(|b| b.state == BlockState::Allocated);
+    let live = blocks.filter(|b| b.state == BlockState::Live);
     live.fold((0, 0), |(count, bytes), b| (count + 1, bytes + b.requested))
 }
 

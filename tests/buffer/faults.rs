@@ -19,7 +19,7 @@ fn program(rig: &Rig, alloc: &Allocator) -> Result<(), Box<dyn std::error::Error
     b.slice_mut(10..)?.copy_from(&a.slice(10..)?, &home)?;
     let host = PinnedBuffer::from_slice(context, &[8u32; 4])?;
     let up = b.slice_mut(..4)?.upload(host, &home)?;
-    let down = a.download(PinnedBuffer::zeroed(context, 2000)?, &other)?;
+    let down = a.download(PinnedBuffer::uninit(context, 2000)?, &other)?;
     a.free()?;
     let host = down.wait()?;
     assert_eq!((&host[..10], &host[10..]), (&[6; 10][..], &values[10..]));

@@ -7,10 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use cualloc::allocator::{BlockState, Request};
 use cualloc::driver::{Entered, Stream};
 use cualloc::error::InvalidArgument;
-use cualloc::pool::{NativeConfig, NativePool, WorkspacePool};
-use cualloc::resource::{
-    Access, AccessOrdered, Budget, CudaMemory, LaunchRecorder, MemoryResource, RecordMode,
-};
+use cualloc::pool::{DriverPool, DriverPoolConfig, WorkspacePool};
+use cualloc::resource::{Access, AccessOrdered, Budget, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::Mode;
 use cualloc::{Allocator, DeviceBuffer, Error};
 
@@ -24,7 +22,7 @@ fn resources(rig: &Rig, alloc: &Allocator) -> Vec<Arc<dyn MemoryResource>> {
         Arc::new(Budget::new(alloc.clone(), Some(1 << 30))),
         Arc::new(AccessOrdered::new(alloc.clone())),
         Arc::new(CudaMemory::new(context)),
-        Arc::new(NativePool::with_context(context, NativeConfig::default()).unwrap()),
+        Arc::new(DriverPool::new(context, DriverPoolConfig::new()).unwrap()),
         Arc::new(WorkspacePool::new(alloc)),
     ]
 }
@@ -117,7 +115,7 @@ fn launches_and_buffers_are_in_order() {
         let mut buffer = DeviceBuffer::<u8>::zeroed(&resource, 4096, &home).unwrap();
         for value in 1..4 {
             // The launch follows what the buffer did, and what the buffer does next follows the launch.
-            let mut launch = LaunchRecorder::new(&resource, &other, RecordMode::Strict);
+            let mut launch = Launch::strict(&resource, &other);
             launch.write(&buffer).unwrap();
             launch.preflight().unwrap();
             fill_on(&entered, buffer.as_device_ptr(), value, &other);
@@ -213,6 +211,32 @@ fn streams_that_use_memory_without_records_are_waited_for() {
         sim.complete_all();
         assert!(!sim.take_reports().is_empty());
         other.synchronize().unwrap();
+        drop(next);
+    });
+}
+
+/// R2
+#[test]
+fn a_recorded_stream_counts_until_memory_of_others_goes() {
+    Rig::each_simulated(|rig, sim, alloc| {
+        sim.set_mode(Mode::Manual);
+        let [home, other] = [(); 2].map(|()| alloc.create_stream().unwrap());
+        let entered = rig.contexts[0].enter().unwrap();
+        let block = alloc.allocate(4096, &home).unwrap();
+        let ptr = block.ptr();
+        // SAFETY: the block is live as long as it is the owner, and freed on its stream; bytes are elements.
+        let mut buffer: DeviceBuffer<u8> =
+            unsafe { DeviceBuffer::from_raw_parts(ptr, 4096, &home, block) }.unwrap();
+        buffer.record_stream(&other).unwrap();
+        // It is in order with what the stream was given so far, and the stream is not forgotten by that.
+        buffer.fill(1, &home).unwrap();
+        buffer.prepare_use(&other, Access::ReadWrite).unwrap();
+        fill_on(&entered, ptr, 2, &other);
+        drop(buffer);
+        let next = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
+        assert_eq!(next.as_device_ptr(), ptr);
+        sim.complete_all();
+        assert_eq!(sim.take_reports(), []);
         drop(next);
     });
 }

@@ -4,14 +4,13 @@ use std::sync::Arc;
 
 use crate::common::capturing::*;
 use crate::common::*;
-use cualloc::Policy;
-use cualloc::Request;
-use cualloc::allocator::Allocator;
+use cualloc::allocator::{Allocator, Config};
 use cualloc::driver::sys::CUresult;
 use cualloc::exchange::dlpack::DLManagedTensor;
 use cualloc::exchange::{DType, Peer, Tensor};
-use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, OwnedBlock};
+use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, Statistics};
 use cualloc::sim::{FailPlan, Mode};
+use cualloc::{DeviceBuffer, Policy, Request};
 
 fn live(allocator: &Allocator) -> u64 {
     allocator.stats().all.allocations.current
@@ -25,10 +24,9 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
             return;
         };
         for bytes in [1000, 3 * MIB] {
-            let allocator = rig.allocator();
+            // Every free asks the stream.
+            let allocator = rig.allocator_with(Config::new().capture_checks(true));
             let stream = rig.stream();
-            // Every free asks the stream from here on.
-            captured(rig, stream.raw(), || ());
             let resource = AccessOrdered::new(allocator.clone());
             let mut refused = 0;
             for first in 1..10 {
@@ -50,7 +48,7 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
     });
 }
 
-/// An owned block that is dropped while its stream captures goes when the capture has ended.
+/// A buffer that is dropped while its stream captures goes when the capture has ended.
 #[test]
 fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
     each(|rig| {
@@ -58,17 +56,9 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
             let allocator = rig.allocator();
             let (stream, other) = (rig.stream(), rig.stream());
             let resource = Arc::new(AccessOrdered::new(allocator.clone()));
-            let plain = OwnedBlock::allocate(
-                allocator.clone(),
-                &Request::new(bytes).tag("plain"),
-                &stream,
-            );
-            let ordered = OwnedBlock::allocate(
-                resource.clone(),
-                &Request::new(bytes).tag("ordered"),
-                &stream,
-            );
-            let (plain, ordered) = (plain.unwrap(), ordered.unwrap());
+            let plain = Arc::new(Statistics::new(allocator.clone()));
+            let plain = DeviceBuffer::<u8>::uninit(&plain, bytes, &stream).unwrap();
+            let ordered = DeviceBuffer::<u8>::uninit(&resource, bytes, &stream).unwrap();
             captured(rig, stream.raw(), || {
                 drop(plain);
                 drop(ordered);
@@ -85,8 +75,8 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
                 }
                 _ => {}
             }
-            let pending = held(&resource);
-            assert!(at == 3 || pending.live == 0, "{pending:?}");
+            let left = resource.usage().unwrap().requested.current;
+            assert!(at == 3 || left == 0, "{left}");
             drop(resource);
             allocator.trim(0).unwrap();
             assert_eq!(live(&allocator), 0, "{at}");
@@ -105,9 +95,8 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
         };
         let stream = rig.stream();
         for call in ["cuCtxSynchronize", "cuMemFree_v2"] {
-            let direct = CudaMemory::new(&rig.context);
-            let block =
-                OwnedBlock::allocate(&direct, &Request::new(MIB).tag("direct"), &stream).unwrap();
+            let direct = Arc::new(CudaMemory::new(&rig.context));
+            let block = DeviceBuffer::<u8>::uninit(&direct, MIB, &stream).unwrap();
             let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call(call, code).unwrap());
             drop(block);

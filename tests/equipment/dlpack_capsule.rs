@@ -1,4 +1,4 @@
-//! Columns behind a C interface, as a small library for code in other languages: what a Python package
+//! Tensors behind a C interface, as a small library for code in other languages: what a Python package
 //! needs to hand device memory to array libraries and take theirs, see `tests/interop/dlpack_gpu.py`.
 //!
 //! Functions that give a pointer give null on failure, those that give a number -1;

@@ -5,18 +5,21 @@
 //! ```
 //!
 //! does as much as is needed to warm up, then COUNT operations more. The difference of two runs with
-//! different counts is what the operations between them cost.
+//! different counts is what the operations between them cost. For pairs it also writes `calls N`: how often the
+//! driver was called, questions that nobody else counts among them.
 
 #[path = "../../cli/src/bench/source.rs"]
 mod source;
 #[path = "../../cli/src/bench/workload.rs"]
 mod workload;
 
-use cualloc::driver::Stream;
+use cualloc::driver::{Context, Stream, sys};
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Config};
 use source::{Handles, Pointers, Stack, Typed, Workspaces};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use workload::{Churn, Failure, Source, pairs};
 
 const BYTES: usize = 4096;
@@ -51,24 +54,123 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
     let streams = &[Stream::new(&context)?];
     let allocator = &allocator;
     let handles = Handles { allocator, streams };
+    let sim = &simulator;
     match work {
-        "pair" => pair(&handles, count)?,
-        "pair_raw" => pair(&Pointers { allocator, streams }, count)?,
+        "pair" => pair(sim, &handles, count)?,
+        "pair_raw" => {
+            let streams = &[foreign(&context)?];
+            pair(sim, &Pointers { allocator, streams }, count)?;
+        }
+        "pair_adopted" => {
+            let streams = &[foreign(&context)?];
+            // SAFETY: the stream lives as long as the process.
+            unsafe { allocator.adopt_raw(streams[0].raw()) }?;
+            pair(sim, &Pointers { allocator, streams }, count)?;
+        }
+        "pair_default" => {
+            // SAFETY: the null handle is always valid.
+            let streams = &[unsafe { Stream::from_raw(&context, std::ptr::null_mut()) }?];
+            pair(sim, &Pointers { allocator, streams }, count)?;
+        }
+        "pair_after_capture" => {
+            capture_and_end(allocator)?;
+            pair(sim, &handles, count)?;
+        }
+        "pair_while_capturing" => {
+            let other = Stream::new(&context)?;
+            let begun = std::thread::scope(|scope| scope.spawn(|| begin(&other)).join());
+            begun.map_err(|_| "the thread that captures is gone")??;
+            pair(sim, &handles, count)?;
+        }
         "churn_op" => churn(&handles, &small(), count)?,
         "churn_harness" => churn(&Nothing, &small(), count)?,
         "churn_wide" => churn(&handles, &wide(), count)?,
+        "churn_after" => {
+            use_once(allocator)?;
+            churn(&handles, &wide(), count)?;
+        }
         "churn_equal" => churn(&handles, &equal(), count)?,
-        "stack" => pair(&Stack::new(allocator, streams), count)?,
-        "workspace" => pair(&Workspaces::new(allocator, streams), count)?,
-        "typed_pool" => pair(&Typed::new(allocator, streams), count)?,
+        "stack" => pair(sim, &Stack::new(allocator, streams), count)?,
+        "workspace" => pair(sim, &Workspaces::new(allocator, streams), count)?,
+        "typed_pool" => pair(sim, &Typed::new(allocator, streams), count)?,
         _ => return Err("there is no such work".into()),
     }
     // Nothing is closed: live blocks go with the process, and nobody counts their frees.
     std::process::exit(0)
 }
 
-fn pair(source: &impl Source, count: usize) -> Result<(), Failure> {
-    pairs(source, BYTES, &source.stream(0), WARM_PAIRS + count)
+/// Also counts the calls of the driver, for the difference of two runs.
+fn pair<S: Source>(simulator: &Simulator, source: &S, count: usize) -> Result<(), Failure> {
+    let calls = Arc::new(AtomicU64::new(0));
+    let counter = Arc::clone(&calls);
+    simulator.before(move |_| {
+        counter.fetch_add(1, Ordering::Relaxed);
+    });
+    pairs(source, BYTES, &source.stream(0), WARM_PAIRS + count)?;
+    println!("calls {}", calls.load(Ordering::Relaxed));
+    Ok(())
+}
+
+/// A stream that somebody else made, who never destroys it.
+fn foreign(context: &Context) -> Result<Stream, Failure> {
+    let entered = context.enter()?;
+    let create = entered.driver().functions().cuStreamCreate;
+    let mut raw = std::ptr::null_mut();
+    // SAFETY: a context is current, and the output is a local. 1: non-blocking.
+    let code = create.map(|create| unsafe { create(&mut raw, 1) });
+    if code != Some(sys::CUresult::CUDA_SUCCESS) {
+        return Err("no stream was made".into());
+    }
+    // SAFETY: it was made just now, and lives as long as the process.
+    Ok(unsafe { Stream::from_raw(context, raw) }?)
+}
+
+const MODE: sys::CUstreamCaptureMode =
+    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+
+/// Begins a capture that nobody ends.
+fn begin(stream: &Stream) -> Result<(), Failure> {
+    Ok(stream.begin_capture(MODE)?)
+}
+
+/// Captures two streams, one through the crate, one behind its back (where an allocation meets it), and ends both.
+fn capture_and_end(allocator: &Allocator) -> Result<(), Failure> {
+    let context = allocator.context();
+    let streams = [Stream::new(context)?, Stream::new(context)?];
+    begin(&streams[0])?;
+    drop(streams[0].end_capture()?);
+    let functions = context.driver().functions();
+    let (Some(begin), Some(end)) = (
+        functions.cuStreamBeginCapture_v2,
+        functions.cuStreamEndCapture,
+    ) else {
+        return Err("the driver knows no captures".into());
+    };
+    let raw = streams[1].raw();
+    drop(allocator.allocate(BYTES, &streams[1])?);
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: the stream is alive, and the output a local. The graph goes with the process.
+    unsafe {
+        if begin(raw, MODE) != sys::CUresult::CUDA_SUCCESS {
+            return Err("no capture was begun".into());
+        }
+        if allocator.allocate(1 << 20, &streams[1]).is_ok() {
+            return Err("nobody noticed a capture".into());
+        }
+        if end(raw, &mut graph) != sys::CUresult::CUDA_SUCCESS {
+            return Err("no capture was ended".into());
+        }
+    }
+    Ok(())
+}
+
+/// A second stream that is used once and lives on.
+fn use_once(allocator: &Allocator) -> Result<(), Failure> {
+    let stream = Stream::new(allocator.context())?;
+    drop(allocator.allocate(BYTES, &stream)?);
+    drop(allocator.allocate(1 << 20, &stream)?);
+    std::mem::forget(stream);
+    Ok(())
 }
 
 /// Blocks of stream caches.

@@ -2,10 +2,11 @@
 //!
 //! One simulator serves the whole process. Environment, read at the first call:
 //! `CUALLOC_SIM_DEVICES` (count, default 1, 0 for a machine without devices),
-//! `CUALLOC_SIM_MEMORY` (bytes per device, default 80 GiB), `CUALLOC_SIM_VERSION` (driver version,
+//! `CUALLOC_SIM_MEMORY` (of each device, like `80G`; default 80 GiB), `CUALLOC_SIM_VERSION` (driver version,
 //! default 13000), `CUALLOC_SIM_VMM` (0: no virtual memory management). A value that is no number
 //! makes every call return `CUDA_ERROR_INVALID_VALUE`.
 
+use cualloc::allocator::Limit;
 use cualloc::driver::sys::*;
 use cualloc::sim::{SimConfig, Simulator};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
@@ -27,7 +28,9 @@ fn number<T: std::str::FromStr>(name: &str, default: T) -> Option<T> {
 
 fn start() -> Option<Library> {
     let devices = number("CUALLOC_SIM_DEVICES", 1)?;
-    let memory = number("CUALLOC_SIM_MEMORY", 80 << 30)?;
+    let Limit::Bytes(memory) = number("CUALLOC_SIM_MEMORY", Limit::Bytes(80 << 30))? else {
+        return None;
+    };
     let mut config = SimConfig::with_devices(devices, memory);
     config.driver_version = number("CUALLOC_SIM_VERSION", config.driver_version)?;
     let vmm = number("CUALLOC_SIM_VMM", 1)? != 0;

@@ -495,3 +495,40 @@ fn d10_an_exports_event_covers_another_threads_own_stream() {
     drop(column.to_arrow(&ordered()).unwrap());
     assert!(!filling());
 }
+
+/// D10: an array that says it has buffers and has none is refused, and released once.
+#[test]
+fn d10_arrays_without_their_buffers() {
+    /// The structure of the interface, word by word.
+    #[repr(C)]
+    struct Words([u64; 16]);
+    unsafe extern "C" fn release(array: *mut Words) {
+        // SAFETY: the structure that is released, and the counter that it leads to, are alive.
+        unsafe {
+            *((*array).0[9] as *mut u64) += 1;
+            (*array).0[8] = 0;
+        }
+    }
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let stream = rig.stream();
+    let calls = rig.driver.calls().total();
+    for (dictionary, expected) in [
+        (0, ImportFault::Buffers { buffers: 2 }),
+        (8, ImportFault::Nested),
+    ] {
+        let mut released = 0u64;
+        let mut words = Words([0; 16]);
+        (words.0[0], words.0[3], words.0[7]) = (16, 2, dictionary);
+        words.0[8] = release as *const () as u64;
+        words.0[9] = &raw mut released as u64;
+        // The device's type, behind its ordinal.
+        words.0[11] = 2;
+        // SAFETY: the structure is an array's, as far as it is read before it is found to be none.
+        let array = unsafe { ArrowDeviceArray::from_raw((&raw mut words).cast()) };
+        let refused = Tensor::from_arrow(array, DType::F32, &stream, ordered()).unwrap_err();
+        assert!(matches!(&refused.error, Error::Import(fault) if *fault == expected));
+        drop(refused);
+        assert_eq!(released, 1);
+    }
+    assert_eq!(rig.driver.calls().total(), calls);
+}

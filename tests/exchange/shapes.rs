@@ -10,6 +10,7 @@ use cualloc::driver::Stream;
 use cualloc::error::{ImportFault, InvalidArgument};
 use cualloc::exchange::dlpack::*;
 use cualloc::exchange::*;
+use cualloc::pool::{PinnedConfig, PinnedPool};
 use cualloc::sim::SimConfig;
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
@@ -142,6 +143,17 @@ fn s5_50_tensors_of_many_dimensions() {
     });
 }
 
+/// S5.49: Python's capsules are named by the form that they hold, and renamed when it is taken.
+#[test]
+fn s5_49_capsules_have_the_protocols_names() {
+    type Legacy = Dlpack<DLManagedTensor>;
+    type Versioned = Dlpack<DLManagedTensorVersioned>;
+    assert_eq!(Legacy::CAPSULE, c"dltensor");
+    assert_eq!(Legacy::USED_CAPSULE, c"used_dltensor");
+    assert_eq!(Versioned::CAPSULE, c"dltensor_versioned");
+    assert_eq!(Versioned::USED_CAPSULE, c"used_dltensor_versioned");
+}
+
 /// S5.50: strides of any kind come in and go out again; only elements that follow each other are slices.
 #[test]
 fn s5_50_strides() {
@@ -239,6 +251,12 @@ fn d10_hostile_structures() {
             with(|t| t.byte_offset = 1),
             ImportFault::Offset { offset: 1 },
         ),
+        // Each distance can be, and so can the offset, but not all of them together.
+        (of(&[2; 32], &[i64::MAX / 4; 32]), overflow(ptr, usize::MAX)),
+        (
+            with(|t| t.byte_offset = u64::MAX - 15 - t.data as u64),
+            overflow(u64::MAX - 15, 16),
+        ),
         (
             with(|t| t.device.device_id = 7),
             ImportFault::Device {
@@ -334,5 +352,48 @@ fn s5_50_pinned_memory() {
         assert!(foreign.is_host() && foreign.is_external());
         drop(foreign);
         assert_eq!(deleted.load(SeqCst), 1);
+    });
+}
+
+/// S5.50: page-locked memory of a pool goes back to it with the work of those who had it, and does not go out while
+/// other work may use it, nor after its pool has begun anew.
+#[test]
+fn s5_50_pinned_memory_of_a_pool() {
+    each(|rig| {
+        let theirs = rig.stream();
+        let config = PinnedConfig::new().initial(1).buffer_bytes(64 << 10);
+        let pool = PinnedPool::new(&rig.context, config).unwrap();
+        let take = || {
+            pool.acquire::<u16>(4)
+                .unwrap()
+                .write(&[1, 2, 3, 4])
+                .unwrap()
+        };
+        let tensor = Tensor::from_pinned(take(), &[4]).unwrap();
+        let out = tensor
+            .to_dlpack::<DLManagedTensor>(&Peer::on(&theirs))
+            .unwrap();
+        let busy = rig.busy(&theirs);
+        drop((tensor, out));
+        assert!(!theirs.is_complete().unwrap(), "nobody waits");
+        assert_eq!(
+            (pool.usage().pending, pool.usage().blocks.current),
+            (64 << 10, 0)
+        );
+        busy.release();
+        theirs.synchronize().unwrap();
+        let mut host = take();
+        assert_eq!((pool.usage().pending, pool.usage().blocks.current), (0, 1));
+        let busy = rig.busy(&theirs);
+        host.record_use(&theirs).unwrap();
+        let refused = Tensor::from_pinned(host, &[4]).unwrap_err();
+        assert!(matches!(refused.error, Error::InFlight));
+        busy.release();
+        theirs.synchronize().unwrap();
+        pool.restart();
+        let refused = Tensor::from_pinned(*refused.value, &[4]).unwrap_err();
+        assert!(matches!(refused.error, Error::Stale { .. }));
+        drop(refused);
+        assert_eq!(pool.usage().blocks.current, 0);
     });
 }

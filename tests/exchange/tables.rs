@@ -8,9 +8,7 @@ use cualloc::driver::{Context, Stream};
 use cualloc::error::{ImportFault, InvalidArgument};
 use cualloc::exchange::dlpack::*;
 use cualloc::exchange::*;
-use cualloc::resource::{
-    AccessOrdered, BlockState, Budget, CudaMemory, LaunchRecorder, MemoryResource, RecordMode,
-};
+use cualloc::resource::{AccessOrdered, BlockState, Budget, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::SimConfig;
 use std::sync::Arc;
 
@@ -161,7 +159,7 @@ fn s5_10_empty_columns() {
             .unwrap();
         let back = Tensor::from_dlpack(tensor, &stream, ordered()).unwrap();
         assert_eq!((back.shape(), back.ptr(), back.id()), (&[0][..], 0, None));
-        assert_eq!(values::<f32>(&back).unwrap(), []);
+        assert_eq!(values::<f32>(&back).unwrap(), [0f32; 0]);
         assert_eq!(rig.driver.calls().total(), calls);
         assert!(!back.is_external());
         drop((back, empty));
@@ -230,12 +228,12 @@ fn s5_47_foreign_memory_is_external() {
             assert_eq!((column.is_external(), column.id()), (true, None));
             // Strict recorders refuse it before anything is queued, permissive ones pass over it.
             let waits = rig.calls("cuStreamWaitEvent");
-            let mut strict = LaunchRecorder::new(&allocator, &b, RecordMode::Strict);
+            let mut strict = Launch::strict(&allocator, &b);
             strict.read(&column).unwrap();
             assert!(strict.preflight().is_err());
             assert_eq!(rig.calls("cuStreamWaitEvent"), waits);
             drop(strict);
-            let mut permissive = LaunchRecorder::new(&allocator, &b, RecordMode::Permissive);
+            let mut permissive = Launch::permissive(&allocator, &b);
             permissive.read(&column).unwrap().write(&column).unwrap();
             permissive.preflight().unwrap();
             permissive.commit().unwrap();
@@ -556,7 +554,7 @@ fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
         for round in 2..5u32 {
             let busy = rig.busy(&a);
             set(&mut column, &[round; 1024]).unwrap();
-            let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut launch = Launch::strict(&resource, &b);
             launch.read_write(&column).unwrap();
             assert_eq!(launch.blocks().count(), 1);
             launch.preflight().unwrap();
@@ -570,7 +568,7 @@ fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
         }
         // An export comes after the launch, the end of the column after the consumer.
         let busy = rig.busy(&b);
-        let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+        let mut launch = Launch::strict(&resource, &b);
         launch.write(&column).unwrap();
         launch.preflight().unwrap();
         rig.stamp(column.ptr(), 4096, 99, &b);
@@ -590,6 +588,6 @@ fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
         assert_eq!(next.as_slice::<u32>().unwrap().to_vec().unwrap(), [5; 1024]);
         drop(next);
         resource.reap().unwrap();
-        assert_eq!(resource.usage().unwrap().requested.current, 0);
+        assert_eq!(resource.usage().unwrap().outstanding(), 0);
     });
 }

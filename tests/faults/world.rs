@@ -268,7 +268,7 @@ impl World {
 }
 
 fn is_free(block: &BlockInfo) -> bool {
-    !block.small && matches!(block.state, BlockState::Free | BlockState::PendingFree)
+    !block.small && matches!(block.state, BlockState::Free | BlockState::Pending)
 }
 
 /// What is written into a block: its own value for each place.

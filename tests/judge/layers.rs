@@ -1,13 +1,12 @@
 //! What stands on the allocator: buffers, columns, pools, leases, and the resource that orders accesses.
 
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use cualloc::driver::Stream;
 use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
 use cualloc::exchange::{DType, Dlpack, Peer, Tensor};
-use cualloc::pool::{
-    Lease, NativeBlock, NativeConfig, NativePool, PooledBuffer, TypedPool, WorkspacePool,
-};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, MemoryResource, RawBlock};
 use cualloc::{Allocator, DeviceBuffer, Request};
 
@@ -20,14 +19,14 @@ type Ordered = Arc<AccessOrdered<Allocator>>;
 pub enum Layered {
     Buffer(DeviceBuffer<u32>),
     Column(Tensor),
-    Pooled(PooledBuffer<u32>),
-    Lease(Lease),
+    Pooled(DeviceBuffer<u32>),
+    Lease(DeviceBuffer<MaybeUninit<u8>>),
     Resource(RawBlock, Ordered),
     /// Lent to somebody who works on its stream.
     Legacy(Dlpack<DLManagedTensor>),
     Versioned(Dlpack<DLManagedTensorVersioned>),
     /// Not the allocator's: the judge hears nothing of it, and the simulator alone judges its uses.
-    Native(NativeBlock),
+    Native(DeviceBuffer<MaybeUninit<u8>>),
 }
 
 impl Layered {
@@ -49,7 +48,7 @@ pub struct Layers {
     typed: Option<TypedPool>,
     leases: Option<WorkspacePool>,
     ordered: Option<Ordered>,
-    native: Option<NativePool>,
+    native: Option<DriverPool>,
     others: bool,
 }
 
@@ -130,10 +129,11 @@ impl World {
                 let pool = it
                     .layers
                     .typed
-                    .get_or_insert_with(|| TypedPool::over([allocator]));
+                    .get_or_insert_with(|| TypedPool::new(allocator));
                 // Few lengths, so that they are met again.
                 let words = words.next_power_of_two();
-                let buffer = pool.zeroed::<u32>(words, stream).map_err(|e| say(&e))?;
+                let buffer =
+                    DeviceBuffer::<u32>::zeroed(&*pool, words, stream).map_err(|e| say(&e))?;
                 let place = (buffer.as_device_ptr(), 4 * words as u64);
                 (place.0, place.1, Layered::Pooled(buffer))
             }
@@ -143,22 +143,23 @@ impl World {
                     .leases
                     .get_or_insert_with(|| WorkspacePool::new(allocator));
                 let lease = leases.lease(stream, bytes as usize).map_err(|e| say(&e))?;
-                (lease.ptr(), bytes, Layered::Lease(lease))
+                (lease.as_device_ptr(), bytes, Layered::Lease(lease))
             }
             Act::Native => {
                 let pool = match &mut it.layers.native {
                     Some(pool) => pool,
                     none => {
-                        let config = NativeConfig::default().exportable(true);
-                        let made = NativePool::with_context(allocator.context(), config);
+                        let config = DriverPoolConfig::new().exportable(true);
+                        let made = DriverPool::new(allocator.context(), config);
                         none.insert(made.map_err(|e| say(&e))?)
                     }
                 };
                 if rng.percent(10) {
                     pool.trim(rng.below(8 << 20)).map_err(|e| say(&e))?;
                 }
-                let block = pool.allocate(bytes as usize, stream).map_err(|e| say(&e))?;
-                (block.ptr(), bytes, Layered::Native(block))
+                let block = DeviceBuffer::uninit(pool, bytes as usize, stream);
+                let block = block.map_err(|e| say(&e))?;
+                (block.as_device_ptr(), bytes, Layered::Native(block))
             }
             _ => {
                 let ordered = it
@@ -444,7 +445,7 @@ impl World {
             if let Some(pool) = &self.slots[slot].layers.native {
                 let _ = pool.export_block(ptr);
                 if let Ok(descriptor) = pool.export() {
-                    drop(NativePool::import(&context, descriptor.as_fd()));
+                    drop(DriverPool::import(&context, descriptor.as_fd()));
                 }
             }
             return Ok(());

@@ -11,8 +11,8 @@ use std::sync::Once;
 use common::*;
 use cualloc::Tag;
 use cualloc::driver::sys;
-use cualloc::pool::{NativeConfig, NativePool, ThresholdPool};
-use cualloc::resource::{AccessOrdered, LaunchRecorder, MemoryResource, RecordMode};
+use cualloc::pool::{DriverPool, DriverPoolConfig, ThresholdPool};
+use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
 use cualloc::sim::FailPlan;
 use cualloc::{Config, Policy, Request};
 
@@ -75,7 +75,7 @@ fn s3_3_drops_of_pooled_buffers_log_what_failed() {
         let lines: Vec<_> = logged.iter().map(Vec::len).collect();
         assert_eq!(lines, [1, 1, 0, 1, 0], "{logged:?}");
         assert!(logged[0][0].contains("surplus"), "{logged:?}");
-        assert_eq!(pool.stats().allocated, 0);
+        assert_eq!(pool.usage().unwrap().used.current, 0);
         pool.trim(0).unwrap();
     });
 }
@@ -86,7 +86,7 @@ fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
     collect();
     only(Policy::Packed, |rig| {
         let Some(sim) = rig.sim() else { return };
-        let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        let pool = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
         let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
         sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
         taken();
@@ -110,11 +110,10 @@ fn s5_42_an_abandoned_recorder_warns() {
                 .allocate_block(&Request::new(64).tag(tag), &stream)
                 .unwrap()
         });
-        for (mode, name) in [
-            (RecordMode::Strict, "Strict"),
-            (RecordMode::Permissive, "Permissive"),
+        for (mut recorder, name) in [
+            (Launch::strict(&resource, &stream), "strict"),
+            (Launch::permissive(&resource, &stream), "permissive"),
         ] {
-            let mut recorder = LaunchRecorder::new(&resource, &stream, mode);
             recorder.read(&blocks[0]).unwrap();
             recorder.write(&blocks[1]).unwrap();
             taken();
@@ -130,11 +129,11 @@ fn s5_42_an_abandoned_recorder_warns() {
                 assert!(lines.is_empty(), "{lines:?}");
             }
         }
-        let mut recorder = LaunchRecorder::new(&resource, &stream, RecordMode::Strict);
+        let mut recorder = Launch::strict(&resource, &stream);
         recorder.read(&blocks[0]).unwrap();
         recorder.preflight().unwrap();
         recorder.commit().unwrap();
-        drop(LaunchRecorder::new(&resource, &stream, RecordMode::Strict));
+        drop(Launch::strict(&resource, &stream));
         assert_eq!(taken(), [""; 0], "nothing was forgotten");
         for block in blocks {
             resource.deallocate_block(block).unwrap();

@@ -20,7 +20,7 @@ fn s3_23_a_report_describes_the_allocator() {
         assert_eq!((report.live(), report.allocations, report.frees), (3, 3, 0));
         assert!(report.leaks());
         assert_eq!(report.sizes.count(SizeHistogram::bucket(100 << 10)), 3);
-        assert_eq!(report.requested.current, 300 << 10);
+        assert_eq!(report.usage.requested.current, 300 << 10);
         assert_eq!(
             report.usage.used.current + report.fragmentation.total_free,
             report.usage.reserved.current

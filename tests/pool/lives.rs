@@ -4,15 +4,16 @@ use std::any::TypeId;
 use std::sync::mpsc;
 
 use cualloc::driver::Stream;
-use cualloc::pool::{TypedPool, TypedStats};
-use cualloc::sim::{SimConfig, Simulator};
-use cualloc::{Config, Policy, Request};
+use cualloc::pool::TypedPool;
+use cualloc::resource::MemoryResource;
+use cualloc::{DeviceBuffer, Policy, Request};
 
-use crate::common::{Rig, each, on_cuda, only};
+use crate::common::{Rig, each, only};
 use crate::fill;
+use crate::typed::counts;
 
 fn pool_of(rig: &Rig) -> TypedPool {
-    TypedPool::new(&rig.driver, Config::new().policy(rig.policy))
+    TypedPool::new(&rig.allocator())
 }
 
 /// S2.10: buffers outlive their pool's last handle; with the last of them everything goes.
@@ -21,12 +22,12 @@ fn s2_10_the_last_buffer_ends_its_pool() {
     each(|rig| {
         let stream = rig.stream();
         let pool = pool_of(rig);
-        drop(pool.uninit::<u8>(1000, &stream).unwrap());
+        drop(DeviceBuffer::<u8>::uninit(&pool, 1000, &stream).unwrap());
         let small: Vec<_> = (0..3)
-            .map(|_| pool.uninit::<u8>(1000, &stream).unwrap())
+            .map(|_| DeviceBuffer::<u8>::uninit(&pool, 1000, &stream).unwrap())
             .collect();
-        let large = pool.uninit::<u8>(1 << 20, &stream).unwrap();
-        let device = pool.on_device(0).unwrap();
+        let large = DeviceBuffer::<u8>::uninit(&pool, 1 << 20, &stream).unwrap();
+        let allocator = pool.allocator().clone();
         drop(pool);
         for buffer in small {
             fill(&rig.context, buffer.as_device_ptr(), 1000, &stream);
@@ -34,10 +35,8 @@ fn s2_10_the_last_buffer_ends_its_pool() {
             drop(buffer);
         }
         assert!(rig.driver_held().is_none_or(|held| held > 0));
-        // The resource still has the memory, and its hints.
-        let allocator = device.allocator().clone();
         assert_eq!(allocator.stats().all.allocations.current, 1);
-        drop((device, allocator));
+        drop(allocator);
         fill(&rig.context, large.as_device_ptr(), 1 << 20, &stream);
         drop(large);
         assert!(rig.driver_held().is_none_or(|held| held == 0));
@@ -52,9 +51,9 @@ fn s2_10_streams_live_as_long_as_their_buffers() {
         let pool = pool_of(rig);
         for _ in 0..20 {
             let stream = rig.stream();
-            drop(pool.uninit::<u32>(256, &stream).unwrap());
+            drop(DeviceBuffer::<u32>::uninit(&pool, 256, &stream).unwrap());
             assert_eq!(stream.holders(), 2, "the allocator's");
-            let mut buffer = pool.uninit::<u32>(256, &stream).unwrap();
+            let mut buffer = DeviceBuffer::<u32>::uninit(&pool, 256, &stream).unwrap();
             assert_eq!(stream.holders(), 3);
             drop(stream);
             let home = buffer.stream().unwrap().clone();
@@ -72,11 +71,11 @@ fn s2_10_streams_live_as_long_as_their_buffers() {
 fn s2_10_buffers_keep_the_very_stream_they_were_taken_with() {
     each(|rig| {
         let (pool, owned) = (pool_of(rig), rig.stream());
-        drop(pool.uninit::<u32>(256, &owned).unwrap());
+        drop(DeviceBuffer::<u32>::uninit(&pool, 256, &owned).unwrap());
         for _ in 0..3 {
             // SAFETY: the stream is alive until the end of the test.
             let borrowed = unsafe { Stream::from_raw(&rig.context, owned.raw()) }.unwrap();
-            let mut buffer = pool.uninit::<u32>(256, &borrowed).unwrap();
+            let mut buffer = DeviceBuffer::<u32>::uninit(&pool, 256, &borrowed).unwrap();
             assert_eq!(borrowed.holders(), 2);
             drop(borrowed);
             let home = buffer.stream().unwrap().clone();
@@ -84,12 +83,12 @@ fn s2_10_buffers_keep_the_very_stream_they_were_taken_with() {
             buffer.as_mut_slice().set_zero(&home).unwrap();
             drop(buffer);
             assert_eq!(home.holders(), 1);
-            drop(pool.uninit::<u32>(256, &owned).unwrap());
+            drop(DeviceBuffer::<u32>::uninit(&pool, 256, &owned).unwrap());
         }
         let legacy = [0; 2].map(|_| Stream::legacy(&rig.context));
         for stream in &legacy {
             for _ in 0..2 {
-                drop(pool.uninit::<u32>(256, stream).unwrap());
+                drop(DeviceBuffer::<u32>::uninit(&pool, 256, stream).unwrap());
             }
         }
         drop(pool);
@@ -102,9 +101,9 @@ fn s2_10_buffers_keep_the_very_stream_they_were_taken_with() {
 fn s2_7_buffers_of_a_retired_stream_wait_for_what_it_was_given() {
     each(|rig| {
         let (pool, [home, other]) = (pool_of(rig), rig.streams());
-        let allocator = pool.allocator(0).unwrap();
-        drop(pool.uninit::<u8>(4096, &home).unwrap());
-        let mut buffer = pool.uninit::<u8>(4096, &home).unwrap();
+        let allocator = pool.allocator();
+        drop(DeviceBuffer::<u8>::uninit(&pool, 4096, &home).unwrap());
+        let mut buffer = DeviceBuffer::<u8>::uninit(&pool, 4096, &home).unwrap();
         let address = buffer.as_device_ptr();
         allocator.retire(&home).unwrap();
         rig.settle(&home);
@@ -112,7 +111,7 @@ fn s2_7_buffers_of_a_retired_stream_wait_for_what_it_was_given() {
         buffer.as_mut_slice().set_zero(&home).unwrap();
         drop(buffer);
         let taken: Vec<_> = (0..200)
-            .map(|_| pool.uninit::<u8>(4096, &other).unwrap())
+            .map(|_| DeviceBuffer::<u8>::uninit(&pool, 4096, &other).unwrap())
             .collect();
         for buffer in &taken {
             assert_ne!(buffer.as_device_ptr(), address, "still being zeroed");
@@ -130,15 +129,15 @@ fn s2_8_s2_13_threads_count_exactly_and_name_each_others_buffers() {
         const ROUNDS: u64 = 200;
         let pool = pool_of(rig);
         let stream = rig.stream();
-        drop(pool.uninit::<f32>(300, &stream).unwrap());
-        pool.reset_stats();
+        drop(DeviceBuffer::<f32>::uninit(&pool, 300, &stream).unwrap());
+        pool.reset_accumulated_stats();
         let (send, receive) = mpsc::channel();
         std::thread::scope(|scope| {
             for _ in 0..THREADS {
                 let (pool, stream, send) = (pool.clone(), stream.clone(), send.clone());
                 scope.spawn(move || {
                     for round in 0..ROUNDS {
-                        let buffer = pool.uninit::<f32>(300, &stream).unwrap();
+                        let buffer = DeviceBuffer::<f32>::uninit(&pool, 300, &stream).unwrap();
                         // Half of them are returned by another thread.
                         if round % 2 == 0 {
                             send.send(buffer).unwrap();
@@ -149,24 +148,24 @@ fn s2_8_s2_13_threads_count_exactly_and_name_each_others_buffers() {
             drop(send);
             receive.iter().for_each(drop);
         });
-        let stats = pool.stats();
-        assert_eq!(stats.hits + stats.misses, THREADS * ROUNDS);
-        assert_eq!(stats.returns, THREADS * ROUNDS);
+        let stats = counts(&pool);
+        assert_eq!(stats.0 + stats.1, THREADS * ROUNDS);
+        assert_eq!(stats.2, THREADS * ROUNDS);
         let live: Vec<_> = (0..5)
-            .map(|_| pool.uninit::<f32>(300, &stream).unwrap())
+            .map(|_| DeviceBuffer::<f32>::uninit(&pool, 300, &stream).unwrap())
             .collect();
-        let large = pool.uninit::<f32>(1 << 20, &stream).unwrap();
+        let large = DeviceBuffer::<f32>::uninit(&pool, 1 << 20, &stream).unwrap();
         let element = TypeId::of::<f32>();
-        let count = |len| pool.record_use_of_type(0, len, element, &stream).unwrap();
+        let count = |len| pool.record_use_of_type(len, element, &stream).unwrap();
         assert_eq!(
             [count(300), count(512), count(1 << 20), count(1)],
             [5, 5, 1, 0]
         );
         drop((live, large));
         assert_eq!([count(300), count(1 << 20)], [0, 0]);
-        pool.allocator(0).unwrap().check().unwrap();
-        pool.reset_stats();
-        assert_eq!(pool.stats(), TypedStats::default());
+        pool.allocator().check().unwrap();
+        pool.reset_accumulated_stats();
+        assert_eq!(counts(&pool), (0, 0, 0));
     });
 }
 
@@ -176,46 +175,18 @@ fn s2_2_small_blocks_and_buffers_share_what_came_back() {
     use cualloc::resource::MemoryResource;
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
-        let resource = pool.on_device(0).unwrap();
-        let [a, b] = [0; 2].map(|_| {
-            resource
-                .allocate_block(&Request::new(12_288), &stream)
-                .unwrap()
-        });
+        let [a, b] = [0; 2].map(|_| pool.allocate_block(&Request::new(12_288), &stream).unwrap());
         let [first, second] = [a.ptr(), b.ptr()];
-        let buffer = pool.uninit::<u8>(12_288, &stream).unwrap();
+        let buffer = DeviceBuffer::<u8>::uninit(&pool, 12_288, &stream).unwrap();
         let third = buffer.as_device_ptr();
-        resource.deallocate_block(b).unwrap();
+        pool.deallocate_block(b).unwrap();
         drop(buffer);
-        resource.deallocate_block(a).unwrap();
+        pool.deallocate_block(a).unwrap();
         let taken = [0; 3].map(|_| pool.take::<u32>(3072, &stream).unwrap().expect("a hit"));
         assert_eq!(
             taken.each_ref().map(|b| b.as_device_ptr()),
             [first, third, second]
         );
-        assert_eq!(pool.stats().returns, 3);
+        assert_eq!(counts(&pool).2, 3);
     });
-}
-
-/// A stream of another device finds that device's part, also where ids of threads' stream caches are near.
-#[test]
-fn s2_8_small_buffers_come_from_their_streams_device() {
-    if on_cuda() {
-        eprintln!("SKIPPED on cuda: needs two devices");
-        return;
-    }
-    let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
-    let driver = sim.driver().unwrap();
-    let pool = TypedPool::new(&driver, Config::new());
-    let streams = [0, 1].map(|ordinal| Stream::new(&driver.context(ordinal).unwrap()).unwrap());
-    for _ in 0..3 {
-        for (ordinal, stream) in streams.iter().enumerate() {
-            let buffer = pool.uninit::<u8>(512, stream).unwrap();
-            assert_eq!(buffer.device().unwrap().ordinal(), ordinal);
-        }
-    }
-    let stats = pool.stats();
-    assert_eq!((stats.hits, stats.misses, stats.returns), (4, 2, 6));
-    drop(pool);
-    assert_eq!(sim.memory_in_use(0) + sim.memory_in_use(1), 0);
 }

@@ -2,9 +2,10 @@
 
 use cualloc::driver::sys::{CUmemPool_attribute as Attribute, CUresult};
 use cualloc::error::InvalidArgument;
-use cualloc::pool::{NativeConfig, NativePool, TypedPool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool};
+use cualloc::resource::{BlockState, MemoryResource};
 use cualloc::sim::{FailPlan, Mode, SimConfig};
-use cualloc::{Config, Error, Policy};
+use cualloc::{DeviceBuffer, Error, Policy, Request};
 
 use crate::common::{MIB, Rig, only, only_on};
 use crate::fill;
@@ -19,32 +20,37 @@ const RESERVED_HIGH: Attribute = Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
 const USED_CURRENT: Attribute = Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
 const USED_HIGH: Attribute = Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
 
-fn with_pool(config: NativeConfig, test: impl Fn(&Rig, &NativePool)) {
+fn with_pool(config: DriverPoolConfig, test: impl Fn(&Rig, &DriverPool)) {
     only(Policy::Packed, |rig| {
-        test(
-            rig,
-            &NativePool::with_context(&rig.context, config).unwrap(),
-        );
+        test(rig, &DriverPool::new(&rig.context, config).unwrap());
     });
+}
+
+/// Blocks that are live, of a pool that may be destroyed.
+fn live(pool: &DriverPool) -> u64 {
+    pool.usage().map_or(0, |usage| usage.blocks.current)
 }
 
 /// S3.8
 #[test]
 fn s3_8_pools_are_made_and_destroyed() {
-    with_pool(NativeConfig::default(), |rig, pool| {
-        assert_eq!(pool.ordinal(), 0);
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
+        assert_eq!(MemoryResource::ordinal(pool), 0);
         assert!(!pool.raw().is_null());
         let stream = rig.stream();
-        let block = pool.allocate(1000, &stream).unwrap();
-        fill(&rig.context, block.ptr(), 1000, &stream);
+        let block = DeviceBuffer::<u8>::uninit(pool, 1000, &stream).unwrap();
+        fill(&rig.context, block.as_device_ptr(), 1000, &stream);
         block.free().unwrap();
         pool.destroy().unwrap();
         pool.destroy().unwrap();
-        assert!(matches!(pool.allocate(1, &stream), Err(Error::Closed)));
+        assert!(matches!(
+            DeviceBuffer::<u8>::uninit(pool, 1, &stream),
+            Err(Error::Closed)
+        ));
         assert!(matches!(pool.usage(), Err(Error::Closed)));
         assert_eq!(rig.calls("cuMemPoolDestroy"), 1);
         // A drop destroys too, and keeps its troubles to itself.
-        drop(NativePool::with_context(&rig.context, NativeConfig::on(0)).unwrap());
+        drop(DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap());
         assert_eq!(rig.calls("cuMemPoolDestroy"), 2);
     });
 }
@@ -52,19 +58,22 @@ fn s3_8_pools_are_made_and_destroyed() {
 /// S3.8: a block is freed by its address on the stream that is named.
 #[test]
 fn s3_8_memory_is_freed_by_its_address_on_a_stream() {
-    with_pool(NativeConfig::default(), |rig, pool| {
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
         let [home, other] = rig.streams();
-        let address = pool.allocate(MIB, &home).unwrap().into_raw();
-        assert_eq!((pool.live(), pool.requested()), (0, 0));
-        assert_eq!(pool.usage().unwrap().used.current, MIB as u64);
+        let block = pool.allocate_block(&Request::new(MIB), &home).unwrap();
+        let (address, id) = (block.ptr(), block.id());
         home.synchronize().unwrap();
         let hold = rig.busy(&other);
         fill(&rig.context, address, MIB, &other);
         // SAFETY: the allocation is complete, and the other stream alone uses it.
         unsafe { pool.free_raw_on(address, &other) }.unwrap();
+        // Who brings the block back comes too late.
+        assert_eq!((live(pool), pool.state(&id)), (0, BlockState::Free));
+        let late = pool.deallocate_block(block).unwrap_err();
+        assert!(matches!(late.error, Error::UseAfterFree { .. }), "{late:?}");
         // The home stream does not get it before the other one is done.
-        let next = pool.allocate(MIB, &home).unwrap();
-        fill(&rig.context, next.ptr(), MIB, &home);
+        let next = DeviceBuffer::<u8>::uninit(pool, MIB, &home).unwrap();
+        fill(&rig.context, next.as_device_ptr(), MIB, &home);
         hold.release();
         next.free().unwrap();
         other.synchronize().unwrap();
@@ -80,11 +89,11 @@ fn s3_8_memory_is_freed_by_its_address_on_a_stream() {
 /// S3.8: a pool holds no more than its maximum, and anything if it has none.
 #[test]
 fn s3_8_a_maximum_is_kept() {
-    let bounded = NativeConfig::default().max_bytes(Some(64 << 20));
+    let bounded = DriverPoolConfig::new().maximum(Some(64 << 20));
     with_pool(bounded, |rig, pool| {
         let stream = rig.stream();
-        let half = pool.allocate(32 * MIB, &stream).unwrap();
-        let error = pool.allocate(64 * MIB, &stream).unwrap_err();
+        let half = DeviceBuffer::<u8>::uninit(pool, 32 * MIB, &stream).unwrap();
+        let error = DeviceBuffer::<u8>::uninit(pool, 64 * MIB, &stream).unwrap_err();
         assert!(error.is_out_of_memory(), "{error:?}");
         let cualloc::Error::OutOfMemory(picture) = error else {
             panic!("{error:?}");
@@ -93,21 +102,27 @@ fn s3_8_a_maximum_is_kept() {
         assert_eq!(picture.requested, 64 << 20);
         half.free().unwrap();
         stream.synchronize().unwrap();
-        pool.allocate(64 * MIB, &stream).unwrap().free().unwrap();
-        let free = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
-        free.allocate(128 * MIB, &stream).unwrap().free().unwrap();
+        DeviceBuffer::<u8>::uninit(pool, 64 * MIB, &stream)
+            .unwrap()
+            .free()
+            .unwrap();
+        let free = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
+        DeviceBuffer::<u8>::uninit(&free, 128 * MIB, &stream)
+            .unwrap()
+            .free()
+            .unwrap();
     });
 }
 
 /// S3.8: a destroy that fails says so and can be repeated.
 #[test]
 fn s3_8_a_failed_destroy_is_an_error() {
-    with_pool(NativeConfig::default(), |rig, pool| {
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
         let Some(sim) = rig.sim() else { return };
         let code = CUresult::CUDA_ERROR_SYSTEM_NOT_READY;
         sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
         assert_eq!(pool.destroy().unwrap_err().code(), code);
-        drop(pool.allocate(1, &rig.stream()).unwrap());
+        drop(DeviceBuffer::<u8>::uninit(pool, 1, &rig.stream()).unwrap());
         pool.destroy().unwrap();
     });
 }
@@ -115,8 +130,9 @@ fn s3_8_a_failed_destroy_is_an_error() {
 /// S3.9
 #[test]
 fn s3_9_zero_and_absent_are_errors_of_their_own() {
-    with_pool(NativeConfig::default(), |rig, pool| {
-        let error = pool.allocate(0, &rig.stream()).unwrap_err();
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
+        let none = pool.allocate_block(&Request::new(0), &rig.stream());
+        let error = none.map(drop).unwrap_err();
         assert!(matches!(
             error,
             Error::Invalid(InvalidArgument::Size { bytes: 0 })
@@ -135,11 +151,11 @@ fn s3_9_zero_and_absent_are_errors_of_their_own() {
     unable.devices[0].pools = false;
     for config in [missing, unable] {
         only_on(Policy::Packed, config, |rig| {
-            let made = NativePool::with_context(&rig.context, NativeConfig::default());
+            let made = DriverPool::new(&rig.context, DriverPoolConfig::new());
             let error = made.unwrap_err();
             assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
             assert_eq!(error.code(), CUresult::CUDA_ERROR_NOT_SUPPORTED);
-            assert!(NativePool::default_of(&rig.context).is_err());
+            assert!(DriverPool::default_of(&rig.context).is_err());
         });
     }
 }
@@ -147,7 +163,7 @@ fn s3_9_zero_and_absent_are_errors_of_their_own() {
 /// S3.10
 #[test]
 fn s3_10_attributes_are_read_and_set() {
-    with_pool(NativeConfig::default(), |rig, pool| {
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
         for rule in [FOLLOW_EVENTS, OPPORTUNISTIC, INTERNAL_DEPENDENCIES] {
             assert_eq!(pool.get(rule).unwrap(), 1, "{rule:?}");
             for value in [0, 1] {
@@ -161,7 +177,7 @@ fn s3_10_attributes_are_read_and_set() {
         pool.set(RELEASE_THRESHOLD, 5 << 20).unwrap();
         assert_eq!(pool.get(RELEASE_THRESHOLD).unwrap(), 5 << 20);
         let stream = rig.stream();
-        drop(pool.allocate(MIB, &stream).unwrap());
+        drop(DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap());
         assert!(pool.get(RESERVED_HIGH).unwrap() >= MIB as u64);
         assert!(pool.get(USED_HIGH).unwrap() >= MIB as u64);
         for (attribute, value) in [
@@ -180,10 +196,10 @@ fn s3_10_attributes_are_read_and_set() {
         assert_eq!(pool.get(USED_HIGH).unwrap(), 0);
         let own = rig.context.device();
         assert!(pool.has_access(own).unwrap());
-        let default = NativePool::default_of(&rig.context).unwrap();
+        let default = DriverPool::default_of(&rig.context).unwrap();
         assert_eq!(
             // SAFETY: only its handle is looked at.
-            unsafe { NativePool::current_of(&rig.context) }
+            unsafe { DriverPool::current_of(&rig.context) }
                 .unwrap()
                 .raw(),
             default.raw()
@@ -191,7 +207,7 @@ fn s3_10_attributes_are_read_and_set() {
         pool.make_current().unwrap();
         assert_eq!(
             // SAFETY: only its handle is looked at.
-            unsafe { NativePool::current_of(&rig.context) }
+            unsafe { DriverPool::current_of(&rig.context) }
                 .unwrap()
                 .raw(),
             pool.raw()
@@ -211,7 +227,7 @@ fn s3_10_access_of_peers_is_given_and_taken() {
         return;
     }
     only_on(Policy::Packed, SimConfig::with_devices(2, 1 << 30), |rig| {
-        let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+        let pool = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
         let peer = rig.driver.device(1).unwrap();
         for on in [true, false] {
             pool.set_access(&peer, on).unwrap();
@@ -225,13 +241,13 @@ fn s3_10_access_of_peers_is_given_and_taken() {
 #[cfg(unix)]
 #[test]
 fn s3_10_only_an_exportable_pool_has_a_descriptor() {
-    with_pool(NativeConfig::default(), |rig, pool| {
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
         assert!(pool.export().is_err());
-        let shared = NativeConfig::default().exportable(true);
-        let shared = NativePool::with_context(&rig.context, shared).unwrap();
+        let shared = DriverPoolConfig::new().exportable(true);
+        let shared = DriverPool::new(&rig.context, shared).unwrap();
         let descriptor = shared.export().unwrap();
-        let block = shared.allocate(1000, &rig.stream()).unwrap();
-        shared.export_block(block.ptr()).unwrap();
+        let block = DeviceBuffer::<u8>::uninit(&shared, 1000, &rig.stream()).unwrap();
+        shared.export_block(block.as_device_ptr()).unwrap();
         if rig.maybe_sim().is_some() {
             // The simulator's descriptors are numbers, not files.
             std::mem::forget(descriptor);
@@ -246,8 +262,8 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
         ..SimConfig::default()
     };
     only_on(Policy::Packed, config, |rig| {
-        let config = NativeConfig::default().exportable(true);
-        let error = NativePool::with_context(&rig.context, config).unwrap_err();
+        let config = DriverPoolConfig::new().exportable(true);
+        let error = DriverPool::new(&rig.context, config).unwrap_err();
         assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
     });
 }
@@ -256,31 +272,33 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
 #[test]
 fn s3_11_usage_and_settings() {
     let bad = [
-        NativeConfig::on(1).max_bytes(Some(0)),
-        NativeConfig::default()
-            .max_bytes(Some(10))
-            .initial_bytes(11),
-        NativeConfig::default()
-            .max_bytes(Some(10))
+        DriverPoolConfig::new().maximum(Some(0)),
+        DriverPoolConfig::new().maximum(Some(10)).initial(11),
+        DriverPoolConfig::new()
+            .maximum(Some(10))
             .release_threshold(Some(11)),
     ];
     for config in bad {
         assert!(config.validate().is_err(), "{config:?}");
-        assert!(NativePool::new(config).is_err());
     }
-    NativeConfig::default()
-        .initial_bytes(11)
+    only(Policy::Packed, |rig| {
+        for config in bad {
+            assert!(DriverPool::new(&rig.context, config).is_err());
+        }
+    });
+    DriverPoolConfig::new()
+        .initial(11)
         .release_threshold(Some(12))
         .validate()
         .unwrap();
-    let config = NativeConfig::default()
-        .max_bytes(Some(64 << 20))
-        .initial_bytes(32 << 20);
+    let config = DriverPoolConfig::new()
+        .maximum(Some(64 << 20))
+        .initial(32 << 20);
     with_pool(config, |rig, pool| {
         let usage = pool.usage().unwrap();
         assert!(usage.reserved.current >= 32 << 20, "{usage:?}");
         assert_eq!(usage.used.current, 0);
-        let block = pool.allocate(8 * MIB, &rig.stream()).unwrap();
+        let block = DeviceBuffer::<u8>::uninit(pool, 8 * MIB, &rig.stream()).unwrap();
         let usage = pool.usage().unwrap();
         assert_eq!(usage.used.current, 8 << 20);
         assert!(usage.used.peak >= 8 << 20 && usage.reserved.peak >= 32 << 20);
@@ -295,9 +313,9 @@ fn s3_11_usage_and_settings() {
 /// S3.40
 #[test]
 fn s3_40_live_blocks_keep_a_pool() {
-    with_pool(NativeConfig::default(), |rig, pool| {
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
         let stream = rig.stream();
-        let block = pool.allocate(MIB, &stream).unwrap();
+        let block = DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap();
         let error = pool.destroy().unwrap_err();
         assert!(
             matches!(
@@ -311,9 +329,9 @@ fn s3_40_live_blocks_keep_a_pool() {
             "{error:?}"
         );
         let hold = rig.busy(&stream);
-        fill(&rig.context, block.ptr(), MIB, &stream);
+        fill(&rig.context, block.as_device_ptr(), MIB, &stream);
         block.free().unwrap();
-        assert_eq!(pool.live(), 0);
+        assert_eq!(live(pool), 0);
         // Work in flight is no obstacle.
         pool.destroy().unwrap();
         hold.release();
@@ -324,16 +342,16 @@ fn s3_40_live_blocks_keep_a_pool() {
 /// A free that fails gives the block back.
 #[test]
 fn a_failed_free_gives_the_block_back() {
-    with_pool(NativeConfig::default(), |rig, pool| {
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
         let Some(sim) = rig.sim() else { return };
-        let block = pool.allocate(MIB, &rig.stream()).unwrap();
+        let block = DeviceBuffer::<u8>::uninit(pool, MIB, &rig.stream()).unwrap();
         let code = CUresult::CUDA_ERROR_SYSTEM_NOT_READY;
         sim.fail(FailPlan::call("cuMemFreeAsync", code).unwrap());
         let failed = block.free().unwrap_err();
         assert_eq!(failed.error.code(), code);
-        assert_eq!(pool.live(), 1);
+        assert_eq!(live(pool), 1);
         failed.value.free().unwrap();
-        assert_eq!(pool.live(), 0);
+        assert_eq!(live(pool), 0);
     });
 }
 
@@ -341,22 +359,22 @@ fn a_failed_free_gives_the_block_back() {
 #[test]
 fn r2_a_failed_free_forgets_no_lasting_use() {
     for call in ["cuStreamWaitEvent", "cuMemFreeAsync"] {
-        with_pool(NativeConfig::default(), |rig, pool| {
+        with_pool(DriverPoolConfig::new(), |rig, pool| {
             let Some(sim) = rig.sim() else { return };
             sim.set_mode(Mode::Manual);
             let [home, other] = rig.streams();
-            let block = pool.allocate(MIB, &home).unwrap();
+            let block = DeviceBuffer::<u8>::uninit(pool, MIB, &home).unwrap();
             home.synchronize().unwrap();
             block.record_stream(&other).unwrap();
-            fill(&rig.context, block.ptr(), MIB, &other);
+            fill(&rig.context, block.as_device_ptr(), MIB, &other);
             let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call(call, code).unwrap());
             let failed = block.free().unwrap_err();
             assert_eq!(failed.error.code(), code);
-            fill(&rig.context, failed.value.ptr(), MIB, &other);
+            fill(&rig.context, failed.value.as_device_ptr(), MIB, &other);
             failed.value.free().unwrap();
-            let next = pool.allocate(MIB, &home).unwrap();
-            fill(&rig.context, next.ptr(), MIB, &home);
+            let next = DeviceBuffer::<u8>::uninit(pool, MIB, &home).unwrap();
+            fill(&rig.context, next.as_device_ptr(), MIB, &home);
             next.free().unwrap();
             sim.complete_all();
             assert_eq!(sim.reports(), []);
@@ -368,10 +386,10 @@ fn r2_a_failed_free_forgets_no_lasting_use() {
 /// Marks of lasting uses take events that are there.
 #[test]
 fn lasting_uses_create_no_event_each_time() {
-    with_pool(NativeConfig::default(), |rig, pool| {
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
         let [home, other] = rig.streams();
         let cycle = || {
-            let block = pool.allocate(1000, &home).unwrap();
+            let block = DeviceBuffer::<u8>::uninit(pool, 1000, &home).unwrap();
             block.record_stream(&other).unwrap();
             block.free().unwrap();
         };
@@ -395,7 +413,7 @@ fn r39_old_drivers_do_not_reuse_opportunistically() {
             ..SimConfig::default()
         };
         only_on(Policy::Packed, config, |rig| {
-            let pool = NativePool::with_context(&rig.context, NativeConfig::default()).unwrap();
+            let pool = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
             assert_eq!(pool.get(OPPORTUNISTIC).unwrap(), on);
             let set = pool.set(OPPORTUNISTIC, 1);
             assert_eq!(set.is_ok(), on == 1);
@@ -406,14 +424,14 @@ fn r39_old_drivers_do_not_reuse_opportunistically() {
 /// No pool but the driver's uses its calls, and a typed pool runs beside it.
 #[test]
 fn pools_run_side_by_side() {
-    with_pool(NativeConfig::default(), |rig, pool| {
-        let typed = TypedPool::new(&rig.driver, Config::new());
+    with_pool(DriverPoolConfig::new(), |rig, pool| {
+        let typed = TypedPool::new(&rig.allocator());
         let stream = rig.stream();
-        let native = pool.allocate(MIB, &stream).unwrap();
+        let native = DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap();
         let calls = rig.calls("cuMemAllocFromPoolAsync");
-        let ours = typed.uninit::<u8>(MIB, &stream).unwrap();
+        let ours = DeviceBuffer::<u8>::uninit(&typed, MIB, &stream).unwrap();
         assert_eq!(rig.calls("cuMemAllocFromPoolAsync"), calls);
-        fill(&rig.context, native.ptr(), MIB, &stream);
+        fill(&rig.context, native.as_device_ptr(), MIB, &stream);
         fill(&rig.context, ours.as_device_ptr(), MIB, &stream);
     });
 }

@@ -2,18 +2,22 @@
 
 use cualloc::driver::sys::CUresult;
 use cualloc::error::InvalidArgument;
-use cualloc::pool::{PinnedConfig, PinnedPool, PinnedStats};
+use cualloc::pool::{PinnedConfig, PinnedPool};
 use cualloc::sim::FailPlan;
-use cualloc::{Block, Error, Policy};
+use cualloc::{DeviceBuffer, Error, PinnedBuffer, Policy};
+use std::mem::MaybeUninit;
 
 use crate::common::{KIB, MIB, Rig, only};
 
-const SMALL: PinnedConfig = PinnedConfig {
-    initial: 2,
-    maximum: 3,
-    buffer_bytes: 64 * KIB,
-    oversize: true,
-};
+const SMALL: PinnedConfig = PinnedConfig::new()
+    .initial(2)
+    .maximum(3)
+    .buffer_bytes(64 * KIB);
+
+/// A buffer of bytes that are not written.
+fn bytes(pool: &PinnedPool, len: usize) -> Result<PinnedBuffer<MaybeUninit<u8>>, Error> {
+    pool.acquire(len)
+}
 
 fn with_pool(config: PinnedConfig, test: impl Fn(&Rig, &PinnedPool)) {
     only(Policy::Packed, |rig| {
@@ -26,41 +30,42 @@ fn with_pool(config: PinnedConfig, test: impl Fn(&Rig, &PinnedPool)) {
     });
 }
 
-fn device_block(rig: &Rig) -> Block {
-    let allocator = rig.allocator();
-    let stream = rig.stream();
-    let block = allocator.allocate(64 * KIB, &stream).unwrap();
-    crate::fill(&rig.context, block.ptr(), 64 * KIB, &stream);
-    stream.synchronize().unwrap();
-    block
+/// Blocks that are back before the work that uses them is over.
+fn in_flight(pool: &PinnedPool) -> u64 {
+    pool.usage().pending / (64 << 10)
+}
+
+fn on_device(rig: &Rig) -> DeviceBuffer<u8> {
+    let buffer = DeviceBuffer::filled(&rig.allocator(), 64 * KIB, 0x5a, &rig.stream()).unwrap();
+    buffer.stream().unwrap().synchronize().unwrap();
+    buffer
 }
 
 /// S4.6, S4.25
 #[test]
 fn s4_6_s4_25_initial_buffers_are_there() {
-    let config = PinnedConfig::default();
-    assert_eq!((config.initial, config.maximum), (4, 32));
-    assert_eq!((config.buffer_bytes, config.oversize), (4 << 20, true));
-    with_pool(config, |_, pool| {
-        let stats = pool.stats();
-        assert_eq!((stats.free, stats.in_use, stats.total), (4, 0, 4));
-        assert_eq!(stats.bytes, 16 << 20);
+    with_pool(PinnedConfig::default(), |_, pool| {
+        let stats = pool.usage();
+        assert_eq!((stats.cached_blocks, stats.blocks.current), (4, 0));
+        assert_eq!(stats.reserved.current, 16 << 20);
         pool.warm_up(6).unwrap();
-        assert_eq!(pool.stats().free, 6);
-        assert_eq!(pool.trim(1), 5);
-        assert_eq!(pool.stats().bytes, 4 << 20);
+        assert_eq!(pool.usage().cached_blocks, 6);
+        assert_eq!(pool.trim((8 << 20) - 1), 5 * (4 << 20));
+        let kept = bytes(pool, 4 << 20).unwrap();
+        let most: Vec<_> = (1..32).map(|_| bytes(pool, 1).unwrap()).collect();
+        assert!(matches!(
+            bytes(pool, 1),
+            Err(Error::Exhausted { maximum: 32, .. })
+        ));
+        assert_eq!(bytes(pool, (4 << 20) + 1).unwrap().len(), (4 << 20) + 1);
+        drop((kept, most));
+        assert_eq!(pool.trim(4 << 20), 31 * (4 << 20));
+        assert_eq!(pool.usage().reserved.current, 4 << 20);
     });
     only(Policy::Packed, |rig| {
-        let wrong = PinnedConfig {
-            initial: 4,
-            ..SMALL
-        };
-        assert!(PinnedPool::new(&rig.context, wrong).is_err());
-        let empty = PinnedConfig {
-            buffer_bytes: 0,
-            ..SMALL
-        };
-        assert!(PinnedPool::new(&rig.context, empty).is_err());
+        for wrong in [SMALL.initial(4), SMALL.buffer_bytes(0)] {
+            assert!(PinnedPool::new(&rig.context, wrong).is_err());
+        }
     });
 }
 
@@ -68,32 +73,28 @@ fn s4_6_s4_25_initial_buffers_are_there() {
 #[test]
 fn s4_7_buffers_are_minted_up_to_the_maximum() {
     with_pool(SMALL, |rig, pool| {
-        let leases: Vec<_> = (0..3).map(|_| pool.acquire(100).unwrap()).collect();
+        let leases: Vec<_> = (0..3).map(|_| bytes(pool, 100).unwrap()).collect();
         assert!(matches!(
-            pool.acquire(100),
+            bytes(pool, 100),
             Err(Error::Exhausted {
                 what: "buffers",
                 maximum: 3
             })
         ));
-        assert_eq!(pool.stats().total, 3);
-        let large = pool.acquire(65 * KIB).unwrap();
-        assert!(large.capacity() >= 65 * KIB);
-        assert_eq!(pool.stats().in_use, 4);
+        assert_eq!(pool.usage().reserved.current, (3 * 64) << 10);
+        let large = bytes(pool, 65 * KIB).unwrap();
+        assert_eq!(large.len(), 65 * KIB);
+        assert_eq!(pool.usage().blocks.current, 4);
         let before = rig.maybe_sim().map(|sim| sim.leaks().host);
         drop(large);
         if let Some(sim) = rig.maybe_sim() {
             assert_eq!(Some(sim.leaks().host + 1), before, "freed on return");
         }
-        assert_eq!(pool.stats().total, 3);
+        assert_eq!(pool.usage().reserved.current, (3 * 64) << 10);
         drop(leases);
-        let strict = PinnedConfig {
-            oversize: false,
-            ..SMALL
-        };
-        let strict = PinnedPool::new(&rig.context, strict).unwrap();
+        let strict = PinnedPool::new(&rig.context, SMALL.oversize(false)).unwrap();
         assert!(matches!(
-            strict.acquire(64 * KIB + 1),
+            bytes(&strict, 64 * KIB + 1),
             Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
         ));
     });
@@ -101,12 +102,12 @@ fn s4_7_buffers_are_minted_up_to_the_maximum() {
 
 /// S4.8
 #[test]
-fn s4_8_typed_leases_are_checked() {
-    with_pool(SMALL, |_, pool| {
-        let lease = pool.acquire(8000).unwrap().typed::<u64>(1000).unwrap();
-        assert_eq!((lease.len(), lease.is_empty()), (1000, false));
-        drop(lease);
-        let typed = |len| pool.acquire(8000).unwrap().typed::<u64>(len);
+fn s4_8_lengths_are_checked() {
+    with_pool(SMALL.oversize(false), |_, pool| {
+        let buffer = pool.acquire::<u64>(1000).unwrap();
+        assert_eq!((buffer.len(), buffer.is_empty()), (1000, false));
+        drop(buffer);
+        let typed = |len| pool.acquire::<u64>(len);
         assert!(matches!(
             typed(usize::MAX / 4),
             Err(Error::Invalid(InvalidArgument::TooLarge { .. }))
@@ -116,7 +117,7 @@ fn s4_8_typed_leases_are_checked() {
             Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
         ));
         assert!(typed(8192).is_ok());
-        assert_eq!(pool.stats().in_use, 0);
+        assert_eq!(pool.usage().blocks.current, 0);
     });
 }
 
@@ -124,18 +125,18 @@ fn s4_8_typed_leases_are_checked() {
 #[test]
 fn s4_9_s4_26_the_last_returned_comes_first_from_any_thread() {
     with_pool(SMALL, |rig, pool| {
-        let (first, second) = (pool.acquire(1).unwrap(), pool.acquire(1).unwrap());
+        let (first, second) = (bytes(pool, 1).unwrap(), bytes(pool, 1).unwrap());
         let (at_first, at_second) = (first.as_ptr() as usize, second.as_ptr() as usize);
-        assert_eq!(pool.stats().in_use, 2);
+        assert_eq!(pool.usage().blocks.current, 2);
         let before = rig.driver.calls();
         std::thread::scope(|scope| {
             scope.spawn(move || drop(second)).join().unwrap();
         });
         drop(first);
-        assert_eq!(pool.stats().free, 2);
-        let next = pool.acquire(1).unwrap();
+        assert_eq!(pool.usage().cached_blocks, 2);
+        let next = bytes(pool, 1).unwrap();
         assert_eq!(next.as_ptr() as usize, at_first);
-        let last = pool.acquire(1).unwrap();
+        let last = bytes(pool, 1).unwrap();
         assert_eq!(last.as_ptr() as usize, at_second);
         assert_eq!(rig.driver.calls().since(&before).total(), 0);
     });
@@ -145,41 +146,42 @@ fn s4_9_s4_26_the_last_returned_comes_first_from_any_thread() {
 #[test]
 fn s4_10_s4_11_s4_24_a_restart_leaves_the_old_behind() {
     with_pool(SMALL, |rig, pool| {
-        let mut old = pool.acquire(16).unwrap().typed::<u32>(4).unwrap();
-        old.write(&[1, 2, 3, 4]).unwrap();
+        let old = pool.acquire::<u8>(4).unwrap().write(&[1, 2, 3, 4]).unwrap();
         assert_eq!(old.generation(), 1);
         assert_eq!(pool.restart(), 2);
-        let empty = PinnedStats::default();
-        let stats = pool.stats();
-        assert_eq!(
-            (stats.in_use, stats.total, stats.bytes),
-            (0, 0, empty.bytes)
-        );
-        assert_eq!((stats.stale, stats.generation), (1, 2));
-        let new = pool.acquire(1).unwrap();
-        let before = pool.stats();
-        let (block, stream) = (device_block(rig), rig.stream());
-        // SAFETY: the block is live and large enough.
-        let refused = unsafe { old.upload(block.ptr(), &stream) };
+        let stats = pool.usage();
+        assert_eq!((stats.blocks.current, stats.reserved.current), (0, 0));
+        assert_eq!(pool.generation(), 2);
+        let new = bytes(pool, 1).unwrap();
+        let before = pool.usage();
+        let stream = rig.stream();
+        let mut target = on_device(rig);
+        let mut target = target.slice_mut(..4).unwrap();
+        let refused = target.upload(old, &stream).unwrap_err();
         assert!(
             matches!(
-                refused,
-                Err(Error::Stale {
+                refused.error,
+                Error::Stale {
                     have: 1,
                     current: 2
-                })
+                }
             ),
             "{refused:?}"
         );
         // What the host wrote is still its own.
-        assert_eq!(old.initialised().unwrap(), [1, 2, 3, 4]);
+        let old = *refused.value;
+        assert_eq!(old[..], [1, 2, 3, 4]);
+        let held = rig.maybe_sim().map(|sim| sim.leaks().host);
         drop(old);
-        let after = pool.stats();
-        assert_eq!((before.stale, after.stale), (1, 0));
-        let figures = |s: PinnedStats| (s.in_use, s.free, s.in_flight, s.total, s.bytes);
-        assert_eq!(figures(after), figures(before));
+        assert_eq!(pool.usage(), before);
+        if let Some(sim) = rig.maybe_sim() {
+            assert_eq!(Some(sim.leaks().host + 1), held, "freed on return");
+        }
         drop(new);
-        assert_eq!((pool.stats().free, pool.stats().in_use), (1, 0));
+        assert_eq!(
+            (pool.usage().cached_blocks, pool.usage().blocks.current),
+            (1, 0)
+        );
     });
 }
 
@@ -188,16 +190,16 @@ fn s4_10_s4_11_s4_24_a_restart_leaves_the_old_behind() {
 fn s4_19_s4_21_a_failed_mint_changes_nothing() {
     with_pool(SMALL, |rig, pool| {
         let Some(sim) = rig.sim() else { return };
-        let _leases = [pool.acquire(1).unwrap(), pool.acquire(1).unwrap()];
-        let before = pool.stats();
+        let _leases = [bytes(pool, 1).unwrap(), bytes(pool, 1).unwrap()];
+        let before = pool.usage();
         let code = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         for bytes in [1, MIB] {
             sim.fail(FailPlan::call("cuMemHostAlloc", code).unwrap());
-            assert_eq!(pool.acquire(bytes).unwrap_err().code(), code);
-            assert_eq!(pool.stats(), before);
+            assert_eq!(self::bytes(pool, bytes).unwrap_err().code(), code);
+            assert_eq!(pool.usage(), before);
         }
-        drop(pool.acquire(1).unwrap());
-        assert_eq!(pool.stats().total, 3);
+        drop(bytes(pool, 1).unwrap());
+        assert_eq!(pool.usage().reserved.current, (3 * 64) << 10);
     });
 }
 
@@ -205,40 +207,34 @@ fn s4_19_s4_21_a_failed_mint_changes_nothing() {
 #[test]
 fn s4_22_only_what_was_written_is_seen() {
     with_pool(SMALL, |rig, pool| {
-        let mut lease = pool.acquire(4000).unwrap().typed::<u32>(1000).unwrap();
-        assert!(lease.initialised().unwrap().is_empty());
-        lease.write(&[1, 2, 3]).unwrap();
-        lease.initialised_mut().unwrap()[1] = 7;
-        assert_eq!(lease.initialised().unwrap(), [1, 7, 3]);
-        for place in lease.uninit_mut().unwrap() {
+        let buffer = pool.acquire::<u32>(1000).unwrap();
+        let refused = buffer.write(&[0; 999]).unwrap_err();
+        assert!(matches!(
+            refused.error,
+            Error::Invalid(InvalidArgument::Length {
+                expected: 1000,
+                found: 999
+            })
+        ));
+        let mut buffer = refused.value.write(&[1; 1000]).unwrap();
+        buffer[1] = 7;
+        assert_eq!((buffer[0], buffer[1], buffer[999]), (1, 7, 1));
+        let mut buffer = buffer.into_uninit();
+        for place in &mut buffer[..] {
             place.write(9);
         }
-        assert!(lease.initialised().unwrap().is_empty());
         // SAFETY: all of them were written just now.
-        unsafe { lease.assume_init(1000) }.unwrap();
-        assert_eq!(lease.initialised().unwrap(), [9; 1000]);
-        // SAFETY: refused.
-        assert!(unsafe { lease.assume_init(1001) }.is_err());
-        assert!(lease.write(&[0; 1001]).is_err());
-        drop(lease);
-        // The next user does not see what the last one wrote.
-        let mut next = pool.acquire(4000).unwrap();
-        assert!(next.initialised().unwrap().is_empty());
-        drop(next);
+        assert_eq!(unsafe { buffer.assume_init() }[..], [9; 1000]);
         // A copy's elements are there when it is over, and only then.
-        let (block, stream) = (device_block(rig), rig.stream());
-        let mut lease = pool.acquire(4000).unwrap().typed::<u8>(1000).unwrap();
+        let (source, stream) = (on_device(rig), rig.stream());
         let hold = rig.busy(&stream);
-        // SAFETY: the block is live, large enough and initialised.
-        unsafe { lease.download(block.ptr(), 100, &stream) }.unwrap();
+        let part = source.slice(..100).unwrap();
+        let copy = part.download(pool.acquire(100).unwrap(), &stream).unwrap();
         if rig.maybe_sim().is_some() {
-            assert!(matches!(lease.initialised(), Err(Error::InFlight)));
-            assert!(matches!(lease.write(&[1]), Err(Error::InFlight)));
-            assert!(!lease.is_complete().unwrap());
+            assert!(!copy.is_complete().unwrap());
         }
         hold.release();
-        lease.wait().unwrap();
-        assert_eq!(lease.initialised().unwrap(), [0x5a; 100]);
+        assert_eq!(copy.wait().unwrap()[..], [0x5a; 100]);
     });
 }
 
@@ -246,37 +242,29 @@ fn s4_22_only_what_was_written_is_seen() {
 #[test]
 fn s4_23_copies_in_flight_keep_their_buffer() {
     with_pool(SMALL, |rig, pool| {
-        let (block, stream) = (device_block(rig), rig.stream());
-        let mut lease = pool.acquire(1000).unwrap();
-        lease.write(&[3; 1000]).unwrap();
-        let address = lease.as_ptr() as usize;
+        let (mut target, stream) = (on_device(rig), rig.stream());
+        let buffer = bytes(pool, 1000).unwrap().write(&[3; 1000]).unwrap();
+        let address = buffer.as_ptr() as usize;
         let hold = rig.busy(&stream);
-        // SAFETY: the block is live and large enough.
-        unsafe { lease.upload(block.ptr(), &stream) }.unwrap();
-        // Reading beside the device is no harm, writing would be.
-        assert_eq!(lease.initialised().unwrap().len(), 1000);
+        let mut part = target.slice_mut(..1000).unwrap();
+        drop(part.upload(buffer, &stream).unwrap());
         if rig.maybe_sim().is_some() {
-            assert!(matches!(lease.initialised_mut(), Err(Error::InFlight)));
-        }
-        drop(lease);
-        if rig.maybe_sim().is_some() {
-            assert_eq!((pool.stats().in_flight, pool.stats().free), (1, 1));
-            let others = [pool.acquire(1).unwrap(), pool.acquire(1).unwrap()];
+            assert_eq!((in_flight(pool), pool.usage().cached_blocks), (1, 1));
+            let others = [bytes(pool, 1).unwrap(), bytes(pool, 1).unwrap()];
             assert!(others.iter().all(|o| o.as_ptr() as usize != address));
-            assert!(pool.acquire(1).is_err(), "the third is in flight");
+            assert!(bytes(pool, 1).is_err(), "the third is in flight");
             drop(others);
         }
         hold.release();
         stream.synchronize().unwrap();
-        let stats = pool.stats();
-        assert_eq!(stats.in_flight, 0);
+        let stats = pool.usage();
+        assert_eq!(stats.pending, 0);
         let mut found = Vec::new();
-        for _ in 0..stats.free {
-            found.push(pool.acquire(1).unwrap());
+        for _ in 0..stats.cached_blocks {
+            found.push(bytes(pool, 1).unwrap());
         }
         assert!(found.iter().any(|o| o.as_ptr() as usize == address));
-        let words = rig.mismatches(block.ptr(), 1000, 0x0303_0303, &stream);
-        assert_eq!(words, 0);
+        assert_eq!(target.slice(..1000).unwrap().to_vec().unwrap(), [3; 1000]);
     });
 }
 
@@ -285,21 +273,33 @@ fn s4_23_copies_in_flight_keep_their_buffer() {
 fn s4_23_foreign_copies_are_recorded() {
     with_pool(SMALL, |rig, pool| {
         let stream = rig.stream();
-        let mut lease = pool.acquire(1000).unwrap();
+        let mut target = on_device(rig);
+        let buffer = bytes(pool, 64 * KIB).unwrap();
+        let mut buffer = buffer.write(&[1; 64 * KIB]).unwrap();
         let hold = rig.busy(&stream);
-        lease.record_use(&stream).unwrap();
-        drop(lease);
+        buffer.record_use(&stream).unwrap();
         if rig.maybe_sim().is_some() {
-            assert_eq!(pool.stats().in_flight, 1);
+            // Nothing of ours comes between.
+            let refused = target.upload(buffer, &stream).unwrap_err();
+            assert!(matches!(refused.error, Error::InFlight), "{refused:?}");
+            let refused = refused.value.into_uninit().write(&[1; 64 * KIB]);
+            let refused = refused.unwrap_err();
+            assert!(matches!(refused.error, Error::InFlight), "{refused:?}");
+            drop(refused);
+        } else {
+            drop(buffer);
+        }
+        if rig.maybe_sim().is_some() {
+            assert_eq!(in_flight(pool), 1);
         }
         hold.release();
         stream.synchronize().unwrap();
-        assert_eq!((pool.stats().in_flight, pool.stats().free), (0, 2));
+        assert_eq!((in_flight(pool), pool.usage().cached_blocks), (0, 2));
         // Steady use makes no more events.
         let events = rig.calls("cuEventCreate");
         for _ in 0..10 {
-            let mut lease = pool.acquire(1000).unwrap();
-            lease.record_use(&stream).unwrap();
+            let mut buffer = bytes(pool, 1000).unwrap();
+            buffer.record_use(&stream).unwrap();
             stream.synchronize().unwrap();
         }
         assert_eq!(rig.calls("cuEventCreate"), events);
@@ -310,38 +310,35 @@ fn s4_23_foreign_copies_are_recorded() {
 #[test]
 fn r62_an_oversize_buffer_costs_what_was_asked() {
     with_pool(SMALL, |_, pool| {
-        let before = pool.stats().bytes;
-        let lease = pool.acquire(33 * MIB).unwrap();
-        assert_eq!(pool.stats().bytes - before, (33 * MIB) as u64);
+        let before = pool.usage().reserved.current;
+        let lease = bytes(pool, 33 * MIB).unwrap();
+        assert_eq!(pool.usage().reserved.current - before, (33 * MIB) as u64);
         drop(lease);
-        assert_eq!(pool.stats().bytes, before);
+        assert_eq!(pool.usage().reserved.current, before);
     });
 }
+
 /// R2: a question after a copy that is refused says nothing about the copy, and is asked again.
 #[test]
 fn r2_a_refused_question_loses_no_buffer() {
     with_pool(SMALL, |rig, pool| {
         let Some(sim) = rig.sim() else { return };
-        let stream = rig.stream();
-        let allocator = rig.allocator();
-        let block = allocator.allocate(4096, &stream).unwrap();
+        let (mut target, stream) = (on_device(rig), rig.stream());
         let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
         let refuse = || sim.fail(FailPlan::call("cuEventQuery", code).unwrap());
-        let mut lease = pool.acquire(4096).unwrap();
-        lease.write(&[1; 4096]).unwrap();
-        // SAFETY: the block has as many bytes, and goes in the order of the stream.
-        unsafe { lease.upload(block.ptr(), &stream) }.unwrap();
+        let buffer = bytes(pool, 64 * KIB)
+            .unwrap()
+            .write(&[1; 64 * KIB])
+            .unwrap();
+        let copy = target.upload(buffer, &stream).unwrap();
         refuse();
-        assert_eq!(lease.is_complete().unwrap_err().code(), code);
-        lease.wait().unwrap();
-        lease.write(&[2; 4096]).unwrap();
-        // SAFETY: as above.
-        unsafe { lease.upload(block.ptr(), &stream) }.unwrap();
+        assert_eq!(copy.is_complete().unwrap_err().code(), code);
+        let buffer = copy.wait().unwrap();
+        drop(target.upload(buffer, &stream).unwrap());
         refuse();
-        drop(lease);
-        let stats = pool.stats();
-        assert_eq!((stats.in_use, stats.in_flight, stats.stale), (0, 0, 0));
-        drop(block);
-        allocator.close().unwrap();
+        let stats = pool.usage();
+        assert_eq!((stats.pending, stats.cached_blocks), (64 << 10, 1));
+        let stats = pool.usage();
+        assert_eq!((stats.pending, stats.cached_blocks), (0, 2));
     });
 }

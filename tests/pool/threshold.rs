@@ -5,11 +5,16 @@ use std::sync::Mutex;
 use cualloc::driver::{Context, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::ThresholdPool;
+use cualloc::resource::{MemoryResource, Usage};
 use cualloc::sim::{FailPlan, SimConfig};
-use cualloc::{Config, Error, Policy};
+use cualloc::{Config, DeviceBuffer, Error, Policy};
 
 use crate::common::{MIB, Rig, each, only_on};
 use crate::fill;
+
+fn usage(pool: &ThresholdPool) -> Usage {
+    pool.usage().unwrap()
+}
 
 fn pool_of(rig: &Rig) -> ThresholdPool {
     ThresholdPool::on_driver(&rig.driver, 0, Config::new().policy(rig.policy))
@@ -18,7 +23,7 @@ fn pool_of(rig: &Rig) -> ThresholdPool {
 /// S3.1, S0.3
 #[test]
 fn s3_1_s0_3_creation_needs_no_driver_and_ordinals_are_checked() {
-    assert_eq!(ThresholdPool::new(7).unwrap().ordinal(), 7);
+    assert_eq!(ThresholdPool::new(7).ordinal(), 7);
     each(|rig| {
         let before = rig.driver.calls();
         let pool = ThresholdPool::on_driver(&rig.driver, 500, Config::new());
@@ -60,7 +65,7 @@ fn s3_2_typed_buffers_have_at_least_one_element_and_no_overflow() {
             assert_eq!(error.code(), sys::CUresult::CUDA_ERROR_INVALID_VALUE);
         }
         assert_eq!(rig.memory_calls(), before);
-        let mut buffer = pool.zeroed::<u32>(1000, &stream).unwrap();
+        let mut buffer = DeviceBuffer::<u32>::zeroed(&pool, 1000, &stream).unwrap();
         assert_eq!((buffer.len(), buffer.is_empty()), (1000, false));
         assert_eq!(buffer.byte_len(), 4000);
         assert_ne!(buffer.as_device_ptr(), 0);
@@ -75,12 +80,15 @@ fn s3_2_typed_buffers_have_at_least_one_element_and_no_overflow() {
 fn s3_4_s3_38_figures_are_those_of_the_allocator() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
-        assert_eq!(pool.stats().reserved, 0);
+        assert_eq!(usage(&pool).reserved.current, 0);
         let first = pool.uninit::<u8>(4 * MIB, &stream).unwrap();
         let second = pool.uninit::<u8>(2 * MIB, &stream).unwrap();
         drop(first);
-        let stats = pool.stats();
-        assert_eq!((stats.allocations, stats.frees), (2, 1));
+        let stats = usage(&pool);
+        assert_eq!(
+            (stats.blocks.total_allocated, stats.blocks.total_freed),
+            (2, 1)
+        );
         let (used, held) =
             pool.allocator()
                 .unwrap()
@@ -93,13 +101,13 @@ fn s3_4_s3_38_figures_are_those_of_the_allocator() {
                         held + segment.size,
                     )
                 });
-        assert_eq!((stats.allocated, stats.reserved), (used, held));
-        assert_eq!(stats.cached, held - used);
-        assert!(stats.peak >= (6 * MIB) as u64);
+        assert_eq!((stats.used.current, stats.reserved.current), (used, held));
+        assert_eq!(stats.cached_bytes(), held - used);
+        assert!(stats.used.peak >= (6 * MIB) as u64);
         stream.synchronize().unwrap();
         pool.trim(0).unwrap();
         assert_eq!(
-            pool.stats().allocated,
+            usage(&pool).used.current,
             used,
             "a trim leaves live bytes alone"
         );
@@ -117,14 +125,14 @@ fn s3_5_s3_6_threshold_and_trim_bound_what_is_cached() {
             .map(|_| pool.uninit::<u8>(32 * MIB, &stream).unwrap())
             .collect();
         drop(buffers);
-        assert!(pool.stats().cached >= (256 * MIB) as u64);
+        assert!(usage(&pool).cached_bytes() >= (256 * MIB) as u64);
         pool.allocator().unwrap().synchronize().unwrap();
         let done = pool.trim((96 * MIB) as u64).unwrap();
         assert!(done.released > 0);
-        assert!(pool.stats().cached <= (96 * MIB) as u64);
+        assert!(usage(&pool).cached_bytes() <= (96 * MIB) as u64);
         // Lowering the threshold trims at once.
         pool.set_release_threshold(Some((32 * MIB) as u64)).unwrap();
-        assert!(pool.stats().cached <= (32 * MIB) as u64);
+        assert!(usage(&pool).cached_bytes() <= (32 * MIB) as u64);
         // And from then on it is honoured.
         for _ in 0..3 {
             let buffers: Vec<_> = (0..4)
@@ -137,12 +145,12 @@ fn s3_5_s3_6_threshold_and_trim_bound_what_is_cached() {
         }
         pool.allocator().unwrap().synchronize().unwrap();
         drop(pool.uninit::<u8>(MIB, &stream).unwrap());
-        assert!(pool.stats().cached <= (32 * MIB) as u64);
+        assert!(usage(&pool).cached_bytes() <= (32 * MIB) as u64);
         assert_eq!(pool.release_threshold(), Some((32 * MIB) as u64));
         // Without one everything is kept.
         pool.set_release_threshold(None).unwrap();
         drop(pool.uninit::<u8>(96 * MIB, &stream).unwrap());
-        assert!(pool.stats().cached >= (96 * MIB) as u64);
+        assert!(usage(&pool).cached_bytes() >= (96 * MIB) as u64);
     });
 }
 
@@ -163,7 +171,7 @@ fn s3_6_work_in_flight_is_not_trimmed() {
         hold.release();
         stream.synchronize().unwrap();
         assert!(pool.trim(0).unwrap().released > 0);
-        assert_eq!(pool.stats().cached, 0);
+        assert_eq!(usage(&pool).cached_bytes(), 0);
     });
 }
 
@@ -173,12 +181,12 @@ fn s3_26_s3_3_the_default_caches() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         drop(pool.uninit::<u8>(3 * MIB, &stream).unwrap());
-        let before = (rig.memory_calls(), pool.stats().reserved);
+        let before = (rig.memory_calls(), usage(&pool).reserved.current);
         for _ in 0..1000 {
             drop(pool.uninit::<u8>(3 * MIB, &stream).unwrap());
         }
-        assert_eq!((rig.memory_calls(), pool.stats().reserved), before);
-        assert_eq!(pool.stats().frees, 1001);
+        assert_eq!((rig.memory_calls(), usage(&pool).reserved.current), before);
+        assert_eq!(usage(&pool).blocks.total_freed, 1001);
     });
 }
 
@@ -192,7 +200,7 @@ fn s3_27_no_context_need_be_current() {
             let work = || {
                 // SAFETY: its owner keeps it meanwhile.
                 assert!(unsafe { Context::current(driver) }.unwrap().is_none());
-                let buffer = pool.zeroed::<u8>(MIB, &stream).unwrap();
+                let buffer = DeviceBuffer::<u8>::zeroed(&pool, MIB, &stream).unwrap();
                 drop(buffer);
                 stream.synchronize().unwrap();
                 pool.trim(0).unwrap();
@@ -238,7 +246,7 @@ fn s3_29_what_was_idle_longest_goes_first() {
             pool.allocator().unwrap().synchronize().unwrap();
             let mut gone: Vec<usize> = Vec::new();
             while pool
-                .trim(pool.stats().cached.saturating_sub(1))
+                .trim(usage(&pool).cached_bytes().saturating_sub(1))
                 .unwrap()
                 .released
                 > 0
@@ -270,7 +278,7 @@ fn s3_30_a_failed_release_keeps_block_and_figures() {
         let (pool, stream) = (pool_of(rig), rig.stream());
         drop(pool.uninit::<u8>(32 * MIB, &stream).unwrap());
         pool.allocator().unwrap().synchronize().unwrap();
-        let before = pool.stats();
+        let before = usage(&pool);
         let call = if rig.packed() {
             "cuMemUnmap"
         } else {
@@ -278,12 +286,15 @@ fn s3_30_a_failed_release_keeps_block_and_figures() {
         };
         sim.fail(FailPlan::call(call, sys::CUresult::CUDA_ERROR_INVALID_VALUE).unwrap());
         assert!(pool.trim(0).is_err());
-        let kept = pool.stats().reserved;
-        assert!(kept > 0 && kept <= before.reserved);
+        let kept = usage(&pool).reserved.current;
+        assert!(kept > 0 && kept <= before.reserved.current);
         assert_eq!(rig.driver_held(), Some(kept));
         pool.allocator().unwrap().check().unwrap();
         pool.trim(0).unwrap();
-        assert_eq!((pool.stats().reserved, rig.driver_held()), (0, Some(0)));
+        assert_eq!(
+            (usage(&pool).reserved.current, rig.driver_held()),
+            (0, Some(0))
+        );
     });
 }
 
@@ -304,7 +315,7 @@ fn s3_31_a_panic_in_a_hook_poisons_nothing() {
         allocator.remove_relief_hook("panics");
         drop(pool.uninit::<u8>(MIB, &stream).unwrap());
         allocator.check().unwrap();
-        assert_eq!(pool.stats().allocations, 1);
+        assert_eq!(usage(&pool).blocks.total_allocated, 1);
         allocator.close().unwrap();
     });
 }
@@ -337,7 +348,7 @@ fn s3_39_a_fatal_query_surfaces_and_nothing_is_recycled() {
         fill(&rig.context, buffer.as_device_ptr(), 8 * MIB, &a);
         let address = buffer.as_device_ptr();
         drop(buffer);
-        let held = pool.stats().reserved;
+        let held = usage(&pool).reserved.current;
         sim.fail(
             FailPlan::call("cuEventQuery", sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS).unwrap(),
         );
@@ -346,7 +357,7 @@ fn s3_39_a_fatal_query_surfaces_and_nothing_is_recycled() {
         assert!(error.driver_error().unwrap().is_fatal(), "{error:?}");
         assert!(pool.uninit::<u8>(1, &a).is_err(), "the context is lost");
         assert_eq!(
-            pool.stats().reserved,
+            usage(&pool).reserved.current,
             held,
             "{address:#x} is still in the heap"
         );
@@ -361,17 +372,16 @@ fn s3_37_s3_9_without_a_driver_there_is_no_address() {
         eprintln!("SKIPPED: there is a driver");
         return;
     }
-    let error = cualloc::pool::NativePool::new(Default::default()).unwrap_err();
+    let error = cualloc::Error::from(cualloc::driver::Driver::load().unwrap_err());
     assert!(
         matches!(error, cualloc::Error::DriverUnavailable(_)),
         "{error:?}"
     );
     assert_eq!(error.code(), sys::CUresult::CUDA_ERROR_NOT_INITIALIZED);
-    let pool = ThresholdPool::new(0).unwrap();
+    let pool = ThresholdPool::new(0);
     assert!(pool.allocator().is_err() && pool.allocator().is_err());
-    let typed = cualloc::pool::TypedPool::global().unwrap();
     assert!(matches!(
-        typed.allocator(0),
+        cualloc::pool::TypedPool::global().get(0),
         Err(cualloc::Error::DriverUnavailable(_))
     ));
 }
@@ -407,11 +417,15 @@ fn s2_19_relief_for_others() {
         drop(pool.uninit::<u8>(1 << 30, &stream).unwrap());
         pool.allocator().unwrap().synchronize().unwrap();
         let other = rig.allocator();
-        let relief = pool.open().unwrap().relief();
+        let keeper = pool.clone();
+        let relief = move |missing| {
+            let keep = usage(&keeper).cached_bytes().saturating_sub(missing);
+            keeper.trim(keep).map_or(0, |done| done.released)
+        };
         other.add_relief_hook(cualloc::allocator::ReliefHook::new("pool", relief));
-        let seen = Mutex::new(pool.stats().cached);
+        let seen = Mutex::new(usage(&pool).cached_bytes());
         let block = other.allocate(3 << 29, &stream).unwrap();
-        assert!(pool.stats().cached < *seen.lock().unwrap());
+        assert!(usage(&pool).cached_bytes() < *seen.lock().unwrap());
         drop(block);
     });
 }

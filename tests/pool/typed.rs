@@ -7,15 +7,27 @@ use std::time::{Duration, Instant};
 
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::error::InvalidArgument;
-use cualloc::pool::{TypedPool, TypedStats};
+use cualloc::pool::TypedPool;
+use cualloc::resource::{MemoryResource, PerDevice};
 use cualloc::sim::{SimConfig, Simulator};
-use cualloc::{Config, Error, Policy};
+use cualloc::{Allocator, Config, DeviceBuffer, Error, Policy};
 
 use crate::common::{GIB, MIB, Rig, each, only, only_on};
 use crate::fill;
 
 fn pool_of(rig: &Rig) -> TypedPool {
-    TypedPool::new(&rig.driver, Config::new().policy(rig.policy))
+    TypedPool::new(&rig.allocator())
+}
+
+/// Hits, misses and returns.
+pub fn counts(pool: &TypedPool) -> (u64, u64, u64) {
+    let usage = pool.usage().unwrap();
+    assert_eq!(usage.requests, usage.hits + usage.misses);
+    (usage.hits, usage.misses, usage.blocks.total_freed)
+}
+
+fn cached(pool: &TypedPool) -> u64 {
+    pool.usage().unwrap().cached_bytes()
 }
 
 /// S2.1
@@ -43,7 +55,7 @@ fn s2_2_the_last_returned_comes_first() {
         // The second are more together than a stream cache keeps as they are.
         for len in [1000, 8000, 300_000, 5_000_000] {
             let buffers: Vec<_> = (0..10)
-                .map(|_| pool.uninit::<f32>(len, &stream).unwrap())
+                .map(|_| DeviceBuffer::<f32>::uninit(&pool, len, &stream).unwrap())
                 .collect();
             // Neighbours, so that the free memory is one piece in the end.
             let mut addresses: Vec<_> = buffers.iter().map(|b| b.as_device_ptr()).collect();
@@ -65,7 +77,7 @@ fn s2_2_the_last_returned_comes_first() {
             addresses.reverse();
             assert_eq!(got, addresses, "len {len}");
         }
-        pool.allocator(0).unwrap().check().unwrap();
+        pool.allocator().check().unwrap();
     });
 }
 
@@ -75,9 +87,9 @@ fn s2_2_what_others_freed_later_does_not_come_first() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         for len in [1000, 300_000] {
-            let buffer = pool.uninit::<u8>(len, &stream).unwrap();
+            let buffer = DeviceBuffer::<u8>::uninit(&pool, len, &stream).unwrap();
             let address = buffer.as_device_ptr();
-            let allocator = pool.allocator(0).unwrap();
+            let allocator = pool.allocator();
             let bytes = TypedPool::round_len(len);
             let block = allocator.allocate(bytes, &stream).unwrap();
             drop(buffer);
@@ -96,31 +108,17 @@ fn s2_3_s2_4_s2_12_hits_and_misses_are_plain() {
         let (pool, stream) = (pool_of(rig), rig.stream());
         for misses in 1..=5 {
             assert!(pool.take::<u8>(1000, &stream).unwrap().is_none());
-            assert_eq!(pool.stats().misses, misses);
+            assert_eq!(counts(&pool).1, misses);
         }
-        drop(pool.uninit::<u8>(1000, &stream).unwrap());
-        assert_eq!(
-            pool.stats(),
-            TypedStats {
-                hits: 0,
-                misses: 6,
-                returns: 1
-            }
-        );
+        drop(DeviceBuffer::<u8>::uninit(&pool, 1000, &stream).unwrap());
+        assert_eq!(counts(&pool), (0, 6, 1));
         let before = rig.driver.calls();
         drop(pool.take::<u8>(1000, &stream).unwrap().expect("a hit"));
-        drop(pool.uninit::<u8>(1000, &stream).unwrap());
+        drop(DeviceBuffer::<u8>::uninit(&pool, 1000, &stream).unwrap());
         assert_eq!(rig.driver.calls().since(&before).total(), 0);
-        assert_eq!(
-            pool.stats(),
-            TypedStats {
-                hits: 2,
-                misses: 6,
-                returns: 3
-            }
-        );
-        pool.reset_stats();
-        assert_eq!(pool.stats(), TypedStats::default());
+        assert_eq!(counts(&pool), (2, 6, 3));
+        pool.reset_accumulated_stats();
+        assert_eq!(counts(&pool), (0, 0, 0));
     });
 }
 
@@ -130,7 +128,7 @@ fn s2_5_s2_14_a_take_never_crosses_to_a_stream_that_would_have_to_wait() {
     each(|rig| {
         let (pool, [a, b]) = (pool_of(rig), rig.streams());
         for bytes in [4096, 8 * MIB] {
-            let buffer = pool.uninit::<u8>(bytes, &b).unwrap();
+            let buffer = DeviceBuffer::<u8>::uninit(&pool, bytes, &b).unwrap();
             let address = buffer.as_device_ptr();
             let hold = rig.busy(&b);
             fill(&rig.context, address, bytes, &b);
@@ -152,7 +150,7 @@ fn s2_5_s2_14_a_take_never_crosses_to_a_stream_that_would_have_to_wait() {
             a.synchronize().unwrap();
             b.synchronize().unwrap();
             // With nothing left to wait for any stream may have it.
-            pool.allocator(0).unwrap().synchronize().unwrap();
+            pool.allocator().synchronize().unwrap();
             assert!(pool.take::<u8>(bytes, &a).unwrap().is_some());
         }
     });
@@ -168,7 +166,7 @@ fn s2_6_a_return_may_name_the_next_stream() {
         for (target, next) in [(Some(&b), &b), (None, &legacy)] {
             let pool = pool_of(rig);
             let mut buffers: Vec<_> = (0..4)
-                .map(|_| Some(pool.uninit::<u8>(8 * MIB, &a).unwrap()))
+                .map(|_| Some(DeviceBuffer::<u8>::uninit(&pool, 8 * MIB, &a).unwrap()))
                 .collect();
             let mut put = |at: usize| {
                 let buffer = buffers[at].take().unwrap();
@@ -187,15 +185,15 @@ fn s2_6_a_return_may_name_the_next_stream() {
                 fill(&rig.context, address, 8 * MIB, next);
                 std::mem::forget(again);
             }
-            assert_eq!(pool.stats().returns, 4);
+            assert_eq!(counts(&pool).2, 4);
         }
         let pool = pool_of(rig);
         for bytes in [4096, 8 * MIB] {
-            let buffer = pool.uninit::<u8>(bytes, &a).unwrap();
+            let buffer = DeviceBuffer::<u8>::uninit(&pool, bytes, &a).unwrap();
             let address = buffer.as_device_ptr();
             let hold = rig.busy(&b);
             pool.put(buffer, Some(&b)).unwrap();
-            let other = pool.uninit::<u8>(bytes, &a).unwrap();
+            let other = DeviceBuffer::<u8>::uninit(&pool, bytes, &a).unwrap();
             assert_ne!(other.as_device_ptr(), address, "B is not done");
             hold.release();
         }
@@ -208,8 +206,8 @@ fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
     each(|rig| {
         let (pool, [a, b]) = (pool_of(rig), rig.streams());
         for how in 0..3 {
-            let buffer = pool.uninit::<f32>(1000, &a).unwrap();
-            let other = pool.uninit::<f32>(5000, &a).unwrap();
+            let buffer = DeviceBuffer::<f32>::uninit(&pool, 1000, &a).unwrap();
+            let other = DeviceBuffer::<f32>::uninit(&pool, 5000, &a).unwrap();
             let address = buffer.as_device_ptr();
             fill(&rig.context, address, 4000, &a);
             a.synchronize().unwrap();
@@ -217,11 +215,11 @@ fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
             fill(&rig.context, address, 4000, &b);
             match how {
                 0 => buffer.record_use(&b).unwrap(),
-                1 => assert_eq!(pool.record_use_of::<f32>(0, 1000, &b).unwrap(), 1),
+                1 => assert_eq!(pool.record_use_of::<f32>(1000, &b).unwrap(), 1),
                 _ => {
                     let element = TypeId::of::<f32>();
-                    assert_eq!(pool.record_use_of_type(0, 1000, element, &b).unwrap(), 1);
-                    assert_eq!(pool.record_use_of::<u32>(0, 1000, &b).unwrap(), 0);
+                    assert_eq!(pool.record_use_of_type(1000, element, &b).unwrap(), 1);
+                    assert_eq!(pool.record_use_of::<u32>(1000, &b).unwrap(), 0);
                 }
             }
             drop(buffer);
@@ -232,7 +230,7 @@ fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
             }
             hold.release();
             b.synchronize().unwrap();
-            pool.allocator(0).unwrap().synchronize().unwrap();
+            pool.allocator().synchronize().unwrap();
             let again = pool.take::<f32>(1000, &a).unwrap().expect("a hit");
             assert_eq!(again.as_device_ptr(), address);
             drop((again, other, found));
@@ -240,29 +238,46 @@ fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
     });
 }
 
+/// Pools of a driver's devices, each made when it is asked for.
+fn pools_of(driver: &Driver) -> PerDevice<TypedPool> {
+    let driver = driver.clone();
+    PerDevice::new(move |ordinal| {
+        let context = driver.context(ordinal)?;
+        let allocator = Allocator::with_config(&context, Config::new())?;
+        Ok(TypedPool::new(&allocator))
+    })
+}
+
 /// S2.8, S2.9
 #[test]
 fn s2_8_s2_9_devices_are_counted_and_emptied_apart() {
     two_devices(|driver| {
-        let pool = TypedPool::new(driver, Config::new());
+        let pools = pools_of(driver);
+        assert!(pools.all().is_empty());
+        let both = [0, 1].map(|ordinal| pools.get(ordinal).unwrap());
         let streams = [0, 1].map(|ordinal| {
             let device = driver.device(ordinal).unwrap();
             Stream::new(&Context::primary(&device).unwrap()).unwrap()
         });
-        for stream in &streams {
-            drop(pool.uninit::<u8>(4 * MIB, stream).unwrap());
+        for (pool, stream) in both.iter().zip(&streams) {
+            drop(DeviceBuffer::<u8>::uninit(pool, 4 * MIB, stream).unwrap());
             stream.synchronize().unwrap();
         }
-        let cached = [pool.cached_bytes(0), pool.cached_bytes(1)];
-        assert!(cached.iter().all(|bytes| *bytes >= 4 << 20));
-        assert_eq!(pool.cached_bytes_total(), cached[0] + cached[1]);
-        assert_eq!(pool.cached_bytes(2), 0);
-        pool.empty(0).unwrap();
-        assert_eq!([pool.cached_bytes(0), pool.cached_bytes(1)], [0, cached[1]]);
-        assert_eq!(pool.stats().returns, 2);
-        assert!(pool.take::<u8>(4 * MIB, &streams[1]).unwrap().is_some());
-        assert_eq!(pool.empty_all().unwrap().released, cached[1]);
-        assert_eq!(pool.cached_bytes_total(), 0);
+        let held = [cached(&both[0]), cached(&both[1])];
+        assert!(held.iter().all(|bytes| *bytes >= 4 << 20));
+        both[0].trim(0).unwrap();
+        assert_eq!([cached(&both[0]), cached(&both[1])], [0, held[1]]);
+        assert_eq!(both.each_ref().map(|pool| counts(pool).2), [1, 1]);
+        let wrong = both[0].take::<u8>(4 * MIB, &streams[1]);
+        assert!(matches!(wrong, Err(Error::WrongDevice { .. })), "{wrong:?}");
+        assert!(both[1].take::<u8>(4 * MIB, &streams[1]).unwrap().is_some());
+        let all = pools.all();
+        assert_eq!(
+            all.iter().map(|(ordinal, _)| *ordinal).collect::<Vec<_>>(),
+            [0, 1]
+        );
+        let released = all.iter().map(|(_, pool)| pool.trim(0).unwrap().released);
+        assert_eq!(released.sum::<u64>(), held[1]);
     });
 }
 
@@ -280,32 +295,20 @@ fn two_devices(test: impl Fn(&Driver)) {
     assert!(sim.reports().is_empty());
 }
 
-/// S2.15, S2.16: emptying one device leaves the heap of the other, and the sum is exact.
+/// S2.15, S2.16: emptying one device leaves the heap of the other, and figures are by device.
 #[test]
 fn s2_15_s2_16_cached_bytes_are_by_device() {
     two_devices(|driver| {
-        let pool = TypedPool::new(driver, Config::new());
-        let allocators = [0, 1].map(|ordinal| pool.allocator(ordinal).unwrap());
-        let stream = allocators[1].create_stream().unwrap();
-        drop(pool.uninit::<u8>(4 * MIB, &stream).unwrap());
-        let cached = pool.cached_bytes(1);
-        assert_eq!(cached, allocators[1].stats().cached());
-        assert_eq!(
-            (pool.cached_bytes(0), pool.cached_bytes_total()),
-            (0, cached)
-        );
-        pool.empty(0).unwrap();
-        assert_eq!(
-            (pool.cached_bytes(1), pool.cached_bytes_total()),
-            (cached, cached)
-        );
-        assert!(matches!(
-            pool.allocator(2),
-            Err(Error::InvalidDevice {
-                ordinal: 2,
-                devices: 2
-            })
-        ));
+        let pools = pools_of(driver);
+        let both = [0, 1].map(|ordinal| pools.get(ordinal).unwrap());
+        let stream = both[1].allocator().create_stream().unwrap();
+        drop(DeviceBuffer::<u8>::uninit(&both[1], 4 * MIB, &stream).unwrap());
+        let held = cached(&both[1]);
+        assert_eq!(held, both[1].allocator().stats().cached());
+        assert_eq!((cached(&both[0]), held > 0), (0, true));
+        both[0].trim(0).unwrap();
+        assert_eq!(cached(&both[1]), held);
+        assert!(pools.get(2).is_err());
     });
 }
 
@@ -316,18 +319,17 @@ fn s2_10_s2_11_buffers_return_by_themselves() {
         let stream = rig.stream();
         let buffer = {
             let pool = pool_of(rig);
-            pool.zeroed::<u32>(10, &stream).unwrap()
+            DeviceBuffer::<u32>::zeroed(&pool, 10, &stream).unwrap()
             // The pool's last handle goes; the buffer still knows where it belongs.
         };
         assert_eq!(buffer.to_vec().unwrap(), vec![0; 10]);
         drop(buffer);
-        let global = || TypedPool::global().unwrap();
-        assert!(std::ptr::eq(global(), global()));
+        assert!(std::ptr::eq(TypedPool::global(), TypedPool::global()));
         let allocator = rig.allocator();
-        let shared = TypedPool::over([&allocator]);
-        drop(shared.uninit::<u8>(MIB, &stream).unwrap());
+        let shared = TypedPool::new(&allocator);
+        drop(DeviceBuffer::<u8>::uninit(&shared, MIB, &stream).unwrap());
         assert_eq!(allocator.stats().all.allocations.total_freed, 1);
-        assert_eq!(shared.stats().returns, 1);
+        assert_eq!(counts(&shared).2, 1);
         rig.close(&allocator);
     });
 }
@@ -338,8 +340,8 @@ fn s2_11_the_pool_of_the_process_reports_invalid_settings() {
     const NAME: &str = "typed::s2_11_the_pool_of_the_process_reports_invalid_settings";
     if std::env::var_os("CUALLOC_CONFIG").is_some_and(|set| set == "policy=none") {
         for _ in 0..2 {
-            let error = TypedPool::global().unwrap_err();
-            assert!(matches!(error, _), "{error:?}");
+            let error = TypedPool::global().get(0).unwrap_err();
+            assert!(matches!(error, Error::InvalidConfig(_)), "{error:?}");
         }
         return;
     }
@@ -394,16 +396,16 @@ fn s2_17_a_release_does_not_hold_up_hits() {
     table.cuMemRelease = Some(slow_release);
     // SAFETY: the simulator's functions and one with the same contract.
     let driver = unsafe { Driver::from_functions(table) }.unwrap();
-    let pool = TypedPool::new(&driver, Config::new());
+    let pool = pools_of(&driver).get(0).unwrap();
     let context = driver.context(0).unwrap();
     let stream = Stream::new(&context).unwrap();
-    drop(pool.uninit::<u8>(GIB, &stream).unwrap());
-    let keep = pool.uninit::<u8>(4096, &stream).unwrap();
-    drop(pool.uninit::<u8>(4096, &stream).unwrap());
+    drop(DeviceBuffer::<u8>::uninit(&pool, GIB, &stream).unwrap());
+    let keep = DeviceBuffer::<u8>::uninit(&pool, 4096, &stream).unwrap();
+    drop(DeviceBuffer::<u8>::uninit(&pool, 4096, &stream).unwrap());
     stream.synchronize().unwrap();
     GUARDED.store(true, Ordering::Release);
     std::thread::scope(|scope| {
-        let release = scope.spawn(|| pool.empty(0).unwrap());
+        let release = scope.spawn(|| pool.trim(0).unwrap());
         let mut phase = GATE.0.lock().unwrap();
         while *phase == 0 {
             phase = GATE.1.wait(phase).unwrap();
@@ -426,7 +428,7 @@ fn s2_18_s2_22_types_and_lengths_share_memory() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         // Larger than what stream caches keep as it is.
-        let buffer = pool.uninit::<f32>(1024 * 256, &stream).unwrap();
+        let buffer = DeviceBuffer::<f32>::uninit(&pool, 1024 * 256, &stream).unwrap();
         let address = buffer.as_device_ptr();
         drop(buffer);
         let bytes = pool
@@ -456,25 +458,23 @@ fn s2_18_s2_22_types_and_lengths_share_memory() {
 fn s2_19_the_cap_is_honoured() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
-        assert_eq!(pool.cap(), None);
-        drop(pool.uninit::<u8>(256 * MIB, &stream).unwrap());
+        drop(DeviceBuffer::<u8>::uninit(&pool, 256 * MIB, &stream).unwrap());
         stream.synchronize().unwrap();
-        pool.allocator(0).unwrap().synchronize().unwrap();
+        pool.allocator().synchronize().unwrap();
         pool.set_cap(Some(64 << 20)).unwrap();
-        assert!(pool.cached_bytes(0) <= 64 << 20);
+        assert!(cached(&pool) <= 64 << 20);
         for _ in 0..4 {
-            drop(pool.uninit::<u8>(256 * MIB, &stream).unwrap());
-            pool.allocator(0).unwrap().synchronize().unwrap();
+            drop(DeviceBuffer::<u8>::uninit(&pool, 256 * MIB, &stream).unwrap());
+            pool.allocator().synchronize().unwrap();
             // Nobody asks for it.
-            drop(pool.uninit::<u8>(1, &stream).unwrap());
-            assert!(pool.cached_bytes(0) <= 64 << 20);
+            drop(DeviceBuffer::<u8>::uninit(&pool, 1, &stream).unwrap());
+            assert!(cached(&pool) <= 64 << 20);
         }
-        assert_eq!(pool.cap(), Some(64 << 20));
         pool.set_cap(Some(0)).unwrap();
-        assert_eq!(pool.cached_bytes(0), 0);
+        assert_eq!(cached(&pool), 0);
         pool.set_cap(None).unwrap();
-        drop(pool.uninit::<u8>(256 * MIB, &stream).unwrap());
-        assert!(pool.cached_bytes(0) >= 256 << 20);
+        drop(DeviceBuffer::<u8>::uninit(&pool, 256 * MIB, &stream).unwrap());
+        assert!(cached(&pool) >= 256 << 20);
     });
 }
 
@@ -488,19 +488,21 @@ fn s2_19_want_elsewhere_drains_the_cache() {
     for policy in [Policy::Packed, Policy::Classic] {
         only_on(policy, SimConfig::with_devices(1, 1 << 30), |rig| {
             let (pool, stream) = (pool_of(rig), rig.stream());
-            drop(pool.uninit::<u8>(700 * MIB, &stream).unwrap());
-            pool.allocator(0).unwrap().synchronize().unwrap();
+            drop(DeviceBuffer::<u8>::uninit(&pool, 700 * MIB, &stream).unwrap());
+            pool.allocator().synchronize().unwrap();
             let other = rig.allocator();
             assert!(other.allocate(700 * MIB, &stream).is_err());
-            other.add_relief_hook(cualloc::allocator::ReliefHook::new(
-                "typed pool",
-                pool.on_device(0).unwrap().relief(),
-            ));
+            let keeper = pool.clone();
+            let relief = move |missing| {
+                let keep = cached(&keeper).saturating_sub(missing);
+                keeper.trim(keep).map_or(0, |done| done.released)
+            };
+            other.add_relief_hook(cualloc::allocator::ReliefHook::new("typed pool", relief));
             drop(other.allocate(700 * MIB, &stream).unwrap());
             // And who uses the same allocator needs no hook.
-            let shared = TypedPool::over([&other]);
-            drop(shared.uninit::<u8>(700 * MIB, &stream).unwrap());
-            drop(shared.uninit::<u64>(80 * MIB, &stream).unwrap());
+            let shared = TypedPool::new(&other);
+            drop(DeviceBuffer::<u8>::uninit(&shared, 700 * MIB, &stream).unwrap());
+            drop(DeviceBuffer::<u64>::uninit(&shared, 80 * MIB, &stream).unwrap());
         });
     }
 }
@@ -511,7 +513,7 @@ fn s2_20_s0_1_overflow_is_an_error_and_nothing_is_a_buffer() {
     only(Policy::Packed, |rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         for len in [usize::MAX, usize::MAX / 8 + 1, usize::MAX / 16] {
-            let error = pool.uninit::<u64>(len, &stream).unwrap_err();
+            let error = DeviceBuffer::<u64>::uninit(&pool, len, &stream).unwrap_err();
             assert!(
                 matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. })),
                 "{error:?}"
@@ -519,11 +521,11 @@ fn s2_20_s0_1_overflow_is_an_error_and_nothing_is_a_buffer() {
             assert!(pool.take::<u64>(len, &stream).is_err());
         }
         let before = rig.driver.calls();
-        let empty = pool.uninit::<u64>(0, &stream).unwrap();
+        let empty = DeviceBuffer::<u64>::uninit(&pool, 0, &stream).unwrap();
         assert!(empty.is_empty() && pool.take::<u64>(0, &stream).unwrap().is_some());
         drop(empty);
         assert_eq!(rig.driver.calls().since(&before).total(), 0);
-        assert_eq!(pool.stats(), TypedStats::default());
+        assert_eq!(counts(&pool), (0, 0, 0));
     });
 }
 
@@ -532,24 +534,24 @@ fn s2_20_s0_1_overflow_is_an_error_and_nothing_is_a_buffer() {
 fn s2_21_a_panic_does_not_make_the_pool_miss() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
-        let allocator = pool.allocator(0).unwrap();
-        drop(pool.uninit::<u8>(MIB, &stream).unwrap());
+        let allocator = pool.allocator();
+        drop(DeviceBuffer::<u8>::uninit(&pool, MIB, &stream).unwrap());
         allocator.set_limit(Some(allocator.stats().all.reserved.current));
         allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("panics", |_| {
             panic!("on purpose")
         }));
         let asked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            pool.uninit::<u8>(GIB, &stream).map(drop)
+            DeviceBuffer::<u8>::uninit(&pool, GIB, &stream).map(drop)
         }));
         assert!(asked.is_err());
-        let returns = pool.stats().returns;
+        let returns = counts(&pool).2;
         drop(pool.take::<u8>(MIB, &stream).unwrap().expect("a hit"));
-        assert_eq!(pool.stats().returns, returns + 1);
+        assert_eq!(counts(&pool).2, returns + 1);
         // Nor does it forget what came back last.
         allocator.remove_relief_hook("panics");
         allocator.set_limit(None);
         let buffers: Vec<_> = (0..3)
-            .map(|_| pool.uninit::<u8>(MIB, &stream).unwrap())
+            .map(|_| DeviceBuffer::<u8>::uninit(&pool, MIB, &stream).unwrap())
             .collect();
         let last = buffers[2].as_device_ptr();
         buffers.into_iter().for_each(drop);

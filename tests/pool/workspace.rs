@@ -4,6 +4,7 @@ use cualloc::driver::sys::CUresult;
 use cualloc::driver::{Driver, Stream};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::WorkspacePool;
+use cualloc::resource::{MemoryResource, Usage};
 use cualloc::sim::{FailPlan, SimConfig, Simulator};
 use cualloc::{Allocator, Config, Error, Request};
 
@@ -12,6 +13,10 @@ use crate::fill;
 
 /// How a pool is made: by classes, or exact.
 type Made = fn(&Allocator) -> WorkspacePool;
+
+fn usage(pool: &WorkspacePool) -> Usage {
+    pool.usage().unwrap()
+}
 
 fn pool_of(rig: &Rig, made: Made, cap: usize) -> WorkspacePool {
     let pool = made(&rig.allocator());
@@ -26,7 +31,7 @@ fn s4_2_s4_3_slabs_come_back_up_to_the_cap() {
         let (pool, stream) = (WorkspacePool::new(&rig.allocator()), rig.stream());
         let leases: Vec<_> = (0..6).map(|_| pool.lease(&stream, 1500).unwrap()).collect();
         drop(leases);
-        assert_eq!(pool.stats().free_slabs, 4, "the default");
+        assert_eq!(usage(&pool).cached_blocks, 4, "the default");
         for (cap, kept) in [(0, 1), (1, 1), (4, 4)] {
             let pool = pool_of(rig, WorkspacePool::new, cap);
             let stream = rig.stream();
@@ -34,16 +39,16 @@ fn s4_2_s4_3_slabs_come_back_up_to_the_cap() {
             assert!(
                 leases
                     .iter()
-                    .all(|l| l.size() == 2048 && l.requested() == 1500)
+                    .all(|l| l.byte_len() == 2048 && l.id().unwrap().bytes() == 1500)
             );
-            assert_eq!(pool.stats().free_slabs, 0);
+            assert_eq!(usage(&pool).cached_blocks, 0);
             drop(leases);
-            let stats = pool.stats();
-            assert_eq!((stats.free_slabs, stats.leases), (kept, 0));
-            assert_eq!(stats.free_bytes, 2048 * kept as u64);
+            let stats = usage(&pool);
+            assert_eq!((stats.cached_blocks, stats.blocks.current), (kept, 0));
+            assert_eq!(stats.cached_bytes(), 2048 * kept);
             // What was beyond the cap is the allocator's again.
             let live = pool.allocator().stats().all.allocations.current;
-            assert_eq!(live, kept as u64);
+            assert_eq!(live, kept);
         }
     });
 }
@@ -60,22 +65,27 @@ fn s4_4_s4_5_threads_share_a_pool_and_repeats_are_hits() {
                     let stream = rig_stream(&pool);
                     for _ in 0..100 {
                         let lease = pool.lease(&stream, 4 * MIB).unwrap();
-                        fill(pool.allocator().context(), lease.ptr(), 64, &stream);
+                        fill(
+                            pool.allocator().context(),
+                            lease.as_device_ptr(),
+                            64,
+                            &stream,
+                        );
                     }
                     stream.synchronize().unwrap();
                 });
             }
         });
-        let stats = pool.stats();
+        let stats = usage(&pool);
         assert_eq!(stats.hits + stats.misses, 400);
         assert_eq!(stats.misses, 4, "one for each stream: {stats:?}");
-        assert_eq!((stats.free_slabs, stats.free_bytes), (4, 16 << 20));
+        assert_eq!((stats.cached_blocks, stats.cached_bytes()), (4, 16 << 20));
         let stream = rig.stream();
         for bytes in [4 * MIB, 32 * MIB, 256 * MIB] {
             drop(pool.lease(&stream, bytes).unwrap());
-            let before = (rig.driver.calls(), pool.stats().hits);
+            let before = (rig.driver.calls(), usage(&pool).hits);
             drop(pool.lease(&stream, bytes).unwrap());
-            let missed = pool.stats().hits - before.1;
+            let missed = usage(&pool).hits - before.1;
             // The cap for 4 MiB is used up by the other streams.
             if bytes > 4 * MIB {
                 assert_eq!(missed, 1);
@@ -97,16 +107,16 @@ fn s4_12_a_queued_kernel_keeps_its_slab() {
             let pool = pool_of(rig, made, 4);
             let [a, b] = rig.streams();
             let lease = pool.lease(&a, 3 * MIB).unwrap();
-            let address = lease.ptr();
+            let address = lease.as_device_ptr();
             let hold = rig.hold(&a);
             fill(&rig.context, address, 3 * MIB, &a);
             drop(lease);
             let other = pool.lease(&b, 3 * MIB).unwrap();
-            fill(&rig.context, other.ptr(), 3 * MIB, &b);
-            assert_ne!(other.ptr(), address);
+            fill(&rig.context, other.as_device_ptr(), 3 * MIB, &b);
+            assert_ne!(other.as_device_ptr(), address);
             // On its own stream it is there at once, behind the kernel.
             let same = pool.lease(&a, 3 * MIB).unwrap();
-            assert_eq!(same.ptr(), address);
+            assert_eq!(same.as_device_ptr(), address);
             fill(&rig.context, address, 3 * MIB, &a);
             drop((same, other));
             hold.release();
@@ -123,16 +133,16 @@ fn s4_12_recorded_streams_keep_their_slab() {
             let [a, b] = rig.streams();
             let lease = pool.lease(&a, MIB).unwrap();
             let hold = rig.busy(&b);
-            fill(&rig.context, lease.ptr(), MIB, &b);
+            fill(&rig.context, lease.as_device_ptr(), MIB, &b);
             if over {
                 lease.record_use(&b).unwrap();
             } else {
                 lease.record_stream(&b).unwrap();
             }
             drop(lease);
-            assert_eq!(pool.stats().free_slabs, 0, "the allocator has it");
+            assert_eq!(usage(&pool).cached_blocks, 0, "the allocator has it");
             let again = pool.lease(&a, MIB).unwrap();
-            fill(&rig.context, again.ptr(), MIB, &a);
+            fill(&rig.context, again.as_device_ptr(), MIB, &a);
             hold.release();
         }
     });
@@ -160,8 +170,8 @@ fn s4_13_devices_never_mix() {
         Err(cualloc::Error::WrongDevice { .. })
     ));
     let other = second.lease(&on_second, MIB).unwrap();
-    assert_ne!(other.ptr(), held.ptr());
-    assert_eq!(second.stats().hits, 0);
+    assert_ne!(other.as_device_ptr(), held.as_device_ptr());
+    assert_eq!(usage(&second).hits, 0);
 }
 
 /// S4.15
@@ -172,18 +182,18 @@ fn s4_15_exact_leases_cost_what_was_asked() {
         let bytes = 4 * MIB + 1;
         let exact = pool_of(rig, WorkspacePool::exact, 4);
         let lease = exact.lease(&stream, bytes).unwrap();
-        assert_eq!(lease.size(), (4 * MIB + 512) as u64);
-        assert_eq!(exact.stats().leased_bytes, (4 * MIB + 512) as u64);
-        assert_eq!(exact.stats().requested_bytes, bytes as u64);
+        assert_eq!(lease.byte_len(), 4 * MIB + 512);
+        assert_eq!(usage(&exact).used.current, (4 * MIB + 512) as u64);
+        assert_eq!(usage(&exact).requested.current, bytes as u64);
         let classes = pool_of(rig, WorkspacePool::new, 4);
         let class = classes.lease(&stream, bytes).unwrap();
-        let stats = classes.stats();
+        let stats = usage(&classes);
         assert_eq!(
-            (stats.requested_bytes, stats.leased_bytes),
+            (stats.requested.current, stats.used.current),
             (bytes as u64, 8 << 20)
         );
         drop((lease, class));
-        assert_eq!(classes.stats().requested_bytes, 0);
+        assert_eq!(usage(&classes).requested.current, 0);
     });
 }
 
@@ -202,7 +212,7 @@ fn s4_16_sizes_above_the_last_class_are_errors() {
                 );
             }
             assert_eq!(rig.memory_calls(), before);
-            assert_eq!(pool.stats().misses, 0);
+            assert_eq!(usage(&pool).misses, 0);
         }
     });
 }
@@ -251,14 +261,14 @@ fn s4_18_idle_slabs_go_when_memory_is_needed() {
             .map(|_| pool.lease(&stream, 32 * MIB).unwrap())
             .collect();
         drop(leases);
-        assert_eq!(pool.stats().free_slabs, 3);
+        assert_eq!(usage(&pool).cached_blocks, 3);
         // Not to be had beside the slabs.
         drop(allocator.allocate(100 * MIB, &stream).unwrap());
-        assert!(pool.stats().free_slabs < 3);
+        assert!(usage(&pool).cached_blocks < 3);
         drop(pool.lease(&stream, 100 * KIB).unwrap());
-        assert!(pool.trim(0) > 0);
-        let stats = pool.stats();
-        assert_eq!((stats.free_slabs, stats.free_bytes), (0, 0));
+        assert!(pool.trim(0).unwrap().released > 0);
+        let stats = usage(&pool);
+        assert_eq!((stats.cached_blocks, stats.cached_bytes()), (0, 0));
         drop(pool);
         rig.close(&allocator);
     });
@@ -274,8 +284,9 @@ fn s0_1_a_lease_of_nothing_has_the_smallest_size() {
         ] {
             let (pool, stream) = (pool_of(rig, made, 4), rig.stream());
             let lease = pool.lease(&stream, 0).unwrap();
-            assert_eq!((lease.size(), lease.requested()), (size, 0));
-            fill(&rig.context, lease.ptr(), size as usize, &stream);
+            let requested = lease.id().unwrap().bytes();
+            assert_eq!((lease.byte_len(), requested), (size, 0));
+            fill(&rig.context, lease.as_device_ptr(), size, &stream);
         }
     });
 }
@@ -283,7 +294,7 @@ fn s0_1_a_lease_of_nothing_has_the_smallest_size() {
 /// S4.14, S4.11: a name of a lease says when that is over, also while the memory is on lease again.
 #[test]
 fn s4_14_s4_11_names_know_when_the_lease_is_over() {
-    use cualloc::resource::{BlockState, MemoryResource};
+    use cualloc::resource::BlockState;
     each(|rig| {
         let (pool, stream) = (pool_of(rig, WorkspacePool::new, 4), rig.stream());
         let block = pool.allocate_block(&Request::new(MIB), &stream).unwrap();
@@ -292,7 +303,7 @@ fn s4_14_s4_11_names_know_when_the_lease_is_over() {
         pool.deallocate_block(block).unwrap();
         assert_eq!(pool.state(&name), BlockState::Free);
         let again = pool.lease(&stream, MIB).unwrap();
-        assert_eq!(again.ptr(), address);
+        assert_eq!(again.as_device_ptr(), address);
         assert_eq!(pool.state(&name), BlockState::Free);
         assert!(matches!(
             pool.record_use(&name, &stream),

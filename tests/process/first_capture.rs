@@ -1,10 +1,15 @@
 //! The first capture of a process: until then nobody is on the watch. So this test is alone in its
 //! program, and the other one runs it anew for itself.
 
-use crate::common::capturing::{begin, end};
-use crate::common::{MIB, Rig, interlude, only};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::common::capturing::{MODE, begin, end};
+use crate::common::{MIB, RawStream, Rig, interlude, only};
+use cualloc::Error;
 use cualloc::allocator::Policy;
 use cualloc::driver::sys;
+use cualloc::sim::FailPlan;
 
 /// R38: a capturing stream is neither asked nor marked when another one wants what was freed on it, and
 /// what was freed on it is not forgotten.
@@ -43,6 +48,84 @@ fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
         assert_eq!(allocator.stats().reclaim.synchronised, 0);
         drop((taken, elsewhere));
         rig.close(&allocator);
+    });
+}
+
+/// The watch for captures ends with them, whoever began them: from then on pairs ask nobody. Beside one each call
+/// asks its own stream and nothing else, and the capture does not notice. In a process of its own.
+#[test]
+fn the_watch_for_captures_ends_with_them() {
+    const NAME: &str = "first_capture::the_watch_for_captures_ends_with_them";
+    if std::env::var_os("CUALLOC_TEST_CHILD").is_none() {
+        let program = std::env::current_exe().unwrap();
+        let status = std::process::Command::new(program)
+            .args(["--exact", NAME])
+            .env("CUALLOC_TEST_CHILD", "1")
+            .status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        let foreign = RawStream::new(rig);
+        let pairs = |count: usize| {
+            let calls = Arc::new(AtomicU64::new(0));
+            let counter = Arc::clone(&calls);
+            sim.before(move |_| {
+                counter.fetch_add(1, Ordering::Relaxed);
+            });
+            for _ in 0..count {
+                drop(allocator.allocate(4096, &a).unwrap());
+            }
+            sim.clear_hooks();
+            calls.load(Ordering::Relaxed)
+        };
+        drop(allocator.allocate(4096, &b).unwrap());
+        pairs(2);
+        assert_eq!(pairs(100), 0);
+        let held = allocator.allocate(4096, &b).unwrap();
+        let ptr = held.ptr();
+        // Through the crate.
+        b.begin_capture(MODE).unwrap();
+        let beside = pairs(100);
+        assert!((200..=210).contains(&beside), "{beside} calls");
+        let refused = allocator.allocate(4096, &b);
+        assert!(
+            matches!(refused, Err(Error::Capturing { .. })),
+            "{refused:?}"
+        );
+        drop(held);
+        assert!(allocator.owns(ptr));
+        // A capture that was spoilt ends with an error.
+        drop(b.end_capture().unwrap());
+        allocator.trim(u64::MAX).unwrap();
+        assert!(!allocator.owns(ptr));
+        // The first call finds that nothing waits any more.
+        assert!(pairs(1) <= 1);
+        assert_eq!(pairs(100), 0);
+        // One that was refused.
+        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        sim.fail(FailPlan::call("cuStreamBeginCapture_v2", code).unwrap());
+        b.begin_capture(MODE).unwrap_err();
+        assert_eq!(pairs(100), 0);
+        // Behind its back: of a stream that the crate may ask, and of one that it may not.
+        for (stream, most) in [(b.raw(), 64), (foreign.raw(), 64 * 64)] {
+            begin(rig, stream)();
+            // SAFETY: the stream is alive.
+            let refused = unsafe { allocator.allocate_raw(MIB, stream) };
+            assert!(
+                matches!(refused, Err(Error::Capturing { .. })),
+                "{refused:?}"
+            );
+            assert!(pairs(8) >= 16);
+            assert_eq!(end(rig, stream)(), sys::CUresult::CUDA_SUCCESS);
+            pairs(most);
+            assert_eq!(pairs(100), 0);
+        }
+        rig.close(&allocator);
+        foreign.destroy();
     });
 }
 

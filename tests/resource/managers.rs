@@ -2,12 +2,14 @@
 
 mod manager {
     use crate::common::*;
+    use crate::held;
     use cualloc::driver::{KernelParam, Module, Stream, sys};
     use cualloc::error::{InvalidArgument, StreamMisuse};
     use cualloc::exchange::{DType, Schema, Table, Tensor};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
-    use cualloc::{Allocator, Error, Policy, Request};
+    use cualloc::{Allocator, DeviceBuffer, DeviceCopy, Error, Policy, Request, Tag};
+    use std::mem::MaybeUninit;
     use std::sync::Arc;
 
     const T: Tag = Tag::new("test");
@@ -17,13 +19,25 @@ mod manager {
         only(Policy::Packed, test);
     }
 
-    fn managed(rig: &Rig, budget: u64) -> (Manager, Runtime, Stream) {
-        let runtime = Runtime::new(AccessOrdered::new(rig.allocator()));
+    fn runtime(rig: &Rig, stack: impl MemoryResource + 'static) -> DeviceRuntime {
+        DeviceRuntime::new(stack, StreamPool::new(&rig.context))
+    }
+
+    fn managed(rig: &Rig, budget: u64) -> (Manager, DeviceRuntime, Stream) {
+        let runtime = runtime(rig, AccessOrdered::new(rig.allocator()));
         let manager = Manager::new(0, Some(budget))
             .with_runtime(&runtime)
             .unwrap();
         let (_, stream) = runtime.streams().acquire().unwrap();
         (manager, runtime, stream)
+    }
+
+    fn allocate<T: DeviceCopy>(
+        manager: &Manager,
+        len: usize,
+        stream: &Stream,
+    ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
+        DeviceBuffer::uninit(manager, len, stream)
     }
 
     fn refusal(call: &str) -> FailPlan {
@@ -33,24 +47,24 @@ mod manager {
     /// S5.1: without a runtime typed slices come from the driver within the budget, and raw blocks from
     /// nowhere.
     #[test]
-    fn s5_1_manager_without_a_runtime_gives_typed_slices_only() {
+    fn s5_1_manager_without_a_runtime_gives_typed_buffers_only() {
         packed(|rig| {
             let manager = Manager::new(0, Some(1024));
             let (before, stream) = (rig.memory_calls(), rig.stream());
-            let slice = manager.allocate::<f32>(200, &stream).unwrap();
+            let slice = allocate::<f32>(&manager, 200, &stream).unwrap();
             assert_eq!(
-                (manager.usage().unwrap().requested.current, slice.bytes()),
+                (manager.usage().unwrap().requested.current, slice.byte_len()),
                 (800, 800)
             );
             assert!(rig.memory_calls() > before);
-            rig.stamp(slice.ptr(), 800, 1, &stream);
+            rig.stamp(slice.as_device_ptr(), 800, 1, &stream);
             let calls = rig.memory_calls();
-            let refused = manager.allocate::<u8>(225, &stream);
+            let refused = allocate::<u8>(&manager, 225, &stream);
             assert!(matches!(
                 refused,
                 Err(Error::OverBudget { requested: 225, .. })
             ));
-            let raw = manager.resource();
+            let raw = manager.allocate_block(&Request::new(1), &stream);
             assert!(matches!(raw, Err(Error::NoRuntime { device: 0 })));
             assert_eq!(
                 (
@@ -59,10 +73,7 @@ mod manager {
                 ),
                 (800, calls)
             );
-            // Its block is charged as the slice was.
-            let owned = slice.into_owned().unwrap();
-            assert_eq!(manager.usage().unwrap().requested.current, 800);
-            drop(owned);
+            drop(slice);
             assert_eq!(
                 (
                     manager.usage().unwrap().requested.current,
@@ -71,7 +82,7 @@ mod manager {
                 (0, 800)
             );
             let elsewhere = Manager::new(1, None);
-            let wrong = elsewhere.allocate::<u8>(1, &stream);
+            let wrong = allocate::<u8>(&elsewhere, 1, &stream);
             assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
             let other = DeviceRuntime::on(&rig.context).unwrap();
             let wrong = Manager::new(1, Some(1)).with_runtime(&other);
@@ -115,7 +126,7 @@ mod manager {
     fn s5_45_slices_and_columns_are_kernel_parameters() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
-            let slice = manager.allocate::<u32>(64, &stream).unwrap();
+            let slice = allocate::<u32>(&manager, 64, &stream).unwrap();
             let source = Arc::new(manager.clone());
             let column = Tensor::zeroed(&source, DType::U32, &[64], &stream).unwrap();
             let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
@@ -130,7 +141,7 @@ mod manager {
             stream.synchronize().unwrap();
             let first = rig
                 .sim()
-                .map(|sim| sim.read_memory(slice.ptr(), 8).unwrap());
+                .map(|sim| sim.read_memory(slice.as_device_ptr(), 8).unwrap());
             assert!(first.is_none_or(|bytes| bytes == [7, 0, 0, 0, 8, 0, 0, 0]));
             let expected: Vec<u32> = (9..9 + 64).collect();
             assert_eq!(
@@ -147,17 +158,17 @@ mod manager {
     fn s5_2_s5_3_budget_is_exact_and_rolled_back() {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 1024);
-            let slice = manager.allocate::<u16>(333, &stream).unwrap();
+            let slice = allocate::<u16>(&manager, 333, &stream).unwrap();
             assert_eq!(
                 (
                     manager.usage().unwrap().requested.current,
-                    slice.bytes(),
+                    slice.byte_len(),
                     slice.len()
                 ),
                 (666, 666, 333)
             );
             drop(slice);
-            match manager.allocate::<u8>(2048, &stream) {
+            match allocate::<u8>(&manager, 2048, &stream) {
                 Err(Error::OverBudget {
                     owner,
                     requested,
@@ -168,7 +179,7 @@ mod manager {
                 }
                 other => panic!("{other:?}"),
             }
-            let overflow = manager.allocate::<u64>(usize::MAX / 4, &stream);
+            let overflow = allocate::<u64>(&manager, usize::MAX / 4, &stream);
             assert!(matches!(
                 overflow,
                 Err(Error::Invalid(InvalidArgument::TooLarge {
@@ -179,7 +190,7 @@ mod manager {
             assert_eq!(manager.usage().unwrap().requested.current, 0);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
-            assert!(manager.allocate::<u8>(1024, &stream).is_err());
+            assert!(allocate::<u8>(&manager, 1024, &stream).is_err());
             assert_eq!(
                 (
                     manager.usage().unwrap().requested.current,
@@ -195,23 +206,24 @@ mod manager {
     fn s5_4_s5_67_live_and_pending_are_apart() {
         packed(|rig| {
             let budget = Arc::new(Budget::new(AccessOrdered::new(rig.allocator()), Some(3000)));
-            let runtime = Runtime::new(Arc::clone(&budget));
+            let runtime = runtime(rig, Arc::clone(&budget));
             let manager = Manager::new(0, Some(2000)).with_runtime(&runtime).unwrap();
             let (_, stream) = runtime.streams().acquire().unwrap();
-            let slice = manager
-                .allocate_tagged::<u8>(2000, &stream, "raw".into())
-                .unwrap();
-            assert_eq!(slice.block().unwrap().ptr, slice.ptr());
+            let slice =
+                DeviceBuffer::<u8>::uninit_with(&manager, Request::new(2000).tag("raw"), &stream)
+                    .unwrap();
+            assert_eq!(slice.id().unwrap().ptr(), slice.as_device_ptr());
             drop(slice);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
-            assert_eq!(held(&manager), (0, 2000));
+            assert_eq!(held(runtime.resource()), (0, 2000));
             assert_eq!(
                 budget.usage().unwrap().outstanding(),
                 2000,
                 "bounds live and pending"
             );
-            let slice = manager.allocate::<u8>(1500, &stream).unwrap();
+            let slice = allocate::<u8>(&manager, 1500, &stream).unwrap();
             assert_eq!(held(&manager), (1500, 0));
+            assert_eq!(held(runtime.resource()), (1500, 0), "reaped for it");
             drop(slice);
             runtime.resource().reap().unwrap();
             assert_eq!(
@@ -228,10 +240,10 @@ mod manager {
     #[test]
     fn s5_5_both_budgets_refuse_alike() {
         packed(|rig| {
-            let runtime = Runtime::new(Budget::new(rig.allocator(), Some(500)));
+            let runtime = runtime(rig, Budget::new(rig.allocator(), Some(500)));
             let manager = Manager::new(0, Some(1000)).with_runtime(&runtime).unwrap();
             let stream = rig.stream();
-            match manager.allocate::<u8>(501, &stream) {
+            match allocate::<u8>(&manager, 501, &stream) {
                 Err(Error::OverBudget {
                     owner,
                     requested,
@@ -259,7 +271,7 @@ mod manager {
                 ),
                 (Some(1000), Some(1000))
             );
-            let slice = manager.allocate::<u8>(800, &stream).unwrap();
+            let slice = allocate::<u8>(&manager, 800, &stream).unwrap();
             assert_eq!(
                 (
                     manager.usage().unwrap().requested.peak,
@@ -291,7 +303,7 @@ mod manager {
                 0,
                 "nothing was allocated"
             );
-            assert!(manager.allocate::<u8>(2000, &stream).is_err());
+            assert!(allocate::<u8>(&manager, 2000, &stream).is_err());
             assert_eq!(manager.usage().unwrap().requests, 1);
         });
     }
@@ -301,15 +313,18 @@ mod manager {
     fn s5_8_s5_54_bytes_of_a_slice_are_freed_once() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
-            let slice = manager.allocate::<f64>(100, &stream).unwrap();
-            let (ptr, block) = (slice.ptr(), slice.block());
+            let slice = DeviceBuffer::<f64>::zeroed(&manager, 100, &stream).unwrap();
+            let (ptr, block) = (slice.as_device_ptr(), slice.id());
             let bytes = slice.into_bytes();
-            assert_eq!((bytes.ptr(), bytes.len(), bytes.block()), (ptr, 800, block));
-            assert_eq!(bytes.manager().id(), manager.id());
+            assert_eq!(
+                (bytes.as_device_ptr(), bytes.len(), bytes.id()),
+                (ptr, 800, block)
+            );
+            assert_eq!(bytes.home().unwrap().id(), manager.id());
             assert_eq!(manager.usage().unwrap().requested.current, 800);
             drop(bytes);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
-            let outstanding = runtime.resource().outstanding();
+            let outstanding = held(runtime.resource());
             assert_eq!(outstanding, (0, 800));
             let resource = Arc::downgrade(runtime.resource());
             drop((manager, runtime));
@@ -323,21 +338,23 @@ mod manager {
         packed(|rig| {
             let (manager, _runtime, stream) = managed(rig, 100);
             let calls = rig.driver.calls().total();
-            let none = manager.allocate::<u32>(0, &stream).unwrap();
-            let unit = manager.allocate::<()>(7, &stream).unwrap();
-            assert!(none.is_empty() && none.block().is_none());
-            assert_eq!((unit.len(), unit.bytes()), (7, 0));
+            let none = allocate::<u32>(&manager, 0, &stream).unwrap();
+            let unit = allocate::<[u8; 0]>(&manager, 7, &stream).unwrap();
+            assert!(none.is_empty() && none.id().is_none());
+            assert_eq!((unit.len(), unit.byte_len()), (7, 0));
             assert_eq!(rig.driver.calls().total(), calls);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
-            assert!(matches!(none.buffer(), Buffer::Empty));
-            let slice = manager.allocate::<u8>(100, &stream).unwrap();
+            assert!(none.launch_id().is_none() && !none.is_external());
+            let slice = allocate::<u8>(&manager, 100, &stream).unwrap();
             // SAFETY: the slice lives longer.
-            let foreign = unsafe { manager.external::<u8>(slice.ptr(), 100) };
-            assert!(foreign.block().is_none());
-            assert!(matches!(foreign.buffer(), Buffer::External));
+            let foreign = unsafe {
+                DeviceBuffer::<u8>::from_raw_parts(slice.as_device_ptr(), 100, &stream, ()).unwrap()
+            };
+            assert!(foreign.id().is_none());
+            assert!(foreign.launch_id().is_none() && foreign.is_external());
             drop(foreign);
             assert_eq!(manager.usage().unwrap().requested.current, 100);
-            assert_eq!(slice.manager().id(), manager.id());
+            assert_eq!(slice.home().unwrap().id(), manager.id());
             assert!(manager.id() >= 1);
             let Some(sim) = rig.sim() else { return };
             sim.fail(refusal("cuEventRecord"));
@@ -357,8 +374,8 @@ mod manager {
     fn s5_55_no_call_desynchronises_the_figures() {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 10_000);
-            let slice = manager.allocate::<u8>(1000, &stream).unwrap();
-            let id = slice.block().unwrap();
+            let slice = allocate::<u8>(&manager, 1000, &stream).unwrap();
+            let id = slice.id().unwrap();
             manager.reset_peak_stats();
             manager.reset_accumulated_stats();
             runtime.resource().record_use(&id, &stream).unwrap();
@@ -373,8 +390,7 @@ mod manager {
                 ),
                 (0, Some(10_000))
             );
-            manager
-                .allocate::<u8>(10_000, &stream)
+            allocate::<u8>(&manager, 10_000, &stream)
                 .unwrap()
                 .free()
                 .unwrap();
@@ -407,7 +423,7 @@ mod manager {
     fn s5_37_s5_39_s5_41_recorder_orders_a_launch() {
         packed(|rig| {
             let (resource, a, b, one, two) = pair(rig);
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.read(&one).unwrap().write(&one.id()).unwrap();
             recorder.read_write(&two).unwrap().read(&two).unwrap();
             let recorded: Vec<_> = recorder.blocks().collect();
@@ -443,29 +459,32 @@ mod manager {
     fn s5_38_strict_refuses_what_permissive_passes_over() {
         packed(|rig| {
             let (resource, _a, b, one, two) = pair(rig);
-            for (buffer, kind) in [(Buffer::Untracked, false), (Buffer::External, true)] {
+            // SAFETY: named only, and the block lives longer.
+            let foreign =
+                unsafe { DeviceBuffer::<u8>::from_raw_parts(two.ptr(), 4096, &b, ()).unwrap() };
+            {
                 let waits = rig.calls("cuStreamWaitEvent");
-                let mut strict = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
-                strict.read(&one).unwrap().write(&buffer).unwrap();
+                let mut strict = Launch::strict(&resource, &b);
+                strict.read(&one).unwrap().write(&foreign).unwrap();
                 match strict.preflight() {
                     Err(Error::Rejected {
                         index,
                         external: found,
                     }) => {
-                        assert_eq!((index, found), (1, kind));
+                        assert_eq!((index, found), (1, true));
                     }
                     other => panic!("{other:?}"),
                 }
                 assert_eq!(rig.calls("cuStreamWaitEvent"), waits, "nothing was queued");
-                let mut lenient = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
-                lenient.read(&one).unwrap().write(&buffer).unwrap();
+                let mut lenient = Launch::permissive(&resource, &b);
+                lenient.read(&one).unwrap().write(&foreign).unwrap();
                 lenient.preflight().unwrap();
                 lenient.commit().unwrap();
             }
             // A resource that does not track.
             let direct = CudaMemory::new(&rig.context);
             let block = direct.allocate_block(&Request::new(64).tag(T), &b).unwrap();
-            let mut strict = LaunchRecorder::new(&direct, &b, RecordMode::Strict);
+            let mut strict = Launch::strict(&direct, &b);
             strict.read(&block).unwrap();
             assert!(matches!(
                 strict.preflight(),
@@ -474,7 +493,7 @@ mod manager {
                     external: false
                 })
             ));
-            let mut lenient = LaunchRecorder::new(&direct, &b, RecordMode::Permissive);
+            let mut lenient = Launch::permissive(&direct, &b);
             lenient.read(&block).unwrap();
             lenient.preflight().unwrap();
             lenient.commit().unwrap();
@@ -494,12 +513,12 @@ mod manager {
                     Err(Error::Stream(StreamMisuse::LaunchOrder { .. }))
                 ));
             };
-            let empty = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let empty = Launch::strict(&resource, &b);
             empty.commit().unwrap();
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.read(&one).unwrap();
             misuse(recorder.commit());
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.read(&one).unwrap();
             recorder.preflight().unwrap();
             misuse(recorder.read(&two).map(|_| ()));
@@ -519,7 +538,7 @@ mod manager {
                 rig.stamp(block.ptr(), 4096, 1, &a);
                 resource.finish_use(&block.id(), &a, Access::Write).unwrap();
             }
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+            let mut recorder = Launch::strict(&resource, &b);
             recorder.write(&one).unwrap().write(&two).unwrap();
             sim.fail(refusal("cuStreamWaitEvent").nth(2));
             let records = rig.calls("cuEventRecord");
@@ -537,7 +556,7 @@ mod manager {
             // Stale blocks are found before any wait.
             let stale = one.id();
             finish(&resource, [one, two]);
-            let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Permissive);
+            let mut recorder = Launch::permissive(&resource, &b);
             recorder.read(&stale).unwrap();
             assert!(matches!(
                 recorder.preflight(),
@@ -552,11 +571,11 @@ mod manager {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
             let other = rig.stream();
-            let slice = manager.allocate::<u32>(1024, &stream).unwrap();
+            let slice = allocate::<u32>(&manager, 1024, &stream).unwrap();
             let waits = rig.calls("cuStreamWaitEvent");
             slice.prepare_use(&other, Access::Write).unwrap();
             assert_eq!(rig.calls("cuStreamWaitEvent") - waits, 1);
-            rig.stamp(slice.ptr(), 4096, 5, &other);
+            rig.stamp(slice.as_device_ptr(), 4096, 5, &other);
             slice.finish_use(&other, Access::Write).unwrap();
             drop(slice);
             assert_eq!(
@@ -564,7 +583,7 @@ mod manager {
                 2,
                 "its stream follows"
             );
-            let empty = manager.allocate::<u32>(0, &stream).unwrap();
+            let empty = allocate::<u32>(&manager, 0, &stream).unwrap();
             empty.prepare_use(&other, Access::Read).unwrap();
             runtime.resource().reap().unwrap();
         });
@@ -578,7 +597,7 @@ mod manager {
             // Each of them alone must hold the next user back, whichever is asked for first.
             for second in [false, true] {
                 let (resource, a, b, one, two) = pair(rig);
-                let mut recorder = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+                let mut recorder = Launch::strict(&resource, &b);
                 recorder.write(&one).unwrap().write(&two).unwrap();
                 recorder.preflight().unwrap();
                 let hold = rig.busy(&b);
@@ -589,11 +608,11 @@ mod manager {
                 let block = if second { &two } else { &one };
                 let id = block.id();
                 resource.prepare_use(&id, &a, Access::Write).unwrap();
-                rig.stamp(id.ptr, 4096, 2, &a);
+                rig.stamp(id.ptr(), 4096, 2, &a);
                 assert!(!a.is_complete().unwrap());
                 hold.release();
                 // The race detector of the simulator has the last word.
-                assert_eq!(rig.mismatches(id.ptr, 4096, 2, &a), 0);
+                assert_eq!(rig.mismatches(id.ptr(), 4096, 2, &a), 0);
                 finish(&resource, [one, two]);
             }
         });

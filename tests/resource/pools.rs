@@ -4,28 +4,26 @@ use std::sync::Arc;
 
 use cualloc::pool::*;
 use cualloc::resource::*;
-use cualloc::{Config, Error, Request};
+use cualloc::{Config, DeviceBuffer, Error, Request};
 
 use crate::common::*;
+use crate::held;
 use crate::parts::run;
 
 fn config(rig: &Rig) -> Config {
     Config::new().policy(rig.policy)
 }
 
-fn typed(rig: &Rig) -> DevicePool {
-    TypedPool::new(&rig.driver, config(rig))
-        .on_device(0)
-        .unwrap()
+fn typed(rig: &Rig) -> TypedPool {
+    TypedPool::new(&rig.allocator())
 }
 
-fn threshold(rig: &Rig) -> DevicePool {
-    let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
-    pool.open().unwrap()
+fn threshold(rig: &Rig) -> ThresholdPool {
+    ThresholdPool::on_driver(&rig.driver, 0, config(rig))
 }
 
-fn native(rig: &Rig) -> NativePool {
-    NativePool::with_context(&rig.context, NativeConfig::default()).unwrap()
+fn native(rig: &Rig) -> DriverPool {
+    DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap()
 }
 
 #[test]
@@ -35,7 +33,11 @@ fn s2_14_typed_pool_passes_the_suite() {
 
 #[test]
 fn typed_pool_over_an_allocator_of_others() {
-    run(|rig| TypedPool::over([&rig.allocator()]).on_device(0).unwrap());
+    run(|rig| {
+        let allocator = rig.allocator();
+        allocator.set_limit(Some(2 * GIB as u64));
+        TypedPool::new(&allocator)
+    });
 }
 
 #[test]
@@ -48,7 +50,7 @@ fn s3_5_threshold_of_nothing() {
     run(|rig| {
         let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
         pool.set_release_threshold(Some(0)).unwrap();
-        pool.open().unwrap()
+        pool
     });
 }
 
@@ -72,11 +74,9 @@ fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource 
     let budget = Budget::new(AccessOrdered::new(pool), Some(GIB as u64));
     let watched = Statistics::new(Logging::new(budget, RingSink::new(16)));
     let below: Arc<dyn MemoryResource> = Arc::new(watched);
-    let guarded = Guard::builder().build(below).unwrap();
-    let mut config = ProbeConfig::default();
-    config.poison_freed = Some(0xDD);
-    config.overlap = true;
-    Tracking::new(Probe::new(guarded, config))
+    let guarded = Relief::new(Budget::new(below, None));
+    let poisoned = Sanitizer::new(guarded).poison_freed(Some(0xDD));
+    Tracking::new(poisoned.check_overlap(true))
 }
 
 #[test]
@@ -130,10 +130,7 @@ fn s1_44_pools_refuse_blocks_of_others() {
                 let refused = other.deallocate_block(block).unwrap_err();
                 assert!(matches!(refused.error, Error::UseAfterFree { .. }));
                 block = *refused.value;
-                assert_eq!(
-                    (other.state(&id), other.outstanding()),
-                    (BlockState::Free, live)
-                );
+                assert_eq!((other.state(&id), held(&other)), (BlockState::Free, live));
                 assert!(other.record_use(&id, &stream).is_err());
             }
             assert_eq!(mine.state(&id), BlockState::Live);
@@ -147,34 +144,27 @@ fn s1_44_pools_refuse_blocks_of_others() {
 #[test]
 fn s2_2_the_last_returned_comes_first_as_a_resource() {
     each(|rig| {
-        let pool = TypedPool::new(&rig.driver, config(rig));
-        let resource = pool.on_device(0).unwrap();
+        let pool = typed(rig);
         let stream = rig.stream();
         let blocks: Vec<_> = (0..4)
-            .map(|_| {
-                resource
-                    .allocate_block(&Request::new(MIB), &stream)
-                    .unwrap()
-            })
+            .map(|_| pool.allocate_block(&Request::new(MIB), &stream).unwrap())
             .collect();
         let at: Vec<_> = blocks.iter().map(RawBlock::ptr).collect();
         let [a, b, c, d] = <[_; 4]>::try_from(blocks).unwrap();
         for block in [b, d] {
-            resource.deallocate_block(block).unwrap();
+            pool.deallocate_block(block).unwrap();
         }
-        let next = resource
-            .allocate_block(&Request::new(MIB), &stream)
-            .unwrap();
+        let next = pool.allocate_block(&Request::new(MIB), &stream).unwrap();
         assert_eq!(next.ptr(), at[3]);
-        let then = pool.uninit::<u8>(MIB, &stream).unwrap();
+        let then = DeviceBuffer::<u8>::uninit(&pool, MIB, &stream).unwrap();
         assert_eq!(
             then.as_device_ptr(),
             at[1],
             "buffers and blocks share what came back"
         );
-        assert_eq!(pool.stats().returns, 2);
+        assert_eq!(pool.usage().unwrap().blocks.total_freed, 2);
         for block in [a, c, next] {
-            resource.deallocate_block(block).unwrap();
+            pool.deallocate_block(block).unwrap();
         }
     });
 }
@@ -185,9 +175,9 @@ fn s3_5_threshold_holds_for_blocks() {
     only(cualloc::Policy::Packed, |rig| {
         let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
         pool.set_release_threshold(Some(4 * MIB as u64)).unwrap();
-        let (resource, stream) = (pool.open().unwrap(), rig.stream());
-        let block = resource.allocate_block(&Request::new(64 * MIB), &stream);
-        resource.deallocate_block(block.unwrap()).unwrap();
-        assert!(pool.stats().cached <= 4 * MIB as u64);
+        let stream = rig.stream();
+        let block = pool.allocate_block(&Request::new(64 * MIB), &stream);
+        pool.deallocate_block(block.unwrap()).unwrap();
+        assert!(pool.usage().unwrap().cached_bytes() <= 4 * MIB as u64);
     });
 }

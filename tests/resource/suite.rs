@@ -25,12 +25,9 @@ fn tracked_order(rig: &Rig) -> AccessOrdered {
     AccessOrdered::new(caching(rig))
 }
 
-fn poison() -> ProbeConfig {
-    let mut config = ProbeConfig::default();
-    config.poison_allocated = Some(0xCD);
-    config.poison_freed = Some(0xDD);
-    config.overlap = true;
-    config
+fn poisoned<R: MemoryResource>(resource: R) -> Sanitizer<R> {
+    let poisoned = Sanitizer::new(resource).poison_allocated(Some(0xCD));
+    poisoned.poison_freed(Some(0xDD)).check_overlap(true)
 }
 
 type SmallStack = Statistics<Logging<Budget<AccessOrdered>, RingSink>>;
@@ -55,29 +52,24 @@ suite! {
     budget_over_async: |rig| Budget::new(tracked_order(rig), Some(GIB as u64 / 2));
     async_over_budget: |rig| AccessOrdered::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
     statistics: |rig| Statistics::new(caching(rig));
-    tracked: |rig| Tracking::new(caching(rig));
+    tracking: |rig| Tracking::new(caching(rig));
     logging: |rig| Logging::new(caching(rig), RingSink::new(16));
-    logging_to_nowhere: |rig| Logging::new(caching(rig), NullSink);
-    callback: |rig| FailureCallback::new(caching(rig), |_, _, _| false);
-    guard: |rig| Guard::builder().budget(Some(GIB as u64 / 2)).build(caching(rig)).unwrap();
-    guard_with_policy: |rig| Guard::builder()
-        .policy(OomPolicy::FreeCaches)
-        .build(caching(rig))
-        .unwrap();
-    probe_off: |rig| Probe::new(caching(rig), ProbeConfig::default());
-    probe_over_caching: |rig| Probe::new(caching(rig), poison());
-    probe_over_async: |rig| Probe::new(tracked_order(rig), poison());
-    probe_over_direct: |rig| Probe::new(CudaMemory::new(&rig.context), poison());
+    logging_to_nowhere: |rig| Logging::new(caching(rig), ());
+    callback: |rig| FailureCallback::new(caching(rig), |_, _| false);
+    guard: |rig| Relief::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
+    guard_with_policy: |rig| Relief::new(Budget::new(caching(rig), None))
+        .with_policy(OomPolicy::FreeCaches);
+    sanitizer_off: |rig| Sanitizer::new(caching(rig));
+    sanitizer_over_caching: |rig| poisoned(caching(rig));
+    sanitizer_over_async: |rig| poisoned(tracked_order(rig));
+    sanitizer_over_direct: |rig| poisoned(CudaMemory::new(&rig.context));
     /// S5.33: adaptors pass on what is asked of them.
     s5_33_stack_passes_the_suite: small_stack;
     stack_of_stacks: |rig| {
         let below: Arc<dyn MemoryResource> = Arc::new(small_stack(rig));
-        let watched = Guard::builder()
-            .budget(Some(GIB as u64))
-            .policy(OomPolicy::FreeCaches)
-            .build(below)
-            .unwrap();
-        Probe::new(Tracking::new(FailureCallback::new(watched, |_, _, n| n < 2)), poison())
+        let budget = Budget::new(below, Some(GIB as u64));
+        let watched = Relief::new(budget).with_policy(OomPolicy::FreeCaches);
+        poisoned(Tracking::new(FailureCallback::new(watched, |_, _| false)))
     };
     order_twice: |rig| AccessOrdered::new(Budget::new(
         AccessOrdered::new(Budget::new(caching(rig), Some(GIB as u64))), Some(GIB as u64)));

@@ -137,3 +137,20 @@ fn a_reader_that_fails_is_named_with_its_line_and_its_own_words() {
     assert!(matches!(error, TraceError::Read { .. }));
     assert_eq!(error.source().unwrap().to_string(), "torn");
 }
+
+#[test]
+fn a_byte_order_mark_is_skipped_and_numbers_that_are_none_are_told_plainly() {
+    let read = |text: &str| Trace::read("marked", text.as_bytes());
+    let trace = read("\u{FEFF}op,id,bytes,stream\na,0,512,0\n").unwrap();
+    assert_eq!(trace.rows().len(), 1);
+    assert!(read("\u{FEFF}\u{FEFF}op,id,bytes,stream\n").is_err());
+    for number in ["-512", "+1", "1.5", "", "18446744073709551616"] {
+        let error = read(&format!("op,id,bytes,stream\na,0,{number},0\n")).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "line 2: `bytes` must be a whole number from 0 to 18446744073709551615, not `{number}`"
+            )
+        );
+    }
+}

@@ -1,6 +1,6 @@
 //! Traces made up by rules.
 
-use cualloc::trace::generate::{Kind, Program, vary};
+use cualloc::trace::generate::{Kind, Program, Rows, varied, vary};
 use cualloc::trace::{Op, Trace};
 
 const KINDS: [Kind; 4] = [Kind::Large, Kind::Sharded, Kind::Random, Kind::Churn];
@@ -179,6 +179,51 @@ fn changed_sizes_stay_within_their_share() {
                 .all(|block| block.released.is_some())
         }
     );
+}
+
+/// The rows, and whether what is told of them is what a trace of them says.
+fn agree(mut rows: Rows<'_>) {
+    let all: Vec<_> = rows.by_ref().collect();
+    let trace = Trace::from_rows("all", all.iter().copied()).unwrap();
+    assert_eq!(rows.rows(), trace.rows().len());
+    assert_eq!(rows.allocations(), trace.allocations().len());
+    assert_eq!(rows.streams(), trace.streams().len());
+    assert_eq!(rows.requested_peak().unwrap(), trace.requested_peak());
+}
+
+#[test]
+fn figures_of_rows_that_nobody_keeps_are_those_of_the_trace() {
+    for kind in KINDS {
+        // Wherever it is cut off: what is free there and completes later never does.
+        for rows in [
+            0, 1, 77, 78, 79, 80, 300, 301, 302, 303, 304, 305, 306, 307, 2000,
+        ] {
+            agree(program(kind, 3, rows).rows());
+        }
+        agree(varied(&trace(kind, 3, 1500), 3, 30, 1));
+    }
+    agree(Program::new(Kind::Sharded, 1).rows());
+}
+
+#[test]
+fn sizes_that_no_longer_fit_are_told() {
+    let text = format!("op,id,bytes,stream\na,0,{},0\n", u64::MAX - 7);
+    let huge = Trace::read("huge", text.as_bytes()).unwrap();
+    for seed in 0..20 {
+        let mut rows = varied(&huge, 4, 99, seed);
+        assert_eq!(rows.by_ref().count(), 8);
+        assert!(rows.requested_peak().is_ok());
+    }
+    let text = format!("op,id,bytes,stream\na,0,{0},0\na,1,{0},0\n", u64::MAX / 2);
+    let two = Trace::read("two", text.as_bytes()).unwrap();
+    let mut told = 0;
+    for seed in 0..20 {
+        let mut rows = varied(&two, 1, 99, seed);
+        let fits = Trace::from_rows("two", rows.by_ref());
+        assert_eq!(fits.is_err(), rows.requested_peak().is_err());
+        told += usize::from(fits.is_err());
+    }
+    assert!((1..20).contains(&told), "{told}");
 }
 
 #[test]

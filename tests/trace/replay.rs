@@ -85,6 +85,27 @@ fn every_replay_has_its_own_figures_and_progress_ends_at_the_last_row() {
 }
 
 #[test]
+fn a_report_may_have_the_first_and_the_last_pass_alone() {
+    let trace = rolling(3000);
+    let passes = |keep_all| {
+        let simulator = simulator(1 << 30);
+        let report = Replay::new(&trace)
+            .repeat(5)
+            .keep_all(keep_all)
+            .run(&simulator.context(0).unwrap())
+            .unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        let passes = report.passes.iter();
+        let figures: Vec<_> = passes.map(|p| (p.reserved_peak, p.calls.total())).collect();
+        (figures, report.reserved_peak_max())
+    };
+    let ((all, most), (ends, most_of_ends)) = (passes(true), passes(false));
+    assert_eq!(ends, [all[0], all[4]]);
+    assert_eq!(most_of_ends, most);
+    assert_eq!(all.iter().map(|(peak, _)| *peak).max(), Some(most));
+}
+
+#[test]
 fn verification_over_lagging_streams_finds_nothing_wrong() {
     let trace = rolling(400);
     for lag in [0, 1, 7, 100] {

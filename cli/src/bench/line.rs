@@ -6,16 +6,20 @@ use std::fmt;
 /// A figure of one source under one work.
 #[derive(Serialize, Clone, Debug, PartialEq)]
 pub struct Line<'a> {
+    pub schema: u32,
     /// What was done.
     pub work: &'a str,
     /// Who did it.
     pub name: &'a str,
     /// With which size, or how many threads.
     pub case: String,
-    pub value: f64,
+    /// None if there is an error.
+    pub value: Option<f64>,
     pub unit: &'a str,
     pub device: &'a str,
     pub policy: &'a str,
+    /// Why there is no value.
+    pub error: Option<String>,
 }
 
 impl fmt::Display for Line<'_> {
@@ -33,7 +37,10 @@ impl fmt::Display for Line<'_> {
             "calls" => 4,
             _ => 1,
         };
-        write!(f, "{work} {name} {case}: {value:.digits$} {unit}")
+        match value {
+            Some(value) => write!(f, "{work} {name} {case}: {value:.digits$} {unit}"),
+            None => write!(f, "{work} {name} {case}: - {unit}"),
+        }
     }
 }
 
@@ -44,13 +51,15 @@ mod tests {
     #[test]
     fn lines_read_as_those_of_other_harnesses() {
         let mut line = Line {
+            schema: 1,
             work: "pair",
             name: "cualloc",
             case: "4096 B".to_owned(),
-            value: 25.04,
+            value: Some(25.04),
             unit: "ns",
             device: "sim",
             policy: "packed",
+            error: None,
         };
         assert_eq!(line.to_string(), "pair cualloc 4096 B: 25.0 ns");
         line.work = "threads own-stream";

@@ -6,12 +6,13 @@ mod source;
 mod workload;
 
 use crate::machine::Machine;
-use crate::options::{BenchOptions, Work};
-use crate::output::{self, Output, note};
+use crate::options::{BenchOptions, GlobalOptions, Work};
+use crate::output::{self, Output, SCHEMA};
 use crate::replay::policy_name;
-use crate::{Failure, Outcome};
+use crate::settings::Settings;
+use crate::{Failure, Outcome, text};
+use cualloc::Allocator;
 use cualloc::driver::{Context, Stream};
-use cualloc::{Allocator, Config};
 use line::Line;
 use measure::{Scale, churn, crossing, pair, threads};
 use source::{Handles, Malloc, Pointers, Stack, Typed, Workspaces};
@@ -30,18 +31,20 @@ const OURS: &str = "cualloc";
 const RAW: &str = "cualloc_raw";
 const HOST: &str = "malloc";
 
-pub fn run(options: &BenchOptions, output: &mut Output) -> Outcome {
-    let machine = Machine::choose(&options.machine)?;
+pub fn run(global: &GlobalOptions, options: &BenchOptions, output: &mut Output) -> Outcome {
+    let settings = Settings::read(options.policy, false)?;
+    let machine = Machine::choose(global, output)?;
     let stage = machine.context(0)?;
+    settings.announce(output);
     if matches!(machine, Machine::Simulated { .. }) {
-        note!(
-            "note: the simulated driver has one lock and answers slower than a real one: figures of \
-             threads, of pointers and of other streams say little here"
+        output.note(
+            "the simulated driver has one lock and answers slower than a real one: figures of \
+             threads, of pointers and of other streams say little here",
         );
     }
     let mut bench = Bench {
         context: stage.context(),
-        options,
+        settings: &settings,
         scale: if options.quick {
             Scale::QUICK
         } else {
@@ -63,7 +66,7 @@ pub fn run(options: &BenchOptions, output: &mut Output) -> Outcome {
 /// Measurements on one device, and where they go.
 struct Bench<'a> {
     context: &'a Context,
-    options: &'a BenchOptions,
+    settings: &'a Settings,
     scale: Scale,
     device: &'static str,
     policy: &'static str,
@@ -102,11 +105,9 @@ impl Bench<'_> {
         let rig = match self.rig() {
             Ok(rig) => rig,
             Err(error) => {
-                note!(
-                    "error: the allocator cannot be made: {}",
-                    output::chain(&*error)
-                );
-                self.well = false;
+                let why = format!("the allocator cannot be made: {}", text::chain(&*error));
+                output::error(&why);
+                self.failed(work.name(), OURS, "", "", why)?;
                 return Ok(());
             }
         };
@@ -126,7 +127,7 @@ impl Bench<'_> {
     }
 
     fn rig(&self) -> Result<Rig, workload::Failure> {
-        let config = Config::new().policy(self.options.policy());
+        let config = self.settings.config().clone();
         let allocator = Allocator::with_config(self.context, config)?;
         let streams = (0..STREAMS).map(|_| Stream::new(self.context));
         Ok(Rig {
@@ -137,10 +138,10 @@ impl Bench<'_> {
 
     fn close(&mut self, rig: &Rig) {
         if let Err(error) = rig.allocator.close() {
-            note!(
-                "error: the allocator cannot be closed: {}",
-                output::chain(&error)
-            );
+            output::error(&format!(
+                "the allocator cannot be closed: {}",
+                text::chain(&error)
+            ));
             self.well = false;
         }
     }
@@ -158,26 +159,54 @@ impl Bench<'_> {
         match figure {
             Ok(value) => {
                 let line = Line {
+                    schema: SCHEMA,
                     work,
                     name,
                     case,
-                    value,
+                    value: Some(value),
                     unit,
+                    error: None,
                     device: self.device,
                     policy: if name == HOST { "-" } else { self.policy },
                 };
-                if self.options.machine.json {
+                if self.output.json {
                     self.output.json(&line)
                 } else {
                     self.output.line(&line.to_string())
                 }
             }
             Err(error) => {
-                note!("error: {work} {name} {case}: {}", output::chain(&*error));
-                self.well = false;
-                Ok(())
+                let why = text::chain(&*error);
+                output::error(&format!("{work} {name} {case}: {why}"));
+                self.failed(work, name, &case, unit, why)
             }
         }
+    }
+
+    /// There is no figure, and why.
+    fn failed(
+        &mut self,
+        work: &str,
+        name: &str,
+        case: &str,
+        unit: &str,
+        why: String,
+    ) -> io::Result<()> {
+        self.well = false;
+        if !self.output.json {
+            return Ok(());
+        }
+        self.output.json(&Line {
+            schema: SCHEMA,
+            work,
+            name,
+            case: case.to_owned(),
+            value: None,
+            unit,
+            device: self.device,
+            policy: self.policy,
+            error: Some(why),
+        })
     }
 
     fn pair<S: Source>(

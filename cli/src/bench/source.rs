@@ -7,9 +7,9 @@
 use super::workload::{Failure, Source};
 use cualloc::Tag;
 use cualloc::driver::{Stream, sys};
-use cualloc::pool::{Lease, PooledBuffer, TypedPool, WorkspacePool};
-use cualloc::resource::{Budget, Logging, MemoryResource, NullSink, RawBlock};
-use cualloc::{Allocator, Block, Request};
+use cualloc::pool::{TypedPool, WorkspacePool};
+use cualloc::resource::{Budget, Logging, MemoryResource, RawBlock};
+use cualloc::{Allocator, Block, DeviceBuffer, Request};
 use std::alloc::{Layout, alloc, dealloc};
 use std::mem::MaybeUninit;
 
@@ -115,13 +115,13 @@ impl Source for Malloc {
 
 /// The pooled stack with a budget and a log that nobody reads.
 pub struct Stack<'a> {
-    resource: Logging<Budget<Allocator>, NullSink>,
+    resource: Logging<Budget<Allocator>, ()>,
     streams: &'a [Stream],
 }
 
 impl<'a> Stack<'a> {
     pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Stack<'a> {
-        let resource = Logging::new(Budget::new(allocator.clone(), Some(1 << 40)), NullSink);
+        let resource = Logging::new(Budget::new(allocator.clone(), Some(1 << 40)), ());
         Stack { resource, streams }
     }
 }
@@ -163,19 +163,19 @@ impl<'a> Workspaces<'a> {
 
 impl Source for Workspaces<'_> {
     type Stream = Stream;
-    type Block = Lease;
+    type Block = DeviceBuffer<MaybeUninit<u8>>;
 
     fn stream(&self, index: usize) -> Stream {
         self.streams[index].clone()
     }
 
     #[inline]
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Lease, Failure> {
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
         Ok(self.pool.lease(stream, bytes)?)
     }
 
     #[inline]
-    fn free(&self, block: Lease) -> Result<(), Failure> {
+    fn free(&self, block: Self::Block) -> Result<(), Failure> {
         drop(block);
         Ok(())
     }
@@ -189,14 +189,14 @@ pub struct Typed<'a> {
 
 impl<'a> Typed<'a> {
     pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Typed<'a> {
-        let pool = TypedPool::over([allocator]);
+        let pool = TypedPool::new(allocator);
         Typed { pool, streams }
     }
 }
 
 impl Source for Typed<'_> {
     type Stream = Stream;
-    type Block = PooledBuffer<MaybeUninit<f32>>;
+    type Block = DeviceBuffer<MaybeUninit<f32>>;
 
     fn stream(&self, index: usize) -> Stream {
         self.streams[index].clone()
@@ -204,7 +204,11 @@ impl Source for Typed<'_> {
 
     #[inline]
     fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
-        Ok(self.pool.uninit(bytes / size_of::<f32>(), stream)?)
+        Ok(DeviceBuffer::<f32>::uninit(
+            &self.pool,
+            bytes / size_of::<f32>(),
+            stream,
+        )?)
     }
 
     #[inline]

@@ -141,6 +141,10 @@ impl Block {
         }
     }
 
+    fn life(&self) -> Life {
+        Life::Generation(self.place.generation)
+    }
+
     /// Frees a small block when its stream cache cannot do it at once.
     #[inline(never)]
     fn drop_small(&self, mut inner: Held<'_, Inner>, node: Node) {
@@ -206,6 +210,10 @@ impl Block {
             Some(node) if process::is_quiet() => {
                 self.drop_with_care(self.place.home().lock(), node);
             }
+            Some(node)
+                if self
+                    .engine()
+                    .free_watched(self.place.home(), node, self.life()) => {}
             _ => self.engine().drop_block(self.lifetime()),
         }
     }
@@ -237,7 +245,7 @@ impl Drop for Block {
             && process::is_quiet()
             && let Some(mut inner) = self.place.home().try_lock()
         {
-            if !inner.free_at_once(node, Life::Generation(self.place.generation)) {
+            if !inner.free_at_once(node, self.life()) {
                 self.drop_small(inner, node);
             }
             return;

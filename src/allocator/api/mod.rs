@@ -5,6 +5,7 @@ pub(crate) mod carver;
 pub(crate) mod guard;
 pub(crate) mod raw;
 
+use crate::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
@@ -14,8 +15,6 @@ use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::config::{Config, Policy};
 use crate::allocator::engine::hooks::ReliefHook;
-use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::small::Missed;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::Trimmed;
@@ -24,8 +23,6 @@ use crate::allocator::report::{Fragmentation, SelfTest};
 use crate::allocator::request::Request;
 use crate::allocator::size;
 use crate::allocator::stats::Stats;
-use crate::allocator::stream::slot::StreamKey;
-use crate::error::Error;
 
 /// A caching allocator for the memory of one device.
 ///
@@ -49,7 +46,7 @@ use crate::error::Error;
 /// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling
 /// thread's own default stream in that context: whichever context is current, and where none is. They
 /// are the streams of [`Stream::legacy`] and [`Stream::per_thread`] with
-/// [`context`](Self::context). To the driver the same handles mean the streams of the context that is
+/// [`context`](Self::context), named without a call of the driver, and the legacy one need not be retired. To the driver the same handles mean the streams of the context that is
 /// current, so a caller who has another one current passes a stream of it by its own handle; the default
 /// streams of another context have none: make a [`Stream`] of them, with their context. With
 /// [`Config::context_checks`] (on in debug builds) a special handle beside another current context is
@@ -165,35 +162,9 @@ impl Allocator {
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
         let grant = match self.engine.hit(stream.id_at_hand(), bytes) {
             Ok(grant) => grant,
-            Err(missed) => self.allocate_missed(bytes, stream, missed)?,
+            Err(missed) => self.engine.miss(bytes, stream, missed)?,
         };
         Ok(Block::new(&self.engine, grant, bytes))
-    }
-
-    /// [`allocate`](Self::allocate) of what the stream's cache did not serve at once. Apart from it, and with
-    /// a result of another type, so that the common case needs no copy in memory.
-    #[inline(never)]
-    fn allocate_missed(
-        &self,
-        bytes: usize,
-        stream: &Stream,
-        missed: Missed,
-    ) -> Result<Grant, Error> {
-        let key = stream.id_at_hand();
-        if let Some(grant) = self.engine.hit_slowly(key, bytes, missed) {
-            return Ok(grant);
-        }
-        let request = Checked::new(bytes, 1)?;
-        self.engine.same_driver(stream)?;
-        let named = match stream.known_id() {
-            Some(id) => Named {
-                key: StreamKey::Id(id),
-                raw: stream.raw(),
-                stream: Some(stream),
-            },
-            None => self.engine.named(stream)?,
-        };
-        self.engine.allocate_missed(&named, &request)
     }
 
     /// [`allocate`](Self::allocate) with wishes.
@@ -212,15 +183,13 @@ impl Allocator {
     /// fit. Also returns those of the addresses that lie in free memory still.
     pub(crate) fn allocate_near(
         &self,
-        request: Request,
+        request: &Request,
         stream: &Stream,
         near: &[sys::CUdeviceptr],
-    ) -> Result<(Option<Block>, Vec<u64>), Error> {
-        let checked = Checked::of(&request)?;
+    ) -> Result<(Option<Grant>, Vec<u64>), Error> {
+        let checked = Checked::of(request)?;
         let named = self.engine.named(stream)?;
-        let (grant, free) = self.engine.allocate_cached(&named, &checked, near)?;
-        let block = grant.map(|grant| Block::new(&self.engine, grant, request.bytes()));
-        Ok((block, free))
+        self.engine.allocate_cached(&named, &checked, near)
     }
 
     /// The allocator that a block came from.
@@ -278,6 +247,28 @@ impl Allocator {
         self.engine.retire(&named)
     }
 
+    /// Takes the caller's word that a stream's handle lives until it is [retired](Self::retire_raw). It is a stream
+    /// like those of this crate then: calls by its handle need not ask the driver which stream it is, and memory
+    /// that was freed on it gets its markers in calls which do not name it, when somebody asks for that memory. It is
+    /// not asked whether it is idle by other calls than its own, since that would spoil a capture which its owner
+    /// begins in the same moment, unless [`Config::captures`] promises that there is none.
+    ///
+    /// Of a stream that is known already all that was freed on it is held so from now on. A stream of this crate and
+    /// the legacy default stream are kept anyway: nothing changes.
+    ///
+    /// # Errors
+    /// [`Error::NotSupported`] for the per-thread default stream; [`Error::WrongContext`] for a stream of another
+    /// context than the allocator's; [`Error::Capturing`], [`Error::Closed`], driver errors.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream, or a special handle ([`Allocator`]), and stay alive until
+    /// [`retire_raw`](Self::retire_raw) has succeeded for it, or the allocator is closed.
+    pub unsafe fn adopt_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let named = unsafe { self.engine.named_raw(stream) }?;
+        self.engine.adopt(&named)
+    }
+
     /// Records a marker on a stream now, so that what was freed on it so far can be trimmed or
     /// shared when its work is done. Not needed for correctness.
     ///
@@ -307,12 +298,7 @@ impl Allocator {
 
     /// The live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
-        let mut heap = self.engine.readable()?;
-        if let Some((_, run, stream)) = heap.caches.small_around(ptr) {
-            return Some(heap.run_info(stream, &run, &[]));
-        }
-        let id = heap.large_around(ptr)?;
-        Some(heap.block_info(id))
+        self.engine.readable()?.block_info_around(ptr)
     }
 
     /// Usable bytes of the live block that starts at `ptr`.
@@ -501,6 +487,14 @@ impl fmt::Debug for Allocator {
 }
 
 impl crate::allocator::heap::Heap {
+    fn block_info_around(&mut self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
+        if let Some((_, run, stream)) = self.caches.small_around(ptr) {
+            return Some(self.run_info(stream, &run, &[]));
+        }
+        let id = self.large_around(ptr)?;
+        Some(self.block_info(id))
+    }
+
     fn statistics(&self) -> Stats {
         let mut stats = self.stats;
         stats.free = self.extents.free_bytes();

@@ -1,11 +1,13 @@
 //! Blocks by their addresses, on streams by their handles: for callers that keep both themselves.
 
-use crate::driver::{Stream, sys};
+use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
+use crate::allocator::cache::stream_cache::thread;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::heap::request::Checked;
+use crate::allocator::report::BlockInfo;
 use crate::allocator::request::Request;
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::stream::slot::is_special;
@@ -32,14 +34,32 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if is_special(stream) || !self.engine.unwatched() {
+        if is_special(stream) {
+            let key = self.engine.special_key(stream)?;
+            return match self.engine.hit(key, bytes) {
+                Ok(grant) => Ok(grant.ptr()),
+                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+            };
+        }
+        if let Some(cache) = thread::find_handle(stream as usize) {
+            return match self.engine.hit_by_handle(cache, stream as usize, bytes) {
+                Some(grant) => Ok(grant.ptr()),
+                // SAFETY: the caller's contract.
+                None => unsafe { self.allocate_raw_with(Request::new(bytes), stream) },
+            };
+        }
+        if !self.engine.unwatched() {
             // SAFETY: the caller's contract.
             return unsafe { self.allocate_raw_with(Request::new(bytes), stream) };
         }
         // SAFETY: the caller's contract.
-        match unsafe { self.engine.driver().stream_id(stream) } {
+        match unsafe { self.engine.raw_id(stream) } {
             Ok(Some(key)) => match self.engine.hit(key, bytes) {
-                Ok(grant) => Ok(grant.ptr()),
+                Ok(grant) => {
+                    // It may have been adopted since the thread used it last.
+                    thread::remember_handle(grant.place.home());
+                    Ok(grant.ptr())
+                }
                 Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
             },
             // SAFETY: the caller's contract.
@@ -134,6 +154,25 @@ impl Allocator {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.engine.record(ptr, &named, true)
+    }
+
+    /// The live block around `ptr`, or why there is none: [`block_of`](Self::block_of) with an error.
+    ///
+    /// # Errors
+    /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Closed`], a lost context.
+    pub fn block_around(&self, ptr: sys::CUdeviceptr) -> Result<BlockInfo, Error> {
+        let block = {
+            let mut heap = self.engine.open()?;
+            heap.block_info_around(ptr)
+        };
+        block.ok_or_else(|| self.engine.lock().physical.not_live(ptr))
+    }
+
+    /// Says that the allocator's context is gone, with all that was in it: for whoever knows that its owner has
+    /// destroyed it. The error that every later call returns; none of them calls the driver.
+    pub fn context_is_gone(&self) -> Error {
+        let code = sys::CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
+        self.engine.error(DriverError::new("cuCtxSetCurrent", code))
     }
 
     /// [`Block::record_use`](crate::allocator::Block::record_use) for a block that somebody else owns, by its

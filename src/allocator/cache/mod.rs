@@ -6,7 +6,7 @@ pub(crate) mod predictor;
 pub(crate) mod stream_cache;
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::allocator::cache::predictor::ReusePredictor;
@@ -153,6 +153,23 @@ impl StreamCaches {
         }
     }
 
+    /// A stream is known by a handle from now on, or by none if that is 0.
+    pub(crate) fn set_handle(&self, stream: u32, raw: usize) {
+        for cache in self.of(stream) {
+            cache.set_handle(raw);
+        }
+    }
+
+    /// Nobody begins to ask a stream about captures any more for a free in its stream caches. Who has begun, is
+    /// waited for by [`StreamCache::let_go`].
+    pub(crate) fn stop_asking(&self, stream: u32) -> Vec<&'static StreamCache> {
+        let caches = self.of(stream).to_vec();
+        for cache in &caches {
+            cache.lock().raw = 0;
+        }
+        caches
+    }
+
     /// The ticket that a stream's stream caches give what is freed from now on.
     pub(crate) fn set_ticket(&self, stream: u32, ticket: u64) {
         for cache in self.of(stream) {
@@ -231,6 +248,11 @@ impl StreamCaches {
             (inner.slot, inner.free_bytes() + inner.pending_bytes())
         });
         free.filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// Whether blocks lie in large-block caches, held by somebody or not.
+    pub(crate) fn have_large(&self) -> bool {
+        self.in_large_caches.load(Ordering::Relaxed) > 0
     }
 
     /// What the heap counts for blocks in large-block caches that nobody holds.

@@ -1,55 +1,41 @@
-//! Allocation, free and recording by handle and by pointer: what every stream cache end stands on.
+//! Allocation: by handle and by name.
 //!
 //! A request asks once. Its stream's caches are asked without the heap's lock ([`Engine::hit`],
 //! [`Engine::hit_slowly`]); then the heap, for memory that is ready ([`Engine::allocate_missed`]); then
-//! [`reclaim`](crate::allocator::reclaim) makes room. A free goes the same way: to a cache
-//! ([`Engine::free_small`] and a block's drop), else to the heap, else it waits until it may be made.
+//! [`reclaim`](crate::allocator::reclaim) makes room.
 //!
 //! The rule of the lock: this file and `reclaim/run.rs` alone take the heap's guard as a value and return it.
 //! Everything below them takes the heap by reference, or takes the lock itself.
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::sys;
-
-use crate::allocator::cache::grant::{Grant, Lifetime, Place};
-use crate::allocator::cache::stream_cache;
-use crate::allocator::cache::stream_cache::{Life, SMALL_ID, StreamCache, page_of};
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::{Allocated, Small, StreamCache, thread};
 use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::{Engine, Guard, Shared};
-use crate::allocator::extent::record::{Recorded, SpaceId};
-use crate::allocator::extent::want::Want;
+use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::extent::want::{PAGE_GRANULES, Want};
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::request::Request;
 use crate::allocator::size::PACKED_SMALL_LIMIT;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
-use crate::allocator::stream::slot::Suspect;
-use crate::allocator::stream::slot::is_special;
 use crate::error::Error;
 
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
 /// call announced is withdrawn if it fails, or if a hook of the user panics in it.
-pub(crate) struct Call<'a> {
+struct Call<'a> {
     engine: &'a Engine,
     stream: u32,
+    /// The stream cache that the thread uses for the stream from here on.
+    cache: &'static StreamCache,
     peak: (u64, u64),
 }
 
-impl<'a> Call<'a> {
-    pub(crate) fn begin(engine: &'a Engine, heap: &mut Heap, stream: u32, requested: u64) -> Self {
-        heap.streams[stream].calls += 1;
-        let peak = heap.announce(requested);
-        Call {
-            engine,
-            stream,
-            peak,
-        }
-    }
-
+impl Call<'_> {
     /// The call got its block.
-    pub(crate) fn end(self, heap: &mut Heap) {
+    fn end(self, heap: &mut Heap) {
         heap.streams[self.stream].calls -= 1;
         std::mem::forget(self);
     }
@@ -61,14 +47,6 @@ impl Drop for Call<'_> {
         heap.streams[self.stream].calls -= 1;
         heap.withdraw(self.peak);
     }
-}
-
-/// What a free leaves to do without the lock: markers, and the end of an allocator whose last block it was.
-pub(crate) struct RestOfFree {
-    after: AfterFree,
-    orphaned: bool,
-    /// Without the block nothing may keep the engine but this.
-    keep: Option<Shared>,
 }
 
 impl Engine {
@@ -97,13 +75,6 @@ impl Engine {
         self.allocate_missed(named, &checked)
     }
 
-    /// The number of a block among all that the allocator can have.
-    pub(crate) fn id_of(&self, place: &Place) -> u32 {
-        let id = place.record().or_else(|| self.pages.id(place.ptr));
-        debug_assert!(id.is_some(), "the page of a live block is known");
-        id.unwrap_or(SMALL_ID)
-    }
-
     /// Allocates what no cache had: out of the heap's free memory, or by making room.
     #[inline(never)]
     pub(crate) fn allocate_missed(
@@ -118,6 +89,11 @@ impl Engine {
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
+        if self.watchful()
+            && let Some(grant) = self.hit_asked(named.key, request)
+        {
+            return Ok(grant);
+        }
         let mut heap = self.lock();
         if heap.closed {
             return Err(Error::Closed);
@@ -130,6 +106,32 @@ impl Engine {
         self.reclaim(heap, named, request)
     }
 
+    /// Begins an allocation of so many bytes: its stream is known from here on.
+    fn begin<'a>(
+        &'a self,
+        heap: Guard<'a>,
+        named: &Named<'_>,
+        requested: u64,
+    ) -> Result<(Guard<'a>, Call<'a>), Error> {
+        let (mut heap, stream) = self.slot(heap, named)?;
+        heap.same_device(&self.device, stream)?;
+        if heap.closed {
+            return Err(Error::Closed);
+        }
+        let cache = heap.cache_of(stream, thread::thread_number());
+        if let StreamKey::Id(key) = named.key {
+            thread::remember(key, cache);
+        }
+        heap.streams[stream].calls += 1;
+        let call = Call {
+            engine: self,
+            stream,
+            cache,
+            peak: heap.announce(requested),
+        };
+        Ok((heap, call))
+    }
+
     /// Goes on where more is to be done than to take memory that is ready. Out of line, since what comes before
     /// needs less of the stack.
     #[inline(never)]
@@ -139,22 +141,30 @@ impl Engine {
         named: &Named<'_>,
         request: &Checked,
     ) -> Result<Grant, Error> {
-        let (mut heap, stream) = self.slot(heap, named)?;
-        self.same_device(&heap, stream)?;
-        if heap.closed {
-            return Err(Error::Closed);
-        }
-        let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
-        let call = Call::begin(self, &mut heap, stream, request.requested);
+        let (mut heap, call) = self.begin(heap, named, request.requested)?;
+        let (stream, cache) = (call.stream, call.cache);
         let (mut heap, grant) = match self.small_request(request) {
-            Some(small) => match self.obtain_small(heap, (named.key, stream), cache, small) {
+            Some(small) => match self.obtain_small(heap, stream, cache, small) {
                 // At a limit memory of the other arena is better than none.
                 Err(Error::OutOfMemory(refusal)) => self
                     .left_over(&request.want(SpaceId::Large, stream), cache)
                     .ok_or(Error::OutOfMemory(refusal))?,
                 obtained => obtained?,
             },
-            None => self.allocate_large(heap, (named.key, stream), cache, request)?,
+            None => {
+                let want = heap.want(request, stream);
+                let contended = heap.contended;
+                heap.pass_by_cache(cache, contended);
+                let heap = self.mark_due(heap, stream);
+                let (mut heap, id, missed) = self.obtain(heap, &want)?;
+                if missed {
+                    heap.stats.misses += 1;
+                } else {
+                    heap.stats.hits += 1;
+                }
+                let grant = heap.hand_out(id, &want, cache, request.is_plain());
+                (heap, grant)
+            }
         };
         call.end(&mut heap);
         let repays = heap.physical.bursts.debt && grant.bytes() > PACKED_SMALL_LIMIT;
@@ -183,28 +193,21 @@ impl Engine {
         drop(self.open()?);
         self.refuse_capture(named)?;
         self.free_deferred();
-        let (mut heap, stream) = self.slot(self.open()?, named)?;
-        self.same_device(&heap, stream)?;
-        if heap.closed {
-            return Err(Error::Closed);
-        }
         // Nothing is announced before there is a block: a request for cached memory may find none.
-        let call = Call::begin(self, &mut heap, stream, 0);
-        let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
+        let (heap, call) = self.begin(self.open()?, named, 0)?;
+        let (stream, cache) = (call.stream, call.cache);
         let near_left = near.iter().copied();
         let (mut heap, found, free) = match self.small_request(request) {
             Some(small) => {
-                if let StreamKey::Id(key) = named.key {
-                    stream_cache::thread::remember(key, cache);
-                }
                 let (heap, found) = self.take_cached_small(heap, cache, small, near)?;
                 let free = near_left.filter(|at| self.is_free_small(*at)).collect();
                 (heap, found, free)
             }
             None => {
-                let (heap, found) = self.take_cached(heap, (stream, cache), request, near)?;
-                let space = heap.rules.space_of(request.span_bytes());
-                let free = near_left.filter(|at| heap.extents.piece_around(space, *at).is_some());
+                let want = heap.want(request, stream);
+                let (heap, found) = self.take_cached(heap, cache, &want, near)?;
+                let free =
+                    near_left.filter(|at| heap.extents.piece_around(want.space, *at).is_some());
                 let free = free.collect();
                 (heap, found, free)
             }
@@ -216,43 +219,42 @@ impl Engine {
     fn take_cached<'a>(
         &'a self,
         mut heap: Guard<'a>,
-        (stream, cache): (u32, &'static StreamCache),
-        request: &Checked,
+        cache: &'static StreamCache,
+        want: &Want,
         near: &[u64],
     ) -> Result<(Guard<'a>, Option<Grant>), Error> {
         heap.uncache_provisional();
-        heap.empty_large_caches_of(stream);
-        let want = heap.want(request, stream);
+        heap.empty_large_caches_of(want.stream);
         let whole = want.in_one_handle();
         let take = |heap: &mut Heap| match whole {
-            true => heap.take_in_handle(&want),
-            false => heap.take_near(&want, near),
+            true => heap.take_in_handle(want),
+            false => heap.take_near(want, near),
         };
         let mut found = take(&mut heap);
-        if found.is_none() && (whole || !near.is_empty() || heap.best(&want).is_none()) {
+        if found.is_none() && (whole || !near.is_empty() || heap.best(want).is_none()) {
             // Memory that other streams used may be free by now.
             heap.streams.ask_again();
-            heap = self.poll_before(heap, stream)?;
+            heap = self.poll_before(heap, want.stream)?;
             found = take(&mut heap);
         }
         if found.is_none() && !whole {
-            found = heap.take_best(&want);
+            found = heap.take_best(want);
         }
         if found.is_none()
-            && let Some(run) = heap.cached_view(&want, (self.views_allowed(), self.total_memory))
+            && let Some(run) = heap.cached_view(want, (self.views_allowed(), self.total_memory))
         {
-            (heap, found) = self.take_in_view(heap, &want, run)?;
+            (heap, found) = self.take_in_view(heap, want, run)?;
         }
         let grant = found.map(|id| {
             heap.stats.hits += 1;
             heap.announce(want.requested);
-            heap.granted(id, stream, want.requested, cache)
+            heap.granted(id, want.stream, want.requested, cache)
         });
         Ok((heap, grant))
     }
 
     /// The slot of a stream, registered if it is new.
-    fn slot<'a>(
+    pub(crate) fn slot<'a>(
         &'a self,
         mut heap: Guard<'a>,
         named: &Named<'_>,
@@ -278,315 +280,185 @@ impl Engine {
         Some((heap, grant))
     }
 
-    fn allocate_large<'a>(
+    // ---- small blocks ------------------------------------------------------------------------
+
+    /// Allocates a small block from a stream cache, which gets more pages if it has no room.
+    fn obtain_small<'a>(
         &'a self,
         mut heap: Guard<'a>,
-        (key, stream): (StreamKey, u32),
+        stream: u32,
         cache: &'static StreamCache,
-        request: &Checked,
+        request: Small,
     ) -> Result<(Guard<'a>, Grant), Error> {
-        if let StreamKey::Id(key) = key {
-            stream_cache::thread::remember(key, cache);
-        }
-        let want = heap.want(request, stream);
-        let contended = heap.contended;
-        heap.pass_by_cache(cache, contended);
-        let heap = self.mark_due(heap, stream);
-        let (mut heap, id, missed) = self.obtain(heap, &want)?;
-        if missed {
-            heap.stats.misses += 1;
-        } else {
-            heap.stats.hits += 1;
-        }
-        let mut grant = heap.granted(id, stream, request.requested, cache);
-        if self.rules.caches() {
-            let id = grant.place.record().unwrap_or(id);
-            grant.set_cached(heap.cache_handed_out(id, cache, request.is_plain()));
-        }
-        Ok((heap, grant))
-    }
-
-    /// The live large block that starts at a pointer.
-    fn live(&self, heap: &mut Heap, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
-        if let Some(id) = heap.extents.lookup.exact(ptr) {
-            return Ok(id);
-        }
-        let interior = |base| Error::InteriorPointer { ptr, base };
-        Err(match heap.large_around(ptr) {
-            Some(id) => interior(heap.extents.records[id].addr),
-            None => match heap.caches.small_around(ptr) {
-                Some((_, run, _)) => interior(run.ptr),
-                None if heap.physical.ours(ptr) => Error::NotLive { ptr },
-                None => Error::NotOurs { ptr },
-            },
-        })
-    }
-
-    /// Frees the block that starts at a pointer.
-    #[inline]
-    pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        if self.unwatched()
-            && let Some((cache, node)) = self.small_at(ptr)
-            && let Some(mut inner) = cache.try_lock()
-            && inner.free_at_once(node, Life::At(ptr))
-        {
-            return Ok(());
-        }
-        self.free_slowly(ptr)
-    }
-
-    #[inline(never)]
-    fn free_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        self.usable()?;
-        if let Some((cache, node)) = self.small_at(ptr) {
-            return self.free_small(cache, node, ptr, None);
-        }
-        let mut heap = self.open()?;
-        let id = self.live(&mut heap, ptr)?;
-        self.free_record(heap, (id, None), ptr)
-    }
-
-    /// Frees the large block of a record; with a generation only that life of it.
-    fn free_record<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        (id, generation): (u32, Option<u32>),
-        ptr: sys::CUdeviceptr,
-    ) -> Result<(), Error> {
-        if !self.watchful()
-            && let Some(freed) = heap.free_into_cache(id, generation)
-        {
-            return if freed {
-                Ok(())
-            } else {
-                Err(Error::NotLive { ptr })
+        let (mut missed, mut polled) = (false, false);
+        loop {
+            let outcome = cache.lock().take(request);
+            let outcome = match outcome {
+                Allocated::NoRoom => heap.take_at_peak(cache, request, None),
+                outcome => outcome,
             };
-        }
-        heap.uncache(id);
-        let generation = generation.unwrap_or(heap.extents.records[id].generation);
-        let block = (id, generation);
-        if !heap.is_live(block) {
-            return Err(Error::NotLive { ptr });
-        }
-        let stream = heap.extents.records[id].stream;
-        if self.watchful()
-            && let Some(suspect) = heap.streams[stream].suspect()
-        {
-            drop(heap);
-            self.refuse_if_capturing(&suspect)?;
-            // It may be the last to hold its stream, which is destroyed outside the lock.
-            drop(suspect);
-            heap = self.open()?;
-            if !heap.is_live(block) {
-                return Err(Error::NotLive { ptr });
+            if let Allocated::Taken(taken) = outcome {
+                if missed {
+                    heap.stats.misses += 1;
+                    heap.caches.misses += 1;
+                }
+                return Ok((heap, Grant::small(cache, taken, request.granules)));
             }
-        }
-        let after = heap.free(id);
-        let rest = self.rest_of_free(&heap, after);
-        drop(heap);
-        self.finish_free(rest);
-        Ok(())
-    }
-
-    /// Frees a large block in the heap, if that needs no look at anything else: neither the caches of large
-    /// blocks, nor captures, nor what comes after the last block. False, with nothing changed, if it does.
-    #[inline(never)]
-    pub(crate) fn free_in_heap(&self, id: u32, generation: u32) -> bool {
-        let mut heap = self.lock();
-        if heap.closed || heap.orphaned {
-            return false;
-        }
-        if heap.free_alone(id, generation) {
-            return true;
-        }
-        if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
-            return false;
-        }
-        let after = heap.free(id);
-        let rest = self.rest_of_free(&heap, after);
-        drop(heap);
-        self.finish_free(rest);
-        true
-    }
-
-    /// Whether a block's life, by its identity, is going on.
-    pub(crate) fn is_live(&self, block: &Lifetime) -> bool {
-        if block.id & SMALL_ID == 0 {
-            return self.lock().is_live((block.id, block.generation));
-        }
-        self.small_at(block.ptr).is_some_and(|(cache, node)| {
-            let inner = cache.lock();
-            inner.runs.is_numbered(node, page_of(block.id))
-                && inner
-                    .live(node, block.ptr, Some(block.generation))
-                    .is_some()
-        })
-    }
-
-    /// Whether the stream of a live block was retired, or is about to be, by the block's identity.
-    pub(crate) fn stream_retired(&self, block: &Lifetime) -> bool {
-        let heap = self.lock();
-        let stream = match self.small_at(block.ptr) {
-            Some((cache, _)) if block.id & SMALL_ID != 0 => cache.lock().slot,
-            _ if block.id & SMALL_ID != 0 => return false,
-            _ => heap.extents.records[block.id].stream,
-        };
-        !heap.streams[stream].named
-    }
-
-    /// Frees a block by its identity.
-    pub(crate) fn free_block(&self, block: &Lifetime) -> Result<(), Error> {
-        let ptr = block.ptr;
-        if block.id & SMALL_ID != 0 {
-            self.usable()?;
-            let (cache, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
-            // A page that came again has another number, and its generations begin anew.
-            if !cache.lock().runs.is_numbered(node, page_of(block.id)) {
-                return Err(Error::NotLive { ptr });
-            }
-            return self.free_small(cache, node, ptr, Some(block.generation));
-        }
-        let heap = self.open()?;
-        self.free_record(heap, (block.id, Some(block.generation)), ptr)
-    }
-
-    /// What a free leaves to do once the lock is let go, if anything.
-    #[inline]
-    pub(crate) fn rest_of_free(&self, heap: &Heap, after: AfterFree) -> Option<RestOfFree> {
-        if after.is_empty() && !heap.orphaned {
-            return None;
-        }
-        Some(RestOfFree {
-            after,
-            orphaned: heap.orphaned,
-            keep: self.keep(),
-        })
-    }
-
-    /// Does, without the lock, what a free left to do.
-    #[inline]
-    pub(crate) fn finish_free(&self, rest: Option<RestOfFree>) {
-        if let Some(rest) = rest {
-            self.mark_all(rest.after.streams());
-            if rest.orphaned {
-                self.abandon();
-            }
-            drop(rest.keep);
-        }
-    }
-
-    pub(crate) fn refuse_if_capturing(&self, suspect: &Suspect) -> Result<(), Error> {
-        let named = Named {
-            key: suspect.key,
-            raw: std::ptr::with_exposed_provenance_mut(suspect.raw),
-            stream: None,
-        };
-        if is_special(named.raw) {
-            return self.refuse_special_capture(&named, &suspect.context);
-        }
-        self.refuse_capture(&named)
-    }
-
-    /// Records a use of a block on another stream: everything that stream is given until the free,
-    /// or with `now` only what it was given so far.
-    #[inline]
-    pub(crate) fn record(
-        &self,
-        ptr: sys::CUdeviceptr,
-        named: &Named<'_>,
-        now: bool,
-    ) -> Result<(), Error> {
-        self.usable()?;
-        if !now && let Some(done) = self.record_at_once(ptr, named.key) {
-            return done;
-        }
-        self.record_in_heap(ptr, named, now)
-    }
-
-    #[inline(never)]
-    fn record_in_heap(
-        &self,
-        ptr: sys::CUdeviceptr,
-        named: &Named<'_>,
-        now: bool,
-    ) -> Result<(), Error> {
-        {
-            let mut heap = self.open()?;
-            if heap.large_around(ptr).is_none() && heap.caches.small_around(ptr).is_none() {
-                return Err(if heap.physical.ours(ptr) {
-                    Error::NotLive { ptr }
-                } else {
-                    Error::NotOurs { ptr }
-                });
-            }
-        }
-        self.refuse_capture(named)?;
-        let (mut heap, stream) = self.slot(self.open()?, named)?;
-        let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
-        if let StreamKey::Id(key) = named.key {
-            stream_cache::thread::remember(key, cache);
-        }
-        let block = heap.large_around(ptr);
-        let owner = match block {
-            Some(id) => Some(heap.extents.records[id].stream),
-            None => heap.caches.small_around(ptr).map(|(_, _, owner)| owner),
-        };
-        let Some(owner) = owner else {
-            return Err(Error::NotLive { ptr });
-        };
-        let now = now && owner != stream;
-        // Covered by the marker below: frees after it get a later ticket.
-        let ticket = now.then(|| {
-            let slot = &mut heap.streams[stream];
-            slot.open_uses = slot.open_uses.saturating_add(1);
-            slot.open
-        });
-        if now {
-            // What may fail comes first: a use of which the caller hears that it failed is not recorded.
-            drop(heap);
-            self.mark(stream, named.key)?;
-            heap = self.open()?;
-            let slot = &heap.streams[stream];
-            if !slot.in_use || slot.key != named.key {
-                // Only a stream of which everything is complete is forgotten.
-                return Ok(());
-            }
-        }
-        match heap.large_around(ptr) {
-            Some(id) => heap.record(id, stream, ticket),
-            None => {
-                if !heap.record_small(ptr, Recorded { stream, ticket }) {
-                    return Err(Error::NotLive { ptr });
+            {
+                let mut inner = cache.lock();
+                if inner.take_back(true) || inner.runs.flush_for(request.span()) {
+                    continue;
                 }
             }
+            if !polled && cache.lock().asks() {
+                // Blocks that other streams used may be free by now.
+                polled = true;
+                let close = cache.lock().holds_much();
+                let freed;
+                (heap, freed) = self.take_back_shared(heap, cache, close)?;
+                cache.lock().asked(freed);
+                continue;
+            }
+            let grown;
+            (heap, grown) = self.obtain_page(heap, stream, cache, request)?;
+            missed |= grown;
         }
-        Ok(())
     }
 
-    /// The slot of a stream that is known, or why it is not.
-    pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
-        let heap = self.open()?;
-        let known = heap.streams.find(named.key);
-        known.ok_or_else(|| heap.streams.not_here(named.raw as usize))
+    /// Brings another page to a stream cache, or merges what it keeps at hand. Returns whether memory was
+    /// added for it.
+    fn obtain_page<'a>(
+        &'a self,
+        mut heap: Guard<'a>,
+        stream: u32,
+        cache: &'static StreamCache,
+        request: Small,
+    ) -> Result<(Guard<'a>, bool), Error> {
+        let page = a_page(stream, request);
+        if cache.lock().runs.is_worn() {
+            heap.return_pages(cache, u32::MAX, &mut AfterFree::default());
+        }
+        let mut ready = heap.take_best(&page);
+        if ready.is_none() && cache.lock().runs.flush_quick() {
+            return Ok((heap, false));
+        }
+        if ready.is_none() {
+            // What other stream caches did not need lately comes before more memory.
+            let mut givers = heap.flush_idle();
+            if !givers.is_empty() {
+                givers.retain(|giver| *giver != stream);
+                heap = self.cover(heap, &givers)?;
+                ready = heap.take_best(&page);
+            }
+        }
+        if let Some(id) = ready {
+            heap.page_taken(id, cache)?;
+            return Ok((heap, false));
+        }
+        let (mut heap, id, missed) = self.obtain(heap, &page)?;
+        heap.page_taken(id, cache)?;
+        Ok((heap, missed))
     }
 
-    /// All slots of a stream that is known: more than one where others retired it while it went on.
-    fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
-        let heap = self.open()?;
-        let slots = heap.streams.all_of(named.key);
-        if slots.is_empty() {
-            return Err(heap.streams.not_here(named.raw as usize));
+    /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
+    fn cover<'a>(&'a self, heap: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
+        let mut ours = heap.streams.kept_uncovered();
+        ours.retain(|(stream, _)| streams.contains(stream));
+        if ours.is_empty() {
+            return Ok(heap);
         }
-        Ok(slots)
+        let covered = self.unlocked(heap, || {
+            self.cover_all(&ours)?;
+            self.poll_some(|stream| streams.contains(&stream))
+        })?;
+        Ok(covered.0)
     }
 
-    /// Records the last marker of a stream whose owner is about to destroy it.
-    pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
-        let slots = self.known_all(named)?;
-        self.refuse_capture(named)?;
-        for stream in slots {
-            self.retire_slot(stream, named.key)?;
+    /// Asks whether other streams are done with what a stream cache holds back for them; with `close` also
+    /// about what no batch was full of yet. Whether anything came of it.
+    fn take_back_shared<'a>(
+        &'a self,
+        mut heap: Guard<'a>,
+        cache: &'static StreamCache,
+        close: bool,
+    ) -> Result<(Guard<'a>, bool), Error> {
+        let before = cache.lock().pending_bytes();
+        if close && heap.close_batches(cache, None, &mut AfterFree::default()) {
+            let ours = heap.streams.kept_uncovered();
+            (heap, _) = self.unlocked(heap, || self.cover_all(&ours))?;
         }
-        Ok(())
+        // Of no use to ask about streams for which others hold blocks back: they ask themselves.
+        let users = heap.caches.held_back_for(cache);
+        let wanted = |stream| users.contains(&stream);
+        let full = heap.full_batches(wanted);
+        if !full.is_empty() {
+            (heap, _) = self.unlocked(heap, || self.cover_all(&full))?;
+        }
+        if let Some(due) = heap.streams.due_markers(wanted) {
+            (heap, _) = self.unlocked(heap, || self.poll_due(due, wanted))?;
+        }
+        heap.return_held_back();
+        let freed = cache.lock().pending_bytes() < before;
+        Ok((heap, freed))
+    }
+
+    /// Takes a request from memory that its stream may use without a wait, if there is any.
+    fn take_cached_small<'a>(
+        &'a self,
+        mut heap: Guard<'a>,
+        cache: &'static StreamCache,
+        request: Small,
+        near: &[u64],
+    ) -> Result<(Guard<'a>, Option<Grant>), Error> {
+        let (mut polled, mut paged) = (false, false);
+        loop {
+            let outcome = {
+                let mut inner = cache.lock();
+                inner.take_back(true);
+                match self.take_near(cache, &mut inner, request, near) {
+                    Allocated::NoRun => inner.take(request),
+                    outcome => outcome,
+                }
+            };
+            let outcome = match outcome {
+                Allocated::NoRoom => heap.take_at_peak(cache, request, None),
+                outcome => outcome,
+            };
+            if let Allocated::Taken(taken) = outcome {
+                return Ok((heap, Some(Grant::small(cache, taken, request.granules))));
+            }
+            if cache.lock().runs.flush_quick() {
+                continue;
+            }
+            if !polled {
+                // Memory that other streams used may be free by now.
+                polled = true;
+                heap.streams.ask_again();
+                (heap, _) = self.take_back_shared(heap, cache, true)?;
+                let stream = cache.lock().slot;
+                heap = self.poll_before(heap, stream)?;
+                continue;
+            }
+            let page = a_page(cache.lock().slot, request);
+            let page = if paged { None } else { heap.take_best(&page) };
+            let Some(id) = page else {
+                return Ok((heap, None));
+            };
+            paged = true;
+            heap.page_taken(id, cache)?;
+        }
+    }
+}
+
+/// A page of the arena of small blocks, where everything is a multiple of a page.
+fn a_page(stream: u32, request: Small) -> Want {
+    Want {
+        space: SpaceId::Small,
+        stream,
+        granules: PAGE_GRANULES,
+        align: 1,
+        requested: u64::from(request.requested),
+        single: false,
+        views: true,
     }
 }

@@ -101,7 +101,7 @@ impl Engine {
         for (stream, holder, bound, event) in waits {
             let asked = match &holder {
                 Holder::Kept(kept) => self.refuse_capture(&self.named(kept)?),
-                Holder::Foreign(_) | Holder::Retired => Ok(()),
+                Holder::Foreign(_) | Holder::Adopted(_) | Holder::Retired => Ok(()),
             };
             match asked.and_then(|()| self.host_wait(stream, bound, event)) {
                 Err(Error::Capturing { .. }) => {}
@@ -196,6 +196,7 @@ impl Engine {
                     Holder::Kept(stream) => {
                         stream.kind() != StreamKind::PerThreadDefault && !slot.covered()
                     }
+                    Holder::Adopted(_) => !slot.covered(),
                     _ => false,
                 })
                 .map(|(stream, slot)| (stream, slot.key))

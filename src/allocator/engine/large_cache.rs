@@ -9,7 +9,7 @@ use crate::allocator::cache::stream_cache::thread;
 use crate::allocator::engine::Engine;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
-use crate::allocator::stream::slot::{Holder, StreamKey};
+use crate::allocator::stream::slot::StreamKey;
 
 impl Engine {
     /// Allocates a large block from the large-block cache of the stream cache that the thread used last for the
@@ -38,9 +38,7 @@ impl Heap {
     /// that free, too.
     pub(crate) fn take_due(&mut self, named: u32) -> Vec<(u32, StreamKey)> {
         let mut due = std::mem::take(&mut self.caches.due);
-        due.retain(|(stream, _)| {
-            *stream == named || matches!(self.streams[*stream].holder, Holder::Kept(_))
-        });
+        due.retain(|(stream, _)| *stream == named || self.streams[*stream].holder.is_lasting());
         due
     }
 }

@@ -8,9 +8,11 @@
 use std::sync::Arc;
 
 use crate::driver::sys::CUresult;
-use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
+use crate::driver::{Context, DriverError, Event, Stream};
 
+use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, Slot, StreamKey};
@@ -169,6 +171,8 @@ impl<'a> Leaving<'a> {
         stream: u32,
         key: StreamKey,
     ) -> Leaving<'a> {
+        // What its last marker covers is waited for.
+        heap.streams.tell(stream);
         heap.streams[stream].leaving += 1;
         heap.streams.forget_key(stream);
         engine.count_retirement();
@@ -310,29 +314,31 @@ impl Engine {
         self.lock().context_gone(context.id(), &self.context);
     }
 
-    /// Lets go of streams that only we still hold: records their last marker and drops them.
-    pub(crate) fn prune(&self) {
-        let alone: Vec<(u32, StreamKey)> = {
-            let heap = self.lock();
-            let kept = heap
-                .streams
-                .iter()
-                .filter_map(|(at, slot)| match &slot.holder {
-                    Holder::Kept(stream)
-                        if stream.kind() == StreamKind::Owned
-                            && !heap.streams.is_held_elsewhere(stream) =>
-                    {
-                        Some((at, slot.key))
-                    }
-                    _ => None,
-                });
-            kept.collect()
-        };
-        for (stream, key) in alone {
-            if let Err(error) = self.retire_slot(stream, key) {
-                self.log_marker_failure(&error);
-            }
+    /// The slot of a stream that is known, or why it is not.
+    pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
+        let heap = self.open()?;
+        let known = heap.streams.find(named.key);
+        known.ok_or_else(|| heap.streams.not_here(named.raw as usize))
+    }
+
+    /// All slots of a stream that is known: more than one where others retired it while it went on.
+    fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
+        let heap = self.open()?;
+        let slots = heap.streams.all_of(named.key);
+        if slots.is_empty() {
+            return Err(heap.streams.not_here(named.raw as usize));
         }
+        Ok(slots)
+    }
+
+    /// Records the last marker of a stream whose owner is about to destroy it.
+    pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
+        let slots = self.known_all(named)?;
+        self.refuse_capture(named)?;
+        for stream in slots {
+            self.retire_slot(stream, named.key)?;
+        }
+        Ok(())
     }
 
     /// Records the last marker of a stream and forgets its handle.
@@ -393,9 +399,11 @@ impl Engine {
             _ => None,
         };
         leaving.end();
+        let asked = heap.caches.stop_asking(stream);
         heap.flush_caches_of(stream);
         heap.recycle(stream);
         drop(heap);
+        asked.into_iter().for_each(StreamCache::let_go);
         // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
         // destroyed if nobody else holds it: a driver call, so outside the lock.
         former.let_go();

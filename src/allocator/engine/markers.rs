@@ -1,10 +1,9 @@
 //! Markers: recording, polling, waiting. The only driver calls that follow from frees.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use crate::driver::sys::CUstream;
-use crate::driver::{Context, Event, Stream, process};
+use crate::driver::{Context, Event, Stream};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::heap::Heap;
@@ -13,7 +12,7 @@ use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
 use crate::error::Error;
-use crate::sync::capture::{is_capture_refusal, is_of_capture, is_void_event};
+use crate::sync::capture::{is_of_capture, is_void_event};
 
 /// What is to be found out for a request of a stream before memory of other streams may serve it.
 pub(crate) struct Questions {
@@ -79,16 +78,15 @@ impl Engine {
         };
         // Nothing is recorded into somebody's graph; the next marker covers this batch.
         let covered = self.may_mark(raw, &context, key).and_then(|may| {
-            match &holder {
-                _ if !may => Ok(false),
-                // Who captures now and then may begin to while we ask, and would suffer.
-                Holder::Kept(asked)
-                    if ask && !self.watchful() && self.sees_idle(asked, key, &batch)? =>
-                {
-                    Ok(true)
-                }
-                _ => self.record_batch(batch, raw, &context),
+            if !may {
+                return Ok(false);
             }
+            // Who captures now and then may begin to while we ask, and would suffer.
+            let asks = ask && self.may_ask(&holder);
+            if asks && self.sees_idle((raw, &context), key, &batch)? {
+                return Ok(true);
+            }
+            self.record_batch(batch, raw, &context)
         });
         drop(holder);
         let waits_on = match covered {
@@ -134,6 +132,9 @@ impl Engine {
     /// # Safety
     /// The stream is alive, or special with its context current.
     unsafe fn captures_now(&self, stream: CUstream) -> Result<bool, Error> {
+        if self.no_captures {
+            return Ok(false);
+        }
         // SAFETY: the caller's contract.
         match unsafe { self.driver().is_capturing(stream) } {
             Ok(capturing) => Ok(capturing),
@@ -142,16 +143,36 @@ impl Engine {
         }
     }
 
+    /// Whether a stream may be asked if it is idle, by a call that need not name it. One that its owner may begin to
+    /// capture in the same moment is not: the capture would be spoilt.
+    fn may_ask(&self, holder: &Holder) -> bool {
+        match holder {
+            Holder::Kept(_) => !self.may_capture(),
+            Holder::Adopted(_) => self.no_captures,
+            Holder::Foreign(_) | Holder::Retired => false,
+        }
+    }
+
     /// Whether a stream is idle. Then everything freed on it up to the batch is complete, for everybody
     /// from the same moment on.
-    fn sees_idle(&self, stream: &Stream, key: StreamKey, batch: &Batch) -> Result<bool, Error> {
-        let idle = stream.is_complete();
+    fn sees_idle(
+        &self,
+        (raw, context): (usize, &Context),
+        key: StreamKey,
+        batch: &Batch,
+    ) -> Result<bool, Error> {
+        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        let entered = context.enter().map_err(|e| self.error(e))?;
+        // SAFETY: the stream is alive, as in `may_mark`.
+        let idle = unsafe { entered.is_idle(stream) };
+        drop(entered);
         let mut heap = self.lock();
         heap.stats.queries += 1;
         let idle = match idle {
             // It captures since it was asked: so will the record below say.
             Err(error) if is_of_capture(error.code()) => {
-                process::captures_streams();
+                drop(heap);
+                self.driver().suspect_capture(stream);
                 return Ok(false);
             }
             idle => idle.map_err(|e| self.error(e))?,
@@ -190,7 +211,7 @@ impl Engine {
             // SAFETY: as above; the context of a special handle is current.
             Ok(()) => unsafe { self.captures_now(stream) },
             Err(error) if is_of_capture(error.code()) => {
-                process::captures_streams();
+                self.driver().suspect_capture(stream);
                 Ok(true)
             }
             Err(_) => Ok(false),
@@ -360,16 +381,20 @@ impl Engine {
         if void.is_empty() {
             return false;
         }
-        process::captures_streams();
-        let mut gone = Vec::new();
+        let (mut gone, mut captured) = (Vec::new(), Vec::new());
         let mut heap = self.lock();
         for (stream, bound) in void {
+            captured.push(heap.streams[*stream].raw);
             if let Some(marker) = heap.streams.void(*stream, *bound) {
                 heap.stats.failed_markers += 1;
                 gone.push(marker);
             }
         }
         drop(heap);
+        for raw in captured {
+            let stream = std::ptr::with_exposed_provenance_mut(raw);
+            self.driver().suspect_capture(stream);
+        }
         // Their events are destroyed, if nobody else asks them just now.
         !gone.is_empty()
     }
@@ -450,133 +475,20 @@ impl Engine {
         heap.complete_uses();
         Ok(())
     }
-
-    /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the
-    /// streams that we keep alive are asked, the legacy stream answers for all blocking streams of
-    /// its context, and of the caller's own streams it counts what was found when one was asked last.
-    /// That can be out of date, and nobody may ask a stream that its owner may have destroyed. So with
-    /// `once` it is told once, and the next time the driver has to say it.
-    pub(crate) fn refuse_captures(&self, contexts: &[Context], once: bool) -> Result<(), Error> {
-        let (kept, found) = {
-            let heap = self.lock();
-            let kept: Vec<Stream> = heap.streams.kept().cloned().collect();
-            (kept, self.found_capturing(&heap))
-        };
-        let told = self.told.load(Ordering::Relaxed);
-        if let Some((stream, _)) = found.iter().find(|(_, number)| *number > told || !once) {
-            if once {
-                let newest = found.iter().map(|(_, number)| *number).max();
-                self.told.fetch_max(newest.unwrap_or(0), Ordering::Relaxed);
-            }
-            return Err(Error::Capturing { stream: *stream });
-        }
-        for stream in kept {
-            self.refuse_capture(&self.named(&stream)?)?;
-        }
-        for context in contexts {
-            let entered = context.enter().map_err(|e| self.error(e))?;
-            let legacy = std::ptr::null_mut();
-            // SAFETY: the null handle is valid while a context is current.
-            match unsafe { entered.driver().is_capturing(legacy) } {
-                Ok(false) => {}
-                Ok(true) => return Err(Error::Capturing { stream: 0 }),
-                Err(error) if is_capture_refusal(error.code()) => {
-                    return Err(Error::Capturing { stream: 0 });
-                }
-                Err(error) => return Err(self.error(error)),
-            }
-        }
-        Ok(())
-    }
-
-    /// The caller's streams that were capturing when they were asked last, with the numbers of the findings.
-    pub(crate) fn found_capturing(&self, heap: &Heap) -> Vec<(usize, u64)> {
-        let mut found = self.driver().found_capturing();
-        found.retain(|(stream, _)| {
-            let mut slots = heap.streams.iter();
-            slots.any(|(_, s)| s.raw == *stream && matches!(s.holder, Holder::Foreign(_)))
-        });
-        found
-    }
-
-    /// Waits until everything that was submitted to the streams' contexts so far is complete; an
-    /// error, with nothing changed, while something captures there, because that would suffer. `once` as
-    /// for [`refuse_captures`](Self::refuse_captures).
-    pub(crate) fn synchronise(&self, once: bool) -> Result<(), Error> {
-        // Nobody may destroy one of them meanwhile.
-        let (contexts, touched) = self.contexts()?;
-        self.refuse_captures(&contexts, once)?;
-        let refuted = self.found_capturing(&self.lock());
-        let mut retired = Vec::new();
-        let bounds: Vec<Batch> = {
-            let mut heap = self.lock();
-            let streams = heap.streams.iter();
-            // Only what is waited for below: a stream of yet another context may have come since.
-            let waited =
-                streams.filter(|(_, slot)| contexts.iter().any(|c| c.id() == slot.context.id()));
-            let mut working: Vec<u32> = Vec::new();
-            for (stream, slot) in waited {
-                if matches!(slot.holder, Holder::Retired) {
-                    // What it was given is under tickets before the open one, also what is freed later.
-                    retired.push((stream, slot.open - 1));
-                } else {
-                    working.push(stream);
-                }
-            }
-            let batches = working.iter().map(|s| heap.close_batch(*s));
-            batches.collect()
-        };
-        let waited = contexts.iter().try_for_each(|context| {
-            match context.enter().and_then(|entered| entered.synchronize()) {
-                Ok(()) => Ok(()),
-                Err(error) if is_capture_refusal(error.code()) => {
-                    Err(Error::Capturing { stream: 0 })
-                }
-                Err(error) if self.is_gone(context, &error) => {
-                    self.context_gone(context);
-                    Ok(())
-                }
-                Err(error) => Err(self.error(error)),
-            }
-        });
-        drop(touched);
-        let mut heap = self.lock();
-        if let Err(error) = waited {
-            for batch in &bounds {
-                heap.streams.reopen_batch(batch);
-            }
-            return Err(error);
-        }
-        let bounds = bounds.iter().map(|batch| (batch.stream, batch.bound));
-        for (stream, bound) in bounds.chain(retired) {
-            heap.streams.completed(stream, bound, &[]);
-        }
-        heap.streams.pool_spent();
-        heap.complete_uses();
-        drop(heap);
-        // The driver waits for no context in which something captures.
-        for (_, number) in refuted {
-            self.driver().not_capturing(number);
-        }
-        Ok(())
-    }
 }
 
-#[cfg(all(test, feature = "sim"))]
+#[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
-    use super::*;
-    use crate::allocator::{Allocator, Config};
-    use crate::sim::{SimConfig, Simulator};
+    use crate::allocator::Config;
+    use crate::allocator::carried::{Outcome, Rig};
+    use crate::allocator::stream::slot::StreamKey;
 
     /// R25: between the moment that a slot was named and its marker, another stream may have got it.
     #[test]
-    fn r25_a_slot_that_is_another_streams_by_now_gets_no_marker()
-    -> Result<(), Box<dyn std::error::Error>> {
-        let simulator = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-        let driver = simulator.driver()?;
-        let context = driver.context(0)?;
-        let allocator = Allocator::with_config(&context, Config::new())?;
-        let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
+    fn r25_a_slot_that_is_another_streams_by_now_gets_no_marker() -> Outcome {
+        let rig = Rig::new(Config::new())?;
+        let [a, b] = rig.streams()?;
+        let allocator = &rig.allocator;
         for stream in [&a, &b] {
             drop(allocator.allocate(512 << 10, stream)?);
         }

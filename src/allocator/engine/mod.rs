@@ -3,16 +3,15 @@
 pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
-pub(crate) mod commit;
-pub(crate) mod defaults;
-pub(crate) mod dropped;
+pub(crate) mod contexts;
+pub(crate) mod free;
 pub(crate) mod hooks;
-pub(crate) mod identity;
 pub(crate) mod large_cache;
 pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
 pub(crate) mod orphans;
+pub(crate) mod release;
 pub(crate) mod self_test;
 pub(crate) mod small;
 pub(crate) mod trial;
@@ -26,10 +25,10 @@ use crate::sync::event::EventPools;
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
-use crate::allocator::engine::defaults::Defaults;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
+use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
 use crate::error::Error;
 
@@ -90,8 +89,10 @@ pub(crate) struct Engine {
     retirements: AtomicU64,
     /// Every call asks whether its stream is captured, also where nothing else needs the driver.
     ask_captures: bool,
-    /// Default streams, as raw calls name them.
-    pub defaults: Defaults,
+    /// The program promises that it captures no stream which the allocator knows.
+    pub no_captures: bool,
+    /// Who names a default stream by its handle while another context is current is refused.
+    pub context_checks: bool,
     /// Tests of views that could not be waited for.
     pub unfinished: Mutex<Vec<Unfinished>>,
     heap: OwnCacheLine<Lock<Heap>>,
@@ -178,7 +179,8 @@ impl Engine {
                 handles: AtomicUsize::new(1),
                 retirements: AtomicU64::new(0),
                 ask_captures: config.capture_checks,
-                defaults: Defaults::new(config.context_checks),
+                no_captures: !config.captures,
+                context_checks: config.context_checks,
                 in_large_caches: Arc::clone(&heap.caches.in_large_caches),
                 unfinished: Mutex::default(),
                 heap: OwnCacheLine(Lock::new(heap)),
@@ -275,6 +277,20 @@ impl Engine {
     #[inline]
     pub(crate) fn watchful(&self) -> bool {
         !process::is_quiet() || self.ask_captures
+    }
+
+    /// What the driver's memory is made like.
+    pub(crate) fn maker(&self) -> Maker<'_> {
+        Maker {
+            context: &self.context,
+            properties: &self.properties,
+            access: &self.access,
+        }
+    }
+
+    /// Whether the owner of a stream may begin to capture it at any time: it is not asked by others then.
+    pub(crate) fn may_capture(&self) -> bool {
+        !self.no_captures && (self.watchful() || process::has_captured())
     }
 
     #[inline]

@@ -1,5 +1,7 @@
 //! Streams by their names: handles and ids, default streams, and whether a stream is captured.
 
+use std::sync::Arc;
+
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
 use crate::allocator::engine::Engine;
@@ -52,10 +54,12 @@ impl Engine {
     pub(crate) unsafe fn named_raw(&self, raw: sys::CUstream) -> Result<Named<'static>, Error> {
         self.usable()?;
         let key = if is_special(raw) {
-            self.special_key(raw)?
+            StreamKey::Id(self.special_key(raw)?)
+        } else if let Some(key) = self.key_at_hand(raw as usize) {
+            StreamKey::Id(key)
         } else {
             // SAFETY: the caller vouches for the stream.
-            match unsafe { self.driver().stream_id(raw) } {
+            match unsafe { self.raw_id(raw) } {
                 Ok(Some(id)) => StreamKey::Id(id),
                 Ok(None) => StreamKey::Handle(raw as usize),
                 Err(error) => return Err(self.unnamed(raw, error)),
@@ -68,9 +72,47 @@ impl Engine {
         })
     }
 
+    /// The driver's id of a stream, if it has ids.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream.
+    #[inline]
+    pub(crate) unsafe fn raw_id(&self, raw: sys::CUstream) -> Result<Option<u64>, DriverError> {
+        match self.no_captures {
+            // SAFETY: the caller's contract.
+            true => unsafe { self.driver().uncaptured_id(raw) },
+            // SAFETY: as above.
+            false => unsafe { self.driver().stream_id(raw) },
+        }
+    }
+
+    /// Keeps a stream by its handle until that is retired, on the caller's word.
+    pub(crate) fn adopt(&self, named: &Named<'_>) -> Result<(), Error> {
+        if is_per_thread(named.raw as usize) {
+            return Err(Error::NotSupported {
+                what: "adoption of a stream that is another one on each thread",
+            });
+        }
+        self.refuse_capture(named)?;
+        let context = self.context_of(named)?;
+        if context.id() != self.context.id() {
+            return Err(Error::WrongContext {
+                stream: named.raw as usize,
+                current: context.raw() as usize,
+                expected: self.context.raw() as usize,
+            });
+        }
+        let (mut heap, stream) = self.slot(self.open()?, named)?;
+        heap.keep_handle(stream);
+        Ok(())
+    }
+
     /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
     #[inline]
     pub(crate) fn refuse_capture(&self, named: &Named<'_>) -> Result<(), Error> {
+        if self.no_captures {
+            return Ok(());
+        }
         if is_special(named.raw) {
             let context = named.stream.map_or(&self.context, Stream::context);
             return self.refuse_special_capture(named, context);
@@ -89,10 +131,11 @@ impl Engine {
         named: &Named<'_>,
         context: &Context,
     ) -> Result<(), Error> {
-        let entered = context.enter().map_err(|e| self.error(e))?;
+        // The question is never refused, so the thread's capture mode need not be changed for it.
+        let current = context.make_current().map_err(|e| self.error(e))?;
         // SAFETY: special handles are valid while a context is current.
         let capturing = unsafe { self.driver().is_capturing(named.raw) };
-        drop(entered);
+        drop(current);
         self.refuse_if(named, capturing)
     }
 
@@ -126,7 +169,13 @@ impl Engine {
             StreamKey::Id(id) if named.stream.is_none() => self.driver().owned_stream(id),
             _ => None,
         };
-        let holder = match named.kept().cloned().or(by_handle) {
+        // As long as its context, whoever names it.
+        let legacy = is_special(named.raw) && !is_per_thread(named.raw as usize);
+        let legacy = match named.stream {
+            None if legacy => Some(Stream::legacy(&self.context)),
+            _ => None,
+        };
+        let holder = match named.kept().cloned().or(by_handle).or(legacy) {
             Some(stream) => Holder::Kept(stream),
             None => Holder::foreign(),
         };
@@ -134,6 +183,31 @@ impl Engine {
         let former = std::mem::take(&mut self.lock().streams.former);
         drop(former);
         Ok((context, holder))
+    }
+
+    /// Lets go of streams that only we still hold: records their last marker and drops them.
+    pub(crate) fn prune(&self) {
+        let alone: Vec<(u32, StreamKey)> = {
+            let heap = self.lock();
+            let kept = heap
+                .streams
+                .iter()
+                .filter_map(|(at, slot)| match &slot.holder {
+                    Holder::Kept(stream)
+                        if stream.kind() == StreamKind::Owned
+                            && !heap.streams.is_held_elsewhere(stream) =>
+                    {
+                        Some((at, slot.key))
+                    }
+                    _ => None,
+                });
+            kept.collect()
+        };
+        for (stream, key) in alone {
+            if let Err(error) = self.retire_slot(stream, key) {
+                self.log_marker_failure(&error);
+            }
+        }
     }
 
     pub(crate) fn context_of(&self, named: &Named<'_>) -> Result<Context, Error> {
@@ -152,42 +226,23 @@ impl Engine {
         unsafe { Context::from_raw(self.driver(), raw) }.map_err(|e| self.error(e))
     }
 
-    /// Memory of this device is allocated on streams of this device.
-    pub(crate) fn same_device(&self, heap: &Heap, stream: u32) -> Result<(), Error> {
-        let other = heap.streams[stream].context.device();
-        if other.ordinal() == self.device.ordinal() {
-            return Ok(());
-        }
-        Err(Error::WrongDevice {
-            expected: self.device.ordinal(),
-            found: other.ordinal(),
-        })
-    }
-
     /// Names the default stream of the allocator's context that a special handle stands for, whichever context
     /// is current, or none. The same name as that of a [`Stream`] made of the handle and this context.
-    pub(crate) fn special_key(&self, raw: sys::CUstream) -> Result<StreamKey, Error> {
-        if self.defaults.checked {
+    #[inline]
+    pub(crate) fn special_key(&self, raw: sys::CUstream) -> Result<u64, Error> {
+        if self.context_checks {
             self.refuse_other_context(raw)?;
         }
-        let shared = !is_per_thread(raw as usize);
-        if shared && let Some(id) = self.defaults.legacy.get() {
-            return Ok(StreamKey::Id(*id));
-        }
-        // SAFETY: special handles are always valid.
-        let stream = unsafe { Stream::from_raw(&self.context, raw) };
-        let id = stream
-            .and_then(|stream| stream.id())
-            .map_err(|e| self.unnamed(raw, e))?;
-        if shared {
-            self.defaults.legacy.get_or_init(|| id);
-        }
-        Ok(StreamKey::Id(id))
+        Ok(match is_per_thread(raw as usize) {
+            true => self.context.per_thread_id(),
+            false => self.context.legacy_id(),
+        })
     }
 
     /// Who has another context current and passes a special handle means that context's stream, most likely.
     #[inline(never)]
     pub(crate) fn refuse_other_context(&self, raw: sys::CUstream) -> Result<(), Error> {
+        self.usable()?;
         let current = self.driver().current_raw().map_err(|e| self.error(e))?;
         if current.is_null() || current == self.context.raw() {
             return Ok(());
@@ -204,13 +259,32 @@ impl Heap {
     /// The slot of a stream, if it is known.
     pub(crate) fn known_slot(&mut self, named: &Named<'_>) -> Option<u32> {
         let stream = self.streams.find(named.key)?;
+        self.streams.tell(stream);
+        if self.streams.woken {
+            self.streams_changed();
+        }
         let slot = &mut self.streams[stream];
-        if let (Holder::Foreign(_), Some(kept)) = (&slot.holder, named.kept()) {
+        if slot.holder.is_callers()
+            && let Some(kept) = named.kept()
+        {
             // It was named by its handle until now.
             let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
             slot.former = Some(former);
+            self.caches
+                .set_handle(stream, self.streams[stream].lasting_handle());
         }
         Some(stream)
+    }
+
+    /// The caller promises that the handle of a stream lives until it is retired.
+    fn keep_handle(&mut self, stream: u32) {
+        let slot = &mut self.streams[stream];
+        if let Holder::Foreign(token) = &slot.holder {
+            slot.holder = Holder::Adopted(Arc::clone(token));
+            self.streams.list_full(stream);
+            self.caches
+                .set_handle(stream, self.streams[stream].lasting_handle());
+        }
     }
 }
 

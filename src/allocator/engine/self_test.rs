@@ -4,6 +4,7 @@
 //! does with a block that lay at another address before: it writes through one mapping, and reads
 //! through the other in stream order, after the reading side has been read before.
 
+use crate::error::Error;
 use std::sync::atomic::Ordering;
 
 use crate::driver::{DriverError, Stream, StreamKind, WORD_KERNELS};
@@ -15,7 +16,7 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::report::SelfTest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::slot::Holder;
-use crate::error::Error;
+use crate::allocator::view::commit;
 use crate::locks::held::locked;
 use crate::sync::capture::is_of_capture;
 
@@ -157,7 +158,7 @@ impl Engine {
             return Ok(None);
         };
         let sides = [stitch.fresh.as_ref().map_or(0, |f| f.addr), stitch.site.at];
-        match self.map_stitch(&stitch) {
+        match commit::map(&self.maker(), &stitch) {
             Ok(handles) => {
                 let block = {
                     let mut heap = self.lock();
@@ -286,9 +287,7 @@ impl Engine {
         };
         if let Err(error) = evicted {
             // Still mapped in the view: free memory, with an idle view over it.
-            let mut heap = self.lock();
-            heap.restore(release.space, release.id, release.shards);
-            drop(heap);
+            self.lock().keep(release);
             return Err(error);
         }
         self.release(vec![release])

@@ -2,18 +2,19 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::process;
+use crate::driver::{NO_ID, Stream, process};
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::{
-    Allocated, Freed, Held, Inner, Node, Owner, PAGE_GRANULES, Small, Using, thread,
+    Allocated, Freed, Held, Inner, Life, Node, Owner, PAGE_GRANULES, Small, Using, thread,
 };
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
-use crate::allocator::stream::slot::StreamKey;
+use crate::allocator::stream::slot::{StreamKey, is_special};
 use crate::error::Error;
 
 /// A request that no stream cache served at once: the stream cache that was tried, still locked if nobody else was
@@ -69,6 +70,89 @@ impl Engine {
         }
     }
 
+    /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that handle lasts.
+    #[inline(always)]
+    pub(crate) fn hit_by_handle(
+        &self,
+        cache: &'static StreamCache,
+        raw: usize,
+        bytes: usize,
+    ) -> Option<Grant> {
+        let request = unaligned(bytes).filter(|_| process::is_quiet())?;
+        let mut inner = cache.try_lock()?;
+        if !cache.is_of_handle(raw) {
+            return None;
+        }
+        let owner = self.owner(inner.key);
+        let taken = inner.take_anywhere(owner, request)?;
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
+    /// The id of a stream by its handle, if that lasts and the thread knows it.
+    pub(crate) fn key_at_hand(&self, raw: usize) -> Option<u64> {
+        let cache = thread::find_handle(raw)?;
+        let inner = cache.lock();
+        let (allocator, key) = (self.id, inner.key);
+        let known = cache.is_of_handle(raw) && inner.serves(Owner { allocator, key });
+        known.then_some(key)
+    }
+
+    /// [`hit`](Self::hit) for a stream that was asked a moment ago, and does not capture.
+    pub(crate) fn hit_asked(&self, key: StreamKey, request: &Checked) -> Option<Grant> {
+        let StreamKey::Id(key) = key else {
+            return None;
+        };
+        let small = self.small_request(request).filter(|_| request.is_plain())?;
+        self.hit_now(key, small)
+    }
+
+    #[inline(always)]
+    fn hit_now(&self, key: u64, small: Small) -> Option<Grant> {
+        self.driver().review_captures();
+        let cache = thread::find(key)?;
+        let mut inner = cache.try_lock()?;
+        let allocator = self.id;
+        let taken = inner.take_anywhere(Owner { allocator, key }, small)?;
+        Some(Grant::small(cache, taken, small.granules))
+    }
+
+    /// [`hit`](Self::hit) while calls look out for captures: asks the stream, if its handle is enough for that.
+    /// Why it was of no use is for the heap to find out.
+    #[inline]
+    pub(crate) fn hit_watched(&self, stream: &Stream, bytes: usize) -> Option<Grant> {
+        let small = unaligned(bytes).filter(|_| self.rules.caches())?;
+        let (key, raw) = (stream.id_at_hand(), stream.raw());
+        let simple = key != NO_ID && !is_special(raw) && !self.deferred.load(Ordering::Relaxed);
+        if !simple || self.usable().is_err() || self.same_driver(stream).is_err() {
+            return None;
+        }
+        // SAFETY: the stream is alive, as whoever made it vouched for.
+        match unsafe { self.driver().is_capturing(raw) } {
+            Ok(false) => self.hit_now(key, small),
+            _ => None,
+        }
+    }
+
+    /// Frees the small block in this life of it while calls look out for captures, if its stream's handle is enough
+    /// to ask, the stream does not capture, and nothing else stands in the way. False, with nothing changed, if more
+    /// is to be done for it.
+    pub(crate) fn free_watched(&self, cache: &'static StreamCache, node: Node, life: Life) -> bool {
+        if self.usable().is_err() {
+            return false;
+        }
+        let Some(raw) = cache.lock().ask_for(node, life) else {
+            return false;
+        };
+        // SAFETY: whoever ends the stream waits until nobody asks it.
+        let asked = unsafe {
+            self.driver()
+                .is_capturing(std::ptr::with_exposed_provenance_mut(raw))
+        };
+        let mut inner = cache.lock();
+        inner.asking -= 1;
+        matches!(asked, Ok(false)) && inner.free_at_once(node, life)
+    }
+
     /// [`hit`](Self::hit) at one address alone: where the block lay that the stream cache took back last of all with so
     /// many granules.
     #[inline]
@@ -81,6 +165,38 @@ impl Engine {
         }
         let taken = inner.take_anywhere(self.owner(key), request)?;
         Some(Grant::small(cache, taken, request.granules))
+    }
+
+    /// Allocates what the stream's cache did not serve at once. Out of line, and with a result of its own, so
+    /// that the common case needs no copy in memory.
+    #[inline(never)]
+    pub(crate) fn miss(
+        &self,
+        bytes: usize,
+        stream: &Stream,
+        missed: Missed,
+    ) -> Result<Grant, Error> {
+        let hit = if self.watchful() {
+            // The cache may be locked in it.
+            drop(missed);
+            self.hit_watched(stream, bytes)
+        } else {
+            self.hit_slowly(stream.id_at_hand(), bytes, missed)
+        };
+        if let Some(grant) = hit {
+            return Ok(grant);
+        }
+        let request = Checked::new(bytes, 1)?;
+        self.same_driver(stream)?;
+        let named = match stream.known_id() {
+            Some(id) => Named {
+                key: StreamKey::Id(id),
+                raw: stream.raw(),
+                stream: Some(stream),
+            },
+            None => self.named(stream)?,
+        };
+        self.allocate_missed(&named, &request)
     }
 
     /// Allocates from a stream cache that could not serve at once, if it can be had without the driver.

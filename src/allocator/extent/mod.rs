@@ -19,7 +19,6 @@ use crate::allocator::extent::lookup::Lookup;
 use crate::allocator::extent::record::{COMPLETE, NIL, Records, SpaceId, State as Extent};
 use crate::allocator::extent::space::Space;
 use crate::allocator::extent::uses::Uses;
-use crate::allocator::extent::want::Want;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// All extents of an allocator.
@@ -103,16 +102,6 @@ impl Extents {
         })
     }
 
-    /// Whether all of a request could be made new in one hole.
-    pub(crate) fn has_hole(&self, want: &Want) -> bool {
-        let holes = self
-            .space(want.space)
-            .into_iter()
-            .flat_map(|s| s.holes().values());
-        let mut sizes = holes.map(|id| self.records[*id].granules);
-        sizes.any(|granules| granules >= want.span())
-    }
-
     /// How many frees there had been when the last byte of a free range was freed.
     pub(crate) fn freed_at(&self, space: SpaceId, addr: u64, bytes: u64) -> u64 {
         let overlaps =
@@ -127,10 +116,15 @@ impl Extents {
     /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
     /// that stream's own.
     pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
+        let uses = self.parts(space).0.fresh_uses(stream);
+        self.release(space, id, stream, uses);
+    }
+
+    /// Makes a claimed extent, or a block, a free piece that was a stream's; the piece it became part of.
+    pub(crate) fn release(&mut self, space: SpaceId, id: u32, owner: u32, uses: Uses) -> u32 {
         let (at, records) = self.parts(space);
-        let uses = at.fresh_uses(stream);
-        records.cold_mut(id).owner = stream;
-        at.release(records, id, uses);
+        records.cold_mut(id).owner = owner;
+        at.release(records, id, uses)
     }
 
     /// While one stream exists, complete memory is as good as its own, and merges with it.
@@ -223,10 +217,7 @@ impl Extents {
 
     /// Claims address space for a new view, if there is any; a record of the range.
     pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
-        let entry = self
-            .views
-            .index(crate::allocator::extent::record::COMPLETE)?
-            .best_fit(granules)?;
+        let entry = self.views.index(COMPLETE)?.best_fit(granules)?;
         self.views.carve(&mut self.records, entry.id, granules);
         self.records[entry.id].state = Extent::Busy;
         Some(entry.id)

@@ -128,12 +128,16 @@ impl Space {
         self.count
     }
 
+    /// The indexes of all classes.
+    fn indexes(&self) -> impl Iterator<Item = &FreeIndex> {
+        [&self.complete, &self.mixed]
+            .into_iter()
+            .chain(&self.pending)
+    }
+
     /// Every free piece, class by class.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Entry> + '_ {
-        self.complete
-            .iter()
-            .chain(self.mixed.iter())
-            .chain(self.pending.iter().flat_map(FreeIndex::iter))
+        self.indexes().flat_map(FreeIndex::iter)
     }
 
     pub(crate) fn regions(&self) -> &BTreeMap<u64, Region> {
@@ -146,18 +150,13 @@ impl Space {
 
     /// Free bytes, whatever they are pending on.
     pub(crate) fn free_bytes(&self) -> u64 {
-        let granules = self.complete.granules()
-            + self.mixed.granules()
-            + self.pending.iter().map(FreeIndex::granules).sum::<u64>();
-        granules * GRANULE
+        self.indexes().map(FreeIndex::granules).sum::<u64>() * GRANULE
     }
 
     /// The largest free piece in bytes.
     pub(crate) fn largest_piece(&self) -> u64 {
-        [&self.complete, &self.mixed]
-            .into_iter()
-            .chain(&self.pending)
-            .filter_map(FreeIndex::largest)
+        let largest = self.indexes().filter_map(FreeIndex::largest);
+        largest
             .map(|e| u64::from(e.granules) * GRANULE)
             .max()
             .unwrap_or(0)
@@ -229,11 +228,14 @@ impl Space {
         }
     }
 
-    /// Makes a region one with the region that ends at its base, if there is one.
+    /// Makes a region one with the region that ends at its base, if there is one, and a record can count the
+    /// granules of both: any part of a region may become one hole.
     fn join(&mut self, records: &mut Records, base: u64) -> bool {
+        let added = self.regions.get(&base).map_or(0, |region| region.bytes);
+        let room = u64::from(u32::MAX) * GRANULE - added;
         let before = self.regions.range(..base).next_back();
         let Some((before, first)) = before
-            .filter(|(start, region)| *start + region.bytes == base)
+            .filter(|(start, region)| *start + region.bytes == base && region.bytes <= room)
             .map(|(start, region)| (*start, region.first))
         else {
             return false;
@@ -293,8 +295,8 @@ impl Space {
         true
     }
 
-    /// Cuts an extent that is in no index; the right part gets a record of its own.
-    fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
+    /// Cuts an extent that is in no index, such as a claimed one; the right part gets a record of its own.
+    pub(crate) fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
         let cold = records.cold(id);
         let (uses, owner, freed) = (cold.uses.clone(), cold.owner, cold.freed);
         let state = records[id].state;
@@ -481,11 +483,6 @@ impl Space {
         }
     }
 
-    /// Cuts a claimed extent in two claimed ones; returns the right one.
-    pub(crate) fn cut(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
-        self.split(records, id, left)
-    }
-
     /// Puts back what [`claim`](Self::claim) took.
     pub(crate) fn restore(&mut self, records: &mut Records, id: u32, shards: Vec<Shard>) {
         let mut parts = vec![id];
@@ -567,5 +564,24 @@ impl Space {
                 self.coalesce(records, entry.id);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_is_no_longer_than_a_record_can_say() {
+        let (mut records, mut space) = (Records::default(), Space::new(SpaceId::Large, true));
+        let half = 1 << 31;
+        let bytes = u64::from(half) * GRANULE;
+        space.add_hole(&mut records, bytes, half);
+        space.add_hole(&mut records, 2 * bytes, half);
+        assert_eq!((space.regions().len(), space.holes().len()), (2, 2));
+        space.add_hole(&mut records, 3 * bytes, half - 1);
+        assert_eq!((space.regions().len(), space.holes().len()), (2, 2));
+        let hole = space.holes()[&(2 * bytes)];
+        assert_eq!(records[hole].granules, u32::MAX);
     }
 }

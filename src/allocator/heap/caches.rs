@@ -1,92 +1,18 @@
-//! The heap's side of the stream caches: who has which, their pages, their sums, and what they hold back.
+//! The heap's side of the stream caches: their pages, and what they hold back.
 //!
 //! Everything here runs under the lock of the heap and takes those of stream caches below it.
 
 use crate::allocator::cache::HeldBack;
-use crate::allocator::cache::stream_cache::{
-    Batch, MOST_CACHES, Node, Returned, Run, StreamCache, StreamCachePool, Using,
-};
+use crate::allocator::cache::stream_cache::{Batch, Node, Returned, Run, StreamCache, Using};
 use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::PAGE_GRANULES;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
-use crate::allocator::stream::slot::{self, AfterFree, Holder, StreamKey};
+use crate::allocator::stream::slot::{self, AfterFree, Holder};
 use crate::error::Error;
 
-static POOL: StreamCachePool = StreamCachePool::new();
-
 impl Heap {
-    // ---- stream caches and their streams --------------------------------------------------------------
-
-    /// The cache of a stream that the calling thread should use. Makes the first one.
-    pub(crate) fn cache_of(&mut self, stream: u32, thread: usize) -> &'static StreamCache {
-        let known = self.caches.of(stream);
-        match known.len() {
-            0 => self.add_cache(stream),
-            count => known[thread % count],
-        }
-    }
-
-    fn add_cache(&mut self, stream: u32) -> &'static StreamCache {
-        let cache = POOL.take();
-        {
-            let slot = &self.streams[stream];
-            let mut inner = cache.lock();
-            inner.owner = self.caches.owner.upgrade();
-            if let Some(owner) = &inner.owner {
-                cache.set_owner(owner);
-            }
-            inner.allocator = self.caches.id;
-            inner.key = slot.key.number();
-            inner.slot = stream;
-            inner.runs.set_ticket(slot.open);
-            inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
-        }
-        self.caches.add(stream, cache);
-        cache
-    }
-
-    /// Threads keep meeting at a stream cache: gives its stream twice as many.
-    pub(crate) fn split_cache(&mut self, stream: u32, key: StreamKey) {
-        let slot = &self.streams[stream];
-        if !slot.in_use || slot.key != key || !self.rules.caches() {
-            return;
-        }
-        let most = self.caches.threads.min(MOST_CACHES);
-        let count = self.caches.of(stream).len();
-        for _ in count..(2 * count).min(most) {
-            self.add_cache(stream);
-        }
-    }
-
-    /// Lets the stream caches of all streams that get more work go on without a look at the heap.
-    pub(crate) fn open_caches(&mut self) {
-        let open = !self.closed && !self.orphaned;
-        for (stream, slot) in self.streams.iter() {
-            let known = matches!(slot.key, StreamKey::Id(_));
-            self.caches.set_fast(stream, open && known && slot.named);
-        }
-    }
-
-    /// Nobody can allocate any more, or somebody can again.
-    pub(crate) fn set_orphaned(&mut self, orphaned: bool) {
-        self.orphaned = orphaned;
-        self.open_caches();
-        if orphaned {
-            // Every free comes to the heap from here on: the last one closes them.
-            self.empty_large_caches();
-        }
-    }
-
-    /// Gives the stream caches of a stream back; nothing is live or held back in them.
-    pub(crate) fn drop_caches(&mut self, stream: u32) {
-        self.fold_peaks();
-        for cache in self.caches.remove(stream) {
-            POOL.give_back(cache);
-        }
-    }
-
     // ---- pages ---------------------------------------------------------------------------------
 
     /// Gives a claimed page of the small arena to a stream cache.
@@ -98,9 +24,8 @@ impl Heap {
             let last = self.streams.ticket(stream, None);
             let slot = &mut self.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
-            let (small, records) = self.extents.parts(SpaceId::Small);
-            records.cold_mut(id).owner = stream;
-            small.release(records, id, Uses::One(last));
+            self.extents
+                .release(SpaceId::Small, id, stream, Uses::One(last));
             return Err(Error::NotSupported {
                 what: "device addresses of more than 49 bits",
             });
@@ -131,10 +56,10 @@ impl Heap {
             let u = self.streams.ticket(stream, Some(ticket));
             if let Some(id) = self.caches.page_ids.remove(&info.base) {
                 self.extents.records.cold_mut(id).freed = self.frees;
-                self.extents.records.cold_mut(id).owner = stream;
-                let (small, records) = self.extents.parts(SpaceId::Small);
-                small.release(records, id, Uses::One(u));
-                if self.streams.complete(&u) && !self.extents.small.merge_own {
+                self.extents
+                    .release(SpaceId::Small, id, stream, Uses::One(u));
+                let strange = !self.extents.small.merge_own || self.streams.rests(stream);
+                if strange && self.streams.complete(&u) {
                     self.complete_class(SpaceId::Small, stream);
                 }
             }

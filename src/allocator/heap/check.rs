@@ -15,11 +15,12 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::allocator::cache::stream_cache::{Kind, Node};
+use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
 use crate::allocator::extent::space::{Space, class_of};
 use crate::allocator::heap::Heap;
-use crate::allocator::size::{PAGE, PHYSICAL_GRANULE};
+use crate::allocator::size::{GRANULE, PAGE, PHYSICAL_GRANULE};
 use crate::allocator::view::mapping::push_part;
 use crate::error::Error;
 
@@ -50,22 +51,18 @@ impl Heap {
         }
         self.check_space(&self.extents.views, &mut sums)?;
         self.check_views(&mut sums)?;
-        same(
-            "records in use",
-            sums.records,
-            self.extents.records.len() as u64,
-        )?;
+        same("records in use", sums.records, self.extents.records.len())?;
         same(
             "block starts known",
             sums.live[0] + sums.live[1],
-            self.extents.lookup.len() as u64,
+            self.extents.lookup.len(),
         )?;
         same(
             "quarantined extents listed",
             sums.quarantined,
-            self.physical.quarantined.len() as u64,
+            self.physical.quarantined.len(),
         )?;
-        same("pages known", sums.pages, self.caches.page_ids.len() as u64)?;
+        same("pages known", sums.pages, self.caches.page_ids.len())?;
         self.check_caches(&sums)?;
         self.check_held(&sums)?;
         self.check_streams(&sums)?;
@@ -73,7 +70,7 @@ impl Heap {
     }
 
     fn check_space(&self, space: &Space, sums: &mut Sums) -> Result<(), Error> {
-        let (mut pieces, mut holes) = (0, 0);
+        let (mut pieces, mut holes) = (0u64, 0u64);
         for (base, region) in space.regions() {
             let (mut at, mut prev, mut end) = (region.first, NIL, *base);
             while at != NIL {
@@ -81,11 +78,7 @@ impl Heap {
                 let cold = self.extents.records.cold(at);
                 sums.records += 1;
                 same("an extent begins where the one before ends", end, hot.addr)?;
-                same(
-                    "links agree in both directions",
-                    u64::from(prev),
-                    u64::from(hot.prev),
-                )?;
+                same("links agree in both directions", prev, hot.prev)?;
                 holds("an extent has a size", hot.granules > 0)?;
                 holds("an extent knows its space", hot.space == space.id)?;
                 let neighbour = (prev != NIL).then(|| &self.extents.records[prev]);
@@ -94,10 +87,10 @@ impl Heap {
                         pieces += 1;
                         same(
                             "the class follows from the uses",
-                            u64::from(class_of(&cold.uses)),
-                            u64::from(hot.stream),
+                            class_of(&cold.uses),
+                            hot.stream,
                         )?;
-                        let entry = crate::allocator::extent::index::Entry {
+                        let entry = Entry {
                             granules: hot.granules,
                             addr: hot.addr,
                             id: at,
@@ -134,8 +127,8 @@ impl Heap {
                         holes += 1;
                         same(
                             "a hole is listed",
-                            u64::from(at),
-                            u64::from(space.holes().get(&hot.addr).copied().unwrap_or(NIL)),
+                            at,
+                            space.holes().get(&hot.addr).copied().unwrap_or(NIL),
                         )?;
                         holds(
                             "holes that touch are one",
@@ -163,9 +156,9 @@ impl Heap {
             }
             same("a region is covered to its end", base + region.bytes, end)?;
         }
-        same("free pieces counted", pieces, space.piece_count() as u64)?;
-        same("free pieces indexed", pieces, space.pieces().count() as u64)?;
-        same("holes listed", holes, space.holes().len() as u64)
+        same("free pieces counted", pieces, space.piece_count())?;
+        same("free pieces indexed", pieces, space.pieces().count())?;
+        same("holes listed", holes, space.holes().len())
     }
 
     fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), Error> {
@@ -175,23 +168,19 @@ impl Heap {
             same("a page has its size", PAGE, hot.bytes())?;
             same(
                 "a page is known by its address",
-                u64::from(id),
-                u64::from(self.caches.page_ids.get(&hot.addr).copied().unwrap_or(NIL)),
+                id,
+                self.caches.page_ids.get(&hot.addr).copied().unwrap_or(NIL),
             )?;
             let owner = self.caches.table.find(hot.addr);
             return same(
                 "a page is in a cache of its stream",
-                u64::from(hot.stream),
+                hot.stream,
                 owner.map_or(u64::MAX, |(cache, _)| u64::from(cache.lock().slot)),
             );
         }
         if space.id == SpaceId::Views {
             let known = self.views.map.get(&hot.addr).map_or(NIL, |view| view.range);
-            return same(
-                "a range in use is a view's",
-                u64::from(id),
-                u64::from(known),
-            );
+            return same("a range in use is a view's", id, known);
         }
         self.check_block(id, sums)
     }
@@ -215,7 +204,7 @@ impl Heap {
             let Some((base, view)) = self.views.view_around(hot.addr) else {
                 return holds("a block away from home lies in a view", false);
             };
-            let offset = ((hot.addr - base) / crate::allocator::size::GRANULE) as u32;
+            let offset = ((hot.addr - base) / GRANULE) as u32;
             let place = (offset, offset + hot.granules);
             live.entry(base).or_default().push(place);
             let homes = view.home_parts(offset, hot.granules);
@@ -225,8 +214,8 @@ impl Heap {
                 holds("a part is aliased", home.state == Extent::Aliased)?;
                 same(
                     "a part is aliased to its block",
-                    u64::from(id),
-                    u64::from(self.extents.records.cold(*part).lent_to),
+                    id,
+                    self.extents.records.cold(*part).lent_to,
                 )?;
                 aliased += home.bytes();
                 push_part(&mut found, (home.addr, home.granules));
@@ -241,11 +230,7 @@ impl Heap {
                 .iter()
                 .map(|mapping| u64::from(mapping.granules))
                 .sum::<u64>();
-            same(
-                "a view is as long as its handles",
-                held,
-                u64::from(view.granules),
-            )?;
+            same("a view is as long as its handles", held, view.granules)?;
             holds("a view stays in its range", view.granules <= view.room)?;
             let mut found = live.remove(base).unwrap_or_default();
             let mut known = view.blocks.clone();
@@ -260,17 +245,15 @@ impl Heap {
                     .map_or(0, |h| h.bytes);
                 same(
                     "a view knows its handles by number",
-                    u64::from(
-                        self.physical
-                            .holdings
-                            .get(&mapping.home)
-                            .map_or(0, |h| h.number),
-                    ),
-                    u64::from(mapping.handle),
+                    self.physical
+                        .holdings
+                        .get(&mapping.home)
+                        .map_or(0, |h| h.number),
+                    mapping.handle,
                 )?;
                 same(
                     "a view maps held handles",
-                    u64::from(mapping.granules) * crate::allocator::size::GRANULE,
+                    u64::from(mapping.granules) * GRANULE,
                     bytes,
                 )?;
                 *maps.entry(mapping.home).or_default() += 1;
@@ -280,15 +263,15 @@ impl Heap {
         self.views
             .grid
             .check(places.map(|(base, v)| (v.place, *base, v.room, &v.mappings[..])))?;
-        let (mut numbered, mut under_way) = (0, 0);
+        let (mut numbered, mut under_way) = (0u64, 0usize);
         for (home, holding) in &self.physical.holdings {
             if holding.number != 0 {
                 numbered += 1;
                 for page in (0..holding.bytes).step_by(PHYSICAL_GRANULE as usize) {
                     same(
                         "a handle is found by its addresses",
-                        u64::from(holding.number),
-                        u64::from(self.physical.handles.at(home + page)),
+                        holding.number,
+                        self.physical.handles.at(home + page),
                     )?;
                 }
                 let handle = self.physical.handles.get(holding.number);
@@ -301,14 +284,10 @@ impl Heap {
         }
         same(
             "mappings that calls make or take away",
-            self.views.segs_under_way as u64,
-            under_way as u64,
+            self.views.segs_under_way,
+            under_way,
         )?;
-        same(
-            "handles by number",
-            numbered,
-            self.physical.handles.len() as u64,
-        )
+        same("handles by number", numbered, self.physical.handles.len())
     }
 
     /// Driver-held memory and mapped extents are the same bytes.
@@ -329,7 +308,7 @@ impl Heap {
         )?;
         same(
             "segments",
-            (self.physical.holdings.len() + self.physical.orphaned_handles.len()) as u64,
+            self.physical.holdings.len() + self.physical.orphaned_handles.len(),
             self.stats.all.segments.current,
         )?;
         for (addr, holding) in &self.physical.holdings {
@@ -351,7 +330,7 @@ impl Heap {
 
     /// Stream caches, their pages, and what they hold back.
     fn check_caches(&self, sums: &Sums) -> Result<(), Error> {
-        let (mut pages, mut caches) = (0, 0);
+        let (mut pages, mut caches) = (0u64, 0u64);
         let mut waiting: HashMap<u32, u64> = HashMap::new();
         let mut held_back: HashMap<(u32, Node), u64> = HashMap::new();
         for held in self.caches.held_back.iter().chain(self.guards.held_back()) {
@@ -361,16 +340,12 @@ impl Heap {
             }
         }
         for (stream, _) in self.streams.iter() {
-            let mut own = 0;
+            let mut own = 0u64;
             for cache in self.caches.of(stream) {
                 let inner = cache.lock();
                 caches += 1;
                 own += inner.runs.page_count() as u64;
-                same(
-                    "a stream cache knows its stream",
-                    stream.into(),
-                    inner.slot.into(),
-                )?;
+                same("a stream cache knows its stream", stream, inner.slot)?;
                 same(
                     "a stream cache knows its allocator",
                     self.caches.id,
@@ -401,10 +376,10 @@ impl Heap {
                         .filter(|run| run.kind == Kind::Pending)
                     {
                         let times = held_back.remove(&(cache.rank, run.node)).unwrap_or(0);
-                        same("a run that waits is held back once", 1, times)?;
+                        same("a run that waits is held back once", 1u64, times)?;
                     }
                     for block in inner.runs.runs(page).filter_map(|run| run.live) {
-                        let bytes = u64::from(block.granules) * crate::allocator::size::GRANULE;
+                        let bytes = u64::from(block.granules) * GRANULE;
                         live[0] += bytes;
                         live[1] += u64::from(block.requested);
                         live[2] += 1;
@@ -416,7 +391,7 @@ impl Heap {
                 same(
                     "batches that wait are known to their stream cache",
                     waiting.get(&cache.rank).copied().unwrap_or(0),
-                    inner.waiting.into(),
+                    inner.waiting,
                 )?;
             }
             pages += own;
@@ -425,7 +400,7 @@ impl Heap {
         same(
             "every stream cache has a stream",
             caches,
-            self.caches.all().len() as u64,
+            self.caches.all().len(),
         )?;
         same("every page has a stream cache", sums.pages, pages)
     }
@@ -450,11 +425,7 @@ impl Heap {
                 last = marker.bound;
             }
         }
-        same(
-            "streams",
-            self.streams.iter().count() as u64,
-            self.streams.len() as u64,
-        )
+        same("streams", self.streams.iter().count(), self.streams.len())
     }
 
     fn check_counters(&self, sums: &Sums) -> Result<(), Error> {
@@ -479,34 +450,9 @@ impl Heap {
         }
         self.check_limits()?;
         self.check_large_caches()?;
-        for (all, small, large) in [
-            (
-                stats.all.allocations,
-                stats.small.allocations,
-                stats.large.allocations,
-            ),
-            (
-                stats.all.segments,
-                stats.small.segments,
-                stats.large.segments,
-            ),
-            (
-                stats.all.allocated,
-                stats.small.allocated,
-                stats.large.allocated,
-            ),
-            (
-                stats.all.requested,
-                stats.small.requested,
-                stats.large.requested,
-            ),
-            (stats.all.active, stats.small.active, stats.large.active),
-            (
-                stats.all.reserved,
-                stats.small.reserved,
-                stats.large.reserved,
-            ),
-        ] {
+        let (mut all, mut small, mut large) = (stats.all, stats.small, stats.large);
+        let pools = small.counters().into_iter().zip(large.counters());
+        for (all, (small, large)) in all.counters().into_iter().zip(pools) {
             same(
                 "both pools together",
                 small.current + large.current,
@@ -535,8 +481,8 @@ impl Heap {
         }
         same(
             "a live block is found by its address",
-            u64::from(id),
-            u64::from(self.extents.lookup.exact(hot.addr).unwrap_or(NIL)),
+            id,
+            self.extents.lookup.exact(hot.addr).unwrap_or(NIL),
         )?;
         holds(
             "a live block has an odd generation",

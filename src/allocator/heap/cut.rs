@@ -75,11 +75,8 @@ impl Heap {
             self.views.extend_view(cut.base, gone);
             return;
         }
-        for mapping in gone {
-            if let Some(holding) = self.physical.holdings.get_mut(&mapping.home) {
-                holding.views -= 1;
-            }
-        }
+        let homes = gone.iter().map(|gone| gone.home);
+        self.physical.viewed(homes, false);
     }
 }
 

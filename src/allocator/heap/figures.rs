@@ -1,15 +1,14 @@
-//! How the memory that is held lies: what is free in which pieces and for whom, what views show, and
-//! why there is as much of it.
+//! How the memory that is held lies: what is free in which pieces and for whom, what views show, and what a want of
+//! memory looks like.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use crate::allocator::extent::record::COMPLETE;
-use crate::allocator::extent::want::Want;
+use crate::allocator::extent::record::{COMPLETE, State as Extent};
 use crate::allocator::heap::Heap;
-use crate::allocator::report::{Fragmentation, GrowthInfo, GrowthReason, Packing};
+use crate::allocator::report::{Fragmentation, Packing};
 use crate::allocator::size::GRANULE;
-use crate::error::StreamBytes;
+use crate::error::{OutOfMemory, PinnedSegment, StreamBytes};
 
 impl Heap {
     /// The figures of how memory lies that cost little.
@@ -27,7 +26,7 @@ impl Heap {
             view_live: self.views.aliased_bytes,
             guarded: self.guards.bytes(),
             last_growth: self.physical.last_growth,
-            bursts: self.physical.bursts.figures(),
+            bursts: self.physical.bursts.figures,
             self_test: self.views.self_test,
         }
     }
@@ -91,37 +90,67 @@ impl Heap {
         self.by_stream(by_slot)
     }
 
-    /// Why a request needs more memory. `claimed` are the free bytes that a plan has taken for it
-    /// already.
-    pub(crate) fn growth_reason(&self, want: &Want, claimed: u64) -> GrowthReason {
-        let pending = self.streams.several()
-            && self
-                .finder(want.space, want.stream)
-                .is_some_and(|finder| finder.tightest_run(want, u64::MAX).is_some());
-        if pending {
-            return GrowthReason::Pending;
-        }
-        let free = self.extents.space(want.space).map_or(0, |s| s.free_bytes());
-        if free + claimed >= u64::from(want.granules) * GRANULE {
-            GrowthReason::Fragmented
-        } else {
-            GrowthReason::Short
+    /// Counts a request that found no memory. What the error reports of the heap.
+    pub(crate) fn out_of_memory(&mut self, requested: u64) -> OutOfMemory {
+        self.stats.misses += 1;
+        self.stats.ooms += 1;
+        let (_, allocated) = self.live_totals();
+        OutOfMemory {
+            requested,
+            limit: self.physical.limit,
+            reserved: self.stats.all.reserved.current,
+            allocated,
+            cached: self.stats.all.reserved.current.saturating_sub(allocated),
+            largest_free: self
+                .extents
+                .spaces()
+                .map(|s| s.largest_piece())
+                .max()
+                .unwrap_or(0),
+            largest_run: self.extents.largest_run(),
+            in_views: self.views.aliased_bytes,
+            guarded: self.guards.bytes(),
+            pending: self.pending_bytes(),
+            pinned: self.pinned(),
+            ..OutOfMemory::default()
         }
     }
 
-    /// Notes a growth that has just been booked.
-    pub(crate) fn note_growth(&mut self, reason: GrowthReason, want: &Want, added: u64) {
-        self.physical.last_growth = Some(GrowthInfo {
-            reason,
-            requested: want.requested,
-            added,
-            beyond_cap: self.rules.maps() && self.held() > self.soft_cap(),
-        });
+    /// Where few live bytes hold the most memory.
+    pub(crate) fn pinned(&self) -> Vec<PinnedSegment> {
+        let mut live: BTreeMap<u64, PinnedSegment> = BTreeMap::new();
+        for (_, hot) in self.extents.records.iter() {
+            if hot.state != Extent::Used {
+                continue;
+            }
+            let (mut addr, end) = (hot.addr, hot.end());
+            while addr < end {
+                let Some((base, holding)) = self.physical.holdings.range(..=addr).next_back()
+                else {
+                    break;
+                };
+                let top = base + holding.bytes;
+                if top <= addr {
+                    break;
+                }
+                let entry = live.entry(*base).or_insert(PinnedSegment {
+                    address: *base,
+                    bytes: holding.bytes,
+                    live: 0,
+                    block: hot.addr,
+                });
+                entry.live += end.min(top) - addr;
+                entry.block = entry.block.min(hot.addr);
+                addr = top;
+            }
+        }
+        let mut pinned: Vec<PinnedSegment> =
+            live.into_values().filter(|p| p.live < p.bytes).collect();
+        pinned.sort_by_key(|p| Reverse(p.bytes - p.live));
+        pinned.truncate(PINNED_NAMED);
+        pinned
     }
 }
 
-/// Bytes of free memory among what a plan has claimed.
-pub(crate) fn free_among(shards: &[crate::allocator::extent::space::Shard]) -> u64 {
-    let mapped = shards.iter().filter(|s| s.mapped);
-    mapped.map(|s| u64::from(s.granules) * GRANULE).sum()
-}
+/// How many pinned segments an out-of-memory error names.
+pub(crate) const PINNED_NAMED: usize = 3;

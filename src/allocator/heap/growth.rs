@@ -1,54 +1,53 @@
-//! What to ask of the driver: growth and release, planned on the heap before any call is made.
+//! More memory: planned before any call of the driver is made, and entered or put back after it.
 
-use crate::allocator::extent::record::{SpaceId, State as Extent};
+use crate::allocator::extent::handle::Holding;
+use crate::allocator::extent::record::{NIL, SpaceId};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::Heap;
-use crate::allocator::physical::plan::Release;
-use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE, classic_segment_for};
-use crate::allocator::stream::finder::Finder;
+use crate::allocator::heap::{Heap, Part};
+use crate::allocator::physical::Fresh;
+use crate::allocator::physical::address::Lease;
+use crate::allocator::report::{GrowthInfo, GrowthReason};
+use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+use crate::allocator::stream::finder::{Finder, Run};
 use crate::allocator::stream::slot::PendingWait;
+use crate::allocator::view::mapping::Openings;
 
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
-/// How a request that found no memory gets some.
+/// How a request that found no memory gets some: the claimed extent is free memory before and behind a hole, and
+/// the part of the hole between.
 #[derive(Debug)]
 pub(crate) struct Growth {
-    pub space: SpaceId,
-    /// The claimed extent: free memory before and behind a hole, and the part of the hole between.
-    pub id: u32,
-    pub shards: Vec<Shard>,
+    pub fresh: Fresh,
     /// Waits that the free memory in it needs.
     pub waits: Vec<PendingWait>,
     /// Granules of the extent before the block itself.
     pub skip: u32,
-    /// First byte to map.
-    pub addr: u64,
-    /// Sizes of the handles to make, in address order.
-    pub sizes: Vec<u64>,
 }
 
-impl Growth {
-    pub(crate) fn bytes(&self) -> u64 {
-        self.sizes.iter().sum()
-    }
+/// Up to where a growth may go.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Bound {
+    SoftCap,
+    Limit,
 }
 
 /// What a request could grow into.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Opening {
+struct Opening {
     /// The first extent of the claimed range.
-    pub(crate) first: u32,
+    first: u32,
     /// Granules from the range's start to the block, for its alignment.
-    pub(crate) skip: u32,
+    skip: u32,
     /// Granules of usable memory before the hole.
-    pub(crate) before: u64,
-    pub(crate) hole: u32,
+    before: u64,
+    hole: u32,
     /// Granules of the hole that are mapped.
-    pub(crate) mapped: u64,
+    mapped: u64,
     /// Granules of usable memory behind the hole that the block needs.
-    pub(crate) behind: u64,
+    behind: u64,
 }
 
 impl Heap {
@@ -63,28 +62,20 @@ impl Heap {
             let skip = want.skip(self.extents.records[first].addr);
             let needed = u64::from(skip + want.granules).saturating_sub(before);
             let mapped = needed.next_multiple_of(PHYSICAL_GRANULES);
-            let opening = if mapped <= room {
-                Opening {
-                    first,
-                    skip,
-                    before,
-                    hole,
-                    mapped,
-                    behind: 0,
-                }
-            } else {
-                let behind = needed - room.min(needed);
-                if finder.usable_behind(hole, usable) < behind {
-                    continue;
-                }
-                Opening {
-                    first,
-                    skip,
-                    before,
-                    hole,
-                    mapped: room,
-                    behind,
-                }
+            let (mapped, behind) = match mapped <= room {
+                true => (mapped, 0),
+                false => (room, needed - room.min(needed)),
+            };
+            if behind > 0 && finder.usable_behind(hole, usable) < behind {
+                continue;
+            }
+            let opening = Opening {
+                first,
+                skip,
+                before,
+                hole,
+                mapped,
+                behind,
             };
             if opening.mapped > 0 && best.is_none_or(|b| opening.mapped < b.mapped) {
                 best = Some(opening);
@@ -95,8 +86,9 @@ impl Heap {
 
     /// Bytes that a growth for this request would add at least, if there is address space for it.
     pub(crate) fn missing(&self, want: &Want) -> Option<u64> {
-        if !self.rules.maps() {
-            return Some(classic_segment_for(u64::from(want.span()) * GRANULE));
+        let segment = self.rules.segment_for(want);
+        if segment.is_some() {
+            return segment;
         }
         if want.in_one_handle() {
             return self.hole_for_handle(want).map(|_| want.handle_bytes());
@@ -105,9 +97,23 @@ impl Heap {
         Some(opening.mapped * GRANULE)
     }
 
-    /// Plans a growth of the packed policy within `room` bytes. With `pending`, memory that needs a
-    /// wait counts as well.
-    pub(crate) fn plan_growth(&mut self, want: &Want, room: u64, pending: bool) -> Option<Growth> {
+    /// Whether addresses are lacking: there is no opening, or no hole in which all of a request could be made new,
+    /// as long as more can be had.
+    pub(crate) fn lacks_addresses(&self, want: &Want, cramped: bool) -> bool {
+        let holes = self.extents.space(want.space).into_iter();
+        let mut holes = holes.flat_map(|space| space.holes().values());
+        self.missing(want).is_none()
+            || (!cramped && !holes.any(|id| self.extents.records[*id].granules >= want.span()))
+    }
+
+    /// Plans a growth of the packed policy within a bound. With `pending`, memory that needs a wait counts as
+    /// well.
+    pub(crate) fn plan_growth(
+        &mut self,
+        want: &Want,
+        within: Bound,
+        pending: bool,
+    ) -> Option<Growth> {
         let opening = self.opening(want, |finder, id| {
             if pending {
                 finder.reachable(id)
@@ -116,161 +122,178 @@ impl Heap {
             }
         })?;
         let missing = opening.mapped * GRANULE;
-        if missing > room {
+        if missing > self.room_within(within) {
             return None;
         }
-        let reserved = self.stats.all.reserved.current;
-        let size = self.physical.handle_size(want, missing, reserved);
         let addr = self.extents.records[opening.hole].addr;
-        let granules = opening.before + opening.mapped + opening.behind;
-        let (id, shards) =
-            self.claim(want.space, opening.first, 0, u32::try_from(granules).ok()?)?;
+        let sizes = self.handle_sizes(want, addr, missing, 0);
+        let granules = u32::try_from(opening.before + opening.mapped + opening.behind).ok()?;
+        let (id, shards) = self.claim(want.space, opening.first, 0, granules)?;
         let waits = if pending {
             self.streams.waits_for(want.stream, &shards)
         } else {
             Vec::new()
         };
-        self.physical.planned += missing;
         Some(Growth {
-            space: want.space,
-            id,
-            shards,
+            fresh: self.plan(want, (id, shards), addr, sizes),
             waits,
             skip: opening.skip,
-            addr,
-            sizes: self.physical.tiles(addr, missing, size),
         })
     }
 
-    /// Memory that can be given back now: whole handles or segments in free memory that `over` says
-    /// nobody uses. By address.
-    pub(crate) fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
-        let Some(at) = self.extents.space(space) else {
-            return Vec::new();
-        };
-        let mut pieces: Vec<_> = at
-            .pieces()
-            .filter(|e| over(e.id))
-            .map(|e| (e.addr, e.granules))
-            .collect();
-        pieces.sort_unstable();
-        let mut found = Vec::new();
-        let mut pieces = pieces.into_iter().peekable();
-        while let Some((start, granules)) = pieces.next() {
-            let mut end = start + u64::from(granules) * GRANULE;
-            while pieces.peek().is_some_and(|(addr, _)| *addr == end) {
-                if let Some((_, more)) = pieces.next() {
-                    end += u64::from(more) * GRANULE;
-                }
-            }
-            let inside = self
-                .physical
-                .holdings
-                .range(start..end)
-                .filter(|(addr, h)| *addr + h.bytes <= end && h.views == 0);
-            found.extend(inside.map(|(addr, h)| (*addr, h.bytes)));
+    /// Bytes that growth may add within a bound.
+    pub(crate) fn room_within(&self, within: Bound) -> u64 {
+        match within {
+            Bound::SoftCap => self.soft_room().min(self.room()),
+            Bound::Limit => self.room(),
         }
-        found
     }
 
-    /// Whether nobody can touch a free piece any more, as the host has seen. So under the classic policy
-    /// as well: that `cuMemFree` waits for the work of its context is nowhere promised.
-    pub(crate) fn over(&self, id: u32) -> bool {
-        let uses = self.extents.records.cold(id).uses.as_slice();
-        uses.iter().all(|u| self.streams.complete(u))
+    /// Sizes of the handles for new memory at an address, of at least so many bytes each.
+    fn handle_sizes(&self, want: &Want, addr: u64, bytes: u64, least: u64) -> Vec<u64> {
+        let reserved = self.stats.all.reserved.current;
+        let size = self.physical.handle_size(want, bytes, reserved);
+        self.physical.tiles(addr, bytes, size.max(least))
     }
 
-    /// Claims what of some arenas to release so that there is room for `missing` bytes: the smallest
-    /// that is enough, else the largest first. Empty, with nothing changed, if that cannot be enough.
-    /// What a refusal of the driver told is a guess on the safe side, so it stops nothing: all goes
-    /// then.
-    pub(crate) fn plan_release(&mut self, arenas: &[SpaceId], missing: u64) -> Vec<Release> {
-        let excess = missing.saturating_sub(self.room());
-        let held = self.held();
-        let certain = match self.physical.limit {
-            Some(limit) => missing.saturating_sub(limit.saturating_sub(held)),
-            None => 0,
-        };
-        let mut found: Vec<(SpaceId, u64, u64)> = Vec::new();
-        for space in arenas.iter().copied() {
-            let releasable = self.releasable(space, |id| self.over(id));
-            found.extend(
-                releasable
-                    .into_iter()
-                    .map(|(addr, bytes)| (space, addr, bytes)),
-            );
-        }
-        if found.iter().map(|f| f.2).sum::<u64>() < certain {
-            return Vec::new();
-        }
-        let mut chosen = Vec::new();
-        let mut left = excess;
-        // Highest addresses first among equals: the low end of an arena stays dense.
-        found.sort_unstable_by_key(|(_, addr, bytes)| (*bytes, *addr));
-        while left > 0 && !found.is_empty() {
-            let enough = found.partition_point(|(_, _, bytes)| *bytes < left);
-            let at = enough.min(found.len() - 1);
-            let pick = found.remove(at);
-            left = left.saturating_sub(pick.2);
-            chosen.push(pick);
-        }
-        chosen
-            .into_iter()
-            .filter_map(|(space, addr, _)| self.claim_holding(space, addr))
-            .collect()
-    }
-
-    /// Claims what can be released until at most `keep` bytes are cached, what has been idle longest first, and
-    /// says how much more could go once pending work is over.
-    pub(crate) fn plan_trim(&mut self, keep: u64) -> (Vec<Release>, u64) {
-        let mut plan = Vec::new();
-        let (mut now, mut later) = (0, 0);
-        for space in [SpaceId::Large, SpaceId::Small] {
-            let over = self.releasable(space, |id| self.over(id));
-            now += over.iter().map(|(_, bytes)| bytes).sum::<u64>();
-            later += self
-                .releasable(space, |_| true)
-                .iter()
-                .map(|(_, bytes)| bytes)
-                .sum::<u64>();
-            plan.extend(over.into_iter().map(|(addr, bytes)| (space, addr, bytes)));
-        }
-        let held = self.stats.all.reserved.current;
-        let mut excess = held.saturating_sub(keep.saturating_add(self.live_totals().1));
-        let mut releases = Vec::new();
-        // From the top of the address space, so that arenas shrink from their end.
-        plan.sort_unstable_by_key(|(_, addr, _)| std::cmp::Reverse(*addr));
-        if keep > 0 {
-            // Idle longest first; the order from the top stays within one run of free memory.
-            plan.sort_by_cached_key(|(space, addr, bytes)| {
-                self.extents.freed_at(*space, *addr, *bytes)
-            });
-        }
-        for (space, addr, bytes) in plan {
-            if excess == 0 {
-                break;
-            }
-            if let Some(release) = self.claim_holding(space, addr) {
-                excess = excess.saturating_sub(bytes);
-                releases.push(release);
-            }
-        }
-        (releases, (later - now).min(excess))
-    }
-
-    pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
-        let holding = *self.physical.holdings.get(&addr)?;
-        // The piece that the holding begins in.
-        let first = self.extents.piece_around(space, addr)?;
-        let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
-        let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
-        Some(Release {
-            space,
+    /// Memory that is about to be made at a claimed extent counts as planned from here on.
+    fn plan(
+        &mut self,
+        want: &Want,
+        (id, shards): (u32, Vec<Shard>),
+        addr: u64,
+        sizes: Vec<u64>,
+    ) -> Fresh {
+        let reason = self.growth_reason(want, &shards);
+        let bytes = sizes.iter().sum();
+        self.physical.planned += bytes;
+        Fresh {
+            space: want.space,
             id,
             shards,
             addr,
-            bytes: holding.bytes,
-            handle: holding.handle,
+            sizes,
+            stretches: self.physical.stretches(addr, bytes),
+            reason,
+        }
+    }
+
+    /// Claims a home for new memory, in handles of at least so many bytes: the lowest hole that takes
+    /// it.
+    pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64, least: u64) -> Option<Fresh> {
+        let granules = (bytes / GRANULE) as u32;
+        let mut holes = self.extents.large.holes().values().copied();
+        let hole = holes.find(|id| self.extents.records[*id].granules >= granules)?;
+        let addr = self.extents.records[hole].addr;
+        let claimed = self.claim(SpaceId::Large, hole, 0, granules)?;
+        let sizes = self.handle_sizes(want, addr, bytes, least);
+        Some(self.plan(want, claimed, addr, sizes))
+    }
+
+    /// Plans a segment of the classic policy.
+    pub(crate) fn plan_segment(&mut self, want: &Want) -> Option<Fresh> {
+        let bytes = self.rules.segment_for(want)?;
+        (bytes <= self.room()).then(|| self.plan(want, (NIL, Vec::new()), 0, vec![bytes]))
+    }
+
+    /// Why a request needs more memory, for which a plan has claimed something.
+    fn growth_reason(&self, want: &Want, claimed: &[Shard]) -> GrowthReason {
+        let pending = self.streams.several()
+            && self
+                .finder(want.space, want.stream)
+                .is_some_and(|finder| finder.tightest_run(want, u64::MAX).is_some());
+        if pending {
+            return GrowthReason::Pending;
+        }
+        let free = self.extents.space(want.space).map_or(0, |s| s.free_bytes());
+        let claimed = claimed.iter().filter(|s| s.mapped);
+        let claimed: u64 = claimed.map(|s| u64::from(s.granules) * GRANULE).sum();
+        if free + claimed >= u64::from(want.granules) * GRANULE {
+            GrowthReason::Fragmented
+        } else {
+            GrowthReason::Short
+        }
+    }
+
+    /// Enters address space that was leased for an arena.
+    pub(crate) fn add_addresses(&mut self, space: SpaceId, lease: Lease) {
+        let Lease { base, bytes, grown } = lease;
+        match self.physical.spans.range_mut(..base).next_back() {
+            Some((_, span)) if grown => *span += bytes,
+            _ => {
+                self.physical.spans.insert(base, bytes);
+            }
+        }
+        let (at, records) = self.extents.parts(space);
+        let granules = (bytes / GRANULE) as u32;
+        if space == SpaceId::Views {
+            // No view may lie in two reservations.
+            at.add_range(records, base, granules, grown);
+        } else {
+            at.add_hole(records, base, granules);
+        }
+    }
+
+    // ---- blocks in one handle --------------------------------------------------------------------
+
+    /// Takes a request that has to lie inside one handle from memory that is ready.
+    pub(crate) fn take_in_handle(&mut self, want: &Want) -> Option<u32> {
+        let part = self.part_of_handle(want, |finder, id| finder.ready(id))?;
+        let (id, _) = self.claim_part(want, part)?;
+        self.stats.reclaim.ready += 1;
+        Some(id)
+    }
+
+    /// The tightest open stretch of a handle that holds a request.
+    pub(crate) fn part_of_handle(
+        &self,
+        want: &Want,
+        usable: impl Fn(&Finder<'_>, u32) -> bool,
+    ) -> Option<Part> {
+        let finder = self.finder(want.space, want.stream)?;
+        let open = Openings::ranges(&finder, |id| usable(&finder, id));
+        let mut best: Option<(u64, u64)> = None;
+        for source in self.physical.sources(&open) {
+            let (from, to) = source.open;
+            let skip = want.skip(from);
+            let needed = u64::from(skip + want.granules) * GRANULE;
+            if to - from >= needed && best.is_none_or(|b| (to - from, from) < b) {
+                best = Some((to - from, from));
+            }
+        }
+        let (_, from) = best?;
+        let addr = from + u64::from(want.skip(from)) * GRANULE;
+        let (first, start) = self.extents.piece_at(want.space, addr)?;
+        Some(Part {
+            first,
+            skip: ((addr - start) / GRANULE) as u32,
+            granules: want.granules,
+        })
+    }
+
+    /// The lowest hole that takes a handle for the request, which no border of a reservation cuts,
+    /// and how many granules into the hole it begins.
+    pub(crate) fn hole_for_handle(&self, want: &Want) -> Option<(u32, u32)> {
+        let bytes = want.handle_bytes();
+        let holes = self.extents.space(want.space)?.holes();
+        holes.iter().find_map(|(addr, id)| {
+            let stretches = self
+                .physical
+                .stretches(*addr, self.extents.records[*id].bytes());
+            let stretch = stretches.into_iter().find(|(_, len)| *len >= bytes);
+            stretch.map(|(start, _)| (*id, ((start - addr) / GRANULE) as u32))
+        })
+    }
+
+    /// Plans a handle of its own for a request, so many granules into a hole.
+    pub(crate) fn plan_handle(&mut self, want: &Want, (hole, skip): (u32, u32)) -> Option<Growth> {
+        let bytes = want.handle_bytes();
+        let addr = self.extents.records[hole].addr + u64::from(skip) * GRANULE;
+        let claimed = self.claim(want.space, hole, skip, (bytes / GRANULE) as u32)?;
+        Some(Growth {
+            fresh: self.plan(want, claimed, addr, vec![bytes]),
+            waits: Vec::new(),
+            skip: 0,
         })
     }
 
@@ -278,61 +301,102 @@ impl Heap {
 
     /// A growth succeeded: the handles are the allocator's, the front of the extent is the block.
     pub(crate) fn grown(&mut self, want: &Want, growth: &Growth, handles: &[u64]) -> u32 {
-        self.hold_all(growth, handles);
-        let mut id = growth.id;
+        let fresh = &growth.fresh;
+        self.hold_all(fresh, handles);
+        self.note_growth(want, fresh);
+        let mut id = fresh.id;
         if growth.skip > 0 {
-            let (space, records) = self.extents.parts(growth.space);
-            let right = space.cut(records, id, growth.skip);
+            let (space, records) = self.extents.parts(fresh.space);
+            let right = space.split(records, id, growth.skip);
             // It may have been free memory that the stream was using a moment ago.
             let slot = &mut self.streams[want.stream];
             let uses = Uses::one(want.stream, slot.open);
             slot.open_uses = slot.open_uses.saturating_add(1);
-            let (space, records) = self.extents.parts(growth.space);
-            records.cold_mut(id).owner = want.stream;
-            space.release(records, id, uses);
+            self.extents.release(fresh.space, id, want.stream, uses);
             id = right;
         }
-        if self.extents.records[id].granules > want.granules {
-            let (space, records) = self.extents.parts(growth.space);
-            let rest = space.cut(records, id, want.granules);
-            self.extents.put_fresh(growth.space, rest, want.stream);
-        }
+        self.cut_fresh(want, (fresh.space, id), want.granules);
         id
     }
 
-    /// What a growth brought is held.
-    fn hold_all(&mut self, growth: &Growth, handles: &[u64]) {
-        let mut addr = growth.addr;
-        for (bytes, handle) in growth.sizes.iter().zip(handles) {
-            self.hold(addr, *bytes, Some(*handle), growth.space);
-            addr += bytes;
+    /// What is behind so many granules of claimed new memory is free.
+    pub(crate) fn cut_fresh(&mut self, want: &Want, (space, id): (SpaceId, u32), granules: u32) {
+        if self.extents.records[id].granules > granules {
+            let (at, records) = self.extents.parts(space);
+            let rest = at.split(records, id, granules);
+            self.extents.put_fresh(space, rest, want.stream);
         }
-        self.physical.planned -= growth.bytes();
     }
 
-    /// A growth succeeded that only adds free memory.
-    pub(crate) fn supplied(&mut self, want: &Want, growth: &Growth, handles: &[u64]) {
-        self.hold_all(growth, handles);
-        self.extents.put_fresh(growth.space, growth.id, want.stream);
+    /// What was planned was made, and is held. Returns the homes of its handles.
+    pub(crate) fn hold_all(&mut self, fresh: &Fresh, handles: &[u64]) -> Vec<u64> {
+        let (mut addr, mut homes) = (fresh.addr, Vec::with_capacity(handles.len()));
+        for (bytes, handle) in fresh.sizes.iter().zip(handles) {
+            self.hold(addr, *bytes, Some(*handle), fresh.space);
+            homes.push(addr);
+            addr += bytes;
+        }
+        self.physical.planned -= fresh.bytes();
+        homes
+    }
+
+    /// Notes why memory was made for a request.
+    pub(crate) fn note_growth(&mut self, want: &Want, fresh: &Fresh) {
+        self.physical.last_growth = Some(GrowthInfo {
+            reason: fresh.reason,
+            requested: want.requested,
+            added: fresh.bytes(),
+            beyond_cap: self.rules.maps() && self.held() > self.soft_cap(),
+        });
+    }
+
+    /// Free memory was made.
+    pub(crate) fn supplied(&mut self, want: &Want, fresh: &Fresh, handles: &[u64]) {
+        self.hold_all(fresh, handles);
+        self.note_growth(want, fresh);
+        self.extents.put_fresh(fresh.space, fresh.id, want.stream);
     }
 
     /// A growth succeeded, and a wait that its block needs did not: what it brought is free memory, and
     /// what was free beside it is what it was, the gap before the block as well.
-    pub(crate) fn ungrown(&mut self, want: &Want, mut growth: Growth, handles: &[u64]) {
-        self.hold_all(&growth, handles);
-        let (at, _) = self.extents.parts(growth.space);
-        let fresh = at.fresh_uses(want.stream);
-        for shard in growth.shards.iter_mut().filter(|shard| !shard.mapped) {
+    pub(crate) fn ungrown(&mut self, want: &Want, growth: Growth, handles: &[u64]) {
+        let mut fresh = growth.fresh;
+        self.hold_all(&fresh, handles);
+        self.note_growth(want, &fresh);
+        let (at, _) = self.extents.parts(fresh.space);
+        let uses = at.fresh_uses(want.stream);
+        for shard in fresh.shards.iter_mut().filter(|shard| !shard.mapped) {
             (shard.mapped, shard.owner) = (true, want.stream);
-            shard.uses = fresh.clone();
+            shard.uses = uses.clone();
         }
-        self.restore(growth.space, growth.id, growth.shards);
+        self.restore(fresh.space, fresh.id, fresh.shards);
     }
 
-    /// A growth failed: everything as before.
-    pub(crate) fn not_grown(&mut self, growth: Growth) {
-        self.physical.planned -= growth.bytes();
-        self.restore(growth.space, growth.id, growth.shards);
+    /// What was planned was not made: everything as before.
+    pub(crate) fn not_made(&mut self, fresh: Fresh) {
+        self.physical.planned -= fresh.bytes();
+        self.restore(fresh.space, fresh.id, fresh.shards);
+    }
+
+    /// A segment of the classic policy arrived: the request is taken from its front.
+    pub(crate) fn segment(&mut self, want: &Want, fresh: &Fresh, addr: u64) -> Option<u32> {
+        let granules = (fresh.bytes() / GRANULE) as u32;
+        self.hold(addr, fresh.bytes(), None, want.space);
+        self.physical.planned -= fresh.bytes();
+        self.note_growth(want, fresh);
+        let (space, records) = self.extents.parts(want.space);
+        let uses = Uses::one(want.stream, 0);
+        let first = space.add_region(records, addr, granules, uses);
+        records.cold_mut(first).owner = want.stream;
+        let granules = u64::from(granules);
+        self.take(
+            want,
+            Run {
+                first,
+                addr,
+                granules,
+            },
+        )
     }
 
     /// Enters memory into the heap.
@@ -345,7 +409,7 @@ impl Heap {
         };
         self.physical.holdings.insert(
             addr,
-            crate::allocator::extent::handle::Holding {
+            Holding {
                 bytes,
                 handle,
                 space,
@@ -354,27 +418,5 @@ impl Heap {
             },
         );
         self.stats.segment_added(space == SpaceId::Small, bytes);
-    }
-
-    /// Takes memory out of the heap.
-    pub(crate) fn unhold(&mut self, bytes: u64, space: SpaceId) {
-        self.physical.full_at = None;
-        self.stats.segment_gone(space == SpaceId::Small, bytes);
-    }
-
-    /// Memory was unmapped, or a segment freed.
-    pub(crate) fn gone(&mut self, release: &Release) {
-        self.physical.holdings.remove(&release.addr);
-        if release.space == SpaceId::Large {
-            self.physical.handles.remove(release.addr);
-        }
-        self.extents.lookup.forget(release.addr, release.bytes);
-        let (space, records) = self.extents.parts(release.space);
-        if release.handle.is_some() {
-            space.unmapped(records, release.id);
-        } else {
-            records[release.id].state = Extent::Busy;
-            space.remove_region(records, release.id);
-        }
     }
 }

@@ -15,34 +15,36 @@ impl Heap {
         ptr: u64,
         bytes: u64,
     ) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
-        if let Some((_, run, _)) = self.caches.small_around(ptr) {
-            let last = run.ptr + u64::from(run.granules) * GRANULE;
-            let end = ptr.checked_add(bytes).filter(|end| *end <= last);
-            let Some(end) = end.filter(|_| bytes > 0) else {
-                return Err(Error::Invalid(InvalidArgument::Range { ptr, bytes }));
-            };
-            return Ok((
-                Guarding::Small(run.ptr),
-                self.physical.home_segments(ptr, end),
-            ));
-        }
-        let Some(id) = self.large_around(ptr) else {
-            return Err(self.physical.not_live(ptr));
+        let small = self.caches.small_around(ptr).map(|(_, run, _)| run);
+        let (block, last, in_view) = match small {
+            Some(run) => {
+                let last = run.ptr + u64::from(run.granules) * GRANULE;
+                (Guarding::Small(run.ptr), last, false)
+            }
+            None => {
+                let Some(id) = self.large_around(ptr) else {
+                    return Err(self.physical.not_live(ptr));
+                };
+                let in_view = !self.extents.records.cold(id).home().is_empty();
+                (
+                    Guarding::Record(id),
+                    self.extents.records[id].end(),
+                    in_view,
+                )
+            }
         };
-        let hot = &self.extents.records[id];
-        let end = ptr.checked_add(bytes).filter(|end| *end <= hot.end());
+        let end = ptr.checked_add(bytes).filter(|end| *end <= last);
         let Some(end) = end.filter(|_| bytes > 0) else {
             return Err(Error::Invalid(InvalidArgument::Range { ptr, bytes }));
         };
-        let segments = if self.extents.records.cold(id).home().is_empty() {
-            self.physical.home_segments(ptr, end)
-        } else {
-            self.view_segments(ptr, end)
+        let segments = match in_view {
+            true => self.view_segments(ptr, end),
+            false => self.physical.home_segments(ptr, end),
         };
-        Ok((Guarding::Record(id), segments))
+        Ok((block, segments))
     }
 
-    pub(crate) fn view_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
+    fn view_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
         let Some((base, view)) = self.views.view_around(ptr) else {
             return Vec::new();
         };
@@ -54,11 +56,7 @@ impl Heap {
                 segments.push(PhysicalSegment {
                     address: from,
                     bytes: to - from,
-                    handle: self
-                        .physical
-                        .holdings
-                        .get(&mapping.home)
-                        .and_then(|h| h.handle),
+                    handle: self.physical.handle_at(mapping.home),
                     offset: from - at,
                     handle_bytes: bytes,
                 });

@@ -209,7 +209,7 @@ impl Heap {
 
     /// Every block in a large-block cache is known to the heap, and none else.
     pub(crate) fn check_large_caches(&self) -> Result<(), Error> {
-        let mut known = 0;
+        let mut known = 0u64;
         for cache in self.caches.all() {
             let inner = cache.lock();
             inner.large_cache.check()?;
@@ -245,8 +245,8 @@ impl Heap {
                 )?;
                 same(
                     "length of a block in a large-block cache",
-                    u64::from(block.granules),
-                    u64::from(hot.granules),
+                    block.granules,
+                    hot.granules,
                 )?;
                 same(
                     "bytes asked for in a large-block cache",
@@ -269,7 +269,7 @@ impl Heap {
         same(
             "blocks in large-block caches, as told to all",
             known,
-            u64::from(in_large_caches),
+            in_large_caches,
         )?;
         same("blocks in large-block caches", known, marked)
     }

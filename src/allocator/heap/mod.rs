@@ -2,8 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-pub(crate) mod blocks;
-pub(crate) mod bursts;
 pub(crate) mod caches;
 pub(crate) mod check;
 pub(crate) mod complete;
@@ -13,28 +11,21 @@ pub(crate) mod growth;
 pub(crate) mod guarded;
 pub(crate) mod guards;
 pub(crate) mod large_cache;
-pub(crate) mod leaving;
-pub(crate) mod map;
-pub(crate) mod memory;
-pub(crate) mod near;
-pub(crate) mod one_handle;
 pub(crate) mod peaks;
-pub(crate) mod registry;
+pub(crate) mod release;
 pub(crate) mod request;
-pub(crate) mod segment;
-pub(crate) mod self_test;
 pub(crate) mod single_stream;
 pub(crate) mod snapshot;
-pub(crate) mod spare;
 pub(crate) mod stitch;
-pub(crate) mod transaction;
+pub(crate) mod streams;
 pub(crate) mod views;
 
 use std::sync::{Arc, Weak};
 
 use crate::allocator::cache::StreamCaches;
 use crate::allocator::cache::deferred::Deferred;
-use crate::allocator::cache::stream_cache::{KeepAlive, PageTable};
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::{KeepAlive, PageTable, StreamCache};
 use crate::allocator::config::Tuning;
 use crate::allocator::extent::Extents;
 use crate::allocator::extent::index::Entry;
@@ -43,6 +34,7 @@ use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::guarded::Guards;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::physical::Physical;
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::size::GRANULE;
@@ -56,6 +48,14 @@ use crate::allocator::view::Views;
 fn mixed_bytes(shards: &[Shard]) -> u64 {
     let mixed = shards.iter().filter(|s| matches!(s.uses, Uses::Many(_)));
     mixed.map(|s| u64::from(s.granules) * GRANULE).sum()
+}
+
+/// A part of free memory: the piece that it begins in, how many granules into it, and its length.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part {
+    first: u32,
+    skip: u32,
+    granules: u32,
 }
 
 /// What one lock guards.
@@ -180,18 +180,75 @@ impl Heap {
         }
     }
 
+    /// What a request that no stream cache serves asks of its arena.
+    pub(crate) fn want(&self, request: &Checked, stream: u32) -> Want {
+        let space = self.rules.space_of(request.span_bytes());
+        let mut want = request.want(space, stream);
+        // A segment is one allocation of the driver's anyway.
+        want.single &= self.rules.maps();
+        want
+    }
+
     /// Takes a request from a ready run.
     pub(crate) fn take(&mut self, want: &Want, run: Run) -> Option<u32> {
-        let skip = want.skip(run.addr);
-        let granules = self.granules_of(want, run.granules - u64::from(skip));
+        let part = self.part(want, run);
         let (space, records) = self.extents.parts(want.space);
         let first = records[run.first];
-        if skip == 0 && first.granules >= granules && first.stream != MIXED {
-            space.carve(records, run.first, granules);
+        if part.skip == 0 && first.granules >= part.granules && first.stream != MIXED {
+            space.carve(records, run.first, part.granules);
             return Some(run.first);
         }
-        self.claim(want.space, run.first, skip, granules)
-            .map(|(id, _)| id)
+        self.claim_part(want, part).map(|(id, _)| id)
+    }
+
+    /// Takes a request at the first of some addresses that is free.
+    pub(crate) fn take_near(&mut self, want: &Want, near: &[u64]) -> Option<u32> {
+        let id = near.iter().find_map(|addr| self.take_at(want, *addr))?;
+        self.stats.reclaim.ready += 1;
+        Some(id)
+    }
+
+    /// The best fit of what is ready.
+    pub(crate) fn best(&mut self, want: &Want) -> Option<Run> {
+        if !self.streams.several() {
+            self.extents.adopt_complete(want.space, want.stream);
+        }
+        self.finder(want.space, want.stream)?.ready_run(want)
+    }
+
+    pub(crate) fn take_best(&mut self, want: &Want) -> Option<u32> {
+        let run = self.best(want)?;
+        let id = self.take(want, run)?;
+        self.stats.reclaim.ready += 1;
+        Some(id)
+    }
+
+    /// Takes a request at an address, if that lies in a free piece which is ready.
+    pub(crate) fn take_at(&mut self, want: &Want, addr: u64) -> Option<u32> {
+        if !addr.is_multiple_of(u64::from(want.align) * GRANULE) {
+            return None;
+        }
+        let first = self.extents.piece_around(want.space, addr)?;
+        if !self.finder(want.space, want.stream)?.ready(first) {
+            return None;
+        }
+        let hot = self.extents.records[first];
+        let skip = ((addr - hot.addr) / GRANULE) as u32;
+        let left = hot.granules - skip;
+        if left < want.granules {
+            return None;
+        }
+        if skip == 0 {
+            let run = Run {
+                first,
+                addr,
+                granules: u64::from(left),
+            };
+            return self.take(want, run);
+        }
+        let granules = self.granules_of(want, u64::from(left));
+        let (id, _) = self.claim(want.space, first, skip, granules)?;
+        Some(id)
     }
 
     /// Takes a range of free pieces and holes out of circulation.
@@ -239,12 +296,49 @@ impl Heap {
         self.rules.granules_of(want.space, want.granules, available)
     }
 
-    /// Claims a request's part of a run of which some pieces need a wait. Returns it and what stood
-    /// there.
-    pub(crate) fn claim_run(&mut self, want: &Want, run: Run) -> Option<(u32, Vec<Shard>)> {
+    /// The part of a run that a request gets.
+    pub(crate) fn part(&self, want: &Want, run: Run) -> Part {
         let skip = want.skip(run.addr);
-        let granules = self.granules_of(want, run.granules - u64::from(skip));
-        self.claim(want.space, run.first, skip, granules)
+        Part {
+            first: run.first,
+            skip,
+            granules: self.granules_of(want, run.granules - u64::from(skip)),
+        }
+    }
+
+    /// Claims a part of free memory, of which some pieces may need a wait. Returns it and what stood there.
+    pub(crate) fn claim_part(&mut self, want: &Want, part: Part) -> Option<(u32, Vec<Shard>)> {
+        self.claim(want.space, part.first, part.skip, part.granules)
+    }
+
+    /// Makes a taken extent a live block, and says what it is.
+    pub(crate) fn granted(
+        &mut self,
+        id: u32,
+        stream: u32,
+        requested: u64,
+        home: &'static StreamCache,
+    ) -> Grant {
+        let id = self.born(id, stream, requested);
+        let hot = &self.extents.records[id];
+        let life = (id, hot.generation);
+        Grant::large(home, hot.addr, life, (hot.granules, requested))
+    }
+
+    /// [`granted`](Self::granted), and put in the large-block cache if the block may come again, `plain` as it is.
+    pub(crate) fn hand_out(
+        &mut self,
+        id: u32,
+        want: &Want,
+        cache: &'static StreamCache,
+        plain: bool,
+    ) -> Grant {
+        let mut grant = self.granted(id, want.stream, want.requested, cache);
+        if self.rules.caches() {
+            let id = grant.place.record().unwrap_or(id);
+            grant.set_cached(self.cache_handed_out(id, cache, plain));
+        }
+        grant
     }
 
     /// Turns a taken extent into a live block of the user, and says which record it has.
@@ -261,7 +355,6 @@ impl Heap {
         let cold = self.extents.records.cold_mut(id);
         cold.requested = requested;
         cold.owner = stream;
-        self.extents.lookup.insert(addr, id);
         self.streams[stream].live += 1;
         let within = self.make_sure_of_peaks(bytes, requested);
         if within && !small {
@@ -270,7 +363,49 @@ impl Heap {
             self.stats.born(small, bytes, requested);
         }
         self.large_counted(within);
+        self.extents.lookup.insert(addr, id);
         id
+    }
+
+    /// A large block is about to be counted: if it may be a peak, nothing that nobody holds is counted
+    /// along with it. Whether it surely is none.
+    #[inline]
+    pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) -> bool {
+        let all = &self.stats.all.allocated;
+        let more = [bytes, requested, 1];
+        let within = all.current + self.caches.limit + bytes <= all.peak && {
+            let mut large = self.stats.large.counted().into_iter().zip(more);
+            large.all(|(counter, more)| counter.current + more <= counter.peak)
+        };
+        if !within {
+            self.empty_large_caches();
+        }
+        within
+    }
+
+    /// A large block was counted: raises the peaks of everything together if it is one.
+    #[inline]
+    pub(crate) fn large_counted(&mut self, within: bool) {
+        let all = &self.stats.all;
+        let now = [all.requested.current, all.allocations.current];
+        for (high, now) in self.caches.high.iter_mut().zip(now) {
+            *high = now.max(*high);
+        }
+        if within || self.caches.all.is_empty() {
+            return;
+        }
+        if all.allocated.current + self.caches.limit > all.allocated.peak {
+            self.raise_peaks(self.caches.lock_caches());
+        }
+    }
+
+    /// Whether a block with this identity is live.
+    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
+        let hot = self.extents.records.get(id);
+        if hot.is_some_and(|hot| hot.cached) {
+            return self.is_live_in_cache(id, generation);
+        }
+        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
     }
 
     /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is

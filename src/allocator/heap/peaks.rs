@@ -1,25 +1,16 @@
 //! Sums and peaks over all stream caches and the heap together.
 
+use crate::error::Error;
 use std::sync::Arc;
 
 use crate::allocator::cache::stream_cache::{
-    Allocated, Amounts, CachedBlock, Owner, QUANTITIES, Small, StreamCache,
+    Allocated, Amounts, CachedBlock, Owner, Small, StreamCache,
 };
 use crate::allocator::cache::{Locked, SmallTotals, totals};
 use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
-use crate::allocator::stats::{Counter, PoolStats, Stats};
-use crate::error::Error;
-
-/// The counters of the quantities that stream caches count, in their order.
-fn counters(pool: &mut PoolStats) -> [&mut Counter; QUANTITIES] {
-    [
-        &mut pool.allocated,
-        &mut pool.requested,
-        &mut pool.allocations,
-    ]
-}
+use crate::allocator::stats::{PoolStats, Stats};
 
 impl Heap {
     /// Takes a small request that may be a new peak; with an owner only if the stream cache still serves it
@@ -42,44 +33,12 @@ impl Heap {
         outcome
     }
 
-    /// A large block is about to be counted: if it may be a peak, nothing that nobody holds is counted
-    /// along with it. Whether it surely is none.
-    #[inline]
-    pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) -> bool {
-        let all = &self.stats.all.allocated;
-        let more = [bytes, requested, 1];
-        let within = all.current + self.caches.limit + bytes <= all.peak && {
-            let mut large = counters(&mut self.stats.large).into_iter().zip(more);
-            large.all(|(counter, more)| counter.current + more <= counter.peak)
-        };
-        if !within {
-            self.empty_large_caches();
-        }
-        within
-    }
-
-    /// A large block was counted: raises the peaks of everything together if it is one.
-    #[inline]
-    pub(crate) fn large_counted(&mut self, within: bool) {
-        let all = &self.stats.all;
-        let now = [all.requested.current, all.allocations.current];
-        for (high, now) in self.caches.high.iter_mut().zip(now) {
-            *high = now.max(*high);
-        }
-        if within || self.caches.all.is_empty() {
-            return;
-        }
-        if all.allocated.current + self.caches.limit > all.allocated.peak {
-            self.raise_peaks(self.caches.lock_caches());
-        }
-    }
-
     /// With all stream caches locked: raises the peaks to what is there, and shares the room below them
     /// out among the stream caches that are busy.
     ///
     /// What nobody holds in the large-block caches leaves them: it is no part of the peak, and none of it may be
     /// handed out again without a look at the peak.
-    fn raise_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
+    pub(crate) fn raise_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
         let small = small_bytes(&locked);
         let held = held(&locked);
         let idle: Vec<CachedBlock> = locked
@@ -197,7 +156,7 @@ impl Heap {
             // No block has more requested bytes than bytes, nor less than a granule.
             pool.requested.peak = requested.min(pool.allocated.peak);
             pool.allocations.peak = blocks.min(pool.allocated.peak / GRANULE);
-            for (at, counter) in counters(pool).into_iter().enumerate() {
+            for (at, counter) in pool.counted().into_iter().enumerate() {
                 counter.current += current[at];
                 counter.total_allocated += totals[at];
                 counter.total_freed += totals[at] - current[at];
@@ -220,7 +179,7 @@ impl Heap {
         }
         let reused = [reused.bytes, reused.requested, reused.blocks];
         for pool in [&mut stats.all, &mut stats.large] {
-            for ((counter, held), reused) in counters(pool).into_iter().zip(held).zip(reused) {
+            for ((counter, held), reused) in pool.counted().into_iter().zip(held).zip(reused) {
                 counter.current -= held;
                 counter.total_allocated += reused;
                 counter.total_freed += reused + held;
@@ -259,7 +218,7 @@ impl Heap {
     pub(crate) fn check_limits(&self) -> Result<(), Error> {
         let locked = self.caches.lock_caches();
         let limits = locked.iter().map(|inner| inner.accounts.allocated.limit());
-        let limit = limits.sum();
+        let limit: u64 = limits.sum();
         same(
             "limits of stream caches are known",
             limit,

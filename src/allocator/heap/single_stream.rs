@@ -31,7 +31,8 @@ impl Heap {
         let &[cache] = self.caches.of(stream) else {
             return None;
         };
-        if self.streams[stream].context.device().ordinal() != device.ordinal() {
+        let slot = &self.streams[stream];
+        if slot.context.device().ordinal() != device.ordinal() || slot.resting {
             return None;
         }
         self.uncache_provisional();
@@ -49,9 +50,7 @@ impl Heap {
         self.physical.large_request(&want);
         self.stats.reclaim.ready += 1;
         self.stats.hits += 1;
-        let mut grant = self.granted(block, stream, want.requested, cache);
-        let block = grant.place.record().unwrap_or(block);
-        grant.set_cached(self.cache_handed_out(block, cache, true));
+        let grant = self.hand_out(block, &want, cache, true);
         thread::remember(id, cache);
         Some(grant)
     }
@@ -83,7 +82,7 @@ impl Heap {
         }
         let requested = cold.requested;
         let slot = &self.streams[stream];
-        if matches!(slot.holder, Holder::Retired) {
+        if matches!(slot.holder, Holder::Retired) || slot.resting {
             return false;
         }
         let ticket = slot.open;

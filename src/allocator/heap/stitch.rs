@@ -1,15 +1,21 @@
 //! Stitching: which handles to map behind each other for a request that fits nowhere.
 //!
 //! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
-//! memory, then the one that maps the fewest handles, because the driver's price is per handle.
+//! memory, then the one that maps the fewest handles, because the driver's price is per handle. What it works on is
+//! claimed before the calls of the driver; afterwards it is entered, or put back.
 
 use crate::allocator::extent::record::SpaceId;
+use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::heap::growth::Growth;
+use crate::allocator::physical::{BURST_MAPS, Fresh, MAPS, Release};
 use crate::allocator::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
-use crate::allocator::view::mapping::{Layout, Openings, Stitch};
+use crate::allocator::view::layout::cut;
+use crate::allocator::view::mapping::{
+    Aliased, Layout, Mapping, Openings, Site, Stitch, Unmapped, View,
+};
 use crate::allocator::view::sources::Sources;
+use crate::driver::DriverError;
 
 /// Requests below this many bytes are not stitched while growing is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
@@ -24,20 +30,24 @@ const VIEW_MAPS_MIN: usize = 32_768;
 const VIEW_MAPS_PER_HANDLE: usize = 32;
 
 impl Heap {
-    /// The layout for a request that needs the least new memory, then the fewest handles, given what
-    /// is open at home.
+    /// The handles that a layout may be made of, given what is open at home.
+    fn sources(&self, open: &Openings) -> Sources {
+        let churning = self.physical.churning(self.streams.in_flight());
+        Sources::new(self.physical.sources(&open.ranges), churning)
+    }
+
+    /// Layouts for a request: extensions of views, and a new one.
+    fn layouts(&self, want: &Want, open: &Openings, sources: &Sources) -> Vec<Layout> {
+        let mut layouts = self.extended_layouts(want, open, sources);
+        let head = sources.best_head(want.align > 1);
+        layouts.extend(self.physical.new_layout(want, sources, head));
+        layouts
+    }
+
+    /// The layout for a request that needs the least new memory, then the fewest handles.
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(
-            self.physical.sources(&open.ranges),
-            self.physical.churning(self.streams.in_flight()),
-        );
-        let extended = self.extended_layouts(want, open, &sources).into_iter();
-        extended
-            .chain(
-                self.physical
-                    .new_layout(want, &sources, sources.best_head(want.align > 1)),
-            )
-            .min_by_key(Layout::cost)
+        let layouts = self.layouts(want, open, &self.sources(open));
+        layouts.into_iter().min_by_key(Layout::cost)
     }
 
     /// Plans and claims a stitch that creates at most `room` bytes, of what is open, or, where that
@@ -74,41 +84,18 @@ impl Heap {
     /// The layout that needs the least new memory if that is made before: between an open tail, as long
     /// as there is one, and an open front.
     fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
-        let sources = Sources::new(
-            self.physical.sources(&open.ranges),
-            self.physical.churning(self.streams.in_flight()),
-        );
+        let sources = self.sources(open);
+        let mut layouts = self.layouts(want, open, &sources);
         let tail = sources.longest_tail().filter(|_| want.align == 1);
-        let with_tail = tail.and_then(|tail| self.physical.new_layout(want, &sources, Some(tail)));
-        let extended = self.extended_layouts(want, open, &sources).into_iter();
-        let others = extended.chain(self.physical.new_layout(
-            want,
-            &sources,
-            sources.best_head(want.align > 1),
-        ));
-        others
-            .chain(with_tail)
-            .min_by_key(|layout| (layout.lacking, layout.adds.len()))
+        layouts.extend(tail.and_then(|tail| self.physical.new_layout(want, &sources, Some(tail))));
+        let cost = |layout: &Layout| (layout.lacking, layout.adds.len());
+        layouts.into_iter().min_by_key(cost)
     }
 
     /// Bytes that have to be created at least before a stitch for this request.
     pub(crate) fn stitch_lacking(&self, want: &Want) -> Option<u64> {
         let reachable = self.openings(want, true)?;
         Some(self.leanest_layout(want, &reachable)?.lacking)
-    }
-
-    /// Plans memory that a stitch lacks, as free memory.
-    pub(crate) fn plan_supply(&mut self, want: &Want, bytes: u64) -> Option<Growth> {
-        let fresh = self.claim_fresh(want, bytes, 0)?;
-        Some(Growth {
-            space: SpaceId::Large,
-            id: fresh.id,
-            shards: fresh.shards,
-            waits: Vec::new(),
-            skip: 0,
-            addr: fresh.addr,
-            sizes: fresh.sizes,
-        })
     }
 
     /// Extensions of the views with the longest open suffix.
@@ -154,6 +141,30 @@ impl Heap {
         layouts
     }
 
+    /// The layout itself if its number of handles is bearable, else one that maps fewer of the open
+    /// ones and creates more.
+    pub(crate) fn bounded(&mut self, want: &Want, layout: Layout, open: &Openings) -> Layout {
+        let reserved = self.stats.all.reserved.current;
+        let size = self.physical.handle_size(want, layout.fresh, reserved);
+        let created = layout.fresh.div_ceil(size.max(PHYSICAL_GRANULE));
+        let maps = layout.adds.len() + usize::try_from(created).unwrap_or(usize::MAX);
+        if maps <= MAPS {
+            return layout;
+        }
+        let cut = cut(want, &self.physical.sources(&open.ranges));
+        if cut.adds.is_empty() || !self.bounds_hold(cut.fresh) {
+            self.physical.bursts.figures.unbounded += 1;
+            return layout;
+        }
+        if maps <= BURST_MAPS && self.physical.bursts.tokens() > 0 {
+            self.physical.bursts.figures.spent += 1;
+            return layout;
+        }
+        self.physical.bursts.figures.cut += 1;
+        self.physical.bursts.debt |= self.held() + cut.fresh > self.soft_cap();
+        cut
+    }
+
     /// How many mappings in views are above the bound.
     pub(crate) fn excess_view_maps(&self) -> usize {
         let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * self.physical.holdings.len());
@@ -164,11 +175,8 @@ impl Heap {
     /// bytes.
     pub(crate) fn view_room(&self, want: &Want, at_least: u64) -> u32 {
         let need = u64::from(want.granules) * GRANULE;
-        (view_bytes(
-            need,
-            at_least,
-            self.physical.churning(self.streams.in_flight()),
-        ) / GRANULE) as u32
+        let churning = self.physical.churning(self.streams.in_flight());
+        (view_bytes(need, at_least, churning) / GRANULE) as u32
     }
 
     /// Address space that must be at hand before a new view for a request can be planned, if it is
@@ -180,6 +188,215 @@ impl Heap {
         let bytes = u64::from(self.view_room(want, need + 2 * handle)) * GRANULE;
         let fits = self.extents.views.largest_piece() >= bytes;
         (!fits).then_some(bytes)
+    }
+
+    // ---- a stitch under way ----------------------------------------------------------------------
+
+    /// Claims what a layout takes.
+    pub(crate) fn claim_layout(&mut self, want: &Want, layout: Layout) -> Option<Stitch> {
+        let site = self.site(want, &layout)?;
+        let claimed = self.claim_memory(want, &layout, &site);
+        let Some((aliased, fresh)) = claimed else {
+            if let Some(range) = site.range {
+                self.extents.range_freed(range);
+            }
+            return None;
+        };
+        let adds: Vec<_> = layout
+            .adds
+            .iter()
+            .filter_map(|(home, bytes)| Some((*home, *bytes, self.physical.handle_at(*home)?)))
+            .collect();
+        // Nobody may take the handles away, or extend the same view, meanwhile.
+        self.views.segs_under_way += adds.len();
+        self.physical
+            .viewed(adds.iter().map(|(home, _, _)| *home), true);
+        if let Some(view) = self.views.map.get_mut(&site.base) {
+            view.calls += 1;
+            view.busy = true;
+        }
+        Some(Stitch {
+            site,
+            adds,
+            aliased,
+            fresh,
+        })
+    }
+
+    /// Where a layout goes: a view that there is, or claimed addresses for a new one.
+    fn site(&mut self, want: &Want, layout: &Layout) -> Option<Site> {
+        let (base, range, room, filled) = match layout.base {
+            Some(base) => {
+                let view = self.views.map.get(&base)?;
+                (base, None, view.room, view.granules)
+            }
+            None => {
+                let added = layout.adds.iter().map(|(_, bytes)| bytes).sum::<u64>();
+                let room = self.view_room(want, added + layout.fresh);
+                let range = self.extents.take_range(room)?;
+                (self.extents.records[range].addr, Some(range), room, 0)
+            }
+        };
+        let at = base + u64::from(filled) * GRANULE;
+        let start = at - layout.back + layout.skip;
+        Some(Site {
+            base,
+            range,
+            room,
+            offset: ((start - base) / GRANULE) as u32,
+            at,
+        })
+    }
+
+    /// Claims the home memory of a layout's block, and a home for what is created.
+    fn claim_memory(
+        &mut self,
+        want: &Want,
+        layout: &Layout,
+        site: &Site,
+    ) -> Option<(Aliased, Option<Fresh>)> {
+        let parts = self.views.homes(want, layout, site)?;
+        let aliased = self.lend(SpaceId::Large, want.stream, &parts)?;
+        if layout.fresh == 0 {
+            return Some((aliased, None));
+        }
+        match self.claim_fresh(want, layout.fresh, layout.fresh_handle) {
+            Some(fresh) => Some((aliased, Some(fresh))),
+            None => {
+                self.give_home(SpaceId::Large, aliased);
+                None
+            }
+        }
+    }
+
+    /// The driver did what a stitch needs: enters the view into the heap, and returns the block.
+    pub(crate) fn stitched(&mut self, want: &Want, mut stitch: Stitch, handles: &[u64]) -> u32 {
+        self.views.segs_under_way -= stitch.adds.len();
+        let mut parts: Vec<u32> = stitch.aliased.parts.iter().map(|(id, _)| *id).collect();
+        if let Some(fresh) = stitch.fresh {
+            stitch.adds.extend(self.hold_fresh(&fresh, handles));
+            let taken = parts.iter().map(|id| self.extents.records[*id].granules);
+            let needed = want.granules - taken.sum::<u32>();
+            self.cut_fresh(want, (SpaceId::Large, fresh.id), needed);
+            parts.push(fresh.id);
+        }
+        let mappings = self.physical.mappings(&stitch.adds);
+        let site = stitch.site;
+        self.end_site(&site, mappings, false);
+        self.view_block(site.base, site.offset, want.granules, parts)
+    }
+
+    /// A stitch failed and was undone: everything as before. What is still mapped, if anything,
+    /// stays in the view, which is not used any more. `fresh` are the handles of new memory that
+    /// could not be taken out of the view again, and so are held.
+    pub(crate) fn not_stitched(
+        &mut self,
+        want: &Want,
+        mut stitch: Stitch,
+        still_mapped: usize,
+        fresh: &[u64],
+    ) {
+        self.views.segs_under_way -= stitch.adds.len();
+        if !fresh.is_empty()
+            && let Some(new) = stitch.fresh.take()
+        {
+            stitch.adds.extend(self.hold_fresh(&new, fresh));
+            self.extents.put_fresh(SpaceId::Large, new.id, want.stream);
+        }
+        let (kept, undone) = stitch.adds.split_at(still_mapped.min(stitch.adds.len()));
+        self.physical
+            .viewed(undone.iter().map(|(home, _, _)| *home), false);
+        let kept = self.physical.mappings(kept);
+        if let Some(fresh) = stitch.fresh {
+            self.not_made(fresh);
+        }
+        self.give_home(SpaceId::Large, stitch.aliased);
+        match stitch.site.range {
+            Some(range) if kept.is_empty() => self.extents.range_freed(range),
+            _ => {
+                let dead = !kept.is_empty();
+                self.end_site(&stitch.site, kept, dead);
+            }
+        }
+    }
+
+    /// Enters the handles of new memory, each with the view that it is mapped in. Returns them as a
+    /// stitch adds them.
+    fn hold_fresh(&mut self, fresh: &Fresh, handles: &[u64]) -> Vec<(u64, u64, u64)> {
+        let homes = self.hold_all(fresh, handles);
+        self.physical.viewed(homes.iter().copied(), true);
+        let made = homes.iter().zip(&fresh.sizes).zip(handles);
+        made.map(|((home, bytes), handle)| (*home, *bytes, *handle))
+            .collect()
+    }
+
+    /// The view of a stitch has what is mapped now, and others may use it; a dead one is only unmapped.
+    fn end_site(&mut self, site: &Site, mappings: Vec<Mapping>, dead: bool) {
+        if let Some(range) = site.range {
+            let mut view = View::new(range, site.room, mappings);
+            view.dead = dead;
+            return self.put_view(site.base, view);
+        }
+        if let Some(view) = self.views.map.get_mut(&site.base) {
+            view.calls -= 1;
+            view.busy = false;
+            view.dead |= dead;
+        }
+        self.views.extend_view(site.base, mappings);
+    }
+
+    /// Enters what is left of a stitch that failed.
+    pub(crate) fn not_mapped(
+        &mut self,
+        want: &Want,
+        stitch: Stitch,
+        failed: Unmapped,
+    ) -> DriverError {
+        let error = failed.error();
+        match failed {
+            Unmapped::Undone(_) => self.not_stitched(want, stitch, 0, &[]),
+            Unmapped::NotMade(failure) => {
+                self.not_stitched(want, stitch, 0, &[]);
+                self.set_apart(SpaceId::Large, failure);
+            }
+            Unmapped::Stuck(_, mapped, handles) => {
+                self.not_stitched(want, stitch, mapped, &handles);
+            }
+        }
+        error
+    }
+
+    // ---- memory for the test of second layouts ------------------------------------------------------
+
+    /// Claims a home and a view for one new handle, if the limit and the address space allow it.
+    pub(crate) fn plan_test(&mut self, want: &Want) -> Option<Stitch> {
+        if self.room() < PHYSICAL_GRANULE {
+            return None;
+        }
+        let range = self.extents.take_range(want.granules)?;
+        let base = self.extents.records[range].addr;
+        let Some(fresh) = self.claim_fresh(want, PHYSICAL_GRANULE, 0) else {
+            self.extents.range_freed(range);
+            return None;
+        };
+        Some(Stitch {
+            site: Site {
+                base,
+                range: Some(range),
+                room: want.granules,
+                offset: 0,
+                at: base,
+            },
+            adds: Vec::new(),
+            aliased: Aliased::default(),
+            fresh: Some(fresh),
+        })
+    }
+
+    /// The test's block is free, and its handle claimed for release.
+    pub(crate) fn test_over(&mut self, block: u32, home: u64) -> Option<Release> {
+        self.view_block_freed(block, &Uses::None);
+        self.claim_holding(SpaceId::Large, home)
     }
 }
 

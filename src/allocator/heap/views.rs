@@ -131,10 +131,10 @@ impl Heap {
         let frees = self.frees;
         let mut pieces = Vec::with_capacity(parts.len());
         for part in parts {
-            let (space, records) = self.extents.parts(SpaceId::Large);
-            records.cold_mut(part).owner = owner;
-            records.cold_mut(part).freed = frees;
-            pieces.push(space.release(records, part, uses.clone()));
+            self.extents.records.cold_mut(part).freed = frees;
+            let uses = uses.clone();
+            let piece = self.extents.release(SpaceId::Large, part, owner, uses);
+            pieces.push(piece);
         }
         pieces
     }
@@ -156,11 +156,8 @@ impl Heap {
     /// A view was unmapped: its handles and its range are free of it.
     pub(crate) fn view_gone(&mut self, view: &View) {
         self.views.segs_under_way -= view.mappings.len();
-        for mapping in &view.mappings {
-            if let Some(holding) = self.physical.holdings.get_mut(&mapping.home) {
-                holding.views -= 1;
-            }
-        }
+        let homes = view.mappings.iter().map(|mapping| mapping.home);
+        self.physical.viewed(homes, false);
         self.extents.range_freed(view.range);
     }
 
@@ -170,46 +167,30 @@ impl Heap {
         self.put_view(base, view);
     }
 
-    /// Idle views, longest unused first, of which at least the handles count in `excess` goes.
+    /// Idle views, longest unused first, of which at least so many mappings go.
     pub(crate) fn idle_views(&self, excess: usize) -> Vec<u64> {
-        let idle = self
-            .views
-            .map
-            .iter()
-            .filter(|(_, v)| v.is_over(&self.streams));
-        let mut idle: BinaryHeap<_> = idle
-            .map(|(base, v)| (Reverse((v.stamp, *base)), v.mappings.len()))
-            .collect();
-        let (mut going, mut bases) = (0, Vec::new());
-        while going < excess
-            && let Some((Reverse((_, base)), mappings)) = idle.pop()
-        {
-            going += mappings;
-            bases.push(base);
-        }
-        bases
+        self.idle_of(excess as u64, |view| view.mappings.len() as u64)
     }
 
     /// Idle views, longest unused first, of which the address space comes to at least `bytes` if there
     /// are enough.
     pub(crate) fn idle_addresses(&self, bytes: u64) -> Vec<u64> {
-        let idle = self
-            .views
-            .map
-            .iter()
-            .filter(|(_, view)| view.is_over(&self.streams));
-        let mut idle: Vec<(u64, u64, u64)> = idle
-            .map(|(base, view)| (view.stamp, *base, u64::from(view.room) * GRANULE))
+        self.idle_of(bytes, |view| u64::from(view.room) * GRANULE)
+    }
+
+    fn idle_of(&self, enough: u64, weigh: impl Fn(&View) -> u64) -> Vec<u64> {
+        let views = self.views.map.iter();
+        let idle = views.filter(|(_, view)| view.is_over(&self.streams));
+        let mut idle: BinaryHeap<_> = idle
+            .map(|(base, view)| (Reverse((view.stamp, *base)), weigh(view)))
             .collect();
-        idle.sort_unstable();
-        let mut found = 0;
-        idle.into_iter()
-            .take_while(|(_, _, room)| {
-                let more = found < bytes;
-                found += room;
-                more
-            })
-            .map(|(_, base, _)| base)
-            .collect()
+        let (mut going, mut bases) = (0, Vec::new());
+        while going < enough
+            && let Some((Reverse((_, base)), weight)) = idle.pop()
+        {
+            going += weight;
+            bases.push(base);
+        }
+        bases
     }
 }

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 
-use crate::driver::{Device, Driver, DriverError, Entered};
+use crate::driver::{Context, Device, Driver, DriverError, Entered};
 use crate::locks::held::{Locked, locked};
 
 use crate::allocator::size::PHYSICAL_GRANULE;
@@ -26,6 +26,15 @@ pub(crate) struct Addresses {
     usual: u64,
     /// Not held in calls of the driver: a reservation is no part of it while it is being made or given back.
     inner: Mutex<Inner>,
+}
+
+/// Address space that was leased.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Lease {
+    pub base: u64,
+    pub bytes: u64,
+    /// It lengthens the lease before it.
+    pub grown: bool,
 }
 
 #[derive(Debug, Default)]
@@ -63,14 +72,47 @@ impl Addresses {
         locked(&self.inner)
     }
 
+    /// Leases one of some lengths, the first one if it can be had: where another lease ends, or somewhere.
+    pub(crate) fn lease_for(
+        &self,
+        context: &Context,
+        end: Option<u64>,
+        lengths: [u64; 2],
+    ) -> Result<Lease, DriverError> {
+        for bytes in lengths {
+            if let Some(base) = end
+                && self.extend(base, bytes)
+            {
+                return Ok(Lease {
+                    base,
+                    bytes,
+                    grown: true,
+                });
+            }
+        }
+        let entered = context.enter()?;
+        let [usual, least] = lengths;
+        let mut bytes = usual;
+        let mut leased = self.lease(&entered, bytes);
+        if leased.is_err_and(|e| !e.is_fatal()) && least < usual {
+            bytes = least;
+            leased = self.lease(&entered, bytes);
+        }
+        leased.map(|base| Lease {
+            base,
+            bytes,
+            grown: false,
+        })
+    }
+
     /// Leases `bytes` at `end`, where another lease ends, if they are free.
-    pub(crate) fn extend(&self, end: u64, bytes: u64) -> bool {
+    fn extend(&self, end: u64, bytes: u64) -> bool {
         let mut inner = self.lock();
         !inner.reservations.contains_key(&end) && inner.cut(end, end, bytes)
     }
 
     /// Leases `bytes` somewhere; their base.
-    pub(crate) fn lease(&self, entered: &Entered<'_>, bytes: u64) -> Result<u64, DriverError> {
+    fn lease(&self, entered: &Entered<'_>, bytes: u64) -> Result<u64, DriverError> {
         let known = self.lock().lease(bytes);
         if let Some(base) = known {
             return Ok(base);

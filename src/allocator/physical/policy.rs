@@ -2,7 +2,8 @@
 
 use crate::allocator::config::Policy;
 use crate::allocator::extent::record::SpaceId;
-use crate::allocator::size::{CLASSIC_SMALL_LIMIT, classic_granules};
+use crate::allocator::extent::want::Want;
+use crate::allocator::size::{CLASSIC_SMALL_LIMIT, GRANULE, classic_granules, classic_segment_for};
 
 /// The rules by which memory comes from the driver and is carved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +49,14 @@ impl Rules {
         match self {
             Rules::Packed => granules,
             Rules::Classic => classic_granules(space == SpaceId::Small, available, granules),
+        }
+    }
+
+    /// Bytes of the segment that a request takes from the driver, where memory is whole segments.
+    pub(crate) fn segment_for(self, want: &Want) -> Option<u64> {
+        match self {
+            Rules::Packed => None,
+            Rules::Classic => Some(classic_segment_for(u64::from(want.span()) * GRANULE)),
         }
     }
 }

@@ -1,22 +1,151 @@
 //! The next step of a reclaim: what there is, what it is worth, and what stands in its way.
 //!
-//! A choice is made of the heap and the reclaim alone. It calls no driver and takes no lock: it plans, and
-//! claims what it planned, so that nobody else takes that before the step is executed.
+//! A choice is made of the heap and the [`Reclaim`] alone: a cursor over stages, and what is remembered beside it. It
+//! calls no driver and takes no lock: it plans, and claims what it planned, so that nobody else takes that before
+//! the step is executed. Whatever is tried is noted where it is chosen, or a reclaim would never end.
 
 use std::sync::Arc;
 
+use crate::allocator::engine::hooks::{Hooks, ReliefHook};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::Heap;
-use crate::allocator::heap::figures::free_among;
-use crate::allocator::heap::growth::Growth;
-use crate::allocator::heap::one_handle::Next;
+use crate::allocator::heap::cut::Cut;
+use crate::allocator::heap::growth::{Bound, Growth};
 use crate::allocator::heap::stitch::STITCH_MIN;
-use crate::allocator::physical::LEVELS;
-use crate::allocator::reclaim::stage::{Answer, LastResort, Reclaim, Shortened, Stage, Step};
+use crate::allocator::heap::{Heap, Part};
+use crate::allocator::physical::policy::Rules;
+use crate::allocator::physical::{Fresh, LEVELS, Release};
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stream::finder::Run;
-use crate::allocator::view::mapping::Openings;
+use crate::allocator::stream::slot::StreamKey;
+use crate::allocator::view::mapping::{Openings, Stitch, ViewRun};
+use crate::driver::{DriverError, Event};
+
+/// How far a reclaim has come since memory last became complete, or the driver's again. Whatever makes it so
+/// moves the cursor back to the first stage, since each stage may then find what it did not find before.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Stage {
+    /// The heap was looked at as it is.
+    #[default]
+    Fit,
+    /// The caches of large blocks hold nothing back.
+    CachesEmptied,
+    /// The caches of small blocks gave back the pages that they can do without.
+    Flushed,
+    /// Idle views are gone.
+    Evicted,
+}
+
+/// Whether a reclaim cut a view short. What was cut served the request no better before.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Shortened {
+    #[default]
+    No,
+    /// In the last step.
+    Now,
+    Before,
+}
+
+/// What the driver is known to answer to a request for memory.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) enum Answer {
+    /// An earlier refusal of another reclaim counts, if there was one.
+    #[default]
+    Known,
+    /// The earlier refusal was forgotten.
+    AskedAgain,
+    /// The driver refused this reclaim.
+    Refused(DriverError),
+}
+
+/// The steps that the program and the device notice.
+pub(crate) enum LastResort {
+    /// Hooks that are still to be asked, once somebody looked for them.
+    Hooks(Option<std::vec::IntoIter<ReliefHook>>),
+    /// The contexts were waited for.
+    Synchronised,
+}
+
+/// A reclaim to more memory for one request.
+pub(crate) struct Reclaim<'a> {
+    hooks: &'a Hooks,
+    /// Bytes of memory of the device.
+    pub total_memory: u64,
+    /// Whether views may be used, as far as is known before the next step.
+    pub views: bool,
+    pub stage: Stage,
+    pub shortened: Shortened,
+    /// A stitch was refused; no other is tried until there may be more memory for it.
+    pub unstitched: bool,
+    /// Memory was made for a stitch.
+    pub supplied: bool,
+    /// What earlier failures left behind was tried once more.
+    pub retried: bool,
+    /// A marker of the asking stream was tried since the last hook ran.
+    pub marked: bool,
+    /// No more address space can be had; what there is may do.
+    pub cramped: bool,
+    pub answer: Answer,
+    pub last_resort: LastResort,
+    /// A failure that another step might have made up for.
+    pub failure: Option<DriverError>,
+}
+
+/// The next step of a reclaim.
+pub(crate) enum Step {
+    Take(Run),
+    /// Takes a part of free memory, behind waits if it needs some.
+    Claim(Part),
+    View(ViewRun),
+    Stitch(Box<Stitch>),
+    Evict(Vec<u64>),
+    /// Cuts a view short for a stitch.
+    Shorten(Cut),
+    /// Lets idle views go for their addresses.
+    MakeWay(Vec<u64>),
+    /// Reserves so many bytes of address space.
+    Reserve(SpaceId, u64),
+    Grow(Growth),
+    /// Asks the driver for a segment.
+    Segment(Fresh),
+    /// Makes memory that a stitch lacks, as free memory.
+    Supply(Fresh),
+    Flush,
+    /// Takes out of the caches of large blocks what nobody holds.
+    EmptyCaches,
+    /// Tries again to release what an earlier failure left behind.
+    Retry,
+    Release(Vec<Release>),
+    /// Marks the asking stream, which has this key.
+    Mark(StreamKey),
+    /// Memory that the driver refused earlier may be there now.
+    AskAgain,
+    /// Waits on the host for the marker of a stream up to a bound.
+    HostWait(u32, u64, Arc<Event>),
+    /// Asks a hook for so many bytes.
+    Hook(ReliefHook, u64),
+    Synchronise,
+    Fail,
+}
+
+impl Step {
+    /// Whether a request that comes to this step is not served by what was ready.
+    pub(crate) fn is_miss(&self) -> bool {
+        use Step::{Fail, Grow, Hook, HostWait, Release, Segment, Stitch, Supply, Synchronise};
+        matches!(
+            self,
+            Stitch(_)
+                | Grow(_)
+                | Segment(_)
+                | Supply(_)
+                | Release(_)
+                | HostWait(..)
+                | Hook(..)
+                | Synchronise
+                | Fail
+        )
+    }
+}
 
 /// A ready extent is passed over for one that needs a wait if it is longer than this many times the
 /// other (plus a page), by level of the stitching budget. The longer one is what the request would take:
@@ -29,73 +158,123 @@ const TOLERANCE_SLACK: u64 = PAGE / GRANULE;
 /// device's memory.
 pub(crate) const VIEW_ADDRESSES: u64 = 8;
 
-impl Reclaim<'_> {
+/// Requests below this many bytes leave handles whole near the limit, if they can. Larger ones would take
+/// from long runs what large requests find in one piece now. From simulation over recorded work.
+const SPARING_BELOW: u64 = 8 << 20;
+
+impl<'a> Reclaim<'a> {
+    pub(crate) fn new(hooks: &'a Hooks, total_memory: u64) -> Self {
+        Reclaim {
+            hooks,
+            total_memory,
+            views: false,
+            stage: Stage::Fit,
+            shortened: Shortened::No,
+            unstitched: false,
+            supplied: false,
+            retried: false,
+            marked: false,
+            cramped: false,
+            answer: Answer::Known,
+            last_resort: LastResort::Hooks(None),
+            failure: None,
+        }
+    }
+
+    /// The driver's error that an out-of-memory error names.
+    pub(crate) fn cause(&self) -> Option<DriverError> {
+        match self.answer {
+            Answer::Refused(error) => Some(error),
+            Answer::Known | Answer::AskedAgain => self.failure,
+        }
+    }
+
+    /// The next hook to ask.
+    pub(crate) fn next_hook(&mut self) -> Option<ReliefHook> {
+        match &mut self.last_resort {
+            LastResort::Hooks(hooks) => hooks
+                .get_or_insert_with(|| self.hooks.all().into_iter())
+                .next(),
+            LastResort::Synchronised => None,
+        }
+    }
+
+    /// Moves the cursor back: memory becomes complete, so pages may be whole, views idle, and handles free to
+    /// stitch.
+    fn begin_again(&mut self) {
+        self.stage = Stage::Fit;
+        self.unstitched = false;
+    }
+
+    /// The driver had no memory, or no addresses, for a view. There is always growth.
+    pub(crate) fn give_up_stitch(&mut self, error: DriverError) {
+        self.unstitched = true;
+        self.failure = Some(error);
+    }
+
+    // ---- the choice ---------------------------------------------------------------------------
+
     /// Chooses the next step for a request.
     pub(crate) fn next(&mut self, heap: &mut Heap, want: &Want) -> Step {
+        let shortened = self.shortened == Shortened::Now;
         let step = self.choose(heap, want);
-        self.note(&step);
+        if shortened {
+            self.shortened = Shortened::Before;
+        }
         step
     }
 
     fn choose(&mut self, heap: &mut Heap, want: &Want) -> Step {
-        if want.in_one_handle() {
-            if self.stage < Stage::CachesEmptied {
-                return Step::EmptyCaches;
-            }
-            return match heap.next_in_one_handle(want) {
-                Next::Take(place) => Step::Place(place),
-                Next::Reserve(bytes) => Step::Reserve(want.space, bytes),
-                Next::Grow(growth) => grow(heap, want, growth),
-                Next::MakeRoom => self.make_room(heap, want),
-            };
-        }
-        if let Some(step) = fitting(heap, want) {
+        if !want.in_one_handle()
+            && let Some(step) = fitting(heap, want)
+        {
             return step;
         }
-        if heap.rules.caches() && self.stage < Stage::CachesEmptied {
-            return Step::EmptyCaches;
+        if heap.rules == Rules::Classic {
+            return choose_classic(heap, want).unwrap_or_else(|| self.make_room(heap, want));
+        }
+        if self.stage < Stage::CachesEmptied {
+            self.stage = Stage::CachesEmptied;
+            if heap.caches.have_large() || heap.streams.full().contains(&want.stream) {
+                return Step::EmptyCaches;
+            }
+        }
+        if want.in_one_handle() {
+            return in_one_handle(heap, want).unwrap_or_else(|| self.make_room(heap, want));
+        }
+        if heap.lacks_addresses(want, self.cramped) {
+            return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
         }
         let mut open = None;
-        if heap.rules.maps() {
-            if heap.missing(want).is_none() || (!self.cramped && !heap.extents.has_hole(want)) {
-                return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
-            }
-            if self.stitches(want)
-                && self.shortened != Shortened::Now
-                && let Some(step) = ready_in_view(heap, want, &mut open)
-            {
-                return step;
-            }
-            let room = heap.soft_room().min(heap.room());
-            if let Some(growth) = heap.plan_growth(want, room, false) {
-                heap.stats.reclaim.grown += 1;
-                return grow(heap, want, growth);
-            }
-        } else if let Some(growth) = heap.plan_segment(want) {
+        if self.stitches(want)
+            && self.shortened != Shortened::Now
+            && let Some(step) = ready_in_view(heap, want, &mut open)
+        {
+            return step;
+        }
+        if let Some(growth) = heap.plan_growth(want, Bound::SoftCap, false) {
             heap.stats.reclaim.grown += 1;
-            return grow(heap, want, growth);
+            return Step::Grow(growth);
         }
-        if let Some(run) = behind_waits(heap, want) {
-            heap.stats.reclaim.waited += 1;
-            return Step::Wait(run);
+        if let Some(step) = behind_waits(heap, want) {
+            return step;
         }
-        if heap.rules.maps() {
-            if self.stitches(want)
-                && !self.unstitched
-                && let Some(step) = self.stitch_step(heap, want, open)
-            {
-                return step;
-            }
-            let room = heap.room();
-            let growth = heap
-                .plan_growth(want, room, false)
-                .or_else(|| heap.plan_growth(want, room, true));
-            if let Some(growth) = growth {
+        if self.stitches(want)
+            && !self.unstitched
+            && let Some(step) = self.stitch_step(heap, want, open)
+        {
+            return step;
+        }
+        let growth = heap
+            .plan_growth(want, Bound::Limit, false)
+            .or_else(|| heap.plan_growth(want, Bound::Limit, true));
+        match growth {
+            Some(growth) => {
                 heap.stats.reclaim.grown_hard += 1;
-                return grow(heap, want, growth);
+                Step::Grow(growth)
             }
+            None => self.make_room(heap, want),
         }
-        self.make_room(heap, want)
     }
 
     /// Whether a view could serve a request at all.
@@ -109,7 +288,12 @@ impl Reclaim<'_> {
     }
 
     /// A place in a view behind waits, or a stitch. `open` is what is ready, if that is known.
-    fn stitch_step(&self, heap: &mut Heap, want: &Want, open: Option<Openings>) -> Option<Step> {
+    fn stitch_step(
+        &mut self,
+        heap: &mut Heap,
+        want: &Want,
+        open: Option<Openings>,
+    ) -> Option<Step> {
         let open = match open {
             Some(open) => open,
             None => heap.openings(want, false)?,
@@ -143,44 +327,55 @@ impl Reclaim<'_> {
         if self.shortened == Shortened::No
             && let Some(cut) = heap.plan_cut(want, &open)
         {
+            self.shortened = Shortened::Now;
             return Some(Step::Shorten(cut));
         }
         let room = heap.room();
         let stitch = heap.plan_stitch(want, room, open, reachable)?;
-        Some(Step::Stitch(Box::new(stitch), heap.growth_reason(want, 0)))
+        Some(Step::Stitch(Box::new(stitch)))
     }
 
     /// What a stitch lacks comes from the driver, if the limit leaves room for it, or the other arena
     /// gives as much back.
-    fn supply_stitch(&self, heap: &mut Heap, want: &Want) -> Option<Step> {
+    fn supply_stitch(&mut self, heap: &mut Heap, want: &Want) -> Option<Step> {
         if !self.views_for(want) || self.unstitched {
             return None;
         }
         let lacking = heap.stitch_lacking(want)?;
         if lacking > heap.room() {
             let plan = heap.plan_release(&[SpaceId::Small], lacking);
-            if plan.is_empty() {
-                return None;
-            }
-            heap.stats.reclaim.released += 1;
-            return Some(Step::Release(plan));
+            return self.release(heap, plan);
         }
         if self.supplied || lacking == 0 {
             return None;
         }
         let within = lacking <= heap.soft_room();
-        let growth = heap.plan_supply(want, lacking)?;
+        let fresh = heap.claim_fresh(want, lacking, 0)?;
+        self.supplied = true;
         heap.stats.reclaim.grown += u64::from(within);
         heap.stats.reclaim.grown_hard += u64::from(!within);
-        Some(Step::Supply(growth, heap.growth_reason(want, 0)))
+        Some(Step::Supply(fresh))
+    }
+
+    /// Memory goes back to the driver, if there is any.
+    fn release(&mut self, heap: &mut Heap, plan: Vec<Release>) -> Option<Step> {
+        if plan.is_empty() {
+            return None;
+        }
+        heap.stats.reclaim.released += 1;
+        // What the driver had no memory for it may have now.
+        self.unstitched = false;
+        Some(Step::Release(plan))
     }
 
     /// The steps that make room below a limit.
     fn make_room(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if self.stage < Stage::Flushed {
+            self.stage = Stage::Flushed;
             return Step::Flush;
         }
         if !self.retried && heap.physical.has_leftovers() {
+            self.retried = true;
             return Step::Retry;
         }
         if self.views_for(want) && !self.stitches(want) && !self.unstitched {
@@ -195,26 +390,28 @@ impl Reclaim<'_> {
         if let Some(missing) = heap.missing(want) {
             let arenas = [SpaceId::Large, SpaceId::Small];
             let plan = heap.plan_release(&arenas, missing);
-            if !plan.is_empty() {
-                heap.stats.reclaim.released += 1;
-                return Step::Release(plan);
+            if let Some(step) = self.release(heap, plan) {
+                return step;
             }
             if let Some(step) = self.supply_stitch(heap, want) {
                 return step;
             }
-            let idle = if missing > heap.room() && self.stage < Stage::Evicted {
-                heap.idle_views(usize::MAX)
-            } else {
-                Vec::new()
-            };
-            if !idle.is_empty() {
-                return Step::Evict(idle);
+            if missing > heap.room() && self.stage < Stage::Evicted {
+                let idle = heap.idle_views(usize::MAX);
+                if !idle.is_empty() {
+                    self.stage = Stage::Evicted;
+                    return Step::Evict(idle);
+                }
             }
         }
         if !self.marked && !heap.streams[want.stream].covered() {
+            self.marked = true;
+            // The stream may be idle: then what it freed is complete at once.
+            self.begin_again();
             return Step::Mark(heap.streams[want.stream].key);
         }
         if matches!(self.answer, Answer::Known) && heap.physical.full_at.is_some() {
+            self.answer = Answer::AskedAgain;
             return Step::AskAgain;
         }
         let oldest = heap
@@ -226,34 +423,81 @@ impl Reclaim<'_> {
         if let Some((_, stream, marker)) = oldest {
             let wait = Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));
             heap.stats.reclaim.host_waits += 1;
+            self.begin_again();
             return wait;
         }
         if let Some(hook) = self.next_hook() {
             let missing = heap.missing(want);
             let missing = missing.unwrap_or(u64::from(want.span()) * GRANULE);
             heap.stats.reclaim.hooks += 1;
+            self.begin_again();
+            // What a hook frees may itself be marked.
+            self.marked = false;
             return Step::Hook(hook, missing.saturating_sub(heap.room()));
         }
         let asked = matches!(self.last_resort, LastResort::Hooks(_));
         if asked && heap.streams.iter().any(|(_, slot)| !slot.covered()) {
             heap.stats.reclaim.synchronised += 1;
+            self.last_resort = LastResort::Synchronised;
+            self.begin_again();
             return Step::Synchronise;
         }
         Step::Fail
     }
 }
 
-/// Memory is asked of the driver.
-fn grow(heap: &Heap, want: &Want, growth: Growth) -> Step {
-    let reason = heap.growth_reason(want, free_among(&growth.shards));
-    Step::Grow(growth, reason)
+/// What comes before room is made under the classic policy.
+fn choose_classic(heap: &mut Heap, want: &Want) -> Option<Step> {
+    if let Some(fresh) = heap.plan_segment(want) {
+        heap.stats.reclaim.grown += 1;
+        return Some(Step::Segment(fresh));
+    }
+    behind_waits(heap, want)
+}
+
+/// What comes before room is made for a block that has to lie in one handle: the tightest open stretch of one, a
+/// handle of its own below the soft cap, a stretch behind waits, a handle below the limit.
+fn in_one_handle(heap: &mut Heap, want: &Want) -> Option<Step> {
+    if let Some(part) = heap.part_of_handle(want, |finder, id| finder.ready(id)) {
+        heap.stats.reclaim.ready += 1;
+        return Some(Step::Claim(part));
+    }
+    let bytes = want.handle_bytes();
+    let Some(hole) = heap.hole_for_handle(want) else {
+        return Some(Step::Reserve(want.space, bytes));
+    };
+    if bytes <= heap.room_within(Bound::SoftCap) {
+        heap.stats.reclaim.grown += 1;
+        return heap.plan_handle(want, hole).map(Step::Grow);
+    }
+    if heap.streams.several()
+        && let Some(part) = heap.part_of_handle(want, |finder, id| finder.reachable(id))
+    {
+        heap.stats.reclaim.waited += 1;
+        return Some(Step::Claim(part));
+    }
+    if bytes > heap.room() {
+        return None;
+    }
+    heap.stats.reclaim.grown_hard += 1;
+    heap.plan_handle(want, hole).map(Step::Grow)
+}
+
+/// Whether a request should leave handles whole where it can: near the limit, where others must find whole ones to
+/// stitch, if it is small. Not of a lone stream, whose requests are served without any look at handles.
+fn spares_handles(heap: &Heap, want: &Want) -> bool {
+    heap.rules.maps()
+        && want.space == SpaceId::Large
+        && u64::from(want.granules) * GRANULE < SPARING_BELOW
+        && heap.streams.several()
+        && !heap.bounds_hold(0)
 }
 
 /// A fitting extent: ready, or much tighter behind a wait.
 fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
     let finder = heap.finder(want.space, want.stream)?;
     let mut ready = finder.ready_run(want)?;
-    if heap.spares_handles(want) {
+    if spares_handles(heap, want) {
         ready = finder.handle_preserving_run(want, ready, &heap.physical.handles);
     }
     let provisional = |tight: u64| {
@@ -267,17 +511,19 @@ fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
         && provisional(tight.granules)
     {
         heap.stats.reclaim.tighter += 1;
-        return Some(Step::Wait(tight));
+        return Some(Step::Claim(heap.part(want, tight)));
     }
     Some(Step::Take(ready))
 }
 
 /// Memory that fits behind waits: where the newest of them is the oldest.
-fn behind_waits(heap: &Heap, want: &Want) -> Option<Run> {
+fn behind_waits(heap: &mut Heap, want: &Want) -> Option<Step> {
     if !heap.streams.several() {
         return None;
     }
-    heap.finder(want.space, want.stream)?.oldest_run(want)
+    let run = heap.finder(want.space, want.stream)?.oldest_run(want)?;
+    heap.stats.reclaim.waited += 1;
+    Some(Step::Claim(heap.part(want, run)))
 }
 
 /// A place in a view that is ready; and what was open.

@@ -4,25 +4,31 @@
 //! choice begins again. Driver calls happen without the lock; what they work on is claimed before, so that
 //! nobody else can touch it, and put back if they fail.
 //!
-//! The rule of the lock: this file and `engine/calls.rs` alone take the heap's guard as a value and return it,
-//! so only here a caller has to ask whether the lock was let go in between. Everything below them takes the
-//! heap by reference, and holds the lock all the time, or nothing, and takes the lock itself.
-//! `tests/layers.py` watches over that.
+//! Who calls what is here has to ask whether the lock was let go in between, as in `engine/calls.rs` and nowhere
+//! else.
 
-use crate::allocator::cache::grant::Grant;
-use crate::allocator::cache::stream_cache::{Allocated, Small, StreamCache, thread};
+use crate::driver::DriverError;
+use crate::sync::capture::is_void_wait;
+
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
-use crate::allocator::extent::want::{PAGE_GRANULES, Want};
-use crate::allocator::reclaim::stage::{Reclaim, Step};
-use crate::allocator::stream::slot::{AfterFree, StreamKey};
+use crate::allocator::extent::want::Want;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::growth::Growth;
+use crate::allocator::physical::commit;
+use crate::allocator::physical::{Fresh, GrowthFailure};
+use crate::allocator::reclaim::choice::{Answer, Reclaim, Step};
+use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::ViewRun;
-use crate::error::Error;
-use crate::sync::capture::is_void_wait;
+use crate::error::{Error, OutOfMemory};
 
 /// So many markers that stand for nothing may stand in the way of a request.
 const VOID_WAITS: u32 = 16;
+
+/// Address space that an arena leases first; then as much again as it has, while that is less than
+/// the device's memory.
+const FIRST_LEASE: u64 = 8 << 20;
 
 impl Engine {
     /// Does something without the lock.
@@ -61,6 +67,31 @@ impl Engine {
         self.lock()
     }
 
+    /// Lets streams rest of which nobody has spoken for long: settles what they left, and does as if the others
+    /// were alone once that is complete.
+    fn rest_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
+        let silent = heap.streams.long_silent(stream);
+        if silent.is_empty() {
+            return Ok(heap);
+        }
+        let mut ours = heap.streams.kept_uncovered();
+        ours.retain(|(kept, _)| silent.contains(kept));
+        if !ours.is_empty() || !heap.streams.all_seen() {
+            (heap, _) = self.unlocked(heap, || {
+                self.cover_all(&ours)?;
+                self.poll_some(|stream| silent.contains(&stream))
+            })?;
+        }
+        let mut rested = false;
+        for stream in silent {
+            rested |= heap.streams.rest(stream);
+        }
+        if rested {
+            heap.streams_changed();
+        }
+        Ok(heap)
+    }
+
     /// Finds or makes room for a request. The extent comes back claimed, ready for its stream, with whether
     /// more was to be done for it than to look.
     pub(crate) fn obtain<'a>(
@@ -68,6 +99,12 @@ impl Engine {
         mut heap: Guard<'a>,
         want: &Want,
     ) -> Result<(Guard<'a>, u32, bool), Error> {
+        if heap.streams.woken {
+            heap.streams_changed();
+        }
+        if heap.streams.several() {
+            heap = self.rest_others(heap, want.stream)?;
+        }
         if heap.streams.several() {
             heap = self.poll_before(heap, want.stream)?;
         } else {
@@ -110,12 +147,8 @@ impl Engine {
                 heap.stats.reclaim.ready += u64::from(id.is_some());
                 Ok((heap, id))
             }
-            Step::Wait(run) => {
-                let claimed = heap.claim_run(want, run);
-                self.wait_for(heap, want, claimed)
-            }
-            Step::Place(place) => {
-                let claimed = heap.claim(want.space, place.first, place.skip, want.granules);
+            Step::Claim(part) => {
+                let claimed = heap.claim_part(want, part);
                 self.wait_for(heap, want, claimed)
             }
             Step::View(run) => self.take_in_view(heap, want, run),
@@ -209,188 +242,265 @@ impl Engine {
         Ok((heap, Some(id)))
     }
 
-    // ---- small blocks ------------------------------------------------------------------------
+    // ---- steps that need the driver, without the lock ----------------------------------------------
 
-    /// Allocates a small block from a stream cache, which gets more pages if it has no room.
-    pub(crate) fn obtain_small<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        (key, stream): (StreamKey, u32),
-        cache: &'static StreamCache,
-        request: Small,
-    ) -> Result<(Guard<'a>, Grant), Error> {
-        if let StreamKey::Id(key) = key {
-            thread::remember(key, cache);
+    /// Executes a step without the lock. Returns the extent, claimed and ready for its stream, if the step made
+    /// one.
+    pub(crate) fn execute(
+        &self,
+        want: &Want,
+        step: Step,
+        reclaim: &mut Reclaim<'_>,
+    ) -> Result<Option<u32>, Error> {
+        match step {
+            Step::Stitch(stitch) => {
+                let id = self.stitch(want, *stitch, reclaim)?;
+                reclaim.unstitched = id.is_none();
+                return Ok(id);
+            }
+            Step::Grow(growth) => return self.grow(want, growth, reclaim),
+            Step::Segment(fresh) => return self.grow_segment(want, &fresh, reclaim),
+            Step::Supply(fresh) => self.supply(want, fresh, reclaim)?,
+            Step::Reserve(space, bytes) => self.reserve_for(want, (space, bytes), reclaim)?,
+            Step::Evict(idle) => self.evict(&idle)?,
+            Step::MakeWay(idle) => match self.evict(&idle) {
+                Err(Error::Driver(error)) => reclaim.give_up_stitch(error),
+                done => done?,
+            },
+            Step::Shorten(cut) => match self.shorten(cut) {
+                // A view that keeps its end stands in nobody's way.
+                Err(Error::Driver(error)) => log::debug!("a view was kept: {error}"),
+                done => done?,
+            },
+            Step::Retry => match self.retry_orphaned_handles() {
+                // What still cannot be released stays behind.
+                Ok(_) | Err(Error::Driver(_)) => {}
+                Err(error) => return Err(error),
+            },
+            Step::Release(plan) => {
+                self.release(plan)?;
+            }
+            Step::Mark(key) => self.mark_unless_idle(want.stream, key)?,
+            Step::HostWait(stream, bound, event) => self.host_wait(stream, bound, event)?,
+            Step::Hook(hook, bytes) => {
+                hook.run(bytes);
+                // What it freed may be the driver's again, without having been ours.
+                self.lock().physical.full_at = None;
+            }
+            Step::Synchronise => match self.synchronise(false) {
+                // The step is not there while something captures.
+                Err(Error::Capturing { .. }) => {}
+                done => done?,
+            },
+            // Taken under the lock.
+            Step::Take(_)
+            | Step::Claim(_)
+            | Step::View(_)
+            | Step::Flush
+            | Step::EmptyCaches
+            | Step::AskAgain
+            | Step::Fail => {}
         }
-        let (mut missed, mut polled) = (false, false);
-        loop {
-            let outcome = cache.lock().take(request);
-            let outcome = match outcome {
-                Allocated::NoRoom => heap.take_at_peak(cache, request, None),
-                outcome => outcome,
-            };
-            if let Allocated::Taken(taken) = outcome {
-                if missed {
-                    heap.stats.misses += 1;
-                    heap.caches.misses += 1;
+        Ok(None)
+    }
+
+    /// Reserves so much more address space.
+    fn reserve_for(
+        &self,
+        want: &Want,
+        (space, bytes): (SpaceId, u64),
+        reclaim: &mut Reclaim<'_>,
+    ) -> Result<(), Error> {
+        match self.reserve_span(space, bytes) {
+            Ok(()) => Ok(()),
+            Err(Error::Driver(error)) if space == SpaceId::Views => {
+                reclaim.give_up_stitch(error);
+                Ok(())
+            }
+            Err(error) => {
+                let mut heap = self.lock();
+                match error {
+                    Error::Driver(error) if heap.missing(want).is_some() => {
+                        reclaim.cramped = true;
+                        reclaim.failure = Some(error);
+                        Ok(())
+                    }
+                    // No address space: as good as no memory.
+                    Error::Driver(refusal) if refusal.is_out_of_memory() => {
+                        let error = heap.out_of_memory(want.requested);
+                        drop(heap);
+                        Err(self.out_of_memory(error, Some(refusal)))
+                    }
+                    error => Err(error),
                 }
-                return Ok((heap, Grant::small(cache, taken, request.granules)));
             }
-            {
-                let mut inner = cache.lock();
-                if inner.take_back(true) || inner.runs.flush_for(request.span()) {
-                    continue;
+        }
+    }
+
+    /// Asks the driver for memory.
+    fn grow(
+        &self,
+        want: &Want,
+        mut growth: Growth,
+        reclaim: &mut Reclaim<'_>,
+    ) -> Result<Option<u32>, Error> {
+        // Their events may have no other holder by the end, and are not destroyed under the lock.
+        let waits = std::mem::take(&mut growth.waits);
+        match commit::map(&self.maker(), &growth.fresh) {
+            Ok(handles) => {
+                // Before anything is cut: if one fails, each part is what it was.
+                let waited = self.queue_waits(want.stream, &waits);
+                drop(waits);
+                let mut heap = self.lock();
+                match waited {
+                    Ok(()) => Ok(Some(heap.grown(want, &growth, &handles))),
+                    Err(error) => {
+                        heap.ungrown(want, growth, &handles);
+                        Err(error)
+                    }
                 }
             }
-            if !polled && cache.lock().asks() {
-                // Blocks that other streams used may be free by now.
-                polled = true;
-                let close = cache.lock().holds_much();
-                let freed;
-                (heap, freed) = self.take_back_shared(heap, cache, close)?;
-                cache.lock().asked(freed);
-                continue;
+            Err(failure) => {
+                drop(waits);
+                self.not_grown(growth.fresh, failure, reclaim)?;
+                Ok(None)
             }
-            let grown;
-            (heap, grown) = self.obtain_page(heap, stream, cache, request)?;
-            missed |= grown;
         }
     }
 
-    /// Brings another page to a stream cache, or merges what it keeps at hand. Returns whether memory was
-    /// added for it.
-    fn obtain_page<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        stream: u32,
-        cache: &'static StreamCache,
-        request: Small,
-    ) -> Result<(Guard<'a>, bool), Error> {
-        let page = a_page(stream, request);
-        if cache.lock().runs.is_worn() {
-            heap.return_pages(cache, u32::MAX, &mut AfterFree::default());
-        }
-        let mut ready = heap.take_best(&page);
-        if ready.is_none() && cache.lock().runs.flush_quick() {
-            return Ok((heap, false));
-        }
-        if ready.is_none() {
-            // What other stream caches did not need lately comes before more memory.
-            let mut givers = heap.flush_idle();
-            if !givers.is_empty() {
-                givers.retain(|giver| *giver != stream);
-                heap = self.cover(heap, &givers)?;
-                ready = heap.take_best(&page);
+    /// Asks the driver for free memory.
+    fn supply(&self, want: &Want, fresh: Fresh, reclaim: &mut Reclaim<'_>) -> Result<(), Error> {
+        match commit::map(&self.maker(), &fresh) {
+            Ok(handles) => {
+                self.lock().supplied(want, &fresh, &handles);
+                Ok(())
             }
+            Err(failure) => self.not_grown(fresh, failure, reclaim),
         }
-        if let Some(id) = ready {
-            heap.page_taken(id, cache)?;
-            return Ok((heap, false));
-        }
-        let (mut heap, id, missed) = self.obtain(heap, &page)?;
-        heap.page_taken(id, cache)?;
-        Ok((heap, missed))
     }
 
-    /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
-    fn cover<'a>(&'a self, heap: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
-        let mut ours = heap.streams.kept_uncovered();
-        ours.retain(|(stream, _)| streams.contains(stream));
-        if ours.is_empty() {
-            return Ok(heap);
-        }
-        let covered = self.unlocked(heap, || {
-            self.cover_all(&ours)?;
-            self.poll_some(|stream| streams.contains(&stream))
-        })?;
-        Ok(covered.0)
+    /// The driver had no memory for a growth.
+    fn not_grown(
+        &self,
+        fresh: Fresh,
+        failure: GrowthFailure,
+        reclaim: &mut Reclaim<'_>,
+    ) -> Result<(), Error> {
+        let (error, asked, space) = (failure.error, fresh.bytes(), fresh.space);
+        let free = self.driver_free(error);
+        let mut heap = self.lock();
+        heap.not_made(fresh);
+        heap.set_apart(space, failure);
+        self.refused(&mut heap, error, free.min(asked - 1), reclaim)
     }
 
-    /// Asks whether other streams are done with what a stream cache holds back for them; with `close` also
-    /// about what no batch was full of yet. Whether anything came of it.
-    fn take_back_shared<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        cache: &'static StreamCache,
-        close: bool,
-    ) -> Result<(Guard<'a>, bool), Error> {
-        let before = cache.lock().pending_bytes();
-        if close && heap.close_batches(cache, None, &mut AfterFree::default()) {
-            let ours = heap.streams.kept_uncovered();
-            (heap, _) = self.unlocked(heap, || self.cover_all(&ours))?;
+    /// Asks the driver for a segment.
+    fn grow_segment(
+        &self,
+        want: &Want,
+        fresh: &Fresh,
+        reclaim: &mut Reclaim<'_>,
+    ) -> Result<Option<u32>, Error> {
+        let bytes = fresh.bytes();
+        let made = commit::allocate(&self.context, bytes);
+        let free = made.map_or_else(|error| self.driver_free(error), |_| 0);
+        let mut heap = self.lock();
+        match made {
+            Ok(addr) => Ok(heap.segment(want, fresh, addr)),
+            Err(error) => {
+                heap.physical.planned -= bytes;
+                self.refused(&mut heap, error, free.min(bytes - 1), reclaim)?;
+                Ok(None)
+            }
         }
-        // Of no use to ask about streams for which others hold blocks back: they ask themselves.
-        let users = heap.caches.held_back_for(cache);
-        let wanted = |stream| users.contains(&stream);
-        let full = heap.full_batches(wanted);
-        if !full.is_empty() {
-            (heap, _) = self.unlocked(heap, || self.cover_all(&full))?;
-        }
-        if let Some(due) = heap.streams.due_markers(wanted) {
-            (heap, _) = self.unlocked(heap, || self.poll_due(due, wanted))?;
-        }
-        heap.return_held_back();
-        let freed = cache.lock().pending_bytes() < before;
-        Ok((heap, freed))
     }
 
-    /// Takes a request from memory that its stream may use without a wait, if there is any.
-    pub(crate) fn take_cached_small<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        cache: &'static StreamCache,
-        request: Small,
-        near: &[u64],
-    ) -> Result<(Guard<'a>, Option<Grant>), Error> {
-        let (mut polled, mut paged) = (false, false);
-        loop {
-            let outcome = {
-                let mut inner = cache.lock();
-                inner.take_back(true);
-                match self.take_near(cache, &mut inner, request, near) {
-                    Allocated::NoRun => inner.take(request),
-                    outcome => outcome,
-                }
-            };
-            let outcome = match outcome {
-                Allocated::NoRoom => heap.take_at_peak(cache, request, None),
-                outcome => outcome,
-            };
-            if let Allocated::Taken(taken) = outcome {
-                return Ok((heap, Some(Grant::small(cache, taken, request.granules))));
-            }
-            if cache.lock().runs.flush_quick() {
-                continue;
-            }
-            if !polled {
-                // Memory that other streams used may be free by now.
-                polled = true;
-                heap.streams.ask_again();
-                (heap, _) = self.take_back_shared(heap, cache, true)?;
-                let stream = cache.lock().slot;
-                heap = self.poll_before(heap, stream)?;
-                continue;
-            }
-            let page = a_page(cache.lock().slot, request);
-            let page = if paged { None } else { heap.take_best(&page) };
-            let Some(id) = page else {
-                return Ok((heap, None));
-            };
-            paged = true;
-            heap.page_taken(id, cache)?;
+    /// What the driver has left after a refusal; 0 if it does not say, or refused for another
+    /// reason.
+    pub(crate) fn driver_free(&self, error: DriverError) -> u64 {
+        if !error.is_out_of_memory() {
+            return 0;
         }
+        let info = self.context.enter().and_then(|entered| entered.mem_info());
+        info.map_or(0, |info| info.free)
     }
-}
 
-/// A page of the arena of small blocks, where everything is a multiple of a page.
-fn a_page(stream: u32, request: Small) -> Want {
-    Want {
-        space: SpaceId::Small,
-        stream,
-        granules: PAGE_GRANULES,
-        align: 1,
-        requested: u64::from(request.requested),
-        single: false,
-        views: true,
+    /// The driver refused. Want of memory below our own limit counts as a limit reached, until
+    /// something is given back; anything else is an error.
+    pub(crate) fn refused(
+        &self,
+        heap: &mut Heap,
+        error: DriverError,
+        free: u64,
+        reclaim: &mut Reclaim<'_>,
+    ) -> Result<(), Error> {
+        if !error.is_out_of_memory() {
+            return Err(self.error(error));
+        }
+        heap.stats.retries += 1;
+        heap.physical.full_at = Some(heap.held() + free);
+        reclaim.answer = Answer::Refused(error);
+        Ok(())
+    }
+
+    /// Leases address space for an arena: as much as it has already, behind its last if that is free.
+    pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
+        let at_least = at_least.next_multiple_of(PHYSICAL_GRANULE);
+        let (end, held) = self.lock().extents.addresses_of(space);
+        let usual = held
+            .clamp(FIRST_LEASE, self.total_memory.max(FIRST_LEASE))
+            .max(at_least)
+            .next_multiple_of(PHYSICAL_GRANULE);
+        let leased = self
+            .addresses
+            .lease_for(&self.context, end, [usual, at_least]);
+        let lease = leased.map_err(|e| self.error(e))?;
+        self.lock().add_addresses(space, lease);
+        Ok(())
+    }
+
+    /// Adds to the heap's picture what only the driver knows. Cannot fail itself.
+    pub(crate) fn out_of_memory(
+        &self,
+        mut oom: OutOfMemory,
+        refusal: Option<DriverError>,
+    ) -> Error {
+        oom.device = self.device.ordinal();
+        oom.driver = refusal;
+        if let Ok(info) = self.context.enter().and_then(|entered| entered.mem_info()) {
+            oom.driver_free = Some(info.free);
+            oom.driver_total = Some(info.total);
+        }
+        Error::OutOfMemory(Box::new(oom))
+    }
+
+    /// After a large allocation: gives a part back of what an earlier one created beyond
+    /// the soft cap. Never waits; what cannot go now goes with a later allocation.
+    pub(crate) fn repay(&self, stream: u32) {
+        if let Err(error) = self.poll_for(stream) {
+            return log::debug!("nothing was repaid: {error}");
+        }
+        let mut heap = self.lock();
+        let plan = heap.plan_repayment();
+        let handles = plan.len() as u64;
+        let slot = &heap.streams[stream];
+        // What one stream alone frees is never marked otherwise.
+        let mark =
+            (handles == 0 && heap.physical.bursts.debt && !slot.covered()).then_some(slot.key);
+        drop(heap);
+        if let Some(key) = mark {
+            return self.mark_all([(stream, key)]);
+        }
+        if handles == 0 {
+            return;
+        }
+        match self.release(plan) {
+            Ok(released) => {
+                let mut heap = self.lock();
+                heap.physical.bursts.figures.repaid += handles;
+                heap.physical.bursts.figures.repaid_bytes += released;
+            }
+            Err(error) => log::debug!("less was repaid than planned: {error}"),
+        }
     }
 }

@@ -7,6 +7,7 @@
 
 pub(crate) mod finder;
 pub(crate) mod poll;
+pub(crate) mod rest;
 pub(crate) mod slot;
 
 use std::collections::{HashMap, VecDeque};
@@ -28,7 +29,6 @@ use crate::error::{Error, StreamMisuse};
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
 const FEW_MARKERS: usize = 8;
-
 /// All streams of an allocator.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
@@ -36,6 +36,12 @@ pub(crate) struct Streams {
     pub(crate) by_key: HashMap<StreamKey, u32, Mixed>,
     vacant: Vec<u32>,
     in_use: usize,
+    /// Of those in use, how many rest.
+    resting: usize,
+    /// A stream came back from its rest, and the spaces do not know of it yet.
+    pub(crate) woken: bool,
+    /// Large requests while several streams were about.
+    requests: u64,
     orders: u64,
     /// Streams of which more is complete than when this was last taken.
     advanced: Vec<u32>,
@@ -75,7 +81,16 @@ impl Streams {
 
     /// More than one stream may hold or ask for memory.
     pub(crate) fn several(&self) -> bool {
-        self.in_use > 1
+        self.in_use - self.resting > 1
+    }
+
+    /// Where nobody else was there to ask for what a stream freed, somebody is now.
+    fn second_came(&mut self) {
+        if self.in_use - self.resting == 2 {
+            for stream in self.slots() {
+                self.list_full(stream);
+            }
+        }
     }
 
     /// Whether a marker was not seen complete yet.
@@ -122,6 +137,9 @@ impl Streams {
             punctual: PUNCTUAL,
             patience: PUNCTUAL,
             listed: false,
+            resting: false,
+            told_at: self.requests,
+            rests_after: slot::RESTS_AFTER,
         };
         let at = match at {
             Some(at) => {
@@ -135,12 +153,7 @@ impl Streams {
             }
         };
         self.by_key.insert(key, at);
-        if self.in_use == 2 {
-            // Nobody else was there to ask for what the first one freed.
-            for stream in self.slots() {
-                self.list_full(stream);
-            }
-        }
+        self.second_came();
         at
     }
 
@@ -161,6 +174,7 @@ impl Streams {
             return false;
         }
         slot.in_use = false;
+        self.resting -= usize::from(std::mem::take(&mut slot.resting));
         self.unseen -= slot.markers.len();
         slot.markers.clear();
         slot.row = Arc::default();
@@ -186,7 +200,7 @@ impl Streams {
     /// The holders of all streams of the caller's, none of which is touched from here on.
     pub(crate) fn take_foreign(&mut self) -> Vec<Holder> {
         let slots = self.iter_mut().map(|(_, slot)| &mut slot.holder);
-        let foreign = slots.filter(|holder| matches!(holder, Holder::Foreign(_)));
+        let foreign = slots.filter(|holder| holder.is_callers());
         let mut taken: Vec<Holder> = foreign
             .map(|holder| std::mem::replace(holder, Holder::Retired))
             .collect();
@@ -330,6 +344,7 @@ impl Streams {
     /// Counts a use under the open ticket of a stream. Whether the batch is to get its marker now.
     #[inline]
     pub(crate) fn count_use(&mut self, stream: u32, bytes: u64) -> bool {
+        self.tell(stream);
         let several = self.several();
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.saturating_add(1);
@@ -337,7 +352,7 @@ impl Streams {
         if !several || !slot.is_full() {
             return false;
         }
-        let waits = slot.punctual == 0 && matches!(slot.holder, Holder::Kept(_));
+        let waits = slot.punctual == 0 && slot.holder.is_lasting();
         // Where streams are captured a free is the owner's call, and a question is not.
         if waits && !self.watchful && process::is_quiet() {
             self.list_full(stream);
@@ -363,7 +378,7 @@ impl Streams {
 
     pub(crate) fn list_full(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
-        let kept = slot.in_use && matches!(slot.holder, Holder::Kept(_));
+        let kept = slot.in_use && slot.holder.is_lasting();
         if kept && !slot.listed && slot.is_full() {
             slot.listed = true;
             self.full.push(stream);
@@ -401,7 +416,7 @@ impl Streams {
     pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
         let slots = self.iter();
         slots
-            .filter(|(_, slot)| matches!(slot.holder, Holder::Kept(_)) && !slot.covered())
+            .filter(|(_, slot)| slot.holder.is_lasting() && !slot.covered())
             .map(|(stream, slot)| (stream, slot.key))
             .collect()
     }

@@ -60,6 +60,10 @@ pub(crate) enum Holder {
     /// The caller's: touched only inside calls that name the stream or free its blocks. Who touches it
     /// beside the heap's lock holds a copy of the token meanwhile.
     Foreign(Arc<()>),
+    /// The caller's, who promised that its handle lives until it is retired: it may be marked at any time. It is
+    /// not asked whether it is idle by calls that do not name it, since its owner may begin to capture it. The token
+    /// is that of a foreign one.
+    Adopted(Arc<()>),
     /// No calls any more: the last marker is recorded.
     Retired,
 }
@@ -69,15 +73,26 @@ impl Holder {
         Holder::Foreign(Arc::new(()))
     }
 
+    /// Whether a marker may be recorded on the stream at any time.
+    #[inline]
+    pub(crate) fn is_lasting(&self) -> bool {
+        matches!(self, Holder::Kept(_) | Holder::Adopted(_))
+    }
+
+    /// The caller's, adopted or not.
+    pub(crate) fn is_callers(&self) -> bool {
+        matches!(self, Holder::Foreign(_) | Holder::Adopted(_))
+    }
+
     /// Whether a call that is under way touches a stream of the caller's. Copies are made under the heap's
     /// lock alone.
     pub(crate) fn is_touched(&self) -> bool {
-        matches!(self, Holder::Foreign(token) if Arc::strong_count(token) > 1)
+        matches!(self, Holder::Foreign(token) | Holder::Adopted(token) if Arc::strong_count(token) > 1)
     }
 
     /// Waits until nobody touches a stream of the caller's any more. No copies are made of this holder now.
     pub(crate) fn let_go(self) {
-        let Holder::Foreign(mut token) = self else {
+        let (Holder::Foreign(mut token) | Holder::Adopted(mut token)) = self else {
             return;
         };
         let mut round = 0;
@@ -129,6 +144,13 @@ pub(crate) struct Slot {
     pub(crate) patience: u32,
     /// Among the `full` ones.
     pub(crate) listed: bool,
+    /// The heap's memory has no part of the stream that is not complete, and nobody names it: the others do
+    /// as if it did not exist. Its stream caches go on.
+    pub(crate) resting: bool,
+    /// Requests for large memory, of all streams, when the heap was last told of the stream,
+    pub(crate) told_at: u64,
+    /// and after how many since then it rests.
+    pub(crate) rests_after: u64,
 }
 
 impl Slot {
@@ -167,6 +189,22 @@ impl Slot {
         self.in_use && self.named && self.key == key
     }
 
+    /// The handle, if nothing more is needed to ask the stream whether it captures; else 0.
+    pub(crate) fn handle_to_ask(&self) -> usize {
+        // A default stream is asked in its context.
+        let ask = !matches!(self.holder, Holder::Retired) && self.raw > 2;
+        if ask { self.raw } else { 0 }
+    }
+
+    /// The handle, if it is this stream's and no other's until the stream is retired; else 0.
+    pub(crate) fn lasting_handle(&self) -> usize {
+        if self.holder.is_lasting() {
+            self.handle_to_ask()
+        } else {
+            0
+        }
+    }
+
     /// The stream, if it may be asked whether it is capturing.
     pub(crate) fn suspect(&self) -> Option<Suspect> {
         // The per-thread handle would ask about the calling thread's stream.
@@ -177,6 +215,12 @@ impl Slot {
             context: self.context.clone(),
             _holder: self.holder.clone(),
         })
+    }
+
+    /// Whether nothing is left for the others to wait for.
+    pub(crate) fn is_settled(&self) -> bool {
+        let quiet = self.calls == 0 && self.leaving == 0 && self.markers.is_empty();
+        quiet && self.open_uses == 0 && self.completed + 1 >= self.open
     }
 
     pub(crate) fn drained(&self) -> bool {
@@ -205,6 +249,9 @@ pub(crate) const PUNCTUAL: u32 = 512;
 
 /// Each time that a stream is busy when somebody asks for its memory it is twice as many, up to this.
 pub(crate) const MOST_PUNCTUAL: u32 = 1 << 16;
+
+/// A stream rests once so many large requests of others have passed without a word of it, at first.
+pub(crate) const RESTS_AFTER: u64 = 2048;
 
 /// Large allocations to let pass before a marker that was not ready is asked again.
 pub(crate) const BACKOFF: u32 = 8;

@@ -7,6 +7,8 @@
 //!
 //! What is stored depends on the layouts alone: nothing is to be done when memory is taken or freed.
 
+#![forbid(unsafe_code)]
+
 use crate::allocator::extent::handle::WHOLE;
 use crate::allocator::extent::invariant::holds;
 use crate::allocator::size::GRANULE;

@@ -1,5 +1,7 @@
 //! New layouts of views over physical memory.
 
+#![forbid(unsafe_code)]
+
 use crate::allocator::extent::want::Want;
 use crate::allocator::physical::Physical;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};

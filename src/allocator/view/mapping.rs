@@ -1,11 +1,14 @@
 //! Views: second layouts of physical memory.
 
+#![forbid(unsafe_code)]
+
 use crate::driver::DriverError;
 
 use crate::allocator::extent::handle::{BACK, Borders, Handles};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
+use crate::allocator::physical::{Fresh, GrowthFailure};
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::finder::Finder;
@@ -266,21 +269,6 @@ pub(crate) struct Site {
     pub at: u64,
 }
 
-/// New memory that a stitch brings along.
-#[derive(Debug)]
-pub(crate) struct Fresh {
-    pub id: u32,
-    pub shards: Vec<crate::allocator::extent::space::Shard>,
-    pub addr: u64,
-    pub sizes: Vec<u64>,
-}
-
-impl Fresh {
-    pub(crate) fn bytes(&self) -> u64 {
-        self.sizes.iter().sum()
-    }
-}
-
 impl Stitch {
     /// Handles that are mapped into the view.
     pub(crate) fn maps(&self) -> usize {
@@ -293,7 +281,16 @@ pub(crate) enum Unmapped {
     /// Undone: nothing is left of it.
     Undone(DriverError),
     /// New memory could not be made; what is left of that.
-    NotMade(crate::allocator::physical::GrowthFailure),
+    NotMade(GrowthFailure),
     /// Failed with this many mappings, and the handles of new memory, left in the view.
     Stuck(DriverError, usize, Vec<u64>),
+}
+
+impl Unmapped {
+    pub(crate) fn error(&self) -> DriverError {
+        match self {
+            Unmapped::Undone(error) | Unmapped::Stuck(error, ..) => *error,
+            Unmapped::NotMade(failure) => failure.error,
+        }
+    }
 }

@@ -1,7 +1,6 @@
 //! Second layouts of physical memory: all views of an allocator.
 
-#![forbid(unsafe_code)]
-
+pub(crate) mod commit;
 pub(crate) mod grid;
 pub(crate) mod layout;
 pub(crate) mod mapping;

@@ -1,5 +1,7 @@
 //! The handles that a stitch may use, and which of them it takes.
 
+#![forbid(unsafe_code)]
+
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 

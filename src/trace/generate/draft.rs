@@ -1,6 +1,7 @@
 //! What a program is, and what its rows are made with.
 
 use super::super::format::{Op, Row};
+use std::collections::VecDeque;
 
 /// What a made-up program does.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -27,7 +28,7 @@ pub struct Program {
     pub kind: Kind,
     /// Programs of different seeds differ in everything that is random.
     pub seed: u64,
-    /// How many rows it has at least; `None`: as many as usual for the kind (12,000 of
+    /// How many rows it has; `None`: as many as usual for the kind (12,000 of
     /// [`Kind::Large`], four training steps of [`Kind::Sharded`], 1,000,000 of the random ones).
     pub rows: Option<usize>,
     /// On how many streams a random program works, from 1 on; `None`: 1, 2, 4 or 8, as the seed says.
@@ -97,45 +98,117 @@ impl Random {
     }
 }
 
-/// A trace in the making, and what is live in it.
+/// A block of a program.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Made {
+    pub(super) id: usize,
+    pub(super) bytes: u64,
+    pub(super) stream: u16,
+}
+
+/// What makes the rows of a program, a few at a time.
+pub(super) trait Maker {
+    /// Makes some rows, perhaps none; false if the program is over.
+    fn make(&mut self, draft: &mut Draft) -> bool;
+}
+
+/// Where a block is released that a row frees.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Release {
+    /// The row does not free: it allocates.
+    Never,
+    /// At the row itself.
+    Here,
+    /// At the row with this index, at which its last use completes.
+    At(usize),
+    /// At a row that is not made yet.
+    Later,
+}
+
+/// A row that nobody has seen yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ready {
+    pub(super) row: Row,
+    /// Of its block.
+    pub(super) bytes: u64,
+    pub(super) release: Release,
+}
+
+/// A program in the making: the rows that were made and not handed on yet.
 #[derive(Debug, Default)]
 pub(super) struct Draft {
-    pub(super) rows: Vec<Row>,
-    /// Blocks made so far.
+    ready: VecDeque<Ready>,
+    /// Rows and blocks made so far.
+    pub(super) rows: usize,
     pub(super) blocks: usize,
-    /// Live blocks: id, bytes, stream.
-    pub(super) live: Vec<(usize, u64, u16)>,
-    pub(super) live_bytes: u64,
 }
 
 impl Draft {
-    pub(super) fn allocate(&mut self, bytes: u64, stream: u16) -> usize {
-        let id = self.blocks;
-        self.blocks += 1;
-        self.live.push((id, bytes, stream));
-        self.live_bytes += bytes;
-        self.rows.push(Row {
-            op: Op::Allocate,
-            stream,
-            id,
+    pub(super) fn allocate(&mut self, bytes: u64, stream: u16) -> Made {
+        let block = Made {
+            id: self.blocks,
             bytes,
-        });
-        id
-    }
-
-    /// Frees the live block at a position of `live`.
-    pub(super) fn free_at(&mut self, at: usize) {
-        let (id, bytes, stream) = self.live.swap_remove(at);
-        self.live_bytes -= bytes;
-        self.row(Op::Free, id, stream);
-    }
-
-    pub(super) fn row(&mut self, op: Op, id: usize, stream: u16) {
-        self.rows.push(Row {
-            op,
             stream,
-            id,
-            bytes: 0,
+        };
+        self.blocks += 1;
+        self.push(Op::Allocate, block, Release::Never);
+        block
+    }
+
+    pub(super) fn free(&mut self, block: Made) {
+        self.push(Op::Free, block, Release::Here);
+    }
+
+    /// Frees a block that another stream still uses; the index of the row.
+    pub(super) fn free_late(&mut self, block: Made) -> usize {
+        self.push(Op::Free, block, Release::Later);
+        self.rows - 1
+    }
+
+    /// Frees a block whose last use completes so many rows later.
+    pub(super) fn free_until(&mut self, block: Made, rows: usize) {
+        self.push(Op::Free, block, Release::At(self.rows + rows));
+    }
+
+    /// The last use of a block is over, which was freed late at the row with this index if there is one.
+    pub(super) fn complete(&mut self, block: Made, late: Option<usize>) {
+        // Rows that wait for this are still there.
+        let first = self.rows - self.ready.len();
+        let waits = late.and_then(|row| row.checked_sub(first));
+        if let Some(ready) = waits.and_then(|at| self.ready.get_mut(at)) {
+            ready.release = Release::At(self.rows);
+        }
+        self.push(Op::Complete, block, Release::Here);
+    }
+
+    /// The next row; `None` if more must be made first.
+    pub(super) fn next(&mut self) -> Option<Ready> {
+        match self.ready.front()?.release {
+            Release::Later => None,
+            _ => self.ready.pop_front(),
+        }
+    }
+
+    /// The next row of a program that is over: what has not completed never does.
+    pub(super) fn rest(&mut self) -> Option<Ready> {
+        let mut ready = self.ready.pop_front()?;
+        if matches!(ready.release, Release::Later) {
+            ready.release = Release::Here;
+        }
+        Some(ready)
+    }
+
+    fn push(&mut self, op: Op, block: Made, release: Release) {
+        self.rows += 1;
+        self.ready.push_back(Ready {
+            row: Row {
+                op,
+                stream: block.stream,
+                id: block.id,
+                bytes: if op == Op::Allocate { block.bytes } else { 0 },
+            },
+            bytes: block.bytes,
+            release,
         });
     }
 }

@@ -1,28 +1,39 @@
 //! Few, very large blocks that never repeat.
 
-use super::draft::{Draft, Program, Random};
-use crate::trace::format::Row;
+use super::draft::{Draft, Made, Maker, Program, Random};
 
-const ROWS: usize = 12_000;
+pub(super) const ROWS: usize = 12_000;
 const SMALLEST: u64 = 64 << 20;
 /// Powers of two between the smallest and the largest.
 const OCTAVES: u32 = 5;
 const LIVE_MIN: usize = 4;
 const LIVE_MAX: usize = 12;
 
-pub(super) fn rows(program: &Program) -> Vec<Row> {
-    let mut random = Random::new(program.seed);
-    let mut draft = Draft::default();
-    while draft.rows.len() < program.rows.unwrap_or(ROWS) {
-        let live = draft.live.len();
-        let more = live <= LIVE_MIN || (live < LIVE_MAX && random.below(2) == 0);
-        if more {
-            let bytes = random.log_uniform(SMALLEST, OCTAVES);
-            draft.allocate(bytes, 0);
-        } else {
-            let at = random.below(live as u64) as usize;
-            draft.free_at(at);
+pub(super) struct Large {
+    random: Random,
+    live: Vec<Made>,
+}
+
+impl Large {
+    pub(super) fn new(program: &Program) -> Large {
+        Large {
+            random: Random::new(program.seed),
+            live: Vec::new(),
         }
     }
-    draft.rows
+}
+
+impl Maker for Large {
+    fn make(&mut self, draft: &mut Draft) -> bool {
+        let live = self.live.len();
+        let more = live <= LIVE_MIN || (live < LIVE_MAX && self.random.below(2) == 0);
+        if more {
+            let bytes = self.random.log_uniform(SMALLEST, OCTAVES);
+            self.live.push(draft.allocate(bytes, 0));
+        } else {
+            let at = self.random.below(live as u64) as usize;
+            draft.free(self.live.swap_remove(at));
+        }
+        true
+    }
 }

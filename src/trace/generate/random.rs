@@ -1,9 +1,8 @@
 //! Random blocks on random streams.
 
-use super::draft::{Draft, Kind, Program, Random};
-use crate::trace::format::Row;
+use super::draft::{Draft, Kind, Made, Maker, Program, Random};
 
-const ROWS: usize = 1_000_000;
+pub(super) const ROWS: usize = 1_000_000;
 const SMALLEST: u64 = 512;
 /// Powers of two between the smallest and the largest.
 const OCTAVES: u32 = 20;
@@ -14,27 +13,56 @@ const LOW_PART: u64 = 32;
 /// Of so many rows at which a block would fit, so many are allocations where memory is always full.
 const FULL: (u64, u64) = (3, 5);
 
-pub(super) fn rows(program: &Program) -> Vec<Row> {
-    let mut random = Random::new(program.seed);
-    let by_seed = 1 << random.below(4);
-    let streams = program.streams.unwrap_or(by_seed).max(1);
-    let high = program.live.unwrap_or(LIVE).max(SMALLEST);
-    let (low, (of, parts)) = match program.kind {
-        Kind::Churn => (0, FULL),
-        _ => (high / LOW_PART, (1, 2)),
-    };
-    let mut draft = Draft::default();
-    while draft.rows.len() < program.rows.unwrap_or(ROWS) {
-        let bytes = random.log_uniform(SMALLEST, OCTAVES);
-        let stream = random.below(u64::from(streams)) as u16;
-        let wanted = random.below(parts) < of || draft.live_bytes < low;
-        let live = draft.live.len() as u64;
-        if draft.live_bytes + bytes <= high && (wanted || live == 0) {
-            draft.allocate(bytes, stream);
-        } else if live > 0 {
-            let at = random.below(live) as usize;
-            draft.free_at(at);
+pub(super) struct Wandering {
+    random: Random,
+    streams: u64,
+    /// Bounds on what is live.
+    low: u64,
+    high: u64,
+    /// Of so many rows at which a block would fit, so many are allocations.
+    share: (u64, u64),
+    live: Vec<Made>,
+    live_bytes: u64,
+}
+
+impl Wandering {
+    pub(super) fn new(program: &Program) -> Wandering {
+        let mut random = Random::new(program.seed);
+        let by_seed = 1 << random.below(4);
+        let high = program.live.unwrap_or(LIVE).max(SMALLEST);
+        let (low, share) = match program.kind {
+            Kind::Churn => (0, FULL),
+            _ => (high / LOW_PART, (1, 2)),
+        };
+        Wandering {
+            random,
+            streams: u64::from(program.streams.unwrap_or(by_seed).max(1)),
+            low,
+            high,
+            share,
+            live: Vec::new(),
+            live_bytes: 0,
         }
     }
-    draft.rows
+}
+
+impl Maker for Wandering {
+    fn make(&mut self, draft: &mut Draft) -> bool {
+        let bytes = self.random.log_uniform(SMALLEST, OCTAVES);
+        let stream = self.random.below(self.streams) as u16;
+        let (of, parts) = self.share;
+        let wanted = self.random.below(parts) < of || self.live_bytes < self.low;
+        let live = self.live.len() as u64;
+        let fits = bytes <= self.high.saturating_sub(self.live_bytes);
+        if fits && (wanted || live == 0) {
+            self.live.push(draft.allocate(bytes, stream));
+            self.live_bytes += bytes;
+        } else if live > 0 {
+            let at = self.random.below(live) as usize;
+            let block = self.live.swap_remove(at);
+            self.live_bytes -= block.bytes;
+            draft.free(block);
+        }
+        true
+    }
 }

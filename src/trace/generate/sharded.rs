@@ -1,7 +1,6 @@
 //! Training with sharded parameters, as one of the devices sees it.
 
-use super::draft::{Draft, Program, Random};
-use crate::trace::format::{Op, Row};
+use super::draft::{Draft, Made, Maker, Program, Random};
 
 const COMPUTE: u16 = 0;
 const GATHER: u16 = 1;
@@ -18,6 +17,15 @@ const STATE: u64 = 12;
 /// Rows until another stream has done what it does with a block that its owner gave up.
 const LATE: usize = 7;
 
+pub(super) struct Sharded {
+    random: Random,
+    model: Model,
+    late: Vec<Late>,
+    /// Steps still to take.
+    steps: usize,
+    started: bool,
+}
+
 struct Model {
     /// Parameters of each layer; the first is the table of words.
     layers: Vec<u64>,
@@ -25,79 +33,103 @@ struct Model {
     hidden: u64,
 }
 
-/// The draft, and blocks given up by their owner that another stream still uses.
-struct Writer {
-    draft: Draft,
-    /// Row from which on the use is over, and position.
-    late: Vec<(usize, usize, u16)>,
+/// A block given up by its owner that another stream still uses.
+struct Late {
+    /// Row from which on the use is over.
+    due: usize,
+    block: Made,
+    /// The row that freed it.
+    freed: usize,
 }
 
-impl Writer {
-    fn allocate(&mut self, bytes: u64, stream: u16) -> (usize, u16) {
+/// The draft, and the blocks that complete late.
+struct Writer<'a> {
+    draft: &'a mut Draft,
+    late: &'a mut Vec<Late>,
+}
+
+impl Writer<'_> {
+    fn allocate(&mut self, bytes: u64, stream: u16) -> Made {
         self.complete();
-        (self.draft.allocate(bytes, stream), stream)
+        self.draft.allocate(bytes, stream)
     }
 
-    fn free(&mut self, block: (usize, u16)) {
+    fn free(&mut self, block: Made) {
         self.complete();
-        self.draft.row(Op::Free, block.0, block.1);
+        self.draft.free(block);
     }
 
     /// Frees a block that another stream was just given work with.
-    fn free_late(&mut self, block: (usize, u16)) {
-        self.free(block);
-        let due = self.draft.rows.len() + LATE;
-        self.late.push((due, block.0, block.1));
+    fn free_late(&mut self, block: Made) {
+        self.complete();
+        let freed = self.draft.free_late(block);
+        self.late.push(Late {
+            due: self.draft.rows + LATE,
+            block,
+            freed,
+        });
     }
 
     fn complete(&mut self) {
-        while let Some((due, id, stream)) = self.late.first().copied()
-            && due <= self.draft.rows.len()
+        while self
+            .late
+            .first()
+            .is_some_and(|late| late.due <= self.draft.rows)
         {
-            self.late.remove(0);
-            self.draft.row(Op::Complete, id, stream);
+            let late = self.late.remove(0);
+            self.draft.complete(late.block, Some(late.freed));
         }
     }
 }
 
-pub(super) fn rows(program: &Program) -> Vec<Row> {
-    let mut random = Random::new(program.seed);
-    let width = 256 * random.between(6, 12);
-    let hidden = 256 * random.between(12, 40);
-    let layer = 4 * width * width + 3 * width * hidden;
-    let mut layers = vec![width * 1024 * random.between(24, 64)];
-    layers.extend(std::iter::repeat_n(layer, LAYERS));
-    let model = Model {
-        layers,
-        width,
-        hidden,
-    };
-    let mut writer = Writer {
-        draft: Draft::default(),
-        late: Vec::new(),
-    };
-    for parameters in &model.layers {
-        writer.allocate(parameters / SHARDS * PARAMETER, COMPUTE);
-        writer.allocate(parameters / SHARDS * STATE, COMPUTE);
+impl Sharded {
+    pub(super) fn new(program: &Program) -> Sharded {
+        let mut random = Random::new(program.seed);
+        let width = 256 * random.between(6, 12);
+        let hidden = 256 * random.between(12, 40);
+        let layer = 4 * width * width + 3 * width * hidden;
+        let mut layers = vec![width * 1024 * random.between(24, 64)];
+        layers.extend(std::iter::repeat_n(layer, LAYERS));
+        Sharded {
+            random,
+            model: Model {
+                layers,
+                width,
+                hidden,
+            },
+            late: Vec::new(),
+            // A program of so many rows is cut off where it has them.
+            steps: program.rows.map_or(STEPS, |_| usize::MAX),
+            started: false,
+        }
     }
-    let mut steps = 0;
-    while program
-        .rows
-        .map_or(steps < STEPS, |rows| writer.draft.rows.len() < rows)
-    {
-        step(&mut writer, &model, &mut random);
-        steps += 1;
+}
+
+impl Maker for Sharded {
+    fn make(&mut self, draft: &mut Draft) -> bool {
+        let late = &mut self.late;
+        let mut writer = Writer { draft, late };
+        if !self.started {
+            self.started = true;
+            for parameters in &self.model.layers {
+                writer.allocate(parameters / SHARDS * PARAMETER, COMPUTE);
+                writer.allocate(parameters / SHARDS * STATE, COMPUTE);
+            }
+        } else if self.steps > 0 {
+            self.steps -= 1;
+            step(&mut writer, &self.model, &mut self.random);
+        } else {
+            return false;
+        }
+        true
     }
-    let mut rows = writer.draft.rows;
-    rows.truncate(program.rows.unwrap_or(usize::MAX));
-    rows
 }
 
 /// A forward and a backward pass, and the update.
-fn step(writer: &mut Writer, model: &Model, random: &mut Random) {
+fn step(writer: &mut Writer<'_>, model: &Model, random: &mut Random) {
     // Batches differ in their number of tokens.
     let tokens = 64 * random.between(24, 160);
-    let mut saved: Vec<Vec<(usize, u16)>> = Vec::new();
+    let mut saved: Vec<Vec<Made>> = Vec::new();
     let mut next = Some(writer.allocate(model.layers[0] * PARAMETER, GATHER));
     for layer in 0..model.layers.len() {
         let gathered = next.take();
@@ -144,7 +176,7 @@ fn step(writer: &mut Writer, model: &Model, random: &mut Random) {
 }
 
 /// One layer forward; what it keeps for the way back.
-fn forward(writer: &mut Writer, model: &Model, tokens: u64) -> Vec<(usize, u16)> {
+fn forward(writer: &mut Writer<'_>, model: &Model, tokens: u64) -> Vec<Made> {
     let narrow = tokens * model.width * 2;
     let wide = tokens * model.hidden * 2;
     let norm = writer.allocate(narrow, COMPUTE);

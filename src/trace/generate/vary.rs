@@ -1,38 +1,66 @@
 //! A program repeated with changed sizes.
 
-use super::draft::Random;
-use crate::trace::format::{Op, Row, Trace};
+use super::draft::{Draft, Made, Maker, Random};
+use crate::trace::format::{Op, Trace};
 
-pub(super) fn rows(trace: &Trace, copies: usize, percent: u8, seed: u64) -> Vec<Row> {
-    let percent = u64::from(percent.min(99));
-    let mut random = Random::new(seed);
-    let mut rows = Vec::with_capacity(trace.rows().len() * copies);
-    let blocks = trace.allocations().len();
-    for copy in 0..copies {
-        let first = copy * blocks;
-        for row in trace.rows() {
-            let share = random.between(100 - percent, 100 + percent);
-            let bytes = match row.op {
-                // In parts of a hundredth, so that nothing overflows, and never nothing.
-                Op::Allocate => (row.bytes / 100 * share + row.bytes % 100 * share / 100).max(1),
-                _ => 0,
-            };
-            rows.push(Row {
-                id: first + row.id,
-                bytes,
-                ..*row
-            });
-        }
-        for (id, block) in trace.allocations().iter().enumerate() {
-            if block.released.is_none() {
-                rows.push(Row {
-                    op: Op::Free,
-                    stream: block.stream,
-                    id: first + id,
-                    bytes: 0,
-                });
-            }
+pub(super) struct Varied<'a> {
+    trace: &'a Trace,
+    random: Random,
+    percent: u64,
+    /// Copies still to make, the one in the making counted.
+    copies: usize,
+    /// Row of the trace that comes next.
+    row: usize,
+    /// The blocks of this copy so far.
+    blocks: Vec<Made>,
+}
+
+impl Varied<'_> {
+    pub(super) fn new(trace: &Trace, copies: usize, percent: u8, seed: u64) -> Varied<'_> {
+        Varied {
+            trace,
+            random: Random::new(seed),
+            percent: u64::from(percent.min(99)),
+            copies,
+            row: 0,
+            blocks: Vec::new(),
         }
     }
-    rows
+
+    /// A size changed at random.
+    fn changed(&mut self, bytes: u64) -> u64 {
+        let share = self.random.between(100 - self.percent, 100 + self.percent);
+        let changed = u128::from(bytes) * u128::from(share) / 100;
+        u64::try_from(changed).unwrap_or(u64::MAX).max(1)
+    }
+}
+
+impl Maker for Varied<'_> {
+    fn make(&mut self, draft: &mut Draft) -> bool {
+        if self.copies == 0 {
+            return false;
+        }
+        let Some(row) = self.trace.rows().get(self.row) else {
+            for (block, made) in self.trace.allocations().iter().zip(self.blocks.drain(..)) {
+                if block.released.is_none() {
+                    draft.free(made);
+                }
+            }
+            self.copies -= 1;
+            self.row = 0;
+            return true;
+        };
+        // A number is drawn at every row, so that sizes do not depend on what the others are.
+        let bytes = self.changed(row.bytes);
+        match (row.op, self.blocks.get(row.id).copied()) {
+            (Op::Free, Some(made)) => match self.trace.allocations()[row.id].released {
+                Some(at) if at > self.row => draft.free_until(made, at - self.row),
+                _ => draft.free(made),
+            },
+            (Op::Complete, Some(made)) => draft.complete(made, None),
+            _ => self.blocks.push(draft.allocate(bytes, row.stream)),
+        }
+        self.row += 1;
+        true
+    }
 }

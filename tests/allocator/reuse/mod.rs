@@ -1,5 +1,6 @@
 //! When freed memory is handed out again: on its own stream at once, on others in order.
 
+mod adopted;
 mod bytes;
 mod late;
 mod leaving;

@@ -144,7 +144,7 @@ fn returned_blocks_are_shown_free() {
         let pending = || {
             let (stats, segments) = allocator.stats_and_snapshot();
             let blocks = segments.into_iter().flat_map(|segment| segment.blocks);
-            let pending = blocks.filter(|block| block.state == BlockState::PendingFree);
+            let pending = blocks.filter(|block| block.state == BlockState::Pending);
             let shown: u64 = pending.map(|block| block.size).sum();
             assert_eq!(shown, stats.all.active.current);
             allocator.check().unwrap();

@@ -1,6 +1,7 @@
 //! What is run with faults.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cualloc::Tag;
 
@@ -8,15 +9,15 @@ use cualloc::driver::{Context, Stream};
 use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
 use cualloc::exchange::{DType, Dlpack, Peer, Tensor};
 use cualloc::pool::{
-    NativeConfig, NativePool, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
+    DriverPool, DriverPoolConfig, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
-    Access, AccessOrdered, CudaMemory, Guard, LaunchRecorder, Manager, ManagerConfig,
-    MemoryResource, OwnedBlock, RecordMode, Runtime, Statistics,
+    Access, AccessOrdered, Budget, CudaMemory, DeviceRuntime, Launch, Manager, MemoryResource,
+    Relief, Statistics, StreamPool,
 };
 use cualloc::sim::Mode;
 use cualloc::trace::{Replay, Trace};
-use cualloc::{Allocator, DeviceBuffer, PinnedBuffer, Request};
+use cualloc::{DeviceBuffer, PinnedBuffer, Request};
 
 use super::{Outcome, Program, World};
 use crate::common::{column, ordered, set, values};
@@ -114,7 +115,7 @@ fn buffers(w: &World) -> Outcome {
     let mut target = [1u32; 500];
     two.copy_to_slice(&mut target)?;
     assert_eq!(target[..], values[..]);
-    let copy = one.download(PinnedBuffer::zeroed(&w.context, 500)?, &b)?;
+    let copy = one.download(PinnedBuffer::uninit(&w.context, 500)?, &b)?;
     copy.is_complete()?;
     assert_eq!(copy.wait()?[..], [7; 500]);
     drop(one.upload(PinnedBuffer::from_slice(&w.context, &values)?, &b)?);
@@ -155,7 +156,7 @@ fn resource_columns(w: &World) -> Outcome {
     let resource: Arc<dyn MemoryResource> = Arc::new(AccessOrdered::new(w.alloc.clone()));
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let column = column(&resource, &[3i64, 5, 8], &a)?;
-    let mut launch = LaunchRecorder::new(&resource, &b, RecordMode::Strict);
+    let mut launch = Launch::strict(&resource, &b);
     launch.read_write(&column)?;
     launch.preflight()?;
     launch.commit()?;
@@ -286,72 +287,61 @@ fn arrow(w: &World, a: &Stream, b: &Stream) -> Outcome {
 }
 
 fn pinned(w: &World) -> Outcome {
-    let config = PinnedConfig {
-        initial: 1,
-        maximum: 4,
-        buffer_bytes: 8192,
-        oversize: true,
-    };
+    let config = PinnedConfig::new().initial(1).maximum(4).buffer_bytes(8192);
     let pool = PinnedPool::new(&w.context, config)?;
     let stream = w.alloc.create_stream()?;
-    let block = w.alloc.allocate(8192, &stream)?;
+    let mut target = DeviceBuffer::<u32>::zeroed(&w.alloc, 5000, &stream)?;
     for round in 0..3u32 {
-        let mut up = pool.acquire(4000)?.typed::<u32>(1000)?;
-        up.write(&[round; 1000])?;
-        // SAFETY: the block has as many bytes, and goes in the order of the stream.
-        unsafe { up.upload(block.ptr(), &stream) }?;
-        up.initialised()?;
-        let mut down = pool.acquire(4000)?.typed::<u32>(1000)?;
-        // SAFETY: as above.
-        unsafe { down.download(block.ptr(), 1000, &stream) }?;
+        let up = pool.acquire(1000)?.write(&[round; 1000])?;
+        let up = target.slice_mut(..1000)?.upload(up, &stream)?;
+        let down = target.slice(..1000)?;
+        let down = down.download(pool.acquire(1000)?, &stream)?;
         let complete = down.is_complete()?;
         drop(up);
         if round == 1 {
-            down.wait()?;
-            assert_eq!(down.initialised()?, [1; 1000], "{complete}");
+            let mut down = down.wait()?;
+            assert_eq!(down[..], [1; 1000], "{complete}");
+            down.record_use(&stream)?;
         }
-        down.record_use(&stream)?;
-        drop(down);
         stream.synchronize()?;
     }
-    let mut large = pool.acquire(20_000)?;
-    large.write(&[1; 8000])?;
-    // SAFETY: as above.
-    unsafe { large.upload(block.ptr(), &stream) }?;
-    drop(large);
+    drop(target.upload(pool.acquire(5000)?.write(&[1; 5000])?, &stream)?);
+    let told = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&told);
+    let copy = target.download(pool.acquire(5000)?, &stream)?;
+    copy.on_complete(move |host| seen.store(host[..] == [1; 5000], Ordering::Relaxed))?;
     stream.synchronize()?;
+    assert!(told.load(Ordering::Relaxed));
     // A look that is refused leaves a buffer to the next one.
-    pool.stats();
-    let stats = pool.stats();
-    nothing_left((stats.in_use + stats.stale) as u64)?;
+    pool.usage();
+    let stats = pool.usage();
+    nothing_left(stats.blocks.current + stats.pending)?;
     pool.trim(0);
     pool.restart();
     Ok(())
 }
 
 fn native(w: &World) -> Outcome {
-    let mut config = NativeConfig::default();
-    config.initial_bytes = 1 << 20;
-    let pool = NativePool::with_context(&w.context, config)?;
+    let pool = DriverPool::new(&w.context, DriverPoolConfig::new().initial(1 << 20))?;
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let block = pool.allocate(4096, &a)?;
-    work(&w.context, block.ptr(), 4096, &a)?;
+    let block = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, block.as_device_ptr(), 4096, &a)?;
     block.record_stream(&b)?;
     follow(w, &a, &b)?;
-    work(&w.context, block.ptr(), 4096, &b)?;
+    work(&w.context, block.as_device_ptr(), 4096, &b)?;
     if let Err(failed) = block.free() {
         // The caller has it still, and uses it on the stream that it told of.
-        work(&w.context, failed.value.ptr(), 4096, &b)?;
+        work(&w.context, failed.value.as_device_ptr(), 4096, &b)?;
         failed.value.free()?;
-        let next = pool.allocate(4096, &a)?;
-        work(&w.context, next.ptr(), 4096, &a)?;
+        let next = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+        work(&w.context, next.as_device_ptr(), 4096, &a)?;
         drop(next);
         return Err(failed.error.into());
     }
-    let second = pool.allocate(4096, &a)?;
-    work(&w.context, second.ptr(), 4096, &a)?;
+    let second = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, second.as_device_ptr(), 4096, &a)?;
     follow(w, &a, &b)?;
-    work(&w.context, second.ptr(), 4096, &b)?;
+    work(&w.context, second.as_device_ptr(), 4096, &b)?;
     if let Err(error) = second.record_use(&b) {
         // Nobody knows of the use but who made it.
         if b.synchronize().or_else(|_| b.synchronize()).is_err() {
@@ -360,14 +350,14 @@ fn native(w: &World) -> Outcome {
         return Err(error.into());
     }
     drop(second);
-    let third = pool.allocate(4096, &a)?;
-    work(&w.context, third.ptr(), 4096, &a)?;
+    let third = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
+    work(&w.context, third.as_device_ptr(), 4096, &a)?;
     third.free()?;
     pool.usage()?;
     a.synchronize()?;
     b.synchronize()?;
     pool.trim(0)?;
-    nothing_left(pool.live())?;
+    nothing_left(pool.usage()?.blocks.current)?;
     pool.destroy()?;
     Ok(())
 }
@@ -377,48 +367,47 @@ fn workspaces(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     for bytes in [1000, 3 << 20, 1000] {
         let lease = pool.lease(&a, bytes)?;
-        work(&w.context, lease.ptr(), bytes, &a)?;
+        work(&w.context, lease.as_device_ptr(), bytes, &a)?;
         lease.record_stream(&b)?;
         follow(w, &a, &b)?;
-        work(&w.context, lease.ptr(), bytes, &b)?;
+        work(&w.context, lease.as_device_ptr(), bytes, &b)?;
         if bytes > 1000 {
             lease.record_use(&b)?;
         }
         drop(lease);
         let next = pool.lease(&a, bytes)?;
-        work(&w.context, next.ptr(), bytes, &a)?;
+        work(&w.context, next.as_device_ptr(), bytes, &a)?;
     }
-    pool.trim(0);
-    assert_eq!(pool.stats().leases, 0);
+    pool.trim(0)?;
+    assert_eq!(pool.usage()?.blocks.current, 0);
     Ok(())
 }
 
 fn typed(w: &World) -> Outcome {
-    let pool = TypedPool::over([&w.alloc]);
+    let pool = TypedPool::new(&w.alloc);
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let mut lent = pool.zeroed::<u32>(5000, &a)?;
+    let mut lent = DeviceBuffer::<u32>::zeroed(&pool, 5000, &a)?;
     lent.as_mut_slice().fill(3, &b)?;
     assert_eq!(lent.to_vec()?, [3; 5000]);
     drop(lent);
-    let one = pool.zeroed::<u32>(5000, &a)?;
+    let one = DeviceBuffer::<u32>::zeroed(&pool, 5000, &a)?;
     work(&w.context, one.as_device_ptr(), 20_000, &a)?;
     drop(one);
-    let big = pool.uninit::<u8>(30 << 20, &b)?;
+    let big = DeviceBuffer::<u8>::uninit(&pool, 30 << 20, &b)?;
     drop(big);
-    let resource = pool.on_device(0)?;
-    let block = OwnedBlock::allocate(resource, &Request::new(6000).tag(T), &a)?;
+    let block = DeviceBuffer::<u8>::uninit_with(&pool, Request::new(6000).tag(T), &a)?;
     block.record_stream(&b)?;
     follow(w, &a, &b)?;
-    work(&w.context, block.ptr(), 6000, &b)?;
+    work(&w.context, block.as_device_ptr(), 6000, &b)?;
     drop(block);
-    pool.empty_all()?;
+    pool.trim(0)?;
     Ok(())
 }
 
 fn threshold(w: &World) -> Outcome {
     let pool = ThresholdPool::over(&w.alloc);
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let mut one = pool.zeroed::<u8>(9 << 20, &a)?;
+    let mut one = DeviceBuffer::<u8>::zeroed(&pool, 9 << 20, &a)?;
     one.as_mut_slice().fill(4, &b)?;
     drop(one);
     pool.set_release_threshold(Some(0))?;
@@ -428,36 +417,42 @@ fn threshold(w: &World) -> Outcome {
     Ok(())
 }
 
-fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream) -> Outcome {
-    let before = resource.usage().unwrap().outstanding();
-    let first = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), a)?;
+fn use_across(
+    w: &World,
+    resource: &Arc<impl MemoryResource + 'static>,
+    a: &Stream,
+    b: &Stream,
+) -> Outcome {
+    let before = resource.usage()?.outstanding();
+    let take = |on| DeviceBuffer::<u8>::uninit_with(resource, Request::new(4096).tag(T), on);
+    let first = take(a)?;
     let id = first.id().ok_or("no block")?;
-    work(&w.context, id.ptr, 4096, a)?;
+    work(&w.context, id.ptr(), 4096, a)?;
     follow(w, a, b)?;
     resource.prepare_use(&id, b, Access::Write)?;
-    work(&w.context, id.ptr, 4096, b)?;
+    work(&w.context, id.ptr(), 4096, b)?;
     resource.finish_use(&id, b, Access::Write)?;
     first.record_stream(b)?;
-    work(&w.context, id.ptr, 4096, b)?;
+    work(&w.context, id.ptr(), 4096, b)?;
     match first.free() {
         Ok(()) => {}
         Err(failed) => {
-            work(&w.context, id.ptr, 4096, b)?;
+            work(&w.context, id.ptr(), 4096, b)?;
             let error = failed.error;
-            resource.deallocate_block(*failed.value)?;
-            let next = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), a)?;
-            work(&w.context, next.ptr(), 4096, a)?;
+            failed.value.free()?;
+            let next = take(a)?;
+            work(&w.context, next.as_device_ptr(), 4096, a)?;
             next.free()?;
             return Err(error.into());
         }
     }
-    let second = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), b)?;
-    work(&w.context, second.ptr(), 4096, b)?;
+    let second = take(b)?;
+    work(&w.context, second.as_device_ptr(), 4096, b)?;
     drop(second);
     resource.reap()?;
     resource.trim(0)?;
     resource.usage()?;
-    nothing_left(resource.usage().unwrap().outstanding() - before)
+    nothing_left(resource.usage()?.outstanding() - before)
 }
 
 /// What a program says that finds something left.
@@ -472,7 +467,7 @@ fn nothing_left(left: u64) -> Outcome {
 }
 
 fn direct(w: &World) -> Outcome {
-    let direct = CudaMemory::new(&w.context);
+    let direct = Arc::new(CudaMemory::new(&w.context));
     let stream = w.alloc.create_stream()?;
     let block = direct.allocate_block(&Request::new(1 << 20).tag(T), &stream)?;
     let used = work(&w.context, block.ptr(), 1 << 20, &stream);
@@ -481,21 +476,21 @@ fn direct(w: &World) -> Outcome {
         return Err(failed.error.into());
     }
     assert_eq!(direct.usage().unwrap().outstanding(), 0);
-    let owned = OwnedBlock::allocate(&direct, &Request::new(4096).tag(T), &stream)?;
+    let owned = DeviceBuffer::<u8>::uninit(&direct, 4096, &stream)?;
     drop(owned);
     used
 }
 
 fn asynchronous(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    use_across(w, &AccessOrdered::new(w.alloc.clone()), &a, &b)
+    use_across(w, &Arc::new(AccessOrdered::new(w.alloc.clone())), &a, &b)
 }
 
 fn native_resource(w: &World) -> Outcome {
-    let pool = NativePool::with_context(&w.context, NativeConfig::default())?;
+    let pool = DriverPool::new(&w.context, DriverPoolConfig::new())?;
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    use_across(w, &AccessOrdered::new(pool.clone()), &a, &b)?;
-    let block = pool.allocate(1000, &a)?;
+    use_across(w, &Arc::new(AccessOrdered::new(pool.clone())), &a, &b)?;
+    let block = DeviceBuffer::<u8>::uninit(&pool, 1000, &a)?;
     block.free()?;
     Ok(())
 }
@@ -503,10 +498,8 @@ fn native_resource(w: &World) -> Outcome {
 fn adaptors(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let inner = Arc::new(AccessOrdered::new(Statistics::new(w.alloc.clone())));
-    let guard = Guard::<Allocator>::builder()
-        .budget(Some(1 << 30))
-        .reserve(4 << 20)
-        .build(inner)?;
+    let guard = Relief::new(Budget::new(inner, Some(1 << 30))).with_reserve(4 << 20)?;
+    let guard = Arc::new(guard);
     use_across(w, &guard, &a, &b)?;
     guard.release_reserve()?;
     Ok(())
@@ -514,18 +507,18 @@ fn adaptors(w: &World) -> Outcome {
 
 fn manager(w: &World) -> Outcome {
     let resource = AccessOrdered::new(w.alloc.clone());
-    let runtime = Runtime::new(resource);
+    let runtime = DeviceRuntime::new(resource, StreamPool::new(&w.context));
     let manager = Manager::new(0, Some(1 << 30)).with_runtime(&runtime)?;
     let (_, stream) = runtime.streams().acquire()?;
-    let slice = manager.allocate::<u32>(5000, &stream)?;
+    let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     slice.prepare_use(&stream, Access::Write)?;
-    work(&w.context, slice.ptr(), 20_000, &stream)?;
+    work(&w.context, slice.as_device_ptr(), 20_000, &stream)?;
     slice.finish_use(&stream, Access::Write)?;
     slice.free()?;
-    let slice = manager.allocate::<u32>(5000, &stream)?;
+    let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     drop(slice);
     runtime.resource().reap()?;
-    nothing_left(manager.usage().unwrap().outstanding())
+    nothing_left(runtime.resource().usage()?.outstanding())
 }
 
 fn streams(w: &World) -> Outcome {

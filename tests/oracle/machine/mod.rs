@@ -445,7 +445,7 @@ impl<'a> Machine<'a> {
     /// The live blocks of a snapshot are those of the model.
     fn compare_live(&self, snapshot: &[SegmentInfo]) -> Step {
         let blocks = snapshot.iter().flat_map(|segment| &segment.blocks);
-        let live = blocks.filter(|block| block.state == BlockState::Allocated);
+        let live = blocks.filter(|block| block.state == BlockState::Live);
         let mut found: Vec<_> = live.map(|b| (b.address, b.size, b.requested)).collect();
         let mut model = Vec::new();
         self.any_held(|b| {

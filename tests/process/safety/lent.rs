@@ -8,8 +8,8 @@ use cualloc::driver::{Stream, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
 use cualloc::exchange::{DType, Peer, Schema, Table, Tensor};
-use cualloc::pool::{NativeConfig, NativePool, TypedPool};
-use cualloc::resource::{AccessOrdered, CudaMemory, LaunchRecorder, MemoryResource, RecordMode};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool};
+use cualloc::resource::{AccessOrdered, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::{FailPlan, Mode};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer, Request};
 
@@ -135,7 +135,7 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
             .all(|op| !op.kind.contains("DtoH"))
     );
     // A driver's pool, and a stream of another context than its own.
-    let pool = NativePool::with_context(&world.context, NativeConfig::default()).unwrap();
+    let pool = DriverPool::new(&world.context, DriverPoolConfig::new()).unwrap();
     let pool: Arc<dyn MemoryResource> = Arc::new(pool);
     let column = std::thread::scope(|scope| {
         let make = || {
@@ -177,10 +177,10 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
 #[test]
 fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
     let world = World::new(Mode::Manual, false);
-    let pool = TypedPool::over([&world.allocator]);
+    let pool = TypedPool::new(&world.allocator);
     let own = || Stream::per_thread(&world.context);
     let elsewhere = || {
-        let made = pool.uninit::<u32>(1 << 18, &own()).unwrap();
+        let made = DeviceBuffer::<u32>::uninit(&pool, 1 << 18, &own()).unwrap();
         (made.as_device_ptr(), made)
     };
     let (ptr, buffer) = world.sim.as_thread(1, elsewhere);
@@ -206,7 +206,7 @@ fn d2_a_commit_on_another_thread_waits_for_the_launch() {
         .unwrap();
     let launch = || {
         let own = Stream::per_thread(&world.context);
-        let mut recorder = LaunchRecorder::new(&resource, &own, RecordMode::Strict);
+        let mut recorder = Launch::strict(&resource, &own);
         recorder.write(&block).unwrap().preflight().unwrap();
         let entered = world.context.enter().unwrap();
         // SAFETY: the memory is the block's, and recorded by the commit.

@@ -11,7 +11,7 @@ use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
 use cualloc::exchange::{DType, Peer, Tensor};
-use cualloc::pool::{NativeConfig, NativePool, TypedPool, WorkspacePool};
+use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, CudaMemory, MemoryResource};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
@@ -91,7 +91,7 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     stranger.deallocate_block(*failed.value).unwrap();
     // The same of sources that hand out names.
     for source in [
-        Arc::new(NativePool::with_context(&world.context, NativeConfig::default()).unwrap())
+        Arc::new(DriverPool::new(&world.context, DriverPoolConfig::new()).unwrap())
             as Arc<dyn MemoryResource>,
         Arc::new(WorkspacePool::new(&world.allocator)),
         Arc::new(CudaMemory::new(&world.context)),
@@ -308,13 +308,16 @@ fn s4_streams_of_another_driver_are_refused() {
     );
 
     let pooled = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
-    let native = NativePool::with_context(&ours.context, NativeConfig::default()).unwrap();
-    assert!(pooled(native.allocate(100, &foreign).unwrap_err()));
+    let native = DriverPool::new(&ours.context, DriverPoolConfig::new()).unwrap();
+    let refused = DeviceBuffer::<u8>::uninit(&native, 100, &foreign);
+    assert!(pooled(refused.unwrap_err()));
     let workspaces = WorkspacePool::new(a);
     assert!(pooled(workspaces.lease(&foreign, 100).unwrap_err()));
-    let typed = TypedPool::over([a]);
-    drop(typed.uninit::<u32>(100, &home).unwrap());
-    assert!(pooled(typed.uninit::<u32>(100, &foreign).unwrap_err()));
+    let typed = TypedPool::new(a);
+    drop(DeviceBuffer::<u32>::uninit(&typed, 100, &home).unwrap());
+    assert!(pooled(
+        DeviceBuffer::<u32>::uninit(&typed, 100, &foreign).unwrap_err()
+    ));
 
     let misused = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     let ordered = AccessOrdered::new(a.clone());
@@ -356,7 +359,7 @@ fn s4_streams_of_another_driver_are_refused() {
 #[test]
 fn d9_children_of_busy_threads_do_not_hang() {
     use cualloc::pool::{PinnedConfig, PinnedPool, PoolReport};
-    use cualloc::resource::{Budget, Guard, Manager, ManagerConfig, Runtime, Tracking};
+    use cualloc::resource::{Budget, DeviceRuntime, Manager, Relief, StreamPool, Tracking};
     use std::sync::atomic::{AtomicBool, Ordering};
 
     unsafe extern "C" {
@@ -373,27 +376,16 @@ fn d9_children_of_busy_threads_do_not_hang() {
     let context = rig.context.clone();
     let a = Allocator::with_config(&context, Config::new()).unwrap();
     let workspaces = WorkspacePool::new(&a);
-    let typed = TypedPool::over([&a]);
-    let pinned = PinnedPool::new(
-        &context,
-        PinnedConfig {
-            buffer_bytes: 4096,
-            ..PinnedConfig::default()
-        },
-    )
-    .unwrap();
+    let typed = TypedPool::new(&a);
+    let pinned = PinnedPool::new(&context, PinnedConfig::new().buffer_bytes(4096)).unwrap();
     let ordered = Arc::new(AccessOrdered::new(Tracking::new(Budget::new(
         a.clone(),
         Some(1 << 29),
     ))));
-    let guard = Guard::<Allocator>::builder()
-        .budget(Some(1 << 29))
-        .build(Arc::clone(&ordered))
-        .unwrap();
-    let manager = Manager::new(
-        ManagerConfig::new(0, Some(1 << 29)).runtime(&Runtime::new(Arc::clone(&ordered))),
-    )
-    .unwrap();
+    let guard = Relief::new(Budget::new(Arc::clone(&ordered), Some(1 << 29)));
+    let runtime = DeviceRuntime::new(Arc::clone(&ordered), StreamPool::new(&context));
+    let manager = Manager::new(0, Some(1 << 29));
+    let manager = manager.with_runtime(&runtime).unwrap();
     let stream = rig.stream();
     let stop = AtomicBool::new(false);
     let work = |mut k: usize, stream: &Stream| {
@@ -402,12 +394,12 @@ fn d9_children_of_busy_threads_do_not_hang() {
             drop(a.allocate(100_000 + 4096 * (k % 200), stream).unwrap());
             drop(a.snapshot());
             drop(workspaces.lease(stream, 1000 * (k % 9 + 1)).unwrap());
-            drop(typed.uninit::<u32>(k % 1000 + 1, stream).unwrap());
-            drop(pinned.acquire(100).unwrap());
+            drop(DeviceBuffer::<u32>::uninit(&typed, k % 1000 + 1, stream).unwrap());
+            drop(pinned.acquire::<u8>(100).unwrap());
             let block = ordered.allocate_block(&Request::new(1000), stream).unwrap();
             drop(ordered.get_ref().live());
             ordered.deallocate_block(block).unwrap();
-            drop(manager.allocate::<u8>(100, stream).unwrap());
+            drop(DeviceBuffer::<u8>::uninit(&manager, 100, stream).unwrap());
             let block = guard.allocate_block(&Request::new(1000), stream).unwrap();
             guard.deallocate_block(block).unwrap();
         }
@@ -420,10 +412,10 @@ fn d9_children_of_busy_threads_do_not_hang() {
             && a.allocate(1 << 20, &stream).is_err()
             && a.test_views().is_err()
             && workspaces.lease(&stream, 100).is_err()
-            && typed.uninit::<u32>(10, &stream).is_err()
-            && pinned.acquire(100).is_err()
+            && DeviceBuffer::<u32>::uninit(&typed, 10, &stream).is_err()
+            && pinned.acquire::<u8>(100).is_err()
             && Context::primary(context.device()).is_err()
-            && manager.allocate::<u8>(100, &stream).is_err()
+            && DeviceBuffer::<u8>::uninit(&manager, 100, &stream).is_err()
             && guard.allocate_block(&Request::new(100), &stream).is_err()
             && block.is_err();
         a.set_limit(Some(1));
@@ -442,18 +434,18 @@ fn d9_children_of_busy_threads_do_not_hang() {
             "{a:?} {workspaces:?} {typed:?} {pinned:?} {:?}",
             PoolReport::of(&a)
         );
-        workspaces.trim(0);
+        let _ = workspaces.trim(0);
         pinned.trim(0);
         let _ = (
-            workspaces.stats(),
-            typed.stats(),
-            pinned.stats(),
+            workspaces.usage(),
+            typed.usage(),
+            pinned.usage(),
             pinned.generation(),
         );
-        typed.reset_stats();
+        typed.reset_accumulated_stats();
         let outstanding =
             ordered.usage().unwrap().outstanding() + ordered.get_ref().live().len() as u64;
-        let (_, _) = (held(&manager), guard.usage().unwrap());
+        let (_, _) = (manager.usage().unwrap(), guard.usage().unwrap());
         let _ = (
             guard.get_ref().on_pressure(|_, _| ()),
             guard.remove_relief_hook("none"),

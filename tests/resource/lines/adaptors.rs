@@ -1,6 +1,6 @@
 //! Logging, probes and tracking.
 
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::Stream;
 use cualloc::resource::*;
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Error, Refused, Request};
@@ -16,14 +16,14 @@ fn s5_31_s5_32_records_say_everything() {
     packed(|rig| {
         let stream = rig.stream();
         let ring = Arc::new(RingSink::default());
-        let clock = ManualClock::default();
+        let clock = Clock::manual();
         clock.advance(std::time::Duration::from_secs(5));
         let budget = Budget::new(rig.allocator(), Some(1000));
-        let log = Logging::with_clock(budget, ring.clone(), Arc::new(clock));
+        let log = Logging::new(budget, ring.clone()).with_clock(&clock);
         let block = log
             .allocate_block(&Request::new(1000).tag("named"), &stream)
             .unwrap();
-        let (ptr, generation) = (block.ptr(), block.generation());
+        let (ptr, generation) = (block.ptr(), block.id().generation());
         assert!(
             log.allocate_block(&Request::new(1).tag(T), &stream)
                 .is_err()
@@ -51,11 +51,24 @@ fn s5_31_s5_32_records_say_everything() {
         assert!(!records[1].message().is_empty());
         assert_eq!(records[2].action, LogAction::Reap);
         assert_eq!(records[3].action, LogAction::Deallocate);
+        let columns = LogRecord::CSV_HEADER.split(',').count();
+        assert!(
+            records
+                .iter()
+                .all(|r| r.to_csv().split(',').count() == columns)
+        );
+        let line = records[1].to_csv();
+        assert!(
+            line.contains("allocate failure") && line.ends_with(",test,out of budget"),
+            "{line}"
+        );
         assert_ne!(records[3].thread, first.thread);
         ring.clear();
         assert!(ring.is_empty());
         // A sink that fails costs its caller nothing.
-        let broken = Logging::new(rig.allocator(), Broken);
+        let broken = Logging::new(rig.allocator(), |_: &LogRecord| {
+            Err(std::io::Error::other("full"))
+        });
         let block = broken
             .allocate_block(&Request::new(8).tag(T), &stream)
             .unwrap();
@@ -64,21 +77,13 @@ fn s5_31_s5_32_records_say_everything() {
     });
 }
 
-struct Broken;
-
-impl LogSink for Broken {
-    fn write(&self, _: &LogRecord) -> Result<(), SinkError> {
-        Err(SinkError)
-    }
-}
-
 /// S5.68, S5.69: nothing is allocated for nobody, and the ring is bounded.
 #[test]
 fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
     packed(|rig| {
         let stream = rig.stream();
         let plain = rig.allocator();
-        let logged = Logging::new(plain.clone(), NullSink);
+        let logged = Logging::new(plain.clone(), ());
         let count = |resource: &dyn MemoryResource| {
             let before = ALLOCATIONS.with(Cell::get);
             for _ in 0..100 {
@@ -104,22 +109,9 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
 fn s5_11_s5_70_poison_comes_after_recorded_uses() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let mut config = ProbeConfig::from_settings(|name| {
-            (name == "CUALLOC_POISON_FREE").then(|| "1".to_owned())
-        });
-        assert_eq!(
-            (config.poison_allocated, config.poison_freed),
-            (None, Some(0xDD))
-        );
-        assert_eq!(
-            ProbeConfig::from_settings(|_| Some("0".into())),
-            ProbeConfig::default()
-        );
-        assert_eq!(ProbeConfig::from_settings(|_| None), ProbeConfig::default());
-        config.poison_allocated = Some(0xCD);
         let stacks: [Box<dyn MemoryResource>; 2] = [
-            Box::new(Probe::new(asynchronous(rig), config)),
-            Box::new(Probe::new(rig.allocator(), config)),
+            Box::new(poisoned(asynchronous(rig)).poison_allocated(Some(0xCD))),
+            Box::new(poisoned(rig.allocator()).poison_allocated(Some(0xCD))),
         ];
         for resource in stacks {
             let [a, b] = rig.streams();
@@ -187,11 +179,13 @@ fn probe_child() {
     if std::env::var_os("CUALLOC_PROBE_CHILD").is_none() {
         return;
     }
-    let probes = ProbeConfig::from_env();
-    println!("probes: {probes:?}");
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
     let context = driver.context(0).unwrap();
+    let allocator = Allocator::with_config(&context, cualloc::Config::new()).unwrap();
+    let asked = || format!("{:?}", Sanitizer::from_env(allocator.clone()));
+    let checks = asked();
+    println!("{checks}");
     let runtime = DeviceRuntime::on(&context).unwrap();
     let (_, stream) = runtime.streams().acquire().unwrap();
     let resource = runtime.resource();
@@ -207,7 +201,7 @@ fn probe_child() {
         // SAFETY: no other thread of this process reads the environment.
         unsafe { std::env::set_var(name, "1") };
     }
-    assert_eq!(ProbeConfig::from_env(), probes, "read once");
+    assert_eq!(asked(), checks, "read once");
 }
 
 /// S5.71: an overlap is an error value; it panics only if asked to.
@@ -215,9 +209,8 @@ fn probe_child() {
 fn s5_71_overlap_is_an_error_with_both_ranges() {
     packed(|rig| {
         let stream = rig.stream();
-        let mut config = ProbeConfig::default();
-        config.overlap = true;
-        let probe = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
+        let twice = || Sanitizer::new(Twice(rig.allocator(), Mutex::default())).check_overlap(true);
+        let probe = twice();
         let block = probe
             .allocate_block(&Request::new(600).tag(T), &stream)
             .unwrap();
@@ -228,8 +221,7 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
             other => panic!("{other:?}"),
         }
         probe.deallocate_block(block).unwrap();
-        config.panic = true;
-        let loud = Probe::new(Twice(rig.allocator(), Mutex::default()), config);
+        let loud = twice().panic(true);
         let block = loud
             .allocate_block(&Request::new(600).tag(T), &stream)
             .unwrap();
@@ -282,11 +274,11 @@ unsafe impl MemoryResource for Spy {
         (self.1)();
         self.0.deallocate_block(block)
     }
-    fn context(&self) -> &Context {
-        self.0.context()
+    fn ordinal(&self) -> usize {
+        self.0.ordinal()
     }
-    fn outstanding(&self) -> Outstanding {
-        self.0.outstanding()
+    fn usage(&self) -> Result<Usage, Error> {
+        self.0.usage()
     }
     fn state(&self, block: &BlockId) -> BlockState {
         self.0.state(block)

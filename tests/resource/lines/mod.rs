@@ -11,10 +11,10 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Mutex;
 
-use cualloc::driver::{Context, Stream, sys};
+use cualloc::driver::{Stream, sys};
 use cualloc::resource::*;
 use cualloc::sim::FailPlan;
-use cualloc::{Allocator, Error, Policy, Refused};
+use cualloc::{Allocator, BlockId, Error, Policy, Refused, Request, Tag};
 
 use crate::common::*;
 
@@ -54,6 +54,10 @@ fn asynchronous(rig: &Rig) -> AccessOrdered {
     AccessOrdered::new(rig.allocator())
 }
 
+fn poisoned<R: MemoryResource>(resource: R) -> Sanitizer<R> {
+    Sanitizer::new(resource).poison_freed(Some(0xDD))
+}
+
 fn code() -> sys::CUresult {
     sys::CUresult::CUDA_ERROR_LAUNCH_FAILED
 }
@@ -70,29 +74,28 @@ fn fail(rig: &Rig, call: &str) -> bool {
 }
 
 /// Hands its first block out again and again, under new keys.
-struct Twice(Allocator, Mutex<Option<(BlockId, u64)>>);
+struct Twice(Allocator, Mutex<Option<(u64, usize)>>);
 
 // SAFETY: none: that a block is handed out twice is what is looked for, and nobody uses its memory.
 unsafe impl MemoryResource for Twice {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let mut first = self.1.lock().unwrap();
-        if let Some((mut identity, size)) = *first {
-            identity.generation() += 1;
+        if let Some((ptr, size)) = *first {
             // SAFETY: none, see above.
-            return Ok(unsafe { RawBlock::new(identity, size, alignment, tag) });
+            return unsafe { RawBlock::from_raw_parts(ptr, size, request, stream) };
         }
         let block = MemoryResource::allocate_block(&self.0, request, stream)?;
-        *first = Some((block.id(), block.size()));
+        *first = Some((block.ptr(), block.size()));
         Ok(block)
     }
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         self.0.deallocate_block(block)
     }
-    fn context(&self) -> &Context {
-        self.0.context()
+    fn ordinal(&self) -> usize {
+        self.0.ordinal()
     }
-    fn outstanding(&self) -> Outstanding {
-        self.0.outstanding()
+    fn usage(&self) -> Result<Usage, Error> {
+        self.0.usage()
     }
     fn state(&self, block: &BlockId) -> BlockState {
         self.0.state(block)

@@ -7,6 +7,7 @@ use cualloc::sim::{FailPlan, Mode, Report};
 
 use super::*;
 use crate::common::*;
+use crate::held;
 
 /// S5.21: the first use on another stream waits for the allocation, and for no later work.
 #[test]
@@ -118,15 +119,21 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
             assert_eq!(block.id(), id);
             assert_eq!(resource.state(&id), BlockState::Live);
             assert_eq!(held(&resource), (4096, 0));
-            assert_eq!(resource.get_ref().get_ref().used(), 4096);
+            assert_eq!(
+                resource.get_ref().get_ref().usage().unwrap().outstanding(),
+                4096
+            );
             assert_eq!(resource.get_ref().live().len(), 1);
-            assert_eq!(resource.stats().bytes, 4096);
+            assert_eq!(resource.usage().unwrap().requested.current, 4096);
             resource.record_use(&id, &b).unwrap();
         }
         resource.deallocate_block(block).unwrap();
         assert_eq!(held(&resource), (0, 4096));
         resource.reap().unwrap();
-        assert_eq!(resource.get_ref().get_ref().used(), 0);
+        assert_eq!(
+            resource.get_ref().get_ref().usage().unwrap().outstanding(),
+            0
+        );
     });
 }
 
@@ -138,15 +145,17 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
         sim.set_mode(Mode::Manual);
         let resource = asynchronous(rig);
         let [a, own] = rig.streams();
-        // That of the thread is asked for its id each time.
         let of_thread = Stream::per_thread(&rig.context);
-        for (call, b) in [("cuStreamIsCapturing", &own), ("cuStreamGetId", &of_thread)] {
+        for (call, b) in [
+            ("cuStreamIsCapturing", &own),
+            ("cuStreamIsCapturing", &of_thread),
+        ] {
             let block = resource
                 .allocate_block(&Request::new(4096).tag(T), &a)
                 .unwrap();
             let id = block.id();
             resource.prepare_use(&id, b, Access::Write).unwrap();
-            rig.stamp(id.ptr, 4096, 1, b);
+            rig.stamp(id.ptr(), 4096, 1, b);
             fail(rig, call);
             let error = resource.finish_use(&id, b, Access::Write).unwrap_err();
             assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
@@ -154,8 +163,8 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
             let next = resource
                 .allocate_block(&Request::new(4096).tag(T), &a)
                 .unwrap();
-            assert_eq!(next.ptr(), id.ptr);
-            rig.stamp(id.ptr, 4096, 2, &a);
+            assert_eq!(next.ptr(), id.ptr());
+            rig.stamp(id.ptr(), 4096, 2, &a);
             sim.complete_all();
             assert_eq!(sim.reports(), []);
             resource.deallocate_block(next).unwrap();

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::common::*;
+use crate::held;
 
 /// S5.25, S5.26, S5.66: live, retired, quarantined, freed; per stream.
 #[test]
@@ -132,10 +133,14 @@ fn s5_30_budget_follows_what_really_left() {
             .allocate_block(&Request::new(4096).tag(T), &stream)
             .unwrap();
         let failure = direct.deallocate_block(unknown).unwrap_err();
-        assert_eq!(direct.used(), 4096);
+        assert_eq!(direct.usage().unwrap().outstanding(), 4096);
         stranger.deallocate_block(*failure.value).unwrap();
         direct.deallocate_block(block).unwrap();
-        assert_eq!(direct.used(), 0, "synchronous: at once");
+        assert_eq!(
+            direct.usage().unwrap().outstanding(),
+            0,
+            "synchronous: at once"
+        );
         // Two budgets over one resource keep apart what each has let through.
         let shared = Arc::new(asynchronous(rig));
         let one = Budget::new(Arc::clone(&shared), Some(4096));
@@ -148,9 +153,21 @@ fn s5_30_budget_follows_what_really_left() {
             .unwrap();
         one.deallocate_block(first).unwrap();
         two.deallocate_block(second).unwrap();
-        assert_eq!((one.used(), two.used()), (1000, 2000));
+        assert_eq!(
+            (
+                one.usage().unwrap().outstanding(),
+                two.usage().unwrap().outstanding()
+            ),
+            (1000, 2000)
+        );
         one.reap().unwrap();
-        assert_eq!((one.used(), two.used()), (0, 0));
+        assert_eq!(
+            (
+                one.usage().unwrap().outstanding(),
+                two.usage().unwrap().outstanding()
+            ),
+            (0, 0)
+        );
     });
 }
 

@@ -2,7 +2,7 @@
 
 use cualloc::Policy;
 use cualloc::Request;
-use cualloc::driver::Stream;
+use cualloc::driver::{Stream, sys};
 use cualloc::error::{InvalidArgument, StreamMisuse};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, SimConfig};
@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use super::*;
 use crate::common::*;
+use crate::held;
 
 /// S5.19, S5.61, S5.62: synchronous, whatever the stream does.
 #[test]
@@ -117,13 +118,8 @@ fn s5_34_stream_pool_is_bounded() {
                 maximum: 16
             })
         ));
-        assert!(pool.resolve(17).is_none());
-        let unknown = pool.get(17);
-        assert!(matches!(
-            unknown,
-            Err(Error::Stream(StreamMisuse::Unknown { stream: 17 }))
-        ));
-        assert!(pool.resolve(16).is_some());
+        assert!(pool.get(17).is_none());
+        assert!(pool.get(16).is_some());
         let one = StreamPool::with_capacity(&rig.context, 1);
         if fail(rig, "cuStreamCreate") {
             assert!(one.acquire().is_err());
@@ -141,29 +137,30 @@ fn s5_35_runtimes_are_built_once() {
         |rig| {
             let builds = Arc::new(AtomicU64::new(0));
             let counted = Arc::clone(&builds);
-            let runtimes = Runtimes::with(&rig.driver, move |context| {
+            let driver = rig.driver.clone();
+            let runtimes = PerDevice::new(move |ordinal| {
                 if counted.fetch_add(1, Ordering::SeqCst) == 0 {
                     return Err(Error::NoRuntime { device: 0 });
                 }
-                DeviceRuntime::on(context)
+                DeviceRuntime::on(&driver.context(ordinal)?)
             });
             assert!(runtimes.get(0).is_err());
-            let all: Vec<Runtime> = std::thread::scope(|scope| {
+            let all: Vec<DeviceRuntime> = std::thread::scope(|scope| {
                 let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| runtimes.get(0))).collect();
                 threads
                     .into_iter()
                     .map(|t| t.join().unwrap().unwrap())
                     .collect()
             });
-            assert!(all.iter().all(|runtime| runtime.is_same(&all[0])));
+            assert!(
+                all.iter()
+                    .all(|runtime| Arc::ptr_eq(runtime.resource(), all[0].resource()))
+            );
             assert_eq!(builds.load(Ordering::SeqCst), 2);
             let count = rig.driver.device_count().unwrap();
-            let beyond = runtimes.get(count);
-            assert!(
-                matches!(beyond, Err(Error::InvalidDevice { .. })),
-                "{beyond:?}"
-            );
-            assert_eq!(all[0].device(), 0);
+            let beyond = runtimes.get(count).unwrap_err().code();
+            assert_eq!(beyond, sys::CUresult::CUDA_ERROR_INVALID_DEVICE);
+            assert_eq!(all[0].resource().ordinal(), 0);
         },
     );
 }

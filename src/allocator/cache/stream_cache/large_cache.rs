@@ -225,31 +225,23 @@ impl LargeCache {
 
     /// The sums are those of the blocks.
     pub(crate) fn check(&self) -> Result<(), Error> {
-        let (mut held, mut count) = (Amounts::default(), 0);
+        let (mut held, mut count) = (Amounts::default(), 0u32);
         for at in 0..PLACES {
             let block = &self.blocks[at];
             if self.ids[at] == NIL {
-                same(
-                    "an empty place in a large-block cache",
-                    0,
-                    u64::from(self.free[at]),
-                )?;
+                same("an empty place in a large-block cache", 0u32, self.free[at])?;
                 continue;
             }
             count += 1;
             let free = if block.is_live() { 0 } else { block.granules };
-            same("a block at hand", u64::from(free), u64::from(self.free[at]))?;
+            same("a block at hand", free, self.free[at])?;
             held.requested += block.counted - block.requested;
             if !block.is_live() {
                 held.bytes += block.bytes();
                 held.blocks += 1;
             }
         }
-        same(
-            "blocks in a large-block cache",
-            count,
-            u64::from(self.count),
-        )?;
+        same("blocks in a large-block cache", count, self.count)?;
         holds("sums of a large-block cache", held == self.held)
     }
 

@@ -26,7 +26,7 @@ mod worn;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::locks::lock::AtomicPtr;
+use crate::locks::lock::{AtomicPtr, pause};
 pub(crate) use crate::locks::lock::{Held, Lock};
 pub(crate) use account::{Accounts, QUANTITIES};
 pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
@@ -37,7 +37,7 @@ pub(crate) use runs::Runs;
 
 use crate::allocator::size::GRANULE;
 use account::anew;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// No allocator: every call needs the heap.
 const CLOSED: u64 = u64::MAX;
@@ -80,6 +80,9 @@ pub(crate) struct StreamCache {
     pub(crate) rank: u32,
     /// The allocator while the stream cache has a stream.
     owner: AtomicPtr<()>,
+    /// The stream's handle, if it is that stream's and no other's as long as calls may go on without a look at the
+    /// heap; else 0. Written under the lock.
+    handle: AtomicUsize,
 }
 
 /// Stream caches that wait for a stream.
@@ -136,6 +139,10 @@ pub(crate) struct Inner {
     pub allocator: u64,
     /// The stream's slot.
     pub slot: u32,
+    /// The stream's handle, as long as it may be asked whether it captures; 0 if that takes more than its handle.
+    pub raw: usize,
+    /// Frees under way that ask the stream just now, without a lock: who ends the stream waits for them.
+    pub asking: u32,
     /// Large blocks.
     pub large_cache: LargeCache,
     /// The allocator, as long as it is open or blocks of this stream cache are live.
@@ -179,6 +186,8 @@ impl Default for Inner {
             allocator: 0,
             key: 0,
             slot: 0,
+            raw: 0,
+            asking: 0,
             open: CLOSED,
             runs: Runs::default(),
             large_cache: LargeCache::default(),
@@ -275,12 +284,39 @@ impl StreamCache {
         self.lock.try_lock()
     }
 
+    /// Waits until no free asks the stream any more. None begins to.
+    pub(crate) fn let_go(&self) {
+        let mut round = 0;
+        while self.lock().asking > 0 {
+            pause(round);
+            round += 1;
+        }
+    }
+
     fn new(rank: u32) -> Self {
         StreamCache {
             lock: Lock::new(Inner::default()),
             rank,
             owner: AtomicPtr::new(std::ptr::null_mut()),
+            handle: AtomicUsize::new(0),
         }
+    }
+
+    /// The stream is known by a handle from now on, or by none if that is 0.
+    pub(crate) fn set_handle(&self, raw: usize) {
+        let _inner = self.lock();
+        self.handle.store(raw, Ordering::Relaxed);
+    }
+
+    /// Whether the stream is known by this handle. It is its own as long as the stream cache serves.
+    #[inline(always)]
+    pub(crate) fn is_of_handle(&self, raw: usize) -> bool {
+        self.handle.load(Ordering::Relaxed) == raw
+    }
+
+    #[inline]
+    pub(crate) fn handle(&self) -> usize {
+        self.handle.load(Ordering::Relaxed)
     }
 
     /// The allocator from now on.
@@ -403,15 +439,19 @@ impl Inner {
             .then_some(live)
     }
 
-    /// Frees a block if nothing stands in the way; with a generation only that life of it.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
-        let live = match life {
+    fn live_in(&self, node: Node, life: Life) -> Option<Live> {
+        match life {
             // The page of a block that somebody owns cannot have gone.
             Life::Generation(generation) => self.runs.live_as(node, generation),
             Life::At(ptr) => self.runs.live(node, ptr),
-        };
-        let Some(live) = live else {
+        }
+    }
+
+    /// Frees a block if nothing stands in the way; with a generation only that life of it.
+    #[inline(always)]
+    pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
+        let Some(live) = self.live_in(node, life) else {
             return false;
         };
         // A stream cache that was stopped keeps no quick runs: its blocks come no further than this.
@@ -435,6 +475,14 @@ impl Inner {
         self.account_free(live);
         self.runs.put_merged_here(node);
         Some(self.pages_to_keep().is_some())
+    }
+
+    /// Whom to ask about captures before the block in this life of it is freed, if its stream's handle is enough.
+    /// Counted in [`asking`](Self::asking) until the answer is there.
+    pub(crate) fn ask_for(&mut self, node: Node, life: Life) -> Option<usize> {
+        self.live_in(node, life).filter(|_| self.raw != 0)?;
+        self.asking += 1;
+        Some(self.raw)
     }
 
     /// Takes a large block back into the large-block cache. False if the heap has to free it.

@@ -15,6 +15,7 @@ type Entry = Option<&'static StreamCache>;
 
 thread_local! {
     static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(None) }; ENTRIES] };
+    static BY_HANDLE: [Cell<(usize, Entry)>; ENTRIES] = const { [const { Cell::new((0, None)) }; ENTRIES] };
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
@@ -27,6 +28,29 @@ pub(crate) fn find(key: u64) -> Entry {
 
 pub(crate) fn remember(key: u64, cache: &'static StreamCache) {
     SEEN.with(|seen| seen[key as usize % ENTRIES].set(Some(cache)));
+    remember_handle(cache);
+}
+
+/// Where the entry of a handle is: handles are addresses of the driver's.
+#[inline(always)]
+fn place(raw: usize) -> usize {
+    ((raw as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize % ENTRIES
+}
+
+/// The stream cache that this thread last used for a stream with this handle.
+#[inline(always)]
+pub(crate) fn find_handle(raw: usize) -> Entry {
+    let (known, cache) = BY_HANDLE.with(|seen| seen[place(raw)].get());
+    cache.filter(|_| known == raw)
+}
+
+/// The next call of this thread with the stream's handle finds its stream cache, if the handle lasts.
+#[inline]
+pub(crate) fn remember_handle(cache: &'static StreamCache) {
+    let raw = cache.handle();
+    if raw != 0 {
+        BY_HANDLE.with(|seen| seen[place(raw)].set((raw, Some(cache))));
+    }
 }
 
 /// The next allocation of this thread looks at the heap for the stream's stream caches.

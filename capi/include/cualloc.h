@@ -1,0 +1,575 @@
+/* cualloc: a caching allocator of GPU memory. Written from capi/src by cbindgen: do not edit.
+ *
+ * Functions return CUALLOC_OK (0) or another code below; cualloc_last_error() has a text then. What a call returns
+ * through a pointer is 0 after every failure. All of them may be called from any thread, with any context current or
+ * none, and leave that as it is. Handles (cualloc_t *, cualloc_options_t *) are numbers, never dereferenced and never
+ * used again: null is CUALLOC_INVALID_ARGUMENT, any other value that is no living handle CUALLOC_CLOSED. In a forked
+ * child of the process that made them nothing but CUALLOC_CONTEXT_LOST can be had of them. Addresses of device
+ * memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver as void *. How it is built,
+ * installed and used: docs/clients/c.md. */
+
+
+#ifndef CUALLOC_H
+#define CUALLOC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/**
+ * Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
+ * without a new run-time name of the library.
+ */
+#define CUALLOC_ABI_VERSION 1
+
+/**
+ * The call did what it was asked to do.
+ */
+#define CUALLOC_OK 0
+
+/**
+ * There is no memory, after everything was tried.
+ */
+#define CUALLOC_OUT_OF_MEMORY 1
+
+/**
+ * An argument is null, 0, too large or no valid setting. Nothing was done.
+ */
+#define CUALLOC_INVALID_ARGUMENT 2
+
+/**
+ * The address is not memory of this allocator. Nothing was done.
+ */
+#define CUALLOC_NOT_OURS 3
+
+/**
+ * The address is memory of this allocator, and no live block begins there: it was freed before, or is inside a
+ * block where its first byte was asked for. Nothing was done.
+ */
+#define CUALLOC_NOT_LIVE 4
+
+/**
+ * The stream, or a stream that would have to be waited for, is being captured into a graph. Nothing was done.
+ */
+#define CUALLOC_CAPTURING 5
+
+/**
+ * The handle is not one of a living allocator (or of living options): it was destroyed, or never was one.
+ */
+#define CUALLOC_CLOSED 6
+
+/**
+ * There is no usable CUDA driver.
+ */
+#define CUALLOC_NO_DRIVER 7
+
+/**
+ * A call of the CUDA driver failed; the text names it.
+ */
+#define CUALLOC_DRIVER 8
+
+/**
+ * The context is gone or broken, the process is a forked child of the one that made the allocator, or it is
+ * ending. Device memory is left alone.
+ */
+#define CUALLOC_CONTEXT_LOST 9
+
+/**
+ * The device, or this build of the library, cannot do what is asked for.
+ */
+#define CUALLOC_UNSUPPORTED 10
+
+/**
+ * A defect of the library: it stopped half-way. The allocator should not be used any more.
+ */
+#define CUALLOC_PANIC 11
+
+/**
+ * Blocks, guards or a call on another thread are in the way. Nothing was done.
+ */
+#define CUALLOC_BUSY 12
+
+/**
+ * Options for a new allocator. A handle, as cualloc_t is.
+ */
+typedef struct cualloc_options_t cualloc_options_t;
+
+/**
+ * An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
+ * out.
+ */
+typedef struct cualloc_t cualloc_t;
+
+/**
+ * A quantity over time: bytes or a number, as the field that holds it says.
+ */
+typedef struct cualloc_counter_t {
+  /**
+   * Now.
+   */
+  uint64_t current;
+  /**
+   * The largest value since the start, or since cualloc_reset_peaks.
+   */
+  uint64_t peak;
+  /**
+   * Everything that was ever added. What was taken away is this less current.
+   */
+  uint64_t total;
+} cualloc_counter_t;
+
+/**
+ * Figures of the blocks of one kind.
+ */
+typedef struct cualloc_pool_stats_t {
+  /**
+   * Bytes of live blocks, as they were asked for.
+   */
+  struct cualloc_counter_t requested;
+  /**
+   * Bytes of live blocks, rounded up as they are handed out.
+   */
+  struct cualloc_counter_t allocated;
+  /**
+   * Bytes held from the driver.
+   */
+  struct cualloc_counter_t reserved;
+  /**
+   * Bytes of live blocks, and of freed ones that streams other than their own still use.
+   */
+  struct cualloc_counter_t active;
+  /**
+   * Live blocks, a number.
+   */
+  struct cualloc_counter_t blocks;
+  /**
+   * Pieces of memory held from the driver (segments or physical handles), a number.
+   */
+  struct cualloc_counter_t segments;
+} cualloc_pool_stats_t;
+
+/**
+ * Figures of an allocator, all of one instant. The caller sets struct_size to sizeof(cualloc_stats_t) before the
+ * call. Later versions of the library add fields at the end: a caller with a smaller structure gets the fields that
+ * it has, and of a larger one the library leaves untouched what it does not know.
+ *
+ * Peaks of requested, active and blocks can be upper bounds; those of allocated and reserved are exact.
+ */
+typedef struct cualloc_stats_t {
+  /**
+   * Bytes of this structure as the caller knows it. Not changed.
+   */
+  size_t struct_size;
+  /**
+   * Bytes of live blocks, as they were asked for.
+   */
+  struct cualloc_counter_t requested;
+  /**
+   * Bytes of live blocks, rounded up as they are handed out.
+   */
+  struct cualloc_counter_t allocated;
+  /**
+   * Bytes held from the driver.
+   */
+  struct cualloc_counter_t reserved;
+  /**
+   * Bytes of live blocks, and of freed ones that streams other than their own still use.
+   */
+  struct cualloc_counter_t active;
+  /**
+   * Live blocks, a number.
+   */
+  struct cualloc_counter_t blocks;
+  /**
+   * Pieces of memory held from the driver (segments or physical handles), a number.
+   */
+  struct cualloc_counter_t segments;
+  /**
+   * Allocations that failed for lack of memory.
+   */
+  uint64_t ooms;
+  /**
+   * Driver allocations that failed for lack of memory and were tried again after room was made.
+   */
+  uint64_t retries;
+  /**
+   * Calls of the driver so far, by everything in the process that uses this library.
+   */
+  uint64_t driver_calls;
+  /**
+   * Allocations served from memory at hand.
+   */
+  uint64_t hits;
+  /**
+   * Allocations that needed memory from the driver, or failed.
+   */
+  uint64_t misses;
+  /**
+   * The bound on bytes held from the driver, UINT64_MAX if there is none.
+   */
+  uint64_t limit;
+  /**
+   * Bytes of free memory, whatever work still uses it.
+   */
+  uint64_t free_bytes;
+  /**
+   * Bytes of the largest piece of it.
+   */
+  uint64_t largest_free;
+  /**
+   * Streams that the allocator knows now.
+   */
+  uint64_t streams;
+  /**
+   * The part of it all that small blocks have. Which blocks are small is the policy's business.
+   */
+  struct cualloc_pool_stats_t small_pool;
+  /**
+   * The part of it all that other blocks have.
+   */
+  struct cualloc_pool_stats_t large_pool;
+} cualloc_stats_t;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/**
+ * The interface that this library has: CUALLOC_ABI_VERSION of the header it was built with. A program that was
+ * compiled with a larger number may miss functions here.
+ *
+ * Any thread, any time.
+ */
+uint32_t cualloc_abi_version(void);
+
+/**
+ * Why the calling thread's last failed call failed: UTF-8, ended by a zero, at most 1023 bytes. Empty if none
+ * failed yet; a call that succeeds does not change it. Never null. The text is overwritten by the thread's next
+ * call that fails, and is gone when the thread ends. For people: programs go by the code.
+ *
+ * Any thread, any time; each has its own text.
+ */
+const char *cualloc_last_error(void);
+
+/**
+ * Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). *out is the first
+ * byte's address, a multiple of 512.
+ *
+ * The memory may be used by work of that stream at once. Another stream that uses it must wait for this one by
+ * itself, and cualloc_record_stream must say so. Null and 1 are the legacy default stream of the allocator's context,
+ * 2 is the calling thread's own default stream there, whatever context is current. Before any other stream is
+ * destroyed cualloc_retire_stream must be called.
+ *
+ * Errors: CUALLOC_OUT_OF_MEMORY, after everything was tried: the text has the whole picture;
+ * CUALLOC_INVALID_ARGUMENT for a null handle or out, 0 bytes or more than any device has, or a stream of another
+ * device; CUALLOC_CAPTURING; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is 0 then, and nothing is
+ * lost.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `stream` is a live stream, or null, 1 or 2; `out` is null or may be written.
+ */
+int32_t cualloc_alloc(struct cualloc_t *allocator,
+                      size_t bytes,
+                      void *stream,
+                      uint64_t *out);
+
+/**
+ * cualloc_alloc at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
+ *
+ * Errors: as cualloc_alloc, and CUALLOC_INVALID_ARGUMENT for another alignment.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * As cualloc_alloc.
+ */
+int32_t cualloc_alloc_aligned(struct cualloc_t *allocator,
+                              size_t bytes,
+                              size_t alignment,
+                              void *stream,
+                              uint64_t *out);
+
+/**
+ * Frees the block that begins at ptr; 0 is CUALLOC_OK. Never waits: work that was given to the block's stream before
+ * this call may still use it, and so may work of recorded streams. The stream of the block, and every stream recorded
+ * on it, must be alive or retired.
+ *
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also a second free), CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a
+ * null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. In each of them nothing has changed.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * Nobody gives the device work after this call that uses the block.
+ */
+int32_t cualloc_free(struct cualloc_t *allocator,
+                     uint64_t ptr);
+
+/**
+ * cualloc_free of a block that a stream used last: that stream used it until now, and nobody will again. The memory
+ * is used anew when the work is done that the stream was given so far.
+ *
+ * Errors: as cualloc_free and cualloc_record_stream. If the free fails after the use was recorded, the block is live
+ * and that use stays recorded.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * As cualloc_free; `stream` is a live stream, or null, 1 or 2.
+ */
+int32_t cualloc_free_on(struct cualloc_t *allocator,
+                        uint64_t ptr,
+                        void *stream);
+
+/**
+ * Says that another stream uses the block around ptr (any address inside it). After its free the block is used anew
+ * only when the work is done that the stream was given until the free.
+ *
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle,
+ * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `stream` is a live stream of any device, or null, 1 or 2.
+ */
+int32_t cualloc_record_stream(struct cualloc_t *allocator,
+                              uint64_t ptr,
+                              void *stream);
+
+/**
+ * Takes the caller's word that a stream lives until it is retired, so that the allocator may use its handle in calls
+ * that do not name it: memory freed on it can then be had by other streams sooner. Not needed for correctness. Null
+ * and 1 are kept anyway.
+ *
+ * Errors: CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
+ * allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `stream` is a live stream, or null or 1, and lives until cualloc_retire_stream has succeeded for it or the allocator
+ * is destroyed.
+ */
+int32_t cualloc_adopt_stream(struct cualloc_t *allocator,
+                             void *stream);
+
+/**
+ * Says that a stream gets no more work that uses memory of this allocator, so that it can be destroyed. To be called
+ * while the stream is still alive, for every allocator that it was passed to. Blocks that are live on it stay valid
+ * and can be freed later. A stream that this allocator does not know is CUALLOC_OK.
+ *
+ * Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle, and for 2 where only another thread's own
+ * default stream is known; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. In each of them nothing has changed,
+ * and the stream must live on.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `stream` is a live stream, or null, 1 or 2.
+ */
+int32_t cualloc_retire_stream(struct cualloc_t *allocator,
+                              void *stream);
+
+/**
+ * The bytes that may be used of the live block that begins at ptr: those that were asked for, rounded up.
+ *
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a
+ * null handle or out, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is 0 then.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `out` is null or may be written.
+ */
+int32_t cualloc_usable_size(struct cualloc_t *allocator,
+                            uint64_t ptr,
+                            uint64_t *out);
+
+/**
+ * The live block around ptr, which may be any address inside it: its first byte's address and its usable bytes.
+ *
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_INVALID_ARGUMENT for a null handle, base or bytes,
+ * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *base and *bytes are 0 then.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `base` and `bytes` are null or may be written.
+ */
+int32_t cualloc_base(struct cualloc_t *allocator,
+                     uint64_t ptr,
+                     uint64_t *base,
+                     uint64_t *bytes);
+
+/**
+ * New options, with nothing set; null if that is not possible. To be freed with cualloc_options_free.
+ *
+ * Any thread.
+ */
+struct cualloc_options_t *cualloc_options_new(void);
+
+/**
+ * Frees options. Allocators that were made with them stay as they are. Null, and what was freed before, change
+ * nothing.
+ *
+ * Any thread.
+ */
+void cualloc_options_free(struct cualloc_options_t *options);
+
+/**
+ * Sets one option; the last value of a key counts.
+ *
+ * Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
+ * the device as 80%), views, capture_checks, self_test (on, off), checks (context, none), peers (1+3), slack (5%),
+ * budget, handle. And device: cuda (the default), or sim, a simulated device of 80 GiB in host memory, in a library
+ * that was built with the feature sim. Settings that contradict each other are refused by cualloc_create.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
+ * UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `key` and `value` are null or end with a zero.
+ */
+int32_t cualloc_options_set(struct cualloc_options_t *options,
+                            const char *key,
+                            const char *value);
+
+/**
+ * Makes an allocator for a device, by its number from 0 (CUDA_VISIBLE_DEVICES counts), on the device's primary
+ * context, which the CUDA runtime uses too. Loads the driver when it is first needed. options may be null: then the
+ * environment variable CUALLOC_CONFIG has the settings, as it has those that options do not set.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null out, a device that is not there, or settings that contradict each
+ * other; CUALLOC_CLOSED for options that were freed; CUALLOC_NO_DRIVER; CUALLOC_UNSUPPORTED if the device cannot do
+ * what the settings ask for, or 4096 allocators are open; CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_DRIVER.
+ * *out is null then.
+ *
+ * Any thread, whatever context is current. That stays current.
+ *
+ * What the caller answers for:
+ * `out` is null or may be written.
+ */
+int32_t cualloc_create(int32_t device,
+                       const struct cualloc_options_t *options,
+                       struct cualloc_t **out);
+
+/**
+ * Makes an allocator in a context of the caller's (a CUcontext); null means the one that is current on the calling
+ * thread. The context stays the caller's, who destroys it after cualloc_destroy. If it is destroyed before, calls
+ * that need it fail with CUALLOC_CONTEXT_LOST from the first one on that finds out, and nothing more is called on it.
+ *
+ * Errors: as cualloc_create, and CUALLOC_INVALID_ARGUMENT if there is no such context, or none is current.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `cu_context` is null or a live context of the driver; `out` is null or may be written.
+ */
+int32_t cualloc_create_in(void *cu_context,
+                          const struct cualloc_options_t *options,
+                          struct cualloc_t **out);
+
+/**
+ * Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used
+ * freed blocks. Calls that other threads are in with this allocator come to their end first, or fail with
+ * CUALLOC_CLOSED, as all later ones do. When this has returned CUALLOC_OK, nothing of the context is used any more.
+ *
+ * Errors: CUALLOC_BUSY while blocks are live, a guard keeps memory or a call on another thread holds some;
+ * CUALLOC_CAPTURING if a stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them
+ * nothing was done, and the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and
+ * the handle is ended all the same (not so in a forked child, and not while the process ends).
+ * CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a handle that was ended before.
+ *
+ * Any thread.
+ */
+int32_t cualloc_destroy(struct cualloc_t *allocator);
+
+/**
+ * Gives memory that nobody uses back to the driver until at most keep bytes of it are held. Never waits for work of
+ * the device. *released are the bytes that went back, *pending those that would have, but for work that still uses
+ * them; each may be null.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Both
+ * numbers are 0 then.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `released` and `pending` are null or may be written.
+ */
+int32_t cualloc_trim(struct cualloc_t *allocator,
+                     uint64_t keep,
+                     uint64_t *released,
+                     uint64_t *pending);
+
+/**
+ * cualloc_trim of everything, which waits on the host for the work of streams that do not capture. What a capture
+ * keeps from being waited for is pending, and no error.
+ *
+ * Errors: as cualloc_trim.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `released` and `pending` are null or may be written.
+ */
+int32_t cualloc_empty_cache(struct cualloc_t *allocator,
+                            uint64_t *released,
+                            uint64_t *pending);
+
+/**
+ * Bounds the bytes held from the driver; UINT64_MAX lifts the bound. Memory above a lowered bound stays until it is
+ * trimmed. With 0 nothing more is taken from the driver.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED.
+ *
+ * Any thread.
+ */
+int32_t cualloc_set_limit(struct cualloc_t *allocator,
+                          uint64_t bytes);
+
+/**
+ * Writes the allocator's figures, all of one instant. out->struct_size must be set to the structure's size before the
+ * call; it may be that of an older or a newer version.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle or out, or a struct_size that is smaller than itself;
+ * CUALLOC_CLOSED. The fields are 0 then, if there is an out with a size.
+ *
+ * Any thread. In a forked child, and after the context was lost, the figures are those of an allocator without memory
+ * or the last ones.
+ *
+ * What the caller answers for:
+ * `out` is null or points to a structure that has as many bytes as its `struct_size` says.
+ */
+int32_t cualloc_stats(struct cualloc_t *allocator,
+                      struct cualloc_stats_t *out);
+
+/**
+ * Sets all peaks to the current values, at one instant.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED.
+ *
+ * Any thread.
+ */
+int32_t cualloc_reset_peaks(struct cualloc_t *allocator);
+
+/**
+ * Walks everything the allocator knows, computes every number anew, and compares: for tests and diagnosis. What it
+ * costs grows with the number of blocks.
+ *
+ * Errors: CUALLOC_PANIC if something does not agree, which is a defect of the library: the text says what;
+ * CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * Any thread, also beside calls of others.
+ */
+int32_t cualloc_check(struct cualloc_t *allocator);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* CUALLOC_H */

@@ -1,0 +1,86 @@
+/* A cualloc allocator as a memory resource of CCCL (cuda::mr), and so of RMM 26.08 and later.
+ *
+ *     cualloc::allocator gpu(0);
+ *     rmm::mr::set_current_device_resource(cualloc::memory_resource(gpu));
+ *
+ * Header only; needs the headers of CCCL 3 (they come with RMM), and with RMM's error.hpp beside them memory that runs
+ * out is an rmm::out_of_memory. */
+#ifndef CUALLOC_RMM_HPP
+#define CUALLOC_RMM_HPP
+
+#include <cuda/memory_resource>
+#include <cuda/stream_ref>
+
+#if __has_include(<rmm/error.hpp>)
+#include <rmm/error.hpp>
+#endif
+
+#include "cualloc.hpp"
+
+namespace cualloc {
+
+/* Names an allocator, which stays its owner's and is destroyed after the last block of this resource was freed.
+ * Copies are the same resource. Any thread may use it. */
+class memory_resource {
+  public:
+    explicit memory_resource(const allocator& of) noexcept : handle_(of.get()) {}
+    explicit memory_resource(cualloc_t* of) noexcept : handle_(of) {}
+
+    /* Memory in the order of a stream. 0 bytes are a null pointer. Throws as cualloc::check does. */
+    void* allocate(cuda::stream_ref stream, std::size_t bytes, std::size_t alignment = 256) {
+        if (bytes == 0) return nullptr;
+        std::uint64_t ptr = 0;
+        /* Every address is a multiple of 512. */
+        const std::int32_t code = alignment <= 512
+            ? cualloc_alloc(handle_, bytes, stream.get(), &ptr)
+            : cualloc_alloc_aligned(handle_, bytes, alignment, stream.get(), &ptr);
+        if (code != CUALLOC_OK) fail(code);
+        return reinterpret_cast<void*>(static_cast<std::uintptr_t>(ptr));
+    }
+
+    /* Frees behind what the stream was given so far; it may be another one than that of the allocation. */
+    void deallocate(cuda::stream_ref stream, void* ptr, std::size_t, std::size_t = 256) noexcept {
+        cualloc_free_on(handle_, reinterpret_cast<std::uintptr_t>(ptr), stream.get());
+    }
+
+    /* Memory that every stream may use at once: waits for what was given to the legacy default stream. */
+    void* allocate_sync(std::size_t bytes, std::size_t alignment = 256) {
+        const cuda::stream_ref legacy{cudaStream_t{}};
+        void* ptr = allocate(legacy, bytes, alignment);
+        legacy.sync();
+        return ptr;
+    }
+
+    /* Frees memory that no work uses any more. */
+    void deallocate_sync(void* ptr, std::size_t, std::size_t = 256) noexcept {
+        cualloc_free(handle_, reinterpret_cast<std::uintptr_t>(ptr));
+    }
+
+    cualloc_t* get() const noexcept { return handle_; }
+
+    friend bool operator==(const memory_resource& left, const memory_resource& right) noexcept {
+        return left.handle_ == right.handle_;
+    }
+    friend bool operator!=(const memory_resource& left, const memory_resource& right) noexcept {
+        return left.handle_ != right.handle_;
+    }
+    friend void get_property(const memory_resource&, cuda::mr::device_accessible) noexcept {}
+
+  private:
+    [[noreturn]] static void fail(std::int32_t code) {
+#if __has_include(<rmm/error.hpp>)
+        if (code == CUALLOC_OUT_OF_MEMORY) throw rmm::out_of_memory(cualloc_last_error());
+#endif
+        check(code);
+        throw error(code, "a call failed");
+    }
+
+    cualloc_t* handle_;
+};
+
+static_assert(cuda::mr::resource_with<memory_resource, cuda::mr::device_accessible>,
+              "a memory_resource is a resource of cuda::mr");
+
+}  // namespace cualloc
+
+#endif

@@ -1,0 +1,260 @@
+//! Blocks, and the streams that they are used on.
+
+use std::ffi::c_void;
+
+use cualloc::Allocator;
+use cualloc::allocator::Request;
+use cualloc::error::StreamMisuse;
+
+use crate::entry::{call, cleared, null, quickly};
+use crate::{cualloc_t, handles};
+
+/// Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). *out is the first
+/// byte's address, a multiple of 512.
+///
+/// The memory may be used by work of that stream at once. Another stream that uses it must wait for this one by
+/// itself, and cualloc_record_stream must say so. Null and 1 are the legacy default stream of the allocator's context,
+/// 2 is the calling thread's own default stream there, whatever context is current. Before any other stream is
+/// destroyed cualloc_retire_stream must be called.
+///
+/// Errors: CUALLOC_OUT_OF_MEMORY, after everything was tried: the text has the whole picture;
+/// CUALLOC_INVALID_ARGUMENT for a null handle or out, 0 bytes or more than any device has, or a stream of another
+/// device; CUALLOC_CAPTURING; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is 0 then, and nothing is
+/// lost.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// `stream` is a live stream, or null, 1 or 2; `out` is null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_alloc(
+    allocator: *mut cualloc_t,
+    bytes: usize,
+    stream: *mut c_void,
+    out: *mut u64,
+) -> i32 {
+    if out.is_null() {
+        return null();
+    }
+    // SAFETY: the caller's contract.
+    let say = |ptr| unsafe { out.write(ptr) };
+    say(0);
+    let (stream, request) = (stream.cast(), Request::new(bytes));
+    // SAFETY: the caller's contract.
+    let run = |allocator: &Allocator| unsafe { allocator.allocate_raw(bytes, stream) };
+    // SAFETY: the caller's contract.
+    let slowly = |allocator: &Allocator| unsafe { allocator.allocate_raw_with(request, stream) };
+    quickly(allocator, run, slowly, say)
+}
+
+/// cualloc_alloc at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
+///
+/// Errors: as cualloc_alloc, and CUALLOC_INVALID_ARGUMENT for another alignment.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// As cualloc_alloc.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_alloc_aligned(
+    allocator: *mut cualloc_t,
+    bytes: usize,
+    alignment: usize,
+    stream: *mut c_void,
+    out: *mut u64,
+) -> i32 {
+    if out.is_null() {
+        return null();
+    }
+    // SAFETY: the caller's contract.
+    let say = |ptr| unsafe { out.write(ptr) };
+    say(0);
+    let (stream, request) = (stream.cast(), Request::new(bytes).align(alignment));
+    // SAFETY: the caller's contract.
+    let run = |allocator: &Allocator| unsafe { allocator.allocate_raw_with(request, stream) };
+    quickly(allocator, run, run, say)
+}
+
+/// Frees the block that begins at ptr; 0 is CUALLOC_OK. Never waits: work that was given to the block's stream before
+/// this call may still use it, and so may work of recorded streams. The stream of the block, and every stream recorded
+/// on it, must be alive or retired.
+///
+/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also a second free), CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a
+/// null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. In each of them nothing has changed.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// Nobody gives the device work after this call that uses the block.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i32 {
+    let free = |allocator: &Allocator| match ptr {
+        0 => Ok(()),
+        // SAFETY: the caller's contract.
+        _ => unsafe { allocator.free_raw(ptr) },
+    };
+    quickly(allocator, free, free, |()| {})
+}
+
+/// cualloc_free of a block that a stream used last: that stream used it until now, and nobody will again. The memory
+/// is used anew when the work is done that the stream was given so far.
+///
+/// Errors: as cualloc_free and cualloc_record_stream. If the free fails after the use was recorded, the block is live
+/// and that use stays recorded.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// As cualloc_free; `stream` is a live stream, or null, 1 or 2.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_free_on(
+    allocator: *mut cualloc_t,
+    ptr: u64,
+    stream: *mut c_void,
+) -> i32 {
+    let free = |allocator: &Allocator| match ptr {
+        0 => Ok(()),
+        // SAFETY: the caller's contract.
+        _ => unsafe {
+            allocator.record_use_raw(ptr, stream.cast())?;
+            allocator.free_raw(ptr)
+        },
+    };
+    quickly(allocator, free, free, |()| {})
+}
+
+/// Says that another stream uses the block around ptr (any address inside it). After its free the block is used anew
+/// only when the work is done that the stream was given until the free.
+///
+/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle,
+/// CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// `stream` is a live stream of any device, or null, 1 or 2.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_record_stream(
+    allocator: *mut cualloc_t,
+    ptr: u64,
+    stream: *mut c_void,
+) -> i32 {
+    call(|| {
+        handles::with(allocator, |allocator| {
+            // SAFETY: the caller's contract.
+            unsafe { allocator.record_stream_raw(ptr, stream.cast()) }
+        })
+    })
+}
+
+/// Takes the caller's word that a stream lives until it is retired, so that the allocator may use its handle in calls
+/// that do not name it: memory freed on it can then be had by other streams sooner. Not needed for correctness. Null
+/// and 1 are kept anyway.
+///
+/// Errors: CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
+/// allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// `stream` is a live stream, or null or 1, and lives until cualloc_retire_stream has succeeded for it or the allocator
+/// is destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_adopt_stream(
+    allocator: *mut cualloc_t,
+    stream: *mut c_void,
+) -> i32 {
+    call(|| {
+        handles::with(allocator, |allocator| {
+            // SAFETY: the caller's contract.
+            unsafe { allocator.adopt_raw(stream.cast()) }
+        })
+    })
+}
+
+/// Says that a stream gets no more work that uses memory of this allocator, so that it can be destroyed. To be called
+/// while the stream is still alive, for every allocator that it was passed to. Blocks that are live on it stay valid
+/// and can be freed later. A stream that this allocator does not know is CUALLOC_OK.
+///
+/// Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle, and for 2 where only another thread's own
+/// default stream is known; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. In each of them nothing has changed,
+/// and the stream must live on.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// `stream` is a live stream, or null, 1 or 2.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_retire_stream(
+    allocator: *mut cualloc_t,
+    stream: *mut c_void,
+) -> i32 {
+    call(|| {
+        handles::with(allocator, |allocator| {
+            // SAFETY: the caller's contract.
+            match unsafe { allocator.retire_raw(stream.cast()) } {
+                Err(cualloc::Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
+                retired => retired,
+            }
+        })
+    })
+}
+
+/// The bytes that may be used of the live block that begins at ptr: those that were asked for, rounded up.
+///
+/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a
+/// null handle or out, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is 0 then.
+///
+/// Any thread.
+///
+/// # Safety
+/// `out` is null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_usable_size(
+    allocator: *mut cualloc_t,
+    ptr: u64,
+    out: *mut u64,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's contract.
+        unsafe { cleared(out) }?;
+        let block = handles::with(allocator, |allocator| allocator.block_around(ptr))?;
+        if block.address != ptr {
+            let base = block.address;
+            return Err(cualloc::Error::InteriorPointer { ptr, base }.into());
+        }
+        // SAFETY: the caller's contract.
+        unsafe { out.write(block.size) };
+        Ok(())
+    })
+}
+
+/// The live block around ptr, which may be any address inside it: its first byte's address and its usable bytes.
+///
+/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_INVALID_ARGUMENT for a null handle, base or bytes,
+/// CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *base and *bytes are 0 then.
+///
+/// Any thread.
+///
+/// # Safety
+/// `base` and `bytes` are null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_base(
+    allocator: *mut cualloc_t,
+    ptr: u64,
+    base: *mut u64,
+    bytes: *mut u64,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's contract.
+        let (first, second) = unsafe { (cleared(base), cleared(bytes)) };
+        first.and(second)?;
+        let block = handles::with(allocator, |allocator| allocator.block_around(ptr))?;
+        // SAFETY: the caller's contract.
+        unsafe {
+            base.write(block.address);
+            bytes.write(block.size);
+        }
+        Ok(())
+    })
+}

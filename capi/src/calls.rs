@@ -1,0 +1,231 @@
+//! Which thread is in a call with which handle, so that a destroy can wait for the calls of other threads.
+//!
+//! A call announces its handle in a word that only its thread writes, then looks whether the handle is alive. A
+//! destroy makes the handle dead, then looks at the words of all threads. Between the two steps each side needs a
+//! full barrier, or both could miss each other. Calls are frequent and destroys are rare, so the destroy makes the
+//! barrier for all: the system interrupts every other running thread of the process ([`barrier`]), and a call pays
+//! for nothing but two plain stores.
+
+use std::cell::Cell;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, compiler_fence};
+
+use crate::barrier;
+
+/// The word of a thread, on cache lines of its own. Never freed: another thread takes it over.
+#[repr(align(128))]
+struct Word {
+    /// The handle that a call is under way with, or 0.
+    busy: AtomicU64,
+    /// Whether a thread has it as its own. One that none ever has is lent for single calls.
+    taken: AtomicBool,
+    lent: bool,
+    next: AtomicPtr<Word>,
+}
+
+impl Word {
+    const fn new(busy: u64, lent: bool) -> Word {
+        Word {
+            busy: AtomicU64::new(busy),
+            taken: AtomicBool::new(true),
+            lent,
+            next: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+}
+
+/// The word of threads that have none, or none any more: always busy, so calls look further.
+static NOBODY: Word = Word::new(u64::MAX, false);
+
+/// All words.
+static FIRST: AtomicPtr<Word> = AtomicPtr::new(ptr::null_mut());
+
+thread_local! {
+    /// Without a destructor, so that a call from the destructor of something else finds it.
+    static MINE: Cell<&'static Word> = const { Cell::new(&NOBODY) };
+    static LEAVING: Leaving = const { Leaving(Cell::new(false)) };
+}
+
+/// Gives the thread's word back when the thread ends.
+struct Leaving(Cell<bool>);
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        let word = MINE.replace(&NOBODY);
+        // One that is busy belongs to a call that never returns: it is lost.
+        if !ptr::eq(word, &raw const NOBODY) && word.busy.load(Ordering::Relaxed) == 0 {
+            word.taken.store(false, Ordering::Release);
+        }
+    }
+}
+
+fn words() -> impl Iterator<Item = &'static Word> {
+    let at = |word: &AtomicPtr<Word>| {
+        // SAFETY: words are never freed.
+        unsafe { word.load(Ordering::SeqCst).as_ref() }
+    };
+    std::iter::successors(at(&FIRST), move |word| at(&word.next))
+}
+
+fn add(word: Word) -> &'static Word {
+    let word: &'static Word = Box::leak(Box::new(word));
+    let mut first = FIRST.load(Ordering::SeqCst);
+    loop {
+        word.next.store(first, Ordering::Relaxed);
+        let added = ptr::from_ref(word).cast_mut();
+        match FIRST.compare_exchange(first, added, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) => return word,
+            Err(other) => first = other,
+        }
+    }
+}
+
+/// A word for this thread, unless it is ending.
+fn adopt() -> Option<&'static Word> {
+    LEAVING.try_with(|leaving| leaving.0.set(true)).ok()?;
+    let left = words().find(|word| {
+        !word.lent
+            && word
+                .taken
+                .compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed)
+                .is_ok()
+    });
+    let word = left.unwrap_or_else(|| add(Word::new(0, false)));
+    MINE.set(word);
+    Some(word)
+}
+
+/// An announcement, until it is dropped.
+#[must_use]
+pub(crate) struct Announced(&'static Word);
+
+impl Drop for Announced {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.0.busy.store(0, Ordering::Release);
+    }
+}
+
+/// Announces a handle, which is not 0, on a thread that has a word and is in no other call.
+#[inline(always)]
+pub(crate) fn announce(handle: u64) -> Option<Announced> {
+    let word = MINE.get();
+    if word.busy.load(Ordering::Relaxed) != 0 {
+        return None;
+    }
+    word.busy.store(handle, Ordering::Relaxed);
+    // The processor's part of this fence is the barrier of the destroy.
+    compiler_fence(Ordering::SeqCst);
+    Some(Announced(word))
+}
+
+/// [`announce`] for a thread's first call, for calls inside a call (a logger's), and for those of a thread that ends.
+#[cold]
+pub(crate) fn announce_slowly(handle: u64) -> Announced {
+    let new = ptr::eq(MINE.get(), &raw const NOBODY);
+    if new
+        && adopt().is_some()
+        && let Some(announced) = announce(handle)
+    {
+        return announced;
+    }
+    let free = words().find(|word| {
+        word.lent
+            && word
+                .busy
+                .compare_exchange(0, handle, Ordering::SeqCst, Ordering::Relaxed)
+                .is_ok()
+    });
+    Announced(free.unwrap_or_else(|| add(Word::new(handle, true))))
+}
+
+/// Whether this thread is in a call already.
+pub(crate) fn inside() -> bool {
+    let word = MINE.get();
+    !ptr::eq(word, &raw const NOBODY) && word.busy.load(Ordering::Relaxed) != 0
+}
+
+/// Waits until no call is under way with a handle that was alive when it began; false if that cannot be known here.
+/// The handle must be dead by now.
+pub(crate) fn wait_for(handle: u64) -> bool {
+    if !barrier::for_all_threads() {
+        return false;
+    }
+    let busy = || words().any(|word| word.busy.load(Ordering::Acquire) == handle);
+    let mut turns = 0;
+    while busy() {
+        turns += 1;
+        match turns {
+            ..100 => std::hint::spin_loop(),
+            100..1000 => std::thread::yield_now(),
+            // The call waits for the device.
+            _ => std::thread::sleep(std::time::Duration::from_micros(50)),
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn a_wait_is_over_when_the_call_is() {
+        if !barrier::prepare() {
+            println!("SKIPPED: the system has no barrier for all threads");
+            return;
+        }
+        const HANDLE: u64 = 0x7777_0001;
+        let ((begun, has_begun), (end, may_end)) = (channel(), channel::<()>());
+        let caller = std::thread::spawn(move || {
+            let announced = announce_slowly(HANDLE);
+            begun.send(()).unwrap();
+            may_end.recv().unwrap();
+            drop(announced);
+        });
+        has_begun.recv().unwrap();
+        let (waits, has_waited) = channel();
+        let waiter = std::thread::spawn(move || {
+            assert!(wait_for(HANDLE));
+            waits.send(()).unwrap();
+        });
+        assert!(has_waited.try_recv().is_err(), "the call is under way");
+        end.send(()).unwrap();
+        caller.join().unwrap();
+        waiter.join().unwrap();
+        has_waited.recv().unwrap();
+        assert!(wait_for(HANDLE), "and now at once");
+    }
+
+    #[test]
+    fn a_call_inside_a_call_has_a_word_of_its_own() {
+        let outer = announce_slowly(0x7777_0002);
+        assert!(inside());
+        assert!(announce(0x7777_0003).is_none());
+        let inner = announce_slowly(0x7777_0003);
+        let now = || {
+            words()
+                .map(|word| word.busy.load(Ordering::Relaxed))
+                .collect::<Vec<_>>()
+        };
+        assert!(now().contains(&0x7777_0002) && now().contains(&0x7777_0003));
+        drop(inner);
+        assert!(now().contains(&0x7777_0002) && !now().contains(&0x7777_0003));
+        drop(outer);
+        assert!(!inside());
+    }
+
+    #[test]
+    fn words_of_ended_threads_are_taken_over() {
+        let count = || words().filter(|word| !word.lent).count();
+        let one = || drop(announce_slowly(0x7777_0004));
+        std::thread::spawn(one).join().unwrap();
+        let before = count();
+        for _ in 0..100 {
+            std::thread::spawn(one).join().unwrap();
+        }
+        // Other tests begin threads beside this one.
+        assert!(count() < before + 50, "{before}, then {}", count());
+    }
+}

@@ -1,0 +1,109 @@
+//! Where memory comes from: a driver, and a context of it.
+
+use std::ffi::c_void;
+
+use cualloc::driver::sys::CUresult;
+use cualloc::driver::{Context, Driver};
+
+use crate::results::{CUALLOC_INVALID_ARGUMENT, CUALLOC_UNSUPPORTED, Failure};
+
+/// The option `device`.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(crate) enum Source {
+    /// The driver of this machine.
+    #[default]
+    Cuda,
+    /// A simulated one, which all users of it in the process share.
+    Simulated,
+}
+
+impl Source {
+    pub(crate) fn named(name: &str) -> Result<Source, Failure> {
+        match name {
+            "cuda" => Ok(Source::Cuda),
+            "sim" if cfg!(feature = "sim") => Ok(Source::Simulated),
+            "sim" => {
+                let why = "device=sim: this library was built without the simulator (feature sim)";
+                Err(Failure::Said(CUALLOC_UNSUPPORTED, why))
+            }
+            _ => {
+                let why = "the option device is cuda or sim";
+                Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+            }
+        }
+    }
+
+    pub(crate) fn driver(self) -> Result<Driver, Failure> {
+        match self {
+            Source::Cuda => Ok(Driver::load()?),
+            Source::Simulated => simulated(),
+        }
+    }
+}
+
+#[cfg(feature = "sim")]
+pub(crate) mod simulator {
+    use std::sync::OnceLock;
+
+    use cualloc::sim::{SimConfig, Simulator};
+
+    /// Lives as long as the process; none if it could not be made.
+    pub(crate) fn shared() -> Option<&'static Simulator> {
+        static SIMULATOR: OnceLock<Option<Simulator>> = OnceLock::new();
+        let made = SIMULATOR.get_or_init(|| Simulator::new(SimConfig::default()).ok());
+        made.as_ref()
+    }
+}
+
+#[cfg(feature = "sim")]
+fn simulated() -> Result<Driver, Failure> {
+    match simulator::shared() {
+        Some(simulator) => Ok(simulator.driver()?),
+        None => Err(Failure::Said(
+            CUALLOC_UNSUPPORTED,
+            "the simulator cannot be set up",
+        )),
+    }
+}
+
+#[cfg(not(feature = "sim"))]
+fn simulated() -> Result<Driver, Failure> {
+    Err(Failure::Said(CUALLOC_UNSUPPORTED, "there is no simulator"))
+}
+
+/// The primary context of a device.
+pub(crate) fn primary(driver: &Driver, device: i32) -> Result<Context, Failure> {
+    let count = driver.device_count()?;
+    let Some(ordinal) = usize::try_from(device)
+        .ok()
+        .filter(|&ordinal| ordinal < count)
+    else {
+        return Err(Failure::NoSuchDevice { device, count });
+    };
+    Ok(Context::primary(&driver.device(ordinal)?)?)
+}
+
+/// A context of the caller's; null means the one that is current on this thread.
+///
+/// # Safety
+/// A context that is not null is alive, and whichever it is lives as long as the result and its clones are used.
+pub(crate) unsafe fn given(driver: &Driver, context: *mut c_void) -> Result<Context, Failure> {
+    let found = match context.is_null() {
+        // SAFETY: the caller's contract.
+        true => unsafe { Context::current(driver) },
+        // SAFETY: the caller's contract.
+        false => unsafe { Context::from_raw(driver, context.cast()) }.map(Some),
+    };
+    match found {
+        Ok(Some(context)) => Ok(context),
+        Ok(None) => {
+            let why = "no context is current on this thread";
+            Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+        }
+        Err(error) if error.code() == CUresult::CUDA_ERROR_INVALID_CONTEXT => {
+            let why = "the driver knows no such context";
+            Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+        }
+        Err(error) => Err(error.into()),
+    }
+}

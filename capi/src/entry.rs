@@ -1,0 +1,108 @@
+//! What each function has around what it does: codes of errors, and no panic that goes further.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use cualloc::Allocator;
+
+use crate::results::{CUALLOC_OK, CUALLOC_PANIC, Failure, NULL};
+use crate::{cualloc_t, handles, message};
+
+/// Runs a call, and makes a code of how it ends. Nothing unwinds into C.
+#[inline(always)]
+pub(crate) fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
+    match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(Ok(())) => CUALLOC_OK,
+        Ok(Err(failure)) => told(&failure),
+        Err(payload) => panicked(payload),
+    }
+}
+
+/// [`call`] with an allocator, for calls that are made often. What is rare about it is apart, with a function of its own
+/// to `run`, so that the common case has no copy of its result and saves few registers.
+#[inline(always)]
+pub(crate) fn quickly<T>(
+    handle: *mut cualloc_t,
+    run: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
+    run_slowly: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
+    done: impl Fn(T),
+) -> i32 {
+    let Some(entered) = handles::enter_quickly(handle) else {
+        return slowly(handle, run_slowly, done);
+    };
+    let ended = catch_unwind(AssertUnwindSafe(|| match run(entered.allocator()) {
+        Ok(value) => {
+            done(value);
+            CUALLOC_OK
+        }
+        Err(error) => failed(entered.allocator(), error),
+    }));
+    match ended {
+        Ok(code) => code,
+        Err(payload) => panicked(payload),
+    }
+}
+
+#[cold]
+#[inline(never)]
+pub(crate) fn slowly<T>(
+    handle: *mut cualloc_t,
+    run: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
+    done: impl Fn(T),
+) -> i32 {
+    call(|| {
+        done(handles::with(handle, run)?);
+        Ok(())
+    })
+}
+
+#[cold]
+#[inline(never)]
+pub(crate) fn failed(allocator: &Allocator, error: cualloc::Error) -> i32 {
+    call(|| Err(handles::judged(allocator, error)))
+}
+
+/// An argument is null.
+#[cold]
+#[inline(never)]
+pub(crate) fn null() -> i32 {
+    told(&NULL)
+}
+
+#[cold]
+#[inline(never)]
+pub(crate) fn told(failure: &Failure) -> i32 {
+    let code = failure.code();
+    // The text of a foreign error could panic; then the code is all there is.
+    let text = || message::set(format_args!("{failure}"));
+    match catch_unwind(AssertUnwindSafe(text)) {
+        Ok(()) => code,
+        Err(payload) => panicked(payload),
+    }
+}
+
+#[cold]
+#[inline(never)]
+pub(crate) fn panicked(payload: Box<dyn std::any::Any + Send>) -> i32 {
+    let why = match payload.downcast_ref::<&str>() {
+        Some(why) => why,
+        None => payload.downcast_ref::<String>().map_or("", String::as_str),
+    };
+    message::set(format_args!("a defect of the library: it panicked: {why}"));
+    // What was thrown may panic when it is dropped.
+    std::mem::forget(payload);
+    CUALLOC_PANIC
+}
+
+/// Where a result goes: 0 until the call has succeeded.
+///
+/// # Safety
+/// `out` is null or may be written.
+#[inline(always)]
+pub(crate) unsafe fn cleared<T: Default>(out: *mut T) -> Result<(), Failure> {
+    if out.is_null() {
+        return Err(NULL);
+    }
+    // SAFETY: the caller's contract.
+    unsafe { out.write(T::default()) };
+    Ok(())
+}

@@ -1,0 +1,247 @@
+//! Allocators by their handles.
+//!
+//! A handle is a number: a mark that no address has, the place in a table, and how often that place was used. It is
+//! never dereferenced and never used again, so whatever a caller passes is looked up, and found or not.
+
+use std::cell::UnsafeCell;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use cualloc::driver::sys::CUresult;
+use cualloc::{Allocator, Error};
+
+use crate::barrier;
+use crate::calls::{self, Announced};
+use crate::cualloc_t;
+use crate::results::{CUALLOC_BUSY, CUALLOC_CLOSED, CUALLOC_UNSUPPORTED, Failure, NULL};
+
+/// Allocators that can be there at once.
+const PLACES: usize = 4096;
+/// No address of a 64-bit processor begins so.
+const MARK: u64 = 0xca10_0000_0000_0000;
+const LIFE_SHIFT: u32 = 16;
+const PLACE_SHIFT: u32 = 4;
+
+fn handle_of(place: usize, life: u32) -> u64 {
+    MARK | u64::from(life) << LIFE_SHIFT | (place as u64) << PLACE_SHIFT
+}
+
+#[inline(always)]
+fn place_of(handle: u64) -> usize {
+    (handle >> PLACE_SHIFT) as usize % PLACES
+}
+
+/// A place of the table. Read by every call, and written where an allocator comes or goes.
+struct Place {
+    /// The handle of the allocator that is here, or 0.
+    handle: AtomicU64,
+    /// Initialised as long as there is a handle, and until the last call that found it has ended.
+    allocator: UnsafeCell<MaybeUninit<Allocator>>,
+}
+
+// SAFETY: an allocator is `Sync`, and is written only while no call can have found it.
+unsafe impl Sync for Place {}
+
+static TABLE: [Place; PLACES] = [const {
+    Place {
+        handle: AtomicU64::new(0),
+        allocator: UnsafeCell::new(MaybeUninit::uninit()),
+    }
+}; PLACES];
+
+/// Which places are free.
+struct Places {
+    /// The first that was never used.
+    unused: usize,
+    /// Others, with the life that is next there.
+    left: Vec<(usize, u32)>,
+}
+
+static PLACES_LEFT: Mutex<Places> = Mutex::new(Places {
+    unused: 0,
+    left: Vec::new(),
+});
+
+/// Puts an allocator into the table.
+pub(crate) fn add(allocator: Allocator) -> Result<*mut cualloc_t, Failure> {
+    barrier::prepare();
+    let mut places = PLACES_LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+    let (place, life) = match places.left.pop() {
+        Some(left) => left,
+        None if places.unused < PLACES => {
+            places.unused += 1;
+            (places.unused - 1, 1)
+        }
+        None => {
+            let why = "there are as many allocators as there can be at once: 4096";
+            return Err(Failure::Said(CUALLOC_UNSUPPORTED, why));
+        }
+    };
+    drop(places);
+    let handle = handle_of(place, life);
+    // SAFETY: the place is this call's alone, and has no handle, so nobody reads it.
+    unsafe { (*TABLE[place].allocator.get()).write(allocator) };
+    TABLE[place].handle.store(handle, Ordering::Release);
+    Ok(handle as *mut cualloc_t)
+}
+
+/// An allocator in a call.
+pub(crate) struct Entered {
+    place: &'static Place,
+    _announced: Announced,
+}
+
+impl Entered {
+    #[inline(always)]
+    fn found(handle: u64, announced: Announced) -> Option<Entered> {
+        let place = &TABLE[place_of(handle)];
+        (place.handle.load(Ordering::Acquire) == handle).then_some(Entered {
+            place,
+            _announced: announced,
+        })
+    }
+
+    #[inline(always)]
+    pub(crate) fn allocator(&self) -> &Allocator {
+        // SAFETY: the place had the handle after it was announced, so whoever destroys the allocator waits for the
+        // end of the announcement, which this has.
+        unsafe { (*self.place.allocator.get()).assume_init_ref() }
+    }
+}
+
+/// Finds an allocator on a thread that is in no other call and has called before.
+#[inline(always)]
+pub(crate) fn enter_quickly(handle: *mut cualloc_t) -> Option<Entered> {
+    let value = handle as u64;
+    if value == 0 {
+        return None;
+    }
+    Entered::found(value, calls::announce(value)?)
+}
+
+/// Finds an allocator, and keeps it until the result is dropped.
+#[inline(always)]
+pub(crate) fn enter(handle: *mut cualloc_t) -> Result<Entered, Failure> {
+    match enter_quickly(handle) {
+        Some(entered) => Ok(entered),
+        None => enter_slowly(handle as u64),
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn enter_slowly(handle: u64) -> Result<Entered, Failure> {
+    if handle == 0 {
+        return Err(NULL);
+    }
+    // It is not announced for a value that can be no handle: 0 and the mark of nobody's word among them.
+    let known = handle & !0xffff_ffff_fff0 == MARK;
+    let entered = || Entered::found(handle, calls::announce_slowly(handle));
+    known.then(entered).flatten().ok_or(GONE)
+}
+
+const GONE: Failure = Failure::Said(
+    CUALLOC_CLOSED,
+    "the handle is that of no allocator: it was destroyed, or never was one",
+);
+
+/// Runs a call with an allocator.
+#[inline(always)]
+pub(crate) fn with<T>(
+    handle: *mut cualloc_t,
+    run: impl FnOnce(&Allocator) -> Result<T, Error>,
+) -> Result<T, Failure> {
+    let entered = enter(handle)?;
+    run(entered.allocator()).map_err(|error| judged(entered.allocator(), error))
+}
+
+/// An error that may say that the allocator's context is gone makes us look, once.
+#[cold]
+#[inline(never)]
+pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
+    let suspect = |code| {
+        matches!(
+            code,
+            CUresult::CUDA_ERROR_INVALID_CONTEXT
+                | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+                | CUresult::CUDA_ERROR_INVALID_HANDLE
+        )
+    };
+    match error {
+        Error::Driver(cause) if suspect(cause.code()) => match allocator.context().enter() {
+            Err(found) if suspect(found.code()) => allocator.context_is_gone().into(),
+            _ => error.into(),
+        },
+        error => error.into(),
+    }
+}
+
+/// Closes an allocator and forgets it, unless something is in the way.
+pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<(), Failure> {
+    if calls::inside() {
+        let why = "this thread is in another call of this library";
+        return Err(Failure::Said(CUALLOC_BUSY, why));
+    }
+    let entered = enter(handle)?;
+    let closed = entered.allocator().close();
+    let lost = match closed {
+        Ok(()) => None,
+        // The context has its memory back; nothing is left but the handle.
+        Err(error @ Error::ContextLost(_)) => Some(error),
+        Err(error) => match judged(entered.allocator(), error) {
+            Failure::Library(error @ Error::ContextLost(_)) => Some(error),
+            failure => return Err(failure),
+        },
+    };
+    let place = entered.place;
+    drop(entered);
+    forget(place, handle as u64)?;
+    lost.map_or(Ok(()), |error| Err(error.into()))
+}
+
+/// Takes an allocator, which is closed, out of the table, after the calls that have found it.
+fn forget(place: &'static Place, handle: u64) -> Result<(), Failure> {
+    let (alive, dead) = (handle, 0);
+    if place
+        .handle
+        .compare_exchange(alive, dead, Ordering::SeqCst, Ordering::SeqCst)
+        .is_err()
+    {
+        // Another thread was faster.
+        return Err(GONE);
+    }
+    if !calls::wait_for(handle) {
+        // Nobody can tell when the last call with it ends. What is left of a closed allocator stays.
+        return Ok(());
+    }
+    // SAFETY: the place has no handle any more, and no call that found it is under way.
+    let allocator = unsafe { (*place.allocator.get()).assume_init_read() };
+    drop(allocator);
+    let life = (handle >> LIFE_SHIFT) as u32;
+    if let Some(next) = life.checked_add(1) {
+        let mut places = PLACES_LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+        places.left.push((place_of(handle), next));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_is_no_address_and_says_its_place() {
+        for (place, life) in [(0, 1), (1, 7), (PLACES - 1, u32::MAX)] {
+            let handle = handle_of(place, life);
+            assert_eq!(place_of(handle), place);
+            assert_eq!((handle >> LIFE_SHIFT) as u32, life);
+            assert_eq!(handle & !0xffff_ffff_fff0, MARK);
+            let high = handle >> 47;
+            assert!(
+                high != 0 && high != 0x1_ffff,
+                "{handle:#x} could be an address"
+            );
+        }
+    }
+}

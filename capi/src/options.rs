@@ -1,0 +1,185 @@
+//! Options by their handles.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use cualloc::Config;
+use cualloc::allocator::CONFIG_VARIABLE;
+use cualloc::error::ConfigError;
+
+use crate::cualloc_options_t;
+use crate::device::Source;
+use crate::results::{
+    CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, Failure, NULL,
+};
+
+/// No address of a 64-bit processor begins so, and no handle of an allocator.
+const MARK: u64 = 0xca11_0000_0000_0000;
+const SHIFT: u32 = 4;
+
+/// What somebody set, by key.
+#[derive(Clone, Default)]
+pub(crate) struct Options {
+    pub(crate) source: Source,
+    settings: BTreeMap<String, String>,
+}
+
+#[derive(Default)]
+struct Known {
+    by_handle: BTreeMap<u64, Options>,
+    made: u64,
+}
+
+fn known() -> Result<MutexGuard<'static, Known>, Failure> {
+    static KNOWN: Mutex<Known> = Mutex::new(Known {
+        by_handle: BTreeMap::new(),
+        made: 0,
+    });
+    static PROCESS: OnceLock<u32> = OnceLock::new();
+    let now = std::process::id();
+    // In a forked child a thread that is not there may hold the lock.
+    if *PROCESS.get_or_init(|| now) != now {
+        let why = "the process is a forked child";
+        return Err(Failure::Said(CUALLOC_CONTEXT_LOST, why));
+    }
+    Ok(KNOWN.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+const GONE: Failure = Failure::Said(
+    CUALLOC_CLOSED,
+    "the handle is that of no options: they were freed, or it never was one",
+);
+
+pub(crate) fn add() -> Result<*mut cualloc_options_t, Failure> {
+    let mut known = known()?;
+    known.made += 1;
+    let handle = MARK | known.made << SHIFT;
+    known.by_handle.insert(handle, Options::default());
+    Ok(handle as *mut cualloc_options_t)
+}
+
+pub(crate) fn remove(handle: *mut cualloc_options_t) -> Result<(), Failure> {
+    let removed = known()?.by_handle.remove(&(handle as u64));
+    removed.map(drop).ok_or(GONE)
+}
+
+/// The options of a handle; those of null are the defaults.
+pub(crate) fn find(handle: *const cualloc_options_t) -> Result<Options, Failure> {
+    if handle.is_null() {
+        return Ok(Options::default());
+    }
+    let known = known()?;
+    known.by_handle.get(&(handle as u64)).cloned().ok_or(GONE)
+}
+
+pub(crate) fn set(handle: *mut cualloc_options_t, key: &str, value: &str) -> Result<(), Failure> {
+    if handle.is_null() {
+        return Err(NULL);
+    }
+    let (key, value) = (key.trim(), value.trim());
+    let source = match key {
+        "device" => Some(Source::named(value)?),
+        _ => {
+            checked(key, value)?;
+            None
+        }
+    };
+    let mut known = known()?;
+    let options = known.by_handle.get_mut(&(handle as u64)).ok_or(GONE)?;
+    match source {
+        Some(source) => options.source = source,
+        None => {
+            options.settings.insert(key.to_owned(), value.to_owned());
+        }
+    }
+    Ok(())
+}
+
+/// One setting, by itself.
+fn checked(key: &str, value: &str) -> Result<(), Failure> {
+    if key.contains([',', '=']) || value.contains(',') {
+        let why = "a key or a value has a comma in it, or a key an equals sign";
+        return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+    }
+    format!("{key}={value}").parse::<Config>()?;
+    Ok(())
+}
+
+impl Options {
+    /// The settings of the environment variable, with those that were set here in place of theirs.
+    pub(crate) fn config(&self) -> Result<Config, Failure> {
+        let inherited = match env::var(CONFIG_VARIABLE) {
+            Ok(text) => text,
+            Err(env::VarError::NotPresent) => String::new(),
+            Err(env::VarError::NotUnicode(_)) => return Err(ConfigError::NotUnicode.into()),
+        };
+        Ok(self.over(&inherited).parse::<Config>()?)
+    }
+
+    fn over(&self, inherited: &str) -> String {
+        let key = |part: &str| part.split('=').next().unwrap_or(part).trim().to_owned();
+        let stays = |part: &&str| !self.settings.contains_key(&key(part));
+        let inherited = inherited.split(',').filter(stays).map(str::to_owned);
+        let own = self
+            .settings
+            .iter()
+            .map(|(key, value)| format!("{key}={value}"));
+        let parts: Vec<String> = inherited.chain(own).collect();
+        parts.join(",")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn over(inherited: &str, own: &[(&str, &str)]) -> String {
+        let own = own
+            .iter()
+            .map(|(key, value)| (key.to_string(), value.to_string()));
+        let options = Options {
+            settings: own.collect(),
+            ..Options::default()
+        };
+        options.over(inherited)
+    }
+
+    #[test]
+    fn what_is_set_replaces_what_the_environment_says() {
+        assert_eq!(over("limit=1G, views=off", &[]), "limit=1G, views=off");
+        assert_eq!(
+            over("limit=1G, views=off", &[("limit", "2G")]),
+            " views=off,limit=2G"
+        );
+        assert_eq!(over(" limit =1G", &[("limit", "2G")]), "limit=2G");
+        assert_eq!(over("", &[]), "");
+        // What is wrong there stays wrong.
+        assert_eq!(
+            over("limit=1G,limit=1G,x", &[("views", "on")]),
+            "limit=1G,limit=1G,x,views=on"
+        );
+    }
+
+    #[test]
+    fn an_empty_environment_is_no_setting() {
+        let options = Options {
+            settings: BTreeMap::from([("limit".to_owned(), "2G".to_owned())]),
+            ..Options::default()
+        };
+        let config = options.over("").parse::<Config>().unwrap();
+        assert_eq!(config, Config::new().limit(Some(2 << 30)));
+    }
+
+    #[test]
+    fn nothing_can_be_set_by_the_way() {
+        for (key, value) in [
+            ("limit", "1G,views=off"),
+            ("limit=1G,views", "off"),
+            ("limit=1", ""),
+        ] {
+            let refused = checked(key, value).unwrap_err();
+            assert_eq!(refused.code(), CUALLOC_INVALID_ARGUMENT, "{key} {value}");
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Result codes, and what becomes of errors.
+
+use std::fmt;
+
+use cualloc::Error;
+use cualloc::driver::{DriverError, LoadError};
+use cualloc::error::ConfigError;
+
+/// The call did what it was asked to do.
+pub const CUALLOC_OK: i32 = 0;
+/// There is no memory, after everything was tried.
+pub const CUALLOC_OUT_OF_MEMORY: i32 = 1;
+/// An argument is null, 0, too large or no valid setting. Nothing was done.
+pub const CUALLOC_INVALID_ARGUMENT: i32 = 2;
+/// The address is not memory of this allocator. Nothing was done.
+pub const CUALLOC_NOT_OURS: i32 = 3;
+/// The address is memory of this allocator, and no live block begins there: it was freed before, or is inside a
+/// block where its first byte was asked for. Nothing was done.
+pub const CUALLOC_NOT_LIVE: i32 = 4;
+/// The stream, or a stream that would have to be waited for, is being captured into a graph. Nothing was done.
+pub const CUALLOC_CAPTURING: i32 = 5;
+/// The handle is not one of a living allocator (or of living options): it was destroyed, or never was one.
+pub const CUALLOC_CLOSED: i32 = 6;
+/// There is no usable CUDA driver.
+pub const CUALLOC_NO_DRIVER: i32 = 7;
+/// A call of the CUDA driver failed; the text names it.
+pub const CUALLOC_DRIVER: i32 = 8;
+/// The context is gone or broken, the process is a forked child of the one that made the allocator, or it is
+/// ending. Device memory is left alone.
+pub const CUALLOC_CONTEXT_LOST: i32 = 9;
+/// The device, or this build of the library, cannot do what is asked for.
+pub const CUALLOC_UNSUPPORTED: i32 = 10;
+/// A defect of the library: it stopped half-way. The allocator should not be used any more.
+pub const CUALLOC_PANIC: i32 = 11;
+/// Blocks, guards or a call on another thread are in the way. Nothing was done.
+pub const CUALLOC_BUSY: i32 = 12;
+
+/// Why a call failed. Carries no text of its own, so that telling it takes no memory.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// A code, and why.
+    Said(i32, &'static str),
+    /// A device that is not there, of so many.
+    NoSuchDevice { device: i32, count: usize },
+    /// The library's error.
+    Library(Error),
+}
+
+impl Failure {
+    pub(crate) fn code(&self) -> i32 {
+        match self {
+            Failure::Said(code, _) => *code,
+            Failure::NoSuchDevice { .. } => CUALLOC_INVALID_ARGUMENT,
+            Failure::Library(error) => code_of(error),
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Said(_, why) => f.write_str(why),
+            Failure::NoSuchDevice { device, count } => {
+                write!(f, "there is no device {device}: the driver has {count}")
+            }
+            Failure::Library(error) => error.fmt(f),
+        }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Failure::Library(error)
+    }
+}
+
+impl From<DriverError> for Failure {
+    fn from(error: DriverError) -> Self {
+        Failure::Library(error.into())
+    }
+}
+
+impl From<LoadError> for Failure {
+    fn from(error: LoadError) -> Self {
+        Failure::Library(error.into())
+    }
+}
+
+impl From<ConfigError> for Failure {
+    fn from(error: ConfigError) -> Self {
+        Failure::Library(error.into())
+    }
+}
+
+/// The argument is null.
+pub(crate) const NULL: Failure = Failure::Said(CUALLOC_INVALID_ARGUMENT, "an argument is null");
+
+fn code_of(error: &Error) -> i32 {
+    match error {
+        Error::OutOfMemory(_) | Error::OverBudget { .. } | Error::NotCached => {
+            CUALLOC_OUT_OF_MEMORY
+        }
+        Error::NotOurs { .. } => CUALLOC_NOT_OURS,
+        Error::NotLive { .. } | Error::InteriorPointer { .. } => CUALLOC_NOT_LIVE,
+        Error::Capturing { .. } => CUALLOC_CAPTURING,
+        Error::Closed => CUALLOC_CLOSED,
+        Error::DriverUnavailable(_) => CUALLOC_NO_DRIVER,
+        Error::ContextLost(_) | Error::ForkedChild | Error::Exiting => CUALLOC_CONTEXT_LOST,
+        Error::NotSupported { .. } | Error::DeviceRefused { .. } => CUALLOC_UNSUPPORTED,
+        Error::InUse { .. } | Error::Guarded { .. } | Error::StillHeld { .. } => CUALLOC_BUSY,
+        Error::Inconsistent { .. } => CUALLOC_PANIC,
+        Error::Invalid(_)
+        | Error::InvalidConfig(_)
+        | Error::InvalidDevice { .. }
+        | Error::Stream(_)
+        | Error::WrongDevice { .. }
+        | Error::WrongContext { .. } => CUALLOC_INVALID_ARGUMENT,
+        _ => CUALLOC_DRIVER,
+    }
+}

@@ -1,0 +1,73 @@
+// The C++ face: owners, exceptions.
+#include <cualloc.hpp>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <type_traits>
+
+#define CHECK(condition)                                                                 \
+    do {                                                                                 \
+        if (!(condition)) {                                                              \
+            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            std::exit(1);                                                                \
+        }                                                                                \
+    } while (0)
+
+template <class F>
+static std::int32_t code_of(F&& run) {
+    try {
+        run();
+    } catch (const cualloc::error& error) {
+        CHECK(std::string(error.what()) != "");
+        return error.code();
+    } catch (const std::bad_alloc& error) {
+        CHECK(std::string(error.what()).find("out of memory") != std::string::npos);
+        return CUALLOC_OUT_OF_MEMORY;
+    }
+    return CUALLOC_OK;
+}
+
+static_assert(std::is_nothrow_copy_constructible<cualloc::out_of_memory>::value, "exceptions are copied");
+static_assert(!std::is_copy_constructible<cualloc::block>::value, "a block has one owner");
+static_assert(!std::is_copy_constructible<cualloc::allocator>::value, "an allocator has one owner");
+
+int main() {
+    const char* device = std::getenv("CUALLOC_DEVICE");
+    cualloc::options options;
+    options.set("device", device ? device : "sim").set("limit", "64M");
+    CHECK(code_of([&] { options.set("limit", "x"); }) == CUALLOC_INVALID_ARGUMENT);
+    cualloc::allocator gpu(0, options);
+    {
+        cualloc::block first = gpu.allocate(1000);
+        cualloc::block second = gpu.allocate(1 << 20, std::align_val_t{65536}, nullptr);
+        CHECK(first && second && second.ptr() % 65536 == 0 && second.size() == 1 << 20);
+        CHECK(first.as<float>() != nullptr);
+        first.record_stream(reinterpret_cast<void*>(2));
+        CHECK(code_of([&] { gpu.close(); }) == CUALLOC_BUSY);
+        cualloc::block moved = std::move(first);
+        CHECK(!first && moved);
+        CHECK(gpu.stats().blocks.current == 2);
+        moved.free_on(reinterpret_cast<void*>(2));
+        CHECK(!moved && gpu.stats().blocks.current == 1);
+        second.free();
+        CHECK(code_of([&] { second.free_on(nullptr); }) == CUALLOC_OK);
+        second = gpu.allocate(512);
+        const std::uint64_t ptr = second.release();
+        CHECK(cualloc_free(gpu.get(), ptr) == CUALLOC_OK);
+    }
+    CHECK(code_of([&] { gpu.allocate(1u << 30); }) == CUALLOC_OUT_OF_MEMORY);
+    CHECK(code_of([&] { gpu.allocate(0); }) == CUALLOC_INVALID_ARGUMENT);
+    gpu.set_limit(UINT64_MAX);
+    gpu.adopt_stream(nullptr);
+    gpu.retire_stream(reinterpret_cast<void*>(2));
+    CHECK(gpu.empty_cache().pending == 0);
+    gpu.trim(0);
+    gpu.reset_peaks();
+    gpu.check_everything();
+    cualloc::allocator moved = std::move(gpu);
+    CHECK(gpu.get() == nullptr && moved.stats().blocks.current == 0);
+    moved.close();
+    CHECK(code_of([&] { cualloc::allocator(-1, options); }) == CUALLOC_INVALID_ARGUMENT);
+    std::puts("well");
+}

@@ -1,0 +1,212 @@
+//! Tables whose lines are written as they come: widths are set beforehand, to fit the terminal.
+
+use crate::text;
+use console::{measure_text_width, style, truncate_str};
+
+/// The first column may be cut down to this before others are left out, and to the second in the end.
+const NAME: (usize, usize) = (20, 8);
+const GAP: usize = 2;
+
+/// A column. The first of a table is aligned left, the others right.
+#[derive(Clone, Copy)]
+pub struct Column {
+    pub name: &'static str,
+    /// Its unit, or which of several: beside the name, below it where there is no room.
+    pub of: &'static str,
+    /// The least width of what stands in it.
+    pub width: usize,
+    /// Columns of higher ranks are left out first, those of rank 0 never.
+    pub rank: u8,
+}
+
+impl Column {
+    pub const fn new(name: &'static str, of: &'static str, width: usize, rank: u8) -> Column {
+        Column {
+            name,
+            of,
+            width,
+            rank,
+        }
+    }
+}
+
+/// What stands at one place.
+pub struct Cell {
+    text: String,
+    good: Option<bool>,
+}
+
+impl Cell {
+    /// A verdict, in colour on a terminal.
+    pub fn verdict(text: String, good: bool) -> Cell {
+        Cell {
+            text,
+            good: Some(good),
+        }
+    }
+}
+
+impl<T: Into<String>> From<T> for Cell {
+    fn from(text: T) -> Cell {
+        Cell {
+            text: text::visible(&text.into()),
+            good: None,
+        }
+    }
+}
+
+pub struct Table {
+    columns: Vec<Column>,
+    /// Of each column; nothing if it is left out.
+    widths: Vec<Option<usize>>,
+    /// Whether it was made to fit.
+    fitted: bool,
+}
+
+impl Table {
+    /// A table for a terminal of this width; without one all columns stand side by side.
+    pub fn new(columns: Vec<Column>, terminal: Option<usize>) -> Table {
+        let beside = |column: &Column| match column.of {
+            "" => column.name.len(),
+            of => column.name.len() + 1 + of.len(),
+        };
+        let widths = columns.iter().map(|c| Some(c.width.max(beside(c))));
+        let mut table = Table {
+            widths: widths.collect(),
+            columns,
+            fitted: false,
+        };
+        if let Some(terminal) = terminal.filter(|terminal| table.width() > *terminal) {
+            table.fit(terminal);
+        }
+        table
+    }
+
+    fn fit(&mut self, terminal: usize) {
+        self.fitted = true;
+        for (width, column) in self.widths.iter_mut().zip(&self.columns) {
+            *width = Some(column.width.max(column.name.len()).max(column.of.len()));
+        }
+        self.narrow(terminal, NAME.0);
+        while self.width() > terminal
+            && let Some(last) = (0..self.columns.len())
+                .filter(|index| self.widths[*index].is_some() && self.columns[*index].rank > 0)
+                .max_by_key(|index| self.columns[*index].rank)
+        {
+            self.widths[last] = None;
+        }
+        self.narrow(terminal, NAME.1);
+    }
+
+    /// Cuts the first column as far as need be, at most to `least`.
+    fn narrow(&mut self, terminal: usize, least: usize) {
+        let excess = self.width().saturating_sub(terminal);
+        if let Some(Some(first)) = self.widths.first_mut() {
+            *first = first.saturating_sub(excess).max(least.min(*first));
+        }
+    }
+
+    fn width(&self) -> usize {
+        let shown = self.widths.iter().flatten();
+        let gaps = GAP * shown.clone().count().saturating_sub(1);
+        shown.sum::<usize>() + gaps
+    }
+
+    /// How many columns are left out.
+    pub fn left_out(&self) -> usize {
+        self.widths.iter().filter(|width| width.is_none()).count()
+    }
+
+    /// Whether long words are out of place.
+    pub fn is_fitted(&self) -> bool {
+        self.fitted
+    }
+
+    /// The lines above the rows.
+    pub fn header(&self) -> Vec<String> {
+        let columns = self.columns.iter();
+        if self.fitted {
+            let names = self.row(columns.clone().map(|column| column.name.into()));
+            vec![names, self.row(columns.map(|column| column.of.into()))]
+        } else {
+            let names = columns.map(|column| format!("{} {}", column.name, column.of));
+            vec![self.row(names.map(|name| name.trim_end().into()))]
+        }
+    }
+
+    pub fn row(&self, cells: impl IntoIterator<Item = Cell>) -> String {
+        let mut line = String::new();
+        for (index, (width, cell)) in self.widths.iter().zip(cells).enumerate() {
+            let Some(width) = *width else { continue };
+            let text = match index {
+                0 if self.fitted => truncate_str(&cell.text, width, "…").into_owned(),
+                _ => cell.text,
+            };
+            let padding = " ".repeat(width.saturating_sub(measure_text_width(&text)));
+            let text = match cell.good {
+                Some(true) => style(text).green().to_string(),
+                Some(false) => style(text).red().bold().to_string(),
+                None => text,
+            };
+            match index {
+                0 => line += &format!("{text}{padding}"),
+                _ => line += &format!("{:GAP$}{padding}{text}", ""),
+            }
+        }
+        line
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(name: usize, terminal: Option<usize>) -> Table {
+        let columns = vec![
+            Column::new("trace", "", name, 0),
+            Column::new("requested", "MiB", 0, 1),
+            Column::new("calls", "last", 7, 2),
+            Column::new("result", "", 0, 0),
+        ];
+        Table::new(columns, terminal)
+    }
+
+    fn lines(table: &Table) -> Vec<String> {
+        let mut lines = table.header();
+        let name = "a_long_name_of_a_trace_that_goes_on";
+        lines.push(table.row([name, "12.5", "7", "ok"].map(Cell::from)));
+        lines
+    }
+
+    #[test]
+    fn without_a_terminal_all_stands_side_by_side() {
+        let table = table(35, None);
+        assert_eq!(
+            lines(&table),
+            [
+                "trace                                requested MiB  calls last  result",
+                "a_long_name_of_a_trace_that_goes_on           12.5           7      ok"
+            ]
+        );
+        assert_eq!(table.left_out(), 0);
+    }
+
+    #[test]
+    fn tables_fit_the_terminal() {
+        let stacked = table(35, Some(50));
+        assert_eq!(
+            lines(&stacked),
+            [
+                "trace                   requested    calls  result",
+                "                              MiB     last        ",
+                "a_long_name_of_a_trac…       12.5        7      ok"
+            ]
+        );
+        for terminal in 16..200 {
+            let table = table(35, Some(terminal));
+            let widest = lines(&table).iter().map(|l| measure_text_width(l)).max();
+            assert!(widest.unwrap() <= terminal, "{terminal}");
+        }
+        assert_eq!(table(35, Some(30)).left_out(), 2);
+    }
+}

@@ -1,0 +1,310 @@
+//! Files that are read and written.
+
+use crate::{cualloc, data, fed, file, object, refused, run, scratch, stderr, stdout};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+fn packed(content: &[u8]) -> Vec<u8> {
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    packed.write_all(content).unwrap();
+    packed.finish().unwrap()
+}
+
+fn text(name: &str) -> Vec<u8> {
+    std::fs::read(data(name)).unwrap()
+}
+
+#[test]
+fn a_dash_is_stdin_plain_or_compressed() {
+    for command in ["replay", "capacity"] {
+        for content in [text("lf.csv"), packed(&text("lf.csv"))] {
+            let output = fed(&[command, "--device", "sim", "--json", "-"], &content);
+            assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+            assert_eq!(object(&output)["trace"], "stdin");
+        }
+        let output = fed(
+            &[command, "--device", "sim", "-"],
+            b"op,id,bytes,stream\nx,0,1,0\n",
+        );
+        assert_eq!(output.status.code(), Some(1));
+        assert_eq!(stderr(&output), "error: <stdin>:2: unknown op `x`\n");
+        refused(
+            &run(&[command, "-", data("lf.csv").as_str(), "-"]),
+            "stdin can be read once",
+        );
+    }
+}
+
+#[test]
+fn a_dash_is_stdout_and_a_file_of_that_name_can_still_be_meant() {
+    let made = run(&["generate", "random", "--rows", "100", "--out", "-"]);
+    assert_eq!(made.status.code(), Some(0), "{}", stderr(&made));
+    assert_eq!(stdout(&made).lines().count(), 101);
+    assert!(stderr(&made).contains("100 rows"));
+    assert!(!scratch().join("-").exists());
+    let varied = fed(&["vary", "-", "--copies", "2", "--out", "-"], &made.stdout);
+    assert_eq!(varied.status.code(), Some(0), "{}", stderr(&varied));
+    let replayed = fed(
+        &["replay", "--device", "sim", "--json", "-"],
+        &varied.stdout,
+    );
+    assert_eq!(replayed.status.code(), Some(0), "{}", stderr(&replayed));
+
+    let named = run(&["generate", "large", "--rows", "3", "--out", "./-"]);
+    assert_eq!(named.status.code(), Some(0), "{}", stderr(&named));
+    assert!(named.stdout.is_empty());
+    std::fs::remove_file(scratch().join("-")).unwrap();
+    refused(
+        &run(&["generate", "large", "--json", "--out", "-"]),
+        "stdout",
+    );
+}
+
+#[test]
+fn a_trace_is_no_copy_of_itself() {
+    let path = file("own_copy.csv", &text("lf.csv"));
+    for out in ["own_copy.csv", "./own_copy.csv", "../usage/own_copy.csv"] {
+        refused(
+            &run(&["vary", "own_copy.csv", "--out", out]),
+            "cannot be its own copy",
+        );
+    }
+    assert_eq!(std::fs::read(path).unwrap(), text("lf.csv"));
+}
+
+/// A folder of a test's own, below that in which the command runs, with one file in it.
+fn folder(name: &str, file: &str, content: &[u8]) -> PathBuf {
+    let folder = scratch().join(name);
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join(file), content).unwrap();
+    folder
+}
+
+/// How many files there are.
+fn count(folder: &Path) -> usize {
+    std::fs::read_dir(folder).unwrap().count()
+}
+
+#[test]
+fn a_file_is_written_whole_or_stays_as_it_was() {
+    let folder = folder("whole", "stays.csv", b"before");
+    let path = folder.join("stays.csv");
+    // Twice these sizes do not fit into 64 bits, which is seen when the first of them are written.
+    let huge = format!("op,id,bytes,stream\na,0,{0},0\na,1,{0},0\n", u64::MAX / 2);
+    let output = fed(
+        &[
+            "vary",
+            "-",
+            "--copies",
+            "200",
+            "--percent",
+            "99",
+            "--out",
+            "whole/stays.csv",
+        ],
+        huge.as_bytes(),
+    );
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    let complaint = stderr(&output);
+    assert!(
+        complaint.starts_with("error: whole/stays.csv: "),
+        "{complaint}"
+    );
+    assert!(
+        complaint.contains("more bytes than 64 bits can count"),
+        "{complaint}"
+    );
+    assert_eq!(std::fs::read(&path).unwrap(), b"before");
+    assert_eq!(count(&folder), 1);
+
+    let output = run(&[
+        "generate",
+        "large",
+        "--rows",
+        "10",
+        "--out",
+        "whole/stays.csv",
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(std::fs::read(&path).unwrap().starts_with(b"op,id,"));
+    assert_eq!(count(&folder), 1);
+
+    // As long as names may be.
+    let long = format!("whole/{}.csv", "n".repeat(251));
+    let output = run(&["generate", "large", "--rows", "10", "--out", &long]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(count(&folder), 2);
+
+    let output = run(&["generate", "large", "--out", "no_such_folder/x.csv"]);
+    assert_eq!(output.status.code(), Some(1));
+    let complaint = stderr(&output);
+    assert!(
+        complaint.starts_with("error: no_such_folder/x.csv: cannot be written: "),
+        "{complaint}"
+    );
+    assert_eq!(complaint.lines().count(), 1);
+}
+
+/// Linux has files without names.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_program_that_is_killed_leaves_nothing() {
+    let folder = folder("killed", "kept.csv", b"before");
+    let mut child = cualloc()
+        .args([
+            "generate",
+            "churn",
+            "--rows",
+            "99999999999999",
+            "--out",
+            "killed/kept.csv",
+        ])
+        .spawn()
+        .unwrap();
+    // It is written from the moment on at which the process has it open, and never whole.
+    let seen = folder.canonicalize().unwrap();
+    let opened = || {
+        let entries = std::fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
+        let targets = entries.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+        targets.into_iter().find(|path| path.starts_with(&seen))
+    };
+    let written = loop {
+        if let Some(path) = opened() {
+            break path;
+        }
+        std::thread::yield_now();
+    };
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Some file systems have none without a name.
+    if std::fs::remove_file(&written).is_err() {
+        assert_eq!(count(&folder), 1);
+    }
+    assert_eq!(std::fs::read(folder.join("kept.csv")).unwrap(), b"before");
+}
+
+#[cfg(unix)]
+#[test]
+fn links_and_devices_stay_what_they_are() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    let target = file("linked_to.csv", b"before");
+    std::fs::set_permissions(&target, PermissionsExt::from_mode(0o640)).unwrap();
+    let link = scratch().join("link.csv");
+    let _ = std::fs::remove_file(&link);
+    symlink("linked_to.csv", &link).unwrap();
+    for (name, code) in [("link.csv", 0), ("/dev/null", 0), ("/dev/full", 1)] {
+        let output = run(&["generate", "large", "--rows", "10", "--out", name]);
+        assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+    }
+    assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+    assert!(std::fs::read(&target).unwrap().starts_with(b"op,id,"));
+    let mode = std::fs::metadata(&target).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o640);
+}
+
+#[test]
+fn a_reader_that_leaves_stops_a_program_that_is_made_up() {
+    let mut child = cualloc()
+        .args([
+            "generate",
+            "churn",
+            "--rows",
+            "99999999999999",
+            "--out",
+            "-",
+        ])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn damaged_compression_is_told_as_such() {
+    let whole = text("resnet50.csv.gz");
+    let mut sum = whole.clone();
+    let at = sum.len() - 6;
+    sum[at] ^= 1;
+    let path = file("wrong_sum.csv.gz", &sum);
+    let output = run(&["replay", "--device", "sim", path.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        stderr(&output).contains("the compressed data is damaged: corrupt gzip stream"),
+        "{}",
+        stderr(&output)
+    );
+
+    // Stored as it is, so that one changed byte is one changed letter: nothing but the checksum can tell.
+    let mut stored = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::none());
+    stored
+        .write_all(b"op,id,bytes,stream\na,0,512,0\nf,0,0,0\n")
+        .unwrap();
+    let mut stored = stored.finish().unwrap();
+    let at = stored.windows(4).position(|part| part == b"512,").unwrap();
+    stored[at] = b'x';
+    let path = file("wrong_letter.csv.gz", &stored);
+    let output = run(&[
+        "replay",
+        "--device",
+        "sim",
+        "--json",
+        path.to_str().unwrap(),
+    ]);
+    assert_eq!(output.status.code(), Some(1));
+    let error = object(&output);
+    assert_eq!(error["line"], 2);
+    let error = error["error"].as_str().unwrap();
+    assert!(
+        error.contains("damaged") && error.contains("checksum") && error.contains("x12"),
+        "{error}"
+    );
+
+    // A wrong field of sound data is the fault of the field.
+    let path = file(
+        "sound.csv.gz",
+        &packed(b"op,id,bytes,stream\na,0,x12,0\nf,0,0,0\n"),
+    );
+    let output = run(&["replay", "--device", "sim", path.to_str().unwrap()]);
+    assert!(!stderr(&output).contains("damaged"), "{}", stderr(&output));
+    let path = file("torn.csv.gz", &whole[..whole.len() / 2]);
+    let output = run(&["replay", "--device", "sim", path.to_str().unwrap()]);
+    assert!(
+        stderr(&output).contains("the compressed data is damaged: it ends too early"),
+        "{}",
+        stderr(&output)
+    );
+}
+
+#[test]
+fn a_byte_order_mark_is_no_fault() {
+    let marked = [b"\xEF\xBB\xBF".as_slice(), &text("crlf.csv")].concat();
+    let output = fed(&["replay", "--device", "sim", "-"], &marked);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+}
+
+#[test]
+fn a_failed_file_is_an_object_with_its_reason() {
+    for command in ["replay", "capacity"] {
+        let output = run(&[
+            command,
+            "--device",
+            "sim",
+            "--json",
+            "there_is_no_such_file.csv",
+        ]);
+        assert_eq!(output.status.code(), Some(1));
+        let line = object(&output);
+        assert_eq!(line["schema"], 1);
+        assert_eq!(line["trace"], "there_is_no_such_file");
+        assert_eq!(line["completed"], false);
+        let error = line["error"].as_str().unwrap();
+        assert!(error.contains("cannot be opened"), "{error}");
+        assert_eq!(line["reasons"].as_array().unwrap().len(), 2);
+        assert_eq!(stderr(&output), format!("error: {error}\n"));
+    }
+}

@@ -1,0 +1,86 @@
+//! What a person expects of a command: files, words and terminals, and memory that does not grow.
+
+mod files;
+mod memory;
+mod words;
+
+use serde_json::Value;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+pub fn cualloc() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cualloc"));
+    for variable in [
+        "RUST_LOG",
+        "CUALLOC_CONFIG",
+        "COLUMNS",
+        "NO_COLOR",
+        "CLICOLOR_FORCE",
+    ] {
+        command.env_remove(variable);
+    }
+    command.current_dir(scratch());
+    command
+}
+
+pub fn run(arguments: &[&str]) -> Output {
+    cualloc().args(arguments).output().unwrap()
+}
+
+/// Runs the command with this on stdin.
+pub fn fed(arguments: &[&str], input: &[u8]) -> Output {
+    let mut child = cualloc()
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // It may go before it has read everything.
+    let _ = child.stdin.take().unwrap().write_all(input);
+    child.wait_with_output().unwrap()
+}
+
+pub fn data(path: &str) -> String {
+    format!("{}/../tests/data/{path}", env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The folder in which the command runs.
+pub fn scratch() -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("usage");
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+/// A file of a test's own, by its name in the folder.
+pub fn file(name: &str, content: &[u8]) -> PathBuf {
+    let path = scratch().join(name);
+    std::fs::write(&path, content).unwrap();
+    path
+}
+
+pub fn stderr(output: &Output) -> String {
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+pub fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// The only object on stdout.
+pub fn object(output: &Output) -> Value {
+    let text = stdout(output);
+    assert_eq!(text.lines().count(), 1, "{text} {}", stderr(output));
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Refused with exit code 2 and these words, and without a result.
+pub fn refused(output: &Output, words: &str) {
+    let complaint = stderr(output);
+    assert_eq!(output.status.code(), Some(2), "{complaint}");
+    assert!(complaint.contains(words), "{complaint}");
+    assert!(output.stdout.is_empty());
+}

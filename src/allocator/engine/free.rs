@@ -1,0 +1,404 @@
+//! Frees, and uses by other streams: by handle, by pointer, and of what was dropped.
+//!
+//! A free has three forms: at once in a stream cache, in the heap, or in the heap with a look at everything else,
+//! such as other streams' uses and captures. What cannot be freed when it is dropped waits for a later call.
+
+use std::sync::atomic::Ordering;
+
+use crate::driver::sys;
+
+use crate::allocator::cache::deferred::{Deferred, User};
+use crate::allocator::cache::grant::{Lifetime, Place};
+use crate::allocator::cache::stream_cache;
+use crate::allocator::cache::stream_cache::{Life, SMALL_ID, page_of};
+use crate::allocator::engine::naming::Named;
+use crate::allocator::engine::{Engine, Shared};
+use crate::allocator::extent::record::Recorded;
+use crate::allocator::heap::Heap;
+use crate::allocator::stream::slot::{AfterFree, StreamKey, Suspect, is_special};
+use crate::error::Error;
+
+/// What a free leaves to do without the lock: markers, and the end of an allocator whose last block it was.
+pub(crate) struct RestOfFree {
+    after: AfterFree,
+    orphaned: bool,
+    /// Without the block nothing may keep the engine but this.
+    keep: Option<Shared>,
+}
+
+impl Engine {
+    // ---- blocks by their identity ------------------------------------------------------------------
+
+    /// The number of a block among all that the allocator can have.
+    pub(crate) fn id_of(&self, place: &Place) -> u32 {
+        let id = place.record().or_else(|| self.pages.id(place.ptr));
+        debug_assert!(id.is_some(), "the page of a live block is known");
+        id.unwrap_or(SMALL_ID)
+    }
+
+    /// Whether a block's life, by its identity, is going on.
+    pub(crate) fn is_live(&self, block: &Lifetime) -> bool {
+        if block.id & SMALL_ID == 0 {
+            return self.lock().is_live((block.id, block.generation));
+        }
+        self.small_at(block.ptr).is_some_and(|(cache, node)| {
+            let inner = cache.lock();
+            inner.runs.is_numbered(node, page_of(block.id))
+                && inner
+                    .live(node, block.ptr, Some(block.generation))
+                    .is_some()
+        })
+    }
+
+    // ---- frees -----------------------------------------------------------------------------------
+
+    /// Frees a block by its identity, if that is a live small one and its stream cache can do it without a
+    /// look at anything else. False, with nothing changed, if not.
+    #[inline(always)]
+    pub(crate) fn free_at_once(&self, block: &Lifetime) -> bool {
+        if block.id & SMALL_ID == 0 || !self.unwatched() {
+            return false;
+        }
+        let Some((cache, node)) = self.small_at(block.ptr) else {
+            return false;
+        };
+        let mut inner = cache.lock();
+        // The page may have gone, and another have its place.
+        inner.runs.is_numbered(node, page_of(block.id))
+            && inner
+                .live(node, block.ptr, Some(block.generation))
+                .is_some()
+            && inner.free_at_once(node, Life::Generation(block.generation))
+    }
+
+    /// Frees the block that starts at a pointer.
+    #[inline]
+    pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        if self.unwatched()
+            && let Some((cache, node)) = self.small_at(ptr)
+            && let Some(mut inner) = cache.try_lock()
+            && inner.free_at_once(node, Life::At(ptr))
+        {
+            return Ok(());
+        }
+        self.free_slowly(ptr)
+    }
+
+    #[inline(never)]
+    fn free_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        self.usable()?;
+        if let Some((cache, node)) = self.small_at(ptr) {
+            if self.watchful() && self.free_watched(cache, node, Life::At(ptr)) {
+                return Ok(());
+            }
+            return self.free_small(cache, node, ptr, None);
+        }
+        self.free_record(ptr, |heap| Ok((live(heap, ptr)?, None)))
+    }
+
+    /// Frees the large block of the record that is found; with a generation only that life of it.
+    fn free_record(
+        &self,
+        ptr: sys::CUdeviceptr,
+        find: impl FnOnce(&mut Heap) -> Result<(u32, Option<u32>), Error>,
+    ) -> Result<(), Error> {
+        let mut heap = self.open()?;
+        let (id, generation) = find(&mut heap)?;
+        if !self.watchful()
+            && let Some(freed) = heap.free_into_cache(id, generation)
+        {
+            return freed.then_some(()).ok_or(Error::NotLive { ptr });
+        }
+        heap.uncache(id);
+        let generation = generation.unwrap_or(heap.extents.records[id].generation);
+        let block = (id, generation);
+        if !heap.is_live(block) {
+            return Err(Error::NotLive { ptr });
+        }
+        let stream = heap.extents.records[id].stream;
+        if self.watchful()
+            && let Some(suspect) = heap.streams[stream].suspect()
+        {
+            drop(heap);
+            self.refuse_if_capturing(&suspect)?;
+            // It may be the last to hold its stream, which is destroyed outside the lock.
+            drop(suspect);
+            heap = self.open()?;
+            if !heap.is_live(block) {
+                return Err(Error::NotLive { ptr });
+            }
+        }
+        let after = heap.free(id);
+        let rest = self.rest_of_free(&heap, after);
+        drop(heap);
+        self.finish_free(rest);
+        Ok(())
+    }
+
+    /// Frees a large block in the heap, if that needs no look at anything else: neither the caches of large
+    /// blocks, nor captures, nor what comes after the last block. False, with nothing changed, if it does.
+    #[inline(never)]
+    pub(crate) fn free_in_heap(&self, id: u32, generation: u32) -> bool {
+        let mut heap = self.lock();
+        if heap.closed || heap.orphaned {
+            return false;
+        }
+        if heap.free_alone(id, generation) {
+            return true;
+        }
+        if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
+            return false;
+        }
+        let after = heap.free(id);
+        let rest = self.rest_of_free(&heap, after);
+        drop(heap);
+        self.finish_free(rest);
+        true
+    }
+
+    /// Whether the stream of a live block was retired, or is about to be, by the block's identity.
+    pub(crate) fn stream_retired(&self, block: &Lifetime) -> bool {
+        let heap = self.lock();
+        let stream = match self.small_at(block.ptr) {
+            Some((cache, _)) if block.id & SMALL_ID != 0 => cache.lock().slot,
+            _ if block.id & SMALL_ID != 0 => return false,
+            _ => heap.extents.records[block.id].stream,
+        };
+        !heap.streams[stream].named
+    }
+
+    /// Frees a block by its identity.
+    pub(crate) fn free_block(&self, block: &Lifetime) -> Result<(), Error> {
+        let ptr = block.ptr;
+        if block.id & SMALL_ID != 0 {
+            self.usable()?;
+            let (cache, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
+            // A page that came again has another number, and its generations begin anew.
+            if !cache.lock().runs.is_numbered(node, page_of(block.id)) {
+                return Err(Error::NotLive { ptr });
+            }
+            return self.free_small(cache, node, ptr, Some(block.generation));
+        }
+        self.free_record(ptr, |_| Ok((block.id, Some(block.generation))))
+    }
+
+    /// What a free leaves to do once the lock is let go, if anything.
+    #[inline]
+    pub(crate) fn rest_of_free(&self, heap: &Heap, after: AfterFree) -> Option<RestOfFree> {
+        if after.is_empty() && !heap.orphaned {
+            return None;
+        }
+        Some(RestOfFree {
+            after,
+            orphaned: heap.orphaned,
+            keep: self.keep(),
+        })
+    }
+
+    /// Does, without the lock, what a free left to do.
+    #[inline]
+    pub(crate) fn finish_free(&self, rest: Option<RestOfFree>) {
+        if let Some(rest) = rest {
+            self.mark_all(rest.after.streams());
+            if rest.orphaned {
+                self.abandon();
+            }
+            drop(rest.keep);
+        }
+    }
+
+    pub(crate) fn refuse_if_capturing(&self, suspect: &Suspect) -> Result<(), Error> {
+        let named = Named {
+            key: suspect.key,
+            raw: std::ptr::with_exposed_provenance_mut(suspect.raw),
+            stream: None,
+        };
+        if is_special(named.raw) {
+            return self.refuse_special_capture(&named, &suspect.context);
+        }
+        self.refuse_capture(&named)
+    }
+
+    // ---- blocks whose owner went out of scope --------------------------------------------------------
+
+    /// Frees what was dropped when it could not be freed.
+    pub(crate) fn free_deferred(&self) {
+        if !self.deferred.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        let deferred = std::mem::take(&mut self.lock().deferred);
+        for Deferred { block, users } in deferred {
+            // One that cannot be freed yet is deferred again in there.
+            self.drop_after(block, users);
+        }
+    }
+
+    /// Frees a block whose owner went out of scope once these have been recorded, or waited for.
+    pub(crate) fn drop_after(&self, block: Lifetime, mut users: Vec<User>) {
+        // As in `drop_block`.
+        if self.usable().is_err() {
+            return;
+        }
+        let mut refused = None;
+        users.retain(|user| match self.tell(&block, user) {
+            Ok(()) => false,
+            Err(error) => {
+                refused = Some(error);
+                true
+            }
+        });
+        let Some(error) = refused else {
+            return self.drop_block(block);
+        };
+        self.defer(block, users);
+        if !matches!(error, Error::Capturing { .. })
+            && let Some(count) = self.log.due()
+        {
+            log::warn!(
+                "a dropped block is freed later, its last use could not be recorded ({count} such \
+                 events): {error}"
+            );
+        }
+    }
+
+    pub(crate) fn tell(&self, block: &Lifetime, user: &User) -> Result<(), Error> {
+        match user {
+            User::Stream(stream) => self.record(block.ptr, &self.named(stream)?, false),
+            User::Context(context) => {
+                match context.enter().and_then(|entered| entered.synchronize()) {
+                    // One that is lost runs nothing any more.
+                    Err(error) if error.is_fatal() => Ok(()),
+                    result => result.map_err(|error| self.error(error)),
+                }
+            }
+        }
+    }
+
+    pub(crate) fn defer(&self, block: Lifetime, users: Vec<User>) {
+        let orphaned = {
+            let mut heap = self.lock();
+            heap.deferred.push(Deferred { block, users });
+            // Under the lock: whoever takes the last handle away sees one or the other.
+            self.deferred.store(true, Ordering::Relaxed);
+            heap.orphaned
+        };
+        if orphaned {
+            self.outlive_capture();
+        }
+    }
+
+    /// Frees a block whose owner went out of scope: what cannot be done now is done later.
+    pub(crate) fn drop_block(&self, block: Lifetime) {
+        // In a child, after a loss or at exit there is nothing to give back to, and in a child the
+        // lock may be held by a thread that does not exist there.
+        if self.usable().is_err() {
+            return;
+        }
+        match self.free_block(&block) {
+            Ok(()) => {}
+            Err(Error::Capturing { .. }) => self.defer(block, Vec::new()),
+            // In a child, after a loss or at exit there is nothing to give back to.
+            Err(
+                Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
+            ) => {}
+            Err(error) => {
+                self.defer(block, Vec::new());
+                if let Some(count) = self.log.due() {
+                    log::warn!(
+                        "a dropped block is freed later, now it could not be ({count} such \
+                         events): {error}"
+                    );
+                }
+            }
+        }
+    }
+
+    // ---- uses by other streams -----------------------------------------------------------------------
+
+    /// Records a use of a block on another stream: everything that stream is given until the free,
+    /// or with `now` only what it was given so far.
+    #[inline]
+    pub(crate) fn record(
+        &self,
+        ptr: sys::CUdeviceptr,
+        named: &Named<'_>,
+        now: bool,
+    ) -> Result<(), Error> {
+        self.usable()?;
+        if !now && let Some(done) = self.record_at_once(ptr, named.key) {
+            return done;
+        }
+        self.record_in_heap(ptr, named, now)
+    }
+
+    #[inline(never)]
+    fn record_in_heap(
+        &self,
+        ptr: sys::CUdeviceptr,
+        named: &Named<'_>,
+        now: bool,
+    ) -> Result<(), Error> {
+        {
+            let mut heap = self.open()?;
+            if heap.large_around(ptr).is_none() && heap.caches.small_around(ptr).is_none() {
+                return Err(heap.physical.not_live(ptr));
+            }
+        }
+        self.refuse_capture(named)?;
+        let (mut heap, stream) = self.slot(self.open()?, named)?;
+        let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
+        if let StreamKey::Id(key) = named.key {
+            stream_cache::thread::remember(key, cache);
+        }
+        let block = heap.large_around(ptr);
+        let owner = match block {
+            Some(id) => Some(heap.extents.records[id].stream),
+            None => heap.caches.small_around(ptr).map(|(_, _, owner)| owner),
+        };
+        let Some(owner) = owner else {
+            return Err(Error::NotLive { ptr });
+        };
+        let now = now && owner != stream;
+        // Covered by the marker below: frees after it get a later ticket.
+        let ticket = now.then(|| {
+            let slot = &mut heap.streams[stream];
+            slot.open_uses = slot.open_uses.saturating_add(1);
+            slot.open
+        });
+        if now {
+            // What may fail comes first: a use of which the caller hears that it failed is not recorded.
+            drop(heap);
+            self.mark(stream, named.key)?;
+            heap = self.open()?;
+            let slot = &heap.streams[stream];
+            if !slot.in_use || slot.key != named.key {
+                // Only a stream of which everything is complete is forgotten.
+                return Ok(());
+            }
+        }
+        match heap.large_around(ptr) {
+            Some(id) => heap.record(id, stream, ticket),
+            None => {
+                if !heap.record_small(ptr, Recorded { stream, ticket }) {
+                    return Err(Error::NotLive { ptr });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The live large block that starts at a pointer.
+fn live(heap: &mut Heap, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
+    if let Some(id) = heap.extents.lookup.exact(ptr) {
+        return Ok(id);
+    }
+    let interior = |base| Error::InteriorPointer { ptr, base };
+    Err(match heap.large_around(ptr) {
+        Some(id) => interior(heap.extents.records[id].addr),
+        None => match heap.caches.small_around(ptr) {
+            Some((_, run, _)) => interior(run.ptr),
+            None => heap.physical.not_live(ptr),
+        },
+    })
+}

@@ -1,0 +1,242 @@
+//! Which streams there are, as far as memory depends on it: coming and going, their caches, and what is shared
+//! between them.
+
+use crate::driver::{Context, Device};
+
+use crate::allocator::cache::stream_cache::{MOST_CACHES, StreamCache, StreamCachePool};
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::extent::space::Space;
+use crate::allocator::heap::Heap;
+use crate::allocator::stream::slot::{AfterFree, Holder, StreamKey};
+use crate::error::Error;
+
+static POOL: StreamCachePool = StreamCachePool::new();
+
+/// Idle streams of the caller are forgotten above this number of known streams.
+const MANY_STREAMS: usize = 64;
+
+impl Heap {
+    /// Registers a stream that a call names, unless it is known.
+    pub(crate) fn adopt(
+        &mut self,
+        key: StreamKey,
+        raw: usize,
+        context: Context,
+        holder: Holder,
+    ) -> u32 {
+        if let Some(stream) = self.streams.find(key) {
+            return stream;
+        }
+        let stream = self.streams.add(key, raw, context, holder);
+        self.streams_changed();
+        stream
+    }
+
+    /// Memory of the allocator's device is allocated on streams of it.
+    pub(crate) fn same_device(&self, device: &Device, stream: u32) -> Result<(), Error> {
+        let other = self.streams[stream].context.device();
+        if other.ordinal() == device.ordinal() {
+            return Ok(());
+        }
+        Err(Error::WrongDevice {
+            expected: device.ordinal(),
+            found: other.ordinal(),
+        })
+    }
+
+    /// The cache of a stream that the calling thread should use. Makes the first one.
+    pub(crate) fn cache_of(&mut self, stream: u32, thread: usize) -> &'static StreamCache {
+        let known = self.caches.of(stream);
+        match known.len() {
+            0 => self.add_cache(stream),
+            count => known[thread % count],
+        }
+    }
+
+    fn add_cache(&mut self, stream: u32) -> &'static StreamCache {
+        let cache = POOL.take();
+        cache.set_handle(self.streams[stream].lasting_handle());
+        {
+            let slot = &self.streams[stream];
+            let mut inner = cache.lock();
+            inner.owner = self.caches.owner.upgrade();
+            if let Some(owner) = &inner.owner {
+                cache.set_owner(owner);
+            }
+            inner.allocator = self.caches.id;
+            inner.key = slot.key.number();
+            inner.slot = stream;
+            inner.raw = slot.handle_to_ask();
+            inner.runs.set_ticket(slot.open);
+            inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
+        }
+        self.caches.add(stream, cache);
+        cache
+    }
+
+    /// Threads keep meeting at a stream cache: gives its stream twice as many.
+    pub(crate) fn split_cache(&mut self, stream: u32, key: StreamKey) {
+        let slot = &self.streams[stream];
+        if !slot.in_use || slot.key != key || !self.rules.caches() {
+            return;
+        }
+        let most = self.caches.threads.min(MOST_CACHES);
+        let count = self.caches.of(stream).len();
+        for _ in count..(2 * count).min(most) {
+            self.add_cache(stream);
+        }
+    }
+
+    /// Lets the stream caches of all streams that get more work go on without a look at the heap.
+    pub(crate) fn open_caches(&mut self) {
+        let open = !self.closed && !self.orphaned;
+        for (stream, slot) in self.streams.iter() {
+            let known = matches!(slot.key, StreamKey::Id(_));
+            self.caches.set_fast(stream, open && known && slot.named);
+        }
+    }
+
+    /// Nobody can allocate any more, or somebody can again.
+    pub(crate) fn set_orphaned(&mut self, orphaned: bool) {
+        self.orphaned = orphaned;
+        self.open_caches();
+        if orphaned {
+            // Every free comes to the heap from here on: the last one closes them.
+            self.empty_large_caches();
+        }
+    }
+
+    /// Gives the stream caches of a stream back; nothing is live or held back in them.
+    pub(crate) fn drop_caches(&mut self, stream: u32) {
+        self.fold_peaks();
+        for cache in self.caches.remove(stream) {
+            POOL.give_back(cache);
+        }
+    }
+
+    // ---- what is shared between streams ----------------------------------------------------------
+
+    /// With one stream, memory needs no tags to be told apart and merges freely; with several it
+    /// must not.
+    pub(crate) fn streams_changed(&mut self) {
+        self.streams.woken = false;
+        self.stats.streams = self.streams.len() as u64;
+        if !self.rules.maps() {
+            return;
+        }
+        let single = !self.streams.several();
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let (space, records) = self.extents.parts(space);
+            if space.merge_own != single {
+                space.merge_own = single;
+                if single {
+                    let classes: Vec<u32> = space.pending_streams().collect();
+                    for class in classes {
+                        space.recoalesce(records, class);
+                    }
+                }
+            }
+        }
+        if !single {
+            // Memory that was never used, or not for long, is everybody's from now on.
+            for space in [SpaceId::Large, SpaceId::Small] {
+                let classes: Vec<u32> = self
+                    .extents
+                    .space(space)
+                    .into_iter()
+                    .flat_map(Space::pending_streams)
+                    .collect();
+                for class in classes {
+                    self.complete_class(space, class);
+                }
+            }
+        }
+    }
+
+    /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
+    /// what was freed inside its pages, which no batch counts.
+    pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
+        for cache in self.caches.all().to_vec() {
+            self.close_batches(cache, Some(stream), &mut AfterFree::default());
+        }
+        self.flush_caches_of(stream);
+        let busy = self.caches.uses_of(stream) > 0;
+        let slot = &mut self.streams[stream];
+        if slot.live > 0 || busy {
+            slot.open_uses = slot.open_uses.saturating_add(1);
+        }
+    }
+
+    /// Gives back the slot of a stream that nothing refers to.
+    pub(crate) fn recycle(&mut self, stream: u32) {
+        let many = self.streams.len() > MANY_STREAMS;
+        let forgettable = matches!(self.streams[stream].holder, Holder::Foreign(_)) && many;
+        if forgettable && self.caches.pages_of(stream) > 0 {
+            // What was freed in its pages is counted from here on: later, when it is complete.
+            self.flush_caches_of(stream);
+            return;
+        }
+        let slot = &self.streams[stream];
+        let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
+        let idle = slot.in_use && quiet && slot.completed + 1 >= slot.open;
+        let forget = match slot.holder {
+            Holder::Retired => true,
+            // A caller's stream that comes again is simply registered again.
+            Holder::Foreign(_) => {
+                (many || !slot.named) && slot.leaving == 0 && !slot.holder.is_touched()
+            }
+            Holder::Kept(_) | Holder::Adopted(_) => false,
+        };
+        if !idle || !forget {
+            return;
+        }
+        // From here on nobody allocates on it without a look at the heap.
+        self.caches.set_fast(stream, false);
+        self.flush_caches_of(stream);
+        let slot = &self.streams[stream];
+        let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
+        if !drained || self.caches.uses_of(stream) > 0 {
+            let slot = &self.streams[stream];
+            let fast = !self.closed && slot.named;
+            self.caches
+                .set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
+            return;
+        }
+        self.streams[stream].holder = Holder::Retired;
+        self.drop_caches(stream);
+        self.extents.release_class(stream);
+        if self.streams.recycle(stream) {
+            self.streams_changed();
+        }
+    }
+
+    /// The streams of a context get no more work, and what they were given cannot be asked for: it is
+    /// complete when everything was waited for.
+    pub(crate) fn context_gone(&mut self, key: u64, own: &Context) {
+        let gone = self.streams.iter();
+        let gone: Vec<u32> = gone
+            .filter(|(_, slot)| slot.context.id() == key)
+            .map(|(stream, _)| stream)
+            .collect();
+        let mut events = self.streams.events.remove(&key).unwrap_or_default();
+        for stream in gone {
+            self.streams.tell(stream);
+            self.streams.forget_key(stream);
+            self.caches.set_fast(stream, false);
+            for cache in self.caches.all().to_vec() {
+                self.close_batches(cache, Some(stream), &mut AfterFree::default());
+            }
+            self.flush_caches_of(stream);
+            // Everything up to here is under tickets below the one that is open.
+            drop(self.close_batch(stream));
+            let slot = &mut self.streams[stream];
+            slot.context = own.clone();
+            slot.holder = Holder::Retired;
+            slot.former = None;
+            let markers = self.streams.take_markers_of(stream, key);
+            events.extend(markers);
+        }
+        // The handles are nobody's, or somebody else's by now.
+        events.into_iter().for_each(std::mem::forget);
+    }
+}

@@ -1,0 +1,99 @@
+//! What a stitch comes to: the view with its block, and what goes of other views for it.
+
+use crate::allocator::engine::Engine;
+use crate::allocator::extent::want::Want;
+use crate::allocator::heap::Heap;
+use crate::allocator::physical::{Fresh, LEVELS};
+use crate::allocator::reclaim::choice::{Reclaim, VIEW_ADDRESSES};
+use crate::allocator::view::commit;
+use crate::allocator::view::mapping::Stitch;
+use crate::error::Error;
+
+impl Engine {
+    /// Maps what a stitch planned, and takes the block.
+    pub(crate) fn stitch(
+        &self,
+        want: &Want,
+        mut stitch: Stitch,
+        reclaim: &mut Reclaim<'_>,
+    ) -> Result<Option<u32>, Error> {
+        let new = stitch.fresh.as_ref().map_or(0, Fresh::bytes);
+        // Their events may have no other holder by then, and are not destroyed under the lock.
+        let waits = std::mem::take(&mut stitch.aliased.waits);
+        match self.may_stitch() {
+            Ok(true) => {}
+            refused => {
+                drop(waits);
+                self.lock().not_stitched(want, stitch, 0, &[]);
+                return refused.map(|_| None);
+            }
+        }
+        let waited = self.queue_waits(want.stream, &waits);
+        drop(waits);
+        if let Err(error) = waited {
+            self.lock().not_stitched(want, stitch, 0, &[]);
+            return Err(error);
+        }
+        let outcome = commit::map(&self.maker(), &stitch);
+        let free = match &outcome {
+            Ok(_) => 0,
+            Err(failed) => self.driver_free(failed.error()),
+        };
+        let mut heap = self.lock();
+        let error = match outcome {
+            Ok(handles) => {
+                let maps = stitch.maps();
+                if let Some(fresh) = &stitch.fresh {
+                    heap.note_growth(want, fresh);
+                }
+                heap.stats.reclaim.stitched += 1;
+                let in_flight = heap.streams.in_flight();
+                heap.physical.spent(maps, in_flight);
+                self.driver().add_view_maps(maps as u64);
+                let id = heap.stitched(want, stitch, &handles);
+                drop(heap);
+                // A view that cannot be unmapped stays; that is no reason to fail the request.
+                if let Err(error) = self.shed_views(want.stream) {
+                    log::debug!("idle views were kept: {error}");
+                }
+                return Ok(Some(id));
+            }
+            Err(failed) => heap.not_mapped(want, stitch, failed),
+        };
+        self.refused(&mut heap, error, free.min(new.saturating_sub(1)), reclaim)?;
+        Ok(None)
+    }
+
+    /// After a stitch: lets idle views go if all of them have too many mappings.
+    fn shed_views(&self, stream: u32) -> Result<(), Error> {
+        let (excess, asks) = {
+            let heap = self.lock();
+            (heap.excess_view_maps(), self.asks_about_views(&heap))
+        };
+        if asks {
+            self.see_views_idle(stream)?;
+        }
+        if excess == 0 {
+            return Ok(());
+        }
+        let idle = self.lock().idle_views(excess);
+        self.evict(&idle)
+    }
+
+    /// Whether one stream works alone, and a view might go or be cut before its next stitch: nobody else
+    /// asks then if the stream is done with it.
+    fn asks_about_views(&self, heap: &Heap) -> bool {
+        let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
+        let wanted = heap.excess_view_maps() > 0
+            || heap.extents.view_addresses() > most
+            || heap.physical.level + 1 == LEVELS;
+        wanted && !heap.streams.several()
+    }
+
+    /// Marks what a stream uses by now, and sees what the marker of the last time says.
+    fn see_views_idle(&self, stream: u32) -> Result<(), Error> {
+        let key = self.lock().streams[stream].key;
+        self.mark_all([(stream, key)]);
+        self.poll()
+    }
+}

@@ -1,0 +1,265 @@
+//! What a launch reads and writes.
+
+use crate::driver::{Stream, StreamKind, process};
+
+use super::block::Access;
+use super::traits::{MemoryResource, UseTracking};
+use crate::block::{BlockId, BlockState};
+use crate::error::{Error, StreamMisuse};
+
+/// Something that a launch can use: a block, a slice, a column. Identities are kept, not borrows.
+pub trait LaunchBuffer {
+    /// The block under it; none where there are no bytes, and of memory that somebody else owns.
+    fn launch_id(&self) -> Option<BlockId>;
+
+    /// Whether somebody else owns the memory.
+    fn is_external(&self) -> bool {
+        false
+    }
+}
+
+impl LaunchBuffer for BlockId {
+    fn launch_id(&self) -> Option<BlockId> {
+        Some(*self)
+    }
+}
+
+impl LaunchBuffer for super::RawBlock {
+    fn launch_id(&self) -> Option<BlockId> {
+        Some(self.id())
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Recording,
+    Ready,
+    Committed,
+}
+
+/// Puts one launch in order with all other uses of its buffers: record what it reads and writes,
+/// [`preflight`](Self::preflight), launch, [`commit`](Self::commit).
+///
+/// ```
+/// use cualloc::{Request, resource::{AccessOrdered, Launch, MemoryResource}};
+/// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// # let context = driver.context(0)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// let resource = AccessOrdered::new(allocator);
+/// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
+/// let (input, output) =
+///     (resource.allocate_block(&Request::new(64).tag("in"), &a)?, resource.allocate_block(&Request::new(64).tag("out"), &a)?);
+/// let mut launch = Launch::strict(&resource, &b);
+/// launch.read(&input)?.write(&output)?;
+/// launch.preflight()?;
+/// // ... launch on b ...
+/// launch.commit()?;
+/// resource.deallocate_block(input)?;
+/// resource.deallocate_block(output)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "a launch that is not committed is not tracked"]
+pub struct Launch<R: MemoryResource> {
+    resource: R,
+    stream: Stream,
+    /// The stream's id at the preflight.
+    named: u64,
+    /// Whether buffers that nobody tracks are refused.
+    strict: bool,
+    phase: Phase,
+    blocks: Vec<Entry>,
+    /// The first buffer of somebody else's, by its place in the order of recording.
+    external: Option<usize>,
+    recorded: usize,
+}
+
+#[derive(Debug)]
+struct Entry {
+    block: BlockId,
+    access: Access,
+    /// Its place in the order of recording.
+    index: usize,
+}
+
+impl<R: MemoryResource> Launch<R> {
+    /// One launch on a stream, with blocks of a resource (or a handle to it). Buffers that nobody tracks are refused,
+    /// with a reason, before anything is queued.
+    pub fn strict(resource: R, on: &Stream) -> Self {
+        Launch::new(resource, on, true)
+    }
+
+    /// As [`strict`](Self::strict), but buffers that nobody tracks are passed over.
+    pub fn permissive(resource: R, on: &Stream) -> Self {
+        Launch::new(resource, on, false)
+    }
+
+    fn new(resource: R, stream: &Stream, strict: bool) -> Self {
+        Launch {
+            resource,
+            stream: stream.clone(),
+            named: 0,
+            strict,
+            phase: Phase::Recording,
+            blocks: Vec::new(),
+            external: None,
+            recorded: 0,
+        }
+    }
+
+    /// The launch reads a buffer.
+    ///
+    /// # Errors
+    /// [`StreamMisuse::LaunchOrder`] after the preflight.
+    pub fn read(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
+        self.record(buffer, Access::Read)
+    }
+
+    /// The launch writes a buffer.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn write(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
+        self.record(buffer, Access::Write)
+    }
+
+    /// The launch reads and writes a buffer.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_write(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
+        self.record(buffer, Access::ReadWrite)
+    }
+
+    fn record(&mut self, buffer: &impl LaunchBuffer, access: Access) -> Result<&mut Self, Error> {
+        if self.phase != Phase::Recording {
+            return Err(StreamMisuse::LaunchOrder {
+                asked: "recording a buffer",
+                because: "the preflight is over",
+            }
+            .into());
+        }
+        let index = self.recorded;
+        self.recorded += 1;
+        if let Some(block) = buffer.launch_id() {
+            let known = self.blocks.iter_mut().find(|entry| entry.block == block);
+            match known {
+                Some(known) => known.access = known.access.merge(access),
+                None => self.blocks.push(Entry {
+                    block,
+                    access,
+                    index,
+                }),
+            }
+        } else if buffer.is_external() && self.strict {
+            self.external.get_or_insert(index);
+        }
+        Ok(self)
+    }
+
+    /// The blocks recorded so far, each once, with what is done to it.
+    pub fn blocks(&self) -> impl Iterator<Item = (BlockId, Access)> + '_ {
+        self.blocks.iter().map(|entry| (entry.block, entry.access))
+    }
+
+    /// Queues all waits of the launch on its stream. After an error nothing of the launch is
+    /// recorded, and it may be called again: waits that were queued already are only repeated.
+    ///
+    /// # Errors
+    /// [`Error::Rejected`] in strict mode, before any wait; those of
+    /// [`MemoryResource::prepare_use`]; [`StreamMisuse::LaunchOrder`] the second time.
+    pub fn preflight(&mut self) -> Result<(), Error> {
+        if self.phase != Phase::Recording {
+            return Err(StreamMisuse::LaunchOrder {
+                asked: "a preflight",
+                because: "it is over",
+            }
+            .into());
+        }
+        let (stream, device) = (self.stream.id()?, self.resource.ordinal());
+        let tracking = self.resource.use_tracking();
+        // Where only reuse is tracked, a stream is in order with itself and no other.
+        let in_order = |block: &BlockId| match tracking {
+            UseTracking::Access => true,
+            UseTracking::Reuse => block.stream_id() == stream,
+            UseTracking::None => false,
+        };
+        if self.strict {
+            let untracked = self.blocks.iter().filter(|entry| !in_order(&entry.block));
+            let untracked = untracked.map(|entry| (entry.index, false));
+            let external = self.external.map(|index| (index, true));
+            if let Some((index, external)) = external.into_iter().chain(untracked).min() {
+                return Err(Error::Rejected { index, external });
+            }
+        }
+        for Entry { block, .. } in &self.blocks {
+            if block.ordinal() != device {
+                return Err(Error::WrongDevice {
+                    expected: device,
+                    found: block.ordinal(),
+                });
+            }
+            if self.resource.state(block) != BlockState::Live {
+                return Err(block.gone());
+            }
+        }
+        for entry in self.blocks.iter().filter(|entry| in_order(&entry.block)) {
+            self.resource
+                .prepare_use(&entry.block, &self.stream, entry.access)?;
+        }
+        self.phase = Phase::Ready;
+        self.named = stream;
+        Ok(())
+    }
+
+    /// Records the uses, after the launch.
+    ///
+    /// # Errors
+    /// [`StreamMisuse::LaunchOrder`] without a preflight, except for a recorder without
+    /// buffers. The first of [`MemoryResource::finish_use`], after which every block of the launch
+    /// counts as used on its stream all the same.
+    pub fn commit(mut self) -> Result<(), Error> {
+        if self.phase != Phase::Ready && self.recorded > 0 {
+            return Err(StreamMisuse::LaunchOrder {
+                asked: "a commit",
+                because: "there was no preflight",
+            }
+            .into());
+        }
+        self.phase = Phase::Committed;
+        if self.resource.use_tracking() == UseTracking::None {
+            return Ok(());
+        }
+        if self.stream.kind() == StreamKind::PerThreadDefault && self.stream.id()? != self.named {
+            // On this thread the handle means another stream. What is complete needs no record.
+            return Ok(self.stream.context().enter()?.synchronize()?);
+        }
+        let mut first = Ok(());
+        for entry in &self.blocks {
+            let finished = self
+                .resource
+                .finish_use(&entry.block, &self.stream, entry.access);
+            first = first.and(finished);
+        }
+        first
+    }
+}
+
+impl<R: MemoryResource> Drop for Launch<R> {
+    fn drop(&mut self) {
+        if cfg!(debug_assertions)
+            && !process::is_gone()
+            && self.phase != Phase::Committed
+            && self.recorded > 0
+        {
+            log::warn!(
+                "a {} launch of {} buffers on stream {:?} goes without a commit",
+                if self.strict { "strict" } else { "permissive" },
+                self.recorded,
+                self.stream.raw()
+            );
+        }
+    }
+}

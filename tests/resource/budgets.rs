@@ -1,0 +1,257 @@
+//! Budgets, and reserves under them.
+
+use crate::common::*;
+use crate::relief::{Guard, T, guard, packed};
+use cualloc::driver::{Stream, sys};
+use cualloc::resource::*;
+use cualloc::sim::FailPlan;
+use cualloc::{Allocator, Error, Request};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// S1.24, S1.36: a budget that can change; errors before any driver call; defaults.
+#[test]
+fn s1_24_s1_36_budget_is_set_at_run_time() {
+    const RESERVE: u64 = 4 << 20;
+    packed(|rig| {
+        let stream = rig.stream();
+        let open = guard(rig, None);
+        assert_eq!(
+            (open.get_ref().limit(), open.policy()),
+            (None, OomPolicy::Fail)
+        );
+        assert_eq!((open.ordinal(), open.release_reserve().unwrap()), (0, 0));
+        let guard = guard(rig, RESERVE + 1000)
+            .with_policy(OomPolicy::FreeCaches)
+            .with_reserve(RESERVE as usize)
+            .unwrap();
+        assert_eq!(guard.policy(), OomPolicy::FreeCaches);
+        guard.set_policy(OomPolicy::Fail);
+        let calls = rig.memory_calls();
+        match guard.allocate_block(&Request::new(1001).tag(T), &stream) {
+            Err(Error::OverBudget {
+                requested,
+                limit,
+                used,
+                ..
+            }) => {
+                assert_eq!((requested, limit, used), (1001, RESERVE + 1000, RESERVE));
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(rig.memory_calls(), calls);
+        let budget = guard.get_ref();
+        budget.set_limit(None);
+        assert_eq!((budget.limit(), budget.remaining()), (None, None));
+        let block = guard
+            .allocate_block(&Request::new(1001).tag(T), &stream)
+            .unwrap();
+        budget.set_limit(Some(500));
+        assert_eq!(
+            guard.usage().unwrap().outstanding(),
+            RESERVE + 1001,
+            "stays"
+        );
+        assert_eq!(guard.usage().unwrap().limit, Some(500));
+        assert!(
+            guard
+                .allocate_block(&Request::new(1).tag(T), &stream)
+                .is_err()
+        );
+        guard.deallocate_block(block).unwrap();
+        assert_eq!(guard.reserved(), RESERVE);
+        assert_eq!(guard.release_reserve().unwrap(), RESERVE);
+        assert_eq!(guard.release_reserve().unwrap(), 0);
+        guard.get_ref().set_limit(Some(0));
+        assert!(
+            guard
+                .allocate_block(&Request::new(1).tag(T), &stream)
+                .is_err(),
+            "0 is no room"
+        );
+    });
+}
+
+/// S1.33: a reservation holds real memory; what cannot be held is an error.
+#[test]
+fn s1_33_reservation_holds_memory() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let before = allocator.stats().all.allocated.current;
+        let held = Relief::new(allocator.clone());
+        let held = held.with_reserve(32 * MIB).unwrap();
+        assert_eq!((held.reserved(), held.ordinal()), (32 * MIB as u64, 0));
+        assert!(allocator.stats().all.allocated.current >= before + 32 * MIB as u64);
+        if let Some(driver) = rig.driver_held() {
+            assert!(driver >= 32 * MIB as u64);
+        }
+        drop(held);
+        assert_eq!(allocator.stats().all.allocated.current, before);
+        let held = Relief::new(allocator.clone());
+        let held = held.with_reserve(MIB).unwrap();
+        assert_eq!(held.release_reserve().unwrap(), MIB as u64);
+        assert_eq!((held.reserved(), held.release_reserve().unwrap()), (0, 0));
+        assert_eq!(allocator.stats().all.allocated.current, before);
+        let relief = Relief::new(allocator.clone());
+        assert!(relief.with_reserve(1 << 50).is_err());
+        let build = Relief::new(allocator.clone()).with_reserve(1 << 50);
+        assert!(build.is_err());
+        drop((held, build));
+        rig.close(&allocator);
+    });
+}
+
+/// S1.34, S1.55: the figures; no observer sees a peak below what is used.
+#[test]
+fn s1_34_s1_55_peak_is_never_below_the_current_value() {
+    packed(|rig| {
+        let guard = guard(rig, None);
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..2)
+                .map(|_| {
+                    scope.spawn(|| {
+                        let stream = rig_free_stream(&guard);
+                        for size in 1..400 {
+                            let block = guard
+                                .allocate_block(&Request::new(size * 100).tag(T), &stream)
+                                .unwrap();
+                            // Whoever resets has a turn while the block is there.
+                            for _ in 0..3 {
+                                let stats = guard.usage().unwrap();
+                                assert!(stats.requested.peak >= stats.outstanding(), "{stats:?}");
+                                assert!(
+                                    stats.requested.peak >= block.id().bytes() as u64,
+                                    "{stats:?}"
+                                );
+                                std::thread::yield_now();
+                            }
+                            guard.deallocate_block(block).unwrap();
+                        }
+                    })
+                })
+                .collect();
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    guard.get_ref().reset_peak_stats();
+                }
+            });
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    let stats = guard.usage().unwrap();
+                    assert!(stats.requested.peak >= stats.outstanding(), "{stats:?}");
+                }
+            });
+            let ended: Vec<_> = workers.into_iter().map(|w| w.join()).collect();
+            stop.store(true, Ordering::Relaxed);
+            ended.into_iter().for_each(|end| end.unwrap());
+        });
+        guard.get_ref().reset_peak_stats();
+        let stats = guard.usage().unwrap();
+        assert_eq!(
+            (
+                stats.outstanding(),
+                stats.requested.peak,
+                stats.blocks.current
+            ),
+            (0, 0, 0)
+        );
+        let device = stats.device_memory.unwrap();
+        assert!(device.total >= device.free && device.total > 0);
+        if let Some(sim) = rig.sim() {
+            let refusal = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+            sim.fail(FailPlan::call("cuMemGetInfo_v2", refusal).unwrap());
+            let device = guard.usage().unwrap().device_memory;
+            assert_eq!(device, None, "not known is not nothing");
+        }
+        let stream = rig.stream();
+        let block = guard
+            .allocate_block(&Request::new(100).tag(T), &stream)
+            .unwrap();
+        assert_eq!(guard.usage().unwrap().blocks.current, 1);
+        guard.deallocate_block(block).unwrap();
+        assert_eq!(guard.usage().unwrap().requested.peak, 100);
+    });
+}
+
+fn rig_free_stream(guard: &Guard<Allocator>) -> Stream {
+    guard.get_ref().get_ref().create_stream().unwrap()
+}
+
+/// S1.52: what a hook frees through the guard counts once, whatever it says that it freed.
+#[test]
+fn s1_52_bytes_freed_by_a_hook_count_once() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let guard = Arc::new(guard(rig, 10_000));
+        let kept: Arc<std::sync::Mutex<Vec<RawBlock>>> = Arc::default();
+        for _ in 0..3 {
+            kept.lock().unwrap().push(
+                guard
+                    .allocate_block(&Request::new(3000).tag(T), &stream)
+                    .unwrap(),
+            );
+        }
+        let (weak, list) = (Arc::downgrade(&guard), Arc::clone(&kept));
+        guard.add_relief_hook(ReliefHook::new("frees two", move |_| {
+            let guard = weak.upgrade().unwrap();
+            for _ in 0..2 {
+                let block = list.lock().unwrap().pop().unwrap();
+                guard.deallocate_block(block).unwrap();
+            }
+            6000
+        }));
+        let block = guard
+            .allocate_block(&Request::new(5000).tag(T), &stream)
+            .unwrap();
+        assert_eq!(guard.usage().unwrap().outstanding(), 8000);
+        assert_eq!(
+            guard.get_ref().get_ref().usage().unwrap().requested.current,
+            8000
+        );
+        guard.remove_relief_hook("frees two");
+        assert!(
+            guard
+                .allocate_block(&Request::new(2001).tag(T), &stream)
+                .is_err()
+        );
+        let rest = guard
+            .allocate_block(&Request::new(2000).tag(T), &stream)
+            .unwrap();
+        guard.deallocate_block(rest).unwrap();
+        guard.deallocate_block(block).unwrap();
+        for block in kept.lock().unwrap().drain(..) {
+            guard.deallocate_block(block).unwrap();
+        }
+        assert_eq!(guard.usage().unwrap().outstanding(), 0);
+    });
+}
+
+/// S1.51, S1.52: at the border of the budget many threads never pass it.
+#[test]
+fn s1_51_s1_52_reservation_is_one_step() {
+    packed(|rig| {
+        let guard = guard(rig, 10_000);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let stream = rig_free_stream(&guard);
+                    for _ in 0..300 {
+                        if let Ok(block) = guard.allocate_block(&Request::new(3000).tag(T), &stream)
+                        {
+                            let below = guard.get_ref().get_ref().stats().all.requested.current;
+                            assert!(below <= 10_000, "{below}");
+                            assert!(guard.usage().unwrap().outstanding() <= 10_000);
+                            guard.deallocate_block(block).unwrap();
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(
+            guard.usage().unwrap().outstanding(),
+            guard.get_ref().get_ref().stats().all.requested.current
+        );
+        assert_eq!(guard.usage().unwrap().outstanding(), 0);
+    });
+}
