@@ -369,7 +369,7 @@ impl Carver {
         let granules = classic_granules(small, available, request.granules);
         let (space, records) = self.parts(request.space);
         space.carve(records, id, granules);
-        records[id].stream = slot;
+        (records[id].state, records[id].stream) = (Extent::Used, slot);
         let cold = records.cold_mut(id);
         (cold.requested, cold.owner) = (bytes as u64, slot);
         let hot = self.records[id];

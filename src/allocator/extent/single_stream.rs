@@ -26,14 +26,14 @@ impl Space {
         let rest = entry.granules - granules;
         if rest == 0 {
             self.count -= 1;
-            records[entry.id].state = State::Used;
+            records[entry.id].state = State::Busy;
             records.cold_mut(entry.id).uses = Uses::None;
             return Some(entry);
         }
         let addr = entry.addr + u64::from(granules) * GRANULE;
         let right = records.vacant_id();
         let hot = &mut records[entry.id];
-        hot.state = State::Used;
+        hot.state = State::Busy;
         hot.granules = granules;
         let next = std::mem::replace(&mut hot.next, right);
         records[right].renew(Hot {
