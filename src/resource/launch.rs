@@ -86,7 +86,7 @@ pub struct Launch<R: MemoryResource> {
 struct Entry {
     block: BlockId,
     access: Access,
-    /// Its place in the order of recording.
+    /// The place of the argument in the order of recording.
     index: usize,
 }
 
