@@ -5,7 +5,7 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, LazyLock};
 
-use crate::allocator::{Allocator, Config, Counter, Element, Grant, Request};
+use crate::allocator::{Allocator, Config, Counter, Element, Grant, Request, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
@@ -330,7 +330,8 @@ unsafe impl MemoryResource for Inner {
     }
 
     fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
-        if is_retired(&self.allocator, block) {
+        // A large block is for the heap.
+        if block.size() as u64 > size::PACKED_SMALL_LIMIT || is_retired(&self.allocator, block) {
             return false;
         }
         let slot = Slot::of(block.note());
