@@ -29,7 +29,7 @@ pub(super) struct Late {
     of: Key,
     number: u64,
     pub stream: Stream,
-    /// For the per-thread default stream this is the one of the thread that used it.
+    /// The stream's id; of a per-thread default stream that of the thread which used it.
     pub id: u64,
     /// Whether it may be given work until the memory goes: only then it is ordered.
     pub lasting: bool,

@@ -23,7 +23,7 @@ use crate::error::{Error, Refused, StreamMisuse};
 pub(crate) struct Memory {
     owner: ManuallyDrop<Owner>,
     stream: ManuallyDrop<Stream>,
-    /// For the per-thread default stream this is the one of the thread that allocated.
+    /// The id of the home stream; of a per-thread default stream that of the thread which allocated.
     stream_id: u64,
     /// There are streams that the home has to wait for: see [`late`].
     astray: AtomicBool,
@@ -46,10 +46,11 @@ impl Memory {
         let stream_id = stream.id()?;
         let owner = match from.as_allocator() {
             Some(allocator) => Owner::Block(allocator.allocate_with(request, stream)?),
-            None => Owner::Resource(Box::new(Lent {
-                block: from.allocate_block(&request, stream)?,
-                resource: from.shared(),
-            })),
+            None => {
+                let block = from.allocate_block(&request, stream)?;
+                let resource = from.shared();
+                Owner::Resource(Lent { resource, block })
+            }
         };
         Ok(Memory::new(owner, stream.clone(), stream_id))
     }
@@ -334,6 +335,14 @@ impl Memory {
     unsafe fn end(&mut self, contexts: Vec<Context>) {
         if process::is_gone() {
             // In a forked child a lock may be held by a thread that does not exist there.
+            return;
+        }
+        if !*self.astray.get_mut() && self.owner.end_at_once() {
+            // SAFETY: this is the drop, and the memory is not the owner's any more; it goes before its stream.
+            unsafe {
+                ManuallyDrop::drop(&mut self.owner);
+                ManuallyDrop::drop(&mut self.stream);
+            }
             return;
         }
         let told = self.tell_uses();

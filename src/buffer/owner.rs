@@ -6,9 +6,7 @@ use crate::allocator::{Block, User};
 use crate::block::BlockId;
 use crate::driver::{Context, Stream, StreamKind, sys};
 use crate::error::{Error, Refused};
-use crate::resource::{
-    MemoryResource, RawBlock, UseTracking, allocator_under, give_back, identity_of, is_retired,
-};
+use crate::resource::{MemoryResource, RawBlock, UseTracking, give_back, identity_of, is_retired};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
@@ -19,7 +17,7 @@ pub(crate) enum Owner {
     /// An allocator, with nothing in between.
     Block(Block),
     /// Any other resource.
-    Resource(Box<Lent>),
+    Resource(Lent),
     /// Somebody else, whose drop releases the memory.
     Foreign(Box<Foreign>),
 }
@@ -71,7 +69,7 @@ impl Owner {
     pub(super) fn usable(&self) -> Result<(), Error> {
         match self {
             Owner::Block(block) => block.engine().usable(),
-            Owner::Resource(lent) => match allocator_under(&*lent.resource) {
+            Owner::Resource(lent) => match (*lent.resource).allocator_under() {
                 Some(allocator) => allocator.engine().usable(),
                 None => Ok(()),
             },
@@ -83,7 +81,7 @@ impl Owner {
     pub(super) fn events(&self) -> &EventPools {
         match self {
             Owner::Block(block) => &block.engine().events,
-            Owner::Resource(lent) => match allocator_under(&*lent.resource) {
+            Owner::Resource(lent) => match (*lent.resource).allocator_under() {
                 Some(allocator) => &allocator.engine().events,
                 None => &EVENTS,
             },
@@ -107,7 +105,9 @@ impl Owner {
     pub(super) fn is_retired(&self) -> bool {
         match self {
             Owner::Block(block) => block.stream_retired(),
-            Owner::Resource(lent) => is_retired(&*lent.resource, &lent.block),
+            Owner::Resource(lent) => (*lent.resource)
+                .allocator_under()
+                .is_some_and(|allocator| is_retired(allocator, &lent.block)),
             Owner::Foreign(_) => false,
         }
     }
@@ -136,16 +136,25 @@ impl Owner {
         match self {
             Owner::Block(block) => block.free().map_err(|failed| failed.map(Owner::Block)),
             Owner::Resource(lent) => {
-                let Lent { resource, block } = *lent;
+                let Lent { resource, block } = lent;
                 let freed = resource.deallocate_block(block);
-                freed.map_err(|failed| {
-                    failed.map(|block| Owner::Resource(Box::new(Lent { resource, block })))
-                })
+                freed
+                    .map_err(|failed| failed.map(|block| Owner::Resource(Lent { resource, block })))
             }
             Owner::Foreign(foreign) => {
                 drop(foreign);
                 Ok(())
             }
+        }
+    }
+
+    /// Gives the memory back, if its resource takes it without a look at anything else. False, with the memory as it
+    /// was, if not.
+    #[inline]
+    pub(super) fn end_at_once(&mut self) -> bool {
+        match self {
+            Owner::Resource(lent) => (*lent.resource).take_back_at_once(&mut lent.block),
+            Owner::Block(_) | Owner::Foreign(_) => false,
         }
     }
 
@@ -155,7 +164,7 @@ impl Owner {
         match self {
             Owner::Block(block) => drop(block),
             Owner::Resource(lent) => {
-                let Lent { resource, block } = *lent;
+                let Lent { resource, block } = lent;
                 give_back(&*resource, block, "a dropped buffer leaks");
             }
             Owner::Foreign(foreign) => drop(foreign),

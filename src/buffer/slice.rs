@@ -27,7 +27,7 @@ pub struct DeviceSlice<'a, T: DeviceCopy> {
 /// A part of a [`DeviceBuffer`](super::DeviceBuffer), for writing: what `&mut [T]` is to a `Vec`.
 /// `Send` and `Sync`.
 pub struct DeviceSliceMut<'a, T: DeviceCopy> {
-    /// The same part; the exclusive borrow is what this type adds.
+    /// The part as it is read; this type adds that the borrow is exclusive.
     part: DeviceSlice<'a, T>,
     exclusive: PhantomData<&'a mut [T]>,
 }

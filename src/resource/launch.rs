@@ -80,7 +80,7 @@ pub struct Launch<R: MemoryResource> {
 struct Entry {
     block: BlockId,
     access: Access,
-    /// Its place in the order of recording.
+    /// The place of the argument in the order of recording.
     index: usize,
 }
 

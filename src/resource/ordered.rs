@@ -61,7 +61,7 @@ pub struct AccessOrdered<R: MemoryResource = Allocator> {
     inner: R,
     events: EventPools,
     metadata: Mutex<Metadata>,
-    /// Bytes of live blocks, and their number.
+    /// The bytes of live blocks, and the number of them.
     live: Tally,
     count: Tally,
     stranded: Stranded,

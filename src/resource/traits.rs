@@ -98,6 +98,14 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// The block, still allocated, with the reason.
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>>;
 
+    /// Takes a block back, if that needs no look at anything else, of no stream's end either. False, with nothing
+    /// changed but where the block is entered, if it does.
+    #[doc(hidden)]
+    #[inline]
+    fn take_back_at_once(&self, _block: &mut RawBlock) -> bool {
+        false
+    }
+
     /// The ordinal of the device.
     fn ordinal(&self) -> usize;
 
@@ -256,6 +264,16 @@ pub unsafe trait MemoryResource: Send + Sync {
         None
     }
 
+    /// The allocator that the resource's blocks come from, if they come from one.
+    #[doc(hidden)]
+    #[inline]
+    fn allocator_under(&self) -> Option<&Allocator> {
+        match self.as_allocator() {
+            Some(allocator) => Some(allocator),
+            None => self.upstream()?.allocator_under(),
+        }
+    }
+
     /// The resource, for owners of its blocks to keep.
     #[doc(hidden)]
     fn shared(&self) -> Arc<dyn MemoryResource>
@@ -271,17 +289,6 @@ pub unsafe trait MemoryResource: Send + Sync {
 pub trait Source: MemoryResource + Clone + 'static {}
 
 impl<R: MemoryResource + Clone + 'static> Source for R {}
-
-/// The allocator that a resource's blocks come from, if they come from one.
-pub(crate) fn allocator_under(resource: &dyn MemoryResource) -> Option<&Allocator> {
-    let mut at = resource;
-    loop {
-        if let Some(allocator) = at.as_allocator() {
-            return Some(allocator);
-        }
-        at = at.upstream()?;
-    }
-}
 
 /// Whether the driver refused to mark the end of work that was given already: its stream counts until the
 /// block is freed.
@@ -308,6 +315,10 @@ macro_rules! pointer {
             fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
                 (**self).deallocate_block(block)
             }
+            #[inline]
+            fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
+                (**self).take_back_at_once(block)
+            }
             fn ordinal(&self) -> usize {
                 (**self).ordinal()
             }
@@ -318,6 +329,10 @@ macro_rules! pointer {
             #[inline]
             fn as_allocator(&self) -> Option<&Allocator> {
                 (**self).as_allocator()
+            }
+            #[inline]
+            fn allocator_under(&self) -> Option<&Allocator> {
+                (**self).allocator_under()
             }
             $($shared)*
         }

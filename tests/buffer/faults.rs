@@ -1,6 +1,7 @@
 //! Every driver call of a program of buffer operations, failed in turn.
 
 use super::Rig;
+use super::rig::streams;
 use crate::common::{column, set, values};
 use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
@@ -103,10 +104,7 @@ fn refuse(sim: &Simulator, name: &str, nth: u64, times: u64) {
 fn order_is_kept_by_other_means() {
     Rig::each_simulated(|rig, sim, alloc| {
         sim.set_mode(Mode::Manual);
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
         // The home stream cannot be made to wait, so the host does.
         refuse(sim, "cuStreamWaitEvent", 2, 1);

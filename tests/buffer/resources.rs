@@ -12,7 +12,7 @@ use cualloc::resource::{Access, AccessOrdered, Budget, CudaMemory, Launch, Memor
 use cualloc::sim::Mode;
 use cualloc::{Allocator, DeviceBuffer, Error};
 
-use crate::rig::Rig;
+use crate::rig::{Rig, streams};
 
 /// One of each kind of resource over a rig's device.
 fn resources(rig: &Rig, alloc: &Allocator) -> Vec<Arc<dyn MemoryResource>> {
@@ -106,10 +106,7 @@ fn s1_19_a_request_says_how_much_and_where() {
 fn launches_and_buffers_are_in_order() {
     Rig::each_simulated(|rig, sim, alloc| {
         sim.set_mode(Mode::Manual);
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         let entered = rig.contexts[0].enter().unwrap();
         let resource = Arc::new(AccessOrdered::new(alloc.clone()));
         let mut buffer = DeviceBuffer::<u8>::zeroed(&resource, 4096, &home).unwrap();
@@ -182,10 +179,7 @@ fn memory_of_others_goes_with_its_owner() {
 fn streams_that_use_memory_without_records_are_waited_for() {
     Rig::each_simulated(|rig, sim, alloc| {
         sim.set_mode(Mode::Manual);
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         let entered = rig.contexts[0].enter().unwrap();
         let use_of = |recorded: fn(&DeviceBuffer<MaybeUninit<u8>>, &Stream)| {
             let block = alloc.allocate(4096, &home).unwrap();

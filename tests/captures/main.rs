@@ -12,6 +12,7 @@ mod named;
 mod owned;
 mod races;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 
 use common::capturing::*;
@@ -312,6 +313,31 @@ fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
         rig.close(&allocator);
         raw.destroy();
         capturing.destroy();
+    });
+}
+
+/// Where captures are asked about, a block that a stream cache serves is asked for without the cache's lock, once.
+#[test]
+fn a_hit_that_asks_about_captures_has_no_cache_locked() {
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.allocator_with(Config::new().capture_checks(true));
+        let stream = rig.stream();
+        let block = allocator.allocate(4096, &stream).unwrap();
+        let ptr = block.ptr();
+        drop(block);
+        let asked = Arc::new(AtomicU64::new(0));
+        let counter = Arc::clone(&asked);
+        sim.before(move |_| {
+            counter.fetch_add(1, Ordering::Relaxed);
+        });
+        let again = allocator.allocate(4096, &stream).unwrap();
+        sim.clear_hooks();
+        assert_eq!((again.ptr(), asked.load(Ordering::Relaxed)), (ptr, 1));
+        drop(again);
+        rig.close(&allocator);
     });
 }
 

@@ -46,6 +46,19 @@ pub fn ordered() -> Peer {
     unsafe { Peer::ordered() }
 }
 
+/// Numbers that look random (xorshift), the same for each seed, which is not 0.
+pub struct Random(pub u64);
+
+impl Random {
+    /// A number under a bound.
+    pub fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % bound as u64) as usize
+    }
+}
+
 /// A folder that goes away with this.
 pub struct Folder(PathBuf);
 
@@ -70,6 +83,13 @@ impl Drop for Folder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
+}
+
+/// This program as a process of its own, to run this one test.
+pub fn itself(test: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    command
 }
 
 /// The C compiler: `$CC`, else `gcc`; none, with a word about it, if there is none.

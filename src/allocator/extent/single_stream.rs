@@ -1,7 +1,6 @@
-//! Carving and coalescing where a stream is alone: all free memory is its own, and merges.
+//! Carving and coalescing where a stream is alone: all free memory is that stream's, and adjacent pieces merge.
 //!
-//! The same to the same end as what [`Space`] does for any number of streams, but for what need not be
-//! asked then.
+//! The result is what [`Space`] gives for any number of streams, without the questions about uses.
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
 use crate::allocator::extent::record::{Hot, NIL, Records, State};
