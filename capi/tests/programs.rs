@@ -160,6 +160,12 @@ fn wrong_arguments_from_eight_threads_are_errors_and_no_more() {
 }
 
 #[test]
+fn parts_of_a_process_share_allocators() {
+    program("c11", "shared.c", Linked::Shared, &[rounds("10")]);
+    program("c++17", "shared.c", Linked::Shared, &["1"]);
+}
+
+#[test]
 fn calls_during_a_destroy_end_or_find_it_closed() {
     program("c11", "ends.c", Linked::Shared, &[rounds("40")]);
 }
