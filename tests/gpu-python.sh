@@ -99,7 +99,7 @@ edge() {
 }
 cases=$("$python" python/tests/gpu_edges.py --list)
 for name in $cases; do
-    while [ "$(jobs -rp | wc -l)" -ge 5 ]; do wait -n; done
+    while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait -n; done
     edge "$name" &
 done
 wait

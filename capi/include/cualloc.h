@@ -603,6 +603,13 @@ int32_t cualloc_shared(int32_t device,
                        struct cualloc_t **out);
 
 /**
+ * The allocator of a device that cualloc_shared has made, null if there is none: makes nothing, no context either.
+ *
+ * Any thread, any time.
+ */
+struct cualloc_t *cualloc_shared_made(int32_t device);
+
+/**
  * Allocates bytes on a device for use on a stream, as PyTorch asks for them: from the device's shared allocator
  * (cualloc_shared), which is made if there is none. Null for 0 bytes, which is no failure, and after every
  * failure, whose code cualloc_last_code() has: then cualloc_last_error() begins, where memory is what lacks, with

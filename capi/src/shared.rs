@@ -27,7 +27,7 @@ fn settings() -> Result<MutexGuard<'static, Option<Options>>, Failure> {
 
 /// The handle of a device's allocator, null if there is none yet.
 #[inline(always)]
-pub(crate) fn at_hand(device: i32) -> *mut cualloc_t {
+pub(crate) fn made(device: i32) -> *mut cualloc_t {
     let made = usize::try_from(device)
         .ok()
         .and_then(|device| MADE.get(device));
@@ -44,14 +44,14 @@ pub(crate) fn all() -> impl Iterator<Item = *mut cualloc_t> {
 
 /// The handle of a device's allocator, which is made if there is none.
 pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
-    let made = at_hand(device);
-    if !made.is_null() {
-        return Ok(made);
+    let known = made(device);
+    if !known.is_null() {
+        return Ok(known);
     }
     let settings = settings()?;
-    let made = at_hand(device);
-    if !made.is_null() {
-        return Ok(made);
+    let known = made(device);
+    if !known.is_null() {
+        return Ok(known);
     }
     let options = settings.clone().unwrap_or_default();
     let context = device::primary(&options.source.driver()?, device)?;
@@ -108,4 +108,12 @@ pub unsafe extern "C" fn cualloc_shared(device: i32, out: *mut *mut cualloc_t) -
         unsafe { out.write(made) };
         Ok(())
     })
+}
+
+/// The allocator of a device that cualloc_shared has made, null if there is none: makes nothing, no context either.
+///
+/// Any thread, any time.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_shared_made(device: i32) -> *mut cualloc_t {
+    made(device)
 }

@@ -76,7 +76,7 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
     }
     let mut ptr = 0;
     call(|| {
-        let allocator = match shared::at_hand(device) {
+        let allocator = match shared::made(device) {
             none if none.is_null() => shared::of(device)?,
             made => made,
         };
@@ -122,7 +122,7 @@ pub unsafe extern "C" fn cualloc_torch_free(
     _stream: *mut c_void,
 ) {
     if !ptr.is_null() {
-        free(shared::at_hand(device), ptr.addr() as u64);
+        free(shared::made(device), ptr.addr() as u64);
     }
 }
 

@@ -23,6 +23,9 @@ class OutOfMemory(Error, MemoryError):
     """There is no memory, after everything was tried."""
 
 
+NO_LIMIT = 2**64 - 1
+
+
 class Counter(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("current", "peak", "total")]
 
@@ -69,6 +72,7 @@ def _functions():
         "cualloc_options_set": (code, [handle, text, text]),
         "cualloc_shared_options": (code, [handle]),
         "cualloc_shared": (code, [ctypes.c_int32, to(handle)]),
+        "cualloc_shared_made": (handle, [ctypes.c_int32]),
         "cualloc_alloc": (code, [handle, ctypes.c_size_t, pointer, to(number)]),
         "cualloc_free": (code, [handle, number]),
         "cualloc_free_on": (code, [handle, number, pointer]),
@@ -177,15 +181,29 @@ def allocate(device, bytes, stream):
 
 
 def stats(device):
-    """The figures of a device's allocator, as a structure."""
-    figures = Stats(struct_size=ctypes.sizeof(Stats))
-    checked(LIBRARY.cualloc_stats(allocator(device), ctypes.byref(figures)))
+    """The figures of a device's allocator, as a structure. A device that nobody has used is left alone."""
+    figures = Stats(struct_size=ctypes.sizeof(Stats), limit=NO_LIMIT)
+    if made := LIBRARY.cualloc_shared_made(device):
+        checked(LIBRARY.cualloc_stats(made, ctypes.byref(figures)))
     return figures
+
+
+def reset_peaks(device):
+    """Sets the peaks of a device's allocator to what is there now."""
+    if made := LIBRARY.cualloc_shared_made(device):
+        checked(LIBRARY.cualloc_reset_peaks(made))
+
+
+def check(device):
+    """Recomputes all figures of a device's allocator."""
+    if made := LIBRARY.cualloc_shared_made(device):
+        checked(LIBRARY.cualloc_check(made))
 
 
 def trim(device, keep):
     """Gives memory back to the driver until at most `keep` bytes are held. Returns the bytes that went back, and those
     that would have but for work under way."""
     released, pending = ctypes.c_uint64(), ctypes.c_uint64()
-    checked(LIBRARY.cualloc_trim(allocator(device), keep, ctypes.byref(released), ctypes.byref(pending)))
+    if made := LIBRARY.cualloc_shared_made(device):
+        checked(LIBRARY.cualloc_trim(made, keep, ctypes.byref(released), ctypes.byref(pending)))
     return released.value, pending.value

@@ -1,5 +1,7 @@
 """The figures of the shared allocators under the names that PyTorch has for them."""
 
+import torch
+
 from cualloc import _library
 
 # PyTorch's name of a quantity, and ours.
@@ -16,7 +18,7 @@ _QUANTITIES = {
 _WITHOUT = ("inactive_split", "inactive_split_bytes")
 _NOTHING = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
 
-# What totals were when they were last reset, by device; the limit cannot be asked for as a fraction once it is bytes.
+# What totals and current values were when totals were last reset, by device.
 _bases = {}
 
 
@@ -78,13 +80,13 @@ def reset_accumulated(device):
 
 def reset_peaks(device):
     """`torch._C._cuda_resetPeakMemoryStats`: peaks are what is there now."""
-    _library.checked(_library.LIBRARY.cualloc_reset_peaks(_library.allocator(device)))
+    _library.reset_peaks(device)
 
 
 def fraction(device):
     """`torch._C._cuda_getMemoryFraction`: the part of the device's memory that may be held."""
-    import torch
-
+    # Only an allocator knows what its limit comes to.
+    _library.allocator(device)
     limit = _library.stats(device).limit
     total = torch.cuda.get_device_properties(device).total_memory
     return min(limit / total, 1.0)

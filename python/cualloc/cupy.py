@@ -46,7 +46,7 @@ def malloc(bytes):
         block = Block(bytes, device, cupy.cuda.get_current_stream().ptr)
     except _library.OutOfMemory as error:
         figures = _library.stats(device)
-        limit = 0 if figures.limit == 2**64 - 1 else figures.limit
+        limit = 0 if figures.limit == _library.NO_LIMIT else figures.limit
         raise cupy.cuda.memory.OutOfMemoryError(bytes, figures.allocated.current, limit) from error
     memory = cupy.cuda.UnownedMemory(block.ptr, bytes, block, device)
     return cupy.cuda.MemoryPointer(memory, 0)

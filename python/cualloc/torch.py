@@ -208,7 +208,7 @@ def summary(device=None):
     def row(name, counter):
         return f"  {name:<22} {_size(counter.current):>12} {_size(counter.peak):>12}"
 
-    limit = "none" if figures.limit == 2**64 - 1 else _size(figures.limit)
+    limit = "none" if figures.limit == _library.NO_LIMIT else _size(figures.limit)
     share = figures.allocated.current / figures.reserved.current if figures.reserved.current else 1.0
     return "\n".join(
         [
@@ -218,7 +218,7 @@ def summary(device=None):
             row("held from the driver", figures.reserved),
             f"  {share:.1%} of what is held is in {figures.blocks.current} live blocks; largest free piece "
             f"{_size(figures.largest_free)}; limit {limit}",
-            f"  {figures.hits} allocations from memory at hand, {figures.misses} not; {figures.ooms} found no memory; "
+            f"  {figures.hits} allocations from cached memory, {figures.misses} not; {figures.ooms} found no memory; "
             f"{figures.driver_calls} calls of the driver",
         ]
     )
@@ -241,7 +241,7 @@ def trim(keep=0, device=None):
 
 def check(device=None):
     """Recomputes all figures of a device's allocator; a cualloc.Error if anything does not agree. For tests."""
-    _library.checked(_library.LIBRARY.cualloc_check(_library.allocator(_device(device))))
+    _library.check(_device(device))
 
 
 def retire_stream(stream):

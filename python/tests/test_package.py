@@ -54,11 +54,20 @@ def raises(kind, words, call, *arguments, **named):
 
 
 def hooks_and_devices():
+    import cualloc
+
     torch, ours, call = installed()
     assert {"alloc", "free", "set_init_fn", "set_reset_fn", "set_base_alloc_fn"} <= call.keys()
     assert {"set_memory_fraction_fn", "set_record_stream_fn"} <= call.keys()
     call["set_init_fn"](2)
     assert call["alloc"](0, 0, None) is None
+    # Whoever asks a device for figures does not begin to use it.
+    assert torch._C._cuda_memoryStats(1)["reserved_bytes"]["all"]["peak"] == 0 == ours.stats(1)["blocks"]["total"]
+    torch._C._cuda_resetPeakMemoryStats(1)
+    torch._C._cuda_resetAccumulatedMemoryStats(1)
+    assert ours.trim(device=1) == (0, 0)
+    ours.check(1)
+    assert cualloc._library.LIBRARY.cualloc_shared_made(1) is None and "limit none" in ours.summary(1)
     # The second device before the first one.
     second = call["alloc"](3 << 20, 1, None)
     first = call["alloc"](1000, 0, None)
@@ -117,8 +126,8 @@ def statistics_have_the_keys_of_pytorch():
 
 def limits_and_fractions():
     torch, ours, call = installed(limit=0.5, config={"views": False})
-    assert ours.stats()["limit"] == 40 << 30
     assert torch._C._cuda_getMemoryFraction(0) == 0.5
+    assert ours.stats()["limit"] == 40 << 30
     torch._C._cuda_setMemoryFraction(0.25, 0)
     assert ours.stats()["limit"] == 20 << 30
     # Nothing to do, and something else.
@@ -416,7 +425,7 @@ def cupy_allocates_on_its_current_stream():
     # Array on memory of others.
     other = cupy.MemoryPointer(cupy.UnownedMemory(1, 1, None), 0)
     cualloc.cupy.record_stream(SimpleNamespace(data=other), cupy.stream)
-    _library.checked(_library.LIBRARY.cualloc_check(_library.allocator(0)))
+    _library.check(0)
 
 
 def cupy_and_pytorch_share_memory():

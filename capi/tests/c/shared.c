@@ -23,6 +23,7 @@ static void before_the_first(void) {
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_shared(1 << 30, &made));
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_torch_fraction(0.5, -1));
     /* Without any, nothing is to be done. */
+    CHECK(cualloc_shared_made(0) == 0 && cualloc_shared_made(-1) == 0 && cualloc_shared_made(1 << 30) == 0);
     cualloc_torch_init(0);
     cualloc_torch_reset();
     cualloc_torch_free((void *)4096, 1, 0, 0);
@@ -70,6 +71,7 @@ int main(int count, char **arguments) {
     for (size_t i = 0; i < THREADS; i++) CHECK(pthread_join(threads[i], 0) == 0);
 
     EXPECT(CUALLOC_OK, cualloc_shared(0, &shared));
+    CHECK(cualloc_shared_made(0) == shared);
     EXPECT(CUALLOC_BUSY, cualloc_shared_options(0));
     EXPECT(CUALLOC_OK, cualloc_stats(shared, &stats));
     CHECK(stats.limit == (uint64_t)1 << 30 && stats.blocks.current == 0 && stats.blocks.total == THREADS * rounds * 10);
