@@ -65,7 +65,8 @@ fn built(standard: &str, file: &Path, linked: Linked) -> Option<PathBuf> {
     match linked {
         Linked::Shared => {
             let named = run_time_folder();
-            let path = format!("-Wl,-rpath,{}", named.display());
+            // Before LD_LIBRARY_PATH, by which cargo may name an older build.
+            let path = format!("-Wl,--disable-new-dtags,-rpath,{}", named.display());
             command.arg(libraries.join("libcualloc_capi.so")).arg(path);
         }
         Linked::Static => {

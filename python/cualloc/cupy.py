@@ -39,9 +39,9 @@ class Block:
 def malloc(bytes):
     """The allocation function for `cupy.cuda.set_allocator` or `cupy.cuda.using_allocator`: bytes on the current device,
     for the current stream."""
-    if bytes == 0:
-        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None), 0)
     device = cupy.cuda.device.get_device_id()
+    if bytes == 0:
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, device), 0)
     try:
         block = Block(bytes, device, cupy.cuda.get_current_stream().ptr)
     except _library.OutOfMemory as error:
