@@ -43,6 +43,8 @@ def install(limit=None, config=None):
     """
     global _current
     with _lock:
+        if not hasattr(torch._C, "_cuda_customAllocator"):
+            raise RuntimeError(f"this PyTorch ({torch.__version__}) takes no allocators: it is built without CUDA")
         if _current is None and torch.cuda.is_initialized():
             raise RuntimeError(
                 "PyTorch has begun to use CUDA already, with its own allocator: call cualloc.torch.install() before "

@@ -257,6 +257,16 @@ def a_late_install_says_so():
     assert torch._C.current is None and not cualloc.torch.installed()
 
 
+def a_pytorch_without_cuda_is_named():
+    import torch
+
+    import cualloc.torch
+
+    del torch._C._cuda_customAllocator
+    raises(RuntimeError, "built without CUDA", cualloc.torch.install)
+    assert not cualloc.torch.installed()
+
+
 def another_allocator_came_first():
     import torch
 
@@ -467,8 +477,8 @@ CASES = [
     *(hooks_and_devices, statistics_have_the_keys_of_pytorch, limits_and_fractions, wrong_settings_are_refused),
     *(out_of_memory_has_the_words_of_pytorch, streams_of_pytorch_are_adopted_and_others_are_not),
     *(a_stream_is_retired_before_its_tensors_are_freed, a_free_during_a_capture_is_made_up_for),
-    *(a_late_install_says_so, another_allocator_came_first, what_cannot_be_thrown_is_said_once),
-    *(lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
+    *(a_pytorch_without_cuda_is_named, a_late_install_says_so, another_allocator_came_first),
+    *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
 ]
