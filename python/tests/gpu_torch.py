@@ -157,6 +157,17 @@ def generate(rounds=4, words=80):
 {"train": train, "conv": conv, "streams": streams, "generate": generate}[sys.argv[2]]()
 torch.cuda.synchronize()
 times.sort()
+
+
+def pair(bytes, count=20_000):
+    """Microseconds of making and dropping a tensor, PyTorch's own part included."""
+    torch.empty(bytes, dtype=torch.int8, device="cuda")
+    start = time.perf_counter()
+    for _ in range(count):
+        torch.empty(bytes, dtype=torch.int8, device="cuda")
+    return round(1e6 * (time.perf_counter() - start) / count, 3)
+
+
 figures = torch.cuda.memory_stats()
 reserved, requested = figures["reserved_bytes.all.peak"], figures["requested_bytes.all.peak"]
 result = dict(
@@ -169,6 +180,7 @@ result = dict(
     reserved_MiB=reserved >> 20,
     requested_MiB=requested >> 20,
     ratio=round(reserved / requested, 4),
+    pair_us={"4 KiB": pair(4 << 10), "1 MiB": pair(1 << 20)},
 )
 if ours:
     cualloc.torch.check()
