@@ -58,7 +58,7 @@ def main():
     fix = "--fix" in sys.argv[1:]
     pages = {path: name for name, path in PAGES.findall((ROOT / "src/lib.rs").read_text())}
     faults, references = [], {}
-    documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     for document in documents:
         name = str(document.relative_to(ROOT))
         text = document.read_text()

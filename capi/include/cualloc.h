@@ -19,7 +19,7 @@
  * Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
  * without a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 1
+#define CUALLOC_ABI_VERSION 2
 
 /**
  * The call did what it was asked to do.
@@ -249,6 +249,14 @@ uint32_t cualloc_abi_version(void);
  * Any thread, any time; each has its own text.
  */
 const char *cualloc_last_error(void);
+
+/**
+ * The code of the calling thread's last failed call; CUALLOC_OK if none failed yet. A call that succeeds does not
+ * change it. For those functions that do not return a code.
+ *
+ * Any thread, any time; each has its own.
+ */
+int32_t cualloc_last_code(void);
 
 /**
  * Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). *out is the first
@@ -567,6 +575,123 @@ int32_t cualloc_reset_peaks(struct cualloc_t *allocator);
  * Any thread, also beside calls of others.
  */
 int32_t cualloc_check(struct cualloc_t *allocator);
+
+/**
+ * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied.
+ *
+ * Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
+ * CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * Any thread.
+ */
+int32_t cualloc_shared_options(const struct cualloc_options_t *options);
+
+/**
+ * The allocator that all parts of the process share for a device (its number from 0), on the device's primary context.
+ * The first call makes it, with what cualloc_shared_options has set. Memory of the functions for PyTorch
+ * (cualloc_torch_alloc) is its memory. It lives as long as the process: nobody should destroy it, and after a
+ * destroy every call with it, of whoever shares it, is CUALLOC_CLOSED.
+ *
+ * Errors: as cualloc_create. *out is null then, and the next call tries again.
+ *
+ * Any thread, whatever context is current. That stays current.
+ *
+ * What the caller answers for:
+ * `out` is null or may be written.
+ */
+int32_t cualloc_shared(int32_t device,
+                       struct cualloc_t **out);
+
+/**
+ * The allocator of a device that cualloc_shared has made, null if there is none: makes nothing, no context either.
+ *
+ * Any thread, any time.
+ */
+struct cualloc_t *cualloc_shared_made(int32_t device);
+
+/**
+ * Allocates bytes on a device for use on a stream, as PyTorch asks for them: from the device's shared allocator
+ * (cualloc_shared), which is made if there is none. Null for 0 bytes, which is no failure, and after every
+ * failure, whose code cualloc_last_code() has: then cualloc_last_error() begins, where memory is what lacks, with
+ * the words of PyTorch's own error.
+ *
+ * Errors: as cualloc_alloc and cualloc_create.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * As cualloc_alloc.
+ */
+void *cualloc_torch_alloc(size_t bytes,
+                          int32_t device,
+                          void *stream);
+
+/**
+ * Frees what cualloc_torch_alloc returned. Never waits and never fails aloud: a null pointer, and memory of a context
+ * that is gone, of a forked child or of a process that ends, are left alone. A block that cannot be freed because a
+ * stream is being captured is freed by a later call.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * As cualloc_free.
+ */
+void cualloc_torch_free(void *ptr,
+                        size_t _bytes,
+                        int32_t device,
+                        void *_stream);
+
+/**
+ * PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA begins: loads the driver, so that a
+ * first allocation finds it. Without one that allocation says so.
+ *
+ * Any thread.
+ */
+void cualloc_torch_init(int32_t device_count);
+
+/**
+ * PyTorch's hook for torch.cuda.empty_cache(): cualloc_empty_cache of all shared allocators.
+ *
+ * Any thread, whatever context is current.
+ */
+void cualloc_torch_reset(void);
+
+/**
+ * PyTorch's hook for torch.cuda.set_per_process_memory_fraction(): bounds what is held from the driver to this part of
+ * the device's memory.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for what is not from 0 to 1; as cualloc_create. Nothing has changed then.
+ *
+ * Any thread.
+ */
+int32_t cualloc_torch_fraction(double fraction,
+                               int32_t device);
+
+/**
+ * PyTorch's hook for the block around an address, of whichever device: its first byte, and in *bytes its size. Of an
+ * address that is not ours it is the address itself and 0.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `bytes` is null or may be written.
+ */
+void *cualloc_torch_base(void *ptr,
+                         size_t *bytes);
+
+/**
+ * PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block around an address, of whichever device.
+ * Memory that is not ours, and null, are CUALLOC_OK: a tensor may stand on memory of others.
+ *
+ * Errors: as cualloc_record_stream, but for CUALLOC_NOT_OURS.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * As cualloc_record_stream.
+ */
+int32_t cualloc_torch_record_stream(void *ptr,
+                                    void *stream);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -73,7 +73,7 @@ pub(crate) fn null() -> i32 {
 pub(crate) fn told(failure: &Failure) -> i32 {
     let code = failure.code();
     // The text of a foreign error could panic; then the code is all there is.
-    let text = || message::set(format_args!("{failure}"));
+    let text = || message::set(code, format_args!("{failure}"));
     match catch_unwind(AssertUnwindSafe(text)) {
         Ok(()) => code,
         Err(payload) => panicked(payload),
@@ -87,7 +87,10 @@ pub(crate) fn panicked(payload: Box<dyn std::any::Any + Send>) -> i32 {
         Some(why) => why,
         None => payload.downcast_ref::<String>().map_or("", String::as_str),
     };
-    message::set(format_args!("a defect of the library: it panicked: {why}"));
+    message::set(
+        CUALLOC_PANIC,
+        format_args!("a defect of the library: it panicked: {why}"),
+    );
     // What was thrown may panic when it is dropped.
     std::mem::forget(payload);
     CUALLOC_PANIC

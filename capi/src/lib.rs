@@ -16,7 +16,9 @@ mod memory;
 mod message;
 mod options;
 mod results;
+mod shared;
 mod stats;
+mod torch;
 
 use std::ffi::c_char;
 
@@ -27,11 +29,13 @@ pub use blocks::*;
 pub use life::*;
 pub use memory::*;
 pub use results::*;
+pub use shared::*;
 pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
+pub use torch::*;
 
 /// Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
 /// without a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 1;
+pub const CUALLOC_ABI_VERSION: u32 = 2;
 
 /// An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
 /// out.
@@ -57,4 +61,13 @@ pub extern "C" fn cualloc_abi_version() -> u32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_last_error() -> *const c_char {
     message::last()
+}
+
+/// The code of the calling thread's last failed call; CUALLOC_OK if none failed yet. A call that succeeds does not
+/// change it. For those functions that do not return a code.
+///
+/// Any thread, any time; each has its own.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_last_code() -> i32 {
+    message::last_code()
 }

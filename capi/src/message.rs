@@ -1,8 +1,10 @@
 //! The text of a thread's last failure, in memory that is there from the thread's start.
 
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_char;
 use std::fmt::{self, Write};
+
+use crate::results::CUALLOC_OK;
 
 /// Longer texts are cut at a character's border.
 const BYTES: usize = 1024;
@@ -10,11 +12,14 @@ const BYTES: usize = 1024;
 thread_local! {
     /// Has no destructor, so that it is there until the thread's very end.
     static TEXT: UnsafeCell<[u8; BYTES]> = const { UnsafeCell::new([0; BYTES]) };
+    /// The code that goes with it.
+    static CODE: Cell<i32> = const { Cell::new(CUALLOC_OK) };
 }
 
-/// Keeps a text for [`last`]. Takes no memory of its own.
+/// Keeps a code for [`last_code`] and a text for [`last`]. Takes no memory of its own.
 #[cold]
-pub(crate) fn set(text: fmt::Arguments<'_>) {
+pub(crate) fn set(code: i32, text: fmt::Arguments<'_>) {
+    CODE.set(code);
     TEXT.with(|kept| {
         // SAFETY: the buffer is the thread's own. A text that calls back here while it is written has its bytes
         // overwritten, one at a time, through the same pointer.
@@ -31,6 +36,11 @@ pub(crate) fn set(text: fmt::Arguments<'_>) {
 /// The text of this thread's last failure, ended by a zero; empty before the first one.
 pub(crate) fn last() -> *const c_char {
     TEXT.with(|text| text.get().cast_const().cast())
+}
+
+/// The code of this thread's last failure.
+pub(crate) fn last_code() -> i32 {
+    CODE.get()
 }
 
 struct End {
@@ -80,9 +90,10 @@ mod tests {
 
     #[test]
     fn a_long_text_is_cut_between_characters() {
-        assert_eq!(text(), "");
+        assert_eq!((text().as_str(), last_code()), ("", CUALLOC_OK));
         let long = "ä€".repeat(BYTES);
-        set(format_args!("x{long}"));
+        set(7, format_args!("x{long}"));
+        assert_eq!(last_code(), 7);
         let kept = text();
         assert!(
             kept.len() < BYTES && kept.len() > BYTES - 4,
@@ -90,9 +101,9 @@ mod tests {
             kept.len()
         );
         assert!(format!("x{long}").starts_with(&kept));
-        set(format_args!("short\0er"));
+        set(1, format_args!("short\0er"));
         assert_eq!(text(), "short?er");
-        set(format_args!(""));
+        set(1, format_args!(""));
         let other = std::thread::spawn(text).join().unwrap();
         assert_eq!(other, "", "each thread has its own");
     }

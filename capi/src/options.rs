@@ -36,14 +36,19 @@ fn known() -> Result<MutexGuard<'static, Known>, Failure> {
         by_handle: BTreeMap::new(),
         made: 0,
     });
+    refuse_child()?;
+    Ok(KNOWN.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Refuses a forked child of the process that came here first: a thread that is not there may hold a lock.
+pub(crate) fn refuse_child() -> Result<(), Failure> {
     static PROCESS: OnceLock<u32> = OnceLock::new();
     let now = std::process::id();
-    // In a forked child a thread that is not there may hold the lock.
-    if *PROCESS.get_or_init(|| now) != now {
-        let why = "the process is a forked child";
-        return Err(Failure::Said(CUALLOC_CONTEXT_LOST, why));
+    if *PROCESS.get_or_init(|| now) == now {
+        return Ok(());
     }
-    Ok(KNOWN.lock().unwrap_or_else(PoisonError::into_inner))
+    let why = "the process is a forked child";
+    Err(Failure::Said(CUALLOC_CONTEXT_LOST, why))
 }
 
 const GONE: Failure = Failure::Said(

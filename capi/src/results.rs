@@ -4,7 +4,9 @@ use std::fmt;
 
 use cualloc::Error;
 use cualloc::driver::{DriverError, LoadError};
-use cualloc::error::ConfigError;
+use cualloc::error::{ConfigError, OutOfMemory};
+
+use crate::torch;
 
 /// The call did what it was asked to do.
 pub const CUALLOC_OK: i32 = 0;
@@ -44,6 +46,8 @@ pub(crate) enum Failure {
     NoSuchDevice { device: i32, count: usize },
     /// The library's error.
     Library(Error),
+    /// The library's lack of memory, in the words that users of PyTorch know.
+    Torch(Box<OutOfMemory>),
 }
 
 impl Failure {
@@ -52,6 +56,7 @@ impl Failure {
             Failure::Said(code, _) => *code,
             Failure::NoSuchDevice { .. } => CUALLOC_INVALID_ARGUMENT,
             Failure::Library(error) => code_of(error),
+            Failure::Torch(_) => CUALLOC_OUT_OF_MEMORY,
         }
     }
 }
@@ -64,6 +69,7 @@ impl fmt::Display for Failure {
                 write!(f, "there is no device {device}: the driver has {count}")
             }
             Failure::Library(error) => error.fmt(f),
+            Failure::Torch(error) => torch::write(error, f),
         }
     }
 }

@@ -65,7 +65,8 @@ fn built(standard: &str, file: &Path, linked: Linked) -> Option<PathBuf> {
     match linked {
         Linked::Shared => {
             let named = run_time_folder();
-            let path = format!("-Wl,-rpath,{}", named.display());
+            // Before LD_LIBRARY_PATH, by which cargo may name an older build.
+            let path = format!("-Wl,--disable-new-dtags,-rpath,{}", named.display());
             command.arg(libraries.join("libcualloc_capi.so")).arg(path);
         }
         Linked::Static => {
@@ -157,6 +158,12 @@ fn the_same_program_with_the_static_library() {
 #[test]
 fn wrong_arguments_from_eight_threads_are_errors_and_no_more() {
     program("c11", "hostile.c", Linked::Shared, &[rounds("10")]);
+}
+
+#[test]
+fn parts_of_a_process_share_allocators() {
+    program("c11", "shared.c", Linked::Shared, &[rounds("10")]);
+    program("c++17", "shared.c", Linked::Shared, &["1"]);
 }
 
 #[test]

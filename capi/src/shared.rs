@@ -1,0 +1,119 @@
+//! One allocator for each device, for all parts of a process that share them: those that cannot pass a handle on, and
+//! libraries that know nothing of each other.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cualloc::Allocator;
+
+use crate::entry::{call, cleared};
+use crate::options::{self, Options};
+use crate::results::{CUALLOC_BUSY, CUALLOC_UNSUPPORTED, Failure};
+use crate::{cualloc_options_t, cualloc_t, device, handles};
+
+/// Devices that can have one.
+const DEVICES: usize = 128;
+
+/// The handles, by device; 0 where there is none yet.
+static MADE: [AtomicU64; DEVICES] = [const { AtomicU64::new(0) }; DEVICES];
+
+/// What the next one is made with; none for the defaults. Held while one is made.
+static SETTINGS: Mutex<Option<Options>> = Mutex::new(None);
+
+fn settings() -> Result<MutexGuard<'static, Option<Options>>, Failure> {
+    options::refuse_child()?;
+    Ok(SETTINGS.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// The handle of a device's allocator, null if there is none yet.
+#[inline(always)]
+pub(crate) fn made(device: i32) -> *mut cualloc_t {
+    let made = usize::try_from(device)
+        .ok()
+        .and_then(|device| MADE.get(device));
+    made.map_or(0, |made| made.load(Ordering::Acquire)) as *mut cualloc_t
+}
+
+/// All that have been made so far.
+pub(crate) fn all() -> impl Iterator<Item = *mut cualloc_t> {
+    let handles = MADE.iter().map(|made| made.load(Ordering::Acquire));
+    handles
+        .filter(|&handle| handle != 0)
+        .map(|handle| handle as *mut cualloc_t)
+}
+
+/// The handle of a device's allocator, which is made if there is none.
+pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
+    let known = made(device);
+    if !known.is_null() {
+        return Ok(known);
+    }
+    let settings = settings()?;
+    let known = made(device);
+    if !known.is_null() {
+        return Ok(known);
+    }
+    let options = settings.clone().unwrap_or_default();
+    let context = device::primary(&options.source.driver()?, device)?;
+    let Some(place) = usize::try_from(device)
+        .ok()
+        .and_then(|device| MADE.get(device))
+    else {
+        let why = "devices from 128 on have no shared allocator";
+        return Err(Failure::Said(CUALLOC_UNSUPPORTED, why));
+    };
+    let made = handles::add(Allocator::with_config(&context, options.config()?)?)?;
+    place.store(made as u64, Ordering::Release);
+    Ok(made)
+}
+
+/// Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied.
+///
+/// Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
+/// CUALLOC_CONTEXT_LOST in a forked child.
+///
+/// Any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_shared_options(options: *const cualloc_options_t) -> i32 {
+    call(|| {
+        let chosen = options::find(options)?;
+        let mut settings = settings()?;
+        if all().next().is_some() {
+            let why = "a shared allocator was made already, with other options";
+            return Err(Failure::Said(CUALLOC_BUSY, why));
+        }
+        *settings = Some(chosen);
+        Ok(())
+    })
+}
+
+/// The allocator that all parts of the process share for a device (its number from 0), on the device's primary context.
+/// The first call makes it, with what cualloc_shared_options has set. Memory of the functions for PyTorch
+/// (cualloc_torch_alloc) is its memory. It lives as long as the process: nobody should destroy it, and after a
+/// destroy every call with it, of whoever shares it, is CUALLOC_CLOSED.
+///
+/// Errors: as cualloc_create. *out is null then, and the next call tries again.
+///
+/// Any thread, whatever context is current. That stays current.
+///
+/// # Safety
+/// `out` is null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_shared(device: i32, out: *mut *mut cualloc_t) -> i32 {
+    call(|| {
+        // SAFETY: a pointer is cleared as a number is: a null handle is 0.
+        unsafe { cleared(out.cast::<usize>()) }?;
+        let made = of(device)?;
+        // SAFETY: the caller's contract.
+        unsafe { out.write(made) };
+        Ok(())
+    })
+}
+
+/// The allocator of a device that cualloc_shared has made, null if there is none: makes nothing, no context either.
+///
+/// Any thread, any time.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_shared_made(device: i32) -> *mut cualloc_t {
+    made(device)
+}

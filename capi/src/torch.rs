@@ -1,0 +1,291 @@
+//! The shared allocators in the shape of PyTorch's pluggable ones: functions that it calls by their addresses.
+//!
+//! PyTorch takes a null pointer for memory, so a layer in C++ stands between the two where an exception must be thrown
+//! (`python/companion.cpp`). Hooks for the pools of graphs (begin, end, release) have their place here, too.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use cualloc::Error;
+use cualloc::error::{InvalidArgument, OutOfMemory};
+
+use crate::blocks::{cualloc_base, cualloc_free, cualloc_record_stream};
+use crate::device::Source;
+use crate::entry::call;
+use crate::memory::{cualloc_empty_cache, cualloc_set_limit};
+use crate::results::{
+    CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_OURS, CUALLOC_OK, Failure,
+};
+use crate::{cualloc_t, handles, options, shared};
+
+/// Blocks that could not be freed because something was being captured: the allocator's handle and the address.
+static LATER: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
+/// Whether there are any.
+static SOME_LATER: AtomicBool = AtomicBool::new(false);
+
+/// Frees what could not be freed when it was to be. What is still refused stays.
+#[cold]
+#[inline(never)]
+fn free_later() {
+    // In a forked child a thread that is not there may hold the lock.
+    if options::refuse_child().is_err() {
+        return;
+    }
+    SOME_LATER.store(false, Ordering::Relaxed);
+    let blocks = std::mem::take(&mut *LATER.lock().unwrap_or_else(PoisonError::into_inner));
+    for (handle, ptr) in blocks {
+        free(handle as *mut cualloc_t, ptr);
+    }
+}
+
+fn free(allocator: *mut cualloc_t, ptr: u64) {
+    // SAFETY: PyTorch gives the device no more work with memory that it frees.
+    let freed = unsafe { cualloc_free(allocator, ptr) };
+    // Any other failure means that there is nothing to give back to, or never was such a block.
+    if freed == CUALLOC_CAPTURING {
+        let mut later = LATER.lock().unwrap_or_else(PoisonError::into_inner);
+        later.push((allocator as u64, ptr));
+        SOME_LATER.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Allocates bytes on a device for use on a stream, as PyTorch asks for them: from the device's shared allocator
+/// (cualloc_shared), which is made if there is none. Null for 0 bytes, which is no failure, and after every
+/// failure, whose code cualloc_last_code() has: then cualloc_last_error() begins, where memory is what lacks, with
+/// the words of PyTorch's own error.
+///
+/// Errors: as cualloc_alloc and cualloc_create.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// As cualloc_alloc.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_alloc(
+    bytes: usize,
+    device: i32,
+    stream: *mut c_void,
+) -> *mut c_void {
+    if bytes == 0 {
+        return std::ptr::null_mut();
+    }
+    if SOME_LATER.load(Ordering::Relaxed) {
+        free_later();
+    }
+    let mut ptr = 0;
+    call(|| {
+        let allocator = match shared::made(device) {
+            none if none.is_null() => shared::of(device)?,
+            made => made,
+        };
+        let made = handles::with(allocator, |allocator| {
+            // SAFETY: the caller's contract.
+            unsafe { allocator.allocate_raw(bytes, stream.cast()) }
+        });
+        ptr = made.map_err(|failure| worded(failure, bytes, device))?;
+        Ok(())
+    });
+    std::ptr::with_exposed_provenance_mut(ptr as usize)
+}
+
+/// Lack of memory in PyTorch's words. More bytes than any device has are that, too.
+#[cold]
+#[inline(never)]
+fn worded(failure: Failure, bytes: usize, device: i32) -> Failure {
+    match failure {
+        Failure::Library(Error::OutOfMemory(picture)) => Failure::Torch(picture),
+        Failure::Library(Error::Invalid(InvalidArgument::Size { .. })) => {
+            let mut picture = OutOfMemory::default();
+            picture.requested = bytes as u64;
+            picture.device = usize::try_from(device).unwrap_or_default();
+            Failure::Torch(Box::new(picture))
+        }
+        failure => failure,
+    }
+}
+
+/// Frees what cualloc_torch_alloc returned. Never waits and never fails aloud: a null pointer, and memory of a context
+/// that is gone, of a forked child or of a process that ends, are left alone. A block that cannot be freed because a
+/// stream is being captured is freed by a later call.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// As cualloc_free.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_free(
+    ptr: *mut c_void,
+    _bytes: usize,
+    device: i32,
+    _stream: *mut c_void,
+) {
+    if !ptr.is_null() {
+        free(shared::made(device), ptr.addr() as u64);
+    }
+}
+
+/// PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA begins: loads the driver, so that a
+/// first allocation finds it. Without one that allocation says so.
+///
+/// Any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_init(device_count: i32) {
+    if device_count > 0 {
+        call(|| Source::Cuda.driver().map(drop));
+    }
+}
+
+/// PyTorch's hook for torch.cuda.empty_cache(): cualloc_empty_cache of all shared allocators.
+///
+/// Any thread, whatever context is current.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_reset() {
+    if SOME_LATER.load(Ordering::Relaxed) {
+        free_later();
+    }
+    for allocator in shared::all() {
+        // SAFETY: nothing is to be written.
+        unsafe { cualloc_empty_cache(allocator, std::ptr::null_mut(), std::ptr::null_mut()) };
+    }
+}
+
+/// PyTorch's hook for torch.cuda.set_per_process_memory_fraction(): bounds what is held from the driver to this part of
+/// the device's memory.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for what is not from 0 to 1; as cualloc_create. Nothing has changed then.
+///
+/// Any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_fraction(fraction: f64, device: i32) -> i32 {
+    call(|| {
+        if !(0.0..=1.0).contains(&fraction) {
+            let why = "the fraction of the device's memory is not from 0 to 1";
+            return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+        }
+        let allocator = shared::of(device)?;
+        let total = handles::with(allocator, |allocator| {
+            Ok(allocator.context().device().total_memory()?)
+        })?;
+        cualloc_set_limit(allocator, (total as f64 * fraction) as u64);
+        Ok(())
+    })
+}
+
+/// PyTorch's hook for the block around an address, of whichever device: its first byte, and in *bytes its size. Of an
+/// address that is not ours it is the address itself and 0.
+///
+/// Any thread.
+///
+/// # Safety
+/// `bytes` is null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize) -> *mut c_void {
+    let (mut base, mut size) = (0, 0);
+    let address = ptr.addr() as u64;
+    // SAFETY: the pointers are to locals.
+    let ours = shared::all()
+        .any(|a| unsafe { cualloc_base(a, address, &mut base, &mut size) } == CUALLOC_OK);
+    if !bytes.is_null() {
+        // SAFETY: the caller's contract.
+        unsafe { bytes.write(usize::try_from(size).unwrap_or(usize::MAX)) };
+    }
+    match ours {
+        true => std::ptr::with_exposed_provenance_mut(base as usize),
+        false => ptr,
+    }
+}
+
+/// PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block around an address, of whichever device.
+/// Memory that is not ours, and null, are CUALLOC_OK: a tensor may stand on memory of others.
+///
+/// Errors: as cualloc_record_stream, but for CUALLOC_NOT_OURS.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// As cualloc_record_stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_record_stream(ptr: *mut c_void, stream: *mut c_void) -> i32 {
+    let address = ptr.addr() as u64;
+    for allocator in shared::all() {
+        // SAFETY: the caller's contract.
+        match unsafe { cualloc_record_stream(allocator, address, stream) } {
+            CUALLOC_NOT_OURS => {}
+            answer => return answer,
+        }
+    }
+    CUALLOC_OK
+}
+
+/// A size as PyTorch writes it.
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut size = self.0 as f64;
+        if self.0 <= 1024 {
+            return write!(f, "{} bytes", self.0);
+        }
+        for unit in ["KiB", "MiB"] {
+            size /= 1024.0;
+            if size <= 1024.0 {
+                return write!(f, "{size:.2} {unit}");
+            }
+        }
+        write!(f, "{:.2} GiB", size / 1024.0)
+    }
+}
+
+/// Lack of memory in PyTorch's words, which programs and people look for, and then our picture of it.
+pub(crate) fn write(picture: &OutOfMemory, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let (asked, device) = (Size(picture.requested), picture.device);
+    if picture.requested >= 1 << 60 {
+        return f.write_str("CUDA out of memory. Tried to allocate more than 1EB memory.");
+    }
+    write!(
+        f,
+        "CUDA out of memory. Tried to allocate {asked}. GPU {device}"
+    )?;
+    if let (Some(total), Some(free)) = (picture.driver_total, picture.driver_free) {
+        let (total, free) = (Size(total), Size(free));
+        write!(
+            f,
+            " has a total capacity of {total} of which {free} is free"
+        )?;
+    }
+    if let Some(limit) = picture.limit {
+        write!(f, "; {} allowed", Size(limit))?;
+    }
+    write!(
+        f,
+        ". Of the allocated memory {} is allocated by PyTorch, and {} is reserved by PyTorch but unallocated. \
+         (cualloc: {picture})",
+        Size(picture.allocated),
+        Size(picture.cached)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_written_as_pytorch_does() {
+        let written: Vec<String> = [512, 1024, 1025, 1 << 20, 3 << 29, 5 << 29]
+            .map(|bytes| Size(bytes).to_string())
+            .into();
+        assert_eq!(
+            written,
+            [
+                "512 bytes",
+                "1024 bytes",
+                "1.00 KiB",
+                "1024.00 KiB",
+                "1.50 GiB",
+                "2.50 GiB"
+            ]
+        );
+    }
+}

@@ -1,0 +1,110 @@
+// Between PyTorch and the C library: PyTorch takes a null pointer for memory, so a failure must be thrown.
+//
+// Built without PyTorch. The exception that PyTorch makes a torch.OutOfMemoryError of is put together from what the
+// loaded libraries export: cualloc_torch_bind is told where that is, tries it once, and says whether it works. Without
+// it a std::runtime_error is thrown, which becomes a RuntimeError with the same text.
+//
+// The hooks that may throw are here; the others are the C library's own. Hooks for the pools of graphs (begin, end,
+// release) belong here as soon as they may throw, or take a std::function.
+#include <cualloc.h>
+
+#include <cxxabi.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <typeinfo>
+
+namespace {
+
+// c10::SourceLocation: where an error comes from.
+struct Source {
+    const char *function;
+    const char *file;
+    std::uint32_t line;
+};
+
+// c10::Error::Error(SourceLocation, std::string).
+using Construct = void (*)(void *self, Source from, std::string text);
+using Destroy = void (*)(void *self);
+
+struct Bound {
+    Construct construct;
+    Destroy destroy;
+    std::type_info *type;
+    void *methods;
+};
+
+Bound bound;
+bool is_bound = false;
+
+// More than any version's c10::Error has.
+constexpr std::size_t room = 1024;
+
+[[noreturn]] void raise_out_of_memory(const Bound &as, const char *text) {
+    void *error = abi::__cxa_allocate_exception(room);
+    std::memset(error, 0, room);
+    try {
+        as.construct(error, Source{"cualloc_torch_alloc", "cualloc", 0}, text);
+    } catch (...) {
+        abi::__cxa_free_exception(error);
+        throw std::runtime_error(text);
+    }
+    // A c10::OutOfMemoryError is a c10::Error of another type, and nothing else.
+    std::memcpy(error, &as.methods, sizeof as.methods);
+    abi::__cxa_throw(error, as.type, as.destroy);
+}
+
+[[noreturn]] void raise() {
+    const char *text = cualloc_last_error();
+    if (is_bound && cualloc_last_code() == CUALLOC_OUT_OF_MEMORY) raise_out_of_memory(bound, text);
+    throw std::runtime_error(text);
+}
+
+} // namespace
+
+extern "C" {
+
+// What PyTorch's libraries export: the constructor of c10::Error, and the type and the table of virtual functions of
+// c10::OutOfMemoryError. 1 if an error made of them is thrown, is caught and has its text, and so is used from now on.
+// Before the first allocation, once.
+std::int32_t cualloc_torch_bind(void *construct, void *type, void *table) {
+    constexpr const char *text = "CUDA out of memory. (a trial)";
+    if (!construct || !type || !table) return 0;
+    Bound tried{};
+    std::memcpy(&tried.construct, &construct, sizeof construct);
+    tried.type = static_cast<std::type_info *>(type);
+    // A table begins with the offset of the object and its type; its first function destroys.
+    tried.methods = static_cast<char *>(table) + 2 * sizeof(void *);
+    std::memcpy(&tried.destroy, tried.methods, sizeof tried.destroy);
+    try {
+        raise_out_of_memory(tried, text);
+    } catch (const std::exception &error) {
+        is_bound = *abi::__cxa_current_exception_type() == *tried.type && typeid(error) == *tried.type &&
+                   std::strstr(error.what(), text) != nullptr;
+    } catch (...) {
+        is_bound = false;
+    }
+    if (is_bound) bound = tried;
+    return is_bound ? 1 : 0;
+}
+
+// cualloc_torch_alloc, and an exception instead of null.
+void *cualloc_torch_alloc_or_throw(std::size_t bytes, int device, void *stream) {
+    void *memory = cualloc_torch_alloc(bytes, device, stream);
+    if (!memory && bytes != 0) raise();
+    return memory;
+}
+
+// cualloc_torch_record_stream, and an exception if it fails: the memory could be used anew too soon.
+void cualloc_torch_record_stream_or_throw(void *memory, void *stream) {
+    if (cualloc_torch_record_stream(memory, stream) != CUALLOC_OK) raise();
+}
+
+// cualloc_torch_fraction, and an exception if it fails.
+void cualloc_torch_fraction_or_throw(double fraction, int device) {
+    if (cualloc_torch_fraction(fraction, device) != CUALLOC_OK) raise();
+}
+
+} // extern "C"

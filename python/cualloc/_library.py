@@ -1,0 +1,209 @@
+"""The C library: its functions, its figures, and one allocator for each device."""
+
+import contextlib
+import ctypes
+import os
+import threading
+
+PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc.so")
+
+OK, OUT_OF_MEMORY, INVALID_ARGUMENT, NOT_OURS, NOT_LIVE, CAPTURING, CLOSED = range(7)
+NO_DRIVER, DRIVER, CONTEXT_LOST, UNSUPPORTED, PANIC, BUSY = range(7, 13)
+
+
+class Error(RuntimeError):
+    """A call of the library failed; `code` is the C library's (CUALLOC_...)."""
+
+    def __init__(self, code, text):
+        super().__init__(text or f"cualloc failed with code {code}")
+        self.code = code
+
+
+class OutOfMemory(Error, MemoryError):
+    """There is no memory, after everything was tried."""
+
+
+NO_LIMIT = 2**64 - 1
+
+
+class Counter(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("current", "peak", "total")]
+
+
+KINDS = ("requested", "allocated", "reserved", "active", "blocks", "segments")
+
+
+class PoolStats(ctypes.Structure):
+    _fields_ = [(kind, Counter) for kind in KINDS]
+
+
+class Stats(ctypes.Structure):
+    """cualloc_stats_t."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *((kind, Counter) for kind in KINDS),
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                *("ooms", "retries", "driver_calls", "hits", "misses"),
+                *("limit", "free_bytes", "largest_free", "streams"),
+            )
+        ),
+        ("small_pool", PoolStats),
+        ("large_pool", PoolStats),
+    ]
+
+
+def plain(structure):
+    """A structure as dictionaries of numbers, without its size."""
+    fields = ((name, getattr(structure, name)) for name, _ in structure._fields_ if name != "struct_size")
+    return {name: plain(value) if isinstance(value, ctypes.Structure) else value for name, value in fields}
+
+
+def _functions():
+    code, handle, pointer = ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p
+    number, text = ctypes.c_uint64, ctypes.c_char_p
+    to = ctypes.POINTER
+    return {
+        "cualloc_last_error": (text, []),
+        "cualloc_options_new": (handle, []),
+        "cualloc_options_free": (None, [handle]),
+        "cualloc_options_set": (code, [handle, text, text]),
+        "cualloc_shared_options": (code, [handle]),
+        "cualloc_shared": (code, [ctypes.c_int32, to(handle)]),
+        "cualloc_shared_made": (handle, [ctypes.c_int32]),
+        "cualloc_alloc": (code, [handle, ctypes.c_size_t, pointer, to(number)]),
+        "cualloc_free": (code, [handle, number]),
+        "cualloc_free_on": (code, [handle, number, pointer]),
+        "cualloc_record_stream": (code, [handle, number, pointer]),
+        "cualloc_adopt_stream": (code, [handle, pointer]),
+        "cualloc_retire_stream": (code, [handle, pointer]),
+        "cualloc_trim": (code, [handle, number, to(number), to(number)]),
+        "cualloc_empty_cache": (code, [handle, to(number), to(number)]),
+        "cualloc_set_limit": (code, [handle, number]),
+        "cualloc_stats": (code, [handle, to(Stats)]),
+        "cualloc_reset_peaks": (code, [handle]),
+        "cualloc_check": (code, [handle]),
+    }
+
+
+def _load():
+    library = ctypes.CDLL(PATH)
+    for name, (result, arguments) in _functions().items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+# Calls let go of the interpreter's lock: an allocation may wait for the device, and that for a callback in Python.
+LIBRARY = _load()
+
+
+def checked(code):
+    """Raises what a code other than OK means."""
+    if code == OK:
+        return
+    text = LIBRARY.cualloc_last_error().decode("utf-8", "replace")
+    raise (OutOfMemory if code == OUT_OF_MEMORY else Error)(code, text)
+
+
+# ---- one allocator for each device ---------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+_settings = None
+_made = {}
+
+
+def settings_of(limit, config):
+    """A limit (bytes, "40G", "80%", or a fraction below 1) and a configuration ("views=off,..." or a dictionary) as the
+    library's settings."""
+    if config is None:
+        settings = {}
+    elif isinstance(config, str):
+        pairs = (part.partition("=") for part in config.split(",") if part.strip())
+        settings = {key.strip(): value.strip() for key, _, value in pairs}
+    else:
+        settings = {key: _written(value) for key, value in dict(config).items()}
+    if limit is not None:
+        if "limit" in settings:
+            raise ValueError("the limit is given twice: as limit and in config")
+        settings["limit"] = f"{limit * 100:g}%" if isinstance(limit, float) and limit <= 1 else _written(limit)
+    return settings
+
+
+def _written(value):
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(int(value)) if isinstance(value, float) else str(value)
+
+
+@contextlib.contextmanager
+def _options(settings):
+    options = LIBRARY.cualloc_options_new()
+    try:
+        for key, value in settings.items():
+            checked(LIBRARY.cualloc_options_set(options, key.encode(), value.encode()))
+        yield options
+    finally:
+        LIBRARY.cualloc_options_free(options)
+
+
+def configure(limit=None, config=None):
+    """Sets what the allocators are made with. With nothing given, or what was set before, it changes nothing."""
+    global _settings
+    settings = settings_of(limit, config)
+    with _lock:
+        if not settings or settings == _settings:
+            return
+        if _settings is not None:
+            raise RuntimeError(f"cualloc is set up already, with other settings: {_settings}, and now {settings}")
+        with _options(settings) as options:
+            checked(LIBRARY.cualloc_shared_options(options))
+        _settings = settings
+
+
+def allocator(device):
+    """The handle of a device's allocator, which is made if there is none."""
+    handle = _made.get(device)
+    if handle is None:
+        made = ctypes.c_void_p()
+        checked(LIBRARY.cualloc_shared(device, ctypes.byref(made)))
+        handle = _made[device] = made.value
+    return handle
+
+
+def allocate(device, bytes, stream):
+    """The address of so many bytes for use on a stream (its handle, a number)."""
+    address = ctypes.c_uint64()
+    checked(LIBRARY.cualloc_alloc(allocator(device), bytes, stream, ctypes.byref(address)))
+    return address.value
+
+
+def stats(device):
+    """The figures of a device's allocator, as a structure. A device that nobody has used is left alone."""
+    figures = Stats(struct_size=ctypes.sizeof(Stats), limit=NO_LIMIT)
+    if made := LIBRARY.cualloc_shared_made(device):
+        checked(LIBRARY.cualloc_stats(made, ctypes.byref(figures)))
+    return figures
+
+
+def reset_peaks(device):
+    """Sets the peaks of a device's allocator to what is there now."""
+    if made := LIBRARY.cualloc_shared_made(device):
+        checked(LIBRARY.cualloc_reset_peaks(made))
+
+
+def check(device):
+    """Recomputes all figures of a device's allocator."""
+    if made := LIBRARY.cualloc_shared_made(device):
+        checked(LIBRARY.cualloc_check(made))
+
+
+def trim(device, keep):
+    """Gives memory back to the driver until at most `keep` bytes are held. Returns the bytes that went back, and those
+    that would have but for work under way."""
+    released, pending = ctypes.c_uint64(), ctypes.c_uint64()
+    if made := LIBRARY.cualloc_shared_made(device):
+        checked(LIBRARY.cualloc_trim(made, keep, ctypes.byref(released), ctypes.byref(pending)))
+    return released.value, pending.value

@@ -1,0 +1,92 @@
+"""The figures of the shared allocators under the names that PyTorch has for them."""
+
+import torch
+
+from cualloc import _library
+
+# PyTorch's name of a quantity, and ours.
+_QUANTITIES = {
+    "allocation": "blocks",
+    "segment": "segments",
+    "active": "blocks",
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "active_bytes": "active",
+    "requested_bytes": "requested",
+}
+# Free memory beside live blocks of a segment, which PyTorch cannot give back: with us what is free can be.
+_WITHOUT = ("inactive_split", "inactive_split_bytes")
+_NOTHING = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
+
+# What totals and current values were when totals were last reset, by device.
+_bases = {}
+
+
+def _stat(counter, base):
+    """What was counted since a total and a current value that were noted."""
+    total, current = base
+    freed = counter.total - counter.current
+    return {
+        "current": counter.current,
+        "peak": counter.peak,
+        "allocated": counter.total - total,
+        "freed": freed - (total - current),
+    }
+
+
+def _pools(figures):
+    return {"all": figures, "small_pool": figures.small_pool, "large_pool": figures.large_pool}
+
+
+def nested(device):
+    """What `torch._C._cuda_memoryStats` returns for a device."""
+    figures = _library.stats(device)
+    bases = _bases.get(device, {})
+
+    def base(*place):
+        return bases.get(place, (0, 0))
+
+    result = {
+        name: {pool: _stat(getattr(part, ours), base(pool, ours)) for pool, part in _pools(figures).items()}
+        for name, ours in _QUANTITIES.items()
+    }
+    for name in _WITHOUT:
+        result[name] = {pool: dict(_NOTHING) for pool in _pools(figures)}
+    segments = _stat(figures.segments, base("all", "segments"))
+    result.update(
+        num_alloc_retries=figures.retries - base("retries")[0],
+        num_ooms=figures.ooms - base("ooms")[0],
+        num_oom_rejections=0,
+        num_sync_all_streams=0,
+        num_device_alloc=segments["allocated"],
+        num_device_free=segments["freed"],
+        max_split_size=-1,
+        oversize_allocations=dict(_NOTHING),
+        oversize_segments=dict(_NOTHING),
+    )
+    return result
+
+
+def reset_accumulated(device):
+    """`torch._C._cuda_resetAccumulatedMemoryStats`: totals count from now on."""
+    figures = _library.stats(device)
+    noted = {("retries",): (figures.retries, 0), ("ooms",): (figures.ooms, 0)}
+    for pool, part in _pools(figures).items():
+        for kind in _library.KINDS:
+            counter = getattr(part, kind)
+            noted[pool, kind] = (counter.total, counter.current)
+    _bases[device] = noted
+
+
+def reset_peaks(device):
+    """`torch._C._cuda_resetPeakMemoryStats`: peaks are what is there now."""
+    _library.reset_peaks(device)
+
+
+def fraction(device):
+    """`torch._C._cuda_getMemoryFraction`: the part of the device's memory that may be held."""
+    # Only an allocator knows what its limit comes to.
+    _library.allocator(device)
+    limit = _library.stats(device).limit
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(limit / total, 1.0)

@@ -1,0 +1,67 @@
+"""cualloc as CuPy's allocator of GPU memory.
+
+    import cualloc.cupy
+
+    cualloc.cupy.install()
+
+Arrays that are made from then on stand on memory of the current device's shared allocator, in the order of the stream
+that is current when they are made. An array goes back in that order too, whenever it is collected, so another stream
+that uses it must be said: `record_stream(array, stream)`.
+"""
+
+import cupy
+
+from cualloc import _library
+
+
+class Block:
+    """A block of GPU memory, freed with its last reference. `ptr` is its address, `device` its device's number."""
+
+    __slots__ = ("ptr", "device", "_allocator", "_free")
+
+    def __init__(self, bytes, device, stream):
+        self._free = None
+        self.device = device
+        self._allocator = _library.allocator(device)
+        self.ptr = _library.allocate(device, bytes, stream)
+        # Kept, so that it is there while the interpreter ends.
+        self._free = _library.LIBRARY.cualloc_free
+
+    def record_stream(self, stream):
+        """Says that another stream (its handle, a number) uses the memory."""
+        _library.checked(_library.LIBRARY.cualloc_record_stream(self._allocator, self.ptr, stream))
+
+    def __del__(self):
+        if self._free is not None:
+            self._free(self._allocator, self.ptr)
+
+
+def malloc(bytes):
+    """The allocation function for `cupy.cuda.set_allocator` or `cupy.cuda.using_allocator`: bytes on the current device,
+    for the current stream."""
+    device = cupy.cuda.device.get_device_id()
+    if bytes == 0:
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, device), 0)
+    try:
+        block = Block(bytes, device, cupy.cuda.get_current_stream().ptr)
+    except _library.OutOfMemory as error:
+        figures = _library.stats(device)
+        limit = 0 if figures.limit == _library.NO_LIMIT else figures.limit
+        raise cupy.cuda.memory.OutOfMemoryError(bytes, figures.allocated.current, limit) from error
+    memory = cupy.cuda.UnownedMemory(block.ptr, bytes, block, device)
+    return cupy.cuda.MemoryPointer(memory, 0)
+
+
+def install(limit=None, config=None):
+    """Makes cualloc the allocator of all memory that CuPy asks for from now on; arrays that are there stay where they
+    are. `limit` and `config` are those of `cualloc.torch.install`, and are for PyTorch and CuPy together."""
+    _library.configure(limit, config)
+    cupy.cuda.set_allocator(malloc)
+
+
+def record_stream(array, stream):
+    """Says that a stream other than the one that was current when an array was made uses it. Its memory is used anew when
+    the work is done that this stream was given until the array is gone. Of an array on other memory it says nothing."""
+    memory = array.data.mem
+    if isinstance(owner := getattr(memory, "_owner", None), Block):
+        owner.record_stream(stream.ptr)

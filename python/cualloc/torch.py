@@ -1,0 +1,285 @@
+"""cualloc as PyTorch's allocator of GPU memory.
+
+    import cualloc.torch
+
+    cualloc.torch.install(limit="60G")
+
+before anything uses CUDA. From then on `torch.cuda.memory_*` say what cualloc holds, and memory that is not there is a
+`torch.OutOfMemoryError`. `capabilities()` says what works and what does not.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+import warnings
+
+import torch
+
+from cualloc import _library, _torch_stats
+
+_COMPANION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc_torch.so")
+# Where PyTorch's own error can be found: the constructor, and the type with its table of functions.
+_ERROR = "_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+_TYPE, _TABLE = "_ZTIN3c1016OutOfMemoryErrorE", "_ZTVN3c1016OutOfMemoryErrorE"
+_TYPE_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so")
+
+_lock = threading.RLock()
+# Kept for ever: PyTorch calls what they hold until the process has ended.
+_current = None
+_raises_own_error = False
+_provider = None
+_adopted = set()
+
+
+def install(limit=None, config=None):
+    """Makes cualloc the allocator of all CUDA memory of PyTorch, on every device.
+
+    `limit` bounds what is held on each device: bytes, "40G", "80%", or a fraction up to 1.0. `config` has the settings
+    of CUALLOC_CONFIG, as its text or as a dictionary; what is given here counts before the environment variable.
+
+    Call it before CUDA is used: PyTorch cannot change an allocator that has memory, and a late call is a RuntimeError.
+    A second call changes nothing, and is a RuntimeError if its settings are others.
+    """
+    global _current
+    with _lock:
+        if not hasattr(torch._C, "_cuda_customAllocator"):
+            raise RuntimeError(f"this PyTorch ({torch.__version__}) takes no allocators: it is built without CUDA")
+        if _current is None and torch.cuda.is_initialized():
+            raise RuntimeError(
+                "PyTorch has begun to use CUDA already, with its own allocator: call cualloc.torch.install() before "
+                "the first tensor on a GPU, and before anything else that starts CUDA"
+            )
+        _library.configure(limit, config)
+        if _current is not None:
+            return
+        pluggable = _pluggable(_COMPANION, "cualloc_torch_alloc_or_throw")
+        torch.cuda.memory.change_current_allocator(pluggable)
+        _current = pluggable
+        _say_what_fails()
+        _redirect()
+        _adopt_streams()
+
+
+def installed():
+    """Whether cualloc is PyTorch's allocator."""
+    return _current is not None
+
+
+# ---- setting up ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _companion():
+    """The functions that may throw. They call the C library by its name, so that is loaded before."""
+    try:
+        return ctypes.CDLL(_COMPANION)
+    except OSError as error:
+        raise RuntimeError(
+            f"{_COMPANION}, without which an allocation that fails would crash, cannot be loaded: {error}"
+        ) from error
+
+
+def _pluggable(library, allocate):
+    """One of PyTorch's pluggable allocators over the shared allocators, by a library and its function that allocates."""
+    companion, plain = _companion(), _library.LIBRARY
+    # The companion knows all functions of the library that it is linked with.
+    made = torch.cuda.memory.CUDAPluggableAllocator(library, allocate, "cualloc_torch_free")
+    hooks = {
+        "set_init_fn": plain.cualloc_torch_init,
+        "set_reset_fn": plain.cualloc_torch_reset,
+        "set_base_alloc_fn": plain.cualloc_torch_base,
+        "set_memory_fraction_fn": companion.cualloc_torch_fraction_or_throw,
+        "set_record_stream_fn": companion.cualloc_torch_record_stream_or_throw,
+        # Those for the pools of graphs go here: set_begin_allocate_to_pool, set_end_allocate_to_pool_fn,
+        # set_release_pool.
+    }
+    for hook, function in hooks.items():
+        getattr(made.allocator(), hook)(ctypes.cast(function, ctypes.c_void_p).value)
+    return made
+
+
+def _exported(library, name):
+    """The address of something that a library exports, or none."""
+    try:
+        return ctypes.addressof(ctypes.c_char.in_dll(library, name))
+    except ValueError:
+        return None
+
+
+def _loaded(name):
+    """One of PyTorch's libraries, which is loaded already; none if there is none of that name."""
+    place = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "lib", name)
+    try:
+        return ctypes.CDLL(place, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+
+
+def _say_what_fails():
+    """Has lack of memory thrown as PyTorch's own error, if this version of PyTorch lets us."""
+    global _raises_own_error
+    core = _loaded("libc10.so")
+    construct = core and _exported(core, _ERROR)
+    libraries = filter(None, map(_loaded, _TYPE_LIBRARIES))
+    kinds = ((_exported(library, _TYPE), _exported(library, _TABLE)) for library in libraries)
+    kind, table = next((found for found in kinds if all(found)), (None, None))
+    bind = _companion().cualloc_torch_bind
+    bind.restype, bind.argtypes = ctypes.c_int32, [ctypes.c_void_p] * 3
+    _raises_own_error = bool(bind(construct, kind, table))
+    if not _raises_own_error:
+        warnings.warn(
+            f"cualloc cannot throw the own error of PyTorch {torch.__version__}: where memory lacks it is a "
+            "RuntimeError with 'out of memory' in its text, and no torch.OutOfMemoryError",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _redirect():
+    """Has PyTorch's functions about memory ask us, where they would ask an allocator that does not answer.
+
+    It is done below the public functions, so whoever has imported those already is served, too.
+    """
+    functions = {
+        "_cuda_memoryStats": _torch_stats.nested,
+        "_cuda_resetPeakMemoryStats": _torch_stats.reset_peaks,
+        "_cuda_resetAccumulatedMemoryStats": _torch_stats.reset_accumulated,
+        "_cuda_getMemoryFraction": _torch_stats.fraction,
+        "_accelerator_getDeviceStats": _torch_stats.nested,
+        "_accelerator_resetPeakStats": _torch_stats.reset_peaks,
+        "_accelerator_resetAccumulatedStats": _torch_stats.reset_accumulated,
+    }
+    for name, function in functions.items():
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, function)
+
+
+def _adopt_streams():
+    """Streams that torch.cuda.Stream makes live as long as the process, so they may be used without being asked for.
+
+    One that only wraps a handle (ExternalStream, or the current stream by its id) may be destroyed by its owner.
+    """
+    kind = torch.cuda.Stream
+    original = kind.__new__
+
+    @functools.wraps(original)
+    def new(cls, *arguments, **named):
+        stream = original(cls, *arguments, **named)
+        if not named.keys() & {"stream_id", "stream_ptr"}:
+            _adopt(stream.device.index, stream.cuda_stream)
+        return stream
+
+    kind.__new__ = staticmethod(new)
+
+
+def _adopt(device, handle):
+    # The default streams, which are adopted from the start.
+    if handle in (0, 1, 2) or (device, handle) in _adopted:
+        return
+    # What cannot be adopted now, while it is captured say, is as good without, only slower.
+    code = _library.LIBRARY.cualloc_adopt_stream(_library.allocator(device), handle)
+    if code == _library.OK:
+        _adopted.add((device, handle))
+
+
+# ---- what users ask ------------------------------------------------------------------------------------------------
+
+
+def _device(device):
+    if isinstance(device, int):
+        return device
+    found = torch.device("cuda" if device is None else device)
+    if found.type != "cuda":
+        raise ValueError(f"{device} is no CUDA device")
+    return torch.cuda.current_device() if found.index is None else found.index
+
+
+def stats(device=None):
+    """The figures of a device's allocator (the current device's, unless one is given), as dictionaries: bytes asked for
+    (`requested`), handed out (`allocated`) and held from the driver (`reserved`), each with `current`, `peak` and
+    `total`; numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h)."""
+    return _library.plain(_library.stats(_device(device)))
+
+
+def summary(device=None):
+    """The figures of a device's allocator for people, in some lines."""
+    device = _device(device)
+    figures = _library.stats(device)
+
+    def row(name, counter):
+        return f"  {name:<22} {_size(counter.current):>12} {_size(counter.peak):>12}"
+
+    limit = "none" if figures.limit == _library.NO_LIMIT else _size(figures.limit)
+    share = figures.allocated.current / figures.reserved.current if figures.reserved.current else 1.0
+    return "\n".join(
+        [
+            f"cualloc on device {device:<4}          now         peak",
+            row("asked for", figures.requested),
+            row("in live blocks", figures.allocated),
+            row("held from the driver", figures.reserved),
+            f"  {share:.1%} of what is held is in {figures.blocks.current} live blocks; largest free piece "
+            f"{_size(figures.largest_free)}; limit {limit}",
+            f"  {figures.hits} allocations from cached memory, {figures.misses} not; {figures.ooms} found no memory; "
+            f"{figures.driver_calls} calls of the driver",
+        ]
+    )
+
+
+def _size(bytes):
+    for unit in ("B", "KiB", "MiB"):
+        if bytes < 1024:
+            return f"{bytes:.0f} B" if unit == "B" else f"{bytes:.2f} {unit}"
+        bytes /= 1024
+    return f"{bytes:.2f} GiB"
+
+
+def trim(keep=0, device=None):
+    """Gives memory that nobody uses back to the driver until at most `keep` bytes are held, without waiting for work of
+    the device. Returns the bytes that went back, and those that would have but for such work. `torch.cuda.empty_cache()`
+    is the same with nothing kept, and waits."""
+    return _library.trim(_device(device), keep)
+
+
+def check(device=None):
+    """Recomputes all figures of a device's allocator; a cualloc.Error if anything does not agree. For tests."""
+    _library.check(_device(device))
+
+
+def retire_stream(stream):
+    """Says that a stream with tensors of this process gets no more work, before its owner destroys it: for an
+    ExternalStream whose tensors are freed later than it is destroyed."""
+    handle = _library.allocator(stream.device.index)
+    _library.checked(_library.LIBRARY.cualloc_retire_stream(handle, stream.cuda_stream))
+
+
+def mem_pool(**options):
+    """A torch.cuda.MemPool whose segments come from cualloc, while PyTorch's own allocator (which then must be the
+    current one) cuts them into blocks. Options are those of MemPool (`use_on_oom`, `no_split`). Keep it for as long as
+    there are tensors in it."""
+    global _provider
+    if _current is not None:
+        raise RuntimeError("cualloc is PyTorch's allocator: a MemPool needs PyTorch's own")
+    with _lock:
+        if _provider is None:
+            # One that returns null, by which PyTorch finds out that memory lacks.
+            _provider = _pluggable(_library.PATH, "cualloc_torch_alloc")
+    return torch.cuda.MemPool(_provider.allocator(), **options)
+
+
+def capabilities():
+    """What works with cualloc as PyTorch's allocator, by name: True, False, or which kind."""
+    return {
+        "installed": installed(),
+        "out_of_memory": "torch.OutOfMemoryError" if _raises_own_error else "RuntimeError",
+        "memory_stats": hasattr(torch._C, "_cuda_memoryStats"),
+        "memory_fraction": True,
+        "record_stream": True,
+        "mem_pool_segments": hasattr(torch.cuda, "MemPool"),
+        # What PyTorch asks a pluggable allocator for and none can answer.
+        "cuda_graphs": False,
+        "cudagraph_trees": False,
+        "memory_snapshot": False,
+        "cudnn_benchmark": False,
+        "cuda_ipc": False,
+    }

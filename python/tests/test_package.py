@@ -1,0 +1,525 @@
+"""The package without a GPU: with a stub of each library that it serves, over a simulated driver with two devices.
+
+    PYTHONPATH=UNPACKED_WHEEL CUALLOC_DRIVER=libsimdriver.so python3 -m unittest discover python/tests
+
+Each test is a process of its own, since an allocator is installed once in a process.
+"""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import unittest
+from types import SimpleNamespace
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def installed(**settings):
+    import torch
+
+    import cualloc.torch
+
+    cualloc.torch.install(**settings)
+    return torch, cualloc.torch, torch._C.current.functions
+
+
+def driver():
+    """The simulated driver, with a context of device 0 current."""
+    library = ctypes.CDLL(os.environ["CUALLOC_DRIVER"])
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    assert library.cuInit(0) == 0 and library.cuDeviceGet(ctypes.byref(device), 0) == 0
+    assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    assert library.cuCtxSetCurrent(context) == 0
+    return library
+
+
+def stream(library):
+    made = ctypes.c_void_p()
+    assert library.cuStreamCreate(ctypes.byref(made), 1) == 0
+    return made.value
+
+
+def raises(kind, words, call, *arguments, **named):
+    try:
+        call(*arguments, **named)
+    except kind as error:
+        assert words in str(error), error
+        return error
+    raise AssertionError(f"{call} did not fail")
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------------------------
+
+
+def hooks_and_devices():
+    import cualloc
+
+    torch, ours, call = installed()
+    assert {"alloc", "free", "set_init_fn", "set_reset_fn", "set_base_alloc_fn"} <= call.keys()
+    assert {"set_memory_fraction_fn", "set_record_stream_fn"} <= call.keys()
+    call["set_init_fn"](2)
+    assert call["alloc"](0, 0, None) is None
+    # Whoever asks a device for figures does not begin to use it.
+    assert torch._C._cuda_memoryStats(1)["reserved_bytes"]["all"]["peak"] == 0 == ours.stats(1)["blocks"]["total"]
+    torch._C._cuda_resetPeakMemoryStats(1)
+    torch._C._cuda_resetAccumulatedMemoryStats(1)
+    assert ours.trim(device=1) == (0, 0)
+    ours.check(1)
+    assert cualloc._library.LIBRARY.cualloc_shared_made(1) is None and "limit none" in ours.summary(1)
+    # The second device before the first one.
+    second = call["alloc"](3 << 20, 1, None)
+    first = call["alloc"](1000, 0, None)
+    assert first and second and ours.stats(1)["blocks"]["current"] == 1 == ours.stats()["blocks"]["current"]
+    size = ctypes.c_size_t()
+    assert call["set_base_alloc_fn"](second + 100, ctypes.byref(size)) == second and size.value == 3 << 20
+    assert call["set_base_alloc_fn"](7, ctypes.byref(size)) == 7 and size.value == 0
+    call["set_record_stream_fn"](first, None)
+    # Memory of others, and none.
+    call["set_record_stream_fn"](1 << 20, None)
+    call["set_record_stream_fn"](None, None)
+    call["free"](first, 1000, 0, None)
+    call["free"](second, 3 << 20, 1, None)
+    call["free"](None, 0, 0, None)
+    assert ours.stats()["reserved"]["current"] > 0 < ours.stats(1)["reserved"]["current"]
+    torch._C._cuda_emptyCache()
+    assert ours.stats()["reserved"]["current"] == 0 == ours.stats("cuda:1")["reserved"]["current"]
+    ours.check()
+    ours.check(1)
+
+
+def statistics_have_the_keys_of_pytorch():
+    torch, ours, call = installed()
+    blocks = [call["alloc"](bytes, 0, None) for bytes in (1000, 600, 5 << 20)]
+    stats = torch._C._cuda_memoryStats(0)
+    assert stats == torch._C._accelerator_getDeviceStats(0)
+    arrays = ("allocation", "segment", "active", "inactive_split")
+    arrays += tuple(f"{name}_bytes" for name in ("allocated", "reserved", "active", "inactive_split", "requested"))
+    numbers = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+    numbers += ("max_split_size", "num_oom_rejections")
+    single = ("oversize_allocations", "oversize_segments")
+    assert set(stats) == {*arrays, *numbers, *single}, set(stats)
+    for name in arrays:
+        assert set(stats[name]) == {"all", "small_pool", "large_pool"}
+        for part in (*stats[name].values(), stats["oversize_segments"]):
+            assert set(part) == {"current", "peak", "allocated", "freed"}
+            assert part["allocated"] - part["freed"] == part["current"], (name, part)
+    assert all(isinstance(stats[name], int) for name in numbers)
+    assert stats["allocated_bytes"]["all"]["current"] == 1024 + 1024 + (5 << 20)
+    assert stats["requested_bytes"]["all"]["current"] == 1000 + 600 + (5 << 20)
+    assert stats["allocation"]["all"]["current"] == 3 == stats["active"]["all"]["current"]
+    held = stats["reserved_bytes"]["all"]
+    assert held["current"] >= 5 << 20 and held["current"] == ours.stats()["reserved"]["current"]
+    call["free"](blocks[2], 5 << 20, 0, None)
+    torch._C._cuda_resetPeakMemoryStats(0)
+    torch._C._cuda_resetAccumulatedMemoryStats(0)
+    call["free"](blocks[0], 1000, 0, None)
+    stats = torch._C._cuda_memoryStats(0)
+    part = stats["allocated_bytes"]["all"]
+    assert part == {"current": 1024, "peak": 2048, "allocated": 0, "freed": 1024}, part
+    assert stats["allocation"]["all"] == {"current": 1, "peak": 2, "allocated": 0, "freed": 1}
+    text = ours.summary()
+    assert "in live blocks" in text and "1.00 KiB" in text, text
+    assert ours.trim() == (held["current"], 0) or ours.stats()["reserved"]["current"] < held["current"]
+
+
+def limits_and_fractions():
+    torch, ours, call = installed(limit=0.5, config={"views": False})
+    assert torch._C._cuda_getMemoryFraction(0) == 0.5
+    assert ours.stats()["limit"] == 40 << 30
+    torch._C._cuda_setMemoryFraction(0.25, 0)
+    assert ours.stats()["limit"] == 20 << 30
+    # Nothing to do, and something else.
+    ours.install()
+    ours.install(limit=0.5, config="views=off")
+    raises(RuntimeError, "other settings", ours.install, limit="1G")
+    raises(ValueError, "twice", ours.install, limit=1, config="limit=2")
+    for limit, bytes in [("60%", 48 << 30), (3 << 30, 3 << 30), ("2G", 2 << 30), (2.0 * 2**30, 2 << 30)]:
+        from cualloc import _library
+
+        with _library._options(_library.settings_of(limit, None)) as options:
+            made, figures = ctypes.c_void_p(), _library.Stats(struct_size=ctypes.sizeof(_library.Stats))
+            create = _library.LIBRARY.cualloc_create
+            create.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
+            assert create(0, options, ctypes.byref(made)) == 0
+            assert _library.LIBRARY.cualloc_stats(made, ctypes.byref(figures)) == 0
+            assert figures.limit == bytes, (limit, figures.limit)
+
+
+def wrong_settings_are_refused():
+    import cualloc
+    import cualloc.torch
+
+    raises(cualloc.Error, "nonsense", cualloc.torch.install, config="nonsense=1")
+    assert not cualloc.torch.installed() and not cualloc.torch.capabilities()["installed"]
+    # And leave nothing behind.
+    cualloc.torch.install(limit="1G")
+    assert cualloc.torch.installed()
+
+
+def out_of_memory_has_the_words_of_pytorch():
+    torch, ours, call = installed(limit="1G")
+    from cualloc import _library
+
+    kept = call["alloc"](512 << 20, 0, None)
+    alloc = _library.LIBRARY.cualloc_torch_alloc
+    alloc.restype, alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+
+    def text(bytes, device=0):
+        assert alloc(bytes, device, None) is None
+        return _library.LIBRARY.cualloc_last_error().decode(), _library.LIBRARY.cualloc_last_code()
+
+    said, code = text(2 << 30)
+    begin = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which "
+    assert code == 1 and said.startswith(begin), said
+    for part in ("is free; 1024.00 MiB allowed", "512.00 MiB is allocated by PyTorch", "out of memory on device 0"):
+        assert part in said, said
+    assert torch._C._cuda_memoryStats(0)["num_ooms"] == 1
+    assert "Tried to allocate 800000000.00 GiB. GPU 0" in text(800000000 << 30)[0]
+    assert text(8000000000 << 30) == ("CUDA out of memory. Tried to allocate more than 1EB memory.", 1)
+    said, code = text(1, 2)
+    assert code == 2 and "there is no device 2" in said
+    call["free"](kept, 512 << 20, 0, None)
+    assert alloc(900 << 20, 0, None), "and the program goes on"
+    ours.check()
+
+
+def streams_of_pytorch_are_adopted_and_others_are_not():
+    torch, ours, call = installed()
+    simulated = driver()
+    mine, foreign = stream(simulated), stream(simulated)
+    torch.cuda.handles = iter([mine, mine])
+    pool = [torch.cuda.Stream(), torch.cuda.Stream(device=0, priority=-1)]
+    external = torch.cuda.ExternalStream(foreign)
+    wrapped = torch.cuda.Stream(stream_id=foreign, device_index=0, device_type=1)
+    assert pool[0].cuda_stream == mine and external.cuda_stream == foreign == wrapped.cuda_stream
+    assert ours._adopted == {(0, mine)}
+    kept = [call["alloc"](1 << 20, 0, handle) for handle in (mine, foreign, None)]
+    assert all(kept)
+    call["set_record_stream_fn"](kept[2], foreign)
+    for block, handle in zip(kept, (mine, foreign, None)):
+        call["free"](block, 1 << 20, 0, handle)
+    # Its owner destroys it, and nobody touches it any more.
+    assert simulated.cuStreamDestroy_v2(ctypes.c_void_p(foreign)) == 0
+    live = [call["alloc"](((turn * 7919) % 4096 + 1) * 1024, 0, mine if turn % 2 else None) for turn in range(2000)]
+    assert len(set(live)) == 2000 and all(live)
+    for block in live:
+        call["free"](block, 0, 0, None)
+    assert call["alloc"](1 << 20, 0, mine)
+    ours.check()
+
+
+def a_stream_is_retired_before_its_tensors_are_freed():
+    torch, ours, call = installed()
+    simulated = driver()
+    external = torch.cuda.ExternalStream(stream(simulated))
+    kept = [call["alloc"](3 << 20, 0, external.cuda_stream) for _ in range(10)]
+    ours.retire_stream(external)
+    assert simulated.cuStreamDestroy_v2(ctypes.c_void_p(external.cuda_stream)) == 0
+    for block in kept:
+        call["free"](block, 3 << 20, 0, external.cuda_stream)
+    assert ours.stats()["blocks"]["current"] == 0
+    ours.check()
+
+
+def a_free_during_a_capture_is_made_up_for():
+    torch, ours, call = installed()
+    simulated = driver()
+    mine = stream(simulated)
+    torch.cuda.handles = iter([mine])
+    torch.cuda.Stream()
+    kept = [call["alloc"](bytes, 0, mine) for bytes in (4096, 5 << 20)]
+    graph = ctypes.c_void_p()
+    assert simulated.cuStreamBeginCapture_v2(ctypes.c_void_p(mine), 2) == 0
+    from cualloc import _library
+
+    alloc = _library.LIBRARY.cualloc_torch_alloc
+    alloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    assert alloc(30 << 20, 0, mine) == 0 and _library.LIBRARY.cualloc_last_code() == _library.CAPTURING
+    for block in kept:
+        call["free"](block, 0, 0, mine)
+    assert ours.stats()["blocks"]["current"] > 0, "the stream captures"
+    assert simulated.cuStreamEndCapture(ctypes.c_void_p(mine), ctypes.byref(graph)) == 0
+    again = call["alloc"](1000, 0, None)
+    assert ours.stats()["blocks"]["current"] == 1
+    call["free"](again, 1000, 0, None)
+    ours.check()
+
+
+def a_late_install_says_so():
+    import torch
+
+    import cualloc.torch
+
+    torch._C.initialized = True
+    raises(RuntimeError, "before the first tensor", cualloc.torch.install)
+    assert torch._C.current is None and not cualloc.torch.installed()
+
+
+def a_pytorch_without_cuda_is_named():
+    import torch
+
+    import cualloc.torch
+
+    del torch._C._cuda_customAllocator
+    raises(RuntimeError, "built without CUDA", cualloc.torch.install)
+    assert not cualloc.torch.installed()
+
+
+def another_allocator_came_first():
+    import torch
+
+    import cualloc.torch
+
+    torch._C.current = "another one"
+    raises(RuntimeError, "already initialized", cualloc.torch.install)
+    assert not cualloc.torch.installed()
+
+
+def what_cannot_be_thrown_is_said_once():
+    import warnings
+
+    import torch
+
+    import cualloc.torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        cualloc.torch.install()
+        cualloc.torch.install()
+    assert [warning for warning in said if "RuntimeError" in str(warning.message)] == said[:1] and len(said) == 1
+    assert said[0].filename == __file__, said[0].filename
+    assert cualloc.torch.capabilities()["out_of_memory"] == "RuntimeError"
+    assert torch._C.current is not None
+
+
+def lack_of_memory_is_thrown_as_the_error_of_pytorch():
+    import shutil
+    import tempfile
+
+    import torch
+
+    import cualloc.torch
+
+    if not shutil.which("g++"):
+        return print("SKIPPED: there is no g++")
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkdir(os.path.join(folder, "lib"))
+        fake = os.path.join(folder, "lib", "libc10.so")
+        source = os.path.join(HERE, "fake_c10.cpp")
+        subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", source, "-o", fake], check=True)
+        os.symlink(fake, os.path.join(folder, "lib", "libc10_cuda.so"))
+        library = ctypes.CDLL(fake)
+        torch.__file__ = os.path.join(folder, "__init__.py")
+        cualloc.torch.install(limit="1G")
+    assert cualloc.torch.capabilities()["out_of_memory"] == "torch.OutOfMemoryError"
+    allocate, text = cualloc.torch._companion().cualloc_torch_alloc_or_throw, ctypes.create_string_buffer(4096)
+
+    def tried(bytes, device=0):
+        code = library.fake_allocate(allocate, ctypes.c_size_t(bytes), device, text, ctypes.c_size_t(len(text)))
+        return code, text.value.decode()
+
+    for _ in range(100):
+        code, said = tried(2 << 30)
+        assert code == 1 and said.startswith("CUDA out of memory. Tried to allocate 2.00 GiB"), (code, said)
+    assert tried(1 << 20)[0] == 0
+    # What is no lack of memory is another error.
+    assert tried(1, 7) == (2, "there is no device 7: the driver has 2")
+    assert torch._C._cuda_memoryStats(0)["num_ooms"] == 100
+    cualloc.torch.check()
+
+
+def pools_take_segments():
+    import torch
+
+    import cualloc.torch
+
+    pool = cualloc.torch.mem_pool(use_on_oom=True)
+    call = pool.allocator.functions
+    segment = call["alloc"](20 << 20, 0, None)
+    assert segment and pool.use_on_oom and torch._C.current is None
+    # Null, which PyTorch looks for in this role.
+    assert call["alloc"](1 << 50, 0, None) is None
+    call["free"](segment, 20 << 20, 0, None)
+    assert cualloc.torch.mem_pool().allocator is pool.allocator
+    cualloc.torch.install()
+    raises(RuntimeError, "PyTorch's own", cualloc.torch.mem_pool)
+
+
+def a_forked_child_is_left_alone():
+    torch, ours, call = installed()
+    kept = [call["alloc"](bytes, 0, None) for bytes in (1000, 5 << 20)]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            from cualloc import _library
+
+            for block in kept:
+                call["free"](block, 0, 0, None)
+            torch._C._cuda_emptyCache()
+            alloc = _library.LIBRARY.cualloc_torch_alloc
+            alloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+            for device in (0, 1):
+                assert alloc(1000, device, None) == 0
+                assert _library.LIBRARY.cualloc_last_code() == _library.CONTEXT_LOST
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert ours.stats()["blocks"]["current"] == 2
+    ours.check()
+
+
+def threads_share_an_allocator():
+    import threading
+
+    torch, ours, call = installed()
+    simulated = driver()
+    handles = [stream(simulated) for _ in range(4)]
+
+    def work(handle):
+        for turn in range(300):
+            block = call["alloc"]((turn * 7919) % 100_000 + 1, turn % 2, handle if turn % 2 == 0 else None)
+            assert block
+            call["free"](block, 0, turn % 2, None)
+
+    crowd = [threading.Thread(target=work, args=(handle,)) for handle in handles]
+    [thread.start() for thread in crowd]
+    [thread.join() for thread in crowd]
+    assert ours.stats()["blocks"] == {"current": 0, "peak": ours.stats()["blocks"]["peak"], "total": 600}
+    ours.check()
+    ours.check(1)
+
+
+def it_ends_with_live_blocks():
+    torch, ours, call = installed()
+    kept = [call["alloc"](1 << number, number % 2, None) for number in range(25)]
+    torch.kept, torch.free = kept, call["free"]
+
+    class Late:
+        def __del__(self):
+            for number, block in enumerate(kept):
+                self.free(block, 0, number % 2, None)
+
+        free = call["free"]
+
+    torch.late = Late()
+
+
+# ---- CuPy, RMM -----------------------------------------------------------------------------------------------------
+
+
+def cupy_allocates_on_its_current_stream():
+    import cupy
+
+    import cualloc.cupy
+    from cualloc import _library
+
+    cualloc.cupy.install(limit="1G")
+    (malloc,) = cupy.chosen
+    simulated = driver()
+    cupy.stream.ptr = stream(simulated)
+    first = malloc(1000)
+    assert first.ptr and first.mem.size == 1000 and first.mem.device_id == 0
+    assert _library.stats(0).streams == 1 and _library.stats(0).requested.current == 1000
+    array = SimpleNamespace(data=first)
+    cualloc.cupy.record_stream(array, SimpleNamespace(ptr=0))
+    error = raises(cupy.OutOfMemoryError, "limit 1,073,741,824", malloc, 2 << 30)
+    assert "allocated so far: 1,024" in str(error) and "out of memory" in str(error.__cause__)
+    del error
+    assert malloc(0).mem.size == 0
+    del array, first
+    assert _library.stats(0).blocks.current == 0
+    # Array on memory of others.
+    other = cupy.MemoryPointer(cupy.UnownedMemory(1, 1, None), 0)
+    cualloc.cupy.record_stream(SimpleNamespace(data=other), cupy.stream)
+    _library.check(0)
+
+
+def cupy_and_pytorch_share_memory():
+    torch, ours, call = installed(limit="1G")
+    import cualloc.cupy
+
+    cualloc.cupy.install()
+    raises(RuntimeError, "other settings", cualloc.cupy.install, limit="2G")
+    block = cualloc.cupy.malloc(100 << 20)
+    assert ours.stats()["allocated"]["current"] == 100 << 20
+    address = block.ptr
+    del block
+    assert call["alloc"](100 << 20, 0, None) == address
+
+
+def rmm_has_a_resource():
+    import rmm
+
+    import cualloc.rmm
+    from cualloc import _library
+
+    cualloc.rmm.install(limit="1G", devices=(0, 1))
+    assert rmm.chosen.keys() == {0, 1}
+
+    class Stream:
+        def __cuda_stream__(self):
+            return 0, 0
+
+    block = rmm.chosen[1].allocate(5 << 20, Stream())
+    assert block and _library.stats(1).blocks.current == 1 and _library.stats(0).blocks.current == 0
+    assert rmm.chosen[0].allocate(0, Stream()) == 0
+    raises(MemoryError, "out of memory", rmm.chosen[0].allocate, 2 << 30, Stream())
+    rmm.chosen[1].deallocate(block, 5 << 20, Stream())
+    rmm.chosen[0].deallocate(0, 0, Stream())
+    assert _library.stats(1).blocks.current == 0
+
+
+CASES = [
+    *(hooks_and_devices, statistics_have_the_keys_of_pytorch, limits_and_fractions, wrong_settings_are_refused),
+    *(out_of_memory_has_the_words_of_pytorch, streams_of_pytorch_are_adopted_and_others_are_not),
+    *(a_stream_is_retired_before_its_tensors_are_freed, a_free_during_a_capture_is_made_up_for),
+    *(a_pytorch_without_cuda_is_named, a_late_install_says_so, another_allocator_came_first),
+    *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
+    *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
+    *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
+]
+
+
+class Package(unittest.TestCase):
+    def run_case(self, name):
+        environment = dict(os.environ, CUALLOC_SIM_DEVICES="2")
+        environment.pop("CUALLOC_CONFIG", None)
+        paths = [os.path.join(HERE, "stub"), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        command = [sys.executable, "-B", "-X", "faulthandler", os.path.abspath(__file__), name]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        self.assertEqual((ended.returncode, ended.stdout), (0, ""), ended.stderr)
+        quiet = [line for line in ended.stderr.splitlines() if "RuntimeWarning" not in line and "install(" not in line]
+        self.assertEqual(quiet, [])
+
+
+for _case in CASES:
+    setattr(Package, f"test_{_case.__name__}", lambda self, name=_case.__name__: self.run_case(name))
+
+def snippets():
+    """The programs of the documents, by file."""
+    folder = os.path.join(HERE, "..", "..", "docs", "clients")
+    for name in sorted(os.listdir(folder)):
+        with open(os.path.join(folder, name), encoding="utf-8") as file:
+            for text in re.findall(r"^```python\n(.*?)^```$", file.read(), re.M | re.S):
+                yield name, text
+
+
+class Documents(unittest.TestCase):
+    def test_programs_of_the_documents_name_what_there_is(self):
+        found = list(snippets())
+        self.assertEqual({name for name, _ in found}, {"cupy.md", "jax.md", "pytorch.md", "rmm.md"})
+        for name, text in found:
+            compile(text, name, "exec")
+            for module, function in re.findall(r"cualloc\.(\w+)\.(\w+)\(", text):
+                path = os.path.join(HERE, "..", "cualloc", f"{module}.py")
+                with open(path, encoding="utf-8") as source:
+                    self.assertIn(f"\ndef {function}(", source.read(), name)
+
+
+if __name__ == "__main__":
+    {case.__name__: case for case in CASES}[sys.argv[1]]()

@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# gpu-python.sh [WHEEL]: the Python package with real PyTorch, CuPy, RMM and JAX on a GPU.
+#
+# WHEEL is what `bash python/build.sh --out .gpu` has built (the one in .gpu by default). It is unpacked into a temporary
+# folder, so nothing is installed, and nothing is fetched. Programs run with PyTorch's own allocator and with ours:
+# losses must be the same bit by bit, unless they differ between two runs of PyTorch's own. What a machine lacks (a
+# second GPU, CuPy, JAX, RMM) is SKIPPED. About two minutes on one GPU. Exit code 0 only if all went well.
+#
+#   CUALLOC_GPU_LOGS   folder for the whole output of each program (else a temporary one)
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+wheel=${1:-$(ls .gpu/cualloc-*.whl 2>/dev/null | tail -n 1)}
+if [ ! -f "$wheel" ]; then
+    echo "no wheel: build it with python/build.sh --out .gpu" >&2
+    exit 2
+fi
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+logs=${CUALLOC_GPU_LOGS:-$scratch/logs}
+mkdir -p "$logs"
+python=$(command -v python3)
+if ! "$python" -m pip install -q --no-index --no-deps --target "$scratch/packages" "$wheel" 2>"$logs/pip"; then
+    cat "$logs/pip"
+    exit 1
+fi
+export PYTHONPATH=$scratch/packages PYTHONDONTWRITEBYTECODE=1
+unset CUALLOC_CONFIG CUALLOC_DRIVER PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF
+"$python" - <<'END' || exit 1
+import sys, torch
+print("Python", sys.version.split()[0], "PyTorch", torch.__version__, torch.cuda.get_device_name(0), torch.cuda.device_count(), "GPU")
+END
+failures=0
+failed() {
+    failures=$((failures + 1))
+    echo "--- $1 FAILED"
+    tail -n 40 "$logs/$1"
+}
+
+# One after the other: their times are compared.
+for work in train conv streams generate; do
+    for allocator in native cualloc; do
+        name=$work-$allocator
+        timeout 100 "$python" python/tests/gpu_torch.py "$allocator" "$work" >"$logs/$name" 2>&1 </dev/null ||
+            failed "$name"
+        grep '^{' "$logs/$name" >>"$scratch/figures"
+    done
+done
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -gt 1 ]; then
+    for allocator in native cualloc; do
+        timeout 100 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 python/tests/gpu_ddp.py \
+            "$allocator" >"$logs/ddp-$allocator" 2>&1 </dev/null || failed "ddp-$allocator"
+        grep '^{' "$logs/ddp-$allocator" >>"$scratch/figures"
+    done
+else
+    echo "SKIPPED: two ranks, with one GPU"
+fi
+cat "$scratch/figures"
+cat >"$scratch/compare.py" <<'END'
+import json, subprocess, sys
+
+rows = {}
+for line in open(sys.argv[1]):
+    row = json.loads(line)
+    rows[row["work"], row["allocator"]] = row
+wrong = []
+for work, allocator in list(rows):
+    if allocator != "cualloc" or (work, "native") not in rows:
+        continue
+    ours, native = rows[work, allocator], rows[work, "native"]
+    same = "the same losses"
+    if ours["losses"] != native["losses"]:
+        same = "OTHER LOSSES"
+        if not work.startswith("ddp"):
+            again = [sys.executable, "python/tests/gpu_torch.py", "native", work]
+            said = subprocess.run(again, capture_output=True, text=True).stdout
+            if json.loads(said)["losses"] != native["losses"]:
+                same = "other losses, as between two native runs"
+        if same.isupper():
+            wrong.append(f"{work}: other losses")
+    if ours.get("check") != "clean":
+        wrong.append(f"{work}: the check did not pass")
+    if native["requested_MiB"] >= 1024 and ours["ratio"] > 1.03:
+        wrong.append(f"{work}: holds {ours['ratio']} of what was asked for")
+    time = ours["step_ms"] / native["step_ms"]
+    print(
+        f"{work:<10} {same}; holds {ours['reserved_MiB']} MiB, native {native['reserved_MiB']}; "
+        f"{ours['ratio']} of what was asked for; step {ours['step_ms']} ms, native {native['step_ms']} ({time:.3f})"
+    )
+print(*wrong, sep="\n")
+sys.exit(1 if wrong else 0)
+END
+"$python" "$scratch/compare.py" "$scratch/figures" || failures=$((failures + 1))
+
+# Several at a time: they wait for the interpreter's start most of the time.
+edge() {
+    timeout 120 "$python" python/tests/gpu_edges.py "$1" >"$logs/$1" 2>&1 </dev/null
+    echo $? >"$scratch/$1.code"
+}
+cases=$("$python" python/tests/gpu_edges.py --list)
+for name in $cases; do
+    while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait -n; done
+    edge "$name" &
+done
+wait
+for name in $cases; do
+    if [ "$(cat "$scratch/$name.code")" = 0 ] && grep -qx well "$logs/$name"; then
+        echo "$name: $(grep SKIPPED "$logs/$name" || echo well)"
+    else
+        failed "$name"
+    fi
+done
+if [ "$failures" -gt 0 ]; then
+    echo "$failures failed"
+    exit 1
+fi
+echo "all passed in $SECONDS s"
