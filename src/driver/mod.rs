@@ -39,6 +39,7 @@ pub use counts::CallCounts;
 pub use device::Device;
 pub use error::{DriverError, LoadError};
 pub use event::Event;
+pub(crate) use found::REVIEW;
 pub use memory::MemInfo;
 #[doc(hidden)]
 pub use memory::{HostAllocation, HostMemory};
