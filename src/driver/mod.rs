@@ -34,6 +34,7 @@ mod trials;
 mod vmm;
 
 pub use capture::Graph;
+pub(crate) use context::Current;
 pub use context::{Context, Entered};
 pub use counts::CallCounts;
 pub use device::Device;
