@@ -19,6 +19,10 @@
 #   churn_wide      the same with 2048 slots and up to 32 MiB, once views are found again
 #   churn_after     churn_wide, after a second stream was used once
 #   churn_equal     the same with 64 slots of 1 MiB each
+#   streams_3, streams_4x2   an operation (allocation, record, or free by pointer) of a program whose blocks cross
+#                   streams: of one thread with three streams, of four threads with two each; the driver's calls are
+#                   those of 1000 operations, also by name, and NAME.held is the most that was held, in percent of
+#                   the most that was asked for at a time
 #   stack, workspace, typed_pool   pairs of 4096 bytes through the front ends
 #
 # N is a difference: of two runs that differ in nothing but the number of operations, divided by it,
@@ -37,7 +41,7 @@ recorded=benches/instructions.txt
 mode=show
 names=()
 some=(pair pair_raw pair_adopted pair_default pair_after_capture pair_while_capturing churn_op)
-every=("${some[@]}" churn_harness churn_wide churn_after churn_equal stack workspace typed_pool)
+every=("${some[@]}" churn_harness churn_wide churn_after churn_equal streams_3 streams_4x2 stack workspace typed_pool)
 while [ $# -gt 0 ]; do
     case $1 in
     --check | --bless) mode=${1#--} ;;
@@ -77,6 +81,12 @@ count() {
     sed -n 's/^totals: //p' "$file"
 }
 
+# difference WORD LONG SHORT: what both runs say behind a word, the longer one's less the other's; nothing if neither does.
+difference() {
+    awk -v word="$1" '$1 == word { value[FILENAME] = $2; any = 1 }
+        END { if (any) print value[ARGV[1]] - value[ARGV[2]] }' "$2" "$3"
+}
+
 failed=0
 figures=
 
@@ -100,6 +110,7 @@ for name in "${names[@]}"; do
     case $name in
     churn_wide | churn_after) few=200000 many=400000 ;;
     churn*) few=20000 many=220000 ;;
+    streams*) few=1000 many=3000 ;;
     *) few=1000 many=11000 ;;
     esac
     # Both at once: neither disturbs the other's count.
@@ -107,12 +118,22 @@ for name in "${names[@]}"; do
     more=$(count "$name" "$many")
     wait $!
     less=$(<"$folder/few")
-    exact=$(awk -v a="$less" -v b="$more" -v n=$((many - few)) 'BEGIN { printf "%.2f", (b - a) / n }')
+    said=("$folder/callgrind.$name".{"$many","$few"}.out.calls)
+    operations=$(difference operations "${said[@]}")
+    operations=${operations:-$((many - few))}
+    exact=$(awk -v a="$less" -v b="$more" -v n="$operations" 'BEGIN { printf "%.2f", (b - a) / n }')
     figure "$name" "$(awk -v x="$exact" 'BEGIN { printf "%d", x + 0.5 }')" 5
     echo "# $folder/callgrind.$name.$many.out iterations $few $many exactly $exact"
-    calls=$(cat "$folder/callgrind.$name".{"$many","$few"}.out.calls | awk '{ print $2 }' | paste -sd-)
-    if [ -n "$calls" ]; then
-        figure "$name.calls" $(((calls + (many - few) / 2) / (many - few))) 0
+    calls=$(difference calls "${said[@]}")
+    held=$(sed -n 's/^held //p' "${said[0]}")
+    if [ -n "$held" ]; then
+        figure "$name.calls" $(((calls * 1000 + operations / 2) / operations)) 2
+        figure "$name.held" "$held" 1
+        for call in $(sed -n 's/^\(cu[^ ]*\) .*/\1/p' "${said[1]}"); do
+            echo "# $name $call $(($(difference "$call" "${said[@]}") * 1000 / operations))"
+        done
+    elif [ -n "$calls" ]; then
+        figure "$name.calls" $(((calls + operations / 2) / operations)) 0
     fi
 done
 

@@ -37,16 +37,11 @@ impl Driver {
     }
 
     /// Now and then looks whether captures that calls look out for are over: of streams that are this crate's the
-    /// driver says so, of others nobody may ask it, and they are taken for over after a while.
-    #[inline]
-    pub(crate) fn review_captures(&self) {
-        if self.found().is_due() {
-            self.look_at_captures();
-        }
-    }
-
+    /// driver says so, of others nobody may ask it, and they are taken for over after a while. Called once in
+    /// [`REVIEW`](super::REVIEW) allocations that have to look out.
     #[cold]
-    fn look_at_captures(&self) {
+    #[inline(never)]
+    pub(crate) fn review_captures(&self) {
         for stream in self.found().watched() {
             let own = self.own_stream(stream);
             match own.map(|own| own.is_capturing()) {

@@ -236,9 +236,17 @@ impl Context {
     /// # Errors
     /// The driver's; then nothing has changed.
     pub(crate) fn make_current(&self) -> Result<Current<'_>, DriverError> {
+        let switched = self.switch()?;
+        let switched = if switched.previous == self.raw() {
+            // Nothing that is queued with it makes another one current: there is nothing to ask at the end.
+            std::mem::forget(switched);
+            None
+        } else {
+            Some(switched)
+        };
         Ok(Current {
             driver: self.driver(),
-            _switched: self.switch()?,
+            _switched: switched,
         })
     }
 
@@ -413,7 +421,7 @@ impl Drop for Switched<'_> {
 /// A context that is current on this thread, whatever the thread's stream capture mode.
 pub(crate) struct Current<'a> {
     pub(super) driver: &'a Driver,
-    _switched: Switched<'a>,
+    _switched: Option<Switched<'a>>,
 }
 
 /// A context that is current on this thread, with the thread's stream capture mode relaxed, for calls of your

@@ -2,15 +2,14 @@
 
 use super::process;
 use super::sys::CUstream;
-use std::cell::Cell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::ThreadId;
 
 use crate::locks::held::locked;
 
-/// A thread looks through the list once in so many calls that have to look out for captures.
-const REVIEW: u32 = 64;
+/// The list is looked through once in so many allocations that have to look out for captures.
+pub(crate) const REVIEW: u32 = 64;
 /// So many looks in which nobody could be asked about a stream: its capture is taken for over.
 const OLD: u32 = 64;
 
@@ -102,17 +101,6 @@ impl Found {
     /// Forgets a finding that was refuted.
     pub(super) fn refute(&self, number: u64) {
         self.drop_all(|finding| finding.number == number);
-    }
-
-    /// Whether it is time for the calling thread to look through the list.
-    #[inline]
-    pub(super) fn is_due(&self) -> bool {
-        thread_local!(static CALLS: Cell<u32> = const { Cell::new(0) });
-        CALLS.with(|calls| {
-            let count = calls.get().wrapping_add(1);
-            calls.set(count);
-            count.is_multiple_of(REVIEW)
-        })
     }
 
     /// The streams that calls look out for, by their handles.

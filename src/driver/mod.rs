@@ -34,11 +34,13 @@ mod trials;
 mod vmm;
 
 pub use capture::Graph;
+pub(crate) use context::Current;
 pub use context::{Context, Entered};
 pub use counts::CallCounts;
 pub use device::Device;
 pub use error::{DriverError, LoadError};
 pub use event::Event;
+pub(crate) use found::REVIEW;
 pub use memory::MemInfo;
 #[doc(hidden)]
 pub use memory::{HostAllocation, HostMemory};

@@ -457,7 +457,7 @@ impl Driver {
         }
         // Asked for the id of a stream that is being captured, drivers refuse and spoil the capture.
         // SAFETY: the caller vouches for the stream.
-        if unsafe { self.is_capturing(stream) }? {
+        if !unsafe { self.is_uncaptured(stream) } && unsafe { self.is_capturing(stream) }? {
             let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
             return Err(DriverError::new("cuStreamGetId", code));
         }
@@ -486,6 +486,30 @@ impl Driver {
         Ok(Some(id))
     }
 
+    /// Whether the driver says that a stream is not captured: [`is_capturing`](Self::is_capturing) for a call that
+    /// goes on only then, and asks that for the reason else. Makes no error, so it costs little.
+    ///
+    /// # Safety
+    /// The stream is alive, or special with its context current.
+    #[inline(always)]
+    pub(crate) unsafe fn is_uncaptured(&self, stream: sys::CUstream) -> bool {
+        let Some(ask) = self.functions().cuStreamIsCapturing else {
+            return false;
+        };
+        if process::is_gone() {
+            return false;
+        }
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the caller vouches for the stream; the pointer is to a local.
+        let code = unsafe { ask(stream, &mut status) };
+        let none = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let uncaptured = code == sys::CUresult::CUDA_SUCCESS && status == none;
+        if uncaptured {
+            self.answered(stream, false);
+        }
+        uncaptured
+    }
+
     /// True if the stream is being captured into a graph, also if the capture is invalid. Not
     /// counted. `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` for the legacy default stream while a blocking stream of its
     /// context is captured.
@@ -495,12 +519,18 @@ impl Driver {
         // SAFETY: the caller vouches for the stream; the pointer is to a local.
         unsafe { query!(self, cuStreamIsCapturing(stream, &mut status)) }?;
         let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        self.answered(stream, capturing);
+        Ok(capturing)
+    }
+
+    /// Notes what the driver said of a stream.
+    #[inline(always)]
+    fn answered(&self, stream: sys::CUstream, capturing: bool) {
         if capturing {
             self.found().add(stream, false);
         } else {
             self.found().remove(stream);
         }
-        Ok(capturing)
     }
 
     /// The context of a stream; for a special handle the calling thread's current context, and

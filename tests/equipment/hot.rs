@@ -8,11 +8,14 @@
 //! different counts is what the operations between them cost. For pairs it also writes `calls N`: how often the
 //! driver was called, questions that nobody else counts among them.
 
+#[path = "crossing.rs"]
+mod crossing;
 #[path = "../../cli/src/bench/source.rs"]
 mod source;
 #[path = "../../cli/src/bench/workload.rs"]
 mod workload;
 
+use crossing::Crossing;
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Config};
@@ -26,6 +29,7 @@ const BYTES: usize = 4096;
 /// Pairs and operations before those that count.
 const WARM_PAIRS: usize = 1000;
 const WARM_CHURN: usize = 60_000;
+const WARM_ROWS: usize = 2000;
 /// The sequence is drawn for as many, whatever is asked for, so that drawing it costs the same.
 const MOST_CHURN: usize = 400_000;
 
@@ -90,6 +94,8 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
             churn(&handles, &wide(), count)?;
         }
         "churn_equal" => churn(&handles, &equal(), count)?,
+        "streams_3" => cross(sim, allocator, (1, 3), count)?,
+        "streams_4x2" => cross(sim, allocator, (4, 2), count)?,
         "stack" => pair(sim, &Stack::new(allocator, streams), count)?,
         "workspace" => pair(sim, &Workspaces::new(allocator, streams), count)?,
         "typed_pool" => pair(sim, &Typed::new(allocator, streams), count)?,
@@ -108,6 +114,26 @@ fn pair<S: Source>(simulator: &Simulator, source: &S, count: usize) -> Result<()
     });
     pairs(source, BYTES, &source.stream(0), WARM_PAIRS + count)?;
     println!("calls {}", calls.load(Ordering::Relaxed));
+    Ok(())
+}
+
+/// Rows of a program whose blocks cross streams: also says how many operations there were, which calls of the driver,
+/// and how much was held.
+fn cross(
+    simulator: &Simulator,
+    allocator: &Allocator,
+    shape: (usize, usize),
+    count: usize,
+) -> Result<(), Failure> {
+    let mut program = Crossing::new(simulator, allocator, shape)?;
+    let operations = program.run(WARM_ROWS + count)?;
+    println!("operations {operations}");
+    let calls = program.calls();
+    println!("calls {}", calls.values().sum::<u64>());
+    for (name, count) in calls {
+        println!("{name} {count}");
+    }
+    println!("held {}", program.held());
     Ok(())
 }
 

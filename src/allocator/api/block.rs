@@ -210,11 +210,17 @@ impl Block {
             Some(node) if process::is_quiet() => {
                 self.drop_with_care(self.place.home().lock(), node);
             }
-            Some(node)
-                if self
-                    .engine()
-                    .free_watched(self.place.home(), node, self.life()) => {}
-            _ => self.engine().drop_block(self.lifetime()),
+            Some(node) => self.drop_watched(node),
+            None => {}
+        }
+    }
+
+    /// Frees a small block while calls look out for captures.
+    #[inline(never)]
+    fn drop_watched(&self, node: Node) {
+        let engine = self.engine();
+        if !engine.free_watched(self.place.home(), node, self.life()) {
+            engine.drop_block(self.lifetime());
         }
     }
 

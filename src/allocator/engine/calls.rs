@@ -351,6 +351,15 @@ impl Engine {
                 ready = heap.take_best(&page);
             }
         }
+        if ready.is_none() && cache.lock().holds_a_page() {
+            // So does what this one holds back for others in batches that are not full.
+            let freed;
+            (heap, freed) = self.take_back_shared(heap, cache, true)?;
+            if freed {
+                return Ok((heap, false));
+            }
+            ready = heap.take_best(&page);
+        }
         if let Some(id) = ready {
             heap.page_taken(id, cache)?;
             return Ok((heap, false));

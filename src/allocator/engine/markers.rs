@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::driver::sys::CUstream;
-use crate::driver::{Context, Event, Stream};
+use crate::driver::{Context, Current, Event, Stream};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::heap::Heap;
@@ -77,8 +77,10 @@ impl Engine {
             (batch, raw, context, holder)
         };
         // Nothing is recorded into somebody's graph; the next marker covers this batch.
-        let covered = self.may_mark(raw, &context, key).and_then(|may| {
-            if !may {
+        let current = context.make_current();
+        let current = current.map_err(|e| self.error_in(&context, e));
+        let covered = current.and_then(|current| {
+            if !self.may_mark(raw, &context, key)? {
                 return Ok(false);
             }
             // Who captures now and then may begin to while we ask, and would suffer.
@@ -86,7 +88,7 @@ impl Engine {
             if asks && self.sees_idle((raw, &context), key, &batch)? {
                 return Ok(true);
             }
-            self.record_batch(batch, raw, &context)
+            self.record_batch(batch, raw, (&context, &current))
         });
         drop(holder);
         let waits_on = match covered {
@@ -106,12 +108,10 @@ impl Engine {
         covered.map(drop)
     }
 
-    /// Whether a marker may be recorded on a stream now and by this thread: not into somebody's graph, and
-    /// not on the stream of another thread.
+    /// Whether a marker may be recorded on a stream of the current context now and by this thread: not into
+    /// somebody's graph, and not on the stream of another thread.
     fn may_mark(&self, raw: usize, context: &Context, key: StreamKey) -> Result<bool, Error> {
         let stream = std::ptr::with_exposed_provenance_mut(raw);
-        let current = context.make_current();
-        let _current = current.map_err(|e| self.error_in(context, e))?;
         // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
         // of it, before which its owner may not destroy it.
         if unsafe { self.captures_now(stream) }? {
@@ -191,9 +191,12 @@ impl Engine {
 
     /// Records the marker of a batch. False if the stream captures by now, and the event may be part of a
     /// graph: such a marker would stand for nothing.
-    fn record_batch(&self, batch: Batch, raw: usize, context: &Context) -> Result<bool, Error> {
-        let current = context.make_current();
-        let current = current.map_err(|e| self.error_in(context, e))?;
+    fn record_batch(
+        &self,
+        batch: Batch,
+        raw: usize,
+        (context, current): (&Context, &Current<'_>),
+    ) -> Result<bool, Error> {
         let pooled = self.lock().streams.pooled_event(context.id());
         let event = match pooled {
             Some(event) => event,
@@ -216,7 +219,6 @@ impl Engine {
             }
             Err(_) => Ok(false),
         };
-        drop(current);
         let mut heap = self.lock();
         match recorded {
             _ if !matches!(captured, Ok(false)) => {

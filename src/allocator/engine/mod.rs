@@ -319,6 +319,13 @@ impl Engine {
         Error::Driver(error)
     }
 
+    /// Whether calls make no sense any more: [`usable`](Self::usable) without the reason. In a forked child not even a
+    /// lock may be taken.
+    #[inline(always)]
+    pub(crate) fn is_past_use(&self) -> bool {
+        process::is_gone() || self.lost.get().is_some()
+    }
+
     /// Whether calls make sense at all.
     pub(crate) fn usable(&self) -> Result<(), Error> {
         if self.driver().is_forked_child() {

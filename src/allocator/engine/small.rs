@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::{NO_ID, Stream, process};
+use crate::driver::{REVIEW, Stream, process};
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
@@ -108,11 +108,15 @@ impl Engine {
 
     #[inline(always)]
     fn hit_now(&self, key: u64, small: Small) -> Option<Grant> {
-        self.driver().review_captures();
         let cache = thread::find(key)?;
         let mut inner = cache.try_lock()?;
         let allocator = self.id;
         let taken = inner.take_anywhere(Owner { allocator, key }, small)?;
+        drop(inner);
+        // The generations of a page count its allocations.
+        if taken.generation.is_multiple_of(REVIEW) {
+            self.driver().review_captures();
+        }
         Some(Grant::small(cache, taken, small.granules))
     }
 
@@ -121,36 +125,35 @@ impl Engine {
     #[inline]
     pub(crate) fn hit_watched(&self, stream: &Stream, bytes: usize) -> Option<Grant> {
         let small = unaligned(bytes).filter(|_| self.rules.caches())?;
-        let (key, raw) = (stream.id_at_hand(), stream.raw());
-        let simple = key != NO_ID && !is_special(raw) && !self.deferred.load(Ordering::Relaxed);
-        if !simple || self.usable().is_err() || self.same_driver(stream).is_err() {
+        let raw = stream.raw();
+        let simple = !is_special(raw) && !self.deferred.load(Ordering::Relaxed);
+        if !simple || self.is_past_use() || self.same_driver(stream).is_err() {
             return None;
         }
         // SAFETY: the stream is alive, as whoever made it vouched for.
-        match unsafe { self.driver().is_capturing(raw) } {
-            Ok(false) => self.hit_now(key, small),
-            _ => None,
+        if !unsafe { self.driver().is_uncaptured(raw) } {
+            return None;
         }
+        self.hit_now(stream.id_at_hand(), small)
     }
 
     /// Frees the small block in this life of it while calls look out for captures, if its stream's handle is enough
     /// to ask, the stream does not capture, and nothing else stands in the way. False, with nothing changed, if more
     /// is to be done for it.
+    #[inline(always)]
     pub(crate) fn free_watched(&self, cache: &'static StreamCache, node: Node, life: Life) -> bool {
-        if self.usable().is_err() {
+        if self.is_past_use() {
             return false;
         }
         let Some(raw) = cache.lock().ask_for(node, life) else {
             return false;
         };
+        let raw = std::ptr::with_exposed_provenance_mut(raw);
         // SAFETY: whoever ends the stream waits until nobody asks it.
-        let asked = unsafe {
-            self.driver()
-                .is_capturing(std::ptr::with_exposed_provenance_mut(raw))
-        };
+        let uncaptured = unsafe { self.driver().is_uncaptured(raw) };
         let mut inner = cache.lock();
         inner.asking -= 1;
-        matches!(asked, Ok(false)) && inner.free_at_once(node, life)
+        uncaptured && inner.free_at_once(node, life)
     }
 
     /// [`hit`](Self::hit) at one address alone: where the block lay that the stream cache took back last of all with so
@@ -176,16 +179,23 @@ impl Engine {
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
-        let hit = if self.watchful() {
-            // The cache may be locked in it.
-            drop(missed);
-            self.hit_watched(stream, bytes)
-        } else {
-            self.hit_slowly(stream.id_at_hand(), bytes, missed)
-        };
-        if let Some(grant) = hit {
-            return Ok(grant);
+        if !self.watchful() {
+            return match self.hit_slowly(stream.id_at_hand(), bytes, missed) {
+                Some(grant) => Ok(grant),
+                None => self.miss_caches(bytes, stream),
+            };
         }
+        // The cache may be locked in it.
+        drop(missed);
+        match self.hit_watched(stream, bytes) {
+            Some(grant) => Ok(grant),
+            None => self.miss_caches(bytes, stream),
+        }
+    }
+
+    /// Allocates what no stream cache served.
+    #[inline(never)]
+    fn miss_caches(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
         let request = Checked::new(bytes, 1)?;
         self.same_driver(stream)?;
         let named = match stream.known_id() {

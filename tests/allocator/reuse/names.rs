@@ -177,6 +177,29 @@ fn is_refused<T: std::fmt::Debug>(
     }
 }
 
+/// A marker is recorded with the allocator's context current, whichever was; that one is current again afterwards.
+#[test]
+fn a_marker_leaves_the_current_context_as_it_was() {
+    beside_another_context(|rig, other| {
+        let allocator = rig.allocator();
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(KIB, &b).unwrap());
+        let block = allocator.allocate(12 * MIB, &a).unwrap();
+        let entered = other.enter().unwrap();
+        let markers = allocator.stats().markers;
+        drop(block);
+        assert_eq!(allocator.stats().markers, markers + 1);
+        let ask = rig.driver.functions().cuCtxGetCurrent.unwrap();
+        let mut current = std::ptr::null_mut();
+        // SAFETY: the pointer is to a local handle.
+        let code = unsafe { ask(&mut current) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        assert_eq!(current, other.raw());
+        drop(entered);
+        rig.close(&allocator);
+    });
+}
+
 /// D11: with the check, which is on in debug builds, another current context is an error that changes
 /// nothing. No context, the allocator's own, and handles of other streams are not.
 #[test]

@@ -18,6 +18,42 @@ fn reserved(allocator: &Allocator) -> usize {
     allocator.stats().all.reserved.current as usize
 }
 
+/// Blocks that another stream used wait in batches until those are full. Before memory is added that stream is asked
+/// for what they hold, full or not.
+#[test]
+fn held_back_blocks_come_before_more_memory() {
+    only(Policy::Packed, |rig| {
+        let [a, b] = rig.streams();
+        let allocator = rig.allocator();
+        drop(allocator.allocate(KIB, &b).unwrap());
+        // More than half of what is added at once, and less than a full batch.
+        for _ in 0..4 {
+            let block = |_| allocator.allocate(PAGE / 2, &a).unwrap();
+            let blocks: Vec<Block> = (0..STEP + STEP / 4).map(block).collect();
+            for block in &blocks {
+                block.record_stream(&b).unwrap();
+            }
+            drop(blocks);
+            assert_eq!(reserved(&allocator), STEP * PAGE);
+        }
+        // What the other stream has not come to the end of is held back still.
+        let kept: Vec<Block> = (0..STEP)
+            .map(|_| allocator.allocate(PAGE / 2, &a).unwrap())
+            .collect();
+        let hold = rig.hold(&b);
+        for block in &kept {
+            block.record_stream(&b).unwrap();
+        }
+        drop(kept);
+        let others = pages(&allocator, &a, STEP);
+        assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
+        hold.release();
+        rig.settle(&b);
+        drop(others);
+        rig.close(&allocator);
+    });
+}
+
 /// R61: what one stream's stream cache did not need since the last time that somebody lacked a page serves
 /// others before memory is added.
 #[test]

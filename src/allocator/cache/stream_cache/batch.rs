@@ -120,6 +120,11 @@ impl Inner {
         self.skips = self.patience;
     }
 
+    /// Whether as much is held back as a page has: more than more memory would cost to ask for.
+    pub(crate) fn holds_a_page(&self) -> bool {
+        self.pending_bytes() >= u64::from(PAGE_GRANULES) * GRANULE
+    }
+
     /// Whether enough is held back to close a batch that is not full.
     pub(crate) fn holds_much(&self) -> bool {
         self.pending_bytes() >= PENDING_BYTES

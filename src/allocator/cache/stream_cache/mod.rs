@@ -479,8 +479,13 @@ impl Inner {
 
     /// Whom to ask about captures before the block in this life of it is freed, if its stream's handle is enough.
     /// Counted in [`asking`](Self::asking) until the answer is there.
+    #[inline(always)]
     pub(crate) fn ask_for(&mut self, node: Node, life: Life) -> Option<usize> {
-        self.live_in(node, life).filter(|_| self.raw != 0)?;
+        // A block that somebody owns is live, and so its stream is known.
+        let live = matches!(life, Life::Generation(_)) || self.live_in(node, life).is_some();
+        if !live || self.raw == 0 {
+            return None;
+        }
         self.asking += 1;
         Some(self.raw)
     }

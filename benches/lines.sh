@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Cache lines that a pair touches, on the simulator: lines of 64 bytes, data and code apart.
+#
+#   benches/lines.sh [--check]
+#
+# For `pair`, `pair_adopted` and `pair_default`, as benches/instructions.sh says what they are, lines `NAME.data N`,
+# `NAME.stack N` and `NAME.code N`: how many distinct lines a warm allocation and its free touch together, with the loop
+# around them, as valgrind's lackey traces them; those of the stack apart from other data. A cold pair waits for each.
+#
+# --check fails if a warm pair touches more lines than `most` says.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+check=
+case ${1-} in
+--check) check=1 ;;
+'') ;;
+*)
+    sed -n '2,4s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+    ;;
+esac
+command -v valgrind >/dev/null || {
+    echo "valgrind is not installed" >&2
+    exit 2
+}
+
+target=${CARGO_TARGET_DIR:-target}
+cargo build -q --release -p cualloc --example hot >&2
+CHECK=$check python3 -B - "$target/release/examples/hot" <<'END'
+import collections, os, re, subprocess, sys, tempfile
+
+# data, code: a pair's lines, its stack's apart.
+most = {"pair": (11, 16), "pair_adopted": (17, 18), "pair_default": (18, 18)}
+PAIRS = 20
+LINE = 64
+
+
+def trace(name):
+    """The pairs of a run, each as its accesses: kind, address, bytes."""
+    with tempfile.NamedTemporaryFile() as log:
+        run = ["valgrind", "--tool=lackey", "--trace-mem=yes", "--basic-counts=no", f"--log-file={log.name}"]
+        subprocess.run(run + [sys.argv[1], name, str(PAIRS)], check=True, stdout=subprocess.DEVNULL)
+        accesses = []
+        for line in open(log.name):
+            found = re.match(r"(I | [LSM]) +([0-9a-f]+),(\d+)$", line)
+            if found:
+                accesses.append((found[1].strip(), int(found[2], 16), int(found[3])))
+    return accesses
+
+
+def rounds(accesses):
+    """Splits a run where its commonest instructions begin a new round: those that every pair has once."""
+    counts = collections.Counter(address for kind, address, _ in accesses if kind == "I")
+    # As many pairs as were asked for, and those before them.
+    repeated = collections.Counter(n for n in counts.values() if n > 1000)
+    pairs = repeated.most_common(1)[0][0]
+    first = next(a for kind, a, _ in accesses if kind == "I" and counts[a] == pairs)
+    at = [i for i, (kind, a, _) in enumerate(accesses) if kind == "I" and a == first]
+    return [accesses[i:j] for i, j in zip(at, at[1:])]
+
+
+def lines(accesses, wanted):
+    found = set()
+    for kind, address, size in accesses:
+        if wanted(kind, address):
+            found.update(range(address // LINE, (address + size - 1) // LINE + 1))
+    return len(found)
+
+
+failed = False
+for name, (data, code) in most.items():
+    warm = rounds(trace(name))[-2]
+    on_stack = lambda address: address >> 32 == 0x1F
+    figures = {
+        "data": lines(warm, lambda kind, a: kind != "I" and not on_stack(a)),
+        "stack": lines(warm, lambda kind, a: kind != "I" and on_stack(a)),
+        "code": lines(warm, lambda kind, a: kind == "I"),
+    }
+    for what, figure in figures.items():
+        print(f"{name}.{what} {figure}")
+    for what, bound in (("data", data), ("code", code)):
+        if os.environ["CHECK"] and figures[what] > bound:
+            print(f"{name} touches {figures[what]} lines of {what}, more than {bound}", file=sys.stderr)
+            failed = True
+sys.exit(failed)
+END
