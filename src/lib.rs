@@ -16,9 +16,12 @@ pub mod buffer;
 pub mod column;
 pub mod driver;
 mod element;
+mod environment;
 pub mod error;
+mod event;
 mod locks;
 pub mod pool;
+pub mod record;
 pub mod resource;
 #[cfg(feature = "sim")]
 pub mod sim;
@@ -55,6 +58,7 @@ pub mod guide {
         experiments "../docs/experiments-2026-11.md"
         internals "../docs/internals.md"
         platforms "../docs/platforms.md"
+        recording "../docs/recording.md"
         safety "../docs/safety.md"
         security "../SECURITY.md"
         streams "../docs/streams.md"

@@ -14,6 +14,7 @@ mod source;
 mod workload;
 
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::record::{Recorder, Target};
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Config};
 use source::{Handles, Pointers, Stack, Typed, Workspaces};
@@ -75,6 +76,11 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
         "pair_after_capture" => {
             capture_and_end(allocator)?;
             pair(sim, &handles, count)?;
+        }
+        "pair_recorded" => {
+            let recorder = Recorder::start(Target::Memory)?;
+            pair(sim, &handles, count)?;
+            drop(recorder);
         }
         "pair_while_capturing" => {
             let other = Stream::new(&context)?;

@@ -113,6 +113,7 @@ impl Engine {
         let mut inner = cache.try_lock()?;
         let allocator = self.id;
         let taken = inner.take_anywhere(Owner { allocator, key }, small)?;
+        inner.tell_taken(&taken, small.requested);
         Some(Grant::small(cache, taken, small.granules))
     }
 
@@ -150,7 +151,7 @@ impl Engine {
         };
         let mut inner = cache.lock();
         inner.asking -= 1;
-        matches!(asked, Ok(false)) && inner.free_at_once(node, life)
+        matches!(asked, Ok(false)) && inner.free_seen(node, life)
     }
 
     /// [`hit`](Self::hit) at one address alone: where the block lay that the stream cache took back last of all with so
@@ -213,7 +214,15 @@ impl Engine {
 
     #[inline(never)]
     fn hit_small(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
-        let (cache, inner) = missed.0?;
+        let (cache, inner) = match missed.0 {
+            Some(missed) => missed,
+            // Nobody has asked the cache: a recording sees what it hands out.
+            None if process::is_recording() => {
+                let cache = thread::find(key)?;
+                (cache, Some(cache.lock()))
+            }
+            None => return None,
+        };
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, contended) = match inner {
             Some(mut inner) => {
