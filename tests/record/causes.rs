@@ -123,10 +123,11 @@ fn pieces_between_live_blocks() {
 fn work_that_is_pending() {
     let _alone = alone();
     let rig = Rig::new(Policy::Packed, SimConfig::default());
-    let limit = Config::new().limit(Some(6 << 20));
-    let allocator = rig.allocator_with(limit.views(false));
+    let allocator = rig.limited(6 * MIB);
     let (raw, other, capturing) = (RawStream::new(&rig), rig.stream(), rig.stream());
     leave_work(&allocator, &raw);
+    // Known, so that it is asked before anybody waits for the whole context.
+    drop(allocator.allocate(512, &capturing).unwrap());
     captured(&rig, capturing.raw(), || {
         let picture = refused(&allocator, 4 * MIB, &other);
         named(&picture, Cause::Pending);

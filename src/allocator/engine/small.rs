@@ -70,6 +70,17 @@ impl Engine {
         }
     }
 
+    /// [`hit`](Self::hit) while a recording runs.
+    #[inline(always)]
+    fn hit_seen(&self, key: u64, bytes: usize) -> Option<Grant> {
+        let request = unaligned(bytes)?;
+        let cache = thread::find(key)?;
+        let mut inner = cache.try_lock()?;
+        let taken = inner.take_anywhere(self.owner(key), request)?;
+        inner.tell_taken(&taken, request.requested);
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
     /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that handle lasts.
     #[inline(always)]
     pub(crate) fn hit_by_handle(
@@ -182,7 +193,11 @@ impl Engine {
             drop(missed);
             self.hit_watched(stream, bytes)
         } else {
-            self.hit_slowly(stream.id_at_hand(), bytes, missed)
+            let key = stream.id_at_hand();
+            let seen = process::is_recording()
+                .then(|| self.hit_seen(key, bytes))
+                .flatten();
+            seen.or_else(|| self.hit_slowly(key, bytes, missed))
         };
         if let Some(grant) = hit {
             return Ok(grant);
