@@ -3,11 +3,11 @@
 use crate::input::{self, InputError};
 use crate::options::{ExportOptions, FormatChoice};
 use crate::output::Output;
+use crate::sink::Sink;
 use crate::{Failure, Outcome, text};
 use cualloc::record::{Profile, Recording, Snapshot};
-use std::fs::OpenOptions;
-use std::io::{self, Write};
-use std::path::Path;
+use std::io;
+use std::path::PathBuf;
 
 /// What messages call stdout.
 const STDOUT: &str = "<stdout>";
@@ -21,12 +21,9 @@ enum ExportError {
         "{}: is no recording of cualloc, which this format is made of",
         text::file(path, input::STDIN)
     )]
-    NotARecording { path: std::path::PathBuf },
+    NotARecording { path: PathBuf },
     #[error("{}: cannot be written", text::file(path, STDOUT))]
-    Write {
-        path: std::path::PathBuf,
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
 }
 
 pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
@@ -67,7 +64,9 @@ fn export(options: &ExportOptions) -> Result<(), ExportError> {
             made(format, &recording)
         }
     };
-    write(&options.out, &bytes).map_err(|source| ExportError::Write {
+    let sink = Sink::create(&options.out);
+    let written = sink.and_then(|sink| sink.write(|writer| writer.write_all(&bytes)));
+    written.map_err(|source| ExportError::Write {
         path: options.out.clone(),
         source,
     })
@@ -81,30 +80,4 @@ fn made(format: FormatChoice, recording: &Recording) -> Vec<u8> {
         FormatChoice::Collapsed => Profile::of(recording).to_collapsed().into_bytes(),
         FormatChoice::Csv => Vec::new(),
     }
-}
-
-/// Writes the file anew, for its owner's eyes, in the place of what was there.
-fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    if text::is_standard(path) {
-        return io::stdout().lock().write_all(bytes);
-    }
-    let name = path
-        .file_name()
-        .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-    let mut beside = std::ffi::OsString::from(".");
-    beside.push(name);
-    beside.push(format!(".{}", std::process::id()));
-    let beside = path.with_file_name(beside);
-    let mut options = OpenOptions::new();
-    options.write(true).create_new(true);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let written = options
-        .open(&beside)
-        .and_then(|mut file| file.write_all(bytes))
-        .and_then(|()| std::fs::rename(&beside, path));
-    if written.is_err() {
-        let _ = std::fs::remove_file(&beside);
-    }
-    written
 }

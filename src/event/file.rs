@@ -89,6 +89,11 @@ pub(crate) fn chunk(kind: u32, number: u32, bytes: usize) -> [u8; CHUNK_HEADER] 
 /// is opened: the name is new, and [`replace`] puts the file in the place of whatever stands there.
 pub(crate) fn create_beside(path: &Path) -> io::Result<(File, PathBuf)> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let old = std::fs::symlink_metadata(path).map(|old| old.file_type());
+    if old.is_ok_and(|old| !old.is_file() && !old.is_symlink()) {
+        let why = "what stands there is neither a file nor a link";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    }
     let name = path
         .file_name()
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;

@@ -218,7 +218,7 @@ impl Reader<'_> {
     }
 
     /// What lies above the last mark, which goes as well.
-    fn to_mark(&mut self) -> Result<Vec<u32>, Fault> {
+    fn above_mark(&mut self) -> Result<Vec<u32>, Fault> {
         let is_mark = |entry: &Entry| matches!(entry, Entry::Mark);
         let mark = self.stack.iter().rposition(is_mark).ok_or(STACK)?;
         let values = self.stack.drain(mark..).skip(1);
@@ -312,7 +312,7 @@ impl Reader<'_> {
                 self.set(&[key, value])?;
             }
             b'u' => {
-                let values = self.to_mark()?;
+                let values = self.above_mark()?;
                 self.set(&values)?;
             }
             b'a' => {
@@ -320,16 +320,16 @@ impl Reader<'_> {
                 self.append(vec![value])?;
             }
             b'e' => {
-                let values = self.to_mark()?;
+                let values = self.above_mark()?;
                 self.append(values)?;
             }
             b'd' => {
-                let values = self.to_mark()?;
+                let values = self.above_mark()?;
                 self.push(Node::Dict(Vec::new(), 1))?;
                 self.set(&values)?;
             }
             b'l' | b't' => {
-                let values = self.to_mark()?;
+                let values = self.above_mark()?;
                 self.list(values)?;
             }
             0x85 => self.tuple(1)?,

@@ -5,6 +5,11 @@ use std::fmt::Write;
 use crate::allocator::{Allocator, Counter, PoolStats, Stats};
 use crate::error::memory::Bytes;
 
+/// Samples of one figure: further labels, and the value.
+type Samples = Vec<(String, String)>;
+/// A row of the summary: its name, the figure, and whether that is bytes.
+type Row = (&'static str, fn(&PoolStats) -> Counter, bool);
+
 /// The allocator's figures in the text format of OpenMetrics, all of one instant, for whoever serves them to
 /// Prometheus. Labels are the device and the allocator's number. Amounts are bytes where the name says so, else
 /// numbers; `cualloc_driver_calls_total` counts the calls of everything that uses the same driver.
@@ -25,12 +30,12 @@ pub fn metrics(allocator: &Allocator) -> String {
         }
     };
     let pools = [("small", &stats.small), ("large", &stats.large)];
-    let by_pool = |of: fn(&PoolStats) -> u64| -> Vec<(String, String)> {
+    let by_pool = |of: fn(&PoolStats) -> u64| -> Samples {
         let sample = |(name, pool)| (format!(",pool=\"{name}\""), of(pool).to_string());
         pools.into_iter().map(sample).collect()
     };
     let one = |value: u64| vec![(String::new(), value.to_string())];
-    let gauges: [(&str, &str, Vec<(String, String)>); 11] = [
+    let gauges: [(&str, &str, Samples); 11] = [
         (
             "allocated_bytes",
             "Bytes of live blocks, after rounding.",
@@ -131,7 +136,7 @@ pub fn metrics(allocator: &Allocator) -> String {
         add(name, "counter", help, &one(value));
     }
     let calls = allocator.driver_calls();
-    let calls: Vec<(String, String)> = calls
+    let calls: Samples = calls
         .iter()
         .map(|(name, count)| (format!(",call=\"{name}\""), count.to_string()))
         .collect();
@@ -150,7 +155,7 @@ pub fn summary(device: usize, stats: &Stats) -> String {
     let heads = ["", "now", "peak", "total added", "total gone"];
     let [name, now, peak, added, gone] = heads;
     let _ = writeln!(text, "{name:<24}{now:>13}{peak:>13}{added:>13}{gone:>13}");
-    let rows: [(&str, fn(&PoolStats) -> Counter, bool); 6] = [
+    let rows: [Row; 6] = [
         ("Allocated memory", |p| p.allocated, true),
         ("Requested memory", |p| p.requested, true),
         ("Active memory", |p| p.active, true),

@@ -311,6 +311,11 @@ fn a_file_has_everything_and_a_dump_what_the_rings_hold() {
         Recorder::start(Target::File(&missing)),
         Err(RecorderError::Io(_))
     ));
+    // A folder, or a device, stays what it is.
+    assert!(matches!(
+        Recorder::start(Target::File(folder.path())),
+        Err(RecorderError::Io(_))
+    ));
     // What failed to begin keeps nobody from beginning.
     drop(memory());
 }
