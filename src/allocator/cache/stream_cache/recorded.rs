@@ -44,7 +44,10 @@ impl Inner {
     /// [`free_at_once`](Inner::free_at_once) while a recording may run.
     #[inline]
     pub(crate) fn free_seen(&mut self, node: Node, life: Life) -> bool {
-        let live = self.live_in(node, life);
+        let live = match process::is_recording() {
+            true => self.live_in(node, life),
+            false => None,
+        };
         let freed = self.free_at_once(node, life);
         if freed && let Some(live) = live {
             let at = self.runs.address(node);
