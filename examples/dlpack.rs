@@ -1,4 +1,4 @@
-//! Device memory shared with another library as a DLPack tensor, and taken back from one.
+//! Device memory shared with another library as a DLPack tensor of four dimensions, and taken back from one.
 //!
 //! ```text
 //! cargo run --example dlpack --features sim
@@ -6,9 +6,10 @@
 
 use std::error::Error;
 
-use cualloc::column::{Column, Consumer, DlpackTensor, Producer};
 use cualloc::driver::Driver;
-use cualloc::{Allocator, Config};
+use cualloc::exchange::dlpack::DLManagedTensorVersioned;
+use cualloc::exchange::{Dlpack, Peer, Tensor};
+use cualloc::{Allocator, Config, DeviceBuffer};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let driver = Driver::load_or_simulate()?;
@@ -16,31 +17,33 @@ fn main() -> Result<(), Box<dyn Error>> {
     let allocator = Allocator::with_config(&context, Config::from_env()?)?;
     let (ours, theirs) = (allocator.create_stream()?, allocator.create_stream()?);
 
-    let values: Vec<f32> = (0..1000_u16).map(f32::from).collect();
-    let column = Column::from_slice(&allocator, &values, &ours)?;
-    let address = column.ptr();
+    let values: Vec<f32> = (0..8 * 3 * 14 * 14_u16).map(f32::from).collect();
+    let pixels = DeviceBuffer::from_slice(&allocator, &values, &ours)?;
+    let images = Tensor::from_buffer(pixels, &[8, 3, 14, 14])?;
+    let address = images.ptr();
 
     // The other library works on a stream of its own: that waits for ours, and the memory is not reused before
-    // it is done. What goes to the library is one pointer, a `DLManagedTensorVersioned *`.
-    let tensor = column.to_dlpack_versioned(&Consumer::Tracked(theirs.clone()))?;
-    drop(column);
+    // it is done. What goes to the library is one pointer.
+    let tensor = images.to_dlpack(&Peer::on(&theirs))?;
+    drop(images);
     assert!(
         allocator.stats().all.allocated.current > 0,
         "the tensor keeps the memory"
     );
-    let handed_over = tensor.into_raw().address();
+    let handed_over: *mut DLManagedTensorVersioned = tensor.into_raw();
 
     // What it would do: look at the tensor, and hand one back, here the same.
     // SAFETY: the pointer was made just now, and is owned by whoever has it.
-    let back = unsafe { DlpackTensor::from_raw_versioned(handed_over.cast()) }?;
+    let back = unsafe { Dlpack::from_raw(handed_over) }?;
     assert_eq!(back.tensor()?.data as u64, address);
 
-    let again = Column::from_dlpack(back, &ours, Producer::Stream(theirs.clone()))?;
-    assert_eq!((again.ptr(), again.rows()), (address, 1000));
+    let again = Tensor::from_dlpack(back, &ours, Peer::on(&theirs))?;
+    assert_eq!((again.ptr(), again.shape()), (address, &[8, 3, 14, 14][..]));
     assert!(
         !again.is_external(),
         "our own memory is known when it comes back"
     );
+    assert_eq!(again.as_slice::<f32>()?.to_vec()?, values);
     drop(again);
     allocator.close()?;
     println!(

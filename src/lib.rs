@@ -13,12 +13,12 @@ compile_error!("cualloc supports 64-bit targets only: the driver's API differs o
 pub mod allocator;
 mod block;
 pub mod buffer;
-pub mod column;
 pub mod driver;
-mod element;
+mod dtype;
 mod environment;
 pub mod error;
 mod event;
+pub mod exchange;
 mod locks;
 pub mod pool;
 pub mod record;

@@ -196,7 +196,7 @@ typedef struct cualloc_stats_t {
    */
   uint64_t driver_calls;
   /**
-   * Allocations served from memory at hand.
+   * Allocations served from cached memory.
    */
   uint64_t hits;
   /**

@@ -66,7 +66,7 @@ pub struct cualloc_stats_t {
     pub retries: u64,
     /// Calls of the driver so far, by everything in the process that uses this library.
     pub driver_calls: u64,
-    /// Allocations served from memory at hand.
+    /// Allocations served from cached memory.
     pub hits: u64,
     /// Allocations that needed memory from the driver, or failed.
     pub misses: u64,

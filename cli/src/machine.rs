@@ -4,7 +4,8 @@ use crate::options::{DeviceChoice, GlobalOptions};
 use crate::output::Output;
 use crate::{Failure, text};
 use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
-use cualloc::sim::{ConfigError, Mode, SimConfig, SimDevice, Simulator};
+use cualloc::error::ConfigError;
+use cualloc::sim::{Mode, SimConfig, SimDevice, Simulator};
 
 /// A device could not be had.
 #[derive(Debug, thiserror::Error)]

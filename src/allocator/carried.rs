@@ -7,6 +7,7 @@ use super::{Allocator, Config, Policy, Request};
 use crate::Block;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::uses::Use;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::{Context, Stream};
@@ -190,6 +191,43 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     rig.sim.complete_all();
     drop(row);
     rig.end()
+}
+
+/// An extent that was taken for a request is no block yet: the lock may be let go before it becomes one, and
+/// whoever looks meanwhile finds everything in order.
+#[test]
+fn a_taken_extent_is_no_block_yet() -> Outcome {
+    for policy in [Policy::Classic, Policy::Packed] {
+        let rig = Rig::new(Config::new().policy(policy).views(false))?;
+        let [a] = rig.streams()?;
+        // Too large for a cache of blocks that may come again.
+        let [kept, freed] = [
+            rig.allocator.allocate(48 * MIB, &a)?,
+            rig.allocator.allocate(48 * MIB, &a)?,
+        ];
+        let addr = freed.ptr();
+        drop((kept, freed));
+        rig.allocator.synchronize()?;
+        let request = Checked::new(32 * MIB, 1)?;
+        let mut heap = rig.allocator.engine().lock();
+        heap.empty_large_caches();
+        let stream = heap.streams.iter().next().ok_or("no stream")?.0;
+        let want = request.want(SpaceId::Large, stream);
+        let live = heap.stats.all.allocations.current;
+        let id = heap.take_near(&want, &[addr]).ok_or("not taken")?;
+        heap.check()?;
+        assert_eq!(heap.stats.all.allocations.current, live);
+        let cache = heap.cache_of(stream, 0);
+        let grant = heap.granted(id, stream, want.requested, cache);
+        heap.check()?;
+        assert_eq!(heap.stats.all.allocations.current, live + 1);
+        let id = grant.place.record().ok_or("no record")?;
+        heap.free(id);
+        heap.check()?;
+        drop(heap);
+        rig.end()?;
+    }
+    Ok(())
 }
 
 /// Memory that became one piece is in use as long as any part of it.

@@ -48,7 +48,7 @@ pub struct Config {
     /// persistent kernel, a dependent launch before its wait) is outside what views promise.
     pub views: bool,
     /// Whether every call asks from the start if its stream is being captured. Off by default: then
-    /// blocks of up to 64 KiB that are at hand are given out and taken back without a call of the
+    /// cached blocks of up to 64 KiB are given out and taken back without a call of the
     /// driver until the process is seen to capture streams, by
     /// [`begin_capture`](crate::driver::Stream::begin_capture) or by any call that asks anyway
     /// (for larger blocks, for more memory, at markers). For programs that begin captures through

@@ -167,7 +167,7 @@ pub struct Stats {
     pub small: PoolStats,
     /// The large pool.
     pub large: PoolStats,
-    /// Allocations served from memory at hand.
+    /// Allocations served from cached memory.
     pub hits: u64,
     /// Allocations that needed memory from the driver, or failed.
     pub misses: u64,

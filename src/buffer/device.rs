@@ -62,7 +62,7 @@ use crate::error::{Error, InvalidArgument, Refused};
 pub struct DeviceBuffer<T: DeviceCopy> {
     /// None if there are no bytes.
     memory: Option<Memory>,
-    /// Where the memory begins, for kernels that take the buffer; 0 without memory.
+    /// The address of the first byte, for kernels that take the buffer; 0 without memory.
     ptr: sys::CUdeviceptr,
     len: usize,
     elements: PhantomData<T>,
@@ -108,7 +108,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(DeviceBuffer::new(Some(memory), bytes / size))
     }
 
-    /// [`uninit`](Self::uninit) from memory that is at hand, or not at all.
+    /// [`uninit`](Self::uninit) from cached memory, or not at all.
     pub(crate) fn uninit_cached(
         from: &impl Source,
         len: usize,
@@ -227,7 +227,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// A buffer of the first `len` elements of a resource's block that is as large, at home on the stream that it
-    /// was allocated on.
+    /// was allocated on. The resource sees by itself when that stream is retired.
     #[inline]
     pub(crate) fn of_resource(
         resource: Arc<dyn MemoryResource>,
@@ -236,8 +236,18 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         len: usize,
     ) -> Self {
         let id = block.id().stream_id();
-        let owner = Owner::Resource(Box::new(Lent { resource, block }));
+        let owner = Owner::Resource(Lent { resource, block });
         Self::new(Some(Memory::new(owner, stream.clone(), id)), len)
+    }
+
+    /// The memory; none if there are no bytes.
+    pub(crate) fn into_memory(self) -> Option<Memory> {
+        self.memory
+    }
+
+    /// Memory in which so many elements are.
+    pub(crate) fn from_memory(memory: Memory, len: usize) -> Self {
+        Self::new(Some(memory), len)
     }
 
     /// The home with its id, and the resource's block.

@@ -33,7 +33,7 @@ use super::pinned::PinnedBuffer;
 pub struct CopyInFlight<T: DeviceCopy> {
     /// None once the future was ready.
     host: Option<PinnedBuffer<T>>,
-    /// What wakes the task, once the driver was asked to.
+    /// The waker of the task that awaits the copy, once the driver was asked to wake it.
     woken: Option<Arc<Job>>,
 }
 

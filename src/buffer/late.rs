@@ -1,4 +1,5 @@
-//! Streams that a failure left unordered with the home of a memory they were given work on.
+//! Streams that the home of a memory has to wait for: a failure left them unordered with it, or they may use the
+//! memory until it goes, and nobody else keeps a record of it.
 //!
 //! There are hardly ever any, so they are not kept in the memory, which has only a flag of them.
 
@@ -28,16 +29,19 @@ pub(super) struct Late {
     of: Key,
     number: u64,
     pub stream: Stream,
-    /// For the per-thread default stream this is the one of the thread that used it.
+    /// The stream's id; of a per-thread default stream that of the thread which used it.
     pub id: u64,
+    /// Whether it may be given work until the memory goes: only then it is ordered.
+    pub lasting: bool,
 }
 
 /// Notes a stream; the flag is that of the memory.
-pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64) {
+pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64, lasting: bool) {
     let mut list = process::lock(&LATE);
     list.noted += 1;
     let number = list.noted;
-    match list.all.iter_mut().find(|it| (it.of, it.id) == (of, id)) {
+    let same = |it: &&mut Late| (it.of, it.id, it.lasting) == (of, id, lasting);
+    match list.all.iter_mut().find(same) {
         // It is to be ordered anew, even if somebody is about to order what it was given before.
         Some(known) => known.number = number,
         None => list.all.push(Late {
@@ -45,6 +49,7 @@ pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64) {
             number,
             stream: stream.clone(),
             id,
+            lasting,
         }),
     }
     flag.store(true, Ordering::Release);

@@ -75,6 +75,6 @@ pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
-pub(crate) use order::end_of;
+pub(crate) use order::Memory;
+pub(crate) use owner::{Foreign, Owner};
 pub(crate) use pinned::{HostBlock, HostPool, host_bytes};
-pub(crate) use staging::{CHUNK, Staging, keep};

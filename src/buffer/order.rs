@@ -7,6 +7,7 @@
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::allocator::{Block, Request};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
@@ -22,11 +23,17 @@ use crate::error::{Error, Refused, StreamMisuse};
 pub(crate) struct Memory {
     owner: ManuallyDrop<Owner>,
     stream: ManuallyDrop<Stream>,
-    /// For the per-thread default stream this is the one of the thread that allocated.
+    /// The id of the home stream; of a per-thread default stream that of the thread which allocated.
     stream_id: u64,
-    /// Streams were given work on the block that the home does not wait for: see [`late`].
+    /// There are streams that the home has to wait for: see [`late`].
     astray: AtomicBool,
+    /// Several owners submit to it, whom no borrow keeps apart: a tensor, and those made of its exports.
+    shared: bool,
 }
+
+/// Held while work on shared memory is queued. Not counted as a lock that is held: whoever queues next waits for
+/// the driver's calls of this one in any case.
+static TURN: Mutex<()> = Mutex::new(());
 
 impl Memory {
     /// Asks a resource for memory. An allocator's block goes back to it without a detour.
@@ -39,10 +46,11 @@ impl Memory {
         let stream_id = stream.id()?;
         let owner = match from.as_allocator() {
             Some(allocator) => Owner::Block(allocator.allocate_with(request, stream)?),
-            None => Owner::Resource(Box::new(Lent {
-                block: from.allocate_block(&request, stream)?,
-                resource: from.shared(),
-            })),
+            None => {
+                let block = from.allocate_block(&request, stream)?;
+                let resource = from.shared();
+                Owner::Resource(Lent { resource, block })
+            }
         };
         Ok(Memory::new(owner, stream.clone(), stream_id))
     }
@@ -54,22 +62,29 @@ impl Memory {
             stream: ManuallyDrop::new(stream),
             stream_id,
             astray: AtomicBool::new(false),
+            shared: false,
         }
     }
 
-    pub(super) fn owner(&self) -> &Owner {
+    /// The same memory, with several owners or one.
+    pub(crate) fn shared(mut self, shared: bool) -> Memory {
+        self.shared = shared;
+        self
+    }
+
+    pub(crate) fn owner(&self) -> &Owner {
         &self.owner
     }
 
-    pub(super) fn ptr(&self) -> sys::CUdeviceptr {
+    pub(crate) fn ptr(&self) -> sys::CUdeviceptr {
         self.owner.ptr()
     }
 
-    pub(super) fn stream(&self) -> &Stream {
+    pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    pub(super) fn stream_id(&self) -> u64 {
+    pub(crate) fn stream_id(&self) -> u64 {
         self.stream_id
     }
 
@@ -113,22 +128,24 @@ impl Memory {
         if id != self.stream_id {
             capture::refuse_capture(&self.stream)?;
         }
-        self.catch_up()
+        self.catch_up(false)
     }
 
-    /// Lets the home wait for the streams that an earlier failure left unordered with it.
+    /// Lets the home wait for the streams that an earlier failure left unordered with it; before the memory goes
+    /// also for those that may use it until then.
     #[inline]
-    fn catch_up(&self) -> Result<(), Error> {
+    fn catch_up(&self, last: bool) -> Result<(), Error> {
         if self.astray.load(Ordering::Acquire) {
-            self.make_up_for_all()?;
+            self.make_up_for_all(last)?;
         }
         Ok(())
     }
 
     #[cold]
-    fn make_up_for_all(&self) -> Result<(), Error> {
+    fn make_up_for_all(&self, last: bool) -> Result<(), Error> {
         self.at_home()?;
-        for late in late::all_of(self.key()) {
+        let all = late::all_of(self.key()).into_iter();
+        for late in all.filter(|late| last || !late.lasting) {
             self.make_up_for(&late)?;
             late::made_up(&self.astray, &late);
         }
@@ -169,7 +186,7 @@ impl Memory {
     }
 
     /// Lets later work of `stream` come after everything done to the memory so far.
-    pub(super) fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
+    pub(crate) fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
         self.admit(stream, id)?;
         self.prepare(access)?;
@@ -180,7 +197,7 @@ impl Memory {
     }
 
     /// Lets everything done to the memory from now on come after the work of `stream` so far.
-    pub(super) fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
+    pub(crate) fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
         match self.admit(stream, id) {
             Ok(()) => self.join(stream, id, access),
@@ -190,7 +207,7 @@ impl Memory {
             }
             Err(error) => {
                 // The caller says that there is work: it must not lose its memory.
-                self.note_late(stream, id);
+                self.note_late(stream, id, false);
                 Err(error)
             }
         }
@@ -201,13 +218,13 @@ impl Memory {
     fn join(&self, stream: &Stream, id: u64, access: Access) -> Result<(), Error> {
         if id != self.stream_id {
             self.let_home_wait(stream)
-                .inspect_err(|_| self.note_late(stream, id))?;
+                .inspect_err(|_| self.note_late(stream, id, false))?;
         }
         self.finish(access)
     }
 
     /// Says that `stream` uses the memory until it is freed, or with `now` that it did and will not again.
-    pub(super) fn record(&self, stream: &Stream, now: bool) -> Result<(), Error> {
+    pub(crate) fn record(&self, stream: &Stream, now: bool) -> Result<(), Error> {
         if self.owner.record(stream, now)? {
             return Ok(());
         }
@@ -220,7 +237,7 @@ impl Memory {
             return self.join(stream, id, Access::ReadWrite);
         }
         // The home waits for it before the memory goes.
-        self.note_late(stream, id);
+        self.note_late(stream, id, true);
         Ok(())
     }
 
@@ -236,8 +253,8 @@ impl Memory {
     }
 
     #[cold]
-    fn note_late(&self, stream: &Stream, id: u64) {
-        late::note(&self.astray, self.key(), stream, id);
+    fn note_late(&self, stream: &Stream, id: u64, lasting: bool) {
+        late::note(&self.astray, self.key(), stream, id, lasting);
     }
 
     /// Where events for its order come from.
@@ -251,7 +268,7 @@ impl Memory {
 
     /// Tells whoever takes the memory back what it must know before.
     fn tell_uses(&self) -> Result<(), Error> {
-        self.catch_up()?;
+        self.catch_up(true)?;
         // A retired stream was promised to get no more work, but operations on the buffer may have
         // given it some. To the allocator it is a new stream then.
         if self.owner.is_retired() {
@@ -301,10 +318,31 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
+impl Memory {
+    /// Gives the memory back after all work of these contexts, for which the host waits, or else whoever takes the
+    /// memory back.
+    pub(crate) fn end_after(self, mut contexts: Vec<Context>) {
+        let wait = |context: &Context| order::wait_until_idle(context);
+        // A refusal may be over at once.
+        contexts.retain(|context| wait(context).or_else(|_| wait(context)).is_err());
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: it is not dropped.
+        unsafe { this.end(contexts) }
+    }
+
+    /// # Safety
+    /// This is the drop, or there is none.
+    unsafe fn end(&mut self, contexts: Vec<Context>) {
         if process::is_gone() {
             // In a forked child a lock may be held by a thread that does not exist there.
+            return;
+        }
+        if !*self.astray.get_mut() && self.owner.end_at_once() {
+            // SAFETY: this is the drop, and the memory is not the owner's any more; it goes before its stream.
+            unsafe {
+                ManuallyDrop::drop(&mut self.owner);
+                ManuallyDrop::drop(&mut self.stream);
+            }
             return;
         }
         let told = self.tell_uses();
@@ -312,15 +350,22 @@ impl Drop for Memory {
             true => late::take_all_of(self.key()),
             false => Vec::new(),
         };
-        // SAFETY: this is the drop, so the owner is used no more.
+        // SAFETY: by the caller's contract the owner is used no more.
         let owner = unsafe { ManuallyDrop::take(&mut self.owner) };
-        if told.is_err() {
-            owner.end_after(&self.stream, &late);
+        if told.is_err() || !contexts.is_empty() {
+            owner.end_after(&self.stream, &late, contexts);
         } else {
             owner.end();
         }
         // SAFETY: as above; memory goes before its stream.
         unsafe { ManuallyDrop::drop(&mut self.stream) };
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: this is the drop.
+        unsafe { self.end(Vec::new()) }
     }
 }
 
@@ -349,6 +394,11 @@ pub(super) fn submit(
 ) -> Result<(), Failed> {
     let before = |error: DriverError| Failed::Before(error.into());
     let id = stream.id().map_err(before)?;
+    let _turn = match used.iter().any(|memory| memory.shared) {
+        true if process::is_forked_child() => return Err(Failed::Before(Error::ForkedChild)),
+        true => Some(TURN.lock().unwrap_or_else(PoisonError::into_inner)),
+        false => None,
+    };
     for memory in used {
         let ready = memory.admit(stream, id);
         let ready = ready.and_then(|()| memory.prepare(Access::ReadWrite));

@@ -4,11 +4,9 @@ use std::sync::{Arc, LazyLock};
 
 use crate::allocator::{Block, User};
 use crate::block::BlockId;
-use crate::driver::{Stream, StreamKind, sys};
+use crate::driver::{Context, Stream, StreamKind, sys};
 use crate::error::{Error, Refused};
-use crate::resource::{
-    MemoryResource, RawBlock, UseTracking, allocator_under, give_back, identity_of, is_retired,
-};
+use crate::resource::{MemoryResource, RawBlock, UseTracking, give_back, identity_of, is_retired};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
@@ -19,7 +17,7 @@ pub(crate) enum Owner {
     /// An allocator, with nothing in between.
     Block(Block),
     /// Any other resource.
-    Resource(Box<Lent>),
+    Resource(Lent),
     /// Somebody else, whose drop releases the memory.
     Foreign(Box<Foreign>),
 }
@@ -49,7 +47,7 @@ impl Owner {
     }
 
     /// The block's identity; none of memory of others.
-    pub(super) fn identity(&self, stream: u64) -> Option<BlockId> {
+    pub(crate) fn identity(&self, stream: u64) -> Option<BlockId> {
         match self {
             Owner::Block(block) => Some(identity_of(block, stream)),
             Owner::Resource(lent) => Some(lent.block.id()),
@@ -59,19 +57,19 @@ impl Owner {
 
     /// What streams that are late for the memory are kept under.
     pub(super) fn key(&self) -> late::Key {
-        let source = match self {
-            Owner::Block(block) => block.engine().id,
-            Owner::Resource(lent) => lent.block.id().source(),
-            Owner::Foreign(_) => 0,
-        };
-        (source, self.ptr())
+        match self {
+            Owner::Block(block) => (block.engine().id, block.ptr()),
+            Owner::Resource(lent) => (lent.block.id().source(), lent.block.ptr()),
+            // Of others' memory there may be several owners in one place.
+            Owner::Foreign(foreign) => (0, std::ptr::from_ref(&**foreign).addr() as u64),
+        }
     }
 
     /// Whether whoever takes the memory back can do so now, as far as the host can tell.
     pub(super) fn usable(&self) -> Result<(), Error> {
         match self {
             Owner::Block(block) => block.engine().usable(),
-            Owner::Resource(lent) => match allocator_under(&*lent.resource) {
+            Owner::Resource(lent) => match (*lent.resource).allocator_under() {
                 Some(allocator) => allocator.engine().usable(),
                 None => Ok(()),
             },
@@ -83,7 +81,7 @@ impl Owner {
     pub(super) fn events(&self) -> &EventPools {
         match self {
             Owner::Block(block) => &block.engine().events,
-            Owner::Resource(lent) => match allocator_under(&*lent.resource) {
+            Owner::Resource(lent) => match (*lent.resource).allocator_under() {
                 Some(allocator) => &allocator.engine().events,
                 None => &EVENTS,
             },
@@ -107,7 +105,9 @@ impl Owner {
     pub(super) fn is_retired(&self) -> bool {
         match self {
             Owner::Block(block) => block.stream_retired(),
-            Owner::Resource(lent) => is_retired(&*lent.resource, &lent.block),
+            Owner::Resource(lent) => (*lent.resource)
+                .allocator_under()
+                .is_some_and(|allocator| is_retired(allocator, &lent.block)),
             Owner::Foreign(_) => false,
         }
     }
@@ -136,16 +136,25 @@ impl Owner {
         match self {
             Owner::Block(block) => block.free().map_err(|failed| failed.map(Owner::Block)),
             Owner::Resource(lent) => {
-                let Lent { resource, block } = *lent;
+                let Lent { resource, block } = lent;
                 let freed = resource.deallocate_block(block);
-                freed.map_err(|failed| {
-                    failed.map(|block| Owner::Resource(Box::new(Lent { resource, block })))
-                })
+                freed
+                    .map_err(|failed| failed.map(|block| Owner::Resource(Lent { resource, block })))
             }
             Owner::Foreign(foreign) => {
                 drop(foreign);
                 Ok(())
             }
+        }
+    }
+
+    /// Gives the memory back, if its resource takes it without a look at anything else. False, with the memory as it
+    /// was, if not.
+    #[inline]
+    pub(super) fn end_at_once(&mut self) -> bool {
+        match self {
+            Owner::Resource(lent) => (*lent.resource).take_back_at_once(&mut lent.block),
+            Owner::Block(_) | Owner::Foreign(_) => false,
         }
     }
 
@@ -155,16 +164,17 @@ impl Owner {
         match self {
             Owner::Block(block) => drop(block),
             Owner::Resource(lent) => {
-                let Lent { resource, block } = *lent;
+                let Lent { resource, block } = lent;
                 give_back(&*resource, block, "a dropped buffer leaks");
             }
             Owner::Foreign(foreign) => drop(foreign),
         }
     }
 
-    /// As [`end`](Self::end), when the home does not wait for all of these streams, or is one of them.
+    /// As [`end`](Self::end), when the home does not wait for all of these streams, or is one of them, nor for
+    /// these contexts.
     #[cold]
-    pub(super) fn end_after(self, home: &Stream, late: &[Late]) {
+    pub(super) fn end_after(self, home: &Stream, late: &[Late], contexts: Vec<Context>) {
         let mut users: Vec<&Stream> = late.iter().map(|late| &late.stream).collect();
         if self.is_retired() {
             users.push(home);
@@ -172,10 +182,16 @@ impl Owner {
         match self {
             // A refusal may be over at once; if not, a later call of the allocator tries again.
             Owner::Block(block) => {
-                let users: Vec<User> = users.into_iter().map(User::of).collect();
+                let mut users: Vec<User> = users.into_iter().map(User::of).collect();
+                users.extend(contexts.into_iter().map(User::Context));
                 block.drop_after(users);
             }
-            other if users.iter().all(|user| other.outlasts(user)) => other.end(),
+            other
+                if users.iter().all(|user| other.outlasts(user))
+                    && contexts.iter().all(|it| order::wait_until_idle(it).is_ok()) =>
+            {
+                other.end();
+            }
             other => {
                 log::error!(
                     "memory at {:#x} is never freed: its last use cannot be waited for",

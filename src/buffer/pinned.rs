@@ -72,6 +72,16 @@ impl HostBlock {
         self.memory.as_ref().map_or(0, HostAllocation::bytes)
     }
 
+    /// The context that it was allocated in; none if there are no bytes.
+    pub fn context(&self) -> Option<&Context> {
+        self.memory.as_ref().map(HostAllocation::context)
+    }
+
+    /// Where events for the order of its uses come from.
+    pub fn events(&self) -> &EventPools {
+        &self.events
+    }
+
     /// Whether work may use it that is not known to be over.
     pub fn is_busy(&self) -> bool {
         self.is_lost() || !self.uses.is_empty()
@@ -218,7 +228,7 @@ impl Drop for HostBlock {
 /// [`PinnedPool`](crate::pool::PinnedPool), to which it goes back when it is dropped. Without a pool its drop
 /// frees the memory, which may wait for the device. `Send` and `Sync`.
 pub struct PinnedBuffer<T: DeviceCopy> {
-    pub(super) block: HostBlock,
+    pub(crate) block: HostBlock,
     len: usize,
     elements: PhantomData<T>,
 }

@@ -27,7 +27,7 @@ pub struct DeviceSlice<'a, T: DeviceCopy> {
 /// A part of a [`DeviceBuffer`](super::DeviceBuffer), for writing: what `&mut [T]` is to a `Vec`.
 /// `Send` and `Sync`.
 pub struct DeviceSliceMut<'a, T: DeviceCopy> {
-    /// The same part; the exclusive borrow is what this type adds.
+    /// The part as it is read; this type adds that the borrow is exclusive.
     part: DeviceSlice<'a, T>,
     exclusive: PhantomData<&'a mut [T]>,
 }
@@ -41,7 +41,7 @@ impl<T: DeviceCopy> Clone for DeviceSlice<'_, T> {
 impl<T: DeviceCopy> Copy for DeviceSlice<'_, T> {}
 
 impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
-    pub(super) fn new(memory: Option<&'a Memory>, ptr: sys::CUdeviceptr, len: usize) -> Self {
+    pub(crate) fn new(memory: Option<&'a Memory>, ptr: sys::CUdeviceptr, len: usize) -> Self {
         DeviceSlice {
             memory,
             ptr,
@@ -273,7 +273,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
 impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// # Safety
     /// Nothing else may use the part while the result lives.
-    pub(super) unsafe fn new(part: DeviceSlice<'a, T>) -> Self {
+    pub(crate) unsafe fn new(part: DeviceSlice<'a, T>) -> Self {
         DeviceSliceMut {
             part,
             exclusive: PhantomData,

@@ -27,7 +27,7 @@ pub struct MemoryProperties {
 }
 
 impl MemoryProperties {
-    /// Everything that the device supports and that costs nothing: exportable as a POSIX file
+    /// What the device supports of these, and costs nothing on drivers of today: exportable as a POSIX file
     /// descriptor, and ready for GPUDirect RDMA.
     pub fn for_device(device: &Device) -> Result<MemoryProperties, DriverError> {
         let posix = device.supports(

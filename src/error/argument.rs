@@ -1,6 +1,6 @@
 //! Arguments and streams that a call cannot take.
 
-use crate::element::ElementType;
+use crate::dtype::DType;
 
 /// Why an argument cannot be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -71,19 +71,30 @@ pub enum InvalidArgument {
     #[error("elements of type {found}, not {expected}")]
     DType {
         /// The type asked for.
-        expected: ElementType,
+        expected: DType,
         /// The type they are of.
-        found: ElementType,
+        found: DType,
     },
+    /// More dimensions than a tensor can have, or another number than the one of a column.
+    #[error("{found} dimensions where {most} are the bound")]
+    Dimensions {
+        /// Dimensions given.
+        found: usize,
+        /// Dimensions that are possible.
+        most: usize,
+    },
+    /// Elements that do not follow each other, where they have to.
+    #[error("the elements do not follow each other")]
+    Strided,
     /// A column of a table whose type is not its field's.
     #[error("column {index} is {found}, its field {expected}")]
     FieldType {
         /// Position of the column.
         index: usize,
         /// The field's type.
-        expected: ElementType,
+        expected: DType,
         /// The column's.
-        found: ElementType,
+        found: DType,
     },
     /// A table whose number of columns is not its schema's.
     #[error("{columns} columns for a schema of {fields}")]

@@ -32,4 +32,24 @@ pub enum ConfigError {
     /// The environment variable is not Unicode.
     #[error("the environment variable CUALLOC_CONFIG is not Unicode")]
     NotUnicode,
+    /// More devices of a simulator than the 64 that are possible.
+    #[error("{count} devices asked for, at most 64 are possible")]
+    TooManyDevices {
+        /// How many were asked for.
+        count: usize,
+    },
+    /// The granularity of a simulated device is not a power of two, or below 4 KiB.
+    #[error("granularity {granularity} of device {device} is not a power of two of at least 4096")]
+    Granularity {
+        /// The device's ordinal.
+        device: usize,
+        /// What was asked for, in bytes.
+        granularity: u64,
+    },
+    /// A driver function that the simulator does not have.
+    #[error("no driver function is named {name}")]
+    UnknownFunction {
+        /// What was asked for.
+        name: String,
+    },
 }

@@ -18,7 +18,7 @@ pub enum ImportFault {
         /// Minor version.
         minor: u32,
     },
-    /// Memory that is no CUDA device memory.
+    /// Memory that is neither a CUDA device's nor page-locked for one.
     #[error("the memory is of device type {device_type}, not CUDA")]
     DeviceType {
         /// The type's number.
@@ -32,30 +32,30 @@ pub enum ImportFault {
         /// Ordinal that the structure names.
         actual: i64,
     },
-    /// Not one dimension.
-    #[error("{ndim} dimensions, not 1")]
+    /// A negative number of dimensions, or more than 32.
+    #[error("{ndim} dimensions")]
     Dimensions {
         /// Dimensions.
         ndim: i32,
     },
-    /// A tensor with a dimension but without a shape.
+    /// A tensor with dimensions but without a shape.
     #[error("no shape")]
     NoShape,
-    /// A negative number of rows, or so many that their bytes overflow.
-    #[error("{rows} is not a valid number of rows")]
-    Rows {
-        /// Rows.
-        rows: i64,
+    /// A negative length of a dimension, or one with which the bytes of the elements overflow.
+    #[error("{length} is not a valid length")]
+    Length {
+        /// Elements of the dimension.
+        length: i64,
     },
-    /// Elements that do not follow each other.
-    #[error("a stride of {stride} elements, not 1")]
+    /// A distance of elements that leads out of the address space.
+    #[error("a stride of {stride} elements is not valid")]
     Stride {
         /// Elements.
         stride: i64,
     },
-    /// An element type that columns do not have.
+    /// An element type that tensors do not have.
     #[error("element type with code {code}, {bits} bits, {lanes} lanes")]
-    ElementType {
+    DType {
         /// DLPack's code.
         code: u8,
         /// Bits of a lane.
@@ -97,11 +97,11 @@ pub enum ImportFault {
         /// Bytes of the memory.
         memory: usize,
     },
-    /// No memory, though there are rows.
-    #[error("{rows} rows without memory")]
+    /// No memory, though there are elements.
+    #[error("{elements} elements without memory")]
     NoData {
-        /// Rows.
-        rows: usize,
+        /// Elements.
+        elements: usize,
     },
     /// Another number of buffers than the two of a primitive array.
     #[error("{buffers} buffers, not 2")]

@@ -96,7 +96,8 @@ pub struct OutOfMemory {
     pub driver_free: Option<u64>,
     /// Total of the device by the driver's account, if it could be asked.
     pub driver_total: Option<u64>,
-    /// The driver's refusal, or else a failure of it that sent the request another way, if one came.
+    /// The driver's refusal of memory; else an earlier failure of the driver, after which the request was tried by
+    /// other steps; none if there was neither.
     pub driver: Option<DriverError>,
 }
 

@@ -34,7 +34,7 @@ pub(super) struct Inner {
 #[derive(Default)]
 struct Blocks {
     live: HashMap<u64, Block>,
-    /// Those, and such as are kept until they can be freed.
+    /// The number of live blocks, and of blocks that are kept until they can be freed.
     number: Counter,
     /// Their bytes, as they were asked for.
     requested: Counter,

@@ -24,6 +24,7 @@ mod driver_pool;
 mod driver_pool_config;
 mod histogram;
 mod pinned;
+mod recent;
 mod report;
 mod slabs;
 mod surplus;
@@ -95,6 +96,13 @@ fn wait_for(context: &Context) -> Result<(), Error> {
 /// Refuses a stream that is being captured, or of another driver than the pool's, or of another device.
 #[inline]
 fn admit(stream: &Stream, home: &Context) -> Result<(), Error> {
+    same_device(stream, home)?;
+    capture::refuse_capture(stream)
+}
+
+/// Refuses a stream of another driver than the pool's, or of another device.
+#[inline]
+fn same_device(stream: &Stream, home: &Context) -> Result<(), Error> {
     if !home.driver().same_library(stream.context().driver()) {
         return Err(Error::Stream(StreamMisuse::ForeignDriver));
     }
@@ -106,5 +114,5 @@ fn admit(stream: &Stream, home: &Context) -> Result<(), Error> {
             found: other,
         });
     }
-    capture::refuse_capture(stream)
+    Ok(())
 }

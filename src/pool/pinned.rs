@@ -117,7 +117,7 @@ struct State {
     free: Vec<HostBlock>,
     /// Blocks that work may still use, to be kept afterwards or freed.
     waiting: Vec<HostBlock>,
-    /// Of this generation: blocks in use, their bytes, and the bytes of all.
+    /// Figures of this generation: blocks in use, their bytes, and the bytes of all blocks.
     blocks: Counter,
     used: Counter,
     reserved: Counter,

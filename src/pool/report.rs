@@ -49,7 +49,7 @@ impl Fragmentation {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct PoolReport {
-    /// What is held and handed out.
+    /// The bytes held, and the blocks handed out.
     pub usage: Usage,
     /// Allocations since the start.
     pub allocations: u64,

@@ -2,12 +2,12 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::HashMap;
-
-use crate::allocator::{Block, Mixed};
+use crate::allocator::Block;
 use crate::block::BlockId;
 use crate::driver::sys;
 use crate::resource::identity_of;
+
+use super::recent::Recent;
 
 /// Sizes of which an empty list is kept.
 const KEPT_SIZES: usize = 64;
@@ -26,7 +26,7 @@ pub(super) struct Slab {
     pub retirements: u64,
     /// The name of the lease, none of which is used again; 0 without one.
     generation: u64,
-    /// Bytes that the lease was asked for with.
+    /// The bytes that the lease was asked for with.
     requested: usize,
     /// Whether other streams than its own use the lease.
     pub shared: bool,
@@ -54,7 +54,7 @@ pub(super) struct Returned {
 pub(super) struct Slabs {
     all: Vec<Slab>,
     vacant: Vec<u32>,
-    idle: HashMap<usize, Vec<(u64, u32)>, Mixed>,
+    idle: Recent<usize, Vec<(u64, u32)>>,
     /// Leases so far.
     leases: u64,
 }
@@ -70,7 +70,7 @@ impl Slabs {
     /// Takes the slab of a size that was returned last on a stream from its list.
     #[inline(always)]
     pub fn take(&mut self, stream: u64, bytes: usize) -> Option<u32> {
-        let places = self.idle.get_mut(&bytes)?;
+        let places = self.idle.get(&bytes)?;
         let (owner, _) = places.last()?;
         let (_, place) = if *owner == stream {
             places.pop()?
@@ -86,15 +86,15 @@ impl Slabs {
     }
 
     /// Keeps a slab as an idle one, unless there are as many of its size as the cap says.
-    #[inline]
+    #[inline(always)]
     pub fn give(&mut self, place: u32, cap: usize) -> bool {
         let Slab { bytes, stream, .. } = self.all[place as usize];
-        let places = self.idle.entry(bytes).or_default();
-        let keeps = places.len() < cap;
-        if keeps {
-            places.push((stream, place));
+        match self.idle.get(&bytes) {
+            Some(places) if places.len() >= cap => return false,
+            Some(places) => places.push((stream, place)),
+            None => self.idle.insert(bytes, vec![(stream, place)]),
         }
-        keeps
+        true
     }
 
     /// Whether there is room for another slab.
@@ -127,7 +127,7 @@ impl Slabs {
     }
 
     /// A slab goes on lease: its address, and the lease's name.
-    #[inline]
+    #[inline(always)]
     pub fn hand_out(&mut self, place: u32, requested: usize) -> (sys::CUdeviceptr, u64) {
         self.leases += 1;
         let generation = self.leases * PLACES + u64::from(place);
@@ -138,7 +138,7 @@ impl Slabs {
     }
 
     /// The slab of a lease that is not over.
-    #[inline]
+    #[inline(always)]
     pub fn leased(&mut self, generation: u64) -> Option<&mut Slab> {
         let place = generation % PLACES;
         let slab = self.all.get_mut(place as usize)?;
@@ -146,7 +146,7 @@ impl Slabs {
     }
 
     /// Ends a lease: its place, and what it was.
-    #[inline]
+    #[inline(always)]
     pub fn returned(&mut self, generation: u64) -> Option<(u32, Returned)> {
         let slab = self.leased(generation)?;
         slab.generation = 0;

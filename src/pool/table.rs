@@ -4,12 +4,14 @@
 #![forbid(unsafe_code)]
 
 use std::any::TypeId;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::hash::BuildHasher;
 
 use crate::allocator::Mixed;
 use crate::driver::{process, sys};
 use crate::locks::lock::Lock;
+
+use super::recent::Recent;
 
 /// Independently locked parts of a table.
 const SHARDS: usize = 16;
@@ -42,14 +44,28 @@ pub(super) type Key = (u64, usize);
 #[derive(Clone, Copy)]
 pub(super) struct Live {
     pub address: sys::CUdeviceptr,
-    /// With what it is remembered when it is returned.
+    /// The stream and the bytes under which the address is remembered when the block is returned.
     pub key: Key,
+    /// The shard that remembers addresses under `key`.
+    home: u32,
     /// The rounded length; 0 for a block without elements.
     pub capacity: usize,
     pub element: TypeId,
 }
 
 impl Live {
+    /// A block that is not there yet.
+    #[inline]
+    pub fn new(key: Key, capacity: usize, element: TypeId) -> Live {
+        Live {
+            address: 0,
+            key,
+            home: shard_of(&key) as u32,
+            capacity,
+            element,
+        }
+    }
+
     pub fn at(self, address: sys::CUdeviceptr) -> Live {
         Live { address, ..self }
     }
@@ -63,13 +79,6 @@ pub(super) struct Slot {
 }
 
 impl Slot {
-    fn new(shard: usize, at: u32) -> Slot {
-        Slot {
-            shard: shard as u32,
-            at,
-        }
-    }
-
     /// As the note of a block.
     pub fn note(self) -> u64 {
         u64::from(self.shard) << 32 | u64::from(self.at)
@@ -89,7 +98,7 @@ struct Shard {
     live: Vec<Live>,
     vacant: Vec<u32>,
     /// Addresses of returned memory, the last returned at the end.
-    returned: HashMap<Key, VecDeque<sys::CUdeviceptr>, Mixed>,
+    returned: Recent<Key, VecDeque<sys::CUdeviceptr>>,
     counts: Counts,
 }
 
@@ -140,9 +149,8 @@ impl Table {
         live: Live,
         take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<(sys::CUdeviceptr, T)>,
     ) -> Option<(T, Slot)> {
-        let number = shard_of(&live.key);
-        let mut shard = self.shards[number].lock();
-        let (address, taken) = match shard.returned.get_mut(&live.key) {
+        let mut shard = self.shards[live.home as usize].lock();
+        let (address, taken) = match shard.returned.get(&live.key) {
             Some(returned) => {
                 let taken = take(returned.back().copied())?;
                 returned.pop_back();
@@ -152,8 +160,8 @@ impl Table {
         };
         shard.counts.hits += 1;
         shard.counts.entered += 1;
-        let at = shard.enter(live.at(address));
-        Some((taken, Slot::new(number, at)))
+        let slot = shard.enter(live.at(address));
+        Some((taken, slot))
     }
 
     /// Where memory for a key was returned.
@@ -162,7 +170,7 @@ impl Table {
             addresses: [0; TRIES],
             count: 0,
         };
-        let shard = self.shards[shard_of(key)].lock();
+        let mut shard = self.shards[shard_of(key)].lock();
         if let Some(returned) = shard.returned.get(key) {
             for (hint, address) in hints.addresses.iter_mut().zip(returned.iter().rev()) {
                 *hint = *address;
@@ -189,10 +197,9 @@ impl Table {
 
     /// Enters a live block.
     pub fn enter(&self, live: Live) -> Slot {
-        let number = shard_of(&live.key);
-        let mut shard = self.shards[number].lock();
+        let mut shard = self.shards[live.home as usize].lock();
         shard.counts.entered += 1;
-        Slot::new(number, shard.enter(live))
+        shard.enter(live)
     }
 
     /// A block goes: takes its entry out, and remembers where it was. `None` if the entry is not its own.
@@ -200,23 +207,22 @@ impl Table {
     pub fn leave(&self, slot: Slot, address: sys::CUdeviceptr) -> Option<Live> {
         let mut shard = self.shards.get(slot.shard as usize)?.lock();
         let live = shard.leave(slot.at, address)?;
-        let home = shard_of(&live.key);
-        if home == slot.shard as usize {
+        if live.home == slot.shard {
             shard.remember(&live.key, address);
         } else {
             drop(shard);
-            self.shards[home].lock().remember(&live.key, address);
+            let mut home = self.shards[live.home as usize].lock();
+            home.remember(&live.key, address);
         }
         Some(live)
     }
 
     /// After a [`leave`](Self::leave) the block could not be freed.
     pub fn stay(&self, live: Live) -> Slot {
-        let number = shard_of(&live.key);
-        let mut shard = self.shards[number].lock();
+        let mut shard = self.shards[live.home as usize].lock();
         shard.forget(&live.key, live.address);
         shard.counts.returns = shard.counts.returns.saturating_sub(1);
-        Slot::new(number, shard.enter(live))
+        shard.enter(live)
     }
 
     /// A live block is to be remembered as returned on another stream than its own.
@@ -225,6 +231,7 @@ impl Table {
             && let Some(live) = shard.lock().live.get_mut(slot.at as usize)
         {
             live.key.0 = stream;
+            live.home = shard_of(&live.key) as u32;
         }
     }
 
@@ -265,17 +272,19 @@ impl Table {
 }
 
 impl Shard {
-    #[inline]
-    fn enter(&mut self, live: Live) -> u32 {
-        if let Some(at) = self.vacant.pop() {
-            self.live[at as usize] = live;
-            return at;
+    #[inline(always)]
+    fn enter(&mut self, live: Live) -> Slot {
+        let shard = live.home;
+        let vacant = self.vacant.pop();
+        let at = vacant.unwrap_or(self.live.len() as u32);
+        match self.live.get_mut(at as usize) {
+            Some(place) => *place = live,
+            None => self.live.push(live),
         }
-        self.live.push(live);
-        (self.live.len() - 1) as u32
+        Slot { shard, at }
     }
 
-    #[inline]
+    #[inline(always)]
     fn leave(&mut self, at: u32, address: sys::CUdeviceptr) -> Option<Live> {
         let live = self.live.get_mut(at as usize)?;
         if live.address != address {
@@ -288,10 +297,10 @@ impl Shard {
         Some(left)
     }
 
-    #[inline]
+    #[inline(always)]
     fn remember(&mut self, key: &Key, address: sys::CUdeviceptr) {
         self.counts.returns += 1;
-        let Some(returned) = self.returned.get_mut(key) else {
+        let Some(returned) = self.returned.get(key) else {
             return self.remember_first(key, address);
         };
         if returned.len() == REMEMBERED {
@@ -309,7 +318,7 @@ impl Shard {
     }
 
     fn forget(&mut self, key: &Key, address: sys::CUdeviceptr) {
-        let Some(returned) = self.returned.get_mut(key) else {
+        let Some(returned) = self.returned.get(key) else {
             return;
         };
         let at = returned
@@ -330,12 +339,7 @@ mod tests {
     const KEY: Key = (7, 512);
 
     fn live(address: u64) -> Live {
-        Live {
-            address,
-            key: KEY,
-            capacity: 512,
-            element: TypeId::of::<u8>(),
-        }
+        Live::new(KEY, 512, TypeId::of::<u8>()).at(address)
     }
 
     /// A block that comes and goes.
@@ -406,7 +410,7 @@ mod tests {
         }
         let remembered = |shard: &Lock<Shard>| {
             let shard = shard.lock();
-            let most = shard.returned.values().map(VecDeque::len).max();
+            let most = shard.returned.iter().map(|(_, of)| of.len()).max();
             (shard.returned.len(), most.unwrap_or(0))
         };
         assert_eq!(remembered(&table.shards[shard_of(&KEY)]).1, REMEMBERED);

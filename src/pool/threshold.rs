@@ -50,10 +50,10 @@ use super::surplus::Surplus;
 pub struct ThresholdPool(Arc<Inner>);
 
 struct Inner {
-    /// `None` stands for the process-wide driver, and
+    /// The driver of the device; `None` stands for the process-wide one.
     driver: Option<Driver>,
     ordinal: usize,
-    /// `None` for the settings of the process.
+    /// The settings of the allocator; `None` stands for those of the process.
     config: Option<Config>,
     allocator: OnceLock<Allocator>,
     surplus: Surplus,

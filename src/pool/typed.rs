@@ -5,11 +5,13 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, LazyLock};
 
-use crate::allocator::{Allocator, Config, Counter, Element, Grant, Request};
+use crate::allocator::{Allocator, Config, Counter, Element, Grant, Request, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
-use crate::resource::{MemoryResource, PerDevice, RawBlock, Usage, named};
+use crate::resource::{
+    MemoryResource, PerDevice, RawBlock, Usage, free_at_once, is_retired, named,
+};
 
 use super::device_of;
 use super::surplus::Surplus;
@@ -212,8 +214,9 @@ impl TypedPool {
     }
 }
 
-/// The request with its bytes rounded up, and how its block is entered, but for the address.
-fn wanted(request: &Request, stream: &Stream) -> Result<(Request, Live), Error> {
+/// How the block of a request is entered, with its bytes rounded up.
+#[inline(always)]
+fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
     let (bytes, capacity, element) = match request.element {
         Some(Element { id, bytes }) => {
             let len = request.bytes() / bytes;
@@ -232,13 +235,7 @@ fn wanted(request: &Request, stream: &Stream) -> Result<(Request, Live), Error> 
         let bytes = request.bytes() as u64;
         return Err(Error::Invalid(InvalidArgument::Size { bytes }));
     }
-    let live = Live {
-        address: 0,
-        key: (stream.id()?, bytes),
-        capacity,
-        element,
-    };
-    Ok((request.resized(bytes), live))
+    Ok(Live::new((stream.id()?, bytes), capacity, element))
 }
 
 impl Inner {
@@ -271,6 +268,7 @@ impl Inner {
         let engine = self.allocator.engine();
         engine.usable()?;
         let key: Key = live.key;
+        let request = &request.resized(key.1);
         let hints = self.table.hints(&key);
         let (found, free) = self
             .allocator
@@ -297,15 +295,18 @@ impl Inner {
 // SAFETY: the blocks are its allocator's.
 unsafe impl MemoryResource for Inner {
     fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
-        let (rounded, live) = wanted(request, on)?;
-        let (grant, slot) = match self.hit(&rounded, live, on) {
+        let live = wanted(request, on)?;
+        // Before there is a block, so that a retirement meanwhile is seen.
+        let retirements = self.allocator.engine().retirements();
+        let (grant, slot) = match self.hit(request, live, on) {
             Some(hit) => {
                 self.may_wait(request);
                 hit
             }
-            None => self.searched_or_new(&rounded, live, on)?,
+            None => self.searched_or_new(request, live, on)?,
         };
-        let mut block = named(self.allocator.engine(), &grant, request, live.key.0);
+        let from = (live.key.0, retirements);
+        let mut block = named(self.allocator.engine(), &grant, request, from);
         block.set_note(slot.note());
         Ok(block)
     }
@@ -326,6 +327,23 @@ unsafe impl MemoryResource for Inner {
                 Err(refused)
             }
         }
+    }
+
+    fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
+        // A large block is for the heap.
+        if block.size() as u64 > size::PACKED_SMALL_LIMIT || is_retired(&self.allocator, block) {
+            return false;
+        }
+        let slot = Slot::of(block.note());
+        let Some(left) = self.table.leave(slot, block.ptr()) else {
+            return false;
+        };
+        if !free_at_once(&self.allocator, block) {
+            block.set_note(self.table.stay(left).note());
+            return false;
+        }
+        self.surplus.release(&self.allocator, false);
+        true
     }
 
     fn ordinal(&self) -> usize {

@@ -11,6 +11,7 @@ use crate::driver::{Context, Stream, process, sys};
 use crate::error::{Error, InvalidArgument, Refused};
 use crate::locks::lock::Lock;
 use crate::resource::{MemoryResource, RawBlock, Usage, UseTracking, next_source};
+use crate::sync::capture;
 
 use super::slabs::Slabs;
 
@@ -155,7 +156,7 @@ impl WorkspacePool {
 
 impl State {
     /// Takes the slab of a size that was returned last on a stream.
-    #[inline]
+    #[inline(always)]
     fn take(&mut self, stream: u64, bytes: usize) -> Option<u32> {
         let place = self.slabs.take(stream, bytes)?;
         self.usage.cached_blocks -= 1;
@@ -163,7 +164,7 @@ impl State {
     }
 
     /// Hands out a slab: its address, and the generation of its block.
-    #[inline]
+    #[inline(always)]
     fn lend(&mut self, place: u32, requested: usize, bytes: usize) -> (sys::CUdeviceptr, u64) {
         self.usage.blocks.add(1);
         self.usage.requested.add(requested as u64);
@@ -186,7 +187,7 @@ impl State {
     }
 
     /// Takes a slab back; its block if it is too many.
-    #[inline]
+    #[inline(always)]
     fn give(&mut self, place: u32) -> Option<Block> {
         if self.slabs.give(place, self.cap) {
             self.usage.cached_blocks += 1;
@@ -198,6 +199,7 @@ impl State {
 
 impl Inner {
     /// Hands out a slab, by name.
+    #[inline(always)]
     fn hand_out(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let bytes = request.bytes();
         let slab_bytes = if self.exact {
@@ -210,7 +212,10 @@ impl Inner {
                 bytes: bytes as u64,
             }));
         };
-        super::admit(stream, self.allocator.context())?;
+        super::same_device(stream, self.allocator.context())?;
+        if self.allocator.engine().watchful() {
+            capture::refuse_capture(stream)?;
+        }
         let id = stream.id()?;
         // Before a look at a slab, so that a retirement meanwhile is looked for the next time.
         let retirements = self.allocator.engine().retirements();
@@ -357,23 +362,27 @@ unsafe impl MemoryResource for Inner {
         self.hand_out(request, stream)
     }
 
-    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        let id = block.id();
-        if process::is_forked_child() {
-            // There is nothing to give back to, and the lock may be held by a thread of the parent.
-            return Err(Refused::new(block, Error::ForkedChild));
+    fn deallocate_block(&self, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        if self.take_back_at_once(&mut block) {
+            return Ok(());
         }
-        if let Err(kept) = block.returned() {
-            return Err(Refused::new(block, kept));
+        let why = match block.returned() {
+            _ if process::is_forked_child() => Error::ForkedChild,
+            Err(kept) => kept,
+            Ok(()) => block.id().gone(),
+        };
+        Err(Refused::new(block, why))
+    }
+
+    fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
+        let id = block.id();
+        // In a forked child there is nothing to give back to, and the lock may be held by a thread of the parent.
+        if process::is_forked_child() || block.keepers() > 0 || id.source() != self.source {
+            return false;
         }
         let mut state = self.state.lock();
-        let back = match id.source() == self.source {
-            true => state.slabs.returned(id.generation()),
-            false => None,
-        };
-        let Some((place, back)) = back else {
-            drop(state);
-            return Err(Refused::new(block, id.gone()));
+        let Some((place, back)) = state.slabs.returned(id.generation()) else {
+            return false;
         };
         state.usage.blocks.sub(1);
         state.usage.requested.sub(back.requested as u64);
@@ -386,7 +395,7 @@ unsafe impl MemoryResource for Inner {
         drop(state);
         // Freed without the lock.
         drop(surplus);
-        Ok(())
+        true
     }
 
     fn ordinal(&self) -> usize {

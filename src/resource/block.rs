@@ -41,7 +41,7 @@ impl Access {
 
 /// Memory as a [`MemoryResource`](super::MemoryResource) hands it out: a value that names it. It
 /// does not free itself, so that the one who holds it decides through which stack it goes back;
-/// [`OwnedBlock`](super::OwnedBlock) does. It cannot be copied: its [`id`](Self::id) can.
+/// a [`DeviceBuffer`](crate::DeviceBuffer) of the resource does. It cannot be copied: its [`id`](Self::id) can.
 ///
 /// `Send` and `Sync`. Losing it leaks the memory and what budgets charged for it.
 #[must_use = "a lost block is leaked memory"]
@@ -55,8 +55,11 @@ pub struct RawBlock {
     keepers: u32,
     /// Nobody else can name it any more: who cannot take it back now does so later.
     abandoned: bool,
-    /// Where whoever made the block has entered it.
+    /// The place where the block's source has entered it.
     note: u64,
+    /// How many streams of its allocator had been retired before the block was handed out: as long as there are no
+    /// more, its own is not among them.
+    retirements: u64,
     first: Option<Charge>,
     /// Further ones, which few blocks have.
     #[expect(
@@ -118,6 +121,7 @@ impl RawBlock {
             keepers: 0,
             abandoned: false,
             note: 0,
+            retirements: 0,
             first: None,
             more: None,
         }
@@ -162,12 +166,24 @@ impl RawBlock {
     }
 
     /// What its maker noted.
+    #[inline]
     pub(crate) fn note(&self) -> u64 {
         self.note
     }
 
+    #[inline]
     pub(crate) fn set_note(&mut self, note: u64) {
         self.note = note;
+    }
+
+    #[inline]
+    pub(crate) fn retirements(&self) -> u64 {
+        self.retirements
+    }
+
+    #[inline]
+    pub(crate) fn set_retirements(&mut self, retirements: u64) {
+        self.retirements = retirements;
     }
 
     /// Nobody will try again to give it back.

@@ -42,7 +42,7 @@ use crate::error::{Error, Refused};
 pub struct Budget<R: MemoryResource> {
     inner: R,
     meter: Arc<Meter>,
-    /// What was outstanding below at the start and has not left since. Touched only for blocks that
+    /// The bytes that were outstanding below at the start and have not left since. Touched only for blocks that
     /// were not allocated through here, and when a reap is asked for.
     base: Mutex<Option<Charge>>,
 }

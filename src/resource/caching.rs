@@ -6,7 +6,7 @@ use crate::driver::{Context, Stream};
 use crate::error::{Error, Refused};
 
 use super::block::RawBlock;
-use super::traits::{MemoryResource, UseTracking, allocator_under};
+use super::traits::{MemoryResource, UseTracking};
 use super::usage::Usage;
 
 /// The life of a record of an allocator, as a generation.
@@ -51,19 +51,26 @@ pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockId {
 }
 
 /// Whether the stream of an allocator's block was retired, or is about to be, so that the allocator takes its last
-/// marker for the end of all its work. Not asked of who keeps an order of his own over the allocator.
+/// marker for the end of all its work. Never of a block of which a resource above the allocator keeps the order of uses.
 #[inline]
-pub(crate) fn is_retired(resource: &dyn MemoryResource, block: &RawBlock) -> bool {
-    block.keepers() == 0
-        && allocator_under(resource).is_some_and(|allocator| {
-            let life = life(allocator, &block.id());
-            life.is_some_and(|life| allocator.engine().stream_retired(&life))
-        })
+pub(crate) fn is_retired(allocator: &Allocator, block: &RawBlock) -> bool {
+    allocator.engine().retirements() != block.retirements() && may_be_retired(allocator, block)
 }
 
-/// A block that was just handed out, by name.
+#[cold]
+fn may_be_retired(allocator: &Allocator, block: &RawBlock) -> bool {
+    let life = life(allocator, &block.id()).filter(|_| block.keepers() == 0);
+    life.is_some_and(|life| allocator.engine().stream_retired(&life))
+}
+
+/// A block that was handed out since so many streams were retired, by name.
 #[inline(always)]
-pub(crate) fn named(engine: &Engine, grant: &Grant, request: &Request, stream: u64) -> RawBlock {
+pub(crate) fn named(
+    engine: &Engine,
+    grant: &Grant,
+    request: &Request,
+    (stream, retirements): (u64, u64),
+) -> RawBlock {
     let life = generation(engine.id_of(&grant.place), grant.place.generation);
     let id = BlockId::new(
         (engine.id, life),
@@ -72,7 +79,9 @@ pub(crate) fn named(engine: &Engine, grant: &Grant, request: &Request, stream: u
         engine.device.ordinal(),
     );
     // SAFETY: it was handed out to nobody else.
-    unsafe { RawBlock::new(id, grant.bytes() as usize, request) }
+    let mut block = unsafe { RawBlock::new(id, grant.bytes() as usize, request) };
+    block.set_retirements(retirements);
+    block
 }
 
 #[inline(never)]
@@ -80,8 +89,16 @@ fn allocate_named(engine: &Engine, request: &Request, stream: &Stream) -> Result
     let asks = engine.named(stream)?;
     // Before there is a block that could leak: a thread's default stream is asked each time.
     let id = stream.id()?;
+    let retirements = engine.retirements();
     let grant = engine.allocate(&asks, request)?;
-    Ok(named(engine, &grant, request, id))
+    Ok(named(engine, &grant, request, (id, retirements)))
+}
+
+/// Frees a small block, if its stream cache can do it without a look at anything else. False, with nothing changed, if not.
+#[inline(always)]
+pub(crate) fn free_at_once(allocator: &Allocator, block: &RawBlock) -> bool {
+    block.keepers() == 0
+        && life(allocator, &block.id()).is_some_and(|life| allocator.engine().free_at_once(&life))
 }
 
 #[inline(never)]
@@ -115,22 +132,21 @@ unsafe impl MemoryResource for Allocator {
     #[inline]
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let engine = self.engine();
+        // Before there is a block, so that a retirement meanwhile is seen.
+        let retirements = engine.retirements();
         if request.is_plain()
             && request.alignment().is_power_of_two()
             && let Some(key) = stream.known_id()
             && let Ok(grant) = engine.hit(key, request.bytes())
         {
-            return Ok(named(engine, &grant, request, key));
+            return Ok(named(engine, &grant, request, (key, retirements)));
         }
         allocate_named(engine, request, stream)
     }
 
     #[inline]
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        if block.keepers() == 0
-            && let Some(life) = life(self, &block.id())
-            && self.engine().free_at_once(&life)
-        {
+        if free_at_once(self, &block) {
             return Ok(());
         }
         deallocate_watched(self, block)

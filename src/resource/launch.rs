@@ -30,12 +30,6 @@ impl LaunchBuffer for super::RawBlock {
     }
 }
 
-impl<R: MemoryResource> LaunchBuffer for super::OwnedBlock<R> {
-    fn launch_id(&self) -> Option<BlockId> {
-        self.id()
-    }
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Recording,
@@ -86,7 +80,7 @@ pub struct Launch<R: MemoryResource> {
 struct Entry {
     block: BlockId,
     access: Access,
-    /// Its place in the order of recording.
+    /// The place of the argument in the order of recording.
     index: usize,
 }
 

@@ -35,9 +35,9 @@ pub enum LogAction {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogRecord {
-    /// Its number: increases over all adaptors and threads of the process.
+    /// The number of the record: it increases over all adaptors and threads of the process.
     pub order: u64,
-    /// What was asked.
+    /// The call that was made.
     pub action: LogAction,
     /// The ordinal of the device.
     pub device: usize,

@@ -57,7 +57,7 @@ struct Inner {
     runtime: Option<DeviceRuntime>,
     meter: Arc<Meter>,
     requests: AtomicU64,
-    /// Of a manager without a runtime, one for each context.
+    /// The resources of a manager without a runtime, one for each context.
     direct: Mutex<Vec<Arc<CudaMemory>>>,
 }
 

@@ -8,8 +8,8 @@ use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
 use crate::locks::held::{Locked, locked};
 
 use super::block::{Access, RawBlock};
+use super::dropped::{give_back, log_rarely};
 use super::meter::Charge;
-use super::owned::{give_back, log_rarely};
 use super::stranded::Stranded;
 use super::traits::{MemoryResource, UseTracking};
 use super::usage::{Tally, Usage};
@@ -61,7 +61,7 @@ pub struct AccessOrdered<R: MemoryResource = Allocator> {
     inner: R,
     events: EventPools,
     metadata: Mutex<Metadata>,
-    /// Bytes of live blocks, and their number.
+    /// The bytes of live blocks, and the number of them.
     live: Tally,
     count: Tally,
     stranded: Stranded,

@@ -22,7 +22,7 @@ type Build<T> = dyn Fn(usize) -> Result<T, Error> + Send + Sync;
 /// ```
 pub struct PerDevice<T> {
     build: Box<Build<T>>,
-    /// By ordinal; none while one is being built.
+    /// The values by ordinal of the device; none while one is being built.
     slots: Mutex<BTreeMap<usize, Option<T>>>,
     built: Condvar,
 }

@@ -10,8 +10,8 @@ use crate::driver::{Stream, process};
 
 use super::block::RawBlock;
 use super::clock::{Clock, Wakeup};
+use super::dropped::give_back;
 use super::foreign::guarded;
-use super::owned::give_back;
 use super::traits::MemoryResource;
 use super::usage::Usage;
 use crate::block::Tag;

@@ -9,7 +9,7 @@ use crate::environment;
 use crate::locks::held::Locked;
 
 use super::block::{Access, RawBlock};
-use super::owned::give_back;
+use super::dropped::give_back;
 use super::traits::{MemoryResource, UseTracking, must_last};
 use super::uses::Point;
 use crate::block::BlockId;

@@ -35,7 +35,7 @@ pub struct Statistics<R> {
     blocks: Tally,
     requests: AtomicU64,
     failures: AtomicU64,
-    /// Bytes and blocks ever allocated, and those ever deallocated.
+    /// The bytes and blocks that were ever allocated, and those that were ever deallocated.
     allocated: [AtomicU64; 2],
     freed: [AtomicU64; 2],
 }

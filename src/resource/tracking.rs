@@ -16,9 +16,9 @@ use crate::error::{Error, Refused};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LiveBlock {
-    /// Who it is.
+    /// The identity of the block.
     pub id: BlockId,
-    /// Its label.
+    /// The label of the request.
     pub tag: Tag,
     /// The name it was given, if it was.
     pub name: Option<String>,

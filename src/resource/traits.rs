@@ -49,19 +49,20 @@ pub enum UseTracking {
 /// // And so are the pools: a program can swap one for another and compare.
 /// use cualloc::pool::{DriverPool, DriverPoolConfig};
 /// use cualloc::Error;
-/// use cualloc::resource::OwnedBlock;
+/// use cualloc::DeviceBuffer;
+/// use std::sync::Arc;
 /// # use cualloc::driver::Stream;
-/// fn work(source: &dyn MemoryResource, stream: &Stream) -> Result<u64, Error> {
-///     drop(OwnedBlock::allocate(source, &Request::new(1 << 20), stream)?);
+/// fn work(source: Arc<dyn MemoryResource>, stream: &Stream) -> Result<u64, Error> {
+///     drop(DeviceBuffer::<u8>::uninit(&source, 1 << 20, stream)?);
 ///     Ok(source.usage()?.used.peak)
 /// }
 /// let native = DriverPool::new(&context, DriverPoolConfig::new())?;
-/// assert_eq!(work(&allocator, &stream)?, work(&native, &stream)?);
+/// assert_eq!(work(Arc::new(allocator), &stream)?, work(Arc::new(native), &stream)?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # Safety
-/// Safe code rests on what a resource says: buffers and columns write to its blocks and give them back. An
+/// Safe code rests on what a resource says: buffers and tensors write to its blocks and give them back. An
 /// implementation hands out memory of the bytes asked for or more, in the order of the stream it was asked for, to
 /// one owner at a time, under an identity that is never used again. What was said to be used by
 /// [`record_use`](Self::record_use), [`record_stream`](Self::record_stream) or [`finish_use`](Self::finish_use)
@@ -96,6 +97,14 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// # Errors
     /// The block, still allocated, with the reason.
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>>;
+
+    /// Takes a block back, if that needs no look at anything else, of no stream's end either. False, with nothing
+    /// changed but where the block is entered, if it does.
+    #[doc(hidden)]
+    #[inline]
+    fn take_back_at_once(&self, _block: &mut RawBlock) -> bool {
+        false
+    }
 
     /// The ordinal of the device.
     fn ordinal(&self) -> usize;
@@ -255,6 +264,16 @@ pub unsafe trait MemoryResource: Send + Sync {
         None
     }
 
+    /// The allocator that the resource's blocks come from, if they come from one.
+    #[doc(hidden)]
+    #[inline]
+    fn allocator_under(&self) -> Option<&Allocator> {
+        match self.as_allocator() {
+            Some(allocator) => Some(allocator),
+            None => self.upstream()?.allocator_under(),
+        }
+    }
+
     /// The resource, for owners of its blocks to keep.
     #[doc(hidden)]
     fn shared(&self) -> Arc<dyn MemoryResource>
@@ -270,17 +289,6 @@ pub unsafe trait MemoryResource: Send + Sync {
 pub trait Source: MemoryResource + Clone + 'static {}
 
 impl<R: MemoryResource + Clone + 'static> Source for R {}
-
-/// The allocator that a resource's blocks come from, if they come from one.
-pub(crate) fn allocator_under(resource: &dyn MemoryResource) -> Option<&Allocator> {
-    let mut at = resource;
-    loop {
-        if let Some(allocator) = at.as_allocator() {
-            return Some(allocator);
-        }
-        at = at.upstream()?;
-    }
-}
 
 /// Whether the driver refused to mark the end of work that was given already: its stream counts until the
 /// block is freed.
@@ -307,6 +315,10 @@ macro_rules! pointer {
             fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
                 (**self).deallocate_block(block)
             }
+            #[inline]
+            fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
+                (**self).take_back_at_once(block)
+            }
             fn ordinal(&self) -> usize {
                 (**self).ordinal()
             }
@@ -317,6 +329,10 @@ macro_rules! pointer {
             #[inline]
             fn as_allocator(&self) -> Option<&Allocator> {
                 (**self).as_allocator()
+            }
+            #[inline]
+            fn allocator_under(&self) -> Option<&Allocator> {
+                (**self).allocator_under()
             }
             $($shared)*
         }

@@ -10,27 +10,27 @@ use crate::driver::{MemInfo, process};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Usage {
-    /// In live blocks, as they were asked for.
+    /// Bytes in live blocks, as they were asked for.
     pub requested: Counter,
-    /// In live blocks, as the source rounds them.
+    /// Bytes in live blocks, as the source rounds them.
     pub used: Counter,
-    /// Held from the driver.
+    /// Bytes held from the driver.
     pub reserved: Counter,
     /// Live blocks (a number).
     pub blocks: Counter,
-    /// In blocks that were deallocated while work on their stream may still use them.
+    /// Bytes in blocks that were deallocated while work on their stream may still use them.
     pub pending: u64,
     /// Free blocks that are kept for later requests (a number).
     pub cached_blocks: u64,
     /// Requests since the start (a number).
     pub requests: u64,
-    /// Those that were served from memory at hand.
+    /// Requests that were served from cached memory.
     pub hits: u64,
-    /// Those that needed memory from the driver, or failed.
+    /// Requests that needed memory from the driver, or failed.
     pub misses: u64,
-    /// Those that failed.
+    /// Requests that failed.
     pub failures: u64,
-    /// Those that failed at first, and went through after hooks or a policy had done their work.
+    /// Requests that failed at first, and went through after hooks or a policy had done their work.
     pub recoveries: u64,
     /// The bound on live and pending bytes, if there is one.
     pub limit: Option<u64>,

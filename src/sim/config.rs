@@ -1,6 +1,7 @@
 //! How a simulator is set up.
 
 use super::call::Call;
+use crate::error::ConfigError;
 
 /// One simulated device. Start from `SimDevice::default()`: the properties and times of an H200, and 80 GiB.
 #[derive(Clone, Debug)]
@@ -119,32 +120,6 @@ impl Default for SimConfig {
             missing: Vec::new(),
         }
     }
-}
-
-/// Why a simulator cannot be made.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConfigError {
-    /// More devices than the 64 that are possible.
-    #[error("{count} devices asked for, at most 64 are possible")]
-    TooManyDevices {
-        /// How many were asked for.
-        count: usize,
-    },
-    /// The granularity of a device is not a power of two, or below 4 KiB.
-    #[error("granularity {granularity} of device {device} is not a power of two of at least 4096")]
-    Granularity {
-        /// The device's ordinal.
-        device: usize,
-        /// What was asked for, in bytes.
-        granularity: u64,
-    },
-    /// A function that the simulator does not have.
-    #[error("no driver function is named {name}")]
-    UnknownFunction {
-        /// What was asked for.
-        name: String,
-    },
 }
 
 impl SimConfig {

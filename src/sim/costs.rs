@@ -1,9 +1,9 @@
 //! Counts of calls, what they would have cost, and failures on order.
 
 use super::call::{Call, NAMES};
-use super::config::ConfigError;
 use crate::driver::CallCounts;
 use crate::driver::sys::CUresult;
+use crate::error::ConfigError;
 
 /// Modelled nanoseconds of each driver function.
 #[derive(Clone, Debug)]

@@ -52,7 +52,7 @@ mod table;
 mod vmm;
 mod work;
 
-pub use config::{ConfigError, Mode, SimConfig, SimDevice};
+pub use config::{Mode, SimConfig, SimDevice};
 pub use costs::FailPlan;
 #[doc(hidden)]
 pub use hooks::Moment;
@@ -60,6 +60,7 @@ pub use reports::{Leaks, Report, Site};
 pub use state::LogEntry;
 
 use crate::driver::{CallCounts, Context, Driver, LoadError, sys};
+use crate::error::ConfigError;
 use slots::Place;
 use state::State;
 use std::sync::{Arc, Weak};

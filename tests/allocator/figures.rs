@@ -9,16 +9,7 @@ use cualloc::driver::{Context, Stream, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::sim::{Mode, SimConfig};
 
-struct Random(u64);
-
 impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % bound as u64) as usize
-    }
-
     /// Sizes over many powers of two.
     fn size(&mut self, bits: usize) -> usize {
         let top = 1 << (4 + self.below(bits - 3));

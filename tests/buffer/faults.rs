@@ -1,7 +1,8 @@
 //! Every driver call of a program of buffer operations, failed in turn.
 
 use super::Rig;
-use cualloc::column::Column;
+use super::rig::streams;
+use crate::common::{column, set, values};
 use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
 use cualloc::resource::Access;
@@ -103,10 +104,7 @@ fn refuse(sim: &Simulator, name: &str, nth: u64, times: u64) {
 fn order_is_kept_by_other_means() {
     Rig::each_simulated(|rig, sim, alloc| {
         sim.set_mode(Mode::Manual);
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
         // The home stream cannot be made to wait, so the host does.
         refuse(sim, "cuStreamWaitEvent", 2, 1);
@@ -265,14 +263,14 @@ fn refused_waits_leave_the_callers_memory_alone() {
         assert_eq!(next.to_vec().unwrap(), [9; 4096]);
         assert_eq!(target, [1; 4096]);
         drop(next);
-        // A column copies in the same way.
+        // A tensor copies in the same way.
         let stream = &home;
-        let mut column = Column::from_slice(alloc, &[5i32; 8], stream).unwrap();
+        let mut column = column(alloc, &[5i32; 8], stream).unwrap();
         refuse_all();
-        assert!(column.copy_from_slice(&[6i32; 8]).is_err());
-        assert!(column.to_vec::<i32>().is_err());
+        assert!(set(&mut column, &[6i32; 8]).is_err());
+        assert!(values::<i32>(&column).is_err());
         go_on();
-        assert_eq!(column.to_vec::<i32>().unwrap(), [6; 8]);
+        assert_eq!(column.as_slice::<i32>().unwrap().to_vec().unwrap(), [6; 8]);
         sim.set_mode(Mode::Instant);
         let _ = rig;
     });
@@ -340,7 +338,7 @@ fn large_copies_come_in_pieces() {
         assert_eq!(back[0], 0);
         assert_eq!(back[1..2_200_000], values[..2_199_999]);
         assert_eq!(back[2_200_000..], values[2_200_000..]);
-        let column = Column::from_slice(alloc, &values, &stream).unwrap();
-        assert_eq!(column.to_vec::<u32>().unwrap(), values);
+        let column = column(alloc, &values, &stream).unwrap();
+        assert_eq!(column.as_slice::<u32>().unwrap().to_vec().unwrap(), values);
     });
 }

@@ -1,22 +1,15 @@
 //! The order of operations on several streams, under completion orders that the test chooses.
 
 use super::Rig;
+use super::rig::streams;
+use crate::common::Random;
 use cualloc::driver::{Entered, Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::resource::Access;
 use cualloc::sim::{Mode, Report, Simulator};
 use cualloc::{Allocator, CopyInFlight, DeviceBuffer, Error, PinnedBuffer};
 
-struct Random(u64);
-
 impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % bound as u64) as usize
-    }
-
     fn range(&mut self, len: usize) -> (usize, usize) {
         let start = self.below(len);
         (start, start + 1 + self.below(len - start))
@@ -195,10 +188,7 @@ fn foreign_fill(entered: &Entered<'_>, ptr: sys::CUdeviceptr, stream: &Stream) {
 fn foreign_work_without_order_is_a_race() {
     Rig::each_simulated(|rig, sim, alloc| {
         sim.set_mode(Mode::Manual);
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
         let entered = rig.contexts[0].enter().unwrap();
         let races = || {
@@ -268,10 +258,7 @@ fn a_free_comes_after_work_on_other_streams() {
 fn a_retired_stream_still_frees_in_order() {
     Rig::each_simulated(|_, sim, alloc| {
         sim.set_mode(Mode::Manual);
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         for bytes in [4096, 8 << 20] {
             let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, bytes, &home).unwrap();
             alloc.retire(&home).unwrap();
@@ -325,10 +312,7 @@ fn a_copy_in_flight_owns_its_memory() {
 #[test]
 fn streams_that_capture_are_refused() {
     Rig::each_simulated(|rig, _, alloc| {
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         let mut buffer = DeviceBuffer::<u8>::zeroed(alloc, 64, &home).unwrap();
         let _entered = rig.contexts[0].enter().unwrap();
         for (captured, used) in [(&other, &other), (&home, &home), (&home, &other)] {

@@ -12,7 +12,7 @@ use cualloc::resource::{Access, AccessOrdered, Budget, CudaMemory, Launch, Memor
 use cualloc::sim::Mode;
 use cualloc::{Allocator, DeviceBuffer, Error};
 
-use crate::rig::Rig;
+use crate::rig::{Rig, streams};
 
 /// One of each kind of resource over a rig's device.
 fn resources(rig: &Rig, alloc: &Allocator) -> Vec<Arc<dyn MemoryResource>> {
@@ -106,10 +106,7 @@ fn s1_19_a_request_says_how_much_and_where() {
 fn launches_and_buffers_are_in_order() {
     Rig::each_simulated(|rig, sim, alloc| {
         sim.set_mode(Mode::Manual);
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         let entered = rig.contexts[0].enter().unwrap();
         let resource = Arc::new(AccessOrdered::new(alloc.clone()));
         let mut buffer = DeviceBuffer::<u8>::zeroed(&resource, 4096, &home).unwrap();
@@ -182,10 +179,7 @@ fn memory_of_others_goes_with_its_owner() {
 fn streams_that_use_memory_without_records_are_waited_for() {
     Rig::each_simulated(|rig, sim, alloc| {
         sim.set_mode(Mode::Manual);
-        let (home, other) = (
-            alloc.create_stream().unwrap(),
-            alloc.create_stream().unwrap(),
-        );
+        let [home, other] = streams(alloc);
         let entered = rig.contexts[0].enter().unwrap();
         let use_of = |recorded: fn(&DeviceBuffer<MaybeUninit<u8>>, &Stream)| {
             let block = alloc.allocate(4096, &home).unwrap();
@@ -211,6 +205,32 @@ fn streams_that_use_memory_without_records_are_waited_for() {
         sim.complete_all();
         assert!(!sim.take_reports().is_empty());
         other.synchronize().unwrap();
+        drop(next);
+    });
+}
+
+/// R2
+#[test]
+fn a_recorded_stream_counts_until_memory_of_others_goes() {
+    Rig::each_simulated(|rig, sim, alloc| {
+        sim.set_mode(Mode::Manual);
+        let [home, other] = [(); 2].map(|()| alloc.create_stream().unwrap());
+        let entered = rig.contexts[0].enter().unwrap();
+        let block = alloc.allocate(4096, &home).unwrap();
+        let ptr = block.ptr();
+        // SAFETY: the block is live as long as it is the owner, and freed on its stream; bytes are elements.
+        let mut buffer: DeviceBuffer<u8> =
+            unsafe { DeviceBuffer::from_raw_parts(ptr, 4096, &home, block) }.unwrap();
+        buffer.record_stream(&other).unwrap();
+        // It is in order with what the stream was given so far, and the stream is not forgotten by that.
+        buffer.fill(1, &home).unwrap();
+        buffer.prepare_use(&other, Access::ReadWrite).unwrap();
+        fill_on(&entered, ptr, 2, &other);
+        drop(buffer);
+        let next = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
+        assert_eq!(next.as_device_ptr(), ptr);
+        sim.complete_all();
+        assert_eq!(sim.take_reports(), []);
         drop(next);
     });
 }

@@ -7,6 +7,11 @@ use cualloc::{Allocator, Config, Policy};
 
 pub const POLICIES: [Policy; 2] = [Policy::Classic, Policy::Packed];
 
+/// Two streams of an allocator's context.
+pub fn streams(alloc: &Allocator) -> [Stream; 2] {
+    [(); 2].map(|()| alloc.create_stream().unwrap())
+}
+
 /// The driver under test with its devices, and the simulator if it is that.
 pub struct Rig {
     pub driver: Driver,

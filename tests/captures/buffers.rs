@@ -2,8 +2,9 @@
 //! ends.
 
 use cualloc::allocator::Allocator;
-use cualloc::column::{Column, ElementType};
 use cualloc::driver::{Stream, sys};
+use cualloc::exchange::{DType, Tensor};
+use cualloc::pool::WorkspacePool;
 use cualloc::resource::Access;
 use cualloc::sim::Mode;
 use cualloc::{DeviceBuffer, Error};
@@ -50,6 +51,23 @@ fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
             assert_eq!(buffer.to_vec().unwrap()[7], 6);
         }
         buffer.free().unwrap();
+        rig.close(&allocator);
+    });
+}
+
+/// While a capture is known, a stream that captures gets no lease, of an idle slab neither.
+#[test]
+fn a_stream_that_captures_leases_nothing() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let pool = WorkspacePool::new(&allocator);
+        let slab = pool.lease(&stream, 4096).unwrap().as_device_ptr();
+        stream.begin_capture(MODE).unwrap();
+        capturing(pool.lease(&stream, 4096).map(drop), &stream);
+        drop(stream.end_capture().unwrap());
+        assert_eq!(pool.lease(&stream, 4096).unwrap().as_device_ptr(), slab);
+        drop(pool);
         rig.close(&allocator);
     });
 }
@@ -121,7 +139,7 @@ fn d4_a_buffer_of_a_retired_stream_dropped_in_its_capture_is_freed() {
 fn d4_a_column_of_a_retired_stream_dropped_in_its_capture_is_freed() {
     each(|rig| {
         freed_behind_the_capture(rig, |allocator, home| {
-            Column::zeroed(allocator, ElementType::F32, 1 << 18, home).unwrap()
+            Tensor::zeroed(allocator, DType::F32, &[1 << 18], home).unwrap()
         });
     });
 }

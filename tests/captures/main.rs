@@ -12,14 +12,15 @@ mod named;
 mod owned;
 mod races;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 
 use common::capturing::*;
 use common::*;
 use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
-use cualloc::column::{Column, ElementType};
 use cualloc::driver::{HostMemory, Stream, sys};
 use cualloc::error::StreamMisuse;
+use cualloc::exchange::{DType, Tensor};
 use cualloc::sim::FailPlan;
 use cualloc::{DeviceBuffer, Error};
 
@@ -315,6 +316,31 @@ fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
     });
 }
 
+/// Where captures are asked about, a block that a stream cache serves is asked for without the cache's lock, once.
+#[test]
+fn a_hit_that_asks_about_captures_has_no_cache_locked() {
+    only(Policy::Packed, |rig| {
+        let Some(sim) = rig.sim() else {
+            return;
+        };
+        let allocator = rig.allocator_with(Config::new().capture_checks(true));
+        let stream = rig.stream();
+        let block = allocator.allocate(4096, &stream).unwrap();
+        let ptr = block.ptr();
+        drop(block);
+        let asked = Arc::new(AtomicU64::new(0));
+        let counter = Arc::clone(&asked);
+        sim.before(move |_| {
+            counter.fetch_add(1, Ordering::Relaxed);
+        });
+        let again = allocator.allocate(4096, &stream).unwrap();
+        sim.clear_hooks();
+        assert_eq!((again.ptr(), asked.load(Ordering::Relaxed)), (ptr, 1));
+        drop(again);
+        rig.close(&allocator);
+    });
+}
+
 /// D5: a request that is short of memory uses no finding up, and a wait for the context refutes it.
 #[test]
 fn d5_want_of_memory_leaves_a_finding_alone() {
@@ -458,8 +484,11 @@ fn work_beside(rig: &Rig, allocator: &Allocator, stream: &Stream) {
     assert_eq!(buffer.to_vec().unwrap()[7], 5);
     drop(buffer);
     drop(allocator.allocate(MIB, &other).unwrap());
-    let column = Column::zeroed(allocator, ElementType::F32, 1000, stream).unwrap();
-    assert_eq!(column.to_vec::<f32>().unwrap()[999], 0.0);
+    let column = Tensor::zeroed(allocator, DType::F32, &[1000], stream).unwrap();
+    assert_eq!(
+        column.as_slice::<f32>().unwrap().to_vec().unwrap()[999],
+        0.0
+    );
     drop(column);
     allocator.trim(0).unwrap();
     allocator.retire(&other).unwrap();

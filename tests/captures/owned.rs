@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use crate::common::capturing::*;
 use crate::common::*;
-use cualloc::Policy;
-use cualloc::Request;
 use cualloc::allocator::{Allocator, Config};
-use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::sys::CUresult;
-use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, OwnedBlock};
+use cualloc::exchange::dlpack::DLManagedTensor;
+use cualloc::exchange::{DType, Peer, Tensor};
+use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, Statistics};
 use cualloc::sim::{FailPlan, Mode};
+use cualloc::{DeviceBuffer, Policy, Request};
 
 fn live(allocator: &Allocator) -> u64 {
     allocator.stats().all.allocations.current
@@ -48,7 +48,7 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
     });
 }
 
-/// An owned block that is dropped while its stream captures goes when the capture has ended.
+/// A buffer that is dropped while its stream captures goes when the capture has ended.
 #[test]
 fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
     each(|rig| {
@@ -56,17 +56,9 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
             let allocator = rig.allocator();
             let (stream, other) = (rig.stream(), rig.stream());
             let resource = Arc::new(AccessOrdered::new(allocator.clone()));
-            let plain = OwnedBlock::allocate(
-                allocator.clone(),
-                &Request::new(bytes).tag("plain"),
-                &stream,
-            );
-            let ordered = OwnedBlock::allocate(
-                resource.clone(),
-                &Request::new(bytes).tag("ordered"),
-                &stream,
-            );
-            let (plain, ordered) = (plain.unwrap(), ordered.unwrap());
+            let plain = Arc::new(Statistics::new(allocator.clone()));
+            let plain = DeviceBuffer::<u8>::uninit(&plain, bytes, &stream).unwrap();
+            let ordered = DeviceBuffer::<u8>::uninit(&resource, bytes, &stream).unwrap();
             captured(rig, stream.raw(), || {
                 drop(plain);
                 drop(ordered);
@@ -103,9 +95,8 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
         };
         let stream = rig.stream();
         for call in ["cuCtxSynchronize", "cuMemFree_v2"] {
-            let direct = CudaMemory::new(&rig.context);
-            let block =
-                OwnedBlock::allocate(&direct, &Request::new(MIB).tag("direct"), &stream).unwrap();
+            let direct = Arc::new(CudaMemory::new(&rig.context));
+            let block = DeviceBuffer::<u8>::uninit(&direct, MIB, &stream).unwrap();
             let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call(call, code).unwrap());
             drop(block);
@@ -124,12 +115,14 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
         for call in ["cuCtxSynchronize", "cuCtxSetCurrent"] {
             let allocator = rig.allocator();
             let [home, other] = rig.streams();
-            let column = Column::zeroed(&allocator, ElementType::F32, 1 << 20, &home).unwrap();
+            let column = Tensor::zeroed(&allocator, DType::F32, &[1 << 20], &home).unwrap();
             let ptr = column.ptr();
-            let out = column.to_dlpack(&Consumer::Tracked(home.clone())).unwrap();
+            let out = column
+                .to_dlpack::<DLManagedTensor>(&Peer::on(&home))
+                .unwrap();
             drop(column);
-            let column = Column::from_dlpack(out, &home, Producer::Ordered).unwrap();
-            let out = column.to_dlpack(&Consumer::Untracked(other.clone()));
+            let column = Tensor::from_dlpack(out, &home, ordered()).unwrap();
+            let out = column.to_dlpack::<DLManagedTensor>(&Peer::starting_on(&other));
             let out = out.unwrap();
             drop(column);
             sim.set_mode(Mode::Manual);

@@ -14,12 +14,50 @@ mod rig;
 #[cfg(feature = "sim")]
 pub use rig::*;
 
-use cualloc::driver::{Driver, Symbol};
+use cualloc::driver::{Driver, Stream, Symbol};
+use cualloc::exchange::{Element, Peer, Tensor};
+use cualloc::resource::Source;
+use cualloc::{DeviceBuffer, Error};
 use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+/// A tensor of one dimension with these values.
+pub fn column<T: Element>(from: &impl Source, values: &[T], on: &Stream) -> Result<Tensor, Error> {
+    let buffer = DeviceBuffer::from_slice(from, values, on)?;
+    Ok(Tensor::from_buffer(buffer, &[values.len()])?)
+}
+
+/// All elements of a tensor.
+pub fn values<T: Element>(tensor: &Tensor) -> Result<Vec<T>, Error> {
+    tensor.as_slice::<T>()?.to_vec()
+}
+
+/// Gives a tensor these values.
+pub fn set<T: Element>(tensor: &mut Tensor, values: &[T]) -> Result<(), Error> {
+    tensor.as_mut_slice::<T>()?.copy_from_slice(values)
+}
+
+/// A peer that orders nothing by itself.
+pub fn ordered() -> Peer {
+    // SAFETY: the tests see to the order, or look at what comes of it without one.
+    unsafe { Peer::ordered() }
+}
+
+/// Numbers that look random (xorshift), the same for each seed, which is not 0.
+pub struct Random(pub u64);
+
+impl Random {
+    /// A number under a bound.
+    pub fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % bound as u64) as usize
+    }
+}
 
 /// A folder that goes away with this.
 pub struct Folder(PathBuf);
@@ -45,6 +83,13 @@ impl Drop for Folder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
+}
+
+/// This program as a process of its own, to run this one test.
+pub fn itself(test: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    command
 }
 
 /// The C compiler: `$CC`, else `gcc`; none, with a word about it, if there is none.

@@ -1,4 +1,4 @@
-//! Columns behind a C interface, as a small library for code in other languages: what a Python package
+//! Tensors behind a C interface, as a small library for code in other languages: what a Python package
 //! needs to hand device memory to array libraries and take theirs, see `tests/interop/dlpack_gpu.py`.
 //!
 //! Functions that give a pointer give null on failure, those that give a number -1;
@@ -9,8 +9,10 @@ use std::error::Error;
 use std::ffi::{CString, c_char, c_int, c_void};
 
 use cualloc::Allocator;
-use cualloc::column::{Column, Consumer, DlpackTensor, Producer};
 use cualloc::driver::Stream;
+use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
+use cualloc::exchange::{DType, Dlpack, Peer, Tensor};
+use cualloc::{DeviceBuffer, Error as Failure};
 
 /// What `capsule_open` gives.
 pub struct Session {
@@ -158,7 +160,7 @@ pub unsafe extern "C" fn capsule_column(
     session: *const Session,
     values: *const f32,
     rows: usize,
-) -> *mut Column {
+) -> *mut Tensor {
     // SAFETY: the caller's contract.
     let (session, values) = unsafe {
         (
@@ -169,7 +171,16 @@ pub unsafe extern "C" fn capsule_column(
             },
         )
     };
-    pointer(Column::from_slice(&session.alloc, values, &session.stream).map_err(Into::into))
+    pointer(column(session, values).map_err(Into::into))
+}
+
+fn column(session: &Session, values: &[f32]) -> Result<Tensor, Failure> {
+    let Session { alloc, stream, .. } = session;
+    if values.is_empty() {
+        return Tensor::uninit(alloc, DType::F32, &[0], stream);
+    }
+    let buffer = DeviceBuffer::from_slice(alloc, values, stream)?;
+    Ok(Tensor::from_buffer(buffer, &[values.len()])?)
 }
 
 /// Drops a column. Its memory lives on in exports.
@@ -177,7 +188,7 @@ pub unsafe extern "C" fn capsule_column(
 /// # Safety
 /// `column` is null or a column, not used again.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn capsule_column_free(column: *mut Column) {
+pub unsafe extern "C" fn capsule_column_free(column: *mut Tensor) {
     if !column.is_null() {
         // SAFETY: the caller's contract.
         drop(unsafe { Box::from_raw(column) });
@@ -189,7 +200,7 @@ pub unsafe extern "C" fn capsule_column_free(column: *mut Column) {
 /// # Safety
 /// `column` is a column.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn capsule_column_ptr(column: *const Column) -> u64 {
+pub unsafe extern "C" fn capsule_column_ptr(column: *const Tensor) -> u64 {
     // SAFETY: the caller's contract.
     unsafe { &*column }.ptr()
 }
@@ -199,9 +210,9 @@ pub unsafe extern "C" fn capsule_column_ptr(column: *const Column) -> u64 {
 /// # Safety
 /// `column` is a column.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn capsule_column_rows(column: *const Column) -> u64 {
+pub unsafe extern "C" fn capsule_column_rows(column: *const Tensor) -> u64 {
     // SAFETY: the caller's contract.
-    unsafe { &*column }.rows() as u64
+    unsafe { &*column }.shape()[0] as u64
 }
 
 /// 1 if the memory is somebody else's, 0 if it is a block of the session's.
@@ -209,10 +220,10 @@ pub unsafe extern "C" fn capsule_column_rows(column: *const Column) -> u64 {
 /// # Safety
 /// `column` is a column.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn capsule_column_external(column: *const Column) -> c_int {
+pub unsafe extern "C" fn capsule_column_external(column: *const Tensor) -> c_int {
     // SAFETY: the caller's contract.
     let column = unsafe { &*column };
-    c_int::from(column.is_external() || column.block().is_none())
+    c_int::from(column.is_external() || column.id().is_none())
 }
 
 /// Reads a column, after everything that the session's stream was given; 0 on success.
@@ -221,12 +232,14 @@ pub unsafe extern "C" fn capsule_column_external(column: *const Column) -> c_int
 /// `column` is a column, `values` has room for `rows` numbers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn capsule_column_read(
-    column: *const Column,
+    column: *const Tensor,
     values: *mut f32,
     rows: usize,
 ) -> c_int {
     // SAFETY: the caller's contract.
-    let read = unsafe { &*column }.to_vec::<f32>();
+    let read = unsafe { &*column }
+        .as_slice::<f32>()
+        .and_then(|all| all.to_vec());
     number(read.map_err(Into::into).and_then(|read| {
         if read.len() != rows {
             return Err(format!("{} rows, not {rows}", read.len()).into());
@@ -244,7 +257,7 @@ pub unsafe extern "C" fn capsule_column_read(
 /// `column` is a column, `stream` what the protocol allows and alive.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn capsule_export(
-    column: *const Column,
+    column: *const Tensor,
     versioned: c_int,
     has_stream: c_int,
     stream: i64,
@@ -253,18 +266,21 @@ pub unsafe extern "C" fn capsule_export(
     let column = unsafe { &*column };
     let stream = (has_stream != 0).then_some(stream);
     // SAFETY: the caller's contract.
-    let consumer = unsafe { Consumer::from_protocol(column.stream().context(), stream) };
-    let tensor = consumer.and_then(|consumer| match versioned {
-        0 => column.to_dlpack(&consumer),
-        _ => column.to_dlpack_versioned(&consumer),
+    let consumer = unsafe { Peer::from_protocol(column.stream().context(), stream) };
+    let exported = consumer.and_then(|consumer| match versioned {
+        0 => Ok(column
+            .to_dlpack::<DLManagedTensor>(&consumer)?
+            .into_raw()
+            .cast()),
+        _ => Ok(column
+            .to_dlpack::<DLManagedTensorVersioned>(&consumer)?
+            .into_raw()
+            .cast()),
     });
-    match tensor {
-        Ok(tensor) => tensor.into_raw().address(),
-        Err(error) => {
-            keep(&error);
-            std::ptr::null_mut()
-        }
-    }
+    exported.unwrap_or_else(|error| {
+        keep(&error);
+        std::ptr::null_mut()
+    })
 }
 
 /// Takes over a tensor whose producer let the session's stream wait.
@@ -279,15 +295,16 @@ pub unsafe extern "C" fn capsule_import(
     session: *const Session,
     tensor: *mut c_void,
     versioned: c_int,
-) -> *mut Column {
+) -> *mut Tensor {
     // SAFETY: the caller's contract.
-    let (session, tensor) = unsafe { (&*session, take(tensor, versioned)) };
+    let stream = unsafe { &(*session).stream };
+    // SAFETY: as above, and the producer let the stream wait.
+    let (tensor, peer) = unsafe { (take(tensor, versioned), Peer::ordered()) };
     pointer(tensor.and_then(|tensor| {
-        Ok(Column::from_dlpack(
-            tensor,
-            &session.stream,
-            Producer::Ordered,
-        )?)
+        Ok(match tensor {
+            Taken::Legacy(tensor) => Tensor::from_dlpack(tensor, stream, peer)?,
+            Taken::Versioned(tensor) => Tensor::from_dlpack(tensor, stream, peer)?,
+        })
     }))
 }
 
@@ -301,15 +318,19 @@ pub unsafe extern "C" fn capsule_delete(tensor: *mut c_void, versioned: c_int) {
     drop(unsafe { take(tensor, versioned) });
 }
 
+enum Taken {
+    Legacy(Dlpack<DLManagedTensor>),
+    Versioned(Dlpack<DLManagedTensorVersioned>),
+}
+
 /// # Safety
 /// As [`capsule_import`].
-unsafe fn take(tensor: *mut c_void, versioned: c_int) -> Outcome<DlpackTensor> {
+unsafe fn take(tensor: *mut c_void, versioned: c_int) -> Outcome<Taken> {
     // SAFETY: the caller's contract.
-    let taken = unsafe {
+    Ok(unsafe {
         match versioned {
-            0 => DlpackTensor::from_raw(tensor.cast()),
-            _ => DlpackTensor::from_raw_versioned(tensor.cast()),
+            0 => Taken::Legacy(Dlpack::from_raw(tensor.cast())?),
+            _ => Taken::Versioned(Dlpack::from_raw(tensor.cast())?),
         }
-    };
-    Ok(taken?)
+    })
 }

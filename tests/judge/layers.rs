@@ -3,8 +3,9 @@
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::Stream;
+use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
+use cualloc::exchange::{DType, Dlpack, Peer, Tensor};
 use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, MemoryResource, RawBlock};
 use cualloc::{Allocator, DeviceBuffer, Request};
@@ -17,12 +18,13 @@ type Ordered = Arc<AccessOrdered<Allocator>>;
 
 pub enum Layered {
     Buffer(DeviceBuffer<u32>),
-    Column(Column),
+    Column(Tensor),
     Pooled(DeviceBuffer<u32>),
     Lease(DeviceBuffer<MaybeUninit<u8>>),
     Resource(RawBlock, Ordered),
     /// Lent to somebody who works on its stream.
-    Tensor(DlpackTensor),
+    Legacy(Dlpack<DLManagedTensor>),
+    Versioned(Dlpack<DLManagedTensorVersioned>),
     /// Not the allocator's: the judge hears nothing of it, and the simulator alone judges its uses.
     Native(DeviceBuffer<MaybeUninit<u8>>),
 }
@@ -32,7 +34,11 @@ impl Layered {
     pub fn free_for_all(&self) -> bool {
         matches!(
             self,
-            Layered::Column(_) | Layered::Lease(_) | Layered::Tensor(_) | Layered::Native(_)
+            Layered::Column(_)
+                | Layered::Lease(_)
+                | Layered::Legacy(_)
+                | Layered::Versioned(_)
+                | Layered::Native(_)
         )
     }
 }
@@ -115,8 +121,8 @@ impl World {
                 (buffer.as_device_ptr(), bytes, Layered::Buffer(buffer))
             }
             Act::Column => {
-                let column = Column::zeroed(allocator, ElementType::F32, words, stream)
-                    .map_err(|e| say(&e))?;
+                let column =
+                    Tensor::zeroed(allocator, DType::F32, &[words], stream).map_err(|e| say(&e))?;
                 (column.ptr(), bytes, Layered::Column(column))
             }
             Act::Pooled => {
@@ -212,12 +218,12 @@ impl World {
                 Layered::Pooled(buffer) => buffer.as_mut_slice().fill(b, &stream).is_ok(),
                 Layered::Column(column) => {
                     if bytes < 40_000 && last == home {
-                        let _ = column.to_vec::<f32>();
+                        let _ = column.as_slice::<f32>().and_then(|all| all.to_vec());
                     }
                     false
                 }
                 Layered::Lease(_) | Layered::Resource(..) => false,
-                Layered::Tensor(_) | Layered::Native(_) => false,
+                Layered::Legacy(_) | Layered::Versioned(_) | Layered::Native(_) => false,
             }
         };
         if used {
@@ -337,7 +343,10 @@ impl World {
                 Kind::Layered(layered) => layered,
                 _ => return false,
             };
-            matches!(layered, Layered::Column(_) | Layered::Tensor(_))
+            matches!(
+                layered,
+                Layered::Column(_) | Layered::Legacy(_) | Layered::Versioned(_)
+            )
         };
         let some: Vec<usize> = (0..self.held.len()).filter(fits).collect();
         if some.is_empty() {
@@ -348,7 +357,10 @@ impl World {
             let held = &self.held[index];
             (held.slot, held.home, held.last)
         };
-        let back = matches!(self.held[index].kind, Kind::Layered(Layered::Tensor(_)));
+        let back = matches!(
+            self.held[index].kind,
+            Kind::Layered(Layered::Legacy(_) | Layered::Versioned(_))
+        );
         // Who imports does so on the stream that the producer was told.
         let lane = match back {
             true => Some(home),
@@ -368,30 +380,37 @@ impl World {
         let Kind::Layered(layered) = held.kind else {
             return Ok(());
         };
+        // SAFETY: the memory is ours, and in order whatever is said.
+        let peer = unsafe { Peer::ordered() };
         let (layered, result) = match layered {
             Layered::Column(column) => {
                 let consumer = match rng.percent(70) {
-                    true => Consumer::Tracked(stream),
-                    false => Consumer::Untracked(stream),
+                    true => Peer::on(&stream),
+                    false => Peer::starting_on(&stream),
                 };
                 let made = match rng.percent(50) {
-                    true => column.to_dlpack(&consumer),
-                    false => column.to_dlpack_versioned(&consumer),
+                    true => column.to_dlpack(&consumer).map(Layered::Legacy),
+                    false => column.to_dlpack(&consumer).map(Layered::Versioned),
                 };
                 match made {
-                    Ok(tensor) => (Layered::Tensor(tensor), Ok(())),
+                    Ok(layered) => (layered, Ok(())),
                     Err(error) => (Layered::Column(column), Err(format!("{error:?}"))),
                 }
             }
-            Layered::Tensor(tensor) => {
-                match Column::from_dlpack(tensor, &stream, Producer::Ordered) {
-                    Ok(column) => (Layered::Column(column), Ok(())),
-                    Err(refused) => {
-                        let text = format!("{:?}", refused.error);
-                        (Layered::Tensor(*refused.value), Err(text))
-                    }
+            Layered::Legacy(tensor) => match Tensor::from_dlpack(tensor, &stream, peer) {
+                Ok(column) => (Layered::Column(column), Ok(())),
+                Err(refused) => {
+                    let text = format!("{:?}", refused.error);
+                    (Layered::Legacy(*refused.value), Err(text))
                 }
-            }
+            },
+            Layered::Versioned(tensor) => match Tensor::from_dlpack(tensor, &stream, peer) {
+                Ok(column) => (Layered::Column(column), Ok(())),
+                Err(refused) => {
+                    let text = format!("{:?}", refused.error);
+                    (Layered::Versioned(*refused.value), Err(text))
+                }
+            },
             other => (other, Ok(())),
         };
         let (home, epoch, last) = match result {

@@ -4,10 +4,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cualloc::allocator::{Allocator, Block, Config, Request};
-use cualloc::column::{Column, ElementType};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
 use cualloc::error::StreamMisuse;
+use cualloc::exchange::{DType, Tensor};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, Policy};
 
@@ -488,8 +488,7 @@ impl Scene<'_> {
                 self.court.law().freed(ptr);
                 drop(buffer);
             }
-        } else if let Ok(column) =
-            Column::zeroed(self.allocator, ElementType::F32, bytes / 4, stream)
+        } else if let Ok(column) = Tensor::zeroed(self.allocator, DType::F32, &[bytes / 4], stream)
         {
             let ptr = column.ptr();
             self.told(ptr, bytes, stream.raw());

@@ -18,7 +18,7 @@ from named import Tests
 from tables import Fault, Sources, load
 
 # Features that tests of a program are left out without.
-FEATURES = {"column": "arrow"}
+FEATURES = {"exchange": "arrow"}
 
 # Fewer seconds a build: nothing here depends on speed, and no backtrace is read. The oracle finds what
 # breaks a stream's order in its first programs; sums go wrong at once.

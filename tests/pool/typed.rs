@@ -12,7 +12,7 @@ use cualloc::resource::{MemoryResource, PerDevice};
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Config, DeviceBuffer, Error, Policy};
 
-use crate::common::{GIB, MIB, Rig, each, only, only_on};
+use crate::common::{GIB, MIB, Rig, each, itself, only, only_on};
 use crate::fill;
 
 fn pool_of(rig: &Rig) -> TypedPool {
@@ -346,9 +346,7 @@ fn s2_11_the_pool_of_the_process_reports_invalid_settings() {
         return;
     }
     // In a process of its own, which alone has these settings.
-    let test = std::env::current_exe().unwrap();
-    let mut command = std::process::Command::new(test);
-    let child = command.args(["--exact", NAME, "--test-threads=1"]);
+    let mut child = itself(NAME);
     let done = child.env("CUALLOC_CONFIG", "policy=none").output().unwrap();
     let said = String::from_utf8_lossy(&done.stdout);
     assert!(done.status.success() && said.contains("1 passed"), "{said}");

@@ -1,6 +1,6 @@
 //! Things that take a process of their own: its exit, and the choice of the driver under test.
 
-use std::process::{Command, Output};
+use std::process::Output;
 use std::sync::{Mutex, OnceLock};
 
 use crate::common::*;
@@ -11,14 +11,8 @@ use cualloc::sim::{SimConfig, Simulator};
 const CASE: &str = "CUALLOC_TEST_CASE";
 
 fn child(case: &str, driver: Option<&str>) -> Output {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = itself("exit::child_entry");
     command
-        .args([
-            "--exact",
-            "exit::child_entry",
-            "--nocapture",
-            "--test-threads=1",
-        ])
         .env(CASE, case)
         .env("CUALLOC_DRIVER", "/nowhere/libcuda-of-a-test.so")
         .env_remove(DRIVER_VARIABLE);

@@ -1,12 +1,12 @@
 //! Loading the driver: the real loader, on libraries compiled for the purpose.
 
-use crate::common::{Fake, Folder, chain, compiler};
+use crate::common::{Fake, Folder, chain, compiler, itself};
 use cualloc::driver::{Context, Driver, Feature, LoadError, Stream, Symbol, sys};
 use std::env;
 use std::error::Error;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output, abort};
+use std::process::{Output, abort};
 use std::sync::Mutex;
 use std::thread;
 
@@ -237,14 +237,8 @@ fn s3_13_s3_36_broken_paths_keep_the_loaders_words() {
 /// Runs `child_entry` in a process of its own, where a panic is the end of it (as under
 /// `panic=abort`, also if something would catch it).
 fn child(case: &str, environment: &[(&str, &Path)]) -> Output {
-    let mut command = Command::new(env::current_exe().unwrap());
+    let mut command = itself("loader::child_entry");
     command
-        .args([
-            "--exact",
-            "loader::child_entry",
-            "--nocapture",
-            "--test-threads=1",
-        ])
         .env_remove(OVERRIDE)
         .env_remove("LD_LIBRARY_PATH")
         .env(CASE, case);

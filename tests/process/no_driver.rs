@@ -1,9 +1,7 @@
 //! Without a driver: the whole interface is there, and says what is missing. Also the test of a
 //! build without the simulator.
 
-use std::process::Command;
-
-use crate::common::chain;
+use crate::common::{chain, itself};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Carver, Config, Policy, size};
 use cualloc::driver::{Driver, LoadError};
@@ -15,13 +13,7 @@ const MISSING: &str = "/nowhere/libcuda-of-a-test.so";
 /// would be the end.
 #[test]
 fn s1_23_r72_allocating_calls_say_that_the_driver_is_missing() {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "no_driver::without_driver",
-            "--nocapture",
-            "--test-threads=1",
-        ])
+    let output = itself("no_driver::without_driver")
         .env("CUALLOC_DRIVER", MISSING)
         .env(CASE, "1")
         .env_remove("CUALLOC_CONFIG")

@@ -1,22 +1,15 @@
 //! A simulated driver stands in for one that is not there, or has no device, and for no other.
 
 use std::path::Path;
-use std::process::Command;
 
-use crate::common::{Fake, Folder, chain, compiler};
+use crate::common::{Fake, Folder, chain, compiler, itself};
 use cualloc::driver::{Driver, LoadError};
 
 const CASE: &str = "CUALLOC_TEST_CASE";
 
 /// What a process of its own says of the driver that it gets.
 fn seen_with(library: &Path) -> String {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "stand_in::child_entry",
-            "--nocapture",
-            "--test-threads=1",
-        ])
+    let output = itself("stand_in::child_entry")
         .env("CUALLOC_DRIVER", library)
         .env(CASE, "stand-in")
         .output()

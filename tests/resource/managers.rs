@@ -3,9 +3,9 @@
 mod manager {
     use crate::common::*;
     use crate::held;
-    use cualloc::column::{Column, ElementType, Schema, Table};
     use cualloc::driver::{KernelParam, Module, Stream, sys};
     use cualloc::error::{InvalidArgument, StreamMisuse};
+    use cualloc::exchange::{DType, Schema, Table, Tensor};
     use cualloc::resource::*;
     use cualloc::sim::FailPlan;
     use cualloc::{Allocator, DeviceBuffer, DeviceCopy, Error, Policy, Request, Tag};
@@ -96,18 +96,22 @@ mod manager {
         packed(|rig| {
             let (manager, runtime, stream) = managed(rig, 1024);
             let source = || Arc::new(manager.clone());
-            let column = |element| Column::uninit_in(source(), element, 64, &stream);
-            let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);
-            let columns: Result<_, _> = schema.fields().iter().map(|f| column(f.element)).collect();
-            let rows = Column::zeroed_in(source(), ElementType::U64, 1, &stream).unwrap();
-            let table = Table::new(schema, columns.unwrap(), 64, rows).unwrap();
+            let column = |element| Tensor::uninit(&source(), element, &[64], &stream);
+            let schema = Schema::new([("key", DType::U32), ("value", DType::F64)]);
+            let columns: Result<_, _> = schema
+                .fields()
+                .iter()
+                .map(|(_, dtype)| column(*dtype))
+                .collect();
+            let rows = Tensor::zeroed(&source(), DType::U64, &[1], &stream).unwrap();
+            let table = Table::new(schema, columns.unwrap(), rows).unwrap();
             assert_eq!(manager.usage().unwrap().requested.current, 64 * 12 + 8);
             assert_eq!(
                 (table.byte_len(), table.schema().row_bytes()),
                 (64 * 12, 12)
             );
             assert!(!table.is_empty());
-            assert!(column(ElementType::U64).is_err(), "512 bytes more");
+            assert!(column(DType::U64).is_err(), "512 bytes more");
             assert_eq!(manager.clone().headroom(), Some(1024 - 776));
             drop(table);
             assert_eq!(manager.usage().unwrap().requested.current, 0);
@@ -124,7 +128,7 @@ mod manager {
             let (manager, runtime, stream) = managed(rig, 1 << 20);
             let slice = allocate::<u32>(&manager, 64, &stream).unwrap();
             let source = Arc::new(manager.clone());
-            let column = Column::zeroed_in(source, ElementType::U32, 64, &stream).unwrap();
+            let column = Tensor::zeroed(&source, DType::U32, &[64], &stream).unwrap();
             let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
             let module = Module::from_ptx(&rig.context, text).unwrap();
             let fill = module.function(c"cualloc_fill").unwrap();
@@ -140,7 +144,10 @@ mod manager {
                 .map(|sim| sim.read_memory(slice.as_device_ptr(), 8).unwrap());
             assert!(first.is_none_or(|bytes| bytes == [7, 0, 0, 0, 8, 0, 0, 0]));
             let expected: Vec<u32> = (9..9 + 64).collect();
-            assert_eq!(column.to_vec::<u32>().unwrap(), expected);
+            assert_eq!(
+                column.as_slice::<u32>().unwrap().to_vec().unwrap(),
+                expected
+            );
             drop((slice, column));
             runtime.resource().reap().unwrap();
         });

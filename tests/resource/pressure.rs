@@ -1,8 +1,8 @@
 //! How scarce memory is: levels, listeners, the watchdog.
 
 use crate::relief::{T, packed};
-use cualloc::Request;
 use cualloc::resource::*;
+use cualloc::{DeviceBuffer, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -72,8 +72,7 @@ fn s1_32_s1_53_listeners_hear_of_every_entry_point() {
         assert_eq!(told(), [], "still pending");
         guard.reap().unwrap();
         assert_eq!(told(), [(Critical, None)], "reap");
-        let owned =
-            OwnedBlock::allocate(Arc::clone(&guard), &Request::new(850).tag(T), &stream).unwrap();
+        let owned = DeviceBuffer::<u8>::uninit(&guard, 850, &stream).unwrap();
         assert_eq!(told(), [(None, Low)], "owned");
         guard.get_ref().set_limit(Some(900));
         assert_eq!(told(), [(Low, Medium)], "a new budget");

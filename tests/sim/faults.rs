@@ -2,7 +2,8 @@
 
 use crate::support::*;
 use cualloc::driver::sys::CUresult;
-use cualloc::sim::{ConfigError, FailPlan, Leaks, Report, SimConfig, Simulator};
+use cualloc::error::ConfigError;
+use cualloc::sim::{FailPlan, Leaks, Report, SimConfig, Simulator};
 
 const OUT_OF_MEMORY: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
 

@@ -1,6 +1,6 @@
 //! Files that are read and written.
 
-use crate::{cualloc, data, fed, file, object, refused, run, scratch, stderr, stdout};
+use crate::{cualloc, data, fed, file, object, refused, replayed, run, scratch, stderr, stdout};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -203,17 +203,10 @@ fn links_and_devices_stay_what_they_are() {
     assert_eq!(mode & 0o777, 0o640);
 }
 
-#[test]
-fn a_reader_that_leaves_stops_a_program_that_is_made_up() {
+/// Runs the command with nobody who reads its results: it ends with exit code 1, and says nothing.
+fn left_by_its_reader(arguments: &[&str]) {
     let mut child = cualloc()
-        .args([
-            "generate",
-            "churn",
-            "--rows",
-            "99999999999999",
-            "--out",
-            "-",
-        ])
+        .args(arguments)
         .stdout(std::process::Stdio::piped())
         .stderr(std::process::Stdio::piped())
         .spawn()
@@ -222,6 +215,24 @@ fn a_reader_that_leaves_stops_a_program_that_is_made_up() {
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_panic() {
+    let trace = data("resnet50.csv.gz");
+    left_by_its_reader(&["replay", "--device", "sim", "--json", &trace]);
+}
+
+#[test]
+fn a_reader_that_leaves_stops_a_program_that_is_made_up() {
+    left_by_its_reader(&[
+        "generate",
+        "churn",
+        "--rows",
+        "99999999999999",
+        "--out",
+        "-",
+    ]);
 }
 
 #[test]
@@ -248,13 +259,7 @@ fn damaged_compression_is_told_as_such() {
     let at = stored.windows(4).position(|part| part == b"512,").unwrap();
     stored[at] = b'x';
     let path = file("wrong_letter.csv.gz", &stored);
-    let output = run(&[
-        "replay",
-        "--device",
-        "sim",
-        "--json",
-        path.to_str().unwrap(),
-    ]);
+    let output = replayed(&path);
     assert_eq!(output.status.code(), Some(1));
     let error = object(&output);
     assert_eq!(error["line"], 2);

@@ -28,6 +28,12 @@ pub fn run(arguments: &[&str]) -> Output {
     cualloc().args(arguments).output().unwrap()
 }
 
+/// A replay of a file on the simulator, with its result as JSON.
+pub fn replayed(path: &Path) -> Output {
+    let path = path.to_str().unwrap();
+    run(&["replay", "--device", "sim", "--json", path])
+}
+
 /// Runs the command with this on stdin.
 pub fn fed(arguments: &[&str], input: &[u8]) -> Output {
     let mut child = cualloc()

@@ -1,6 +1,6 @@
 //! Options, messages and tables.
 
-use crate::{cualloc, data, fed, file, object, refused, run, stderr, stdout};
+use crate::{cualloc, data, fed, file, object, refused, replayed, run, stderr, stdout};
 
 #[test]
 fn sizes_are_read_alike_everywhere() {
@@ -265,13 +265,7 @@ fn terminals_are_not_steered_by_names_or_contents() {
         assert!(!text.contains(['\u{1b}', '\u{7}']), "{text:?}");
     }
     // A program gets the name as it is.
-    let output = run(&[
-        "replay",
-        "--device",
-        "sim",
-        "--json",
-        path.to_str().unwrap(),
-    ]);
+    let output = replayed(&path);
     assert_eq!(object(&output)["trace"], steering);
 }
 

@@ -17,8 +17,8 @@ use crate::error::{Error, Refused};
 /// `Send` and `Sync`: a block is an address with a lifetime, nothing in it is read or written on the
 /// host. It may outlive the [`Allocator`](crate::allocator::Allocator) handle it came from.
 pub struct Block {
-    /// With the stream cache that is the block's home and keeps the allocator alive. A count of references
-    /// would be a word that all threads write.
+    /// Where the block is. It names the stream cache that is the block's home and keeps the allocator alive: a
+    /// count of references would be a word that all threads write.
     place: Place,
     requested: usize,
 }

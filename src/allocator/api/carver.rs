@@ -16,7 +16,7 @@ use crate::error::{Error, InvalidArgument};
 pub struct Carved {
     /// First byte.
     pub address: u64,
-    /// Bytes, at least as many as asked for.
+    /// The bytes of the piece, at least as many as asked for.
     pub size: u64,
 }
 
@@ -52,7 +52,7 @@ pub struct Carver {
     /// Names of the streams, and their places in that list.
     streams: Vec<u64>,
     slots: HashMap<u64, u32>,
-    /// What is counted along: the rest of the figures is counted when they are asked for.
+    /// The figures that every call keeps up to date: the others are counted when they are asked for.
     counted: CarverStats,
 }
 
@@ -64,13 +64,13 @@ pub struct CarverStats {
     pub hits: u64,
     /// Requests that it did not.
     pub misses: u64,
-    /// In segments.
+    /// Bytes in segments.
     pub reserved: u64,
-    /// In live blocks, as they are rounded.
+    /// Bytes in live blocks, as they are rounded.
     pub allocated: u64,
     /// The most in live blocks at once.
     pub peak: u64,
-    /// Not in live blocks: free, or waiting for streams.
+    /// Bytes that are not in live blocks: free, or waiting for streams.
     pub cached: u64,
     /// Number of blocks, live or not.
     pub blocks: u64,
@@ -369,7 +369,7 @@ impl Carver {
         let granules = classic_granules(small, available, request.granules);
         let (space, records) = self.parts(request.space);
         space.carve(records, id, granules);
-        records[id].stream = slot;
+        (records[id].state, records[id].stream) = (Extent::Used, slot);
         let cold = records.cold_mut(id);
         (cold.requested, cold.owner) = (bytes as u64, slot);
         let hot = self.records[id];

@@ -27,8 +27,8 @@ use crate::allocator::stats::Stats;
 
 /// A caching allocator for the memory of one device.
 ///
-/// Clones are handles to the same allocator. All methods may be called from any thread. The last
-/// handle or [`Block`] that goes closes the allocator; see [`close`](Self::close) for doing it with
+/// Clones are handles to the same allocator. All methods may be called from any thread. The
+/// allocator is closed when its last handle and its last [`Block`] were dropped; see [`close`](Self::close) for doing it with
 /// errors.
 ///
 /// # Streams
@@ -325,7 +325,7 @@ impl Allocator {
 
     // ---- memory ----------------------------------------------------------------------------
 
-    /// Grows ahead, so that a block of `bytes` fits without a driver call. Classic policy: a
+    /// Allocates and frees `bytes`, so that a later block of so many fits without a driver call. Classic policy: a
     /// segment for such a request.
     ///
     /// # Errors

@@ -65,9 +65,6 @@ impl Engine {
         let mut inner = cache.lock();
         // The page may have gone, and another have its place.
         inner.runs.is_numbered(node, page_of(block.id))
-            && inner
-                .live(node, block.ptr, Some(block.generation))
-                .is_some()
             && inner.free_at_once(node, Life::Generation(block.generation))
     }
 

@@ -38,7 +38,7 @@ use crate::error::Error;
 pub(crate) struct RareLog(AtomicU64);
 
 impl RareLog {
-    /// Whether this occurrence should be logged, and the how-manieth it is.
+    /// The number of this occurrence, counted from 1, if it should be logged.
     pub(crate) fn due(&self) -> Option<u64> {
         // A logger has locks, too.
         if process::is_forked_child() {

@@ -308,7 +308,7 @@ impl Engine {
         }
     }
 
-    // ---- memory at hand ----------------------------------------------------------------------
+    // ---- cached memory ------------------------------------------------------------------------
 
     /// Takes a request at the first of the addresses that is free in the stream cache which the thread used
     /// last for the stream. `None`: somebody must look at the heap.

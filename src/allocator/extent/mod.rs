@@ -225,7 +225,6 @@ impl Extents {
     pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
         let entry = self.views.index(COMPLETE)?.best_fit(granules)?;
         self.views.carve(&mut self.records, entry.id, granules);
-        self.records[entry.id].state = Extent::Busy;
         Some(entry.id)
     }
 

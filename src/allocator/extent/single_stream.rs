@@ -1,7 +1,6 @@
-//! Carving and coalescing where a stream is alone: all free memory is its own, and merges.
+//! Carving and coalescing where a stream is alone: all free memory is that stream's, and adjacent pieces merge.
 //!
-//! The same to the same end as what [`Space`] does for any number of streams, but for what need not be
-//! asked then.
+//! The result is what [`Space`] gives for any number of streams, without the questions about uses.
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
 use crate::allocator::extent::record::{Hot, NIL, Records, State};
@@ -26,14 +25,14 @@ impl Space {
         let rest = entry.granules - granules;
         if rest == 0 {
             self.count -= 1;
-            records[entry.id].state = State::Used;
+            records[entry.id].state = State::Busy;
             records.cold_mut(entry.id).uses = Uses::None;
             return Some(entry);
         }
         let addr = entry.addr + u64::from(granules) * GRANULE;
         let right = records.vacant_id();
         let hot = &mut records[entry.id];
-        hot.state = State::Used;
+        hot.state = State::Busy;
         hot.granules = granules;
         let next = std::mem::replace(&mut hot.next, right);
         records[right].renew(Hot {

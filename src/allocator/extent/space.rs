@@ -468,13 +468,14 @@ impl Space {
         }
     }
 
-    /// Takes `granules` from the front of one free piece: the common case of [`claim`](Self::claim).
+    /// Takes `granules` from the front of one free piece: the common case of [`claim`](Self::claim). The extent
+    /// is busy until it becomes a block, since the lock may be let go before.
     pub(crate) fn carve(&mut self, records: &mut Records, id: u32, granules: u32) {
         self.delist(records, id);
         let cold = records.cold_mut(id);
         let (uses, owner, freed) = (std::mem::take(&mut cold.uses), cold.owner, cold.freed);
         let hot = &mut records[id];
-        hot.state = State::Used;
+        hot.state = State::Busy;
         if hot.granules > granules {
             let rest = self.part(records, id, granules, State::Free);
             let cold = records.cold_mut(rest);

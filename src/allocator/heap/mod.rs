@@ -84,7 +84,7 @@ pub(crate) struct Heap {
     /// Frees so far: the time by which idle memory is told apart.
     pub frees: u64,
     pub closed: bool,
-    /// No allocator stands for the heap any more: the last block that goes closes them.
+    /// No allocator stands for the heap any more: the drop of the last block closes it.
     pub orphaned: bool,
 }
 
@@ -117,7 +117,7 @@ impl Heap {
         }
     }
 
-    /// The eye of one stream on one space.
+    /// The finder of free memory in a space for one stream.
     pub(crate) fn finder(&self, space: SpaceId, stream: u32) -> Option<Finder<'_>> {
         let space = self.extents.space(space)?;
         Some(Finder {
@@ -162,7 +162,7 @@ impl Heap {
     pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
         let before = self.peak_live;
         if self.requested_now() + requested > before {
-            // What nobody holds is no peak.
+            // Free blocks in large-block caches count as used, and are no part of the peak.
             self.empty_large_caches();
         }
         self.peak_live = before.max(self.requested_now() + requested);

@@ -36,8 +36,8 @@ impl Heap {
     /// With all stream caches locked: raises the peaks to what is there, and shares the room below them
     /// out among the stream caches that are busy.
     ///
-    /// What nobody holds in the large-block caches leaves them: it is no part of the peak, and none of it may be
-    /// handed out again without a look at the peak.
+    /// Free blocks leave the large-block caches: they are no part of the peak, and none of them may be handed out
+    /// again without a look at the peak.
     pub(crate) fn raise_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
         let small = small_bytes(&locked);
         let held = held(&locked);

@@ -67,8 +67,8 @@ impl Engine {
         self.lock()
     }
 
-    /// Lets streams rest of which nobody has spoken for long: settles what they left, and does as if the others
-    /// were alone once that is complete.
+    /// Lets streams rest of which nobody has spoken for long: completes what they left, and serves the others
+    /// as if they were alone once that is done.
     fn rest_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
         let silent = heap.streams.long_silent(stream);
         if silent.is_empty() {
@@ -268,7 +268,7 @@ impl Engine {
                 done => done?,
             },
             Step::Shorten(cut) => match self.shorten(cut) {
-                // A view that keeps its end stands in nobody's way.
+                // A view that keeps its end takes no memory from the request, which goes on without it.
                 Err(Error::Driver(error)) => log::debug!("a view was kept: {error}"),
                 done => done?,
             },

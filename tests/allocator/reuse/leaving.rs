@@ -4,9 +4,10 @@ use std::sync::{Arc, Mutex, mpsc};
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy, Request};
-use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::error::StreamMisuse;
+use cualloc::exchange::dlpack::DLManagedTensor;
+use cualloc::exchange::{DType, Peer, Tensor};
 use cualloc::pool::WorkspacePool;
 use cualloc::sim::{FailPlan, Mode, Report, Simulator};
 use cualloc::{DeviceBuffer, Error};
@@ -127,16 +128,16 @@ fn d3_columns_of_a_retired_stream_come_before_the_next_user() {
             retire_before_use(allocator, home);
             let column = if of_resource {
                 let resource = Arc::new(allocator.clone());
-                Column::zeroed_in(resource, ElementType::F32, bytes / 4, home)
+                Tensor::zeroed(&resource, DType::F32, &[bytes / 4], home)
             } else {
-                Column::zeroed(allocator, ElementType::F32, bytes / 4, home)
+                Tensor::zeroed(allocator, DType::F32, &[bytes / 4], home)
             };
             let column = column.unwrap();
             assert!(!interlude::is_due(), "{bytes}: not retired");
             if of_resource {
                 drop(column);
             } else {
-                drop(column.into_block().unwrap());
+                drop(column.into_buffer::<f32>().unwrap().into_block().unwrap());
             }
         });
     }
@@ -149,7 +150,7 @@ fn d3_a_dropped_column_of_a_retired_stream_counts() {
         drop(allocator.allocate(bytes, home).unwrap());
         sim.set_mode(Mode::Manual);
         retire_before_use(allocator, home);
-        drop(Column::zeroed(allocator, ElementType::F32, bytes / 4, home).unwrap());
+        drop(Tensor::zeroed(allocator, DType::F32, &[bytes / 4], home).unwrap());
         assert!(!interlude::is_due(), "{bytes}: not retired");
     });
 }
@@ -160,9 +161,11 @@ fn d3_a_dropped_column_of_a_retired_stream_counts() {
 fn d3_a_column_that_came_back_counts_on_a_retired_stream() {
     before_the_next_user(|rig, sim, allocator, home, bytes| {
         let theirs = rig.stream();
-        let column = Column::zeroed(allocator, ElementType::F32, bytes / 4, home).unwrap();
-        let tensor = column.to_dlpack(&Consumer::Tracked(home.clone())).unwrap();
-        let back = Column::from_dlpack(tensor, &theirs, Producer::Ordered).unwrap();
+        let column = Tensor::zeroed(allocator, DType::F32, &[bytes / 4], home).unwrap();
+        let tensor = column
+            .to_dlpack::<DLManagedTensor>(&Peer::on(home))
+            .unwrap();
+        let back = Tensor::from_dlpack(tensor, &theirs, ordered()).unwrap();
         drop(column);
         sim.set_mode(Mode::Manual);
         allocator.retire(&theirs).unwrap();

@@ -5,20 +5,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use cualloc::Tag;
 
-use cualloc::column::{Column, Consumer, DlpackTensor, ElementType, Producer};
 use cualloc::driver::{Context, Stream};
+use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
+use cualloc::exchange::{DType, Dlpack, Peer, Tensor};
 use cualloc::pool::{
     DriverPool, DriverPoolConfig, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
     Access, AccessOrdered, Budget, CudaMemory, DeviceRuntime, Launch, Manager, MemoryResource,
-    OwnedBlock, Relief, Statistics, StreamPool,
+    Relief, Statistics, StreamPool,
 };
 use cualloc::sim::Mode;
 use cualloc::trace::{Replay, Trace};
 use cualloc::{DeviceBuffer, PinnedBuffer, Request};
 
 use super::{Outcome, Program, World};
+use crate::common::{column, ordered, set, values};
 
 pub const PROGRAMS: &[Program] = &[
     Program {
@@ -134,64 +136,56 @@ fn buffers(w: &World) -> Outcome {
 
 fn columns(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let mut column = Column::from_slice(&w.alloc, &[5i64; 300], &a)?;
-    assert_eq!(column.to_vec::<i64>()?, [5; 300]);
-    let zeros = Column::zeroed(&w.alloc, ElementType::F32, 1000, &a)?;
+    let mut column = column(&w.alloc, &[5i64; 300], &a)?;
+    assert_eq!(values::<i64>(&column)?, [5; 300]);
+    let zeros = Tensor::zeroed(&w.alloc, DType::F32, &[1000], &a)?;
     zeros.record_stream(&b)?;
     follow(w, &a, &b)?;
     work(&w.context, zeros.ptr(), 4000, &b)?;
     drop(zeros);
-    let other = Column::zeroed(&w.alloc, ElementType::F32, 1000, &b)?;
-    assert_eq!(other.to_vec::<f32>()?, [0.0; 1000]);
-    column.copy_from_slice(&[6i64; 300])?;
-    assert_eq!(column.to_vec::<i64>()?, [6; 300]);
-    let block = column.into_block().expect("a whole block");
-    block.free()?;
+    let other = Tensor::zeroed(&w.alloc, DType::F32, &[1000], &b)?;
+    assert_eq!(values::<f32>(&other)?, [0.0; 1000]);
+    set(&mut column, &[6i64; 300])?;
+    assert_eq!(values::<i64>(&column)?, [6; 300]);
+    let buffer = column.into_buffer::<i64>().map_err(|_| "shared")?;
+    buffer.free()?;
     Ok(())
 }
 
 fn resource_columns(w: &World) -> Outcome {
     let resource: Arc<dyn MemoryResource> = Arc::new(AccessOrdered::new(w.alloc.clone()));
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &a)?;
+    let column = column(&resource, &[3i64, 5, 8], &a)?;
     let mut launch = Launch::strict(&resource, &b);
     launch.read_write(&column)?;
     launch.preflight()?;
     launch.commit()?;
-    assert_eq!(column.to_vec::<i64>()?, [3, 5, 8]);
-    let tensor = column.to_dlpack(&Consumer::Tracked(b.clone()))?;
+    assert_eq!(values::<i64>(&column)?, [3, 5, 8]);
+    let tensor = column.to_dlpack::<DLManagedTensor>(&Peer::on(&b))?;
     drop(column);
     work(&w.context, tensor.tensor()?.data as u64, 24, &b)?;
     drop(tensor);
-    let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::Bool, 2000, &b)?;
-    let owned = zeros.into_owned().map_err(|_| "shared")?;
-    if let Err(failed) = owned.free() {
-        resource.deallocate_block(*failed.value)?;
-        return Err(failed.error.into());
-    }
+    let zeros = Tensor::zeroed(&resource, DType::Bool, &[2000], &b)?;
+    zeros.into_buffer::<u8>().map_err(|_| "shared")?.free()?;
     resource.reap()?;
     Ok(())
 }
 
 fn exchange(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let column = Column::from_slice(&w.alloc, &[1.5f32; 700], &a)?;
-    for consumer in [
-        Consumer::Tracked(b.clone()),
-        Consumer::Untracked(b.clone()),
-        Consumer::Unordered,
-    ] {
-        let tensor = column.to_dlpack(&consumer)?;
-        let seen = Column::from_dlpack(tensor, &b, Producer::Stream(a.clone()))?;
-        assert_eq!(seen.to_vec::<f32>()?, [1.5; 700]);
+    let column = column(&w.alloc, &[1.5f32; 700], &a)?;
+    for consumer in [Peer::on(&b), Peer::starting_on(&b), ordered()] {
+        let tensor = column.to_dlpack::<DLManagedTensor>(&consumer)?;
+        let seen = Tensor::from_dlpack(tensor, &b, Peer::on(&a))?;
+        assert_eq!(values::<f32>(&seen)?, [1.5; 700]);
         work(&w.context, seen.ptr() + 64, 0, &b)?;
     }
-    let old = column.to_dlpack_versioned(&Consumer::Tracked(b.clone()))?;
+    let old = column.to_dlpack::<DLManagedTensorVersioned>(&Peer::on(&b))?;
     drop(column);
     work(&w.context, old.tensor()?.data as u64, 2800, &b)?;
     drop(old);
-    let next = Column::zeroed(&w.alloc, ElementType::F32, 700, &a)?;
-    assert_eq!(next.to_vec::<f32>()?, [0.0; 700]);
+    let next = Tensor::zeroed(&w.alloc, DType::F32, &[700], &a)?;
+    assert_eq!(values::<f32>(&next)?, [0.0; 700]);
     foreign(w, &a, &b)?;
     #[cfg(feature = "arrow")]
     arrow(w, &a, &b)?;
@@ -200,8 +194,8 @@ fn exchange(w: &World) -> Outcome {
 
 /// Memory of somebody else, who frees it when it is released.
 mod theirs {
-    use cualloc::column::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
     use cualloc::driver::Context;
+    use cualloc::exchange::dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
     use std::ptr;
 
     struct Box_ {
@@ -244,7 +238,7 @@ mod theirs {
         }
     }
 
-    unsafe extern "C" fn delete(tensor: *mut DLManagedTensor) {
+    unsafe extern "C-unwind" fn delete(tensor: *mut DLManagedTensor) {
         // SAFETY: the box of `tensor`, once.
         let made = unsafe { Box::from_raw((*tensor).manager_ctx.cast::<Box_>()) };
         let ptr = made.tensor.dl_tensor.data as u64;
@@ -266,12 +260,12 @@ mod theirs {
 }
 
 fn foreign(w: &World, a: &Stream, b: &Stream) -> Outcome {
-    for producer in [Producer::Ordered, Producer::Stream(a.clone())] {
+    for producer in [ordered(), Peer::on(a)] {
         let memory = w.context.enter()?.mem_alloc(4096)?;
         let raw = theirs::tensor(&w.context, memory, 1024);
         // SAFETY: just made, and taken over once.
-        let tensor = unsafe { DlpackTensor::from_raw(raw) }?;
-        let column = Column::from_dlpack(tensor, b, producer)?;
+        let tensor = unsafe { Dlpack::from_raw(raw) }?;
+        let column = Tensor::from_dlpack(tensor, b, producer)?;
         work(&w.context, column.ptr(), 4096, b)?;
         let third = w.alloc.create_stream()?;
         column.record_stream(&third)?;
@@ -283,11 +277,11 @@ fn foreign(w: &World, a: &Stream, b: &Stream) -> Outcome {
 
 #[cfg(feature = "arrow")]
 fn arrow(w: &World, a: &Stream, b: &Stream) -> Outcome {
-    let column = Column::from_slice(&w.alloc, &[4i64; 300], a)?;
-    for consumer in [Consumer::Tracked(b.clone()), Consumer::Unordered] {
+    let column = column(&w.alloc, &[4i64; 300], a)?;
+    for consumer in [Peer::on(b), ordered()] {
         let array = column.to_arrow(&consumer)?;
-        let seen = Column::from_arrow(array, ElementType::I64, b, Producer::Ordered)?;
-        assert_eq!(seen.to_vec::<i64>()?, [4; 300]);
+        let seen = Tensor::from_arrow(array, DType::I64, b, ordered())?;
+        assert_eq!(values::<i64>(&seen)?, [4; 300]);
     }
     Ok(())
 }
@@ -401,10 +395,10 @@ fn typed(w: &World) -> Outcome {
     drop(one);
     let big = DeviceBuffer::<u8>::uninit(&pool, 30 << 20, &b)?;
     drop(big);
-    let block = OwnedBlock::allocate(&pool, &Request::new(6000).tag(T), &a)?;
+    let block = DeviceBuffer::<u8>::uninit_with(&pool, Request::new(6000).tag(T), &a)?;
     block.record_stream(&b)?;
     follow(w, &a, &b)?;
-    work(&w.context, block.ptr(), 6000, &b)?;
+    work(&w.context, block.as_device_ptr(), 6000, &b)?;
     drop(block);
     pool.trim(0)?;
     Ok(())
@@ -423,9 +417,15 @@ fn threshold(w: &World) -> Outcome {
     Ok(())
 }
 
-fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream) -> Outcome {
+fn use_across(
+    w: &World,
+    resource: &Arc<impl MemoryResource + 'static>,
+    a: &Stream,
+    b: &Stream,
+) -> Outcome {
     let before = resource.usage()?.outstanding();
-    let first = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), a)?;
+    let take = |on| DeviceBuffer::<u8>::uninit_with(resource, Request::new(4096).tag(T), on);
+    let first = take(a)?;
     let id = first.id().ok_or("no block")?;
     work(&w.context, id.ptr(), 4096, a)?;
     follow(w, a, b)?;
@@ -439,15 +439,15 @@ fn use_across(w: &World, resource: &impl MemoryResource, a: &Stream, b: &Stream)
         Err(failed) => {
             work(&w.context, id.ptr(), 4096, b)?;
             let error = failed.error;
-            resource.deallocate_block(*failed.value)?;
-            let next = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), a)?;
-            work(&w.context, next.ptr(), 4096, a)?;
+            failed.value.free()?;
+            let next = take(a)?;
+            work(&w.context, next.as_device_ptr(), 4096, a)?;
             next.free()?;
             return Err(error.into());
         }
     }
-    let second = OwnedBlock::allocate(resource, &Request::new(4096).tag(T), b)?;
-    work(&w.context, second.ptr(), 4096, b)?;
+    let second = take(b)?;
+    work(&w.context, second.as_device_ptr(), 4096, b)?;
     drop(second);
     resource.reap()?;
     resource.trim(0)?;
@@ -467,7 +467,7 @@ fn nothing_left(left: u64) -> Outcome {
 }
 
 fn direct(w: &World) -> Outcome {
-    let direct = CudaMemory::new(&w.context);
+    let direct = Arc::new(CudaMemory::new(&w.context));
     let stream = w.alloc.create_stream()?;
     let block = direct.allocate_block(&Request::new(1 << 20).tag(T), &stream)?;
     let used = work(&w.context, block.ptr(), 1 << 20, &stream);
@@ -476,20 +476,20 @@ fn direct(w: &World) -> Outcome {
         return Err(failed.error.into());
     }
     assert_eq!(direct.usage().unwrap().outstanding(), 0);
-    let owned = OwnedBlock::allocate(&direct, &Request::new(4096).tag(T), &stream)?;
+    let owned = DeviceBuffer::<u8>::uninit(&direct, 4096, &stream)?;
     drop(owned);
     used
 }
 
 fn asynchronous(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    use_across(w, &AccessOrdered::new(w.alloc.clone()), &a, &b)
+    use_across(w, &Arc::new(AccessOrdered::new(w.alloc.clone())), &a, &b)
 }
 
 fn native_resource(w: &World) -> Outcome {
     let pool = DriverPool::new(&w.context, DriverPoolConfig::new())?;
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    use_across(w, &AccessOrdered::new(pool.clone()), &a, &b)?;
+    use_across(w, &Arc::new(AccessOrdered::new(pool.clone())), &a, &b)?;
     let block = DeviceBuffer::<u8>::uninit(&pool, 1000, &a)?;
     block.free()?;
     Ok(())
@@ -499,6 +499,7 @@ fn adaptors(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let inner = Arc::new(AccessOrdered::new(Statistics::new(w.alloc.clone())));
     let guard = Relief::new(Budget::new(inner, Some(1 << 30))).with_reserve(4 << 20)?;
+    let guard = Arc::new(guard);
     use_across(w, &guard, &a, &b)?;
     guard.release_reserve()?;
     Ok(())

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use super::World;
-use cualloc::column::{Column, Consumer, ElementType, Producer, Schema, Table};
+use crate::common::ordered;
 use cualloc::driver::{Stream, sys};
 use cualloc::error::InvalidArgument;
+use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
+use cualloc::exchange::{DType, Peer, Schema, Table, Tensor};
 use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool};
 use cualloc::resource::{AccessOrdered, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::{FailPlan, Mode};
@@ -16,8 +18,8 @@ use cualloc::{DeviceBuffer, Error, PinnedBuffer, Request};
 fn d10_tables_export_no_more_rows_than_their_columns_have() {
     let world = World::new(Mode::Instant, true);
     let (a, stream) = (&world.allocator, world.stream());
-    let make = |rows| Column::zeroed(a, ElementType::U32, rows, &stream).unwrap();
-    let schema = Schema::new([("only", ElementType::U32)]);
+    let make = |rows| Tensor::zeroed(a, DType::U32, &[rows], &stream).unwrap();
+    let schema = Schema::new([("only", DType::U32)]);
     let mut table = Table::from_columns(a, schema, vec![make(1 << 18)], &stream).unwrap();
     drop(std::mem::replace(&mut table.columns_mut()[0], make(16)));
     let beyond = |error| {
@@ -26,16 +28,25 @@ fn d10_tables_export_no_more_rows_than_their_columns_have() {
             Error::Invalid(InvalidArgument::Rows { capacity: 16, .. })
         )
     };
-    let consumer = Consumer::Unordered;
-    assert!(beyond(table.to_dlpack(&consumer).unwrap_err()));
-    assert!(beyond(table.to_dlpack_versioned(&consumer).unwrap_err()));
+    let consumer = ordered();
+    assert!(beyond(
+        table.to_dlpack::<DLManagedTensor>(&consumer).unwrap_err()
+    ));
+    assert!(beyond(
+        table
+            .to_dlpack::<DLManagedTensorVersioned>(&consumer)
+            .unwrap_err()
+    ));
     drop(std::mem::replace(
         &mut table.columns_mut()[0],
         make(1 << 19),
     ));
-    let mut tensors = table.to_dlpack(&consumer).unwrap();
-    let back = Column::from_dlpack(tensors.remove(0), &stream, Producer::Ordered).unwrap();
-    assert_eq!(back.to_vec::<u32>().unwrap(), vec![0; 1 << 18]);
+    let mut tensors = table.to_dlpack::<DLManagedTensor>(&consumer).unwrap();
+    let back = Tensor::from_dlpack(tensors.remove(0), &stream, ordered()).unwrap();
+    assert_eq!(
+        back.as_slice::<u32>().unwrap().to_vec().unwrap(),
+        vec![0; 1 << 18]
+    );
     drop(back);
     world.clean();
 }
@@ -52,9 +63,9 @@ fn d2_memory_without_tracking_outlives_work_of_its_streams_context() {
         direct.clone() as Arc<dyn MemoryResource>,
         Arc::new(AccessOrdered::new(direct)),
     ] {
-        let make = || Column::zeroed_in(resource.clone(), ElementType::U32, 1 << 18, &stream);
+        let make = || Tensor::zeroed(&resource, DType::U32, &[1 << 18], &stream);
         drop(make().unwrap());
-        drop(make().unwrap().into_owned().expect("not shared"));
+        drop(make().unwrap().into_buffer::<u32>().expect("not shared"));
         let reports = world.sim.take_reports();
         assert!(reports.is_empty(), "{}", reports[0]);
     }
@@ -68,32 +79,27 @@ fn d10_the_last_release_waits_for_the_consumers_contexts() {
     let second = world.beside();
     let (home, theirs) = (world.stream(), Stream::new(&second).unwrap());
     let direct: Arc<dyn MemoryResource> = Arc::new(CudaMemory::new(&world.context));
-    let (bytes, kind) = (1 << 20, ElementType::U32);
+    let (bytes, kind) = (1 << 20, DType::U32);
     for (column, consumer) in [
         (
-            Column::uninit(&world.allocator, kind, bytes / 4, &home).unwrap(),
-            Consumer::Untracked(theirs.clone()),
+            Tensor::uninit(&world.allocator, kind, &[bytes / 4], &home).unwrap(),
+            Peer::starting_on(&theirs),
         ),
         (
-            Column::uninit_in(direct, kind, bytes / 4, &home).unwrap(),
-            Consumer::Tracked(theirs.clone()),
+            Tensor::uninit(&direct, kind, &[bytes / 4], &home).unwrap(),
+            Peer::on(&theirs),
         ),
     ] {
-        let lent = column.to_dlpack(&consumer).unwrap();
+        let lent = column.to_dlpack::<DLManagedTensor>(&consumer).unwrap();
         let entered = second.enter().unwrap();
         // SAFETY: the memory is lent to this stream.
         unsafe { entered.memset_d8(column.ptr(), 1, bytes, theirs.raw()) }.unwrap();
         drop(entered);
-        let column = column.into_block().expect_err("lent");
+        let refused = column.into_buffer::<u32>().expect_err("lent");
         drop(lent);
         assert!(!theirs.is_complete().unwrap());
-        drop(
-            column
-                .into_block()
-                .expect_err("of unknown uses")
-                .into_owned()
-                .expect_err("the same"),
-        );
+        // The end of uses that nobody records is waited for by the last.
+        drop(refused);
         assert!(theirs.is_complete().unwrap(), "{consumer:?}");
     }
     world.clean();
@@ -134,7 +140,7 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
     let column = std::thread::scope(|scope| {
         let make = || {
             let own = Stream::per_thread(&second);
-            Column::zeroed_in(pool.clone(), ElementType::U32, 1 << 18, &own).unwrap()
+            Tensor::zeroed(&pool, DType::U32, &[1 << 18], &own).unwrap()
         };
         scope.spawn(make).join().unwrap()
     });

@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy, Request};
-use cualloc::column::{Column, Consumer, ElementType, Producer};
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::error::StreamMisuse;
+use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
+use cualloc::exchange::{DType, Peer, Tensor};
 use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, CudaMemory, MemoryResource};
 use cualloc::sim::{Mode, SimConfig, Simulator};
@@ -66,13 +67,13 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
     let ordered = AccessOrdered::new(world.allocator.clone());
     let twice = Arc::new(AccessOrdered::new(Arc::new(ordered)));
     let resource: Arc<dyn MemoryResource> = twice.clone();
-    let column = Column::zeroed_in(resource, ElementType::U32, 1 << 18, &home).unwrap();
+    let column = Tensor::zeroed(&resource, DType::U32, &[1 << 18], &home).unwrap();
     let lent = column
-        .to_dlpack_versioned(&Consumer::Tracked(other.clone()))
+        .to_dlpack::<DLManagedTensorVersioned>(&Peer::on(&other))
         .unwrap();
     drop(lent);
-    let owned = column.into_owned().expect("nobody else has a part in it");
-    let mut block = owned.into_block().unwrap();
+    drop(column);
+    let mut block = twice.allocate_block(&Request::new(1 << 20), &home).unwrap();
     let kept = |error: &Error| matches!(error, Error::Stream(StreamMisuse::KeptAbove));
     for below in [
         &world.allocator as &dyn MemoryResource,
@@ -128,24 +129,37 @@ fn d2_small_blocks_do_not_go_past_it_either() {
 /// D10: neither side of an exchange has to keep its word for our own memory to be in order.
 #[test]
 fn d10_memory_that_comes_back_is_in_order_whatever_was_said() {
-    let consumers: [fn(&Stream) -> Consumer; 3] = [
-        |_| Consumer::Unordered,
-        |other| Consumer::Untracked(other.clone()),
-        |other| Consumer::Tracked(other.clone()),
+    let consumers: [fn(&Stream) -> Peer; 3] = [
+        |_| ordered(),
+        |other| Peer::starting_on(other),
+        |other| Peer::on(other),
     ];
     for consumer in consumers {
         let world = World::new(Mode::Manual, true);
         let [home, named, other] = [0; 3].map(|_| world.stream());
-        let column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &home).unwrap();
-        let tensor = column.to_dlpack_versioned(&consumer(&named)).unwrap();
-        let mut seen = Column::from_dlpack(tensor, &other, Producer::Ordered).unwrap();
-        assert_eq!(seen.to_vec::<f32>().unwrap(), [0.0; 1000]);
+        let column = Tensor::zeroed(&world.allocator, DType::F32, &[1000], &home).unwrap();
+        let tensor = column
+            .to_dlpack::<DLManagedTensorVersioned>(&consumer(&named))
+            .unwrap();
+        let mut seen = Tensor::from_dlpack(tensor, &other, ordered()).unwrap();
+        assert_eq!(
+            seen.as_slice::<f32>().unwrap().to_vec().unwrap(),
+            [0.0; 1000]
+        );
         // And once more, from what came back.
-        let tensor = seen.to_dlpack_versioned(&Consumer::Unordered).unwrap();
-        let again = Column::from_dlpack(tensor, &named, Producer::Ordered).unwrap();
-        assert_eq!(again.to_vec::<f32>().unwrap(), [0.0; 1000]);
-        seen.copy_from_slice(&[1.0f32; 1000]).unwrap();
-        assert_eq!(column.to_vec::<f32>().unwrap(), [1.0; 1000]);
+        let tensor = seen
+            .to_dlpack::<DLManagedTensorVersioned>(&ordered())
+            .unwrap();
+        let again = Tensor::from_dlpack(tensor, &named, ordered()).unwrap();
+        assert_eq!(
+            again.as_slice::<f32>().unwrap().to_vec().unwrap(),
+            [0.0; 1000]
+        );
+        set(&mut seen, &[1.0f32; 1000]).unwrap();
+        assert_eq!(
+            column.as_slice::<f32>().unwrap().to_vec().unwrap(),
+            [1.0; 1000]
+        );
         drop((column, seen, again));
         world.clean();
     }
@@ -157,10 +171,13 @@ fn d10_memory_that_comes_back_is_in_order_whatever_was_said() {
 fn d10_arrays_that_come_back_are_in_order() {
     let world = World::new(Mode::Manual, true);
     let (home, other) = (world.stream(), world.stream());
-    let column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &home).unwrap();
-    let array = column.to_arrow(&Consumer::Unordered).unwrap();
-    let seen = Column::from_arrow(array, ElementType::F32, &other, Producer::Ordered).unwrap();
-    assert_eq!(seen.to_vec::<f32>().unwrap(), [0.0; 1000]);
+    let column = Tensor::zeroed(&world.allocator, DType::F32, &[1000], &home).unwrap();
+    let array = column.to_arrow(&ordered()).unwrap();
+    let seen = Tensor::from_arrow(array, DType::F32, &other, ordered()).unwrap();
+    assert_eq!(
+        seen.as_slice::<f32>().unwrap().to_vec().unwrap(),
+        [0.0; 1000]
+    );
     drop((column, seen));
     world.clean();
 }
@@ -170,13 +187,15 @@ fn d10_arrays_that_come_back_are_in_order() {
 fn d10_columns_of_one_memory_take_turns() {
     let world = World::new(Mode::Lag(2), true);
     let (home, other) = (world.stream(), world.stream());
-    let mut column = Column::zeroed(&world.allocator, ElementType::U32, 100, &home).unwrap();
-    let tensor = column.to_dlpack_versioned(&Consumer::Unordered).unwrap();
-    let mut seen = Column::from_dlpack(tensor, &other, Producer::Ordered).unwrap();
-    let round = |column: &mut Column, value: u32| {
+    let mut column = Tensor::zeroed(&world.allocator, DType::U32, &[100], &home).unwrap();
+    let tensor = column
+        .to_dlpack::<DLManagedTensorVersioned>(&ordered())
+        .unwrap();
+    let mut seen = Tensor::from_dlpack(tensor, &other, ordered()).unwrap();
+    let round = |column: &mut Tensor, value: u32| {
         for _ in 0..3000 {
-            column.copy_from_slice(&[value; 100]).unwrap();
-            let values = column.to_vec::<u32>().unwrap();
+            set(column, &[value; 100]).unwrap();
+            let values = column.as_slice::<u32>().unwrap().to_vec().unwrap();
             assert!(values.iter().all(|v| *v == values[0]), "torn");
         }
     };
@@ -194,19 +213,24 @@ fn d10_a_column_of_a_threads_own_stream_stays_there() {
     let world = World::new(Mode::Manual, true);
     let own = Stream::per_thread(&world.context);
     let other = world.stream();
-    let mut column = Column::zeroed(&world.allocator, ElementType::F32, 1000, &own).unwrap();
+    let mut column = Tensor::zeroed(&world.allocator, DType::F32, &[1000], &own).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let wrong = |error: Error| matches!(error, Error::Stream(StreamMisuse::WrongThread));
-            assert!(wrong(column.to_vec::<f32>().unwrap_err()));
-            assert!(wrong(column.copy_from_slice(&[1.0f32; 1000]).unwrap_err()));
-            // Lending and taking back is in order all the same.
-            let tensor = column.to_dlpack(&Consumer::Tracked(other.clone())).unwrap();
-            let seen = Column::from_dlpack(tensor, &other, Producer::Ordered).unwrap();
-            assert_eq!(seen.to_vec::<f32>().unwrap(), [0.0; 1000]);
+            assert!(wrong(values::<f32>(&column).unwrap_err()));
+            assert!(wrong(set(&mut column, &[1.0f32; 1000]).unwrap_err()));
+            // Lending and taking back is in order all the same, and so is who comes back kept from it.
+            let tensor = column
+                .to_dlpack::<DLManagedTensor>(&Peer::on(&other))
+                .unwrap();
+            let seen = Tensor::from_dlpack(tensor, &other, ordered()).unwrap();
+            assert!(wrong(values::<f32>(&seen).unwrap_err()));
         });
     });
-    assert_eq!(column.to_vec::<f32>().unwrap(), [0.0; 1000]);
+    assert_eq!(
+        column.as_slice::<f32>().unwrap().to_vec().unwrap(),
+        [0.0; 1000]
+    );
     drop(column);
     world.clean();
 }
@@ -273,13 +297,13 @@ fn s4_streams_of_another_driver_are_refused() {
         buffer.copy_from(&other.as_slice(), &home).unwrap_err()
     ));
 
-    assert!(Column::zeroed(a, ElementType::U32, 100, &foreign).is_err());
-    let column = Column::zeroed(a, ElementType::U32, 100, &home).unwrap();
-    let tensor = column.to_dlpack(&Consumer::Unordered).unwrap();
-    assert!(Column::from_dlpack(tensor, &foreign, Producer::Ordered).is_err());
+    assert!(Tensor::zeroed(a, DType::U32, &[100], &foreign).is_err());
+    let column = Tensor::zeroed(a, DType::U32, &[100], &home).unwrap();
+    let tensor = column.to_dlpack::<DLManagedTensor>(&ordered()).unwrap();
+    assert!(Tensor::from_dlpack(tensor, &foreign, ordered()).is_err());
     assert!(
         column
-            .to_dlpack(&Consumer::Tracked(foreign.clone()))
+            .to_dlpack::<DLManagedTensor>(&Peer::on(&foreign))
             .is_err()
     );
 

@@ -146,8 +146,7 @@ const PROBES: [(&str, &str); 3] = [
 #[test]
 fn s5_11_each_variable_turns_its_probe_on() {
     let told = |set: Option<(&str, &str)>| {
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "lines::adaptors::probe_child", "--nocapture"]);
+        let mut child = itself("lines::adaptors::probe_child");
         child.env("CUALLOC_PROBE_CHILD", "1");
         for (name, _) in PROBES {
             child.env_remove(name);

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use cualloc::Request;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{DriverPool, DriverPoolConfig, WorkspacePool};
 use cualloc::resource::*;
 use cualloc::sim::{Mode, Simulator};
+use cualloc::{DeviceBuffer, Request};
 
 use super::*;
 use crate::common::*;
@@ -169,11 +169,10 @@ fn hooks_may_own_what_they_look_after() {
         }
         let guard = Relief::new(Budget::new(allocator, Some(MIB as u64)));
         let guard = Arc::new(guard);
-        let held =
-            OwnedBlock::allocate(Arc::clone(&guard), &Request::new(MIB).tag(T), &stream).unwrap();
+        let held = DeviceBuffer::<u8>::uninit(&guard, MIB, &stream).unwrap();
         let number = guard
             .get_ref()
-            .on_pressure(move |_, _| assert!(held.ptr() > 0));
+            .on_pressure(move |_, _| assert!(held.as_device_ptr() > 0));
         assert!(guard.get_ref().remove_listener(number));
         assert!(!guard.get_ref().remove_listener(number));
         assert_eq!(guard.usage().unwrap().outstanding(), 0);

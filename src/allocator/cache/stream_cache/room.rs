@@ -45,8 +45,8 @@ impl StreamCache {
             let Some(lender) = inner.next_lender(self) else {
                 break;
             };
-            // Who is at a stream cache has done in a moment: to wait for one costs less than to disturb
-            // others.
+            // A thread holds the lock of a `StreamCache` for a moment: to wait for it costs less than to take room
+            // from more of them.
             let mut theirs = match lender.try_lock() {
                 Some(theirs) => theirs,
                 None if lender.rank > self.rank => lender.lock(),

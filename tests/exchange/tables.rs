@@ -1,19 +1,20 @@
 //! Columns and tables: what they are made of, whom they belong to, and when their memory goes.
 
 use crate::common::*;
-use crate::exchange::*;
+use crate::foreign::*;
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
-use cualloc::column::*;
 use cualloc::driver::{Context, Stream};
 use cualloc::error::{ImportFault, InvalidArgument};
+use cualloc::exchange::dlpack::*;
+use cualloc::exchange::*;
 use cualloc::resource::{AccessOrdered, BlockState, Budget, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::SimConfig;
 use std::sync::Arc;
 
-fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Column {
+fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Tensor {
     let values: Vec<f32> = (0..rows).map(|row| row as f32).collect();
-    Column::from_slice(allocator, &values, stream).unwrap()
+    column(allocator, &values, stream).unwrap()
 }
 
 fn live(allocator: &Allocator) -> u64 {
@@ -31,33 +32,30 @@ fn s5_45_s5_9_columns_say_what_they_are() {
         assert_eq!(owned.byte_len(), 1200);
         assert_eq!(owned.stream().id().unwrap(), a.id().unwrap());
         assert!(!owned.is_external());
-        assert_eq!(owned.source(), ColumnSource::Owned);
         assert!(allocator.owns(owned.ptr()));
 
         // The identity is the block's, and of no other block at the same address.
-        let id = owned.block().unwrap();
+        let id = owned.id().unwrap();
         let ptr = owned.ptr();
-        let block = owned.into_block().unwrap();
-        let (record, life) = block.generation();
-        assert_eq!(id.generation(), u64::from(life) << 32 | u64::from(record));
-        drop(block);
+        let buffer = owned.into_buffer::<f32>().unwrap();
+        assert_eq!(buffer.id(), Some(id));
+        drop(buffer);
         let next = floats(&allocator, 300, &a);
         assert_eq!(next.ptr(), ptr);
-        assert_ne!(next.block().unwrap(), id);
+        assert_ne!(next.id().unwrap(), id);
         let elsewhere = rig.allocator();
-        let there = floats(&elsewhere, 1, &a).block().unwrap();
+        let there = floats(&elsewhere, 1, &a).id().unwrap();
         assert_ne!(there.source(), id.source());
         assert_eq!(id.source(), allocator.id());
 
         let Some(other) = other() else { return };
         let plain = Plain::new(&rig.context, 400);
         let seen = Seen::floats(plain.ptr, 100);
-        let (imported, count) = foreign_tensor(other, &seen, false, &b, Producer::Ordered);
+        let (imported, count) = foreign_tensor(other, &seen, false, &b, ordered());
         let imported = imported.unwrap();
         assert_eq!((imported.ptr(), imported.byte_len()), (plain.ptr, 400));
         assert_eq!(imported.stream().id().unwrap(), b.id().unwrap());
-        assert_eq!((imported.is_external(), imported.block()), (true, None));
-        assert_eq!(imported.source(), ColumnSource::Dlpack);
+        assert_eq!((imported.is_external(), imported.id()), (true, None));
         drop(imported);
         assert_eq!(released(count), 1);
         drop((next, plain));
@@ -66,53 +64,84 @@ fn s5_45_s5_9_columns_say_what_they_are() {
     });
 }
 
-/// S5.51: all element types go to the device and back, and are what DLPack calls them.
+/// S5.51: all element types that Rust has go to the device and back, and all are what DLPack calls them.
 #[test]
 fn s5_51_element_types() {
     fn both<T: Element + PartialEq + std::fmt::Debug>(
         allocator: &Allocator,
         stream: &Stream,
-        values: &[T],
-        dlpack: (u8, u8),
+        given: &[T],
     ) {
-        let column = Column::from_slice(allocator, values, stream).unwrap();
-        assert_eq!(column.element_type(), T::TYPE);
-        assert_eq!(column.byte_len(), values.len() * T::TYPE.bytes());
-        assert_eq!(column.to_vec::<T>().unwrap(), values);
-        let dtype = T::TYPE.dlpack();
-        assert_eq!(
-            (dtype.code, dtype.bits, dtype.lanes),
-            (dlpack.0, dlpack.1, 1)
-        );
-        assert_eq!(ElementType::from_dlpack(dtype), Ok(T::TYPE));
-        assert_eq!(usize::from(dtype.bits), T::TYPE.bytes() * 8);
+        let column = column(allocator, given, stream).unwrap();
+        assert_eq!(column.dtype(), T::DTYPE);
+        assert_eq!(column.byte_len(), size_of_val(given));
+        assert_eq!(values::<T>(&column).unwrap(), given);
+        assert_eq!(column.into_buffer::<T>().unwrap().to_vec().unwrap(), given);
+    }
+    let named = [
+        (DType::Bool, "bool", 6, 8),
+        (DType::I8, "i8", 0, 8),
+        (DType::I16, "i16", 0, 16),
+        (DType::I32, "i32", 0, 32),
+        (DType::I64, "i64", 0, 64),
+        (DType::U8, "u8", 1, 8),
+        (DType::U16, "u16", 1, 16),
+        (DType::U32, "u32", 1, 32),
+        (DType::U64, "u64", 1, 64),
+        (DType::F16, "f16", 2, 16),
+        (DType::BF16, "bf16", 4, 16),
+        (DType::F32, "f32", 2, 32),
+        (DType::F64, "f64", 2, 64),
+        (DType::F8E4M3, "f8e4m3", 10, 8),
+        (DType::F8E5M2, "f8e5m2", 12, 8),
+    ];
+    assert_eq!(named.map(|(dtype, ..)| dtype), DType::ALL);
+    for (dtype, name, code, bits) in named {
+        let written = dtype.dlpack();
+        assert_eq!((written.code, written.bits, written.lanes), (code, bits, 1));
+        assert_eq!(DType::from_dlpack(written), Ok(dtype));
+        assert_eq!((usize::from(bits), dtype.name()), (dtype.bytes() * 8, name));
     }
     each(|rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();
-        both(&allocator, &stream, &[i32::MIN, -1, 7], (0, 32));
-        both(&allocator, &stream, &[i64::MIN, -1, 7], (0, 64));
-        both(&allocator, &stream, &[u32::MAX, 0, 7], (1, 32));
-        both(&allocator, &stream, &[u64::MAX, 0, 7], (1, 64));
-        both(&allocator, &stream, &[-0.5f32, 1e30], (2, 32));
-        both(&allocator, &stream, &[-0.5f64, 1e300], (2, 64));
-        both(&allocator, &stream, &[true, false, true], (6, 8));
+        both(&allocator, &stream, &[i8::MIN, -1, 7]);
+        both(&allocator, &stream, &[i16::MIN, -1, 7]);
+        both(&allocator, &stream, &[i32::MIN, -1, 7]);
+        both(&allocator, &stream, &[i64::MIN, -1, 7]);
+        both(&allocator, &stream, &[u8::MAX, 0, 7]);
+        both(&allocator, &stream, &[u16::MAX, 0, 7]);
+        both(&allocator, &stream, &[u32::MAX, 0, 7]);
+        both(&allocator, &stream, &[u64::MAX, 0, 7]);
+        both(&allocator, &stream, &[-0.5f32, 1e30]);
+        both(&allocator, &stream, &[-0.5f64, 1e300]);
 
-        // Any byte but 0 is true.
-        let bytes = Column::zeroed(&allocator, ElementType::Bool, 512, &stream).unwrap();
-        rig.stamp(bytes.ptr(), 256, 0x0002_0300, &stream);
-        assert_eq!(
-            bytes.to_vec::<bool>().unwrap()[..4],
-            [false, true, true, false]
-        );
-        assert!(matches!(
-            bytes.to_vec::<i32>(),
-            Err(Error::Invalid(InvalidArgument::DType {
-                expected: ElementType::I32,
-                found: ElementType::Bool
-            }))
-        ));
-        drop(bytes);
+        // What Rust does not have, and truth values, are unsigned numbers of as many bytes.
+        for (dtype, wide) in [
+            (DType::Bool, false),
+            (DType::F8E4M3, false),
+            (DType::F8E5M2, false),
+            (DType::F16, true),
+            (DType::BF16, true),
+        ] {
+            let mut tensor = Tensor::zeroed(&allocator, dtype, &[4], &stream).unwrap();
+            if wide {
+                set(&mut tensor, &[0x3c00u16, 0, 1, 2]).unwrap();
+                assert_eq!(values::<u16>(&tensor).unwrap(), [0x3c00, 0, 1, 2]);
+            } else {
+                set(&mut tensor, &[1u8, 0, 1, 2]).unwrap();
+                assert_eq!(values::<u8>(&tensor).unwrap(), [1, 0, 1, 2]);
+            }
+            assert!(matches!(
+                values::<i32>(&tensor),
+                Err(Error::Invalid(InvalidArgument::DType {
+                    expected: DType::I32,
+                    found
+                })) if found == dtype
+            ));
+            let out = lent(&tensor, true, &Peer::on(&stream));
+            drop((tensor, out));
+        }
         rig.close(&allocator);
     });
 }
@@ -124,15 +153,17 @@ fn s5_10_empty_columns() {
         let allocator = rig.allocator();
         let stream = rig.stream();
         let calls = rig.driver.calls().total();
-        let empty = Column::zeroed(&allocator, ElementType::F32, 0, &stream).unwrap();
-        let tensor = empty.to_dlpack(&Consumer::Tracked(stream.clone())).unwrap();
-        let back = Column::from_dlpack(tensor, &stream, Producer::Ordered).unwrap();
-        assert_eq!((back.rows(), back.ptr(), back.block()), (0, 0, None));
-        assert_eq!(back.to_vec::<f32>().unwrap(), [0f32; 0]);
+        let empty = Tensor::zeroed(&allocator, DType::F32, &[0], &stream).unwrap();
+        let tensor = empty
+            .to_dlpack::<DLManagedTensor>(&Peer::on(&stream))
+            .unwrap();
+        let back = Tensor::from_dlpack(tensor, &stream, ordered()).unwrap();
+        assert_eq!((back.shape(), back.ptr(), back.id()), (&[0][..], 0, None));
+        assert_eq!(values::<f32>(&back).unwrap(), [0f32; 0]);
         assert_eq!(rig.driver.calls().total(), calls);
         assert!(!back.is_external());
         drop((back, empty));
-        let huge = Column::uninit(&allocator, ElementType::F64, usize::MAX / 4, &stream);
+        let huge = Tensor::uninit(&allocator, DType::F64, &[usize::MAX / 4], &stream);
         assert!(matches!(
             huge,
             Err(Error::Invalid(InvalidArgument::TooLarge { .. }))
@@ -147,31 +178,32 @@ fn s5_46_exports_keep_identity_and_memory() {
     each(|rig| {
         let allocator = rig.allocator();
         let [a, b] = rig.streams();
-        for form in 0..2 {
+        for versioned in [false, true] {
             let column = floats(&allocator, 1000, &a);
-            let id = column.block();
+            let id = column.id();
             let before = live(&allocator);
-            let consumer = Consumer::Tracked(b.clone());
-            let tensor = match form {
-                0 => column.to_dlpack(&consumer),
-                _ => column.to_dlpack_versioned(&consumer),
-            };
-            let back = Column::from_dlpack(tensor.unwrap(), &b, Producer::Ordered).unwrap();
-            assert_eq!((back.is_external(), back.block()), (false, id));
-            assert_eq!(back.source(), ColumnSource::Dlpack);
+            let consumer = Peer::on(&b);
+            let back = returned(&column, versioned, &consumer, &b);
+            assert_eq!((back.is_external(), back.id()), (false, id));
             assert_eq!(back.ptr(), column.ptr());
             // The column first: the export keeps the memory.
-            let column = column.into_block().expect_err("an export is out");
+            let column = *column
+                .into_buffer::<f32>()
+                .expect_err("an export is out")
+                .value;
             drop(column);
             assert_eq!(live(&allocator), before);
-            assert_eq!(back.to_vec::<f32>().unwrap()[999], 999.0);
+            assert_eq!(
+                back.as_slice::<f32>().unwrap().to_vec().unwrap()[999],
+                999.0
+            );
             // Through a second round it stays what it is.
             let again = back
-                .to_dlpack_versioned(&Consumer::Tracked(a.clone()))
+                .to_dlpack::<DLManagedTensorVersioned>(&Peer::on(&a))
                 .unwrap();
             drop(back);
-            let again = Column::from_dlpack(again, &a, Producer::Ordered).unwrap();
-            assert_eq!((again.is_external(), again.block()), (false, id));
+            let again = Tensor::from_dlpack(again, &a, ordered()).unwrap();
+            assert_eq!((again.is_external(), again.id()), (false, id));
             assert_eq!(live(&allocator), before);
             drop(again);
             assert_eq!(live(&allocator), 0);
@@ -191,9 +223,9 @@ fn s5_47_foreign_memory_is_external() {
         let plain = Plain::new(&rig.context, 4096);
         for version in [false, true] {
             let seen = Seen::floats(plain.ptr, 1024);
-            let (column, count) = foreign_tensor(other, &seen, version, &a, Producer::Ordered);
+            let (column, count) = foreign_tensor(other, &seen, version, &a, ordered());
             let column = column.unwrap();
-            assert_eq!((column.is_external(), column.block()), (true, None));
+            assert_eq!((column.is_external(), column.id()), (true, None));
             // Strict recorders refuse it before anything is queued, permissive ones pass over it.
             let waits = rig.calls("cuStreamWaitEvent");
             let mut strict = Launch::strict(&allocator, &b);
@@ -206,13 +238,16 @@ fn s5_47_foreign_memory_is_external() {
             permissive.preflight().unwrap();
             permissive.commit().unwrap();
             // Neither can it be taken for a block.
-            let column = column.into_block().expect_err("not our block");
+            let column = *column
+                .into_buffer::<f32>()
+                .expect_err("not our block")
+                .value;
             let tensor = column
-                .to_dlpack_versioned(&Consumer::Tracked(b.clone()))
+                .to_dlpack::<DLManagedTensorVersioned>(&Peer::on(&b))
                 .unwrap();
             drop(column);
-            let through = Column::from_dlpack(tensor, &b, Producer::Ordered).unwrap();
-            assert_eq!((through.is_external(), through.block()), (true, None));
+            let through = Tensor::from_dlpack(tensor, &b, ordered()).unwrap();
+            assert_eq!((through.is_external(), through.id()), (true, None));
             assert_eq!(released(count), 0);
             drop(through);
             assert_eq!(released(count), 1);
@@ -227,12 +262,12 @@ fn s5_48_tables() {
     each(|rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();
-        let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);
-        let column = |element, rows| Column::zeroed(&allocator, element, rows, &stream).unwrap();
-        let count = || column(ElementType::U64, 1);
-        let make = |columns, row_count| Table::new(schema.clone(), columns, 64, row_count);
+        let schema = Schema::new([("key", DType::U32), ("value", DType::F64)]);
+        let column = |dtype, rows| Tensor::zeroed(&allocator, dtype, &[rows], &stream).unwrap();
+        let count = || column(DType::U64, 1);
+        let make = |columns, row_count| Table::new(schema.clone(), columns, row_count);
 
-        let one = vec![column(ElementType::U32, 64)];
+        let one = vec![column(DType::U32, 64)];
         assert!(matches!(
             make(one, count()),
             Err(Error::Invalid(InvalidArgument::Arity {
@@ -240,45 +275,51 @@ fn s5_48_tables() {
                 fields: 2
             }))
         ));
-        let wrong = vec![column(ElementType::U32, 64), column(ElementType::F32, 64)];
+        let wrong = vec![column(DType::U32, 64), column(DType::F32, 64)];
         assert!(matches!(
             make(wrong, count()),
             Err(Error::Invalid(InvalidArgument::FieldType {
                 index: 1,
-                expected: ElementType::F64,
+                expected: DType::F64,
                 ..
             }))
         ));
-        let short = vec![column(ElementType::U32, 63), column(ElementType::F64, 64)];
+        let short = vec![column(DType::U32, 63), column(DType::F64, 64)];
         assert!(matches!(
             make(short, count()),
             Err(Error::Invalid(InvalidArgument::ColumnRows {
-                index: 0,
-                rows: 63,
-                capacity: 64
+                index: 1,
+                rows: 64,
+                capacity: 63
             }))
         ));
-        let both = || vec![column(ElementType::U32, 64), column(ElementType::F64, 64)];
-        let wrong = make(both(), column(ElementType::U32, 1));
+        let both = || vec![column(DType::U32, 64), column(DType::F64, 64)];
+        let wrong = make(both(), column(DType::U32, 1));
         assert!(matches!(
             wrong,
             Err(Error::Invalid(InvalidArgument::DType { .. }))
         ));
-        let wrong = make(both(), column(ElementType::U64, 2));
+        let wrong = make(both(), column(DType::U64, 2));
         assert!(matches!(
             wrong,
             Err(Error::Invalid(InvalidArgument::Length { .. }))
         ));
 
+        let flat = Tensor::zeroed(&allocator, DType::F64, &[8, 8], &stream).unwrap();
+        assert!(matches!(
+            make(vec![column(DType::U32, 64), flat], count()),
+            Err(Error::Invalid(InvalidArgument::Dimensions {
+                found: 2,
+                most: 1
+            }))
+        ));
+
         let mut table = make(both(), count()).unwrap();
         assert_eq!((table.capacity(), table.cached_rows()), (64, None));
-        assert_eq!(
-            table.column("value").unwrap().element_type(),
-            ElementType::F64
-        );
+        assert_eq!(table.column("value").unwrap().dtype(), DType::F64);
         // The device counts.
-        let ptr = table.row_count_mut_ptr();
-        assert_eq!(ptr, table.row_count_ptr());
+        let ptr = table.row_count_mut().ptr();
+        assert_eq!(ptr, table.row_count().ptr());
         rig.stamp(ptr, 4, 17, &stream);
         assert_eq!(table.rows().unwrap(), 17);
         assert_eq!(table.cached_rows(), Some(17));
@@ -291,7 +332,7 @@ fn s5_48_tables() {
             Err(Error::Invalid(InvalidArgument::RowsAlreadySet { rows: 17 }))
         ));
         // A device that may count again makes the host forget; too many rows are found out.
-        let ptr = table.row_count_mut_ptr();
+        let ptr = table.row_count_mut().ptr();
         assert_eq!(table.cached_rows(), None);
         rig.stamp(ptr, 4, 65, &stream);
         assert!(matches!(
@@ -330,35 +371,38 @@ fn s5_48_s5_50_tables_are_exchanged() {
     each(|rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();
-        let consumer = Consumer::Tracked(stream.clone());
-        let schema = Schema::new([("key", ElementType::U32), ("value", ElementType::F64)]);
+        let consumer = Peer::on(&stream);
+        let schema = Schema::new([("key", DType::U32), ("value", DType::F64)]);
         let table = Table::with_capacity(&allocator, schema.clone(), 100, &stream).unwrap();
         rig.stamp(table.columns()[0].ptr(), 400, 9, &stream);
-        rig.stamp(table.row_count_ptr(), 4, 3, &stream);
-        let tensors = table.to_dlpack_versioned(&consumer).unwrap();
-        let back = Table::from_dlpack(
-            &allocator,
-            schema.clone(),
-            tensors,
-            &stream,
-            &Producer::Ordered,
-        )
-        .unwrap();
+        rig.stamp(table.row_count().ptr(), 4, 3, &stream);
+        let tensors = table
+            .to_dlpack::<DLManagedTensorVersioned>(&consumer)
+            .unwrap();
+        let back =
+            Table::from_dlpack(&allocator, schema.clone(), tensors, &stream, &ordered()).unwrap();
         assert_eq!((back.capacity(), back.cached_rows()), (3, Some(3)));
-        assert_eq!(back.row_count().to_vec::<u64>().unwrap(), [3]);
-        assert_eq!(back.columns()[0].to_vec::<u32>().unwrap(), [9, 9, 9]);
+        assert_eq!(
+            back.row_count()
+                .as_slice::<u64>()
+                .unwrap()
+                .to_vec()
+                .unwrap(),
+            [3]
+        );
+        assert_eq!(
+            back.columns()[0]
+                .as_slice::<u32>()
+                .unwrap()
+                .to_vec()
+                .unwrap(),
+            [9, 9, 9]
+        );
         drop(back);
 
-        let tensors = || table.to_dlpack(&consumer).unwrap();
-        let import = |tensors| {
-            Table::from_dlpack(
-                &allocator,
-                schema.clone(),
-                tensors,
-                &stream,
-                &Producer::Ordered,
-            )
-        };
+        let tensors = || table.to_dlpack::<DLManagedTensor>(&consumer).unwrap();
+        let import =
+            |tensors| Table::from_dlpack(&allocator, schema.clone(), tensors, &stream, &ordered());
         let mut few = tensors();
         few.pop();
         assert!(matches!(
@@ -375,7 +419,7 @@ fn s5_48_s5_50_tables_are_exchanged() {
             Err(Error::Invalid(InvalidArgument::FieldType { index: 0, .. }))
         ));
         let mut unequal = tensors();
-        let longer = Column::zeroed(&allocator, ElementType::F64, 4, &stream).unwrap();
+        let longer = Tensor::zeroed(&allocator, DType::F64, &[4], &stream).unwrap();
         unequal[1] = longer.to_dlpack(&consumer).unwrap();
         assert!(matches!(
             import(unequal),
@@ -406,7 +450,7 @@ fn r53_access_is_granted_on_demand() {
         let allocator = rig.allocator_with(config);
         let stream = rig.stream();
         let before = (rig.driver.calls(), sim.calls().nanos());
-        let column = Column::zeroed(&allocator, ElementType::U32, 64 << 20, &stream).unwrap();
+        let column = Tensor::zeroed(&allocator, DType::U32, &[64 << 20], &stream).unwrap();
         let nanos = sim.calls().nanos() - before.1;
         let calls = rig.driver.calls().since(&before.0);
         let calls: Vec<(String, u64)> = calls.iter().map(|(n, c)| (n.to_string(), c)).collect();
@@ -458,9 +502,8 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
             Arc::new(CudaMemory::new(&rig.context)),
         ];
         for resource in stacks {
-            let column = Column::from_slice_in(Arc::clone(&resource), &[3i64, 5, 8], &stream);
-            let column = column.unwrap();
-            let id = column.block().unwrap();
+            let column = column(&resource, &[3i64, 5, 8], &stream).unwrap();
+            let id = column.id().unwrap();
             assert_eq!(
                 (id.ptr(), id.bytes(), column.is_external()),
                 (column.ptr(), 24, false)
@@ -468,33 +511,34 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
             assert_eq!(resource.state(&id), BlockState::Live);
             assert_eq!(resource.usage().unwrap().requested.current, 24);
             column.record_stream(&rig.stream()).unwrap();
-            assert_eq!(column.to_vec::<i64>().unwrap(), [3, 5, 8]);
-            // Neither is it an allocator's.
-            let column = column.into_block().expect_err("a resource's");
-            let owned = column.into_owned().unwrap();
-            assert_eq!(owned.id(), Some(id));
-            // SAFETY: the block's own stream, and nothing else uses it.
-            let refused = unsafe { Column::from_owned(owned, ElementType::I64, 1000, &stream) };
-            let refused = refused.unwrap_err();
+            assert_eq!(values::<i64>(&column).unwrap(), [3, 5, 8]);
+            let refused = column.into_buffer::<u64>().expect_err("another type");
             assert!(matches!(
                 refused.error,
-                Error::Invalid(InvalidArgument::TooSmall { .. })
+                Error::Invalid(InvalidArgument::DType { .. })
             ));
-            // SAFETY: as above.
-            let again = unsafe { Column::from_owned(*refused.value, ElementType::I64, 2, &stream) };
-            let again = again.unwrap();
-            assert_eq!(
-                (again.block(), again.to_vec::<i64>().unwrap()),
-                (Some(id), vec![3, 5])
-            );
+            let buffer = refused.value.into_buffer::<i64>().unwrap();
+            assert_eq!(buffer.id(), Some(id));
+            let refused = Tensor::from_buffer(buffer, &[2, 2]).expect_err("of four");
+            assert!(matches!(
+                refused.error,
+                Error::Invalid(InvalidArgument::Length {
+                    expected: 4,
+                    found: 3
+                })
+            ));
+            let again = Tensor::from_buffer(*refused.value, &[3, 1]).unwrap();
+            assert_eq!(again.id(), Some(id));
+            assert_eq!(values::<i64>(&again).unwrap(), [3, 5, 8]);
             drop(again);
             assert_eq!(resource.usage().unwrap().requested.current, 0);
             resource.reap().unwrap();
             assert_eq!(resource.state(&id), BlockState::Free);
-            let zeros = Column::zeroed_in(Arc::clone(&resource), ElementType::F32, 7, &stream);
-            assert_eq!(zeros.unwrap().to_vec::<f32>().unwrap(), [0.0; 7]);
-            let empty = Column::uninit_in(Arc::clone(&resource), ElementType::F32, 0, &stream);
-            assert_eq!(empty.unwrap().block(), None);
+            let zeros = Tensor::zeroed(&resource, DType::F32, &[7], &stream).unwrap();
+            assert_eq!(values::<f32>(&zeros).unwrap(), [0.0; 7]);
+            let empty = Tensor::uninit(&resource, DType::F32, &[0], &stream);
+            assert_eq!(empty.unwrap().id(), None);
+            drop(zeros);
             resource.reap().unwrap();
         }
     });
@@ -506,17 +550,20 @@ fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
     each(|rig| {
         let resource = shared(rig, AccessOrdered::new);
         let [a, b] = rig.streams();
-        let mut column = Column::from_slice_in(Arc::clone(&resource), &[1u32; 1024], &a).unwrap();
+        let mut column = column(&resource, &[1u32; 1024], &a).unwrap();
         for round in 2..5u32 {
             let busy = rig.busy(&a);
-            column.copy_from_slice(&[round; 1024]).unwrap();
+            set(&mut column, &[round; 1024]).unwrap();
             let mut launch = Launch::strict(&resource, &b);
             launch.read_write(&column).unwrap();
             assert_eq!(launch.blocks().count(), 1);
             launch.preflight().unwrap();
             rig.stamp(column.ptr(), 4096, 10 * round, &b);
             launch.commit().unwrap();
-            assert_eq!(column.to_vec::<u32>().unwrap(), [10 * round; 1024]);
+            assert_eq!(
+                column.as_slice::<u32>().unwrap().to_vec().unwrap(),
+                [10 * round; 1024]
+            );
             busy.release();
         }
         // An export comes after the launch, the end of the column after the consumer.
@@ -527,18 +574,18 @@ fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
         rig.stamp(column.ptr(), 4096, 99, &b);
         launch.commit().unwrap();
         let consumer = rig.stream();
-        let (ptr, id) = (column.ptr(), column.block().unwrap());
+        let (ptr, id) = (column.ptr(), column.id().unwrap());
         let tensor = column
-            .to_dlpack_versioned(&Consumer::Tracked(consumer.clone()))
+            .to_dlpack::<DLManagedTensorVersioned>(&Peer::on(&consumer))
             .unwrap();
         drop(column);
         rig.stamp(ptr, 4096, 100, &consumer);
         assert_eq!(resource.state(&id), BlockState::Live);
         drop(tensor);
         assert_ne!(resource.state(&id), BlockState::Live);
-        let next = Column::from_slice_in(Arc::clone(&resource), &[5u32; 1024], &a).unwrap();
+        let next = crate::common::column(&resource, &[5u32; 1024], &a).unwrap();
         busy.release();
-        assert_eq!(next.to_vec::<u32>().unwrap(), [5; 1024]);
+        assert_eq!(next.as_slice::<u32>().unwrap().to_vec().unwrap(), [5; 1024]);
         drop(next);
         resource.reap().unwrap();
         assert_eq!(resource.usage().unwrap().outstanding(), 0);

@@ -1,4 +1,4 @@
-//! Columns and tables, and their exchange with other libraries.
+//! Tensors and tables, and their exchange with other libraries.
 #![cfg(feature = "sim")]
 
 #[cfg(feature = "arrow")]
@@ -6,5 +6,6 @@ mod arrow;
 #[path = "../common/mod.rs"]
 mod common;
 mod dlpack;
-mod exchange;
+mod foreign;
+mod shapes;
 mod tables;

@@ -6,31 +6,18 @@ use std::sync::atomic::AtomicU64;
 use std::thread;
 
 use crate::common::*;
-use crate::exchange::*;
+use crate::foreign::*;
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Policy};
-use cualloc::column::*;
 use cualloc::driver::{Context, Stream};
 use cualloc::error::{ImportFault, StreamMisuse};
+use cualloc::exchange::dlpack::*;
+use cualloc::exchange::*;
 use cualloc::sim::SimConfig;
 
-fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Column {
+fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Tensor {
     let values: Vec<f32> = (0..rows).map(|row| row as f32).collect();
-    Column::from_slice(allocator, &values, stream).unwrap()
-}
-
-fn legacy(raw: RawDlpack) -> *mut DLManagedTensor {
-    match raw {
-        RawDlpack::Legacy(raw) => raw,
-        RawDlpack::Versioned(_) => panic!("a versioned tensor"),
-    }
-}
-
-fn versioned(raw: RawDlpack) -> *mut DLManagedTensorVersioned {
-    match raw {
-        RawDlpack::Versioned(raw) => raw,
-        RawDlpack::Legacy(_) => panic!("a legacy tensor"),
-    }
+    column(allocator, &values, stream).unwrap()
 }
 
 fn live(allocator: &Allocator) -> u64 {
@@ -45,18 +32,25 @@ fn s5_49_dlpack_export_through_c() {
     each(|rig| {
         let allocator = rig.allocator();
         let [a, b] = rig.streams();
-        let consumer = Consumer::Tracked(b.clone());
+        let consumer = Peer::on(&b);
         for rows in [1, 1000, 300_000] {
             let column = floats(&allocator, rows, &a);
             let expected = Seen {
                 major: 0,
                 ..Seen::floats(column.ptr(), rows as i64)
             };
-            let old = legacy(column.to_dlpack(&consumer).unwrap().into_raw());
+            let old = column
+                .to_dlpack::<DLManagedTensor>(&consumer)
+                .unwrap()
+                .into_raw();
             assert_eq!(other.see(old), expected);
-            let new = versioned(column.to_dlpack_versioned(&consumer).unwrap().into_raw());
+            let new = column
+                .to_dlpack::<DLManagedTensorVersioned>(&consumer)
+                .unwrap()
+                .into_raw();
             let expected = Seen {
-                major: 1,
+                major: DLPackVersion::CURRENT.major,
+                minor: DLPackVersion::CURRENT.minor,
                 ..expected
             };
             assert_eq!(other.see_versioned(new), expected);
@@ -87,18 +81,22 @@ fn s5_49_deleters_from_many_threads() {
     only(Policy::Packed, |rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();
-        let consumer = Consumer::Tracked(stream.clone());
+        let consumer = Peer::on(&stream);
         let tensors: Vec<(usize, bool)> = (0..64)
             .map(|index| {
                 let column = floats(&allocator, 1 + index * 37, &stream);
-                let tensor = match index % 2 {
-                    0 => column.to_dlpack(&consumer),
-                    _ => column.to_dlpack_versioned(&consumer),
+                let tensor: *mut c_void = match index % 2 {
+                    0 => column
+                        .to_dlpack::<DLManagedTensor>(&consumer)
+                        .unwrap()
+                        .into_raw()
+                        .cast(),
+                    _ => {
+                        let tensor = column.to_dlpack::<DLManagedTensorVersioned>(&consumer);
+                        tensor.unwrap().into_raw().cast()
+                    }
                 };
-                (
-                    tensor.unwrap().into_raw().address() as usize,
-                    index % 2 == 0,
-                )
+                (tensor as usize, index % 2 == 0)
             })
             .collect();
         assert_eq!(allocator.stats().all.allocated.total_freed, 0);
@@ -124,7 +122,7 @@ fn s5_49_deleters_from_many_threads() {
     });
 }
 
-/// S5.50: everything that a column cannot be is refused with a reason, before any driver call, and the
+/// S5.50: everything that a tensor cannot be is refused with a reason, before any driver call, and the
 /// tensor is given back, to be released once.
 #[test]
 fn s5_50_dlpack_import_checks() {
@@ -151,7 +149,7 @@ fn s5_50_dlpack_import_checks() {
             lanes: lanes.into(),
             ..good
         };
-        (seen, ImportFault::ElementType { code, bits, lanes })
+        (seen, ImportFault::DType { code, bits, lanes })
     };
     let at = |data, byte_offset| Seen {
         data,
@@ -171,6 +169,7 @@ fn s5_50_dlpack_import_checks() {
         bytes: 16,
     };
     let (huge, far) = (i64::MAX / 4 + 1, u64::MAX - 3);
+    let far_stride = i64::MAX / 16;
     let end = Seen {
         data: u64::MAX - 7,
         rows: 4,
@@ -181,37 +180,48 @@ fn s5_50_dlpack_import_checks() {
         (place(13, 0), ImportFault::DeviceType { device_type: 13 }),
         (place(2, 1), device(1)),
         (place(2, -1), device(-1)),
-        (shape(0, 16, 1), ImportFault::Dimensions { ndim: 0 }),
-        (shape(2, 16, 1), ImportFault::Dimensions { ndim: 2 }),
+        (shape(33, 16, 1), ImportFault::Dimensions { ndim: 33 }),
+        (
+            shape(i32::MAX, 16, 1),
+            ImportFault::Dimensions { ndim: i32::MAX },
+        ),
         (shape(-1, 16, 1), ImportFault::Dimensions { ndim: -1 }),
-        (shape(1, -1, 1), ImportFault::Rows { rows: -1 }),
-        (shape(1, i64::MAX, 1), ImportFault::Rows { rows: i64::MAX }),
-        (shape(1, huge, 1), ImportFault::Rows { rows: huge }),
-        (shape(1, 16, 2), ImportFault::Stride { stride: 2 }),
-        (shape(1, 16, -1), ImportFault::Stride { stride: -1 }),
+        (shape(1, -1, 1), ImportFault::Length { length: -1 }),
+        (
+            shape(1, i64::MAX, 1),
+            ImportFault::Length { length: i64::MAX },
+        ),
+        (shape(1, huge, 1), ImportFault::Length { length: huge }),
+        (
+            shape(1, 16, far_stride),
+            ImportFault::Stride { stride: far_stride },
+        ),
+        (
+            shape(1, 16, -far_stride),
+            ImportFault::Stride {
+                stride: -far_stride,
+            },
+        ),
         element(2, 32, 2),
         element(2, 32, 0),
-        element(2, 16, 1),
+        element(2, 8, 1),
         element(5, 32, 1),
         element(6, 32, 1),
         (at(plain.ptr, 2), ImportFault::Offset { offset: 2 }),
         (at(plain.ptr, far), ImportFault::Offset { offset: far }),
         (at(plain.ptr + 2, 0), misaligned),
         (end, wraps),
-        (at(0, 0), ImportFault::NoData { rows: 16 }),
+        (at(0, 0), ImportFault::NoData { elements: 16 }),
     ];
     let calls = rig.driver.calls().total();
     for (seen, expected) in cases {
         for version in [false, true] {
-            let (column, count) = foreign_tensor(other, &seen, version, &stream, Producer::Ordered);
+            let (column, count) = foreign_tensor(other, &seen, version, &stream, ordered());
             let refused = column.expect_err("refused");
             assert!(
-                matches!(&refused.error, Error::Import(why) if *why == expected),
-                "{seen:?}: {:?}",
-                refused.error
+                matches!(&refused, Error::Import(why) if *why == expected),
+                "{seen:?}: {refused:?}"
             );
-            assert_eq!(released(count), 0, "the tensor is given back");
-            drop(refused);
             assert_eq!(released(count), 1);
         }
     }
@@ -222,20 +232,18 @@ fn s5_50_dlpack_import_checks() {
         ndim: 9,
         ..good
     };
-    let (column, count) = foreign_tensor(other, &unknown, true, &stream, Producer::Ordered);
-    let refused = column.expect_err("refused");
+    let (column, count) = foreign_tensor(other, &unknown, true, &stream, ordered());
     assert!(matches!(
-        refused.error,
+        column.expect_err("refused"),
         Error::Import(ImportFault::Version { major: 2, minor: 7 })
     ));
-    drop(refused);
     assert_eq!(released(count), 1);
     // SAFETY: null is allowed.
-    let null = unsafe { DlpackTensor::from_raw(std::ptr::null_mut()) };
-    assert!(matches!(null, Err(ImportFault::Null)));
+    let null = unsafe { Dlpack::<DLManagedTensor>::from_raw(std::ptr::null_mut()) };
+    assert!(matches!(null, Err(Error::Import(ImportFault::Null))));
     // SAFETY: null is allowed.
-    let null = unsafe { DlpackTensor::from_raw_versioned(std::ptr::null_mut()) };
-    assert!(matches!(null, Err(ImportFault::Null)));
+    let null = unsafe { Dlpack::<DLManagedTensorVersioned>::from_raw(std::ptr::null_mut()) };
+    assert!(matches!(null, Err(Error::Import(ImportFault::Null))));
     assert_eq!(
         rig.driver.calls().total(),
         calls,
@@ -258,9 +266,9 @@ fn s5_50_dlpack_import_checks() {
     ];
     for seen in allowed {
         for version in [false, true] {
-            let (column, count) = foreign_tensor(other, &seen, version, &stream, Producer::Ordered);
+            let (column, count) = foreign_tensor(other, &seen, version, &stream, ordered());
             let column = column.unwrap();
-            assert_eq!(column.rows(), seen.rows as usize);
+            assert_eq!(column.shape(), [seen.rows as usize]);
             let start = if seen.data == 0 {
                 0
             } else {
@@ -290,7 +298,7 @@ fn s5_50_tensor_without_deleter() {
                 device_id: 0,
             },
             ndim: 1,
-            dtype: ElementType::I32.dlpack(),
+            dtype: DType::I32.dlpack(),
             shape: shape.as_mut_ptr(),
             strides: std::ptr::null_mut(),
             byte_offset: 0,
@@ -299,15 +307,15 @@ fn s5_50_tensor_without_deleter() {
         deleter: None,
     };
     // SAFETY: the structure outlives the column.
-    let taken = unsafe { DlpackTensor::from_raw(&mut tensor) }.unwrap();
-    let column = Column::from_dlpack(taken, &stream, Producer::Ordered).unwrap();
-    assert_eq!(column.rows(), 16);
+    let taken = unsafe { Dlpack::from_raw(&mut tensor) }.unwrap();
+    let column = Tensor::from_dlpack(taken, &stream, ordered()).unwrap();
+    assert_eq!(column.shape(), [16]);
     drop(column);
     // A shape is needed.
     tensor.dl_tensor.shape = std::ptr::null_mut();
     // SAFETY: as above.
-    let taken = unsafe { DlpackTensor::from_raw(&mut tensor) }.unwrap();
-    let refused = Column::from_dlpack(taken, &stream, Producer::Ordered).unwrap_err();
+    let taken = unsafe { Dlpack::from_raw(&mut tensor) }.unwrap();
+    let refused = Tensor::from_dlpack(taken, &stream, ordered()).unwrap_err();
     assert!(matches!(refused.error, Error::Import(ImportFault::NoShape)));
 }
 
@@ -319,20 +327,29 @@ fn s5_65_read_only_tensors() {
     let stream = rig.stream();
     let plain = Plain::new(&rig.context, 64);
     let seen = Seen {
-        flags: DLPACK_FLAG_READ_ONLY,
+        flags: DLManagedTensorVersioned::READ_ONLY,
         ..Seen::floats(plain.ptr, 16)
     };
-    let (column, count) = foreign_tensor(other, &seen, true, &stream, Producer::Ordered);
+    let (column, count) = foreign_tensor(other, &seen, true, &stream, ordered());
     let mut column = column.unwrap();
     assert!(column.is_read_only());
     assert!(matches!(
-        column.copy_from_slice(&[0f32; 16]),
+        set(&mut column, &[0f32; 16]),
         Err(Error::ReadOnly)
     ));
-    let consumer = Consumer::Tracked(stream.clone());
-    assert!(matches!(column.to_dlpack(&consumer), Err(Error::ReadOnly)));
-    let raw = versioned(column.to_dlpack_versioned(&consumer).unwrap().into_raw());
-    assert_eq!(other.see_versioned(raw).flags, DLPACK_FLAG_READ_ONLY);
+    let consumer = Peer::on(&stream);
+    assert!(matches!(
+        column.to_dlpack::<DLManagedTensor>(&consumer),
+        Err(Error::ReadOnly)
+    ));
+    let raw = column
+        .to_dlpack::<DLManagedTensorVersioned>(&consumer)
+        .unwrap()
+        .into_raw();
+    assert_eq!(
+        other.see_versioned(raw).flags,
+        DLManagedTensorVersioned::READ_ONLY
+    );
     drop(column);
     assert_eq!(released(count), 0);
     other.delete(raw.cast(), "delete_versioned");
@@ -345,16 +362,13 @@ fn s5_65_consumer_stream_waits_for_the_producer() {
     each(|rig| {
         let allocator = rig.allocator();
         let [ours, theirs] = rig.streams();
-        for form in 0..2 {
-            let column = Column::zeroed(&allocator, ElementType::U32, 4096, &ours).unwrap();
+        for versioned in [false, true] {
+            let column = Tensor::zeroed(&allocator, DType::U32, &[4096], &ours).unwrap();
             ours.synchronize().unwrap();
             let hold = rig.hold(&ours);
             rig.stamp(column.ptr(), 16384, 5, &ours);
-            let consumer = Consumer::Tracked(theirs.clone());
-            let tensor = match form {
-                0 => column.to_dlpack(&consumer),
-                _ => column.to_dlpack_versioned(&consumer),
-            };
+            let consumer = Peer::on(&theirs);
+            let tensor = lent(&column, versioned, &consumer);
             // Queued, not waited for: the host is here while our stream stands still.
             assert!(!ours.is_complete().unwrap());
             // By its address alone: a column made of it would be ordered all the same.
@@ -363,7 +377,7 @@ fn s5_65_consumer_stream_waits_for_the_producer() {
             hold.release();
             assert_eq!(rig.mismatches(column.ptr(), 64, 6, &theirs), 0);
             assert_eq!(rig.mismatches(column.ptr() + 64, 16384 - 64, 5, &theirs), 0);
-            drop(tensor.unwrap());
+            drop(tensor);
         }
         rig.close(&allocator);
     });
@@ -378,14 +392,13 @@ fn s5_65_unordered_export_queues_nothing() {
     let allocator = rig.allocator();
     let [ours, theirs] = rig.streams();
     for returns in [false, true] {
-        let column = Column::zeroed(&allocator, ElementType::U32, 64, &ours).unwrap();
+        let column = Tensor::zeroed(&allocator, DType::U32, &[64], &ours).unwrap();
         let waits = rig.calls("cuStreamWaitEvent");
         let hold = rig.hold(&ours);
         rig.stamp(column.ptr(), 256, 5, &ours);
-        let tensor = column.to_dlpack(&Consumer::Unordered).unwrap();
+        let tensor = column.to_dlpack::<DLManagedTensor>(&ordered()).unwrap();
         assert_eq!(rig.calls("cuStreamWaitEvent"), waits);
-        let seen =
-            returns.then(|| Column::from_dlpack(tensor, &theirs, Producer::Ordered).unwrap());
+        let seen = returns.then(|| Tensor::from_dlpack(tensor, &theirs, ordered()).unwrap());
         rig.stamp(column.ptr(), 256, 6, &theirs);
         if !returns {
             theirs.synchronize().unwrap();
@@ -403,10 +416,10 @@ fn s5_65_s0_4_released_memory_waits_for_a_tracked_consumer() {
         let allocator = rig.allocator();
         let [ours, theirs] = rig.streams();
         let bytes = 4 * MIB;
-        let column = Column::zeroed(&allocator, ElementType::U32, bytes / 4, &ours).unwrap();
+        let column = Tensor::zeroed(&allocator, DType::U32, &[bytes / 4], &ours).unwrap();
         let ptr = column.ptr();
         let tensor = column
-            .to_dlpack(&Consumer::Tracked(theirs.clone()))
+            .to_dlpack::<DLManagedTensor>(&Peer::on(&theirs))
             .unwrap();
         ours.synchronize().unwrap();
         let hold = rig.hold(&theirs);
@@ -414,7 +427,7 @@ fn s5_65_s0_4_released_memory_waits_for_a_tracked_consumer() {
         drop(column);
         // The host does not wait: the stream is held.
         drop(tensor);
-        let next = Column::zeroed(&allocator, ElementType::U32, bytes / 4, &ours).unwrap();
+        let next = Tensor::zeroed(&allocator, DType::U32, &[bytes / 4], &ours).unwrap();
         if next.ptr() == ptr {
             assert!(
                 !ours.is_complete().unwrap(),
@@ -422,7 +435,15 @@ fn s5_65_s0_4_released_memory_waits_for_a_tracked_consumer() {
             );
         }
         hold.release();
-        assert_eq!(next.to_vec::<u32>().unwrap().iter().max(), Some(&0));
+        assert_eq!(
+            next.as_slice::<u32>()
+                .unwrap()
+                .to_vec()
+                .unwrap()
+                .iter()
+                .max(),
+            Some(&0)
+        );
         drop(next);
         rig.close(&allocator);
     });
@@ -435,18 +456,20 @@ fn s5_65_s0_4_last_release_waits_for_an_untracked_consumer() {
     each(|rig| {
         let allocator = rig.allocator();
         let [ours, theirs] = rig.streams();
-        for consumer in [Consumer::Untracked(theirs.clone()), Consumer::Unordered] {
-            let column = Column::zeroed(&allocator, ElementType::U32, 1024, &ours).unwrap();
-            let tensor = column.to_dlpack_versioned(&consumer).unwrap();
+        for consumer in [Peer::starting_on(&theirs), ordered()] {
+            let column = Tensor::zeroed(&allocator, DType::U32, &[1024], &ours).unwrap();
+            let tensor = column
+                .to_dlpack::<DLManagedTensorVersioned>(&consumer)
+                .unwrap();
             ours.synchronize().unwrap();
-            let column = column.into_block().expect_err("lent");
+            let column = *column.into_buffer::<u32>().expect_err("lent").value;
             let _busy = rig.busy(&theirs);
             rig.stamp(column.ptr(), 4096, 7, &theirs);
             let syncs = rig.calls("cuCtxSynchronize");
             drop(tensor);
             assert_eq!(rig.calls("cuCtxSynchronize"), syncs);
             // Also with the export gone its uses may go on.
-            let column = column.into_block().expect_err("was lent");
+            let column = *column.into_buffer::<u32>().expect_err("was lent").value;
             drop(column);
             assert_eq!(rig.calls("cuCtxSynchronize"), syncs + 1);
             assert!(theirs.is_complete().unwrap());
@@ -461,29 +484,27 @@ fn s5_65_stream_numbers_of_the_protocol() {
     let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
     let stream = rig.stream();
     // SAFETY: the only handle among them is alive.
-    let of = |number| unsafe { Consumer::from_protocol(&rig.context, number) };
+    let of = |number| unsafe { Peer::from_protocol(&rig.context, number) };
     for number in [0, -2, i64::MIN] {
         assert!(
             matches!(of(Some(number)), Err(Error::Stream(StreamMisuse::NotAStream { value })) if value == number)
         );
     }
-    assert!(matches!(of(Some(-1)), Ok(Consumer::Unordered)));
-    let legacy = Stream::legacy(&rig.context);
-    for number in [None, Some(1)] {
-        let Ok(Consumer::Tracked(stream)) = of(number) else {
-            panic!("{number:?}")
-        };
-        assert_eq!(stream.id().unwrap(), legacy.id().unwrap());
+    let text = |number| format!("{:?}", of(number).unwrap());
+    assert_eq!(text(Some(-1)), format!("{:?}", ordered()));
+    for (number, kind) in [
+        (None, "LegacyDefault"),
+        (Some(1), "LegacyDefault"),
+        (Some(2), "PerThreadDefault"),
+    ] {
+        let text = text(number);
+        assert!(text.starts_with("Peer(On("), "{text}");
+        assert!(text.contains(kind), "{text}");
     }
-    let own = Stream::per_thread(&rig.context);
-    let Ok(Consumer::Tracked(found)) = of(Some(2)) else {
-        panic!()
-    };
-    assert_eq!(found.id().unwrap(), own.id().unwrap());
-    let Ok(Consumer::Untracked(found)) = of(Some(stream.raw() as i64)) else {
-        panic!()
-    };
-    assert_eq!(found.id().unwrap(), stream.id().unwrap());
+    // Who comes with a handle may be gone by the release.
+    let text = text(Some(stream.raw() as i64));
+    assert!(text.starts_with("Peer(StartingOn("), "{text}");
+    assert!(text.contains("Borrowed"), "{text}");
 }
 
 /// When foreign memory was released, and what was pending then.
@@ -518,18 +539,13 @@ fn watched_import(
     watch: &'static Watch,
     ptr: u64,
     stream: &Stream,
-    producer: Producer,
-) -> Column {
+    producer: Peer,
+) -> Tensor {
     let with = (watch as *const Watch).cast_mut().cast();
+    let made = other.make_versioned(&Seen::floats(ptr, 1024), watched, with);
     // SAFETY: made by the other side, taken over once.
-    let tensor = unsafe {
-        DlpackTensor::from_raw_versioned(other.make_versioned(
-            &Seen::floats(ptr, 1024),
-            watched,
-            with,
-        ))
-    };
-    Column::from_dlpack(tensor.unwrap(), stream, producer).unwrap()
+    let tensor = unsafe { Dlpack::from_raw(made) };
+    Tensor::from_dlpack(tensor.unwrap(), stream, producer).unwrap()
 }
 
 /// S5.65, S0.4: foreign memory goes back to its producer only when every stream that used it is done.
@@ -540,7 +556,7 @@ fn s5_65_s0_4_import_is_released_after_its_uses() {
         let [home, second] = rig.streams();
         let plain = Plain::new(&rig.context, 4096);
         let watch = watch(rig, &[&home, &second]);
-        let column = watched_import(other, watch, plain.ptr, &home, Producer::Ordered);
+        let column = watched_import(other, watch, plain.ptr, &home, ordered());
         column.record_stream(&second).unwrap();
         column.record_stream(&second).unwrap();
         let (a, b) = (rig.busy(&home), rig.busy(&second));
@@ -570,7 +586,7 @@ fn s5_65_import_is_ordered_with_the_producer_stream() {
         let watch = watch(rig, &[&home]);
         let hold = rig.hold(&theirs);
         rig.stamp(plain.ptr, 4096, 1, &theirs);
-        let producer = Producer::Stream(theirs.clone());
+        let producer = Peer::on(&theirs);
         let column = watched_import(other, watch, plain.ptr, &home, producer);
         // Behind the producer's work ...
         rig.stamp(plain.ptr, 2048, 2, &home);

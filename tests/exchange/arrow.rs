@@ -6,12 +6,13 @@ use std::ffi::c_void;
 use std::thread;
 
 use crate::common::*;
-use crate::exchange::*;
+use crate::foreign::*;
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
-use cualloc::column::*;
 use cualloc::driver::Stream;
-use cualloc::error::ImportFault;
+use cualloc::error::{ImportFault, InvalidArgument};
+use cualloc::exchange::dlpack::*;
+use cualloc::exchange::*;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 
 /// Counts what this thread holds on the heap.
@@ -80,7 +81,7 @@ fn s5_63_layout_is_the_interfaces() {
     // The device array's fields are private; the asserted offsets are in the library.
     assert_eq!(c[..6], [128, 0, 80, 88, 96, 104]);
     assert_eq!(c[0], size_of::<ArrowDeviceArray>());
-    assert_eq!(c[6], size_of::<FFI_ArrowArray>());
+    assert_eq!(c[6], 80);
     assert_eq!(
         c[7..],
         [
@@ -104,11 +105,10 @@ fn s5_63_s5_52_export_through_c() {
     each(|rig| {
         let allocator = rig.allocator();
         let [ours, theirs] = rig.streams();
-        let column = Column::from_slice(&allocator, &[1i64, 2, 3], &ours).unwrap();
+        let column = column(&allocator, &[1i64, 2, 3], &ours).unwrap();
         let (first, second) = (other.new_arrow(), other.new_arrow());
-        let array = column.to_arrow(&Consumer::Tracked(theirs)).unwrap();
-        let event = array.sync_event();
-        assert!(!array.is_released() && !event.is_null());
+        let array = column.to_arrow(&Peer::on(&theirs)).unwrap();
+        assert!(!array.is_released());
         // SAFETY: a structure of C's, large enough.
         unsafe { array.write_to(first.cast()) };
         let seen = other.see_arrow(first);
@@ -160,17 +160,16 @@ fn s5_63_s5_52_import_from_c() {
             ..arrow(plain.ptr, 100)
         };
         let (array, count) = foreign(other, &seen);
-        let column = Column::from_arrow(array, ElementType::I32, &home, Producer::Ordered).unwrap();
-        assert_eq!((column.ptr(), column.rows()), (plain.ptr + 8, 100));
-        assert_eq!((column.is_external(), column.block()), (true, None));
-        assert_eq!(column.source(), ColumnSource::Arrow);
+        let column = Tensor::from_arrow(array, DType::I32, &home, ordered()).unwrap();
+        assert_eq!((column.ptr(), column.shape()), (plain.ptr + 8, &[100][..]));
+        assert_eq!((column.is_external(), column.id()), (true, None));
         assert!(column.is_read_only());
         // The event is waited for on our stream.
         rig.stamp(plain.ptr, 64, 2, &home);
         assert!(!home.is_complete().unwrap());
         hold.release();
         assert_eq!(rig.mismatches(plain.ptr, 64, 2, &home), 0);
-        assert_eq!(column.to_vec::<i32>().unwrap()[14], 1);
+        assert_eq!(column.as_slice::<i32>().unwrap().to_vec().unwrap()[14], 1);
         // Released behind our own use.
         let busy = rig.busy(&home);
         assert_eq!(released(count), 0);
@@ -181,38 +180,50 @@ fn s5_63_s5_52_import_from_c() {
     });
 }
 
-/// S5.46, S5.52: our own memory keeps its identity through an array, which can be taken apart and put
-/// together again.
+/// S5.46, S5.52: our own memory keeps its identity through an array; ownership can be taken apart.
 #[test]
 fn s5_46_s5_52_identity_and_parts() {
     each(|rig| {
         let allocator = rig.allocator();
         let [a, b] = rig.streams();
-        let column = Column::from_slice(&allocator, &[true, false, true], &a).unwrap();
-        let id = column.block();
-        let array = column.to_arrow(&Consumer::Tracked(b.clone())).unwrap();
-        drop(column);
-        let parts = array.into_parts();
-        assert_eq!((parts.device_type, parts.device_id), (2, 0));
-        assert_eq!((parts.array.len(), parts.array.num_buffers()), (3, 2));
-        // SAFETY: the parts of an export.
-        let array = unsafe { ArrowDeviceArray::from_parts(parts) };
-        let back = Column::from_arrow(array, ElementType::Bool, &b, Producer::Ordered).unwrap();
-        assert_eq!((back.is_external(), back.block()), (false, id));
-        assert_eq!(back.to_vec::<bool>().unwrap(), [true, false, true]);
+        let mut truths = Tensor::zeroed(&allocator, DType::Bool, &[3], &a).unwrap();
+        set(&mut truths, &[1u8, 0, 1]).unwrap();
+        let id = truths.id();
+        let out = || truths.to_arrow(&Peer::on(&b)).unwrap();
+        let (array, device, kind, event) = out().into_parts();
+        assert_eq!((kind, device, event.is_null()), (2, 0, false));
+        assert_eq!((array.len(), array.num_buffers()), (3, 2));
+        drop(array);
+        let array = out();
+        drop(truths);
+        let back = Tensor::from_arrow(array, DType::Bool, &b, ordered()).unwrap();
+        assert_eq!((back.is_external(), back.id()), (false, id));
+        assert_eq!(values::<u8>(&back).unwrap(), [1, 0, 1]);
         drop(back);
         assert_eq!(allocator.stats().all.allocated.current, 0);
         // Empty ones have no event, and no memory.
-        let empty = Column::uninit(&allocator, ElementType::F64, 0, &a).unwrap();
-        let array = empty.to_arrow(&Consumer::Unordered).unwrap();
-        assert!(array.sync_event().is_null());
-        let back = Column::from_arrow(array, ElementType::F64, &b, Producer::Ordered).unwrap();
-        assert_eq!((back.rows(), back.ptr()), (0, 0));
+        let empty = Tensor::uninit(&allocator, DType::F64, &[0], &a).unwrap();
+        assert!(empty.to_arrow(&ordered()).unwrap().into_parts().3.is_null());
+        let array = empty.to_arrow(&ordered()).unwrap();
+        let back = Tensor::from_arrow(array, DType::F64, &b, ordered()).unwrap();
+        assert_eq!((back.shape(), back.ptr()), (&[0][..], 0));
+        // What Arrow does not have does not go out.
+        let of = |dtype, shape: &[usize]| Tensor::zeroed(&allocator, dtype, shape, &a).unwrap();
+        let halves = of(DType::BF16, &[4]).to_arrow(&ordered());
+        assert!(matches!(halves, Err(Error::NotSupported { .. })));
+        let flat = of(DType::F32, &[2, 2]).to_arrow(&ordered());
+        assert!(matches!(
+            flat,
+            Err(Error::Invalid(InvalidArgument::Dimensions {
+                found: 2,
+                most: 1
+            }))
+        ));
         rig.close(&allocator);
     });
 }
 
-/// S5.52: what a column cannot be is refused before any driver call, and given back.
+/// S5.52: what a tensor cannot be is refused before any driver call, and given back.
 #[test]
 fn s5_52_import_checks() {
     let Some(other) = other() else { return };
@@ -268,14 +279,14 @@ fn s5_52_import_checks() {
         ),
         (
             SeenArrow { length: -1, ..good },
-            ImportFault::Rows { rows: -1 },
+            ImportFault::Length { length: -1 },
         ),
         (
             SeenArrow {
                 length: i64::MAX,
                 ..good
             },
-            ImportFault::Rows { rows: i64::MAX },
+            ImportFault::Length { length: i64::MAX },
         ),
         (
             SeenArrow { offset: -1, ..good },
@@ -307,7 +318,7 @@ fn s5_52_import_checks() {
         ),
         (
             SeenArrow { data: 0, ..good },
-            ImportFault::NoData { rows: 16 },
+            ImportFault::NoData { elements: 16 },
         ),
         (
             SeenArrow {
@@ -331,7 +342,7 @@ fn s5_52_import_checks() {
         ),
     ];
     let calls = rig.driver.calls().total();
-    let import = |array| Column::from_arrow(array, ElementType::F64, &stream, Producer::Ordered);
+    let import = |array| Tensor::from_arrow(array, DType::F64, &stream, ordered());
     for (seen, expected) in cases {
         let (array, count) = foreign(other, &seen);
         let refused = import(array).expect_err("refused");
@@ -379,25 +390,20 @@ fn s5_64_no_leak_on_the_heap() {
     let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
     let allocator = rig.allocator();
     let stream = rig.stream();
-    let consumer = Consumer::Tracked(stream.clone());
-    let column = Column::from_slice(&allocator, &[1u64; 100], &stream).unwrap();
+    let consumer = Peer::on(&stream);
+    let column = column(&allocator, &[1u64; 100], &stream).unwrap();
     let raw = other.new_arrow();
     let round = || {
         drop(column.to_arrow(&consumer).unwrap());
         // SAFETY: a structure of C's.
         unsafe { column.to_arrow(&consumer).unwrap().write_to(raw.cast()) };
         other.delete(raw, "release_arrow");
-        let mut target = ArrowDeviceArray::empty();
-        column.to_arrow(&consumer).unwrap().move_to(&mut target);
-        column.to_arrow(&consumer).unwrap().move_to(&mut target);
+        let mut target = column.to_arrow(&consumer).unwrap();
         let array = target.take();
-        drop(Column::from_arrow(array, ElementType::U64, &stream, Producer::Ordered).unwrap());
-        for tensor in [
-            column.to_dlpack(&consumer),
-            column.to_dlpack_versioned(&consumer),
-        ] {
-            let tensor = tensor.unwrap();
-            drop(Column::from_dlpack(tensor, &stream, Producer::Ordered).unwrap());
+        assert!(target.is_released());
+        drop(Tensor::from_arrow(array, DType::U64, &stream, ordered()).unwrap());
+        for versioned in [false, true] {
+            drop(returned(&column, versioned, &consumer, &stream));
         }
     };
     // The simulator's heap may grow at first.
@@ -424,21 +430,26 @@ fn s5_64_no_leak_on_the_heap() {
 /// S5.51, S5.52: every type has its field, and truth values are stored in bytes.
 #[test]
 fn s5_51_s5_52_fields() {
-    for element in ElementType::ALL {
-        let field = element.arrow_field("x");
-        assert_eq!(ElementType::from_arrow_field(&field), Some(element));
-        assert_eq!(field.data_type().primitive_width(), Some(element.bytes()));
-        let schema = FFI_ArrowSchema::try_from(&field).unwrap();
+    let mut without = Vec::new();
+    for dtype in DType::ALL {
+        let Some(field) = dtype.arrow_field("x") else {
+            without.push(*dtype);
+            continue;
+        };
+        assert_eq!(DType::from_arrow_field(&field), Some(*dtype));
+        assert_eq!(field.data_type().primitive_width(), Some(dtype.bytes()));
+        let schema = arrow_schema::ffi::FFI_ArrowSchema::try_from(&field).unwrap();
         let back = arrow_schema::Field::try_from(&schema).unwrap();
-        assert_eq!(ElementType::from_arrow_field(&back), Some(element));
+        assert_eq!(DType::from_arrow_field(&back), Some(*dtype));
     }
+    assert_eq!(without, [DType::BF16, DType::F8E4M3, DType::F8E5M2]);
     let field = |kind| arrow_schema::Field::new("x", kind, false);
     for kind in [
         arrow_schema::DataType::Boolean,
-        arrow_schema::DataType::Int8,
+        arrow_schema::DataType::Date32,
         arrow_schema::DataType::Utf8,
     ] {
-        assert_eq!(ElementType::from_arrow_field(&field(kind)), None);
+        assert_eq!(DType::from_arrow_field(&field(kind)), None);
     }
 }
 
@@ -448,17 +459,17 @@ fn d10_arrays_of_ours_come_back_with_no_more_bytes() {
     each(|rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();
-        let column = Column::zeroed(&allocator, ElementType::I32, 1 << 18, &stream).unwrap();
-        let array = column.to_arrow(&Consumer::Unordered).unwrap();
-        let larger = Column::from_arrow(array, ElementType::I64, &stream, Producer::Ordered);
+        let column = Tensor::zeroed(&allocator, DType::I32, &[1 << 18], &stream).unwrap();
+        let array = column.to_arrow(&ordered()).unwrap();
+        let larger = Tensor::from_arrow(array, DType::I64, &stream, ordered());
         let failed = larger.expect_err("twice as many bytes");
         let beyond = matches!(&failed.error, Error::Import(ImportFault::Beyond { .. }));
         assert!(beyond, "{}", failed.error);
-        let smaller = ElementType::Bool;
-        let back = Column::from_arrow(*failed.value, smaller, &stream, Producer::Ordered);
+        let smaller = DType::U8;
+        let back = Tensor::from_arrow(*failed.value, smaller, &stream, ordered());
         assert_eq!(
-            back.unwrap().to_vec::<bool>().unwrap(),
-            vec![false; 1 << 18]
+            back.unwrap().as_slice::<u8>().unwrap().to_vec().unwrap(),
+            vec![0; 1 << 18]
         );
         drop(column);
         rig.close(&allocator);
@@ -476,11 +487,48 @@ fn d10_an_exports_event_covers_another_threads_own_stream() {
     let allocator = Allocator::with_config(&context, Config::new()).unwrap();
     let make = || {
         let own = Stream::per_thread(&context);
-        Column::zeroed(&allocator, ElementType::U32, 1 << 18, &own).unwrap()
+        Tensor::zeroed(&allocator, DType::U32, &[1 << 18], &own).unwrap()
     };
     let column = thread::scope(|scope| scope.spawn(make).join().unwrap());
     let filling = || sim.pending().iter().any(|op| op.kind.contains("Memset"));
     assert!(filling());
-    drop(column.to_arrow(&Consumer::Unordered).unwrap());
+    drop(column.to_arrow(&ordered()).unwrap());
     assert!(!filling());
+}
+
+/// D10: an array that says it has buffers and has none is refused, and released once.
+#[test]
+fn d10_arrays_without_their_buffers() {
+    /// The structure of the interface, word by word.
+    #[repr(C)]
+    struct Words([u64; 16]);
+    unsafe extern "C" fn release(array: *mut Words) {
+        // SAFETY: the structure that is released, and the counter that it leads to, are alive.
+        unsafe {
+            *((*array).0[9] as *mut u64) += 1;
+            (*array).0[8] = 0;
+        }
+    }
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 1 << 30));
+    let stream = rig.stream();
+    let calls = rig.driver.calls().total();
+    for (dictionary, expected) in [
+        (0, ImportFault::Buffers { buffers: 2 }),
+        (8, ImportFault::Nested),
+    ] {
+        let mut released = 0u64;
+        let mut words = Words([0; 16]);
+        (words.0[0], words.0[3], words.0[7]) = (16, 2, dictionary);
+        words.0[8] = release as *const () as u64;
+        words.0[9] = &raw mut released as u64;
+        // The device's type, behind its ordinal.
+        words.0[11] = 2;
+        // SAFETY: the structure is an array's, as far as it is read before it is found to be none.
+        let array = unsafe { ArrowDeviceArray::from_raw((&raw mut words).cast()) };
+        let refused = Tensor::from_arrow(array, DType::F32, &stream, ordered()).unwrap_err();
+        assert!(matches!(&refused.error, Error::Import(fault) if *fault == expected));
+        drop(refused);
+        assert_eq!(released, 1);
+    }
+    assert_eq!(rig.driver.calls().total(), calls);
 }

@@ -7,12 +7,13 @@ use std::ffi::c_void;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cualloc::Refused;
-use cualloc::column::*;
+use cualloc::Error;
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::exchange::dlpack::*;
+use cualloc::exchange::*;
 use libloading::Library;
 
-use crate::common::{Folder, compile, compiler};
+use crate::common::{Folder, compile, compiler, ordered};
 
 /// As the C side writes it.
 #[repr(C)]
@@ -228,23 +229,62 @@ impl Drop for Plain<'_> {
     }
 }
 
-/// An import of foreign memory, with a count of its releases.
+/// An import of foreign memory, of either form, with a count of its releases.
 pub fn foreign_tensor(
     other: &Other,
     seen: &Seen,
     versioned: bool,
     stream: &Stream,
-    producer: Producer,
-) -> (Result<Column, Refused<DlpackTensor>>, &'static AtomicU64) {
+    peer: Peer,
+) -> (Result<Tensor, Error>, &'static AtomicU64) {
     let counter = counter();
-    // SAFETY: the other side makes valid structures, which are taken over once.
-    let tensor = unsafe {
-        if versioned {
-            DlpackTensor::from_raw_versioned(other.make_versioned(seen, count, with(counter)))
-        } else {
-            DlpackTensor::from_raw(other.make(seen, count, with(counter)))
-        }
+    let tensor = if versioned {
+        let made = other.make_versioned(seen, count, with(counter));
+        import(made, counter, stream, peer)
+    } else {
+        import(
+            other.make(seen, count, with(counter)),
+            counter,
+            stream,
+            peer,
+        )
     };
-    let column = Column::from_dlpack(tensor.unwrap(), stream, producer);
-    (column, counter)
+    (tensor, counter)
+}
+
+/// Makes a tensor of a structure. What is refused is given back, and released once, when it is dropped.
+fn import<M: Managed>(
+    made: *mut M,
+    counter: &AtomicU64,
+    stream: &Stream,
+    peer: Peer,
+) -> Result<Tensor, Error> {
+    // SAFETY: the other side makes valid structures, which are taken over once.
+    let tensor = unsafe { Dlpack::from_raw(made) }.unwrap();
+    Tensor::from_dlpack(tensor, stream, peer).map_err(|refused| {
+        assert_eq!(released(counter), 0, "the tensor is given back");
+        drop(refused.value);
+        assert_eq!(released(counter), 1);
+        refused.error
+    })
+}
+
+/// An export of either form, which its drop releases.
+pub fn lent(tensor: &Tensor, versioned: bool, peer: &Peer) -> Box<dyn std::any::Any> {
+    match versioned {
+        false => Box::new(tensor.to_dlpack::<DLManagedTensor>(peer).unwrap()),
+        true => Box::new(tensor.to_dlpack::<DLManagedTensorVersioned>(peer).unwrap()),
+    }
+}
+
+/// What comes back on a stream of an export of either form.
+pub fn returned(tensor: &Tensor, versioned: bool, peer: &Peer, on: &Stream) -> Tensor {
+    fn back<M: Managed>(tensor: &Tensor, peer: &Peer, on: &Stream) -> Tensor {
+        let out = tensor.to_dlpack::<M>(peer).unwrap();
+        Tensor::from_dlpack(out, on, ordered()).unwrap()
+    }
+    match versioned {
+        false => back::<DLManagedTensor>(tensor, peer, on),
+        true => back::<DLManagedTensorVersioned>(tensor, peer, on),
+    }
 }

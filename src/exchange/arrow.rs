@@ -9,19 +9,19 @@ use std::sync::Arc;
 
 use arrow_buffer::Buffer;
 use arrow_data::ArrayData;
-pub use arrow_data::ffi::FFI_ArrowArray;
-pub use arrow_schema::ffi::FFI_ArrowSchema;
+use arrow_data::ffi::FFI_ArrowArray;
 use arrow_schema::{DataType, Field};
 
 use crate::driver::{Device, Event, Stream, sys};
 
-use super::columns::Column;
-use super::described::{Described, place};
-use super::memory::{ColumnSource, Foreign, Memory};
-use super::order::{Consumer, Producer};
-use crate::element::ElementType;
-use crate::error::{Error, ImportFault, Refused};
+use crate::dtype::DType;
+use crate::error::{Error, ImportFault, InvalidArgument, Refused};
 use crate::sync::capture;
+
+use super::layout::{Described, Layout};
+use super::peer::Peer;
+use super::shared::Shared;
+use super::tensor::Tensor;
 
 /// The device type of CUDA device memory.
 const CUDA: i32 = 2;
@@ -39,26 +39,24 @@ const EXTENSION_METADATA: &str = "ARROW:extension:metadata";
 /// ```
 /// # #[cfg(feature = "sim")] {
 /// # use cualloc::sim::{SimConfig, Simulator};
-/// # use cualloc::driver::Context;
-/// use cualloc::{Allocator, Config};
-/// use cualloc::column::{ArrowDeviceArray, Column, Consumer, ElementType, Producer};
+/// # use cualloc::{Allocator, Config, DeviceBuffer, driver::Stream};
+/// use cualloc::exchange::{ArrowDeviceArray, DType, Peer, Tensor};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
-/// let alloc = Allocator::with_config(&context, Config::new())?;
-/// let (ours, theirs) = (alloc.create_stream()?, alloc.create_stream()?);
-/// let column = Column::from_slice(&alloc, &[1.5f64, 2.5], &ours)?;
+/// # let context = sim.driver()?.context(0)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let (ours, theirs) = (Stream::new(&context)?, Stream::new(&context)?);
+/// let values = DeviceBuffer::from_slice(&allocator, &[1.5f64, 2.5], &ours)?;
+/// let column = Tensor::from_buffer(values, &[2])?;
 ///
 /// // A structure of the consumer's, filled by us.
 /// let mut shared = ArrowDeviceArray::empty();
-/// column.to_arrow(&Consumer::Tracked(theirs.clone()))?.move_to(&mut shared);
+/// // SAFETY: the structure is ours, and holds no array.
+/// unsafe { column.to_arrow(&Peer::on(&theirs))?.write_to(&mut shared) };
 ///
 /// // The consumer takes the array out of it.
-/// let array = shared.take();
-/// assert_eq!((array.device_type(), array.device_id()), (2, 0));
-/// let seen = Column::from_arrow(array, ElementType::F64, &theirs, Producer::Ordered)?;
-/// assert_eq!(seen.to_vec::<f64>()?, [1.5, 2.5]);
+/// let seen = Tensor::from_arrow(shared.take(), DType::F64, &theirs, Peer::on(&ours))?;
+/// assert_eq!(seen.as_slice::<f64>()?.to_vec()?, [1.5, 2.5]);
 /// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -88,20 +86,6 @@ unsafe impl Send for ArrowDeviceArray {}
 // SAFETY: shared access only reads.
 unsafe impl Sync for ArrowDeviceArray {}
 
-/// What an [`ArrowDeviceArray`] is made of.
-#[derive(Debug)]
-pub struct ArrowParts {
-    /// The array, which is released on drop.
-    pub array: FFI_ArrowArray,
-    /// Ordinal of the device.
-    pub device_id: i64,
-    /// 2 is CUDA device memory.
-    pub device_type: i32,
-    /// Null, or where the handle of an event (`CUevent`) stands that is recorded behind the work which
-    /// fills the array. Owned by the array.
-    pub sync_event: *mut c_void,
-}
-
 /// The fields of an array, by the interface's definition: the accessors of [`FFI_ArrowArray`] panic on
 /// structures that are not as they should be.
 #[repr(C)]
@@ -125,13 +109,13 @@ struct Export {
     /// What the consumer's pointer leads to.
     handle: sys::CUevent,
     event: Option<Event>,
-    memory: Arc<Memory>,
+    shared: Arc<Shared>,
 }
 
 /// The callback of exports: never unwinds, any thread may call it.
 ///
 /// # Safety
-/// `array` is null or an export of [`Column::to_arrow`] that is not released.
+/// `array` is null or an export of [`Tensor::to_arrow`] that is not released.
 unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
     // SAFETY: the caller's contract.
     let Some(array) = (unsafe { array.as_mut() }) else {
@@ -178,39 +162,28 @@ impl ArrowDeviceArray {
         }
     }
 
-    /// Puts a device array together.
-    ///
-    /// # Safety
-    /// What the parts say about the memory and the event is true until the array is released, which any
-    /// thread may do. An array does not say of what type its elements are: it is given to nobody who makes a
-    /// column of larger ones of it. Safe code may read the memory through a column made of the array
-    /// ([`Column::from_arrow`]): what others do with it until then is over or in order by what is said of
-    /// [`Producer`], as in [`DlpackTensor::from_raw`](super::DlpackTensor::from_raw).
-    pub unsafe fn from_parts(parts: ArrowParts) -> Self {
-        ArrowDeviceArray {
-            array: parts.array,
-            device_id: parts.device_id,
-            device_type: parts.device_type,
-            sync_event: parts.sync_event,
-            reserved: [0; 3],
-        }
-    }
-
-    /// Takes it apart. The event lives as long as the array is not released.
-    pub fn into_parts(self) -> ArrowParts {
-        ArrowParts {
-            array: self.array,
-            device_id: self.device_id,
-            device_type: self.device_type,
-            sync_event: self.sync_event,
-        }
+    /// Takes it apart: the array, which is released on drop, the device's ordinal and type (2 is CUDA device
+    /// memory), and null, or where the handle of an event (`CUevent`) stands that is recorded behind the work
+    /// which fills the array. The event lives as long as the array is not released.
+    pub fn into_parts(self) -> (FFI_ArrowArray, i64, i32, *mut c_void) {
+        let ArrowDeviceArray {
+            array,
+            device_id,
+            device_type,
+            sync_event,
+            ..
+        } = self;
+        (array, device_id, device_type, sync_event)
     }
 
     /// Moves an array out of a structure of C's, which is marked as released.
     ///
     /// # Safety
-    /// `raw` points to a structure that is initialised and writable, and fulfils the contract of
-    /// [`from_parts`](Self::from_parts).
+    /// `raw` points to a structure that is initialised and writable. What it says about the memory and the event
+    /// is true until the array is released, which any thread may do. An array does not say of what type its
+    /// elements are: it is given to nobody who makes a tensor of larger ones of it. Safe code may read the memory
+    /// ([`Tensor::from_arrow`]): what others do with it until then is over or in order by what is said of [`Peer`],
+    /// as in [`Dlpack::from_raw`](super::Dlpack::from_raw).
     pub unsafe fn from_raw(raw: *mut ArrowDeviceArray) -> Self {
         // SAFETY: the caller's contract.
         unsafe { raw.replace(ArrowDeviceArray::empty()) }
@@ -224,11 +197,6 @@ impl ArrowDeviceArray {
     pub unsafe fn write_to(self, raw: *mut ArrowDeviceArray) {
         // SAFETY: the caller's contract.
         unsafe { raw.write(self) }
-    }
-
-    /// Moves the array into another structure, whose former array is released.
-    pub fn move_to(self, target: &mut ArrowDeviceArray) {
-        *target = self;
     }
 
     /// Moves the array out and leaves an empty structure.
@@ -246,28 +214,13 @@ impl ArrowDeviceArray {
         &self.array
     }
 
-    /// The device's type: 2 is CUDA device memory.
-    pub fn device_type(&self) -> i32 {
-        self.device_type
-    }
-
-    /// The device's ordinal.
-    pub fn device_id(&self) -> i64 {
-        self.device_id
-    }
-
-    /// See [`ArrowParts::sync_event`].
-    pub fn sync_event(&self) -> *mut c_void {
-        self.sync_event
-    }
-
     fn fields(&self) -> &Fields {
         // SAFETY: both structures are laid out as the interface defines it.
         unsafe { &*ptr::from_ref(&self.array).cast::<Fields>() }
     }
 
     /// The memory under it, if it is an export of this crate (of this copy of it in the process).
-    fn own_memory(&self) -> Option<Arc<Memory>> {
+    fn own_memory(&self) -> Option<Arc<Shared>> {
         let fields = self.fields();
         let ours: unsafe extern "C" fn(*mut FFI_ArrowArray) = release;
         if !fields.release.is_some_and(|r| ptr::fn_addr_eq(r, ours)) {
@@ -276,11 +229,11 @@ impl ArrowDeviceArray {
         // SAFETY: the callback is ours, so the private data is the box of an export, alive as the array
         // is.
         NonNull::new(fields.private_data.cast::<Export>())
-            .map(|export| Arc::clone(unsafe { &(*export.as_ptr()).memory }))
+            .map(|export| Arc::clone(unsafe { &(*export.as_ptr()).shared }))
     }
 
-    /// Checks everything that a column needs.
-    fn describe(&self, element: ElementType, device: &Device) -> Result<Described, ImportFault> {
+    /// Checks everything that a tensor needs.
+    fn describe(&self, dtype: DType, device: &Device) -> Result<Described, ImportFault> {
         let fields = self.fields();
         if fields.release.is_none() {
             return Err(ImportFault::Released);
@@ -304,7 +257,7 @@ impl ArrowDeviceArray {
                 buffers: fields.n_buffers,
             });
         }
-        // SAFETY: two pointers by the contract of `from_parts`.
+        // SAFETY: two pointers by the contract of `from_raw`.
         let (validity, data) = unsafe {
             (
                 fields.buffers.read_unaligned(),
@@ -316,23 +269,18 @@ impl ArrowDeviceArray {
                 nulls: fields.null_count,
             });
         }
-        let size = element.bytes() as u64;
         let shown = fields.offset as u64;
         let offset = u64::try_from(fields.offset)
             .ok()
-            .and_then(|offset| offset.checked_mul(size));
-        let (rows, ptr) = if fields.length == 0 {
+            .and_then(|offset| offset.checked_mul(dtype.bytes() as u64));
+        let (data, offset) = match fields.length {
             // What the buffer of an empty array points to means nothing.
-            (0, 0)
-        } else {
-            place(element, fields.length, data as u64, shown, offset)?
+            0 => (0, (Some(0), 0)),
+            _ => (data as u64, (offset, shown)),
         };
         Ok(Described {
-            ptr,
-            rows,
-            bytes: rows * element.bytes(),
-            element,
             read_only: true,
+            ..Layout::described(dtype, &[fields.length], None, data, offset)?
         })
     }
 
@@ -342,7 +290,7 @@ impl ArrowDeviceArray {
         if at.is_null() {
             return Ok(());
         }
-        // SAFETY: by the contract of `from_parts` a handle stands there, that of a live event.
+        // SAFETY: by the contract of `from_raw` a handle stands there, that of a live event.
         let event = unsafe { Event::from_raw(stream.context(), at.read_unaligned()) };
         capture::refuse_capture(stream)?;
         Ok(stream.wait(&event)?)
@@ -361,25 +309,35 @@ impl fmt::Debug for ArrowDeviceArray {
     }
 }
 
-impl Column {
-    /// Exports the column as an Arrow array without nulls, with an event that stands for everything the
-    /// column's stream was given so far. Consumers wait for the event in any case; `consumer` says how
+impl Tensor {
+    /// Exports a column as an Arrow array without nulls, with an event that stands for everything the
+    /// tensor's stream was given so far. Consumers wait for the event in any case; the peer says how
     /// the end of their use is found out. Does not wait.
     ///
-    /// The array's type is [`ElementType::arrow_field`]'s.
+    /// The array's type is [`DType::arrow_field`]'s.
     ///
     /// # Errors
-    /// [`Error::Capturing`]; driver errors.
-    pub fn to_arrow(&self, consumer: &Consumer) -> Result<ArrowDeviceArray, Error> {
-        self.memory.lend(consumer)?;
+    /// [`InvalidArgument::Dimensions`] and [`InvalidArgument::Strided`] for anything but elements of one dimension
+    /// that follow each other; [`Error::NotSupported`] for types that Arrow does not have and for memory of the
+    /// host; [`Error::Capturing`]; driver errors.
+    pub fn to_arrow(&self, peer: &Peer) -> Result<ArrowDeviceArray, Error> {
+        let rows = self.rows()?;
+        if rows > 1 && self.strides() != [1] {
+            return Err(Error::Invalid(InvalidArgument::Strided));
+        }
+        let kind = self.dtype().arrow_type().filter(|_| !self.is_host());
+        let what = "such a tensor as an Arrow array";
+        let kind = kind.ok_or(Error::NotSupported { what })?;
+        self.lend(peer)?;
         let event = if self.byte_len() == 0 {
             None
         } else {
-            capture::refuse_capture(self.stream())?;
+            capture::refuse_capture(self.shared.stream())?;
             // The event says that all of it is done, whatever the consumer's own stream waits for.
-            self.memory.gather()?;
-            let event = self.stream().context().enter()?.create_event()?;
-            self.stream().mark(&event)?;
+            self.shared.gather()?;
+            let home = self.shared.stream();
+            let event = home.context().enter()?.create_event()?;
+            home.mark(&event)?;
             Some(event)
         };
         let buffer = match NonNull::new(ptr::with_exposed_provenance_mut::<u8>(self.ptr() as usize))
@@ -390,12 +348,10 @@ impl Column {
             },
             None => Buffer::from(Vec::<u64>::new()),
         };
-        let kind = self.element_type().arrow_type();
         // SAFETY: one buffer of so many elements and no nulls is what a primitive array has; nothing
         // of it is read.
-        let data = unsafe {
-            ArrayData::new_unchecked(kind, self.rows(), Some(0), None, 0, vec![buffer], vec![])
-        };
+        let data =
+            unsafe { ArrayData::new_unchecked(kind, rows, Some(0), None, 0, vec![buffer], vec![]) };
         let mut array = FFI_ArrowArray::new(&data);
         let has_event = event.is_some();
         let export = Box::into_raw(Box::new(Export {
@@ -403,7 +359,7 @@ impl Column {
             private_data: array.private_data(),
             handle: event.as_ref().map_or(ptr::null_mut(), Event::raw),
             event,
-            memory: Arc::clone(&self.memory),
+            shared: Arc::clone(&self.shared),
         }));
         // SAFETY: the box was made above. The callback fits it, and hands on to the pair that it
         // replaces.
@@ -426,75 +382,69 @@ impl Column {
         })
     }
 
-    /// Makes a column of an array of a given type ([`ElementType::from_arrow_field`]), for use on a stream
-    /// of the array's device, which waits for the array's event. The column is read-only, as arrays are.
-    /// Does not wait on the host.
+    /// Makes a tensor of an array of a given type ([`DType::from_arrow_field`]), for use on a stream of the
+    /// array's device, which waits for the array's event. The tensor is read-only, as arrays are. Does not wait
+    /// on the host.
     ///
     /// # Errors
-    /// [`Error::Import`] for an array that is not what a column needs, or one of ours that has fewer
+    /// [`Error::Import`] for an array that is not what a tensor needs, or one of ours that has fewer
     /// bytes than so many elements of the type, before any driver call; [`Error::Capturing`]; driver
     /// errors. With the array.
     pub fn from_arrow(
         array: ArrowDeviceArray,
-        element: ElementType,
-        stream: &Stream,
-        producer: Producer,
-    ) -> Result<Column, Refused<ArrowDeviceArray>> {
+        dtype: DType,
+        on: &Stream,
+        peer: Peer,
+    ) -> Result<Tensor, Refused<ArrowDeviceArray>> {
         let returned = array.own_memory();
-        let ready = || {
-            let described = array.describe(element, stream.context().device())?;
-            // First of all, which also refuses our own memory of another driver.
-            Memory::expect(returned.as_deref(), &described, stream, &producer)?;
-            array.wait(stream)?;
-            Ok::<_, Error>(described)
-        };
-        let described = match ready() {
-            Ok(described) => described,
-            Err(error) => {
-                return Err(Refused::new(array, error));
-            }
-        };
-        let Described {
-            ptr, rows, bytes, ..
-        } = described;
-        let source = Foreign::new(ColumnSource::Arrow, array);
-        let memory = Memory::import(source, returned, ptr, bytes, stream, producer);
-        Ok(Column::new(memory, element, rows, described.read_only))
+        let described = array.describe(dtype, on.context().device());
+        let described = described.map_err(Error::from);
+        let ready = |array: &ArrowDeviceArray| array.wait(on);
+        Tensor::import(array, described, returned, ready, on, peer)
     }
 }
 
-impl ElementType {
-    /// How Arrow stores the type: truth values in a byte each.
-    fn arrow_type(self) -> DataType {
-        match self {
-            ElementType::I32 => DataType::Int32,
-            ElementType::I64 => DataType::Int64,
-            ElementType::U32 => DataType::UInt32,
-            ElementType::U64 => DataType::UInt64,
-            ElementType::F32 => DataType::Float32,
-            ElementType::F64 => DataType::Float64,
-            ElementType::Bool => DataType::Int8,
-        }
+impl DType {
+    /// How Arrow stores the type: truth values in a byte each. None if it does not have it.
+    fn arrow_type(self) -> Option<DataType> {
+        Some(match self {
+            DType::Bool | DType::I8 => DataType::Int8,
+            DType::I16 => DataType::Int16,
+            DType::I32 => DataType::Int32,
+            DType::I64 => DataType::Int64,
+            DType::U8 => DataType::UInt8,
+            DType::U16 => DataType::UInt16,
+            DType::U32 => DataType::UInt32,
+            DType::U64 => DataType::UInt64,
+            DType::F16 => DataType::Float16,
+            DType::F32 => DataType::Float32,
+            DType::F64 => DataType::Float64,
+            DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => return None,
+        })
     }
 
-    /// A field of this type, without nulls; [`FFI_ArrowSchema`] can be made of it. Truth values, which
-    /// Arrow's own type would pack into bits, are of the canonical extension type `arrow.bool8`.
-    pub fn arrow_field(self, name: impl Into<String>) -> Field {
-        let field = Field::new(name, self.arrow_type(), false);
-        if self != ElementType::Bool {
-            return field;
+    /// A field of this type, without nulls; `FFI_ArrowSchema` can be made of it. None if Arrow does not have the
+    /// type. Truth values, which Arrow's own type would pack into bits, are of the canonical extension type
+    /// `arrow.bool8`.
+    pub fn arrow_field(self, name: impl Into<String>) -> Option<Field> {
+        let field = Field::new(name, self.arrow_type()?, false);
+        if self != DType::Bool {
+            return Some(field);
         }
-        field.with_metadata(HashMap::from(
-            [(EXTENSION_NAME, BOOL8), (EXTENSION_METADATA, "")]
-                .map(|(key, value)| (key.to_owned(), value.to_owned())),
-        ))
+        Some(
+            field.with_metadata(HashMap::from(
+                [(EXTENSION_NAME, BOOL8), (EXTENSION_METADATA, "")]
+                    .map(|(key, value)| (key.to_owned(), value.to_owned())),
+            )),
+        )
     }
 
-    /// The type of a field; none if columns do not have it.
-    pub fn from_arrow_field(field: &Field) -> Option<ElementType> {
+    /// The type of a field; none if tensors do not have it.
+    pub fn from_arrow_field(field: &Field) -> Option<DType> {
         let bool8 = field.metadata().get(EXTENSION_NAME).map(String::as_str) == Some(BOOL8);
-        ElementType::ALL.into_iter().find(|element| {
-            element.arrow_type() == *field.data_type() && bool8 == (*element == ElementType::Bool)
+        DType::ALL.iter().copied().find(|dtype| {
+            dtype.arrow_type().as_ref() == Some(field.data_type())
+                && bool8 == (*dtype == DType::Bool)
         })
     }
 }

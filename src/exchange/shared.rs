@@ -1,0 +1,347 @@
+//! Memory that a tensor shares with its exports, and the end of its life.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::block::BlockId;
+use crate::buffer::{Foreign, HostBlock, Memory, Owner};
+use crate::driver::sys::CUresult;
+use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
+use crate::error::{Error, ImportFault, StreamMisuse};
+use crate::resource::Access;
+use crate::sync::capture;
+use crate::sync::order::wait_until_idle;
+
+use super::layout::Described;
+use super::peer::{Kind, Peer, order, wait_until_over};
+
+/// What keeps memory until its drop.
+pub(super) type Kept = Box<dyn Send + Sync>;
+
+/// Whose the memory is.
+enum Holder {
+    /// Memory of the device, ours or imported: a [`Memory`] sees to the order of all that is done to it.
+    Device(Memory),
+    /// Page-locked memory of our own, which no stream of ours uses, and the streams that use it until it goes.
+    Host(HostBlock, Mutex<Vec<Stream>>),
+    /// No memory at all.
+    Kept(#[expect(dead_code, reason = "kept for its drop")] Kept),
+}
+
+/// Memory with the stream in whose order it is used. A tensor and its exports share it, and so do the tensors
+/// that are made of these in this process; the last one frees it.
+pub(super) struct Shared {
+    holder: Option<Holder>,
+    stream: Stream,
+    start: sys::CUdeviceptr,
+    bytes: usize,
+    external: bool,
+    host: bool,
+    /// Contexts of users whose streams are not known: the end waits for all their work.
+    untracked: Mutex<Vec<Context>>,
+}
+
+/// What was imported. Its drop lets the producer have it back, after all work of the home, which waits for
+/// every other use.
+struct Import {
+    kept: Option<Kept>,
+    home: Stream,
+    producer: Option<Stream>,
+}
+
+impl Import {
+    /// The producer's stream waits for the home in our place, or else the host does.
+    fn settle(&self) -> Result<(), Error> {
+        // Streams that are others on each thread cannot be named any more.
+        let fixed = |stream: &Stream| stream.kind() != StreamKind::PerThreadDefault;
+        match &self.producer {
+            Some(producer) if fixed(producer) && fixed(&self.home) => {
+                order(&self.home, producer).or_else(|_| wait_until_over(&self.home))
+            }
+            _ => wait_until_over(&self.home),
+        }
+    }
+}
+
+impl Drop for Import {
+    fn drop(&mut self) {
+        let kept = self.kept.take();
+        // A refusal may be over at once, and nobody can try later.
+        match self.settle().or_else(|_| self.settle()) {
+            Ok(()) => drop(kept),
+            Err(error) => {
+                log::error!("imported memory is never released: {error}");
+                std::mem::forget(kept);
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn new(holder: Option<Holder>, stream: &Stream, start: sys::CUdeviceptr, bytes: usize) -> Self {
+        Shared {
+            holder,
+            stream: stream.clone(),
+            start,
+            bytes,
+            external: false,
+            host: false,
+            untracked: Mutex::default(),
+        }
+    }
+
+    /// No bytes, no memory.
+    pub(super) fn empty(stream: &Stream) -> Arc<Shared> {
+        Arc::new(Shared::new(None, stream, 0, 0))
+    }
+
+    /// The first `bytes` of a buffer's memory.
+    pub(super) fn of_memory(memory: Memory, bytes: usize) -> Arc<Shared> {
+        let (stream, start) = (memory.stream().clone(), memory.ptr());
+        let external = matches!(memory.owner(), Owner::Foreign(_));
+        let holder = Some(Holder::Device(memory.shared(true)));
+        let mut shared = Shared::new(holder, &stream, start, bytes);
+        shared.external = external;
+        Arc::new(shared)
+    }
+
+    /// Page-locked memory of our own.
+    pub(super) fn pinned(
+        block: HostBlock,
+        start: u64,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Arc<Shared> {
+        let holder = Holder::Host(block, Mutex::default());
+        let mut shared = Shared::new(Some(holder), stream, start, bytes);
+        shared.host = true;
+        Arc::new(shared)
+    }
+
+    /// Gets a stream ready for memory that is about to be imported: orders it after the producer, and after
+    /// the home of our own memory come back (`returned`), whose owner is told of the new user.
+    pub(super) fn expect(
+        returned: Option<&Shared>,
+        described: &Described,
+        stream: &Stream,
+        peer: &Peer,
+    ) -> Result<(), Error> {
+        // An array does not say of what type its elements are, and whoever imports it may be wrong.
+        if let Some(shared) = returned
+            && !shared.contains(described.start, described.bytes)
+        {
+            return Err(ImportFault::Beyond {
+                address: described.start,
+                bytes: described.bytes,
+                memory: shared.bytes,
+            }
+            .into());
+        }
+        if let Kind::On(earlier) | Kind::StartingOn(earlier) = &peer.0 {
+            order(earlier, stream)?;
+        }
+        match returned {
+            // Whatever the two sides said of each other: this is ours to see to.
+            Some(shared) if shared.bytes > 0 => {
+                shared.follow(stream)?;
+                shared.record(stream)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes over what was imported, after [`expect`](Self::expect).
+    pub(super) fn import(
+        kept: impl Send + Sync + 'static,
+        described: &Described,
+        stream: &Stream,
+        stream_id: u64,
+        peer: Peer,
+    ) -> Arc<Shared> {
+        let (ptr, bytes) = (described.start, described.bytes);
+        let kept: Kept = Box::new(kept);
+        let holder = if bytes == 0 {
+            Holder::Kept(kept)
+        } else {
+            let owner = Box::new(Import {
+                kept: Some(kept),
+                home: stream.clone(),
+                producer: match peer.0 {
+                    Kind::On(stream) => Some(stream),
+                    Kind::StartingOn(_) | Kind::Ordered => None,
+                },
+            });
+            let owner = Owner::Foreign(Box::new(Foreign { ptr, owner }));
+            Holder::Device(Memory::new(owner, stream.clone(), stream_id).shared(true))
+        };
+        let mut shared = Shared::new(Some(holder), stream, ptr, bytes);
+        (shared.external, shared.host) = (true, described.host);
+        Arc::new(shared)
+    }
+
+    /// Whether all of a range is the memory's.
+    fn contains(&self, ptr: sys::CUdeviceptr, bytes: usize) -> bool {
+        let before = ptr.checked_sub(self.start);
+        let end = before.and_then(|before| before.checked_add(bytes as u64));
+        bytes == 0 || end.is_some_and(|end| end <= self.bytes as u64)
+    }
+
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    pub(super) fn is_external(&self) -> bool {
+        self.external
+    }
+
+    pub(super) fn is_host(&self) -> bool {
+        self.host
+    }
+
+    /// The memory, if it is a device's.
+    pub(super) fn memory(&self) -> Option<&Memory> {
+        match &self.holder {
+            Some(Holder::Device(memory)) => Some(memory),
+            _ => None,
+        }
+    }
+
+    /// The block; none of memory of others.
+    pub(super) fn id(&self) -> Option<BlockId> {
+        let memory = self.memory()?;
+        memory.owner().identity(memory.stream_id())
+    }
+
+    /// Notes that a stream uses the memory until it goes.
+    pub(super) fn record(&self, stream: &Stream) -> Result<(), Error> {
+        let uses = match &self.holder {
+            _ if self.bytes == 0 => return Ok(()),
+            Some(Holder::Device(memory)) => return memory.record(stream, false),
+            Some(Holder::Host(_, uses)) => uses,
+            Some(Holder::Kept(_)) | None => return Ok(()),
+        };
+        capture::refuse_capture(stream)?;
+        let id = stream.id()?;
+        if stream.kind() == StreamKind::PerThreadDefault {
+            // Another thread could not name it.
+            self.lend_untracked(stream.context());
+            return Ok(());
+        }
+        let mut uses = process::lock(uses);
+        if !uses
+            .iter()
+            .any(|known| known.id().is_ok_and(|known| known == id))
+        {
+            uses.push(stream.clone());
+        }
+        Ok(())
+    }
+
+    /// Hands the memory to a consumer: orders its stream after ours, and notes its use.
+    pub(super) fn lend(&self, peer: &Peer) -> Result<(), Error> {
+        if self.bytes == 0 {
+            return Ok(());
+        }
+        match &peer.0 {
+            Kind::On(stream) => {
+                self.follow(stream)?;
+                self.record(stream)?;
+            }
+            Kind::StartingOn(stream) => {
+                self.follow(stream)?;
+                self.lend_untracked(self.stream.context());
+                self.lend_untracked(stream.context());
+            }
+            Kind::Ordered => self.lend_untracked(self.stream.context()),
+        }
+        Ok(())
+    }
+
+    /// Lets the memory's stream, as the calling thread can name it, come after everything that was done to
+    /// the memory.
+    #[cfg(feature = "arrow")]
+    pub(super) fn gather(&self) -> Result<(), Error> {
+        self.follow(&self.stream)
+    }
+
+    /// Orders a stream after everything that was done to the memory.
+    fn follow(&self, stream: &Stream) -> Result<(), Error> {
+        let Some(memory) = self.memory() else {
+            return capture::refuse_capture(stream);
+        };
+        match memory.prepare_use(stream, Access::ReadWrite) {
+            // Here the handle means this thread's stream, not the one that was meant.
+            Err(Error::Stream(StreamMisuse::WrongThread)) => {
+                Ok(wait_until_idle(self.stream.context())?)
+            }
+            result => result,
+        }
+    }
+
+    /// Lets everything that is done to the memory from now on come after what a stream was given so far.
+    pub(super) fn wait_for(&self, stream: &Stream) -> Result<(), Error> {
+        match self.memory() {
+            Some(memory) => memory.finish_use(stream, Access::ReadWrite),
+            None => Ok(()),
+        }
+    }
+
+    /// The end waits for a context.
+    pub(super) fn lend_untracked(&self, context: &Context) {
+        let mut contexts = process::lock(&self.untracked);
+        if contexts.iter().all(|known| known.id() != context.id()) {
+            contexts.push(context.clone());
+        }
+    }
+
+    /// The memory alone, if it is ours, and nobody else has a part in it.
+    pub(super) fn into_memory(self: Arc<Shared>) -> Result<Memory, Arc<Shared>> {
+        let ours = !self.external && self.memory().is_some();
+        if !ours || !process::lock(&self.untracked).is_empty() {
+            return Err(self);
+        }
+        let mut shared = Arc::try_unwrap(self)?;
+        match shared.holder.take() {
+            Some(Holder::Device(memory)) => Ok(memory.shared(false)),
+            holder => {
+                shared.holder = holder;
+                Err(Arc::new(shared))
+            }
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let holder = self.holder.take();
+        if process::is_gone() {
+            // Neither the driver nor whoever made the memory can be called here.
+            return std::mem::forget(holder);
+        }
+        let contexts = self.untracked.get_mut();
+        let contexts = std::mem::take(contexts.unwrap_or_else(PoisonError::into_inner));
+        match holder {
+            Some(Holder::Device(memory)) => memory.end_after(contexts),
+            Some(Holder::Host(mut block, uses)) => {
+                let uses = uses.into_inner().unwrap_or_else(PoisonError::into_inner);
+                let events = block.events().clone();
+                for user in &uses {
+                    // What cannot be marked is waited for, or the block is never used again.
+                    match capture::is_capturing(user) {
+                        Ok(false) => drop(block.used_by(user, &events)),
+                        Ok(true) => block.lose(DriverError::new(
+                            "cuEventRecord",
+                            CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+                        )),
+                        Err(error) => block.lose(error),
+                    }
+                }
+                let wait = || contexts.iter().try_for_each(wait_until_idle);
+                // A refusal may be over at once, and nobody can try later.
+                if let Err(error) = wait().or_else(|_| wait()) {
+                    block.lose(error);
+                }
+            }
+            Some(Holder::Kept(_)) | None => {}
+        }
+    }
+}

@@ -1,0 +1,556 @@
+//! Elements of a type known at run time.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::allocator::Request;
+use crate::block::BlockId;
+use crate::buffer::{
+    DeviceBuffer, DeviceCopy, DeviceSlice, DeviceSliceMut, Memory, PinnedBuffer, Pod,
+};
+use crate::driver::{Device, KernelParam, Stream, StreamKind, process, sys};
+use crate::dtype::DType;
+use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
+use crate::resource::{LaunchBuffer, Source};
+use crate::sync::order::wait_until_idle;
+
+use super::capsule::{Dlpack, Managed};
+use super::layout::{Described, Layout};
+use super::peer::Peer;
+use super::shared::{Kept, Shared};
+
+/// A Rust type that is the element of a tensor. Sealed.
+///
+/// Tensors of types that Rust does not have are read and written as unsigned numbers of as many bytes: `u8` for
+/// truth values and for floating point of 8 bits, `u16` for floating point of 16 bits.
+pub trait Element: DeviceCopy + Pod + sealed::Typed {
+    /// Its type.
+    const DTYPE: DType;
+}
+
+mod sealed {
+    pub trait Typed {}
+}
+
+macro_rules! elements {
+    ($($rust:ty: $of:ident),*) => {$(
+        impl sealed::Typed for $rust {}
+        impl Element for $rust {
+            const DTYPE: DType = DType::$of;
+        }
+        const _: () = assert!(size_of::<$rust>() == DType::$of.bytes());
+    )*};
+}
+elements!(i8: I8, i16: I16, i32: I32, i64: I64, u8: U8, u16: U16, u32: U32, u64: U64, f32: F32, f64: F64);
+
+/// Elements of a type known at run time in up to 32 dimensions: in device memory of any resource, in memory of
+/// others that was imported, or in page-locked memory of the host. A column is a tensor of one dimension.
+///
+/// A tensor has a home, its [`stream`](Self::stream), in whose order its memory is used and freed. The slices of a
+/// tensor have the operations of a buffer, in [their order](crate::buffer); for kernels on another stream let
+/// that stream wait for the home and say so with [`record_stream`](Self::record_stream); what goes out through an
+/// export is ordered by it ([`Peer`]).
+///
+/// Exports share the memory: it is freed when the tensor and all of its exports are gone. Dropping an imported
+/// tensor releases it to its producer. Where the end of its uses cannot be waited for (a stream of it is being
+/// captured) an allocator frees its memory later, and other memory is leaked, with a line in the log; so is
+/// all of it in a forked child.
+///
+/// `Send` and `Sync`: an address with a lifetime.
+///
+/// ```
+/// # #[cfg(feature = "sim")] {
+/// # use cualloc::sim::{SimConfig, Simulator};
+/// # use cualloc::{Allocator, Config, driver::Stream};
+/// use cualloc::DeviceBuffer;
+/// use cualloc::exchange::{DType, Tensor};
+///
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let stream = Stream::new(&context)?;
+/// let values = DeviceBuffer::from_slice(&allocator, &[3i64, 5, 8, 13], &stream)?;
+/// let tensor = Tensor::from_buffer(values, &[2, 2])?;
+/// assert_eq!((tensor.shape(), tensor.strides()), (&[2, 2][..], &[2, 1][..]));
+/// assert_eq!((tensor.dtype(), tensor.byte_len()), (DType::I64, 32));
+/// assert_eq!(tensor.as_slice::<i64>()?.to_vec()?, [3, 5, 8, 13]);
+/// assert!(!tensor.is_external());
+///
+/// // Any resource will do, and types that Rust does not have.
+/// let halves = Tensor::zeroed(&allocator, DType::F16, &[8, 3, 224, 224], &stream)?;
+/// assert_eq!(halves.byte_len(), 2 * 8 * 3 * 224 * 224);
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Tensor {
+    pub(super) shared: Arc<Shared>,
+    /// The way back of memory of ours, if it came back.
+    returned: Option<Returned>,
+    /// The first element, where kernels find it.
+    ptr: sys::CUdeviceptr,
+    dtype: DType,
+    layout: Layout,
+    read_only: bool,
+}
+
+/// What our own memory came back as.
+struct Returned {
+    shared: Arc<Shared>,
+    stream: Stream,
+    /// For the per-thread default stream this is the one of the thread that imported.
+    stream_id: u64,
+    #[expect(dead_code, reason = "kept for its drop")]
+    kept: Kept,
+}
+
+impl Tensor {
+    /// Memory for elements that are not initialised: it has some bytes. No elements: no memory, no driver call.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::Dimensions`] above 32, [`InvalidArgument::TooLarge`], and those of
+    /// [`DeviceBuffer::uninit_with`].
+    pub fn uninit(
+        from: &impl Source,
+        dtype: DType,
+        shape: &[usize],
+        on: &Stream,
+    ) -> Result<Tensor, Error> {
+        let (layout, bytes) = Layout::compact(dtype, shape)?;
+        if bytes == 0 {
+            return Ok(Tensor::new(Shared::empty(on), 0, dtype, layout));
+        }
+        let request = Request::new(bytes).align(dtype.bytes()).tag("tensor");
+        let memory = DeviceBuffer::<u8>::uninit_with(from, request, on)?.into_memory();
+        Ok(Tensor::over(memory, bytes, dtype, layout, on))
+    }
+
+    /// Elements whose bytes are zero. Does not wait.
+    ///
+    /// # Errors
+    /// As [`uninit`](Self::uninit), and driver errors.
+    pub fn zeroed(
+        from: &impl Source,
+        dtype: DType,
+        shape: &[usize],
+        on: &Stream,
+    ) -> Result<Tensor, Error> {
+        let tensor = Tensor::uninit(from, dtype, shape, on)?;
+        let bytes = DeviceSlice::<u8>::new(tensor.shared.memory(), tensor.ptr, tensor.byte_len());
+        // SAFETY: nobody else knows of the tensor.
+        unsafe { DeviceSliceMut::new(bytes) }.set_zero(on)?;
+        Ok(tensor)
+    }
+
+    /// The elements of a buffer, as many as the shape has.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::Dimensions`], [`InvalidArgument::TooLarge`], [`InvalidArgument::Length`];
+    /// [`Error::NotSupported`] for a buffer without memory, which has no stream: [`uninit`](Self::uninit) makes
+    /// an empty tensor. With the buffer.
+    pub fn from_buffer<T: Element>(
+        buffer: DeviceBuffer<T>,
+        shape: &[usize],
+    ) -> Result<Tensor, Refused<DeviceBuffer<T>>> {
+        let (layout, bytes) = match shaped::<T>(shape, buffer.len()) {
+            Ok(layout) => layout,
+            Err(error) => return Err(Refused::new(buffer, error)),
+        };
+        let Some(on) = buffer.stream().cloned() else {
+            let what = "a tensor of a buffer without memory";
+            return Err(Refused::new(buffer, Error::NotSupported { what }));
+        };
+        let memory = buffer.into_memory();
+        Ok(Tensor::over(memory, bytes, T::DTYPE, layout, &on))
+    }
+
+    /// Gives up the memory as a buffer.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::DType`]; [`Error::NotSupported`] if the memory is imported, or of the host, or empty, was
+    /// lent to peers whose streams are not known, or is shared with an export that is not released; with the
+    /// tensor.
+    pub fn into_buffer<T: Element>(mut self) -> Result<DeviceBuffer<T>, Refused<Tensor>> {
+        if let Err(error) = self.expect::<T>() {
+            return Err(Refused::new(self, error));
+        }
+        let len = self.layout.len();
+        if self.returned.is_none() && !self.read_only {
+            match self.shared.into_memory() {
+                Ok(memory) => return Ok(DeviceBuffer::from_memory(memory, len)),
+                Err(shared) => self.shared = shared,
+            }
+        }
+        let what = "a buffer of memory that is not a tensor's alone";
+        Err(Refused::new(self, Error::NotSupported { what }))
+    }
+
+    /// The elements of a page-locked buffer, for export: of DLPack's device type `kDLCUDAHost`. Its home is the
+    /// legacy default stream of the buffer's context, which nothing is given to. Memory of a pool goes back to it,
+    /// behind the work of the consumers.
+    ///
+    /// # Errors
+    /// As [`from_buffer`](Self::from_buffer); [`Error::InFlight`] while recorded work may use the memory,
+    /// [`Error::Stale`] for that of an earlier generation of its pool; driver errors.
+    pub fn from_pinned<T: Element>(
+        mut buffer: PinnedBuffer<T>,
+        shape: &[usize],
+    ) -> Result<Tensor, Refused<PinnedBuffer<T>>> {
+        let (layout, bytes) = match shaped::<T>(shape, buffer.len()) {
+            Ok(layout) => layout,
+            Err(error) => return Err(Refused::new(buffer, error)),
+        };
+        if let Err(error) = buffer.block.ready() {
+            return Err(Refused::new(buffer, error));
+        }
+        let Some(on) = buffer.block.context().map(Stream::legacy) else {
+            let what = "a tensor of a buffer without memory";
+            return Err(Refused::new(buffer, Error::NotSupported { what }));
+        };
+        let ptr = buffer.as_ptr() as u64;
+        let shared = Shared::pinned(buffer.block, ptr, bytes, &on);
+        Ok(Tensor::new(shared, ptr, T::DTYPE, layout))
+    }
+
+    fn new(shared: Arc<Shared>, ptr: sys::CUdeviceptr, dtype: DType, layout: Layout) -> Tensor {
+        Tensor {
+            shared,
+            returned: None,
+            ptr,
+            dtype,
+            layout,
+            read_only: false,
+        }
+    }
+
+    /// The elements from the start of a memory on.
+    fn over(
+        memory: Option<Memory>,
+        bytes: usize,
+        dtype: DType,
+        layout: Layout,
+        on: &Stream,
+    ) -> Tensor {
+        let ptr = memory.as_ref().map_or(0, Memory::ptr);
+        let shared = match memory {
+            Some(memory) => Shared::of_memory(memory, bytes),
+            None => Shared::empty(on),
+        };
+        Tensor::new(shared, ptr, dtype, layout)
+    }
+
+    /// A tensor of what was found good for import, and of the memory of ours that it leads to.
+    pub(super) fn import<K: Send + Sync + 'static>(
+        kept: K,
+        described: Result<Described, Error>,
+        returned: Option<Arc<Shared>>,
+        ready: impl FnOnce(&K) -> Result<(), Error>,
+        on: &Stream,
+        peer: Peer,
+    ) -> Result<Tensor, Refused<K>> {
+        let prepared = described.and_then(|described| {
+            Shared::expect(returned.as_deref(), &described, on, &peer)?;
+            ready(&kept)?;
+            // Without a driver call for most streams, and needed for memory alone.
+            let id = if described.bytes == 0 { 0 } else { on.id()? };
+            Ok((described, id))
+        });
+        let (described, stream_id) = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => return Err(Refused::new(kept, error)),
+        };
+        let (shared, returned) = match returned {
+            Some(shared) => {
+                let returned = Returned {
+                    shared: Arc::clone(&shared),
+                    stream: on.clone(),
+                    stream_id,
+                    kept: Box::new(kept),
+                };
+                (shared, Some(returned))
+            }
+            None => (Shared::import(kept, &described, on, stream_id, peer), None),
+        };
+        Ok(Tensor {
+            shared,
+            returned,
+            ptr: described.ptr,
+            dtype: described.dtype,
+            layout: described.layout,
+            read_only: described.read_only,
+        })
+    }
+
+    // ---- observation -----------------------------------------------------------------------
+
+    /// Address of the first element; 0 if there is no memory.
+    ///
+    /// Using it is for `unsafe` code, which answers for the memory's life and for order: work given to
+    /// the tensor's stream while the tensor lives is in order.
+    pub fn ptr(&self) -> sys::CUdeviceptr {
+        self.ptr
+    }
+
+    /// Elements of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        &self.layout.shape
+    }
+
+    /// From an element to the next one of each dimension, in elements.
+    pub fn strides(&self) -> &[isize] {
+        &self.layout.strides
+    }
+
+    /// Bytes of the elements.
+    pub fn byte_len(&self) -> usize {
+        // Checked when the tensor was made.
+        self.layout.len() * self.dtype.bytes()
+    }
+
+    /// Type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The tensor's home. Of our own memory that came back this is the stream that it was imported on: what is
+    /// done by the tensor's slices comes after everything that this stream was given until then.
+    pub fn stream(&self) -> &Stream {
+        match &self.returned {
+            Some(returned) => &returned.stream,
+            None => self.shared.stream(),
+        }
+    }
+
+    /// The device of the tensor's home.
+    pub fn device(&self) -> &Device {
+        self.stream().context().device()
+    }
+
+    /// The block under the tensor: also where our own memory came back through an export. `None` for memory of
+    /// somebody else, of the host, and where there is none.
+    pub fn id(&self) -> Option<BlockId> {
+        self.shared.id()
+    }
+
+    /// Whether the memory is somebody else's, whose uses no allocator of this crate tracks.
+    pub fn is_external(&self) -> bool {
+        self.shared.is_external()
+    }
+
+    /// Whether the producer forbids writing.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether it is page-locked memory of the host.
+    pub fn is_host(&self) -> bool {
+        self.shared.is_host()
+    }
+
+    /// Says that another stream uses the tensor's memory: it is neither reused nor given back to its
+    /// producer before everything is done that the stream was given until then.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`]; driver errors.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
+        self.shared.record(stream)
+    }
+
+    // ---- elements --------------------------------------------------------------------------
+
+    /// All elements, for reading.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::DType`]; [`InvalidArgument::Strided`] if the elements do not follow each other, the
+    /// last dimension the fastest; [`Error::NotSupported`] for memory of the host; where our own memory came
+    /// back [`Error::Capturing`], [`StreamMisuse::WrongThread`] and driver errors.
+    pub fn as_slice<T: Element>(&self) -> Result<DeviceSlice<'_, T>, Error> {
+        self.expect::<T>()?;
+        if self.is_host() {
+            let what = "a slice of the device in memory of the host";
+            return Err(Error::NotSupported { what });
+        }
+        if let Some(returned) = &self.returned
+            && self.byte_len() > 0
+        {
+            if !returned.is_at_home() {
+                return Err(StreamMisuse::WrongThread.into());
+            }
+            self.shared.wait_for(&returned.stream)?;
+        }
+        let memory = self.shared.memory();
+        Ok(DeviceSlice::new(memory, self.ptr, self.layout.len()))
+    }
+
+    /// All elements, for writing.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], and as [`as_slice`](Self::as_slice).
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<DeviceSliceMut<'_, T>, Error> {
+        if self.read_only {
+            return Err(Error::ReadOnly);
+        }
+        let all = self.as_slice()?;
+        // SAFETY: the tensor is borrowed exclusively for as long; operations of others that share the memory
+        // take turns with these.
+        Ok(unsafe { DeviceSliceMut::new(all) })
+    }
+
+    fn expect<T: Element>(&self) -> Result<(), Error> {
+        let (expected, found) = (T::DTYPE, self.dtype);
+        if expected != found.stored() {
+            return Err(Error::Invalid(InvalidArgument::DType { expected, found }));
+        }
+        match self.layout.is_compact() {
+            true => Ok(()),
+            false => Err(Error::Invalid(InvalidArgument::Strided)),
+        }
+    }
+
+    /// The rows of a column.
+    pub(super) fn rows(&self) -> Result<usize, Error> {
+        match self.shape() {
+            [rows] => Ok(*rows),
+            shape => Err(Error::Invalid(InvalidArgument::Dimensions {
+                found: shape.len(),
+                most: 1,
+            })),
+        }
+    }
+
+    // ---- exchange --------------------------------------------------------------------------
+
+    /// Exports the tensor, in the legacy or the versioned form. Does not wait.
+    ///
+    /// # Errors
+    /// [`Error::ReadOnly`], which the legacy form cannot say; [`Error::Capturing`]; driver errors.
+    pub fn to_dlpack<M: Managed>(&self, peer: &Peer) -> Result<Dlpack<M>, Error> {
+        self.export(self.layout.clone(), peer)
+    }
+
+    /// As [`to_dlpack`](Self::to_dlpack), the first rows of a column: a table's columns can be exchanged for
+    /// shorter ones.
+    pub(super) fn rows_to_dlpack<M: Managed>(
+        &self,
+        rows: usize,
+        peer: &Peer,
+    ) -> Result<Dlpack<M>, Error> {
+        let capacity = self.rows()?;
+        if rows > capacity {
+            let rows = rows as u64;
+            return Err(Error::Invalid(InvalidArgument::Rows { rows, capacity }));
+        }
+        let mut layout = self.layout.clone();
+        layout.shape[0] = rows;
+        self.export(layout, peer)
+    }
+
+    fn export<M: Managed>(&self, layout: Layout, peer: &Peer) -> Result<Dlpack<M>, Error> {
+        if self.read_only && !M::SAYS_READ_ONLY {
+            return Err(Error::ReadOnly);
+        }
+        self.lend(peer)?;
+        let shared = Arc::clone(&self.shared);
+        let ptr = if layout.len() == 0 { 0 } else { self.ptr };
+        let device = self.device();
+        Ok(Dlpack::export(
+            shared,
+            ptr,
+            self.dtype,
+            &layout,
+            device,
+            self.read_only,
+        ))
+    }
+
+    /// Hands the memory to the other side, after what was given to the tensor's home.
+    pub(super) fn lend(&self, peer: &Peer) -> Result<(), Error> {
+        if let Some(returned) = &self.returned
+            && self.byte_len() > 0
+        {
+            match returned.is_at_home() {
+                true => self.shared.wait_for(&returned.stream)?,
+                // Here the handle means this thread's stream, not the one that was meant.
+                false => wait_until_idle(returned.stream.context())?,
+            }
+        }
+        self.shared.lend(peer)
+    }
+
+    /// Makes a tensor of one that was exported, for use on a stream of its device. Does not wait on the host.
+    ///
+    /// # Errors
+    /// [`Error::Import`] for what cannot be a tensor, before any driver call; [`Error::Capturing`]; driver
+    /// errors. With what was offered.
+    pub fn from_dlpack<M: Managed>(
+        tensor: Dlpack<M>,
+        on: &Stream,
+        peer: Peer,
+    ) -> Result<Tensor, Refused<Dlpack<M>>> {
+        let returned = tensor.own_memory();
+        let described = tensor.describe(on.context().device());
+        Tensor::import(tensor, described, returned, |_| Ok(()), on, peer)
+    }
+}
+
+impl Returned {
+    /// Whether the calling thread can name the home.
+    fn is_at_home(&self) -> bool {
+        self.stream.kind() != StreamKind::PerThreadDefault
+            || self.stream.id().is_ok_and(|id| id == self.stream_id)
+    }
+}
+
+impl Drop for Returned {
+    fn drop(&mut self) {
+        // Whoever frees the memory was told at the import, and is told again: the stream may have been retired
+        // since, and then it counts for what it was given later.
+        if process::is_gone() {
+            return;
+        }
+        let told = self.is_at_home() && self.shared.record(&self.stream).is_ok();
+        if !told {
+            self.shared.lend_untracked(self.stream.context());
+        }
+    }
+}
+
+/// The layout of a shape that is to have so many elements, and their bytes.
+fn shaped<T: Element>(shape: &[usize], found: usize) -> Result<(Layout, usize), Error> {
+    let (layout, bytes) = Layout::compact(T::DTYPE, shape)?;
+    let expected = layout.len();
+    if expected != found {
+        return Err(Error::Invalid(InvalidArgument::Length { expected, found }));
+    }
+    Ok((layout, bytes))
+}
+
+// SAFETY: the address of its first element is what the driver reads.
+unsafe impl KernelParam for Tensor {
+    fn as_param(&self) -> *const c_void {
+        (&raw const self.ptr).cast()
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tensor")
+            .field("dtype", &self.dtype)
+            .field("shape", &self.shape())
+            .field("strides", &self.strides())
+            .field("ptr", &format_args!("{:#x}", self.ptr))
+            .field("id", &self.id())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A [`Launch`](crate::resource::Launch) tracks a tensor by the block under it, and takes imported memory for external.
+impl LaunchBuffer for Tensor {
+    fn launch_id(&self) -> Option<BlockId> {
+        self.id()
+    }
+
+    fn is_external(&self) -> bool {
+        self.shared.is_external()
+    }
+}

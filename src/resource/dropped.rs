@@ -1,0 +1,36 @@
+//! Drops that report to nobody.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::driver::process;
+
+use super::block::RawBlock;
+use super::traits::MemoryResource;
+
+/// Logs the first and every power-of-two-th failure of a drop or a callback.
+pub(super) fn log_rarely(error: &dyn std::error::Error, what: &str) {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    // A logger has locks, and a thread of the parent may have held them.
+    if process::is_forked_child() {
+        return;
+    }
+    let count = COUNT.fetch_add(1, Ordering::Relaxed) + 1;
+    if count.is_power_of_two() {
+        log::warn!("{what} ({count} such events): {error}");
+    }
+}
+
+/// Deallocates a block that nobody can name from here on. Allocators, the driver's pools, and what keeps an order
+/// over them, take it and give it back later where they cannot now; of others a refusal may be over at once, so it
+/// is tried once more.
+pub(crate) fn give_back(
+    resource: &(impl MemoryResource + ?Sized),
+    mut block: RawBlock,
+    what: &str,
+) {
+    block.abandon();
+    let done = resource.deallocate_block(block);
+    if let Err(failure) = done.or_else(|failure| resource.deallocate_block(*failure.value)) {
+        log_rarely(&failure.error, what);
+    }
+}
