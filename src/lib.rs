@@ -15,10 +15,13 @@ mod block;
 pub mod buffer;
 pub mod driver;
 mod dtype;
+mod environment;
 pub mod error;
+mod event;
 pub mod exchange;
 mod locks;
 pub mod pool;
+pub mod record;
 pub mod resource;
 #[cfg(feature = "sim")]
 pub mod sim;
@@ -59,6 +62,7 @@ pub mod guide {
         experiments "../docs/experiments-2026-11.md"
         internals "../docs/internals.md"
         platforms "../docs/platforms.md"
+        recording "../docs/recording.md"
         safety "../docs/safety.md"
         security "../SECURITY.md"
         streams "../docs/streams.md"

@@ -1,12 +1,9 @@
 //! Options by their handles.
 
 use std::collections::BTreeMap;
-use std::env;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cualloc::Config;
-use cualloc::allocator::CONFIG_VARIABLE;
-use cualloc::error::ConfigError;
 
 use crate::cualloc_options_t;
 use crate::device::Source;
@@ -114,12 +111,7 @@ fn checked(key: &str, value: &str) -> Result<(), Failure> {
 impl Options {
     /// The settings of the environment variable, with those that were set here in place of theirs.
     pub(crate) fn config(&self) -> Result<Config, Failure> {
-        let inherited = match env::var(CONFIG_VARIABLE) {
-            Ok(text) => text,
-            Err(env::VarError::NotPresent) => String::new(),
-            Err(env::VarError::NotUnicode(_)) => return Err(ConfigError::NotUnicode.into()),
-        };
-        Ok(self.over(&inherited).parse::<Config>()?)
+        Ok(self.over(&Config::environment()?).parse::<Config>()?)
     }
 
     fn over(&self, inherited: &str) -> String {

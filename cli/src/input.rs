@@ -1,6 +1,7 @@
-//! Trace files: opening, decompressing, naming.
+//! Traces, recordings and snapshots: opening, decompressing, telling apart, naming.
 
 use crate::text;
+use cualloc::record::{ReadError, Recording, Snapshot, SnapshotError};
 use cualloc::trace::{Trace, TraceError};
 use flate2::bufread::MultiGzDecoder;
 use std::fs::File;
@@ -24,6 +25,12 @@ pub enum InputError {
     Open { path: PathBuf, source: io::Error },
     #[error("{}:{}: {}", text::file(path, STDIN), error.line(), fault(error))]
     Trace { path: PathBuf, error: TraceError },
+    #[error("{}: cannot be read", text::file(path, STDIN))]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{}: {error}", text::file(path, STDIN))]
+    Recording { path: PathBuf, error: ReadError },
+    #[error("{}: {error}", text::file(path, STDIN))]
+    Snapshot { path: PathBuf, error: SnapshotError },
     #[error(
         "{}:{line}: the compressed data is damaged: {why}",
         text::file(path, STDIN)
@@ -39,16 +46,39 @@ impl InputError {
     /// The line of the file that is to blame.
     pub fn line(&self) -> Option<u64> {
         match self {
-            InputError::Open { .. } => None,
+            InputError::Open { .. }
+            | InputError::Read { .. }
+            | InputError::Recording { .. }
+            | InputError::Snapshot { .. } => None,
             InputError::Trace { error, .. } => Some(error.line()),
             InputError::Damaged { line, .. } => Some(*line),
         }
     }
 }
 
-/// Reads a trace of at most so many rows from a plain or gzip file, told apart by their first bytes; from
-/// stdin if it is called `-`.
-pub fn read(path: &Path, rows: u64) -> Result<Trace, InputError> {
+/// What a file is, by its first bytes.
+#[derive(PartialEq, Eq)]
+enum Kind {
+    Trace,
+    Recording,
+    /// A pickle.
+    Snapshot,
+}
+
+impl Kind {
+    fn of(first: &[u8]) -> Kind {
+        match first {
+            _ if first.starts_with(&Recording::MAGIC) => Kind::Recording,
+            [0x80, 2..=5, ..] => Kind::Snapshot,
+            _ => Kind::Trace,
+        }
+    }
+}
+
+type Source = BufReader<Box<dyn Read>>;
+
+/// Opens a file, or stdin if it is called `-`.
+fn open(path: &Path) -> Result<Source, InputError> {
     let open = |source| InputError::Open {
         path: path.to_owned(),
         source,
@@ -58,25 +88,115 @@ pub fn read(path: &Path, rows: u64) -> Result<Trace, InputError> {
         false => Box::new(File::open(path).map_err(open)?),
     };
     let mut file = BufReader::with_capacity(1 << 16, source);
-    if !file.fill_buf().map_err(open)?.starts_with(&GZIP_MAGIC) {
+    file.fill_buf().map_err(open)?;
+    Ok(file)
+}
+
+/// What is decompressed of a file.
+fn decompressed(file: Source) -> BufReader<MultiGzDecoder<Source>> {
+    BufReader::with_capacity(1 << 16, MultiGzDecoder::new(file))
+}
+
+/// All of a file that may have so many rows, which take this many bytes at most.
+fn whole(path: &Path, file: impl Read, rows: u64) -> Result<Vec<u8>, InputError> {
+    const OTHERS: u64 = 64 << 20;
+    const ROW: u64 = 1 << 10;
+    let most = rows.saturating_mul(ROW).saturating_add(OTHERS);
+    let mut bytes = Vec::new();
+    let read = file.take(most).read_to_end(&mut bytes);
+    let full = read.and_then(|read| match read as u64 == most {
+        true => Err(io::Error::other(format!(
+            "it has more than {most} bytes; --max-rows N takes more"
+        ))),
+        false => Ok(bytes),
+    });
+    full.map_err(|source| InputError::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn read_recording(path: &Path, bytes: &[u8], rows: u64) -> Result<Recording, InputError> {
+    Recording::read_at_most(bytes, rows).map_err(|error| InputError::Recording {
+        path: path.to_owned(),
+        error,
+    })
+}
+
+/// Reads a recording of at most so many events from a plain or gzip file; `None` if it is something else.
+pub fn recording(path: &Path, rows: u64) -> Result<Option<Recording>, InputError> {
+    let file = open(path)?;
+    let bytes = match file.buffer().starts_with(&GZIP_MAGIC) {
+        true => whole(path, decompressed(file), rows)?,
+        false => whole(path, file, rows)?,
+    };
+    match Kind::of(&bytes) {
+        Kind::Recording => Ok(Some(read_recording(path, &bytes, rows)?)),
+        _ => Ok(None),
+    }
+}
+
+/// The trace of a recording or of a snapshot. Of a snapshot it is that of the first device that has one.
+fn converted(path: &Path, kind: &Kind, bytes: &[u8], rows: u64) -> Result<Trace, InputError> {
+    let name = name(path);
+    let trace = if *kind == Kind::Recording {
+        read_recording(path, bytes, rows)?.to_trace(&name, None)
+    } else {
+        let snapshot = Snapshot::read(bytes).map_err(|error| InputError::Snapshot {
+            path: path.to_owned(),
+            error,
+        })?;
+        let mut traces = (0..snapshot.devices()).map(|device| snapshot.to_trace(&name, device));
+        let empty = |trace: &Result<Trace, TraceError>| {
+            trace.as_ref().is_ok_and(|trace| trace.rows().is_empty())
+        };
+        let found = traces.find(|trace| !empty(trace));
+        found.unwrap_or_else(|| Trace::from_rows(name.as_str(), []))
+    };
+    trace.map_err(|error| InputError::Trace {
+        path: path.to_owned(),
+        error,
+    })
+}
+
+/// Reads a trace of at most so many rows from a plain or gzip file: a trace, a recording, or a PyTorch snapshot, told
+/// apart by their first bytes; from stdin if it is called `-`.
+pub fn read(path: &Path, rows: u64) -> Result<Trace, InputError> {
+    let file = open(path)?;
+    if !file.buffer().starts_with(&GZIP_MAGIC) {
+        let kind = Kind::of(file.buffer());
+        if kind != Kind::Trace {
+            return converted(path, &kind, &whole(path, file, rows)?, rows);
+        }
         let trace = Trace::read(name(path), Bounded::new(file, rows));
         return trace.map_err(|error| InputError::Trace {
             path: path.to_owned(),
             error,
         });
     }
-    let mut text = BufReader::with_capacity(1 << 16, MultiGzDecoder::new(file));
-    Trace::read(name(path), Bounded::new(&mut text, rows)).map_err(|error| {
-        let path = path.to_owned();
-        match damage(&error, &mut text) {
-            Some(why) => InputError::Damaged {
-                path,
-                line: error.line(),
-                why,
-            },
-            None => InputError::Trace { path, error },
-        }
-    })
+    let mut text = decompressed(file);
+    let kind = match text.fill_buf() {
+        Ok(first) => Kind::of(first),
+        Err(source) => return Err(told(path, TraceError::Read { line: 1, source }, &mut text)),
+    };
+    if kind != Kind::Trace {
+        return converted(path, &kind, &whole(path, text, rows)?, rows);
+    }
+    let trace = Trace::read(name(path), Bounded::new(&mut text, rows));
+    trace.map_err(|error| told(path, error, &mut text))
+}
+
+/// Why a compressed trace cannot be read.
+fn told(path: &Path, error: TraceError, text: &mut impl Read) -> InputError {
+    let path = path.to_owned();
+    match damage(&error, text) {
+        Some(why) => InputError::Damaged {
+            path,
+            line: error.line(),
+            why,
+        },
+        None => InputError::Trace { path, error },
+    }
 }
 
 /// What is wrong with a line, without its number.
@@ -162,5 +282,7 @@ pub fn name(path: &Path) -> String {
         .unwrap_or(path.as_os_str())
         .to_string_lossy();
     let name = name.strip_suffix(".gz").unwrap_or(&name);
-    name.strip_suffix(".csv").unwrap_or(name).to_owned()
+    let endings = [".csv", ".rec", ".pickle"];
+    let plain = endings.iter().find_map(|end| name.strip_suffix(end));
+    plain.unwrap_or(name).to_owned()
 }

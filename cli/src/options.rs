@@ -39,6 +39,8 @@ pub enum Command {
     Replay(ReplayOptions),
     /// Find the smallest memory limit that recorded allocations run under.
     Capacity(TraceOptions),
+    /// Write a recording in the format of another tool.
+    Export(ExportOptions),
     /// Make up a trace by rules and write it to a file.
     Generate(GenerateOptions),
     /// Write a trace several times over, each time with all its sizes changed at random.
@@ -105,6 +107,37 @@ impl GlobalOptions {
         let device = self.device.map(|_| "--device");
         device.or(self.sim_memory.map(|_| "--sim-memory"))
     }
+}
+
+#[derive(Args, Debug)]
+pub struct ExportOptions {
+    /// Recording of cualloc (CUALLOC_RECORD), plain or gzip; for csv also a PyTorch snapshot or a trace; `-` is standard
+    /// input.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// What to write.
+    #[arg(long, value_enum)]
+    pub to: FormatChoice,
+    /// Events that the recording may have: each takes some 60 bytes of memory.
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
+    pub max_rows: u64,
+    /// File to write; `-` is standard output.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum FormatChoice {
+    /// A trace, which `replay`, `capacity` and `vary` read.
+    Csv,
+    /// A memory snapshot of PyTorch's as a pickle, for its viewer.
+    Pytorch,
+    /// The same as JSON.
+    PytorchJson,
+    /// A profile by contexts, for pprof.
+    Pprof,
+    /// What is live at the end by contexts, for flame graphs.
+    Collapsed,
 }
 
 #[derive(Args, Debug)]

@@ -204,11 +204,17 @@ impl Config {
     /// # Errors
     /// As [`FromStr`]; also if the variable is not Unicode.
     pub fn from_env() -> Result<Self, ConfigError> {
-        match std::env::var(CONFIG_VARIABLE) {
-            Ok(text) => text.parse(),
-            Err(std::env::VarError::NotPresent) => Ok(Self::default()),
-            Err(std::env::VarError::NotUnicode(_)) => Err(ConfigError::NotUnicode),
-        }
+        Self::environment()?.parse()
+    }
+
+    /// The text of the environment variable `CUALLOC_CONFIG`: empty if it is not set, and where the process has more
+    /// rights than whoever started it (secure execution).
+    ///
+    /// # Errors
+    /// [`ConfigError::NotUnicode`].
+    pub fn environment() -> Result<String, ConfigError> {
+        let text = crate::environment::variable(CONFIG_VARIABLE).unwrap_or_default();
+        text.into_string().map_err(|_| ConfigError::NotUnicode)
     }
 
     /// Checks settings against each other.

@@ -33,6 +33,7 @@ pub use config::{CONFIG_VARIABLE, Config, Limit, Policy};
 pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
+pub(crate) use engine::recorded;
 pub(crate) use extent::hash::Mixed;
 pub use report::{
     BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,

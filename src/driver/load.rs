@@ -5,8 +5,8 @@ use super::process;
 use super::symbols;
 use super::sys::{self, CUresult};
 use super::table::{Driver, OLDEST_VERSION, Origin};
+use crate::environment;
 use libloading::Library;
-use std::env;
 use std::ffi::OsStr;
 use std::mem;
 use std::path::Path;
@@ -102,7 +102,7 @@ impl Driver {
 }
 
 fn open_default() -> Result<Opened, LoadError> {
-    if let Some(path) = env::var_os(OVERRIDE).filter(|path| !path.is_empty()) {
+    if let Some(path) = environment::variable(OVERRIDE).filter(|path| !path.is_empty()) {
         return open_one(&path, open_given);
     }
     let mut failed = Vec::new();

@@ -1,4 +1,4 @@
-//! What happened to this process: forked children, process exit, and stream captures.
+//! What happened to this process: forked children, process exit, stream captures, and recordings.
 //!
 //! A forked child may not use its parent's driver state, and handlers that run while the process
 //! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
@@ -12,6 +12,7 @@ use crate::locks::held::{Held, Locked, locked};
 const FORKED: u8 = 1;
 const EXITING: u8 = 2;
 const CAPTURES: u8 = 4;
+const RECORDS: u8 = 8;
 
 /// Alone on its cache lines: it is read on every call, and written when captures come and go.
 #[repr(align(128))]
@@ -41,6 +42,26 @@ pub(crate) fn is_gone() -> bool {
 #[inline]
 pub(crate) fn is_quiet() -> bool {
     STATE.0.load(Ordering::Relaxed) == 0
+}
+
+/// True as long as nothing but a recording keeps calls from their caches.
+#[inline]
+pub(crate) fn is_calm() -> bool {
+    STATE.0.load(Ordering::Relaxed) & !RECORDS == 0
+}
+
+/// True while a recording runs.
+#[inline(always)]
+pub(crate) fn is_recording() -> bool {
+    STATE.0.load(Ordering::Relaxed) & RECORDS != 0
+}
+
+/// A recording begins, or has ended.
+pub(crate) fn set_recording(on: bool) {
+    match on {
+        true => STATE.0.fetch_or(RECORDS, Ordering::Release),
+        false => STATE.0.fetch_and(!RECORDS, Ordering::Release),
+    };
 }
 
 /// Captures that calls look out for, in all of the process.
@@ -152,6 +173,11 @@ pub(super) fn watch_forks() {
     ONCE.call_once(imp::register_fork_handler);
 }
 
+/// Has a function called when the process exits.
+pub(crate) fn at_exit(handler: extern "C" fn()) {
+    imp::register_at_exit(handler);
+}
+
 /// Registers the exit handler; call it after a successful `cuInit`, so that it runs before the
 /// handlers which the driver registered in there (they run in reverse order).
 pub(super) fn watch_exit(from_library: bool) {
@@ -182,8 +208,12 @@ mod imp {
     }
 
     pub(super) fn register_exit_handler() {
-        // SAFETY: the handler is a function of this library that only stores to a static.
-        let code = unsafe { atexit(on_exit) };
+        register_at_exit(on_exit);
+    }
+
+    pub(super) fn register_at_exit(handler: extern "C" fn()) {
+        // SAFETY: the handler is a function of this library, which is there as long as the process.
+        let code = unsafe { atexit(handler) };
         if code != 0 {
             log::warn!("no exit handler could be registered: drops at exit may call the driver");
         }
@@ -210,6 +240,7 @@ mod imp {
 #[cfg(not(any(unix, windows)))]
 mod imp {
     pub(super) fn register_exit_handler() {}
+    pub(super) fn register_at_exit(_: extern "C" fn()) {}
     pub(super) fn register_fork_handler() {}
 }
 

@@ -29,6 +29,35 @@ pub struct PinnedSegment {
     pub block: u64,
 }
 
+/// Adjacent free memory, and the live blocks beside it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Hole {
+    /// First byte.
+    pub address: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// First byte of the large live block that ends where the hole begins, if one does.
+    pub before: Option<u64>,
+    /// First byte of the large live block that begins where the hole ends, if one does.
+    pub after: Option<u64>,
+}
+
+impl Hole {
+    pub(crate) fn new(
+        (address, bytes): (u64, u64),
+        before: Option<u64>,
+        after: Option<u64>,
+    ) -> Hole {
+        Hole {
+            address,
+            bytes,
+            before,
+            after,
+        }
+    }
+}
+
 /// The whole picture at the moment when memory ran out. All figures in bytes.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
@@ -55,6 +84,12 @@ pub struct OutOfMemory {
     pub guarded: u64,
     /// Free memory that waits for streams, most first.
     pub pending: Vec<StreamBytes>,
+    /// The longest runs of adjacent free memory, longest first; a few.
+    pub holes: Vec<Hole>,
+    /// Whether memory is made of handles that are mapped: the packed policy.
+    pub mapped: bool,
+    /// Whether scattered handles may be joined in views.
+    pub views: bool,
     /// Where live blocks pin the most free memory, most first; a few.
     pub pinned: Vec<PinnedSegment>,
     /// Free on the device by the driver's account, if it could be asked.

@@ -4,13 +4,15 @@
 //! cause: whoever prints a chain of errors prints nothing twice. Addresses and handles are hexadecimal.
 
 mod argument;
+pub(crate) mod cause;
 mod config;
 mod import;
 pub(crate) mod kinds;
 pub(crate) mod memory;
 
 pub use argument::{InvalidArgument, StreamMisuse};
+pub use cause::Cause;
 pub use config::ConfigError;
 pub use import::ImportFault;
 pub(crate) use kinds::{Error, Refused};
-pub use memory::{OutOfMemory, PinnedSegment, StreamBytes};
+pub use memory::{Hole, OutOfMemory, PinnedSegment, StreamBytes};

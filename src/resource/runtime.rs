@@ -91,7 +91,7 @@ impl DeviceRuntime {
     /// [`Budget`](super::Budget): 256 MiB, or what the environment variable `CUALLOC_STREAM_BUDGET` says in
     /// bytes; 0 and what is no number is ignored. Nothing in this crate is sized by it, or held in reserve.
     pub fn planned_stream_bytes(&self) -> u64 {
-        stream_budget(std::env::var(STREAM_BUDGET).ok().as_deref())
+        stream_budget(crate::environment::text(STREAM_BUDGET).as_deref())
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::{Mutex, OnceLock};
 
 use crate::allocator::Request;
 use crate::driver::{Stream, process};
+use crate::environment;
 use crate::locks::held::Locked;
 
 use super::block::{Access, RawBlock};
@@ -36,7 +37,8 @@ impl Checks {
     /// By the environment, of which each variable is read once in the life of the process.
     pub(super) fn from_env() -> Checks {
         static READ: OnceLock<Checks> = OnceLock::new();
-        let on = |name| std::env::var(name).is_ok_and(|value| !matches!(value.trim(), "" | "0"));
+        let on =
+            |name| environment::text(name).is_some_and(|value| !matches!(value.trim(), "" | "0"));
         *READ.get_or_init(|| Checks {
             poison_allocated: on("CUALLOC_POISON_ALLOC").then_some(POISON),
             poison_freed: on("CUALLOC_POISON_FREE").then_some(POISON),

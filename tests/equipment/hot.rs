@@ -17,6 +17,7 @@ mod workload;
 
 use crossing::Crossing;
 use cualloc::driver::{Context, Stream, sys};
+use cualloc::record::{Recorder, Target};
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Config};
 use source::{Handles, Pointers, Stack, Typed, Workspaces};
@@ -79,6 +80,11 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
         "pair_after_capture" => {
             capture_and_end(allocator)?;
             pair(sim, &handles, count)?;
+        }
+        "pair_recorded" => {
+            let recorder = Recorder::start(Target::Memory)?;
+            pair(sim, &handles, count)?;
+            drop(recorder);
         }
         "pair_while_capturing" => {
             let other = Stream::new(&context)?;

@@ -19,6 +19,8 @@ use cualloc::{Config, Policy, Request};
 thread_local! {
     /// What the calling thread has logged.
     static LINES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+    /// What allocators have said on it of what they do.
+    static DEEDS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
 }
 
 struct Collector;
@@ -44,12 +46,46 @@ impl log::Log for Collector {
     }
 
     fn log(&self, record: &log::Record<'_>) {
-        if record.level() <= log::Level::Info {
+        if record.level() >= log::Level::Info && record.target().starts_with("cualloc::allocator") {
+            DEEDS.with_borrow_mut(|lines| lines.push(record.args().to_string()));
+        } else if record.level() <= log::Level::Info {
             LINES.with_borrow_mut(|lines| lines.push(record.args().to_string()));
         }
     }
 
     fn flush(&self) {}
+}
+
+#[test]
+fn allocators_say_what_they_take_and_give_back() {
+    collect();
+    for policy in [Policy::Packed, Policy::Classic] {
+        only(policy, |rig| {
+            DEEDS.take();
+            let allocator = rig.allocator();
+            let id = allocator.id();
+            let stream = rig.stream();
+            drop(allocator.allocate(5 * MIB, &stream).unwrap());
+            let reserved = allocator.stats().all.reserved.current;
+            allocator.set_limit(Some(64 << 20));
+            let released = allocator.empty_cache().unwrap().released;
+            assert_eq!(released, reserved);
+            let said = DEEDS.take();
+            let expected = [
+                format!("allocator {id} on device 0: policy {policy:?}, limit None bytes, views "),
+                format!(
+                    "allocator {id}: {reserved} bytes more for a request of {}: short",
+                    5 * MIB
+                ),
+                format!("allocator {id}: limit Some(67108864) bytes"),
+                format!("allocator {id}: {released} bytes released, 0 pending"),
+            ];
+            assert_eq!(said.len(), expected.len(), "{said:?}");
+            for (line, start) in said.iter().zip(&expected) {
+                assert!(line.starts_with(start), "{line}: not {start}");
+            }
+        });
+    }
 }
 
 /// S3.3: a drop of a pool's buffer neither panics nor fails for what its pool could not give back, and says so

@@ -313,3 +313,55 @@ fn a_failed_file_is_an_object_with_its_reason() {
         assert_eq!(stderr(&output), format!("error: {error}\n"));
     }
 }
+
+#[test]
+fn recordings_are_read_like_traces_and_exported() {
+    use cualloc::record::{Context, Recorder, Target};
+    use cualloc::sim::{SimConfig, Simulator};
+    let folder = folder("recordings", "run.rec", b"");
+    let path = folder.join("run.rec");
+    let simulator = Simulator::new(SimConfig::default()).unwrap();
+    let context = simulator.context(0).unwrap();
+    let allocator = cualloc::Allocator::with_config(&context, cualloc::Config::new()).unwrap();
+    let stream = allocator.create_stream().unwrap();
+    let recorder = Recorder::start(Target::File(&path)).unwrap();
+    Context::new("train;forward").enter();
+    let kept = allocator.allocate(3 << 20, &stream).unwrap();
+    drop(allocator.allocate(512, &stream).unwrap());
+    recorder.finish().unwrap();
+    drop(kept);
+    let file = path.to_str().unwrap();
+    let recording = std::fs::read(&path).unwrap();
+    let trace = "op,id,bytes,stream\na,0,3145728,0\na,1,512,0\nf,1,0,0\n";
+    let export = |input: &[u8], to: &str| -> Vec<u8> {
+        let output = fed(&["export", "-", "--to", to, "--out", "-"], input);
+        assert!(output.status.success(), "{output:?}");
+        output.stdout
+    };
+    assert_eq!(String::from_utf8(export(&recording, "csv")).unwrap(), trace);
+    assert_eq!(export(&packed(&recording), "csv"), trace.as_bytes());
+    assert_eq!(export(&recording, "collapsed"), b"train;forward 3145728\n");
+    let snapshot = export(&recording, "pytorch");
+    assert_eq!(export(&snapshot, "csv"), trace.as_bytes());
+    assert!(export(&recording, "pytorch-json").starts_with(b"{\"segments\":"));
+    assert!(!export(&recording, "pprof").is_empty());
+    let replayed = run(&["replay", file, "--device", "sim", "--json"]);
+    assert!(replayed.status.success(), "{replayed:?}");
+    assert!(String::from_utf8_lossy(&replayed.stdout).contains("3146240"));
+    for (wrong, why) in [
+        (&recording[..40], "cut off"),
+        (b"\x80\x02cos\nsystem\n".as_slice(), "is not executed"),
+    ] {
+        let output = fed(&["export", "-", "--to", "csv", "--out", "-"], wrong);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(
+            String::from_utf8_lossy(&output.stderr).contains(why),
+            "{output:?}"
+        );
+    }
+    let output = fed(&["export", "-", "--to", "pprof", "--out", "-"], &snapshot);
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("no recording"),
+        "{output:?}"
+    );
+}

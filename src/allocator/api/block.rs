@@ -207,8 +207,11 @@ impl Block {
             return self.drop_large(id);
         }
         match self.place.node() {
-            Some(node) if process::is_quiet() => {
-                self.drop_with_care(self.place.home().lock(), node);
+            Some(node) if process::is_calm() => {
+                let mut inner = self.place.home().lock();
+                if !process::is_recording() || !inner.free_seen(node, self.life()) {
+                    self.drop_with_care(inner, node);
+                }
             }
             Some(node) => self.drop_watched(node),
             None => {}

@@ -15,6 +15,7 @@ use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::config::{Config, Policy};
 use crate::allocator::engine::hooks::ReliefHook;
+use crate::allocator::engine::recorded;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::Trimmed;
@@ -94,9 +95,19 @@ impl Allocator {
     /// [`Error::InvalidConfig`], [`Error::NotSupported`] if the device cannot do what the settings
     /// ask for, [`Error::DeviceRefused`] if it says that it can and does not, and driver errors.
     pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
-        Ok(Allocator {
-            engine: Engine::new(context, &config)?,
-        })
+        recorded::begin_by_environment();
+        let engine = Engine::new(context, &config)?;
+        engine.enrol();
+        let allocator = Allocator { engine };
+        log::info!(
+            "allocator {} on device {}: policy {:?}, limit {:?} bytes, views {}",
+            allocator.id(),
+            allocator.engine.device.ordinal(),
+            allocator.policy(),
+            allocator.limit(),
+            if allocator.engine.views { "on" } else { "off" },
+        );
+        Ok(allocator)
     }
 
     /// A number that tells this allocator from every other one of the process; starts at 1 and is
@@ -335,7 +346,7 @@ impl Allocator {
     /// # Errors
     /// Driver errors: what could not be released stays allocated, and the next call tries again.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
-        self.engine.trim(keep)
+        self.engine.trim(keep).inspect(|done| self.log_trim(done))
     }
 
     /// Gives all memory that nobody uses back to the driver, and waits on the host where only a wait tells that
@@ -347,7 +358,17 @@ impl Allocator {
     /// # Errors
     /// As [`trim`](Self::trim), and driver errors of the work that was waited for.
     pub fn empty_cache(&self) -> Result<Trimmed, Error> {
-        self.engine.empty_cache()
+        self.engine
+            .empty_cache()
+            .inspect(|done| self.log_trim(done))
+    }
+
+    fn log_trim(&self, done: &Trimmed) {
+        let (released, pending) = (done.released, done.pending);
+        log::debug!(
+            "allocator {}: {released} bytes released, {pending} pending",
+            self.id()
+        );
     }
 
     /// Waits until all work of the contexts involved is complete. All free memory can then be used
@@ -365,9 +386,12 @@ impl Allocator {
     /// Sets or lifts the bound on bytes held from the driver. Memory above a lowered bound stays
     /// until it is trimmed.
     pub fn set_limit(&self, bytes: Option<u64>) {
-        if let Some(mut heap) = self.engine.readable() {
-            heap.physical.limit = bytes;
-        }
+        let Some(mut heap) = self.engine.readable() else {
+            return;
+        };
+        heap.physical.limit = bytes;
+        drop(heap);
+        log::info!("allocator {}: limit {bytes:?} bytes", self.id());
     }
 
     /// The bound on bytes held from the driver.

@@ -21,6 +21,7 @@ use crate::allocator::request::Request;
 use crate::allocator::size::PACKED_SMALL_LIMIT;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
+use crate::driver::process;
 use crate::error::Error;
 
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
@@ -103,7 +104,13 @@ impl Engine {
         {
             return Ok(grant);
         }
-        self.reclaim(heap, named, request)
+        let made = self.reclaim(heap, named, request);
+        if process::is_recording()
+            && let Err(Error::OutOfMemory(_)) = made
+        {
+            self.lock().tell_refused(request.requested);
+        }
+        made
     }
 
     /// Begins an allocation of so many bytes: its stream is known from here on.

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::sys;
+use crate::driver::{process, sys};
 
 use crate::allocator::cache::deferred::{Deferred, User};
 use crate::allocator::cache::grant::{Lifetime, Place};
@@ -56,7 +56,7 @@ impl Engine {
     /// look at anything else. False, with nothing changed, if not.
     #[inline(always)]
     pub(crate) fn free_at_once(&self, block: &Lifetime) -> bool {
-        if block.id & SMALL_ID == 0 || !self.unwatched() {
+        if block.id & SMALL_ID == 0 || !self.unseen() {
             return false;
         }
         let Some((cache, node)) = self.small_at(block.ptr) else {
@@ -71,7 +71,7 @@ impl Engine {
     /// Frees the block that starts at a pointer.
     #[inline]
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        if self.unwatched()
+        if self.unseen()
             && let Some((cache, node)) = self.small_at(ptr)
             && let Some(mut inner) = cache.try_lock()
             && inner.free_at_once(node, Life::At(ptr))
@@ -125,6 +125,7 @@ impl Engine {
                 return Err(Error::NotLive { ptr });
             }
         }
+        heap.tell_free(id);
         let after = heap.free(id);
         let rest = self.rest_of_free(&heap, after);
         drop(heap);
@@ -139,6 +140,12 @@ impl Engine {
         let mut heap = self.lock();
         if heap.closed || heap.orphaned {
             return false;
+        }
+        if process::is_recording()
+            && heap.is_live((id, generation))
+            && !heap.extents.records[id].cached
+        {
+            heap.tell_free(id);
         }
         if heap.free_alone(id, generation) {
             return true;
@@ -322,10 +329,15 @@ impl Engine {
         now: bool,
     ) -> Result<(), Error> {
         self.usable()?;
-        if !now && let Some(done) = self.record_at_once(ptr, named.key) {
-            return done;
+        let at_once = (!now).then(|| self.record_at_once(ptr, named.key));
+        let recorded = match at_once.flatten() {
+            Some(done) => done,
+            None => self.record_in_heap(ptr, named, now),
+        };
+        if process::is_recording() && recorded.is_ok() {
+            self.lock().tell_use(ptr, named.key);
         }
-        self.record_in_heap(ptr, named, now)
+        recorded
     }
 
     #[inline(never)]

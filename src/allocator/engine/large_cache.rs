@@ -23,6 +23,7 @@ impl Engine {
             return None;
         }
         let block = inner.large_cache.take(granules, bytes as u64)?;
+        inner.tell_large(&block);
         drop(inner);
         let (life, size) = ((block.id, block.generation), (granules, bytes as u64));
         let mut grant = Grant::large(cache, block.ptr, life, size);

@@ -11,6 +11,7 @@ pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
 pub(crate) mod orphans;
+pub(crate) mod recorded;
 pub(crate) mod release;
 pub(crate) mod self_test;
 pub(crate) mod small;
@@ -260,10 +261,16 @@ impl Engine {
         }
     }
 
+    /// [`unwatched`](Self::unwatched), and nobody records what stream caches do.
+    #[inline(always)]
+    pub(crate) fn unseen(&self) -> bool {
+        self.at_once_id() != 0 && process::is_quiet()
+    }
+
     /// Whether stream caches may serve a call without a look at anything else.
     #[inline(always)]
     pub(crate) fn unwatched(&self) -> bool {
-        self.at_once_id() != 0 && process::is_quiet()
+        self.at_once_id() != 0 && process::is_calm()
     }
 
     /// The id by which threads find their stream caches; 0, which finds none, where more is to be looked at.
@@ -276,7 +283,7 @@ impl Engine {
     /// captures streams.
     #[inline]
     pub(crate) fn watchful(&self) -> bool {
-        !process::is_quiet() || self.ask_captures
+        !process::is_calm() || self.ask_captures
     }
 
     /// What the driver's memory is made like.

@@ -70,6 +70,17 @@ impl Engine {
         }
     }
 
+    /// [`hit`](Self::hit) while a recording runs.
+    #[inline(always)]
+    fn hit_seen(&self, key: u64, bytes: usize) -> Option<Grant> {
+        let request = unaligned(bytes)?;
+        let cache = thread::find(key)?;
+        let mut inner = cache.try_lock()?;
+        let taken = inner.take_anywhere(self.owner(key), request)?;
+        inner.tell_taken(&taken, request.requested);
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
     /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that handle lasts.
     #[inline(always)]
     pub(crate) fn hit_by_handle(
@@ -112,6 +123,7 @@ impl Engine {
         let mut inner = cache.try_lock()?;
         let allocator = self.id;
         let taken = inner.take_anywhere(Owner { allocator, key }, small)?;
+        inner.tell_taken(&taken, small.requested);
         drop(inner);
         // The generations of a page count its allocations.
         if taken.generation.is_multiple_of(REVIEW) {
@@ -153,7 +165,7 @@ impl Engine {
         let uncaptured = unsafe { self.driver().is_uncaptured(raw) };
         let mut inner = cache.lock();
         inner.asking -= 1;
-        uncaptured && inner.free_at_once(node, life)
+        uncaptured && inner.free_seen(node, life)
     }
 
     /// [`hit`](Self::hit) at one address alone: where the block lay that the stream cache took back last of all with so
@@ -180,7 +192,11 @@ impl Engine {
         missed: Missed,
     ) -> Result<Grant, Error> {
         if !self.watchful() {
-            return match self.hit_slowly(stream.id_at_hand(), bytes, missed) {
+            let key = stream.id_at_hand();
+            let seen = process::is_recording()
+                .then(|| self.hit_seen(key, bytes))
+                .flatten();
+            return match seen.or_else(|| self.hit_slowly(key, bytes, missed)) {
                 Some(grant) => Ok(grant),
                 None => self.miss_caches(bytes, stream),
             };
@@ -223,7 +239,15 @@ impl Engine {
 
     #[inline(never)]
     fn hit_small(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
-        let (cache, inner) = missed.0?;
+        let (cache, inner) = match missed.0 {
+            Some(missed) => missed,
+            // Nobody has asked the cache: a recording sees what it hands out.
+            None if process::is_recording() => {
+                let cache = thread::find(key)?;
+                (cache, Some(cache.lock()))
+            }
+            None => return None,
+        };
         let (owner, request) = (self.owner(key), unaligned(bytes)?);
         let (mut inner, contended) = match inner {
             Some(mut inner) => {

@@ -76,22 +76,28 @@ impl Extents {
         (at != NIL && self.records[at].state == Extent::Free).then_some(at)
     }
 
-    pub(crate) fn largest_run(&self) -> u64 {
-        let mut largest = 0;
+    /// Runs of adjacent free pieces: first byte and bytes.
+    pub(crate) fn free_runs(&self) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
         for space in self.spaces() {
-            let mut pieces: Vec<(u64, u64)> = space
-                .pieces()
+            let pieces = space.pieces();
+            let mut pieces: Vec<(u64, u64)> = pieces
                 .map(|e| (e.addr, u64::from(e.granules) * GRANULE))
                 .collect();
             pieces.sort_unstable();
-            let (mut end, mut run) = (0, 0);
             for (addr, bytes) in pieces {
-                run = if addr == end { run + bytes } else { bytes };
-                end = addr + bytes;
-                largest = largest.max(run);
+                match runs.last_mut() {
+                    Some((first, run)) if *first + *run == addr => *run += bytes,
+                    _ => runs.push((addr, bytes)),
+                }
             }
         }
-        largest
+        runs
+    }
+
+    pub(crate) fn largest_run(&self) -> u64 {
+        let runs = self.free_runs().into_iter();
+        runs.map(|(_, bytes)| bytes).max().unwrap_or(0)
     }
 
     /// Where the last address space of an arena ends, and how much it has.

@@ -8,7 +8,7 @@ use crate::allocator::extent::record::{COMPLETE, State as Extent};
 use crate::allocator::heap::Heap;
 use crate::allocator::report::{Fragmentation, Packing};
 use crate::allocator::size::GRANULE;
-use crate::error::{OutOfMemory, PinnedSegment, StreamBytes};
+use crate::error::{Hole, OutOfMemory, PinnedSegment, StreamBytes};
 
 impl Heap {
     /// The figures of how memory lies that cost little.
@@ -112,8 +112,27 @@ impl Heap {
             guarded: self.guards.bytes(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),
+            holes: self.holes(),
+            mapped: self.rules.maps(),
             ..OutOfMemory::default()
         }
+    }
+
+    /// The longest runs of adjacent free memory, longest first.
+    fn holes(&self) -> Vec<Hole> {
+        let mut holes = self.extents.free_runs();
+        holes.sort_by_key(|(_, bytes)| Reverse(*bytes));
+        holes.truncate(HOLES_NAMED);
+        let bounded = |(address, bytes): (u64, u64)| {
+            let below = address.checked_sub(1);
+            let before = below.and_then(|at| self.extents.lookup.at_or_below(at));
+            let before = before.map(|id| &self.extents.records[id]);
+            let before = before.filter(|block| block.end() == address);
+            let after = self.extents.lookup.exact(address + bytes);
+            let after = after.map(|id| self.extents.records[id].addr);
+            Hole::new((address, bytes), before.map(|block| block.addr), after)
+        };
+        holes.into_iter().map(bounded).collect()
     }
 
     /// Where few live bytes hold the most memory.
@@ -154,3 +173,5 @@ impl Heap {
 
 /// How many pinned segments an out-of-memory error names.
 pub(crate) const PINNED_NAMED: usize = 3;
+/// How many holes an out-of-memory error names.
+const HOLES_NAMED: usize = 4;

@@ -13,6 +13,7 @@ use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::finder::{Finder, Run};
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::view::mapping::Openings;
+use crate::event::Kind;
 
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
@@ -418,5 +419,6 @@ impl Heap {
             },
         );
         self.stats.segment_added(space == SpaceId::Small, bytes);
+        self.tell_held(Kind::Map, addr, bytes, (space, handle.is_some()));
     }
 }

@@ -113,7 +113,7 @@ impl Heap {
         if !inner.is_fast() {
             return None;
         }
-        inner.large_cache.put(id, generation)
+        inner.put_large(id, generation)
     }
 
     /// Whether a block in a large-block cache is in this life.

@@ -12,6 +12,7 @@ pub(crate) mod guarded;
 pub(crate) mod guards;
 pub(crate) mod large_cache;
 pub(crate) mod peaks;
+pub(crate) mod recorded;
 pub(crate) mod release;
 pub(crate) mod request;
 pub(crate) mod single_stream;
@@ -320,6 +321,7 @@ impl Heap {
         home: &'static StreamCache,
     ) -> Grant {
         let id = self.born(id, stream, requested);
+        self.tell_granted(id, requested);
         let hot = &self.extents.records[id];
         let life = (id, hot.generation);
         Grant::large(home, hot.addr, life, (hot.granules, requested))

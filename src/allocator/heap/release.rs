@@ -9,6 +9,7 @@ use crate::allocator::heap::Heap;
 use crate::allocator::physical::{GivenBack, GrowthFailure, REPAID, Release};
 use crate::allocator::size::GRANULE;
 use crate::driver::DriverError;
+use crate::event::Kind;
 
 impl Heap {
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
@@ -179,6 +180,8 @@ impl Heap {
     /// Memory was unmapped, or a segment freed.
     pub(crate) fn gone(&mut self, release: &Release) {
         self.physical.holdings.remove(&release.addr);
+        let memory = (release.space, release.handle.is_some());
+        self.tell_held(Kind::Unmap, release.addr, release.bytes, memory);
         if release.space == SpaceId::Large {
             self.physical.handles.remove(release.addr);
         }

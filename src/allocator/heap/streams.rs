@@ -28,6 +28,7 @@ impl Heap {
             return stream;
         }
         let stream = self.streams.add(key, raw, context, holder);
+        self.tell_stream(stream, raw);
         self.streams_changed();
         stream
     }

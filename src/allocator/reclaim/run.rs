@@ -337,6 +337,16 @@ impl Engine {
         }
     }
 
+    fn log_growth(&self, want: &Want, fresh: &Fresh) {
+        log::debug!(
+            "allocator {}: {} bytes more for a request of {}: {}",
+            self.id,
+            fresh.bytes(),
+            want.requested,
+            fresh.reason.name(),
+        );
+    }
+
     /// Asks the driver for memory.
     fn grow(
         &self,
@@ -348,6 +358,7 @@ impl Engine {
         let waits = std::mem::take(&mut growth.waits);
         match commit::map(&self.maker(), &growth.fresh) {
             Ok(handles) => {
+                self.log_growth(want, &growth.fresh);
                 // Before anything is cut: if one fails, each part is what it was.
                 let waited = self.queue_waits(want.stream, &waits);
                 drop(waits);
@@ -372,6 +383,7 @@ impl Engine {
     fn supply(&self, want: &Want, fresh: Fresh, reclaim: &mut Reclaim<'_>) -> Result<(), Error> {
         match commit::map(&self.maker(), &fresh) {
             Ok(handles) => {
+                self.log_growth(want, &fresh);
                 self.lock().supplied(want, &fresh, &handles);
                 Ok(())
             }
@@ -403,6 +415,9 @@ impl Engine {
     ) -> Result<Option<u32>, Error> {
         let bytes = fresh.bytes();
         let made = commit::allocate(&self.context, bytes);
+        if made.is_ok() {
+            self.log_growth(want, fresh);
+        }
         let free = made.map_or_else(|error| self.driver_free(error), |_| 0);
         let mut heap = self.lock();
         match made {
@@ -466,6 +481,7 @@ impl Engine {
         refusal: Option<DriverError>,
     ) -> Error {
         oom.device = self.device.ordinal();
+        oom.views = self.views_allowed();
         oom.driver = refusal;
         if let Ok(info) = self.context.enter().and_then(|entered| entered.mem_info()) {
             oom.driver_free = Some(info.free);

@@ -354,7 +354,7 @@ impl Streams {
         }
         let waits = slot.punctual == 0 && slot.holder.is_lasting();
         // Where streams are captured a free is the owner's call, and a question is not.
-        if waits && !self.watchful && process::is_quiet() {
+        if waits && !self.watchful && process::is_calm() {
             self.list_full(stream);
             return false;
         }

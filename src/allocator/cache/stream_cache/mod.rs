@@ -16,6 +16,7 @@ mod held_back;
 mod interleavings;
 mod large_cache;
 mod pages;
+mod recorded;
 mod room;
 mod runs;
 #[cfg(all(test, not(loom)))]
@@ -36,6 +37,7 @@ pub(crate) use pages::{PageTable, SMALL_ID, page_of};
 pub(crate) use runs::Runs;
 
 use crate::allocator::size::GRANULE;
+use crate::event::Tap;
 use account::anew;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -115,7 +117,12 @@ impl StreamCachePool {
 
     /// Takes back a stream cache whose stream is gone: it has no pages, and nothing live.
     pub(crate) fn give_back(&self, cache: &'static StreamCache) {
-        let former = std::mem::take(&mut *cache.lock());
+        let former = {
+            let mut inner = cache.lock();
+            let mut former = std::mem::take(&mut *inner);
+            inner.tap = std::mem::take(&mut former.tap);
+            former
+        };
         self.waiting
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -172,6 +179,8 @@ pub(crate) struct Inner {
     /// in the row to ask next.
     others: Option<Others>,
     turn: u32,
+    /// Where a recording gets what happens here. It stays with the stream cache, whoever's that is.
+    pub tap: Tap,
 }
 
 /// Stream caches, by rank.
@@ -205,6 +214,7 @@ impl Default for Inner {
             asked_at: 0,
             others: None,
             turn: 0,
+            tap: Tap::default(),
         }
     }
 }
@@ -383,6 +393,7 @@ impl Inner {
             return Allocated::NoRun;
         };
         self.account(bytes, request.requested);
+        self.tell_taken(&taken, request.requested);
         Allocated::Taken(taken)
     }
 
@@ -413,6 +424,7 @@ impl Inner {
         {
             Some(taken) => {
                 self.account(bytes, request.requested);
+                self.tell_taken(&taken, request.requested);
                 Allocated::Taken(taken)
             }
             None => Allocated::NoRun,
@@ -493,7 +505,7 @@ impl Inner {
     /// Takes a large block back into the large-block cache. False if the heap has to free it.
     #[inline]
     pub(crate) fn free_large(&mut self, id: u32, generation: u32) -> bool {
-        self.is_fast() && self.large_cache.put(id, Some(generation)) == Some(true)
+        self.is_fast() && self.put_large(id, Some(generation)) == Some(true)
     }
 
     /// Frees a block that begins at an address; with a generation only that life of it.
@@ -501,6 +513,15 @@ impl Inner {
         let Some(live) = self.live(node, ptr, generation) else {
             return Freed::NotLive;
         };
+        let freed = self.free_live(node, live);
+        if freed != Freed::NeedsHeap {
+            self.tell_freed(ptr, live.requested);
+        }
+        freed
+    }
+
+    #[inline(always)]
+    fn free_live(&mut self, node: Node, live: Live) -> Freed {
         if !self.is_fast() || live.using != Using::NONE {
             return self.free_shared(node, live);
         }

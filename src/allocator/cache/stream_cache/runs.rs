@@ -223,7 +223,7 @@ impl Runs {
         self.quick_room += granules;
     }
 
-    fn address(&self, node: Node) -> u64 {
+    pub(super) fn address(&self, node: Node) -> u64 {
         self.pages[node.page()].info.base + node.place() as u64 * GRANULE
     }
 

@@ -1,0 +1,83 @@
+//! `export`: a recording in the formats of other tools.
+
+use crate::input::{self, InputError};
+use crate::options::{ExportOptions, FormatChoice};
+use crate::output::Output;
+use crate::sink::Sink;
+use crate::{Failure, Outcome, text};
+use cualloc::record::{Profile, Recording, Snapshot};
+use std::io;
+use std::path::PathBuf;
+
+/// What messages call stdout.
+const STDOUT: &str = "<stdout>";
+
+/// Why nothing was exported.
+#[derive(Debug, thiserror::Error)]
+enum ExportError {
+    #[error(transparent)]
+    Input(#[from] InputError),
+    #[error(
+        "{}: is no recording of cualloc, which this format is made of",
+        text::file(path, input::STDIN)
+    )]
+    NotARecording { path: PathBuf },
+    #[error("{}: cannot be written", text::file(path, STDOUT))]
+    Write { path: PathBuf, source: io::Error },
+}
+
+pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
+    match export(options) {
+        Ok(()) => Ok(true),
+        Err(ExportError::Write { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => {
+            Err(Failure::Output(source))
+        }
+        Err(error) => {
+            let line = match &error {
+                ExportError::Input(error) => error.line(),
+                _ => None,
+            };
+            output.failed(&input::name(&options.file), line, &error)?;
+            Ok(false)
+        }
+    }
+}
+
+fn export(options: &ExportOptions) -> Result<(), ExportError> {
+    let bytes = match options.to {
+        FormatChoice::Csv => {
+            let trace = input::read(&options.file, options.max_rows)?;
+            let mut text = Vec::new();
+            trace
+                .write(&mut text)
+                .map_err(|source| ExportError::Write {
+                    path: options.out.clone(),
+                    source,
+                })?;
+            text
+        }
+        format => {
+            let recording = input::recording(&options.file, options.max_rows)?;
+            let recording = recording.ok_or_else(|| ExportError::NotARecording {
+                path: options.file.clone(),
+            })?;
+            made(format, &recording)
+        }
+    };
+    let sink = Sink::create(&options.out);
+    let written = sink.and_then(|sink| sink.write(|writer| writer.write_all(&bytes)));
+    written.map_err(|source| ExportError::Write {
+        path: options.out.clone(),
+        source,
+    })
+}
+
+fn made(format: FormatChoice, recording: &Recording) -> Vec<u8> {
+    match format {
+        FormatChoice::Pytorch => Snapshot::of(recording).to_pickle(),
+        FormatChoice::PytorchJson => Snapshot::of(recording).to_json().into_bytes(),
+        FormatChoice::Pprof => Profile::of(recording).to_pprof(),
+        FormatChoice::Collapsed => Profile::of(recording).to_collapsed().into_bytes(),
+        FormatChoice::Csv => Vec::new(),
+    }
+}

@@ -1,0 +1,177 @@
+//! Recordings of what allocators do: how they begin and end, and what they are told at once.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
+
+use crate::allocator::engine::Engine;
+use crate::driver::process;
+use crate::environment;
+use crate::event::file::Start;
+use crate::event::mapped::Mapped;
+use crate::event::session::Session;
+use crate::event::sink::Sink;
+
+/// The environment variable that has a program recorded.
+pub(crate) const RECORD_VARIABLE: &str = "CUALLOC_RECORD";
+
+/// Records of a ring in memory, and of one in a file.
+const RING: usize = 1 << 15;
+const FILE_RING: usize = 1 << 14;
+
+/// Allocators of the process that may be open.
+static ENGINES: Mutex<Vec<Weak<Engine>>> = Mutex::new(Vec::new());
+
+/// What the environment variable began: it runs until the process ends.
+static BEGUN: Mutex<Option<Running>> = Mutex::new(None);
+
+/// Where a recording goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Target<'a> {
+    /// To rings in memory.
+    Memory,
+    /// To a file, by a thread that writes it.
+    File(&'a Path),
+    /// To rings in a file that is mapped into memory.
+    Mapped(&'a Path),
+}
+
+/// A recording that runs. It ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub session: Arc<Session>,
+    sink: Option<Sink>,
+}
+
+/// Why no recording begins.
+#[derive(Debug)]
+pub(crate) enum Refusal {
+    /// Another one runs.
+    Busy,
+    Io(std::io::Error),
+}
+
+impl From<std::io::Error> for Refusal {
+    fn from(error: std::io::Error) -> Refusal {
+        Refusal::Io(error)
+    }
+}
+
+impl Running {
+    /// Begins a recording of all allocators of the process.
+    pub(crate) fn begin(target: Target<'_>) -> Result<Running, Refusal> {
+        if Session::is_running() {
+            return Err(Refusal::Busy);
+        }
+        let start = Start::now();
+        let (capacity, mapped) = match target {
+            Target::Mapped(path) => (FILE_RING, Some(Mapped::create(path, FILE_RING, &start)?)),
+            _ => (RING, None),
+        };
+        let session = Session::begin(capacity, start, mapped).ok_or(Refusal::Busy)?;
+        // Ends the session if the file cannot be had.
+        let mut running = Running {
+            session,
+            sink: None,
+        };
+        if let Target::File(path) = target {
+            running.sink = Some(Sink::start(&running.session, path)?);
+        }
+        running.session.write_names();
+        process::set_recording(true);
+        for engine in engines() {
+            if let Some(mut heap) = engine.readable() {
+                heap.tell_all(start.ticks);
+            }
+        }
+        Ok(running)
+    }
+
+    /// Ends the recording: records that were written to its file, if it has one, and those that were lost before.
+    pub(crate) fn finish(mut self) -> std::io::Result<(u64, u64)> {
+        self.stop();
+        match self.sink.take() {
+            Some(sink) => sink.finish(),
+            None => Ok((0, 0)),
+        }
+    }
+
+    fn stop(&self) {
+        process::set_recording(false);
+        self.session.end();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.session.is_current() {
+            self.stop();
+        }
+    }
+}
+
+/// The allocators that are there.
+fn engines() -> Vec<Arc<Engine>> {
+    let engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+    engines.iter().filter_map(Weak::upgrade).collect()
+}
+
+impl Engine {
+    /// Enters an allocator among those that a recording is told of when it begins, and tells one that runs.
+    pub(crate) fn enrol(self: &Arc<Self>) {
+        if process::is_forked_child() {
+            return;
+        }
+        {
+            let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+            engines.retain(|engine| engine.strong_count() > 0);
+            engines.push(Arc::downgrade(self));
+        }
+        if process::is_recording() {
+            self.lock().tell_all(crate::event::clock::ticks());
+        }
+    }
+}
+
+/// Begins the recording that the environment asks for, when the first allocator is made.
+pub(crate) fn begin_by_environment() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let Some(value) = environment::variable(RECORD_VARIABLE).filter(|value| !value.is_empty())
+        else {
+            return;
+        };
+        let Some(text) = value.to_str() else {
+            return log::warn!("{RECORD_VARIABLE} is not Unicode: nothing is recorded");
+        };
+        let text = text.replace("%p", &std::process::id().to_string());
+        let (path, mapped) = match text.strip_prefix("ring:") {
+            Some(path) => (PathBuf::from(path), true),
+            None => (PathBuf::from(text), false),
+        };
+        let target = match mapped {
+            true => Target::Mapped(&path),
+            false => Target::File(&path),
+        };
+        match Running::begin(target) {
+            Ok(running) => {
+                log::info!("recording to {}", path.display());
+                *BEGUN.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
+                process::at_exit(write_last);
+            }
+            Err(Refusal::Busy) => {}
+            Err(Refusal::Io(error)) => {
+                log::warn!("{} cannot be recorded to: {error}", path.display());
+            }
+        }
+    });
+}
+
+/// Writes what is left of the recording that the environment asked for.
+extern "C" fn write_last() {
+    // A thread that the exit has stopped may hold the lock.
+    if let Ok(begun) = BEGUN.try_lock()
+        && let Some(sink) = begun.as_ref().and_then(|running| running.sink.as_ref())
+    {
+        sink.write_last();
+    }
+}

@@ -1,0 +1,123 @@
+//! What a recording is told of the heap.
+
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::heap::Heap;
+use crate::allocator::report::BlockState;
+use crate::allocator::stream::slot::StreamKey;
+use crate::driver::process;
+use crate::event::record::{MAPPED, SMALL};
+use crate::event::{Event, Kind, session};
+
+impl Heap {
+    fn event(&self, kind: Kind, at: u64, bytes: u64, stream: u32) -> Event {
+        let allocator = self.caches.id;
+        Event {
+            kind,
+            at,
+            bytes,
+            stream,
+            allocator,
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn tell(&self, kind: Kind, at: u64, bytes: u64, stream: u32) {
+        session::push(self.event(kind, at, bytes, stream));
+    }
+
+    /// A block was handed out.
+    #[inline(always)]
+    pub(crate) fn tell_granted(&self, id: u32, requested: u64) {
+        if process::is_recording() {
+            let hot = &self.extents.records[id];
+            self.tell(Kind::Allocate, hot.addr, requested, hot.stream);
+        }
+    }
+
+    /// A live block is about to be freed.
+    #[inline(always)]
+    pub(crate) fn tell_free(&self, id: u32) {
+        if process::is_recording() {
+            let hot = &self.extents.records[id];
+            let requested = self.extents.records.cold(id).requested;
+            self.tell(Kind::Free, hot.addr, requested, hot.stream);
+        }
+    }
+
+    /// A stream was recorded on the block around an address.
+    #[cold]
+    pub(crate) fn tell_use(&self, at: u64, key: StreamKey) {
+        if let Some(stream) = self.streams.find(key) {
+            self.tell(Kind::Use, at, 0, stream);
+        }
+    }
+
+    /// A request found no memory.
+    #[cold]
+    pub(crate) fn tell_refused(&self, requested: u64) {
+        self.tell(Kind::OutOfMemory, 0, requested, 0);
+    }
+
+    /// Memory came from the driver, or went: of the pool, and whether it is a handle that is mapped.
+    pub(crate) fn tell_held(
+        &self,
+        kind: Kind,
+        at: u64,
+        bytes: u64,
+        (space, mapped): (SpaceId, bool),
+    ) {
+        if process::is_recording() {
+            self.tell(kind, at, bytes, pool(space, mapped));
+        }
+    }
+
+    /// A slot stands for a stream from here on.
+    pub(crate) fn tell_stream(&self, stream: u32, raw: usize) {
+        if process::is_recording() {
+            self.tell(Kind::Stream, 0, raw as u64, stream);
+        }
+    }
+
+    /// Tells a recording that began at a time what was there then: the allocator, its streams, what it holds, and
+    /// its live blocks.
+    pub(crate) fn tell_all(&mut self, ticks: u64) {
+        if self.closed {
+            return;
+        }
+        self.clear_large_caches();
+        let device = self.device as u64;
+        let mut events = vec![self.event(Kind::Source, 0, device, 0)];
+        for (slot, stream) in self.streams.iter() {
+            events.push(self.event(Kind::Stream, 0, stream.raw as u64, slot));
+        }
+        for (at, holding) in &self.physical.holdings {
+            let pool = pool(holding.space, holding.handle.is_some());
+            events.push(self.event(Kind::Map, *at, holding.bytes, pool));
+        }
+        let slots: Vec<(u64, u32)> = self
+            .streams
+            .iter()
+            .map(|(slot, s)| (s.key.number(), slot))
+            .collect();
+        let live = self
+            .snapshot()
+            .into_iter()
+            .flat_map(|segment| segment.blocks);
+        for block in live.filter(|block| block.state == BlockState::Live) {
+            let slot = slots
+                .iter()
+                .find(|(number, _)| Some(*number) == block.stream);
+            let slot = slot.map_or(0, |(_, slot)| *slot);
+            events.push(self.event(Kind::Held, block.address, block.requested, slot));
+        }
+        for event in events {
+            session::push_at(ticks, event);
+        }
+    }
+}
+
+fn pool(space: SpaceId, mapped: bool) -> u32 {
+    let small = if space == SpaceId::Small { SMALL } else { 0 };
+    small | if mapped { MAPPED } else { 0 }
+}

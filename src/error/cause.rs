@@ -1,0 +1,273 @@
+//! Why memory ran out, what helps, and the whole picture in lines and as JSON.
+
+use std::fmt::Write;
+
+use crate::error::memory::{Bytes, OutOfMemory};
+
+/// Which of the ways to run out of memory it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Cause {
+    /// What is live and the request do not fit into the allocator's limit.
+    Limit,
+    /// What is live and the request would fit into the device, but others hold too much of it: other processes, other
+    /// allocators, or the program itself.
+    Others,
+    /// There is enough free memory, but in pieces that are too small, between live blocks.
+    Fragmented,
+    /// There is enough free memory, but work that was not seen to end may still use it.
+    Pending,
+    /// There is enough freed memory, but guards or graphs keep it.
+    Guarded,
+    /// What is live and the request are more than the device has.
+    Device,
+}
+
+impl Cause {
+    /// One word for people and machines.
+    pub fn name(self) -> &'static str {
+        match self {
+            Cause::Limit => "limit",
+            Cause::Others => "others",
+            Cause::Fragmented => "fragmented",
+            Cause::Pending => "pending",
+            Cause::Guarded => "guarded",
+            Cause::Device => "device",
+        }
+    }
+}
+
+impl OutOfMemory {
+    /// Bytes that wait for streams.
+    fn waiting(&self) -> u64 {
+        let waiting = self.pending.iter().map(|stream| stream.bytes);
+        // Memory that waits for several streams is told of for each.
+        waiting.sum::<u64>().min(self.cached)
+    }
+
+    /// Bytes that the allocator could hold at most: of its limit, or of what the device has left for it.
+    fn bound(&self) -> u64 {
+        let device = self
+            .driver_free
+            .map(|free| self.reserved.saturating_add(free));
+        let bounds = self.limit.into_iter().chain(device);
+        bounds.min().unwrap_or(self.reserved)
+    }
+
+    /// Which way to run out of memory it was.
+    pub fn cause(&self) -> Cause {
+        let need = self.allocated.saturating_add(self.requested);
+        if need <= self.bound() {
+            let fits = |kept: u64| need.saturating_add(kept) <= self.bound();
+            return match (self.guarded > 0, self.waiting() > 0) {
+                (true, _) if !fits(self.guarded) => Cause::Guarded,
+                (_, true) if !fits(self.guarded.saturating_add(self.waiting())) => Cause::Pending,
+                _ => Cause::Fragmented,
+            };
+        }
+        let total = self.driver_total.unwrap_or(u64::MAX);
+        let fits_device = need <= total;
+        let fits_limit = self.limit.is_none_or(|limit| need <= limit);
+        match (fits_device, fits_limit) {
+            (false, _) => Cause::Device,
+            (true, false) => Cause::Limit,
+            (true, true) => Cause::Others,
+        }
+    }
+
+    /// What makes the request succeed if it is done, in a sentence or two.
+    pub fn advice(&self) -> String {
+        let need = self.allocated.saturating_add(self.requested);
+        match self.cause() {
+            Cause::Limit => format!(
+                "Raise the limit to at least {need} bytes ({}), by Allocator::set_limit or limit= in the settings, or \
+                 free {} of what is live.",
+                Bytes(need),
+                Bytes(need.saturating_sub(self.limit.unwrap_or(need))),
+            ),
+            Cause::Others => format!(
+                "Others hold {} of the device: end other processes, or have other allocators of this one give back \
+                 what they cache (Allocator::empty_cache). {} more have to be free.",
+                Bytes(self.others().unwrap_or(0)),
+                Bytes(need.saturating_sub(self.bound())),
+            ),
+            Cause::Fragmented => {
+                let switch = match (self.mapped, self.views) {
+                    (false, _) => "Use policy=packed, which joins scattered memory. ",
+                    (true, false) => "Allow views (views=on), which join scattered memory. ",
+                    (true, true) => "",
+                };
+                let blocks = self.bounding_blocks();
+                match blocks.is_empty() {
+                    true => format!("{switch}Free blocks that lie between free memory."),
+                    false => format!("{switch}Free what stands between the holes: {blocks}."),
+                }
+            }
+            Cause::Pending => {
+                let streams = self
+                    .pending
+                    .iter()
+                    .map(|stream| stream.stream_id.to_string());
+                let streams = streams.collect::<Vec<_>>().join(", ");
+                format!(
+                    "Wait for the work that uses freed memory, on streams {streams}: end captures that are under way, \
+                     then call Allocator::synchronize, and ask again."
+                )
+            }
+            Cause::Guarded => format!(
+                "Drop the guards and graphs that keep {} of freed memory.",
+                Bytes(self.guarded),
+            ),
+            Cause::Device => format!(
+                "The device lacks {}: ask for less at once, free what is live, or take a device with more memory.",
+                Bytes(need.saturating_sub(self.driver_total.unwrap_or(need))),
+            ),
+        }
+    }
+
+    /// Bytes of the device that neither this allocator holds nor anybody has free.
+    fn others(&self) -> Option<u64> {
+        let (free, total) = (self.driver_free?, self.driver_total?);
+        Some(total.saturating_sub(free).saturating_sub(self.reserved))
+    }
+
+    fn bounding_blocks(&self) -> String {
+        let bounds = self.holes.iter().flat_map(|hole| [hole.before, hole.after]);
+        let mut blocks: Vec<u64> = bounds.flatten().collect();
+        blocks.extend(self.pinned.iter().map(|pinned| pinned.block));
+        blocks.sort_unstable();
+        blocks.dedup();
+        let blocks = blocks.iter().take(4).map(|block| format!("{block:#x}"));
+        blocks.collect::<Vec<_>>().join(", ")
+    }
+
+    /// The picture in lines: what was asked for, what is held, the holes and who bounds them, what waits for what, the
+    /// cause, and what helps.
+    pub fn report(&self) -> String {
+        let mut text = String::new();
+        let mut line = |name: &str, value: String| {
+            let _ = writeln!(text, "  {name:<12} {value}");
+        };
+        line("asked for", Bytes(self.requested).to_string());
+        let limit = self.limit.map(|limit| format!(", limit {}", Bytes(limit)));
+        line(
+            "held",
+            format!("{}{}", Bytes(self.reserved), limit.unwrap_or_default()),
+        );
+        line(
+            "live",
+            format!(
+                "{}, {} of it in views",
+                Bytes(self.allocated),
+                Bytes(self.in_views)
+            ),
+        );
+        line(
+            "free",
+            format!(
+                "{}, {} at most in one run",
+                Bytes(self.cached),
+                Bytes(self.largest_run)
+            ),
+        );
+        if self.guarded > 0 {
+            line(
+                "guarded",
+                format!("{} of freed memory", Bytes(self.guarded)),
+            );
+        }
+        if let (Some(free), Some(total)) = (self.driver_free, self.driver_total) {
+            let others = Bytes(self.others().unwrap_or(0));
+            let (free, total) = (Bytes(free), Bytes(total));
+            line(
+                "device",
+                format!("{free} free of {total}, others hold {others}"),
+            );
+        }
+        for hole in &self.holes {
+            let side = |block: Option<u64>| match block {
+                Some(block) => format!("the block at {block:#x}"),
+                None => "no large block".to_owned(),
+            };
+            let (before, after) = (side(hole.before), side(hole.after));
+            let (at, bytes) = (hole.address, Bytes(hole.bytes));
+            line(
+                "hole",
+                format!("{bytes} at {at:#x}, between {before} and {after}"),
+            );
+        }
+        for pinned in &self.pinned {
+            let (live, bytes) = (Bytes(pinned.live), Bytes(pinned.bytes));
+            let (at, block) = (pinned.address, pinned.block);
+            line(
+                "pinned",
+                format!("{bytes} at {at:#x} by {live} live, from the block at {block:#x} on"),
+            );
+        }
+        for stream in &self.pending {
+            let (bytes, unmarked) = (Bytes(stream.bytes), Bytes(stream.unmarked));
+            let id = stream.stream_id;
+            line(
+                "waits",
+                format!("{bytes} for stream {id}, {unmarked} of it without a marker"),
+            );
+        }
+        line("cause", self.cause().name().to_owned());
+        line("advice", self.advice());
+        format!("out of memory on device {}\n{text}", self.device)
+    }
+
+    /// The picture as a JSON object: `schema` is `cualloc.out_of_memory.1`, amounts are bytes, what is not known is
+    /// `null`.
+    pub fn to_json(&self) -> String {
+        let optional =
+            |value: Option<u64>| value.map_or("null".to_owned(), |value| value.to_string());
+        let list = |items: Vec<String>| format!("[{}]", items.join(","));
+        let holes = self.holes.iter().map(|hole| {
+            format!(
+                r#"{{"address":{},"bytes":{},"before":{},"after":{}}}"#,
+                hole.address,
+                hole.bytes,
+                optional(hole.before),
+                optional(hole.after)
+            )
+        });
+        let pinned = self.pinned.iter().map(|pinned| {
+            format!(
+                r#"{{"address":{},"bytes":{},"live":{},"block":{}}}"#,
+                pinned.address, pinned.bytes, pinned.live, pinned.block
+            )
+        });
+        let pending = self.pending.iter().map(|stream| {
+            format!(
+                r#"{{"stream":{},"bytes":{},"unmarked":{}}}"#,
+                stream.stream_id, stream.bytes, stream.unmarked
+            )
+        });
+        // The advice has neither quotes nor backslashes.
+        format!(
+            concat!(
+                r#"{{"schema":"cualloc.out_of_memory.1","device":{},"requested":{},"limit":{},"reserved":{},"#,
+                r#""allocated":{},"cached":{},"largest_free":{},"largest_run":{},"in_views":{},"guarded":{},"#,
+                r#""driver_free":{},"driver_total":{},"holes":{},"pinned":{},"pending":{},"cause":"{}","advice":"{}"}}"#
+            ),
+            self.device,
+            self.requested,
+            optional(self.limit),
+            self.reserved,
+            self.allocated,
+            self.cached,
+            self.largest_free,
+            self.largest_run,
+            self.in_views,
+            self.guarded,
+            optional(self.driver_free),
+            optional(self.driver_total),
+            list(holes.collect()),
+            list(pinned.collect()),
+            list(pending.collect()),
+            self.cause().name(),
+            self.advice(),
+        )
+    }
+}

@@ -1,0 +1,57 @@
+//! Time stamps: the processor's counter where it has one that all cores share.
+
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// Ticks now. Never less than what the same thread was told before, and comparable between threads.
+#[inline(always)]
+pub(crate) fn ticks() -> u64 {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        // SAFETY: every x86-64 processor has the instruction.
+        unsafe { std::arch::x86_64::_rdtsc() }
+    }
+    #[cfg(all(target_arch = "aarch64", not(miri)))]
+    {
+        let ticks: u64;
+        // SAFETY: the register may be read by programs, and nothing else changes.
+        unsafe {
+            std::arch::asm!("mrs {}, cntvct_el0", out(reg) ticks, options(nomem, nostack));
+        }
+        ticks
+    }
+    #[cfg(any(not(any(target_arch = "x86_64", target_arch = "aarch64")), miri))]
+    {
+        static START: OnceLock<Instant> = OnceLock::new();
+        START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+    }
+}
+
+/// Ticks in a second, measured once in the process: the first call takes two milliseconds.
+pub(crate) fn per_second() -> u64 {
+    static RATE: OnceLock<u64> = OnceLock::new();
+    *RATE.get_or_init(|| {
+        let (instant, first) = (Instant::now(), ticks());
+        let mut passed = Duration::ZERO;
+        while passed < Duration::from_millis(2) {
+            std::hint::spin_loop();
+            passed = instant.elapsed();
+        }
+        let ticks = ticks().saturating_sub(first);
+        ((ticks as f64 / passed.as_secs_f64()).round() as u64).max(1)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_rise_at_their_rate() {
+        let rate = per_second();
+        assert!(rate >= 1_000_000, "{rate}");
+        let first = ticks();
+        let then = ticks();
+        assert!(then >= first);
+    }
+}

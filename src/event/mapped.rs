@@ -1,0 +1,159 @@
+//! Rings in a file that is mapped into memory: what was written to them outlives the process, however that ends.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::event::file::{self, HEADER, RECORD, RING_HEADER, Start};
+use crate::event::names;
+
+/// Rings of a file, and what is set aside for names.
+const RINGS: usize = 64;
+const NAME_BYTES: usize = 256 << 10;
+
+/// A file of rings, mapped.
+#[derive(Debug)]
+pub(crate) struct Mapped {
+    base: *mut u8,
+    bytes: usize,
+    /// Records of a ring.
+    capacity: usize,
+    taken: AtomicUsize,
+    /// Names in the file, and the bytes that they take.
+    names: Mutex<(usize, usize)>,
+}
+
+// SAFETY: the memory is shared by atomics, but for the names, which are written under their lock.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// Makes a file of rings of so many records.
+    pub(crate) fn create(path: &Path, capacity: usize, start: &Start) -> io::Result<Mapped> {
+        let bytes = HEADER + NAME_BYTES + RINGS * (RING_HEADER + capacity * RECORD);
+        let (mut file, beside) = file::create_beside(path)?;
+        let sizes = [RINGS, capacity, NAME_BYTES].map(|number| number as u32);
+        let made = file
+            .set_len(bytes as u64)
+            .and_then(|()| io::Write::write_all(&mut file, &start.header(Some(sizes))))
+            .and_then(|()| imp::map(&file, bytes));
+        let base = made.inspect_err(|_| {
+            let _ = std::fs::remove_file(&beside);
+        })?;
+        let mapped = Mapped {
+            base,
+            bytes,
+            capacity,
+            taken: AtomicUsize::new(0),
+            names: Mutex::new((0, 0)),
+        };
+        file::replace(&beside, path)?;
+        Ok(mapped)
+    }
+
+    /// The words of a ring that nobody has yet, and its records.
+    pub(crate) fn next_ring(&self) -> Option<(*const AtomicU64, usize)> {
+        let ring = self.taken.fetch_add(1, Ordering::Relaxed);
+        if ring >= RINGS {
+            self.taken.store(RINGS, Ordering::Relaxed);
+            return None;
+        }
+        let at = HEADER + NAME_BYTES + ring * (RING_HEADER + self.capacity * RECORD);
+        debug_assert!(at + RING_HEADER + self.capacity * RECORD <= self.bytes);
+        // SAFETY: the ring lies within the mapping, behind multiples of eight bytes.
+        Some((unsafe { self.base.add(at) }.cast(), self.capacity))
+    }
+
+    /// Writes the names that are not in the file yet, as far as there is room.
+    pub(crate) fn write_names(&self) {
+        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let (known, at) = &mut *names;
+        for (number, name) in names::since(*known) {
+            *known += 1;
+            let whole = 8 + name.len();
+            if *at + whole > NAME_BYTES {
+                continue;
+            }
+            let mut entry = Vec::with_capacity(whole);
+            entry.extend_from_slice(&number.to_le_bytes());
+            entry.extend_from_slice(&(name.len() as u32).to_le_bytes());
+            entry.extend_from_slice(name.as_bytes());
+            // SAFETY: the entry lies within what is set aside for names, and only the lock's holder writes there.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    entry.as_ptr(),
+                    self.base.add(HEADER + *at),
+                    entry.len(),
+                );
+            }
+            *at += whole;
+        }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        imp::unmap(self.base, self.bytes);
+    }
+}
+
+#[cfg(all(target_os = "linux", not(miri)))]
+mod imp {
+    use std::ffi::{c_int, c_void};
+    use std::fs::File;
+    use std::io;
+    use std::os::fd::AsRawFd;
+
+    const PROT_READ_WRITE: c_int = 3;
+    const MAP_SHARED: c_int = 1;
+
+    unsafe extern "C" {
+        fn mmap(
+            at: *mut c_void,
+            bytes: usize,
+            access: c_int,
+            flags: c_int,
+            file: c_int,
+            offset: i64,
+        ) -> *mut c_void;
+        fn munmap(at: *mut c_void, bytes: usize) -> c_int;
+    }
+
+    pub(super) fn map(file: &File, bytes: usize) -> io::Result<*mut u8> {
+        // SAFETY: new addresses of the kernel's choice, over a file that was just made as long as this.
+        let base = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                bytes,
+                PROT_READ_WRITE,
+                MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        match base.addr() {
+            usize::MAX => Err(io::Error::last_os_error()),
+            _ => Ok(base.cast()),
+        }
+    }
+
+    pub(super) fn unmap(base: *mut u8, bytes: usize) {
+        // SAFETY: the mapping is ours, and nobody has a ring in it any more.
+        let code = unsafe { munmap(base.cast(), bytes) };
+        debug_assert_eq!(code, 0);
+    }
+}
+
+#[cfg(not(all(target_os = "linux", not(miri))))]
+mod imp {
+    use std::fs::File;
+    use std::io;
+
+    pub(super) fn map(_: &File, _: usize) -> io::Result<*mut u8> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub(super) fn unmap(_: *mut u8, _: usize) {}
+}

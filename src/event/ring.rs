@@ -1,0 +1,192 @@
+//! A ring of records with one writer and any number of readers, which never wait for each other.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::thread::Thread;
+
+use crate::event::mapped::Mapped;
+use crate::event::record::Record;
+
+/// Words before the records of a ring: the number of records written so far, alone on its cache line.
+pub(crate) const HEAD_WORDS: usize = 8;
+/// Words of a record.
+pub(crate) const WORDS: usize = 4;
+
+/// Records, the newest so many of them.
+///
+/// All words are atomics, so a reader that is overtaken reads nonsense and no more: it throws away what the
+/// writer may have overwritten meanwhile.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    /// In `_own` or in `_file`: the head's line, and then the records.
+    words: *const AtomicU64,
+    mask: u64,
+    /// Told when the ring is half full again.
+    reader: Option<Thread>,
+    _own: Box<[AtomicU64]>,
+    _file: Option<Arc<Mapped>>,
+}
+
+// SAFETY: the words are atomics, in memory that the ring keeps.
+unsafe impl Send for Ring {}
+// SAFETY: as above.
+unsafe impl Sync for Ring {}
+
+/// What a reader found in a ring.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    pub records: Vec<Record>,
+    /// Records that were overwritten before they were read.
+    pub lost: u64,
+    /// The number of the next record.
+    pub next: u64,
+}
+
+impl Ring {
+    /// A ring of so many records, a power of two.
+    pub(crate) fn new(capacity: usize, reader: Option<Thread>) -> Ring {
+        debug_assert!(capacity.is_power_of_two());
+        let words = HEAD_WORDS + capacity * WORDS;
+        let words: Box<[AtomicU64]> = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Ring {
+            words: words.as_ptr(),
+            mask: capacity as u64 - 1,
+            reader,
+            _own: words,
+            _file: None,
+        }
+    }
+
+    /// A ring in a file; `None` if it has room for no more.
+    pub(crate) fn in_file(file: &Arc<Mapped>) -> Option<Ring> {
+        let (words, capacity) = file.next_ring()?;
+        Some(Ring {
+            words,
+            mask: capacity as u64 - 1,
+            reader: None,
+            _own: Box::default(),
+            _file: Some(Arc::clone(file)),
+        })
+    }
+
+    #[inline(always)]
+    fn word(&self, at: usize) -> &AtomicU64 {
+        // SAFETY: callers stay below the head's words and those of all records, which that memory has.
+        unsafe { &*self.words.add(at) }
+    }
+
+    fn slot(&self, index: u64) -> usize {
+        HEAD_WORDS + (index & self.mask) as usize * WORDS
+    }
+
+    /// Writes a record over the oldest. One thread at a time calls this: who holds the tap.
+    #[inline(always)]
+    pub(crate) fn push(&self, record: Record) {
+        let index = self.word(0).load(Ordering::Relaxed);
+        // A reader that sees any of the words below sees the head that was stored last, too.
+        fence(Ordering::Release);
+        let slot = self.slot(index);
+        self.word(slot).store(record[0], Ordering::Relaxed);
+        self.word(slot + 1).store(record[1], Ordering::Relaxed);
+        self.word(slot + 2).store(record[2], Ordering::Relaxed);
+        self.word(slot + 3).store(record[3], Ordering::Relaxed);
+        self.word(0).store(index + 1, Ordering::Release);
+        if index & (self.mask >> 1) == self.mask >> 1 {
+            self.wake();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wake(&self) {
+        if let Some(reader) = &self.reader {
+            reader.unpark();
+        }
+    }
+
+    /// What was written from a record on, by its number.
+    pub(crate) fn read(&self, from: u64) -> Found {
+        let next = self.word(0).load(Ordering::Acquire);
+        // The slot of the oldest may be the one that is written just now.
+        let mut first = from.max(next.saturating_sub(self.mask)).min(next);
+        let mut records: Vec<Record> = (first..next)
+            .map(|index| {
+                let slot = self.slot(index);
+                [0, 1, 2, 3].map(|at| self.word(slot + at).load(Ordering::Relaxed))
+            })
+            .collect();
+        fence(Ordering::Acquire);
+        let now = self.word(0).load(Ordering::Relaxed);
+        let whole = now.saturating_sub(self.mask).clamp(first, next);
+        records.drain(..(whole - first) as usize);
+        first = whole;
+        Found {
+            records,
+            lost: first.saturating_sub(from),
+            next,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn what_has_room_is_read_once_and_in_order() {
+        let ring = Ring::new(8, None);
+        assert!(ring.read(0).records.is_empty());
+        for number in 0..7 {
+            ring.push([number; 4]);
+        }
+        let found = ring.read(0);
+        assert_eq!(found.lost, 0);
+        assert_eq!(found.next, 7);
+        let times: Vec<u64> = found.records.iter().map(|record| record[0]).collect();
+        assert_eq!(times, [0, 1, 2, 3, 4, 5, 6]);
+        ring.push([7; 4]);
+        let found = ring.read(found.next);
+        assert_eq!((found.records, found.lost), (vec![[7; 4]], 0));
+    }
+
+    #[test]
+    fn what_had_no_room_is_counted() {
+        let ring = Ring::new(8, None);
+        for number in 0..20 {
+            ring.push([number; 4]);
+        }
+        let found = ring.read(2);
+        assert_eq!(found.records.len() as u64 + found.lost, 18);
+        assert_eq!(found.records.last(), Some(&[19; 4]));
+        assert_eq!(found.records.len(), 7);
+    }
+
+    #[test]
+    fn a_reader_that_is_overtaken_reads_no_torn_record() {
+        let ring = Ring::new(16, None);
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for number in 0..200_000 {
+                    ring.push([number; 4]);
+                }
+                done.store(true, Ordering::Release);
+            });
+            let (mut next, mut seen, mut lost) = (0, 0, 0);
+            loop {
+                let last = done.load(Ordering::Acquire);
+                let found = ring.read(next);
+                for (at, record) in found.records.iter().enumerate() {
+                    assert_eq!(*record, [next + found.lost + at as u64; 4]);
+                }
+                (next, lost) = (found.next, lost + found.lost);
+                seen += found.records.len() as u64;
+                if last {
+                    break;
+                }
+            }
+            assert_eq!(seen + lost, 200_000);
+        });
+    }
+}

@@ -1,0 +1,461 @@
+//! Pickles: protocol 2 written, protocols 2 to 5 read, as far as plain values need it.
+//!
+//! The reader executes nothing: it knows no opcode that names a class or calls one, and refuses what it does not know.
+//! A value that is used several times is kept once, so what is read is no larger than what was written.
+
+use std::collections::HashMap;
+
+use crate::record::out::Out;
+
+/// Deepest nesting that is read.
+const DEEPEST: usize = 64;
+
+/// Bytes that grow.
+pub(super) struct Pickle {
+    pub bytes: Vec<u8>,
+    memo: HashMap<String, u32>,
+}
+
+impl Default for Pickle {
+    fn default() -> Pickle {
+        Pickle {
+            bytes: vec![0x80, 2],
+            memo: HashMap::new(),
+        }
+    }
+}
+
+impl Pickle {
+    pub(super) fn end(mut self) -> Vec<u8> {
+        self.bytes.push(b'.');
+        self.bytes
+    }
+}
+
+impl Out for Pickle {
+    fn open_list(&mut self) {
+        self.bytes.extend_from_slice(b"](");
+    }
+
+    fn close_list(&mut self) {
+        self.bytes.push(b'e');
+    }
+
+    fn open_dict(&mut self) {
+        self.bytes.extend_from_slice(b"}(");
+    }
+
+    fn close_dict(&mut self) {
+        self.bytes.push(b'u');
+    }
+
+    fn text(&mut self, text: &str) {
+        if let Some(place) = self.memo.get(text) {
+            match u8::try_from(*place) {
+                Ok(place) => self.bytes.extend_from_slice(&[b'h', place]),
+                Err(_) => {
+                    self.bytes.push(b'j');
+                    self.bytes.extend_from_slice(&place.to_le_bytes());
+                }
+            }
+            return;
+        }
+        self.bytes.push(b'X');
+        let length = u32::try_from(text.len()).unwrap_or(u32::MAX);
+        self.bytes.extend_from_slice(&length.to_le_bytes());
+        self.bytes
+            .extend_from_slice(&text.as_bytes()[..length as usize]);
+        let place = self.memo.len() as u32;
+        match u8::try_from(place) {
+            Ok(place) => self.bytes.extend_from_slice(&[b'q', place]),
+            Err(_) => {
+                self.bytes.push(b'r');
+                self.bytes.extend_from_slice(&place.to_le_bytes());
+            }
+        }
+        self.memo.insert(text.to_owned(), place);
+    }
+
+    fn number(&mut self, number: u64) {
+        match number {
+            0..=0xff => self.bytes.extend_from_slice(&[b'K', number as u8]),
+            0x100..=0xffff => {
+                self.bytes.push(b'M');
+                self.bytes.extend_from_slice(&(number as u16).to_le_bytes());
+            }
+            0x1_0000..=0x7fff_ffff => {
+                self.bytes.push(b'J');
+                self.bytes.extend_from_slice(&(number as u32).to_le_bytes());
+            }
+            _ => {
+                self.bytes.extend_from_slice(&[0x8a, 8]);
+                let number = number.min(i64::MAX as u64);
+                self.bytes.extend_from_slice(&number.to_le_bytes());
+            }
+        }
+    }
+
+    fn flag(&mut self, flag: bool) {
+        self.bytes.push(if flag { 0x88 } else { 0x89 });
+    }
+
+    fn pair(&mut self, first: u64, second: u64) {
+        self.number(first);
+        self.number(second);
+        self.bytes.push(0x86);
+    }
+}
+
+/// Why a pickle is not read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// It ends too early.
+    Short,
+    /// An opcode that plain values do not need.
+    Opcode(u8),
+    /// Something in it cannot be.
+    Damaged(&'static str),
+}
+
+/// A value of a pickle; others that it holds by their numbers.
+#[derive(Debug)]
+pub(super) enum Node {
+    /// Nothing, a flag, a number with a point, or one that is too large: of no use here.
+    Other,
+    Number(i64),
+    Text(String),
+    List(Vec<u32>, usize),
+    Dict(Vec<(u32, u32)>, usize),
+}
+
+/// The values of a pickle.
+#[derive(Debug, Default)]
+pub(super) struct Tree {
+    nodes: Vec<Node>,
+    root: u32,
+}
+
+/// What the reader's stack holds.
+#[derive(Clone, Copy)]
+enum Entry {
+    Mark,
+    Value(u32),
+}
+
+struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    tree: Tree,
+    stack: Vec<Entry>,
+    memo: HashMap<u32, u32>,
+}
+
+/// Reads a pickle. The place of a fault is that of the opcode.
+pub(super) fn read(bytes: &[u8]) -> Result<Tree, (usize, Fault)> {
+    let mut reader = Reader {
+        bytes,
+        at: 0,
+        tree: Tree::default(),
+        stack: Vec::new(),
+        memo: HashMap::new(),
+    };
+    loop {
+        let at = reader.at;
+        match reader.step() {
+            Ok(false) => {}
+            Ok(true) => return Ok(reader.tree),
+            Err(fault) => return Err((at, fault)),
+        }
+    }
+}
+
+const STACK: Fault = Fault::Damaged("the stack is not as this needs it");
+
+impl Reader<'_> {
+    fn take(&mut self, bytes: usize) -> Result<&[u8], Fault> {
+        let end = self.at.checked_add(bytes).ok_or(Fault::Short)?;
+        let taken = self.bytes.get(self.at..end).ok_or(Fault::Short)?;
+        self.at = end;
+        Ok(taken)
+    }
+
+    fn number<const N: usize>(&mut self) -> Result<u64, Fault> {
+        let mut number = [0; 8];
+        number[..N].copy_from_slice(self.take(N)?);
+        Ok(u64::from_le_bytes(number))
+    }
+
+    fn length<const N: usize>(&mut self) -> Result<usize, Fault> {
+        usize::try_from(self.number::<N>()?).map_err(|_| Fault::Short)
+    }
+
+    fn push(&mut self, node: Node) -> Result<(), Fault> {
+        let number = self.tree.nodes.len() as u32;
+        self.tree.nodes.push(node);
+        self.stack.push(Entry::Value(number));
+        Ok(())
+    }
+
+    fn text(&mut self, bytes: usize) -> Result<(), Fault> {
+        let text = std::str::from_utf8(self.take(bytes)?);
+        let text = text.map_err(|_| Fault::Damaged("a text is not UTF-8"))?;
+        let node = Node::Text(text.to_owned());
+        self.push(node)
+    }
+
+    fn pop(&mut self) -> Result<u32, Fault> {
+        match self.stack.pop() {
+            Some(Entry::Value(number)) => Ok(number),
+            _ => Err(STACK),
+        }
+    }
+
+    fn top(&self) -> Result<u32, Fault> {
+        match self.stack.last() {
+            Some(Entry::Value(number)) => Ok(*number),
+            _ => Err(STACK),
+        }
+    }
+
+    /// What lies above the last mark, which goes as well.
+    fn above_mark(&mut self) -> Result<Vec<u32>, Fault> {
+        let is_mark = |entry: &Entry| matches!(entry, Entry::Mark);
+        let mark = self.stack.iter().rposition(is_mark).ok_or(STACK)?;
+        let values = self.stack.drain(mark..).skip(1);
+        Ok(values
+            .filter_map(|entry| match entry {
+                Entry::Value(number) => Some(number),
+                Entry::Mark => None,
+            })
+            .collect())
+    }
+
+    /// How deep values lie in a new one that holds these.
+    fn depth(&self, values: &[u32]) -> Result<usize, Fault> {
+        let deepest = values.iter().map(|number| self.tree.depth(*number)).max();
+        match deepest.unwrap_or(0) + 1 {
+            depth if depth > DEEPEST => Err(Fault::Damaged("values nest too deep")),
+            depth => Ok(depth),
+        }
+    }
+
+    fn list(&mut self, values: Vec<u32>) -> Result<(), Fault> {
+        let depth = self.depth(&values)?;
+        self.push(Node::List(values, depth))
+    }
+
+    fn tuple(&mut self, count: usize) -> Result<(), Fault> {
+        let mut values = Vec::with_capacity(count);
+        for _ in 0..count {
+            values.push(self.pop()?);
+        }
+        values.reverse();
+        self.list(values)
+    }
+
+    fn append(&mut self, values: Vec<u32>) -> Result<(), Fault> {
+        let (to, deep) = (self.top()? as usize, self.depth(&values)?);
+        match self.tree.nodes.get_mut(to) {
+            Some(Node::List(list, depth)) => {
+                list.extend(values);
+                *depth = deep.max(*depth);
+                Ok(())
+            }
+            _ => Err(STACK),
+        }
+    }
+
+    fn set(&mut self, values: &[u32]) -> Result<(), Fault> {
+        let (to, deep) = (self.top()? as usize, self.depth(values)?);
+        if !values.len().is_multiple_of(2) {
+            return Err(STACK);
+        }
+        match self.tree.nodes.get_mut(to) {
+            Some(Node::Dict(dict, depth)) => {
+                dict.extend(values.chunks_exact(2).map(|pair| (pair[0], pair[1])));
+                *depth = deep.max(*depth);
+                Ok(())
+            }
+            _ => Err(STACK),
+        }
+    }
+
+    fn put(&mut self, place: u32) -> Result<(), Fault> {
+        let top = self.top()?;
+        self.memo.insert(place, top);
+        Ok(())
+    }
+
+    fn get(&mut self, place: u64) -> Result<(), Fault> {
+        let place = u32::try_from(place).ok();
+        let known = place.and_then(|place| self.memo.get(&place).copied());
+        let known = known.ok_or(Fault::Damaged("nothing was put where this gets"))?;
+        self.stack.push(Entry::Value(known));
+        Ok(())
+    }
+
+    /// Does what one opcode says; whether it was the last.
+    fn step(&mut self) -> Result<bool, Fault> {
+        let opcode = self.number::<1>()? as u8;
+        match opcode {
+            0x80 => match self.number::<1>()? {
+                2..=5 => {}
+                _ => return Err(Fault::Damaged("this protocol is not read")),
+            },
+            0x95 => drop(self.take(8)?),
+            b'}' => self.push(Node::Dict(Vec::new(), 1))?,
+            b']' | b')' => self.push(Node::List(Vec::new(), 1))?,
+            b'(' => self.stack.push(Entry::Mark),
+            b's' => {
+                let value = self.pop()?;
+                let key = self.pop()?;
+                self.set(&[key, value])?;
+            }
+            b'u' => {
+                let values = self.above_mark()?;
+                self.set(&values)?;
+            }
+            b'a' => {
+                let value = self.pop()?;
+                self.append(vec![value])?;
+            }
+            b'e' => {
+                let values = self.above_mark()?;
+                self.append(values)?;
+            }
+            b'd' => {
+                let values = self.above_mark()?;
+                self.push(Node::Dict(Vec::new(), 1))?;
+                self.set(&values)?;
+            }
+            b'l' | b't' => {
+                let values = self.above_mark()?;
+                self.list(values)?;
+            }
+            0x85 => self.tuple(1)?,
+            0x86 => self.tuple(2)?,
+            0x87 => self.tuple(3)?,
+            b'K' => {
+                let number = self.number::<1>()?;
+                self.push(Node::Number(number as i64))?;
+            }
+            b'M' => {
+                let number = self.number::<2>()?;
+                self.push(Node::Number(number as i64))?;
+            }
+            b'J' => {
+                let number = self.number::<4>()? as u32 as i32;
+                self.push(Node::Number(number.into()))?;
+            }
+            0x8a => {
+                let bytes = self.length::<1>()?;
+                let node = long(self.take(bytes)?);
+                self.push(node)?;
+            }
+            b'G' => {
+                self.take(8)?;
+                self.push(Node::Other)?;
+            }
+            b'N' | 0x88 | 0x89 => self.push(Node::Other)?,
+            b'X' => {
+                let bytes = self.length::<4>()?;
+                self.text(bytes)?;
+            }
+            0x8c => {
+                let bytes = self.length::<1>()?;
+                self.text(bytes)?;
+            }
+            0x8d => {
+                let bytes = self.length::<8>()?;
+                self.text(bytes)?;
+            }
+            b'q' => {
+                let place = self.number::<1>()? as u32;
+                self.put(place)?;
+            }
+            b'r' => {
+                let place = self.number::<4>()? as u32;
+                self.put(place)?;
+            }
+            0x94 => self.put(self.memo.len() as u32)?,
+            b'h' => {
+                let place = self.number::<1>()?;
+                self.get(place)?;
+            }
+            b'j' => {
+                let place = self.number::<4>()?;
+                self.get(place)?;
+            }
+            b'.' => {
+                self.tree.root = self.pop()?;
+                return Ok(true);
+            }
+            other => return Err(Fault::Opcode(other)),
+        }
+        Ok(false)
+    }
+}
+
+/// A number of any length, the least significant byte first; of no use here beyond 64 bits.
+fn long(bytes: &[u8]) -> Node {
+    let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
+    let fill = if negative { 0xff } else { 0 };
+    let mut whole = [fill; 8];
+    let (low, high) = bytes.split_at(bytes.len().min(8));
+    whole[..low.len()].copy_from_slice(low);
+    let number = i64::from_le_bytes(whole);
+    let fits = high.iter().all(|byte| *byte == fill) && (number < 0) == negative;
+    if fits {
+        Node::Number(number)
+    } else {
+        Node::Other
+    }
+}
+
+impl Tree {
+    pub(super) fn root(&self) -> u32 {
+        self.root
+    }
+
+    fn node(&self, number: u32) -> Option<&Node> {
+        self.nodes.get(number as usize)
+    }
+
+    fn depth(&self, number: u32) -> usize {
+        match self.node(number) {
+            Some(Node::List(_, depth) | Node::Dict(_, depth)) => *depth,
+            _ => 0,
+        }
+    }
+
+    pub(super) fn list(&self, number: u32) -> Option<&[u32]> {
+        match self.node(number)? {
+            Node::List(values, _) => Some(values),
+            _ => None,
+        }
+    }
+
+    /// The value that a dictionary has for a key; the last one, if there are several.
+    pub(super) fn get(&self, number: u32, key: &str) -> Option<u32> {
+        let Node::Dict(entries, _) = self.node(number)? else {
+            return None;
+        };
+        let mut entries = entries.iter().rev();
+        let found = entries.find(|(name, _)| self.text(*name) == Some(key));
+        found.map(|(_, value)| *value)
+    }
+
+    pub(super) fn text(&self, number: u32) -> Option<&str> {
+        match self.node(number)? {
+            Node::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    pub(super) fn number(&self, number: u32) -> Option<u64> {
+        match self.node(number)? {
+            Node::Number(number) => u64::try_from(*number).ok(),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,377 @@
+//! The reader of recordings, for files of strangers: every number is checked against what is there.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::event::Kind;
+use crate::event::file;
+use crate::event::names::LONGEST;
+use crate::event::record::{self, MAPPED, SMALL};
+use crate::record::recording::{Action, Event, RecordedStream, Recording};
+
+/// Most streams of a recording: as many as a trace can have.
+const MOST_STREAMS: usize = 1 << 16;
+/// Most names of a recording.
+const MOST_NAMES: usize = 1 << 20;
+
+/// A recording cannot be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReadError {
+    /// The file does not begin as a recording does.
+    #[error("this is no recording of cualloc")]
+    NotARecording,
+    /// A newer version of this crate wrote it.
+    #[error(
+        "the recording has version {found}; this is read up to {}",
+        file::VERSION
+    )]
+    Version {
+        /// The version of the file.
+        found: u32,
+    },
+    /// There are more events than may be read.
+    #[error("the recording has more than {limit} events")]
+    TooManyEvents {
+        /// What may be read.
+        limit: u64,
+    },
+    /// Something in the file cannot be.
+    #[error("byte {at}: {what}")]
+    Damaged {
+        /// Where, in bytes from the beginning.
+        at: usize,
+        /// What is wrong.
+        what: &'static str,
+    },
+}
+
+/// Bytes with a place in them.
+struct Bytes<'a> {
+    all: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Bytes<'a> {
+    fn left(&self) -> usize {
+        self.all.len() - self.at
+    }
+
+    fn take(&mut self, bytes: usize) -> Option<&'a [u8]> {
+        let end = self.at.checked_add(bytes)?;
+        let taken = self.all.get(self.at..end)?;
+        self.at = end;
+        Some(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.take(N)?.try_into().ok()
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+}
+
+/// A record with what puts it in order: its ring, and its place in there.
+struct Raw {
+    record: record::Record,
+    ring: u32,
+    number: u64,
+}
+
+#[derive(Default)]
+struct Parts {
+    records: Vec<Raw>,
+    contexts: BTreeMap<u32, String>,
+    lost: u64,
+    complete: bool,
+}
+
+impl Parts {
+    fn add(&mut self, ring: u32, records: &[u8], limit: u64) -> Result<(), ReadError> {
+        let count = records.len() / file::RECORD;
+        if self.records.len() as u64 + count as u64 > limit {
+            return Err(ReadError::TooManyEvents { limit });
+        }
+        self.records.reserve(count);
+        for record in records.chunks_exact(file::RECORD) {
+            let number = self.records.len() as u64;
+            let mut words = record.chunks_exact(8).map(|word| {
+                let word: [u8; 8] = word.try_into().unwrap_or_default();
+                u64::from_le_bytes(word)
+            });
+            let record = std::array::from_fn(|_| words.next().unwrap_or(0));
+            self.records.push(Raw {
+                record,
+                ring,
+                number,
+            });
+        }
+        Ok(())
+    }
+
+    fn name(&mut self, number: u32, name: &[u8]) {
+        if self.contexts.len() < MOST_NAMES {
+            let name = String::from_utf8_lossy(name).into_owned();
+            self.contexts.insert(number, name);
+        }
+    }
+}
+
+impl Recording {
+    /// Most events that [`read`](Self::read) takes: 2^26, which need 3 GiB of memory.
+    pub const MOST_EVENTS: u64 = 1 << 26;
+
+    /// Reads a recording of either form from its bytes. A file that breaks off is read as far as it goes.
+    ///
+    /// # Errors
+    /// What is wrong with the bytes, and where.
+    pub fn read(bytes: &[u8]) -> Result<Recording, ReadError> {
+        read(bytes, Self::MOST_EVENTS)
+    }
+
+    /// [`read`](Self::read) of at most so many events.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_at_most(bytes: &[u8], events: u64) -> Result<Recording, ReadError> {
+        read(bytes, events)
+    }
+}
+
+fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
+    let mut from = Bytes { all: bytes, at: 0 };
+    if from.take(8) != Some(&file::MAGIC) {
+        return Err(ReadError::NotARecording);
+    }
+    let short = ReadError::Damaged {
+        at: bytes.len(),
+        what: "the header is cut off",
+    };
+    let mut header = Bytes {
+        all: bytes.get(..file::HEADER).ok_or(short.clone())?,
+        at: from.at,
+    };
+    let mut u32 = || header.u32().ok_or(short.clone());
+    let (version, form) = (u32()?, u32()?);
+    if version != file::VERSION {
+        return Err(ReadError::Version { found: version });
+    }
+    let mut u64 = || header.u64().ok_or(short.clone());
+    let (per_second, first, start) = (u64()?, u64()?, u64()?);
+    let mut u32 = || header.u32().ok_or(short.clone());
+    let sizes = [u32()?, u32()?, u32()?];
+    if per_second == 0 {
+        return Err(ReadError::Damaged {
+            at: 16,
+            what: "a second has no ticks",
+        });
+    }
+    from.at = file::HEADER;
+    let parts = match form {
+        file::CHUNKS => chunks(from, limit)?,
+        file::RINGS => rings(from, sizes, limit)?,
+        _ => {
+            return Err(ReadError::Damaged {
+                at: 12,
+                what: "there is no such form",
+            });
+        }
+    };
+    Ok(merge(parts, (per_second, first, start)))
+}
+
+/// The file that a thread wrote. It may break off anywhere.
+fn chunks(mut from: Bytes<'_>, limit: u64) -> Result<Parts, ReadError> {
+    let mut parts = Parts::default();
+    while from.left() >= file::CHUNK_HEADER && !parts.complete {
+        let at = from.at;
+        let damaged = |what| ReadError::Damaged { at, what };
+        let header = (from.u32(), from.u32(), from.u64());
+        let (Some(kind), Some(number), Some(bytes)) = header else {
+            break;
+        };
+        let bytes = usize::try_from(bytes).map_err(|_| damaged("a chunk is too long"))?;
+        let payload = match from.take(bytes) {
+            Some(payload) => payload,
+            // The last one was not written to its end.
+            None => from.take(from.left()).unwrap_or_default(),
+        };
+        let mut payload = Bytes {
+            all: payload,
+            at: 0,
+        };
+        match kind {
+            file::RECORDS => {
+                if let Some(lost) = payload.u64() {
+                    parts.lost = parts.lost.saturating_add(lost);
+                    parts.add(number, &payload.all[payload.at..], limit)?;
+                }
+            }
+            file::NAME if bytes > LONGEST => return Err(damaged("a name is too long")),
+            file::NAME => parts.name(number, payload.all),
+            file::END => parts.complete = true,
+            _ => return Err(damaged("there is no such chunk")),
+        }
+    }
+    Ok(parts)
+}
+
+/// The file of rings. It was made in its full length.
+fn rings(
+    mut from: Bytes<'_>,
+    [rings, capacity, names]: [u32; 3],
+    limit: u64,
+) -> Result<Parts, ReadError> {
+    let damaged = |at, what| ReadError::Damaged { at, what };
+    if !capacity.is_power_of_two() {
+        return Err(damaged(44, "a ring has no power of two of records"));
+    }
+    let mut parts = Parts {
+        complete: true,
+        ..Parts::default()
+    };
+    let at = from.at;
+    let mut names = Bytes {
+        all: from
+            .take(names as usize)
+            .ok_or(damaged(at, "the names are cut off"))?,
+        at: 0,
+    };
+    while let (Some(number), Some(bytes)) = (names.u32(), names.u32()) {
+        if number == 0 {
+            break;
+        }
+        if bytes as usize > LONGEST {
+            return Err(damaged(at + names.at, "a name is too long"));
+        }
+        let Some(name) = names.take(bytes as usize) else {
+            return Err(damaged(at + names.at, "a name is cut off"));
+        };
+        parts.name(number, name);
+    }
+    let capacity = u64::from(capacity);
+    for ring in 0..rings {
+        let at = from.at;
+        let ring_bytes = capacity
+            .checked_mul(file::RECORD as u64)
+            .and_then(|bytes| usize::try_from(bytes).ok());
+        let header = from.take(file::RING_HEADER);
+        let records = ring_bytes.and_then(|bytes| from.take(bytes));
+        let (Some(header), Some(records)) = (header, records) else {
+            return Err(damaged(at, "a ring is cut off"));
+        };
+        let mut header = Bytes { all: header, at: 0 };
+        let written = header.u64().unwrap_or(0);
+        // The oldest may be half overwritten by the one that was not counted yet.
+        let first = written.saturating_sub(capacity - 1);
+        parts.lost = parts.lost.saturating_add(first);
+        for number in first..written {
+            let at = (number % capacity) as usize * file::RECORD;
+            if let Some(record) = records.get(at..at + file::RECORD) {
+                parts.add(ring, record, limit)?;
+            }
+        }
+    }
+    Ok(parts)
+}
+
+/// Puts records in order, and makes events of them.
+fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recording {
+    parts
+        .records
+        .sort_unstable_by_key(|raw| (raw.record[0], raw.ring, raw.number));
+    let mut recording = Recording {
+        start,
+        lost: parts.lost,
+        complete: parts.complete,
+        contexts: parts.contexts,
+        ..Recording::default()
+    };
+    let mut slots = Slots::default();
+    for raw in &parts.records {
+        let (kind, address, bytes, slot, context, allocator) = record::parts(&raw.record);
+        let ticks = raw.record[0].saturating_sub(first);
+        let time = u128::from(ticks) * 1_000_000_000 / u128::from(per_second);
+        let pool = u32::from(slot);
+        let (small, mapped) = (pool & SMALL != 0, pool & MAPPED != 0);
+        const KINDS: [(Kind, Option<Action>); 6] = [
+            (Kind::Allocate, Some(Action::Allocate)),
+            (Kind::Free, Some(Action::Free)),
+            (Kind::Use, Some(Action::Use)),
+            (Kind::Held, Some(Action::Held)),
+            (Kind::OutOfMemory, Some(Action::OutOfMemory)),
+            (Kind::Source, None),
+        ];
+        let known = KINDS.iter().find(|(known, _)| *known as u64 == kind);
+        let (action, of_stream) = match known {
+            Some((_, Some(action))) => (*action, true),
+            Some(_) => {
+                recording.devices.insert(allocator, bytes as usize);
+                continue;
+            }
+            None if kind == Kind::Map as u64 => (Action::Map { small, mapped }, false),
+            None if kind == Kind::Unmap as u64 => (Action::Unmap { small, mapped }, false),
+            None if kind == Kind::Stream as u64 => {
+                slots.begin(&mut recording.streams, (allocator, slot), bytes);
+                continue;
+            }
+            // Of a later version, or nonsense.
+            None => continue,
+        };
+        let stream = match of_stream {
+            true => slots.stream(&mut recording.streams, (allocator, slot)),
+            false => 0,
+        };
+        recording.devices.entry(allocator).or_insert(0);
+        recording.events.push(Event {
+            action,
+            time: u64::try_from(time).unwrap_or(u64::MAX),
+            address,
+            bytes,
+            stream,
+            context,
+            allocator,
+        });
+    }
+    recording
+}
+
+/// Which streams the slots of allocators stand for.
+#[derive(Default)]
+struct Slots(HashMap<(u16, u16), (u16, bool)>);
+
+impl Slots {
+    /// A slot stands for a stream with a handle from here on.
+    fn begin(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16), handle: u64) {
+        if let Some((number, told)) = self.0.get_mut(&slot) {
+            let stream = &mut streams[usize::from(*number)];
+            // The same one, told of again, or one that was used before it was told of.
+            if stream.handle == handle || !*told {
+                (stream.handle, *told) = (handle, true);
+                return;
+            }
+        }
+        let number = add(streams, slot.0, handle);
+        self.0.insert(slot, (number, true));
+    }
+
+    fn stream(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16)) -> u16 {
+        let known = self.0.entry(slot);
+        known
+            .or_insert_with(|| (add(streams, slot.0, u64::from(slot.1)), false))
+            .0
+    }
+}
+
+/// Adds a stream; if there are too many, the last one is theirs.
+fn add(streams: &mut Vec<RecordedStream>, allocator: u16, handle: u64) -> u16 {
+    if streams.len() < MOST_STREAMS {
+        streams.push(RecordedStream { allocator, handle });
+    }
+    (streams.len() - 1) as u16
+}

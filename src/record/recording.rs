@@ -1,0 +1,165 @@
+//! A recording, read back.
+
+use std::collections::BTreeMap;
+
+use crate::trace::{Op, Row, Trace, TraceError};
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Action {
+    /// A block was live already when the recording began.
+    Held,
+    /// A block was handed out.
+    Allocate,
+    /// A block was given up.
+    Free,
+    /// Another stream was recorded on the block around the address.
+    Use,
+    /// Memory came from the driver: a handle mapped into an arena, or a segment of `cuMemAlloc`.
+    Map {
+        /// Whether it is of the small pool.
+        small: bool,
+        /// Whether it is a handle mapped into an arena.
+        mapped: bool,
+    },
+    /// Memory went back to the driver.
+    Unmap {
+        /// Whether it was of the small pool.
+        small: bool,
+        /// Whether it was a handle mapped into an arena.
+        mapped: bool,
+    },
+    /// A request found no memory.
+    OutOfMemory,
+}
+
+/// One event of a recording.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Event {
+    /// What happened.
+    pub action: Action,
+    /// When: nanoseconds since the recording began.
+    pub time: u64,
+    /// The first byte of what it is about; 0 for [`Action::OutOfMemory`].
+    pub address: u64,
+    /// Bytes, of a block as they were asked for; 0 for [`Action::Use`].
+    pub bytes: u64,
+    /// The stream, as an index of [`Recording::streams`]; of memory from the driver 0 means nothing.
+    pub stream: u16,
+    /// The context that the thread was in, as [`Recording::context`] takes it; 0 for none.
+    pub context: u32,
+    /// The number of the allocator in its process, modulo 65536.
+    pub allocator: u16,
+}
+
+/// A stream of a recording.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RecordedStream {
+    /// The number of its allocator.
+    pub allocator: u16,
+    /// The driver's handle; 0, 1 and 2 are default streams. It may be that of several streams, one after the other.
+    pub handle: u64,
+}
+
+/// A recording: its events by time.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Recording {
+    pub(super) events: Vec<Event>,
+    pub(super) streams: Vec<RecordedStream>,
+    pub(super) contexts: BTreeMap<u32, String>,
+    pub(super) devices: BTreeMap<u16, usize>,
+    pub(super) start: u64,
+    pub(super) lost: u64,
+    pub(super) complete: bool,
+}
+
+impl Recording {
+    /// What the file of every recording begins with.
+    pub const MAGIC: [u8; 8] = crate::event::file::MAGIC;
+
+    /// All events, by time.
+    pub fn events(&self) -> &[Event] {
+        &self.events
+    }
+
+    /// The streams that events name.
+    pub fn streams(&self) -> &[RecordedStream] {
+        &self.streams
+    }
+
+    /// The name of a context; `None` for none.
+    pub fn context(&self, context: u32) -> Option<&str> {
+        self.contexts.get(&context).map(String::as_str)
+    }
+
+    /// The ordinal of an allocator's device; 0 if the recording does not say.
+    pub fn device_of(&self, allocator: u16) -> usize {
+        self.devices.get(&allocator).copied().unwrap_or(0)
+    }
+
+    /// The allocators that the recording knows, and the devices of them.
+    pub fn allocators(&self) -> impl Iterator<Item = (u16, usize)> + '_ {
+        self.devices.iter().map(|(id, device)| (*id, *device))
+    }
+
+    /// Nanoseconds since 1970 when it began.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// Events that there was no room for.
+    pub fn lost(&self) -> u64 {
+        self.lost
+    }
+
+    /// Whether the recording was ended, and not broken off.
+    pub fn is_complete(&self) -> bool {
+        self.complete
+    }
+
+    /// The allocations and frees as a trace that can be replayed: of one allocator, or of all of them. What was live
+    /// when the recording began comes first. Frees of blocks that the recording does not know are left out, and so
+    /// is an allocation of no bytes.
+    ///
+    /// # Errors
+    /// [`TraceError::LiveBytesOverflow`]: the bytes of a recording from a stranger may add up to anything.
+    pub fn to_trace(&self, name: &str, allocator: Option<u16>) -> Result<Trace, TraceError> {
+        let mut live: BTreeMap<(u16, u64), (usize, u16)> = BTreeMap::new();
+        let mut rows = Vec::new();
+        let mut next = 0;
+        let free = |rows: &mut Vec<Row>, block: Option<(usize, u16)>| {
+            rows.extend(block.map(|(id, stream)| Row {
+                op: Op::Free,
+                stream,
+                id,
+                bytes: 0,
+            }));
+        };
+        for event in &self.events {
+            if allocator.is_some_and(|only| only != event.allocator) {
+                continue;
+            }
+            let place = (event.allocator, event.address);
+            match event.action {
+                Action::Held if live.contains_key(&place) => {}
+                Action::Held | Action::Allocate if event.bytes > 0 => {
+                    // One whose free was lost, or that was seen when the recording began.
+                    free(&mut rows, live.insert(place, (next, event.stream)));
+                    rows.push(Row {
+                        op: Op::Allocate,
+                        stream: event.stream,
+                        id: next,
+                        bytes: event.bytes,
+                    });
+                    next += 1;
+                }
+                Action::Free => free(&mut rows, live.remove(&place)),
+                _ => {}
+            }
+        }
+        Trace::from_rows(name, rows)
+    }
+}

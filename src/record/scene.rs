@@ -1,0 +1,259 @@
+//! What memory looks like at the end of a recording, by its events alone, so that both always agree.
+
+use std::collections::BTreeMap;
+
+use crate::allocator::size::GRANULE;
+use crate::record::recording::{Action, Event, Recording};
+use crate::record::snapshot::{Act, Block, Entry, Segment, Snapshot, State};
+
+/// Addresses and handles are below this, as readers need it that know numbers with a point alone.
+const HIGHEST: u64 = 1 << 53;
+/// Most devices.
+const DEVICES: usize = 1024;
+
+/// Memory from the driver, by its first byte.
+#[derive(Clone, Copy)]
+struct Held {
+    bytes: u64,
+    small: bool,
+    mapped: bool,
+    stream: u64,
+    /// It stands for the part of a view that a block lies in.
+    view: bool,
+}
+
+struct Live {
+    event: Event,
+    handle: u64,
+}
+
+#[derive(Default)]
+struct Device {
+    held: BTreeMap<u64, Held>,
+    live: BTreeMap<u64, Live>,
+    entries: Vec<Entry>,
+}
+
+/// The granules of a block.
+fn rounded(bytes: u64) -> u64 {
+    bytes.next_multiple_of(GRANULE)
+}
+
+/// Whether a range is free of those that a map has, whose lengths `length` says.
+fn is_clear<T>(map: &BTreeMap<u64, T>, at: u64, bytes: u64, length: impl Fn(&T) -> u64) -> bool {
+    let before = map.range(..at + bytes).next_back();
+    before.is_none_or(|(first, value)| first + length(value) <= at)
+}
+
+impl Device {
+    fn add(&mut self, act: Act, event: &Event, start: u64, (size, stream): (u64, u64)) {
+        self.entries.push(Entry {
+            act,
+            address: event.address,
+            size,
+            stream,
+            time_us: start.saturating_add(event.time) / 1000,
+            context: event.context,
+        });
+    }
+
+    /// Whether a range lies in memory from the driver, which may be several pieces side by side.
+    fn is_held(&self, mut at: u64, bytes: u64) -> bool {
+        let end = at + bytes;
+        while at < end {
+            match self.held.range(..=at).next_back() {
+                Some((base, held)) if base + held.bytes > at => at = base + held.bytes,
+                _ => return false,
+            }
+        }
+        true
+    }
+
+    fn hold(&mut self, event: &Event, start: u64, held: Held) {
+        if held.bytes == 0 || !is_clear(&self.held, event.address, held.bytes, |held| held.bytes) {
+            return;
+        }
+        let act = if held.mapped {
+            Act::SegmentMap
+        } else {
+            Act::SegmentAlloc
+        };
+        self.add(act, event, start, (held.bytes, held.stream));
+        self.held.insert(event.address, held);
+    }
+
+    fn let_go(&mut self, event: &Event, start: u64) {
+        let end = self
+            .held
+            .get(&event.address)
+            .map(|held| event.address + held.bytes);
+        // What still stands there was lost, and goes first.
+        let lost = end
+            .into_iter()
+            .flat_map(|end| self.live.range(event.address..end));
+        let lost: Vec<u64> = lost.map(|(at, _)| *at).collect();
+        for address in lost {
+            self.free(&Event { address, ..*event }, start);
+        }
+        if let Some(held) = self.held.remove(&event.address) {
+            let act = if held.mapped {
+                Act::SegmentUnmap
+            } else {
+                Act::SegmentFree
+            };
+            self.add(act, event, start, (held.bytes, held.stream));
+        }
+    }
+
+    fn allocate(&mut self, event: &Event, start: u64, handle: u64) {
+        let bytes = rounded(event.bytes);
+        self.free(event, start);
+        if bytes == 0 || !is_clear(&self.live, event.address, bytes, |b| rounded(b.event.bytes)) {
+            return;
+        }
+        if !self.is_held(event.address, bytes) {
+            let view = Held {
+                bytes,
+                small: false,
+                mapped: true,
+                stream: handle,
+                view: true,
+            };
+            self.hold(event, start, view);
+            // Only a recording that was tampered with has memory that is there in part.
+            if !self.is_held(event.address, bytes) {
+                return;
+            }
+        }
+        self.add(Act::Alloc, event, start, (event.bytes, handle));
+        let event = *event;
+        self.live.insert(event.address, Live { event, handle });
+    }
+
+    fn free(&mut self, event: &Event, start: u64) {
+        let Some(block) = self.live.remove(&event.address) else {
+            return;
+        };
+        let said = (block.event.bytes, block.handle);
+        self.add(Act::FreeRequested, event, start, said);
+        self.add(Act::FreeCompleted, event, start, said);
+        if self.held.get(&event.address).is_some_and(|held| held.view) {
+            self.let_go(event, start);
+        }
+    }
+
+    /// What is held at the end: handles that lie side by side are one segment.
+    fn segments(&self, device: usize) -> Vec<Segment> {
+        let mut segments: Vec<Segment> = Vec::new();
+        let mut last_view = false;
+        for (address, held) in &self.held {
+            let joins = segments.last().is_some_and(|last| {
+                let whole = last.address + last.size == *address && last.small == held.small;
+                whole && last.expandable && held.mapped && !held.view && !last_view
+            });
+            last_view = held.view;
+            match segments.last_mut() {
+                Some(last) if joins => last.size += held.bytes,
+                _ => segments.push(Segment {
+                    device,
+                    address: *address,
+                    size: held.bytes,
+                    stream: held.stream,
+                    small: held.small,
+                    expandable: held.mapped,
+                    blocks: Vec::new(),
+                }),
+            }
+        }
+        for segment in &mut segments {
+            self.fill(segment);
+        }
+        segments
+    }
+
+    /// Puts the blocks of a segment in their places, and free ones between them.
+    fn fill(&self, segment: &mut Segment) {
+        let end = segment.address + segment.size;
+        let mut at = segment.address;
+        let mut put = |address, size, requested, state, context| {
+            segment.blocks.push(Block {
+                address,
+                size,
+                requested,
+                state,
+                context,
+            });
+        };
+        for (address, live) in self.live.range(segment.address..end) {
+            if *address > at {
+                put(at, address - at, 0, State::Free, 0);
+            }
+            let size = rounded(live.event.bytes).min(end - address);
+            let requested = live.event.bytes.min(size);
+            put(*address, size, requested, State::Live, live.event.context);
+            at = address + size;
+        }
+        if at < end {
+            put(at, end - at, 0, State::Free, 0);
+        }
+    }
+}
+
+impl Snapshot {
+    /// The snapshot at the end of a recording, with the recording as its traces.
+    ///
+    /// A block in a view is in a segment of its own, which its allocation maps: the bytes of it are counted where they
+    /// are at home as well. Blocks whose allocation the recording has lost are left out.
+    pub fn of(recording: &Recording) -> Snapshot {
+        snapshot(recording)
+    }
+}
+
+/// A snapshot of the end of a recording.
+fn snapshot(recording: &Recording) -> Snapshot {
+    let mut devices: Vec<Device> = Vec::new();
+    let start = recording.start();
+    for event in recording.events() {
+        let end = event.address.checked_add(rounded(event.bytes));
+        let index = recording.device_of(event.allocator);
+        if end.is_none_or(|end| end >= HIGHEST) || index >= DEVICES {
+            continue;
+        }
+        while devices.len() <= index {
+            devices.push(Device::default());
+        }
+        let device = &mut devices[index];
+        let stream = recording.streams().get(usize::from(event.stream));
+        let handle = stream.map_or(0, |stream| stream.handle.min(HIGHEST - 1));
+        match event.action {
+            Action::Held | Action::Allocate => device.allocate(event, start, handle),
+            Action::Free => device.free(event, start),
+            Action::Map { small, mapped } => {
+                let held = Held {
+                    bytes: event.bytes,
+                    small,
+                    mapped,
+                    stream: 0,
+                    view: false,
+                };
+                device.hold(event, start, held);
+            }
+            Action::Unmap { .. } => device.let_go(event, start),
+            Action::OutOfMemory => device.add(Act::Oom, event, start, (event.bytes, 0)),
+            Action::Use => {}
+        }
+    }
+    let most = recording.contexts.keys().next_back().copied().unwrap_or(0);
+    // Numbers of a recording that was tampered with may be anything.
+    let most = most.min(1 << 16);
+    let name = |number| recording.context(number).unwrap_or_default().to_owned();
+    Snapshot {
+        segments: devices
+            .iter()
+            .enumerate()
+            .flat_map(|(index, device)| device.segments(index))
+            .collect(),
+        traces: devices.into_iter().map(|device| device.entries).collect(),
+        contexts: (1..=most).map(name).collect(),
+    }
+}

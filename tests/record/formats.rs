@@ -1,0 +1,388 @@
+//! What recordings become: PyTorch's snapshots, profiles, metrics, and tables for people.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+use crate::common::Folder;
+use crate::scene::{MIB, Scene, alone, memory};
+use cualloc::record::{self, Context, Profile, Recording, Snapshot};
+
+/// A program of two streams with contexts, growth, shrinking and blocks that are left.
+fn program(settings: &str) -> (Recording, u64) {
+    let scene = Scene::new(settings);
+    let (allocator, streams) = (&scene.allocator, [scene.stream(), scene.stream()]);
+    let recorder = memory();
+    let mut kept = Vec::new();
+    for round in 0..60usize {
+        let context = Context::new(["train;forward", "train;backward", "data"][round % 3]);
+        context.enter();
+        let stream = &streams[round % 2];
+        let bytes = [700, 5 * MIB + 3, 40_000, 3 * MIB][round % 4];
+        let block = allocator.allocate(bytes, stream).unwrap();
+        if round % 5 == 0 {
+            block.record_stream(&streams[1 - round % 2]).unwrap();
+        }
+        match round % 3 {
+            0 => kept.push(block),
+            _ => drop(block),
+        }
+        if round % 20 == 19 {
+            kept.truncate(kept.len() / 2);
+            allocator.synchronize().unwrap();
+            allocator.trim(0).unwrap();
+        }
+    }
+    Context::NONE.enter();
+    let live = kept.iter().map(|block| block.requested() as u64).sum();
+    let recording = recorder.read().unwrap();
+    assert_eq!(recording.lost(), 0);
+    (recording, live)
+}
+
+/// Checks a snapshot as the viewer needs it, and prints what the test asks for. Reads pickle or JSON.
+const CHECKER: &str = r#"
+import json, pickle, sys
+raw = open(sys.argv[1], 'rb').read()
+snapshot = json.loads(raw) if raw[:1] == b'{' else pickle.loads(raw)
+segments, traces = snapshot['segments'], snapshot['device_traces']
+assert isinstance(snapshot['allocator_settings'], dict)
+order = [(s['device'], s['address']) for s in segments]
+assert order == sorted(order)
+final, end = {}, {}
+for segment in segments:
+    assert segment['device'] < len(traces), 'V1'
+    at = segment['address']
+    assert at >= end.get(segment['device'], 0)
+    for block in segment['blocks']:
+        assert block['address'] == at and block['size'] > 0, 'V6'
+        at += block['size']
+        if block['state'] == 'active_allocated':
+            final[segment['device'], block['address']] = block['requested_size']
+    assert at == segment['address'] + segment['total_size'], 'V6'
+    end[segment['device']] = at
+    live = [b for b in segment['blocks'] if b['state'] == 'active_allocated']
+    active = [b for b in segment['blocks'] if b['state'] != 'inactive']
+    assert segment['allocated_size'] == sum(b['size'] for b in live), 'V7'
+    assert segment['active_size'] == sum(b['size'] for b in active), 'V7'
+    assert segment['allocated_size'] <= segment['active_size'] <= segment['total_size'], 'V7'
+    assert segment['requested_size'] == sum(b['requested_size'] for b in active), 'V7'
+    assert tuple(segment['segment_pool_id']) == (0, 0), 'V10'
+def small(value):
+    if isinstance(value, bool): return
+    if isinstance(value, int): assert 0 <= value < 2**53, 'V12'
+    elif isinstance(value, dict): [small(v) for v in value.values()]
+    elif isinstance(value, (list, tuple)): [small(v) for v in value]
+small(snapshot)
+for device, trace in enumerate(traces):
+    live, time, mapped = {a: n for (d, a), n in final.items() if d == device}, None, {}
+    for index in reversed(range(len(trace))):
+        entry = trace[index]
+        assert time is None or entry['time_us'] <= time
+        time, action = entry['time_us'], entry['action']
+        if action == 'alloc':
+            assert live.pop(entry['addr']) == entry['size'], 'V4'
+        elif action == 'free_completed':
+            before = trace[index - 1]
+            assert before['action'] == 'free_requested' and before['addr'] == entry['addr'], 'V8'
+            assert entry['addr'] not in live, 'V4'
+            live[entry['addr']] = entry['size']
+    assert not live, 'V3, V11'
+    for entry in trace:
+        action = entry['action']
+        if action in ('segment_map', 'segment_alloc'):
+            mapped[entry['addr']] = entry['size']
+        elif action in ('segment_unmap', 'segment_free'):
+            assert mapped.pop(entry['addr']) == entry['size'], 'V5'
+        elif action == 'alloc':
+            at, stop = entry['addr'], entry['addr'] + entry['size']
+            while at < stop:
+                base = max((b for b in mapped if b <= at), default=None)
+                assert base is not None and base + mapped[base] > at, 'V2'
+                at = base + mapped[base]
+    held = sum(s['total_size'] for s in segments if s['device'] == device)
+    assert held == sum(mapped.values()), 'V5, V13'
+frames = sorted({';'.join(f['name'] for f in e['frames']) for t in traces for e in t})
+print(sum(final.values()), sum(len(t) for t in traces), '|'.join(frames))
+"#;
+
+/// What the checker says of a file; none, with a word about it, where there is no python3.
+fn checked(folder: &Folder, name: &str, bytes: &[u8]) -> Option<String> {
+    let (script, file) = (folder.file("checker.py"), folder.file(name));
+    std::fs::write(&script, CHECKER).unwrap();
+    std::fs::write(&file, bytes).unwrap();
+    let output = match Command::new("python3").arg(&script).arg(&file).output() {
+        Ok(output) => output,
+        Err(error) => {
+            eprintln!("SKIPPED: no python3 ({error})");
+            return None;
+        }
+    };
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{name}: {said}{errors}");
+    Some(said)
+}
+
+#[test]
+fn snapshots_keep_what_viewers_rely_on() {
+    let _alone = alone();
+    let folder = Folder::new("record-snapshot");
+    for settings in ["policy=packed", "policy=classic"] {
+        let (recording, live) = program(settings);
+        let snapshot = Snapshot::of(&recording);
+        let (pickle, json) = (snapshot.to_pickle(), snapshot.to_json());
+        let Some(said) = checked(&folder, "snapshot.pickle", &pickle) else {
+            return;
+        };
+        assert_eq!(
+            checked(&folder, "snapshot.json", json.as_bytes()),
+            Some(said.clone())
+        );
+        let mut words = said.split_whitespace();
+        assert_eq!(words.next(), Some(live.to_string().as_str()));
+        assert!(words.next().unwrap().parse::<usize>().unwrap() > 150);
+        assert!(said.contains("|forward;train"), "{said}");
+    }
+}
+
+#[test]
+fn a_snapshot_read_back_is_the_program() {
+    let _alone = alone();
+    let (recording, _) = program("policy=packed");
+    let written = Snapshot::of(&recording);
+    let read = Snapshot::read(&written.to_pickle()).unwrap();
+    assert_eq!(read.devices(), 1);
+    let (ours, theirs) = (
+        recording.to_trace("ours", None).unwrap(),
+        read.to_trace("ours", 0).unwrap(),
+    );
+    assert_eq!(ours.requested_peak(), theirs.requested_peak());
+    let sizes = |trace: &cualloc::trace::Trace| -> Vec<_> {
+        let rows = trace.rows().iter();
+        rows.map(|row| (row.op, row.id, row.bytes)).collect()
+    };
+    assert_eq!(sizes(&ours), sizes(&theirs));
+}
+
+/// Pickles of PyTorch's forms, written by hand in Python: protocols 2, 4 and 5, a bare list of segments, a block with a
+/// history, and a trace that begins in the middle with a completion that comes late.
+const GOLDEN: &str = r#"
+import pickle, sys
+frames = [{'filename': 'a.py', 'line': 1, 'name': 'f'}]
+def entry(action, addr, size, stream=0):
+    return {'action': action, 'addr': addr, 'size': size, 'stream': stream, 'frames': frames,
+            'time_us': 2**40, 'ratio': 0.5, 'big': 2**70, 'none': None, 'flag': True}
+trace = [entry('free_completed', 512, 10), entry('alloc', 1024, 100), entry('alloc', 2048, 300, 2**46),
+         entry('free_requested', 1024, 100), entry('segment_map', 0, 2**21), entry('unheard_of', 1, 1),
+         entry('free_completed', 1024, 100), entry('free_requested', 2048, 300), entry('alloc', 4096, 70),
+         entry('free_completed', 2048, 300), {'action': 'oom', 'device_free': 7, 'size': 1, 'stream': 0}]
+blocks = [{'size': 512, 'state': 'active_awaiting_free', 'history': [{'real_size': 500, 'frames': frames}]},
+          {'size': 1024, 'state': 'inactive'}]
+segments = [{'device': 0, 'address': 4096, 'total_size': 1536, 'stream': 0, 'segment_type': 'small', 'blocks': blocks}]
+whole = {'segments': segments, 'device_traces': [trace, []], 'later': (1, 2, (3,), ())}
+for protocol in (2, 4, 5):
+    pickle.dump(whole, open(f'{sys.argv[1]}/{protocol}.pickle', 'wb'), protocol)
+pickle.dump(segments, open(f'{sys.argv[1]}/bare.pickle', 'wb'), 2)
+class Evil:
+    def __reduce__(self): return (print, ('executed',))
+pickle.dump({'segments': Evil()}, open(f'{sys.argv[1]}/evil.pickle', 'wb'), 2)
+"#;
+
+#[test]
+fn pickles_of_other_programs_are_read_and_never_executed() {
+    let folder = Folder::new("record-golden");
+    let (script, at) = (folder.file("golden.py"), folder.path());
+    std::fs::write(&script, GOLDEN).unwrap();
+    match Command::new("python3").arg(&script).arg(at).output() {
+        Ok(output) => assert!(output.status.success(), "{output:?}"),
+        Err(error) => return eprintln!("SKIPPED: no python3 ({error})"),
+    }
+    let read = |name: &str| Snapshot::read(&std::fs::read(folder.file(name)).unwrap());
+    // The completion of block 0 follows its free but for events that are no rows.
+    let expected = "a,0,100,0 a,1,300,1 f,0,0,0 f,1,0,1 a,2,70,0 c,1,0,1";
+    for name in ["2.pickle", "4.pickle", "5.pickle"] {
+        let snapshot = read(name).unwrap();
+        assert_eq!(snapshot.devices(), 2);
+        let rows = snapshot.to_trace("golden", 0).unwrap();
+        let rows: Vec<String> = rows.rows().iter().map(ToString::to_string).collect();
+        assert_eq!(rows.join(" "), expected, "{name}");
+        assert_eq!(snapshot.to_trace("golden", 1).unwrap().rows(), []);
+    }
+    assert_eq!(read("bare.pickle").unwrap().devices(), 0);
+    let refused = read("evil.pickle").unwrap_err().to_string();
+    assert!(
+        refused.contains("opcode 0x63") && refused.contains("not executed"),
+        "{refused}"
+    );
+}
+
+/// The fields of a protocol buffer: number, value or bytes.
+fn fields(bytes: &[u8]) -> Vec<(u64, u64, Vec<u8>)> {
+    let mut at = 0;
+    let varint = |at: &mut usize| {
+        let (mut number, mut shift) = (0u64, 0);
+        loop {
+            let byte = bytes[*at];
+            *at += 1;
+            number |= u64::from(byte & 0x7f) << shift;
+            shift += 7;
+            if byte < 0x80 {
+                return number;
+            }
+        }
+    };
+    let mut fields = Vec::new();
+    while at < bytes.len() {
+        let key = varint(&mut at);
+        let value = varint(&mut at);
+        match key & 7 {
+            0 => fields.push((key >> 3, value, Vec::new())),
+            2 => {
+                let end = at + value as usize;
+                fields.push((key >> 3, 0, bytes[at..end].to_vec()));
+                at = end;
+            }
+            other => panic!("wire type {other}"),
+        }
+    }
+    fields
+}
+
+fn numbers(bytes: &[u8]) -> Vec<u64> {
+    // Packed numbers are values without keys: each gets one.
+    let mut keyed = Vec::new();
+    let mut begins = true;
+    for byte in bytes {
+        if begins {
+            keyed.push(8);
+        }
+        keyed.push(*byte);
+        begins = byte & 0x80 == 0;
+    }
+    fields(&keyed)
+        .into_iter()
+        .map(|(_, number, _)| number)
+        .collect()
+}
+
+#[test]
+fn a_profile_adds_up_to_what_is_live() {
+    let _alone = alone();
+    let (recording, live) = program("policy=packed");
+    let profile = Profile::of(&recording);
+    let sum: u64 = profile.shares().map(|(_, share)| share.live_bytes).sum();
+    assert_eq!(sum, live);
+    let names: BTreeSet<&str> = profile.shares().map(|(name, _)| name).collect();
+    assert!(
+        names.contains("train;forward") && names.contains("data"),
+        "{names:?}"
+    );
+    let mut collapsed = 0;
+    for line in profile.to_collapsed().lines() {
+        let (name, bytes) = line.rsplit_once(' ').unwrap();
+        assert!(names.contains(name));
+        collapsed += bytes.parse::<u64>().unwrap();
+    }
+    assert_eq!(collapsed, live);
+    let fields = fields(&profile.to_pprof());
+    let texts: Vec<String> = fields
+        .iter()
+        .filter(|(field, ..)| *field == 6)
+        .map(|(.., text)| String::from_utf8(text.clone()).unwrap())
+        .collect();
+    assert_eq!(texts[0], "");
+    let of = |wanted: u64| fields.iter().filter(move |(field, ..)| *field == wanted);
+    let samples: Vec<Vec<(u64, u64, Vec<u8>)>> = of(2).map(|(.., m)| self::fields(m)).collect();
+    let values = |sample: &[(u64, u64, Vec<u8>)]| numbers(&sample[1].2);
+    let in_use: u64 = samples.iter().map(|sample| values(sample)[3]).sum();
+    assert_eq!(in_use, live);
+    // Every stack leads to names by locations and functions.
+    let functions: BTreeMap<u64, &str> = of(5)
+        .map(|(.., m)| {
+            let parts = self::fields(m);
+            (parts[0].1, texts[parts[1].1 as usize].as_str())
+        })
+        .collect();
+    let stacks: BTreeSet<String> = samples
+        .iter()
+        .map(|sample| {
+            let names = numbers(&sample[0].2)
+                .into_iter()
+                .rev()
+                .map(|id| functions[&id]);
+            names.collect::<Vec<_>>().join(";")
+        })
+        .collect();
+    let stacks: BTreeSet<&str> = stacks.iter().map(String::as_str).collect();
+    assert_eq!(stacks, names);
+}
+
+#[test]
+fn metrics_are_the_figures_in_the_form_of_openmetrics() {
+    let _alone = alone();
+    let scene = Scene::new("limit=1GiB");
+    let stream = scene.stream();
+    let _kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
+    drop(scene.allocator.allocate(512, &stream).unwrap());
+    let text = record::metrics(&scene.allocator);
+    let stats = scene.allocator.stats();
+    assert!(text.ends_with("# EOF\n"));
+    let (mut sums, mut family) = (BTreeMap::<&str, f64>::new(), "");
+    let mut seen = BTreeSet::new();
+    for line in text.lines().filter(|line| *line != "# EOF") {
+        if let Some(told) = line.strip_prefix("# ") {
+            let mut words = told.split(' ');
+            let kind = words.next().unwrap();
+            let name = words.next().unwrap();
+            if kind == "TYPE" {
+                assert!(seen.insert(name), "{name} comes twice");
+                family = name;
+            }
+            assert_eq!(name, family, "{line}");
+            continue;
+        }
+        let (name, rest) = line.split_once('{').unwrap();
+        let (labels, value) = rest.split_once("} ").unwrap();
+        assert!(labels.starts_with("device=\"0\",allocator=\""), "{line}");
+        let plain = name.strip_suffix("_total").unwrap_or(name);
+        assert_eq!(plain, family, "{line}");
+        *sums.entry(name).or_default() += value.parse::<f64>().unwrap();
+    }
+    let figures = [
+        ("cualloc_allocated_bytes", stats.all.allocated.current),
+        ("cualloc_reserved_bytes", stats.all.reserved.current),
+        ("cualloc_limit_bytes", 1 << 30),
+        ("cualloc_blocks", 1),
+        ("cualloc_allocations_total", 2),
+        ("cualloc_frees_total", 1),
+        ("cualloc_out_of_memory_total", 0),
+    ];
+    for (name, figure) in figures {
+        assert_eq!(sums.get(name), Some(&(figure as f64)), "{name}");
+    }
+    assert!(sums["cualloc_driver_calls_total"] > 0.0);
+}
+
+#[test]
+fn the_summary_has_a_row_for_each_figure() {
+    let _alone = alone();
+    let scene = Scene::new("");
+    let stream = scene.stream();
+    let kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
+    let text = record::summary(0, &scene.allocator.stats());
+    let row = |name: &str| {
+        let found = text.lines().find(|line| line.starts_with(name));
+        found
+            .unwrap_or_else(|| panic!("no {name} in\n{text}"))
+            .to_owned()
+    };
+    assert!(row("Allocated memory").contains("3.00 MiB"), "{text}");
+    let blocks: Vec<String> = row("Blocks")
+        .split_whitespace()
+        .map(str::to_owned)
+        .collect();
+    assert_eq!(blocks, ["Blocks", "1", "1", "1", "0"]);
+    assert!(row("Limit").ends_with("none"));
+    assert!(text.lines().all(|line| line.chars().count() <= 76));
+    drop(kept);
+}

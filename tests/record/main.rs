@@ -1,0 +1,62 @@
+//! Recordings: what is recorded, how it is read back, and what becomes of it.
+
+#[cfg(feature = "sim")]
+mod causes;
+#[path = "../common/mod.rs"]
+mod common;
+#[cfg(feature = "sim")]
+mod formats;
+#[cfg(feature = "sim")]
+mod readers;
+#[cfg(feature = "sim")]
+mod recorder;
+
+#[cfg(feature = "sim")]
+mod scene {
+    use cualloc::allocator::{Allocator, Config};
+    use cualloc::driver::{Context, Stream};
+    use cualloc::record::{Recorder, Target};
+    use cualloc::sim::{SimConfig, Simulator};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    pub const MIB: usize = 1 << 20;
+
+    /// One test at a time: there is one recording in a process, of all allocators.
+    pub fn alone() -> MutexGuard<'static, ()> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A simulated device with an allocator.
+    pub struct Scene {
+        _simulator: Simulator,
+        pub context: Context,
+        pub allocator: Allocator,
+    }
+
+    impl Scene {
+        pub fn new(settings: &str) -> Scene {
+            Scene::on(SimConfig::default(), settings)
+        }
+
+        pub fn on(device: SimConfig, settings: &str) -> Scene {
+            let simulator = Simulator::new(device).unwrap();
+            let context = simulator.driver().unwrap().context(0).unwrap();
+            let config: Config = settings.parse().unwrap();
+            let allocator = Allocator::with_config(&context, config).unwrap();
+            Scene {
+                _simulator: simulator,
+                context,
+                allocator,
+            }
+        }
+
+        pub fn stream(&self) -> Stream {
+            Stream::new(&self.context).unwrap()
+        }
+    }
+
+    pub fn memory() -> Recorder {
+        Recorder::start(Target::Memory).unwrap()
+    }
+}

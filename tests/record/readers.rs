@@ -1,0 +1,214 @@
+//! Files of strangers: whatever they hold, a reader says what is wrong or gives something that makes sense.
+//!
+//! The loops are short; `CUALLOC_FUZZ=N` makes them N times as long.
+
+use crate::scene::{MIB, Scene, alone, memory};
+use cualloc::allocator::Config;
+use cualloc::record::{Profile, ReadError, Recording, Snapshot};
+use cualloc::trace::Trace;
+
+struct Draw(u64);
+
+impl Draw {
+    fn below(&mut self, limit: usize) -> usize {
+        let next = self.0.wrapping_mul(6364136223846793005);
+        self.0 = next.wrapping_add(1442695040888963407);
+        ((self.0 >> 33) as usize) % limit.max(1)
+    }
+}
+
+fn rounds(usual: u64) -> u64 {
+    let times = std::env::var("CUALLOC_FUZZ").ok();
+    usual * times.and_then(|times| times.parse().ok()).unwrap_or(1)
+}
+
+/// Changes some bytes of a good file: one after another, a cut, a doubled part, or interesting numbers.
+fn spoilt(good: &[u8], draw: &mut Draw) -> Vec<u8> {
+    let mut bytes = good.to_vec();
+    for _ in 0..1 + draw.below(4) {
+        let at = draw.below(bytes.len());
+        match draw.below(6) {
+            0 => bytes.truncate(at),
+            1 => {
+                let part = bytes[at..(at + draw.below(64)).min(bytes.len())].to_vec();
+                let to = draw.below(bytes.len());
+                bytes.splice(to..to, part);
+            }
+            2 => {
+                let value = [0, 1, 0x7f, 0xff, u64::MAX, 1 << 63][draw.below(6)].to_le_bytes();
+                let end = (at + 8).min(bytes.len());
+                bytes[at..end].copy_from_slice(&value[..end - at]);
+            }
+            _ if at < bytes.len() => bytes[at] = draw.below(256) as u8,
+            _ => {}
+        }
+    }
+    bytes
+}
+
+fn good() -> Recording {
+    let scene = Scene::new("");
+    let stream = scene.stream();
+    let recorder = memory();
+    let kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
+    for bytes in [512, 70_000, 5 * MIB] {
+        drop(scene.allocator.allocate(bytes, &stream).unwrap());
+    }
+    drop(kept);
+    recorder.read().unwrap()
+}
+
+fn good_bytes() -> Vec<u8> {
+    let scene = Scene::new("");
+    let stream = scene.stream();
+    let recorder = memory();
+    let kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
+    for bytes in [512, 70_000, 5 * MIB] {
+        drop(scene.allocator.allocate(bytes, &stream).unwrap());
+    }
+    let mut bytes = Vec::new();
+    recorder.write(&mut bytes).unwrap();
+    drop(kept);
+    bytes
+}
+
+/// Everything that can be made of a recording is made.
+fn use_up(recording: &Recording) {
+    if let Ok(trace) = recording.to_trace("spoilt", None) {
+        assert!(trace.rows().len() <= 2 * recording.events().len());
+    }
+    let snapshot = Snapshot::of(recording);
+    let again = Snapshot::read(&snapshot.to_pickle()).unwrap();
+    assert_eq!(again.devices(), snapshot.devices());
+    assert!(snapshot.to_json().starts_with('{'));
+    let profile = Profile::of(recording);
+    assert!(!profile.to_pprof().is_empty());
+    assert_eq!(
+        profile.to_collapsed().lines().count(),
+        profile.shares().filter(|s| s.1.live_bytes > 0).count()
+    );
+}
+
+#[test]
+fn spoilt_recordings_are_refused_or_make_sense() {
+    let _alone = alone();
+    let good = good_bytes();
+    use_up(&Recording::read(&good).unwrap());
+    let mut draw = Draw(1);
+    let mut read = 0;
+    for _ in 0..rounds(2000) {
+        let bytes = spoilt(&good, &mut draw);
+        if let Ok(recording) = Recording::read(&bytes) {
+            read += 1;
+            use_up(&recording);
+        }
+    }
+    assert!(read > 0);
+}
+
+#[test]
+fn a_recording_is_read_as_far_as_it_goes_and_no_further_than_asked() {
+    let _alone = alone();
+    let good = good_bytes();
+    let whole = Recording::read(&good).unwrap();
+    assert!(whole.is_complete());
+    let mut most = 0;
+    for end in 64..good.len() {
+        let part = Recording::read(&good[..end]).unwrap();
+        assert!(part.events().len() >= most);
+        most = part.events().len();
+        assert!(!part.is_complete());
+    }
+    assert_eq!(most, whole.events().len());
+    assert_eq!(
+        Recording::read_at_most(&good, 2),
+        Err(ReadError::TooManyEvents { limit: 2 })
+    );
+    assert_eq!(
+        Recording::read(b"op,id,bytes,stream\n"),
+        Err(ReadError::NotARecording)
+    );
+    let mut newer = good.clone();
+    newer[8] = 2;
+    assert_eq!(
+        Recording::read(&newer),
+        Err(ReadError::Version { found: 2 })
+    );
+}
+
+#[test]
+fn spoilt_snapshots_are_refused_or_make_sense() {
+    let _alone = alone();
+    let good = Snapshot::of(&good()).to_pickle();
+    let mut draw = Draw(2);
+    let mut read = 0;
+    for _ in 0..rounds(4000) {
+        if let Ok(snapshot) = Snapshot::read(&spoilt(&good, &mut draw)) {
+            read += 1;
+            for device in 0..snapshot.devices() {
+                let trace = snapshot.to_trace("spoilt", device);
+                assert!(trace.is_err() || trace.unwrap().name() == "spoilt");
+            }
+        }
+    }
+    assert!(read > 0);
+}
+
+#[test]
+fn hostile_pickles_take_no_more_than_their_bytes() {
+    // Lists within lists, each twice in the next: 2^60 values, if they were copied.
+    let mut bytes = vec![0x80, 2, b']', b'q', 0];
+    for level in 0..60u8 {
+        bytes.extend([b'h', level, b'h', level, 0x86, b'q', level + 1]);
+    }
+    bytes.push(b'.');
+    assert!(Snapshot::read(&bytes).is_ok_and(|snapshot| snapshot.devices() == 0));
+    let deep = [vec![0x80, 2, b']'], vec![0x85; 100], vec![b'.']].concat();
+    assert!(
+        Snapshot::read(&deep)
+            .unwrap_err()
+            .to_string()
+            .contains("too deep")
+    );
+    let long = [0x80, 2, 0x8d, 255, 255, 255, 255, 255, 255, 255, 127, b'.'];
+    assert!(
+        Snapshot::read(&long)
+            .unwrap_err()
+            .to_string()
+            .contains("cut off")
+    );
+    // A list that holds itself.
+    let circle = [0x80, 2, b'}', b'(', b'X', 8, 0, 0, 0];
+    let circle = [
+        &circle[..],
+        b"segments",
+        &[b']', b'q', 0, b'h', 0, b'a', b'u', b'.'],
+    ]
+    .concat();
+    assert!(Snapshot::read(&circle).is_ok());
+}
+
+#[test]
+fn spoilt_traces_and_settings_are_refused_or_make_sense() {
+    let trace = "op,id,bytes,stream\na,0,512,0\na,1,18446744073709551615,3\nf,0,0,0\nc,0,0,0\n";
+    let settings = "policy=packed,limit=90%,views=on,budget=2,handle=8MiB,captures=never";
+    let (mut draw, mut read) = (Draw(3), 0);
+    for _ in 0..rounds(4000) {
+        let bytes = spoilt(trace.as_bytes(), &mut draw);
+        if let Ok(trace) = Trace::read("spoilt", &bytes[..]) {
+            read += 1;
+            let mut text = Vec::new();
+            trace.write(&mut text).unwrap();
+            assert_eq!(
+                Trace::read("again", &text[..]).unwrap().rows(),
+                trace.rows()
+            );
+        }
+        let bytes = spoilt(settings.as_bytes(), &mut draw);
+        if let Ok(config) = String::from_utf8_lossy(&bytes).parse::<Config>() {
+            read += 1;
+            let _ = config.validate();
+        }
+    }
+    assert!(read > 0);
+}
