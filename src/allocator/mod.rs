@@ -29,7 +29,7 @@ pub use api::carver::{Carved, Carver, CarverStats};
 pub use api::guard::RangeGuard;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
-pub use config::{CONFIG_VARIABLE, Config, Limit, Policy};
+pub use config::{CONFIG_VARIABLE, Config, Limit, Policy, Profile};
 pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;

@@ -17,17 +17,12 @@ impl Heap {
         let lacks = need - suffixes.first().map_or(0, |(suffix, _)| *suffix);
         let worth = ((need - lacks * WORTH_PERCENT / 100).div_ceil(GRANULE) as u32).max(1);
         let mut best: Option<(u32, Cut)> = None;
-        self.views
-            .views_with_runs(worth, &open.borders, |base, view| {
-                let least = best.map_or(worth, |(most, _)| most);
-                if self.may_cut(view)
-                    && let Some((run, keep)) = view.best_cut(open, want.granules, least)
-                    && best.is_none_or(|(most, cut)| run > most || base < cut.base)
-                {
-                    best = Some((run, Cut { base, keep }));
-                }
-                best.map_or(worth, |(most, _)| most)
-            });
+        for (base, view) in self.views.map.iter().filter(|(_, view)| self.may_cut(view)) {
+            let least = best.map_or(worth, |(most, _)| most + 1);
+            if let Some((run, keep)) = view.best_cut(open, want.granules, least) {
+                best = Some((run, Cut { base: *base, keep }));
+            }
+        }
         best.map(|(_, cut)| cut)
     }
 
@@ -58,7 +53,6 @@ impl Heap {
         // Nobody may extend it, or let it go, before its end is unmapped.
         view.busy = true;
         view.calls += 1;
-        self.views.grid.shorten(view.place, view.room, left);
         self.views.segs_under_way += gone.len();
         Some((cut.base + u64::from(left) * GRANULE, gone))
     }
@@ -198,7 +192,7 @@ mod tests {
     const LONG: &[bool] = &[false, true, true, true, true, true, true, false];
     const BUSY: &[bool] = &[true, true, true, true, true, true, true, true, false];
 
-    /// Among views of which the grid is asked, and in either order of their addresses.
+    /// In either order of the views' addresses.
     #[test]
     fn the_longest_run_is_continued() {
         for (base, keep) in [(1 << 40, 7), (3 << 40, 7)] {

@@ -44,10 +44,8 @@ impl Heap {
     }
 
     /// Enters a view.
-    pub(crate) fn put_view(&mut self, base: u64, mut view: View) {
+    pub(crate) fn put_view(&mut self, base: u64, view: View) {
         self.extents.records[view.range].state = Extent::Used;
-        view.place = self.views.grid.enter(base, view.room);
-        self.views.grid.extend(view.place, &view.mappings, 0);
         self.views.map.insert(base, view);
     }
 
@@ -147,7 +145,6 @@ impl Heap {
         }
         // Its handles stay counted until it is unmapped: none of them may be released before.
         let view = self.views.map.remove(&base)?;
-        self.views.grid.leave(view.place, view.room);
         self.extents.records[view.range].state = Extent::Busy;
         self.views.segs_under_way += view.mappings.len();
         Some(view)

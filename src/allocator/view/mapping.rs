@@ -35,8 +35,6 @@ pub(crate) struct View {
     pub mappings: Vec<Mapping>,
     /// Granules of the handles.
     pub granules: u32,
-    /// Its place in the grid.
-    pub place: u32,
     /// Calls under way that keep it.
     pub calls: u32,
     /// Where the blocks lie: granules from the base, to their start and to their end.
@@ -126,7 +124,6 @@ impl View {
             room,
             granules: mappings.iter().map(|mapping| mapping.granules).sum(),
             mappings,
-            place: 0,
             calls: 0,
             blocks: Vec::new(),
             uses: Uses::None,

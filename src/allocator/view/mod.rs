@@ -1,18 +1,15 @@
 //! Second layouts of physical memory: all views of an allocator.
 
 pub(crate) mod commit;
-pub(crate) mod grid;
 pub(crate) mod layout;
 pub(crate) mod mapping;
 pub(crate) mod sources;
 
 use std::collections::BTreeMap;
 
-use crate::allocator::extent::handle::Borders;
 use crate::allocator::extent::want::Want;
 use crate::allocator::report::SelfTest;
 use crate::allocator::size::GRANULE;
-use crate::allocator::view::grid::Grid;
 use crate::allocator::view::mapping::{
     EXTENSIONS, Layout, Mapping, Openings, Site, View, ViewRun, push_part,
 };
@@ -22,8 +19,6 @@ use crate::allocator::view::mapping::{
 pub(crate) struct Views {
     /// Views by their base address.
     pub map: BTreeMap<u64, View>,
-    /// Where to look in views.
-    pub grid: Grid,
     /// Blocks in views so far: the order in which views were used.
     pub clock: u64,
     /// Mappings in views that calls under way make or take away: counted at their handles.
@@ -99,55 +94,31 @@ impl Views {
         })
     }
 
-    /// Looks at the views that may have a run of so many granules, and says from when on only longer
-    /// ones are of interest.
-    pub(crate) fn views_with_runs(
-        &self,
-        granules: u32,
-        borders: &Borders,
-        mut look: impl FnMut(u64, &View) -> u32,
-    ) {
-        let seen = self.grid.candidates(granules, borders.touch(), |base| {
-            self.map
-                .get(&base)
-                .map_or(granules, |view| look(base, view))
-        });
-        if !seen {
-            self.map.iter().for_each(|(base, view)| {
-                look(*base, view);
-            });
-        }
-    }
-
     /// The smallest run over all views that holds a request, given what is open at home.
     pub(crate) fn find(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;
-        self.views_with_runs(want.granules, &open.borders, |base, view| {
-            if view.dead || view.granules < want.granules {
-                return want.granules;
-            }
-            let found = view.tightest(base, &open.borders, want);
+        let views = self.map.iter();
+        for (base, view) in views.filter(|(_, v)| !v.dead && v.granules >= want.granules) {
+            let found = view.tightest(*base, &open.borders, want);
+            // The lowest among equals.
             if let Some((offset, granules)) = found
-                && best.is_none_or(|b| (granules, base) < (b.granules, b.base))
+                && best.is_none_or(|b| granules < b.granules)
             {
                 best = Some(ViewRun {
-                    base,
+                    base: *base,
                     offset,
                     granules,
                 });
             }
-            want.granules
-        });
+        }
         best
     }
 
     /// Enters what was mapped into a view behind the handles that it has.
     pub(crate) fn extend_view(&mut self, base: u64, mappings: Vec<Mapping>) {
         if let Some(view) = self.map.get_mut(&base) {
-            let from = view.granules;
             view.granules += mappings.iter().map(|mapping| mapping.granules).sum::<u32>();
             view.mappings.extend(mappings);
-            self.grid.extend(view.place, &view.mappings, from);
         }
     }
 

@@ -163,9 +163,9 @@ fn a_long_run_in_a_view_is_found_again() {
     });
 }
 
-/// Nothing is looked for in a view that is gone, and its place is another's.
+/// Nothing is looked for in a view that is gone, and its addresses are another's.
 #[test]
-fn a_view_that_goes_leaves_the_grid() {
+fn a_view_that_goes_is_not_found_again() {
     packed(|rig| {
         let a = rig.stream();
         let (allocator, kept) = scattered(rig, 16, &a);
