@@ -42,6 +42,7 @@ impl Op {
             | Work::Wait { .. }
             | Work::HostCopy { .. }
             | Work::Spin
+            | Work::Launched { .. }
             | Work::Callback { .. } => [(0, 0); 2],
         }
     }
@@ -50,13 +51,16 @@ impl Op {
 impl State {
     /// Completes an operation.
     pub(super) fn execute(&mut self, queue: u32, op: &Op) {
+        if let Work::Launched { exec } = op.work {
+            return self.launch_done(exec);
+        }
         let ctx = &self.ctxs[self.queues[queue as usize].ctx];
         let own = ctx.device;
         if ctx.lost.is_some() && self.config.sticky_errors {
             return;
         }
         match &op.work {
-            Work::Record | Work::Wait { .. } | Work::Spin => {}
+            Work::Record | Work::Wait { .. } | Work::Spin | Work::Launched { .. } => {}
             Work::Turn {
                 address,
                 bytes,

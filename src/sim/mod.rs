@@ -25,13 +25,13 @@
 mod address;
 mod args;
 mod call;
-mod capture;
 mod clocks;
 mod config;
 mod contents;
 mod context;
 mod costs;
 mod execute;
+mod graph;
 mod hooks;
 mod host;
 mod kernels;
@@ -90,10 +90,12 @@ struct Ground {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PendingOp {
-    /// The id of its stream.
+    /// The id of its stream; of a graph's node, that of a hidden stream on which some of the nodes run.
     pub stream: u64,
     /// Its position in the stream's work, counted from 1.
     pub sequence: u64,
+    /// The handle of the graph's node that it is; 0 for other work.
+    pub node: u64,
     /// The driver call or kernel that it came from.
     pub kind: &'static str,
     /// The device ranges it touches, as address and bytes.
@@ -223,6 +225,7 @@ impl Simulator {
                     list.push(PendingOp {
                         stream: entry.id,
                         sequence: op.seq,
+                        node: op.place.map_or(0, |place| place.node),
                         kind: op.name,
                         ranges,
                         row: op.row,

@@ -2,6 +2,7 @@
 
 mod capture;
 mod faults;
+mod graphs;
 #[cfg(unix)]
 mod library;
 mod modes;
