@@ -1,6 +1,7 @@
 //! What operations do at the moment they complete: bytes, access rights, races.
 
 use super::contents::{Content, mismatches};
+use super::objects::Callback;
 use super::race::Access;
 use super::reports::Report;
 use super::state::State;
@@ -140,7 +141,11 @@ impl State {
                 self.count_mismatches(queue, op, (*address, *words, *seed), *bad);
             }
             Work::Callback { function, data } => {
-                self.defer(*function, *data);
+                self.defer(Callback {
+                    function: *function,
+                    data: *data,
+                    alone: false,
+                });
                 // The host is told that everything before it is complete.
                 self.observe(queue, op.seq - 1, &op.clock);
             }

@@ -50,7 +50,7 @@ static PLACES: [Place; SLOT_COUNT] = [const {
 thread_local! {
     /// Whether this thread is in a hook, whose own calls have none.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread runs a host function of the driver's.
+    /// Whether this thread runs the function of a user object.
     static CALLBACK: Cell<bool> = const { Cell::new(false) };
     /// The thread that this one pretends to be; 0 for itself.
     static PRETENDED: Cell<u64> = const { Cell::new(0) };
@@ -87,7 +87,7 @@ pub(super) fn as_thread<T>(thread: u32, run: impl FnOnce() -> T) -> T {
     defaults::as_thread(thread, run)
 }
 
-/// Runs a function that the driver calls on a thread of its own, which must not call the driver.
+/// Runs the function of a user object, which the driver calls on a thread of its own and which must not call it.
 pub(super) fn as_callback(run: impl FnOnce()) {
     let _restore = Restore(&CALLBACK, CALLBACK.replace(true));
     run();

@@ -10,6 +10,8 @@ use std::sync::Arc;
 pub(super) struct Callback {
     pub(super) function: CUhostFn,
     pub(super) data: usize,
+    /// Whether it is a user object's, in which no call of the driver is let through.
+    pub(super) alone: bool,
 }
 
 impl Callback {
@@ -17,7 +19,11 @@ impl Callback {
         if let Some(function) = self.function {
             // SAFETY: whoever passed the function to the driver vouches that it may be called with
             // this argument.
-            hooks::as_callback(|| unsafe { function(self.data as *mut std::ffi::c_void) });
+            let run = || unsafe { function(self.data as *mut std::ffi::c_void) };
+            match self.alone {
+                true => hooks::as_callback(run),
+                false => run(),
+            }
         }
     }
 }

@@ -11,7 +11,7 @@ use super::physical::{Alloc, HostBlock, Mapping};
 use super::race::Entry;
 use super::reports::{Report, Site};
 use super::work::Queue;
-use crate::driver::sys::{CUhostFn, CUresult};
+use crate::driver::sys::CUresult;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -304,13 +304,12 @@ impl State {
         Ok(())
     }
 
-    /// Refuses a call that a host function makes, or that of a user object: the driver may wait for its own
-    /// thread there.
+    /// Refuses a call that the function of a user object makes: the driver may wait for its own thread there.
     #[cold]
     pub(super) fn refuse_in_callback(&mut self, call: Call) -> R {
         self.enter_thread();
         self.now = call;
-        self.misuse("called by a function that the driver runs", 0);
+        self.misuse("called by the function of a user object", 0);
         fail(CUresult::CUDA_ERROR_NOT_PERMITTED)
     }
 
@@ -404,8 +403,8 @@ impl State {
         self.log.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    pub(super) fn defer(&mut self, function: CUhostFn, data: usize) {
-        self.callbacks.push(Callback { function, data });
+    pub(super) fn defer(&mut self, callback: Callback) {
+        self.callbacks.push(callback);
     }
 
     pub(super) fn take_callbacks(&mut self) -> Vec<Callback> {

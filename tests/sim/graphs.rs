@@ -359,9 +359,9 @@ fn an_executable_runs_on_what_is_at_its_addresses_now() {
     bench.silent();
 }
 
-/// A function of the driver's that calls the driver, which it must not: it is refused, and that is a finding.
+/// It would wait for the driver's own thread: it is refused, and that is a finding.
 #[test]
-fn functions_that_the_driver_runs_must_not_call_it() {
+fn the_function_of_a_user_object_must_not_call_the_driver() {
     let bench = bench();
     let own = stream(&bench);
     let (driver, seen) = (bench.driver.clone(), Arc::new(AtomicU32::new(0)));

@@ -29,7 +29,7 @@ impl State {
         if entry.count == 0
             && let Some(gone) = self.graphs.objects.remove(object)
         {
-            self.defer(gone.callback.function, gone.callback.data);
+            self.defer(gone.callback);
         }
     }
 
@@ -70,6 +70,7 @@ impl State {
             callback: Callback {
                 function: destroy,
                 data: pointer as usize,
+                alone: true,
             },
         });
         object.set(value as CUuserObject)
