@@ -6,6 +6,8 @@ pub const CU_MEMHOSTALLOC_WRITECOMBINED: u32 = 4;
 pub const CU_MEMHOSTREGISTER_PORTABLE: u32 = 1;
 pub const CU_MEMHOSTREGISTER_DEVICEMAP: u32 = 2;
 pub const CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: u32 = 1;
+pub const CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: u32 = 1;
+pub const CU_GRAPH_USER_OBJECT_MOVE: u32 = 1;
 pub type cuuint64_t = ::core::ffi::c_ulonglong;
 pub type CUdeviceptr = ::core::ffi::c_ulonglong;
 pub type CUdevice = ::core::ffi::c_int;
@@ -53,6 +55,12 @@ pub struct CUgraphNode_st {
 pub type CUgraphNode = *mut CUgraphNode_st;
 #[repr(C)]
 #[derive(Debug)]
+pub struct CUgraphExec_st {
+    _unused: [u8; 0],
+}
+pub type CUgraphExec = *mut CUgraphExec_st;
+#[repr(C)]
+#[derive(Debug)]
 pub struct CUuserObject_st {
     _unused: [u8; 0],
 }
@@ -63,6 +71,12 @@ pub struct CUmemPoolHandle_st {
     _unused: [u8; 0],
 }
 pub type CUmemoryPool = *mut CUmemPoolHandle_st;
+#[repr(C)]
+#[derive(Debug)]
+pub struct CUkern_st {
+    _unused: [u8; 0],
+}
+pub type CUkernel = *mut CUkern_st;
 pub type CUmemGenericAllocationHandle = ::core::ffi::c_ulonglong;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone)]
@@ -126,6 +140,7 @@ impl cudaError_enum {
     pub const CUDA_ERROR_NVLINK_UNCORRECTABLE: cudaError_enum = cudaError_enum(220);
     pub const CUDA_ERROR_INVALID_HANDLE: cudaError_enum = cudaError_enum(400);
     pub const CUDA_ERROR_ILLEGAL_STATE: cudaError_enum = cudaError_enum(401);
+    pub const CUDA_ERROR_LOSSY_QUERY: cudaError_enum = cudaError_enum(402);
     pub const CUDA_ERROR_NOT_FOUND: cudaError_enum = cudaError_enum(500);
     pub const CUDA_ERROR_NOT_READY: cudaError_enum = cudaError_enum(600);
     pub const CUDA_ERROR_ILLEGAL_ADDRESS: cudaError_enum = cudaError_enum(700);
@@ -163,6 +178,7 @@ impl cudaError_enum {
         908,
     );
     pub const CUDA_ERROR_TIMEOUT: cudaError_enum = cudaError_enum(909);
+    pub const CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE: cudaError_enum = cudaError_enum(910);
     pub const CUDA_ERROR_EXTERNAL_DEVICE: cudaError_enum = cudaError_enum(911);
     pub const CUDA_ERROR_UNKNOWN: cudaError_enum = cudaError_enum(999);
 }
@@ -687,6 +703,264 @@ pub type CUmemPoolPtrExportData = CUmemPoolPtrExportData_st;
 pub type CUhostFn = ::core::option::Option<
     unsafe extern "C" fn(userData: *mut ::core::ffi::c_void),
 >;
+impl CUgraphDependencyType_enum {
+    pub const CU_GRAPH_DEPENDENCY_TYPE_DEFAULT: CUgraphDependencyType_enum = CUgraphDependencyType_enum(
+        0,
+    );
+    pub const CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC: CUgraphDependencyType_enum = CUgraphDependencyType_enum(
+        1,
+    );
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct CUgraphDependencyType_enum(pub ::core::ffi::c_uint);
+pub use self::CUgraphDependencyType_enum as CUgraphDependencyType;
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct CUgraphEdgeData_st {
+    pub from_port: ::core::ffi::c_uchar,
+    pub to_port: ::core::ffi::c_uchar,
+    pub type_: ::core::ffi::c_uchar,
+    pub reserved: [::core::ffi::c_uchar; 5usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of CUgraphEdgeData_st",
+    ][::core::mem::size_of::<CUgraphEdgeData_st>() - 8usize];
+    [
+        "Alignment of CUgraphEdgeData_st",
+    ][::core::mem::align_of::<CUgraphEdgeData_st>() - 1usize];
+    [
+        "Offset of field: CUgraphEdgeData_st::from_port",
+    ][::core::mem::offset_of!(CUgraphEdgeData_st, from_port) - 0usize];
+    [
+        "Offset of field: CUgraphEdgeData_st::to_port",
+    ][::core::mem::offset_of!(CUgraphEdgeData_st, to_port) - 1usize];
+    [
+        "Offset of field: CUgraphEdgeData_st::type_",
+    ][::core::mem::offset_of!(CUgraphEdgeData_st, type_) - 2usize];
+    [
+        "Offset of field: CUgraphEdgeData_st::reserved",
+    ][::core::mem::offset_of!(CUgraphEdgeData_st, reserved) - 3usize];
+};
+pub type CUgraphEdgeData = CUgraphEdgeData_st;
+impl CUgraphNodeType_enum {
+    pub const CU_GRAPH_NODE_TYPE_KERNEL: CUgraphNodeType_enum = CUgraphNodeType_enum(0);
+    pub const CU_GRAPH_NODE_TYPE_MEMCPY: CUgraphNodeType_enum = CUgraphNodeType_enum(1);
+    pub const CU_GRAPH_NODE_TYPE_MEMSET: CUgraphNodeType_enum = CUgraphNodeType_enum(2);
+    pub const CU_GRAPH_NODE_TYPE_HOST: CUgraphNodeType_enum = CUgraphNodeType_enum(3);
+    pub const CU_GRAPH_NODE_TYPE_GRAPH: CUgraphNodeType_enum = CUgraphNodeType_enum(4);
+    pub const CU_GRAPH_NODE_TYPE_EMPTY: CUgraphNodeType_enum = CUgraphNodeType_enum(5);
+    pub const CU_GRAPH_NODE_TYPE_WAIT_EVENT: CUgraphNodeType_enum = CUgraphNodeType_enum(
+        6,
+    );
+    pub const CU_GRAPH_NODE_TYPE_EVENT_RECORD: CUgraphNodeType_enum = CUgraphNodeType_enum(
+        7,
+    );
+    pub const CU_GRAPH_NODE_TYPE_MEM_ALLOC: CUgraphNodeType_enum = CUgraphNodeType_enum(
+        10,
+    );
+    pub const CU_GRAPH_NODE_TYPE_MEM_FREE: CUgraphNodeType_enum = CUgraphNodeType_enum(
+        11,
+    );
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct CUgraphNodeType_enum(pub ::core::ffi::c_uint);
+pub use self::CUgraphNodeType_enum as CUgraphNodeType;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct CUDA_KERNEL_NODE_PARAMS_v2_st {
+    pub func: CUfunction,
+    pub gridDimX: ::core::ffi::c_uint,
+    pub gridDimY: ::core::ffi::c_uint,
+    pub gridDimZ: ::core::ffi::c_uint,
+    pub blockDimX: ::core::ffi::c_uint,
+    pub blockDimY: ::core::ffi::c_uint,
+    pub blockDimZ: ::core::ffi::c_uint,
+    pub sharedMemBytes: ::core::ffi::c_uint,
+    pub kernelParams: *mut *mut ::core::ffi::c_void,
+    pub extra: *mut *mut ::core::ffi::c_void,
+    pub kern: CUkernel,
+    pub ctx: CUcontext,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of CUDA_KERNEL_NODE_PARAMS_v2_st",
+    ][::core::mem::size_of::<CUDA_KERNEL_NODE_PARAMS_v2_st>() - 72usize];
+    [
+        "Alignment of CUDA_KERNEL_NODE_PARAMS_v2_st",
+    ][::core::mem::align_of::<CUDA_KERNEL_NODE_PARAMS_v2_st>() - 8usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::func",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, func) - 0usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::gridDimX",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, gridDimX) - 8usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::gridDimY",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, gridDimY) - 12usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::gridDimZ",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, gridDimZ) - 16usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::blockDimX",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, blockDimX) - 20usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::blockDimY",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, blockDimY) - 24usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::blockDimZ",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, blockDimZ) - 28usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::sharedMemBytes",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, sharedMemBytes) - 32usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::kernelParams",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, kernelParams) - 40usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::extra",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, extra) - 48usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::kern",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, kern) - 56usize];
+    [
+        "Offset of field: CUDA_KERNEL_NODE_PARAMS_v2_st::ctx",
+    ][::core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS_v2_st, ctx) - 64usize];
+};
+impl Default for CUDA_KERNEL_NODE_PARAMS_v2_st {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+pub type CUDA_KERNEL_NODE_PARAMS_v2 = CUDA_KERNEL_NODE_PARAMS_v2_st;
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct CUDA_MEMSET_NODE_PARAMS_st {
+    pub dst: CUdeviceptr,
+    pub pitch: usize,
+    pub value: ::core::ffi::c_uint,
+    pub elementSize: ::core::ffi::c_uint,
+    pub width: usize,
+    pub height: usize,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of CUDA_MEMSET_NODE_PARAMS_st",
+    ][::core::mem::size_of::<CUDA_MEMSET_NODE_PARAMS_st>() - 40usize];
+    [
+        "Alignment of CUDA_MEMSET_NODE_PARAMS_st",
+    ][::core::mem::align_of::<CUDA_MEMSET_NODE_PARAMS_st>() - 8usize];
+    [
+        "Offset of field: CUDA_MEMSET_NODE_PARAMS_st::dst",
+    ][::core::mem::offset_of!(CUDA_MEMSET_NODE_PARAMS_st, dst) - 0usize];
+    [
+        "Offset of field: CUDA_MEMSET_NODE_PARAMS_st::pitch",
+    ][::core::mem::offset_of!(CUDA_MEMSET_NODE_PARAMS_st, pitch) - 8usize];
+    [
+        "Offset of field: CUDA_MEMSET_NODE_PARAMS_st::value",
+    ][::core::mem::offset_of!(CUDA_MEMSET_NODE_PARAMS_st, value) - 16usize];
+    [
+        "Offset of field: CUDA_MEMSET_NODE_PARAMS_st::elementSize",
+    ][::core::mem::offset_of!(CUDA_MEMSET_NODE_PARAMS_st, elementSize) - 20usize];
+    [
+        "Offset of field: CUDA_MEMSET_NODE_PARAMS_st::width",
+    ][::core::mem::offset_of!(CUDA_MEMSET_NODE_PARAMS_st, width) - 24usize];
+    [
+        "Offset of field: CUDA_MEMSET_NODE_PARAMS_st::height",
+    ][::core::mem::offset_of!(CUDA_MEMSET_NODE_PARAMS_st, height) - 32usize];
+};
+pub type CUDA_MEMSET_NODE_PARAMS = CUDA_MEMSET_NODE_PARAMS_st;
+impl CUstreamUpdateCaptureDependencies_flags_enum {
+    pub const CU_STREAM_ADD_CAPTURE_DEPENDENCIES: CUstreamUpdateCaptureDependencies_flags_enum = CUstreamUpdateCaptureDependencies_flags_enum(
+        0,
+    );
+    pub const CU_STREAM_SET_CAPTURE_DEPENDENCIES: CUstreamUpdateCaptureDependencies_flags_enum = CUstreamUpdateCaptureDependencies_flags_enum(
+        1,
+    );
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct CUstreamUpdateCaptureDependencies_flags_enum(pub ::core::ffi::c_uint);
+pub use self::CUstreamUpdateCaptureDependencies_flags_enum as CUstreamUpdateCaptureDependencies_flags;
+impl CUgraphExecUpdateResult_enum {
+    pub const CU_GRAPH_EXEC_UPDATE_SUCCESS: CUgraphExecUpdateResult_enum = CUgraphExecUpdateResult_enum(
+        0,
+    );
+    pub const CU_GRAPH_EXEC_UPDATE_ERROR: CUgraphExecUpdateResult_enum = CUgraphExecUpdateResult_enum(
+        1,
+    );
+    pub const CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED: CUgraphExecUpdateResult_enum = CUgraphExecUpdateResult_enum(
+        2,
+    );
+    pub const CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED: CUgraphExecUpdateResult_enum = CUgraphExecUpdateResult_enum(
+        3,
+    );
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct CUgraphExecUpdateResult_enum(pub ::core::ffi::c_uint);
+pub use self::CUgraphExecUpdateResult_enum as CUgraphExecUpdateResult;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct CUgraphExecUpdateResultInfo_st {
+    pub result: CUgraphExecUpdateResult,
+    pub errorNode: CUgraphNode,
+    pub errorFromNode: CUgraphNode,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of CUgraphExecUpdateResultInfo_st",
+    ][::core::mem::size_of::<CUgraphExecUpdateResultInfo_st>() - 24usize];
+    [
+        "Alignment of CUgraphExecUpdateResultInfo_st",
+    ][::core::mem::align_of::<CUgraphExecUpdateResultInfo_st>() - 8usize];
+    [
+        "Offset of field: CUgraphExecUpdateResultInfo_st::result",
+    ][::core::mem::offset_of!(CUgraphExecUpdateResultInfo_st, result) - 0usize];
+    [
+        "Offset of field: CUgraphExecUpdateResultInfo_st::errorNode",
+    ][::core::mem::offset_of!(CUgraphExecUpdateResultInfo_st, errorNode) - 8usize];
+    [
+        "Offset of field: CUgraphExecUpdateResultInfo_st::errorFromNode",
+    ][::core::mem::offset_of!(CUgraphExecUpdateResultInfo_st, errorFromNode) - 16usize];
+};
+impl Default for CUgraphExecUpdateResultInfo_st {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+pub type CUgraphExecUpdateResultInfo = CUgraphExecUpdateResultInfo_st;
+impl CUgraphMem_attribute_enum {
+    pub const CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT: CUgraphMem_attribute_enum = CUgraphMem_attribute_enum(
+        0,
+    );
+    pub const CU_GRAPH_MEM_ATTR_USED_MEM_HIGH: CUgraphMem_attribute_enum = CUgraphMem_attribute_enum(
+        1,
+    );
+    pub const CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT: CUgraphMem_attribute_enum = CUgraphMem_attribute_enum(
+        2,
+    );
+    pub const CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH: CUgraphMem_attribute_enum = CUgraphMem_attribute_enum(
+        3,
+    );
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct CUgraphMem_attribute_enum(pub ::core::ffi::c_uint);
+pub use self::CUgraphMem_attribute_enum as CUgraphMem_attribute;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone)]
 pub struct CuFunctions {
@@ -952,8 +1226,125 @@ pub struct CuFunctions {
             arg6: *mut usize,
         ) -> CUresult,
     >,
+    pub cuStreamGetCaptureInfo_v3: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUstream,
+            arg2: *mut CUstreamCaptureStatus,
+            arg3: *mut cuuint64_t,
+            arg4: *mut CUgraph,
+            arg5: *mut *const CUgraphNode,
+            arg6: *mut *const CUgraphEdgeData,
+            arg7: *mut usize,
+        ) -> CUresult,
+    >,
+    pub cuStreamUpdateCaptureDependencies_v2: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUstream,
+            arg2: *mut CUgraphNode,
+            arg3: *const CUgraphEdgeData,
+            arg4: usize,
+            arg5: ::core::ffi::c_uint,
+        ) -> CUresult,
+    >,
+    pub cuStreamBeginCaptureToGraph: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUstream,
+            arg2: CUgraph,
+            arg3: *const CUgraphNode,
+            arg4: *const CUgraphEdgeData,
+            arg5: usize,
+            arg6: CUstreamCaptureMode,
+        ) -> CUresult,
+    >,
+    pub cuGraphCreate: ::core::option::Option<
+        unsafe extern "C" fn(arg1: *mut CUgraph, arg2: ::core::ffi::c_uint) -> CUresult,
+    >,
     pub cuGraphDestroy: ::core::option::Option<
         unsafe extern "C" fn(arg1: CUgraph) -> CUresult,
+    >,
+    pub cuGraphClone: ::core::option::Option<
+        unsafe extern "C" fn(arg1: *mut CUgraph, arg2: CUgraph) -> CUresult,
+    >,
+    pub cuGraphAddEmptyNode: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: *mut CUgraphNode,
+            arg2: CUgraph,
+            arg3: *const CUgraphNode,
+            arg4: usize,
+        ) -> CUresult,
+    >,
+    pub cuGraphAddKernelNode_v2: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: *mut CUgraphNode,
+            arg2: CUgraph,
+            arg3: *const CUgraphNode,
+            arg4: usize,
+            arg5: *const CUDA_KERNEL_NODE_PARAMS_v2,
+        ) -> CUresult,
+    >,
+    pub cuGraphAddMemsetNode: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: *mut CUgraphNode,
+            arg2: CUgraph,
+            arg3: *const CUgraphNode,
+            arg4: usize,
+            arg5: *const CUDA_MEMSET_NODE_PARAMS,
+            arg6: CUcontext,
+        ) -> CUresult,
+    >,
+    pub cuGraphGetNodes: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUgraph,
+            arg2: *mut CUgraphNode,
+            arg3: *mut usize,
+        ) -> CUresult,
+    >,
+    pub cuGraphGetEdges_v2: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUgraph,
+            arg2: *mut CUgraphNode,
+            arg3: *mut CUgraphNode,
+            arg4: *mut CUgraphEdgeData,
+            arg5: *mut usize,
+        ) -> CUresult,
+    >,
+    pub cuGraphNodeGetType: ::core::option::Option<
+        unsafe extern "C" fn(arg1: CUgraphNode, arg2: *mut CUgraphNodeType) -> CUresult,
+    >,
+    pub cuGraphNodeGetDependencies: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUgraphNode,
+            arg2: *mut CUgraphNode,
+            arg3: *mut usize,
+        ) -> CUresult,
+    >,
+    pub cuGraphNodeGetDependencies_v2: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUgraphNode,
+            arg2: *mut CUgraphNode,
+            arg3: *mut CUgraphEdgeData,
+            arg4: *mut usize,
+        ) -> CUresult,
+    >,
+    pub cuGraphInstantiateWithFlags: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: *mut CUgraphExec,
+            arg2: CUgraph,
+            arg3: ::core::ffi::c_ulonglong,
+        ) -> CUresult,
+    >,
+    pub cuGraphLaunch: ::core::option::Option<
+        unsafe extern "C" fn(arg1: CUgraphExec, arg2: CUstream) -> CUresult,
+    >,
+    pub cuGraphExecUpdate_v2: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUgraphExec,
+            arg2: CUgraph,
+            arg3: *mut CUgraphExecUpdateResultInfo,
+        ) -> CUresult,
+    >,
+    pub cuGraphExecDestroy: ::core::option::Option<
+        unsafe extern "C" fn(arg1: CUgraphExec) -> CUresult,
     >,
     pub cuUserObjectCreate: ::core::option::Option<
         unsafe extern "C" fn(
@@ -964,6 +1355,12 @@ pub struct CuFunctions {
             arg5: ::core::ffi::c_uint,
         ) -> CUresult,
     >,
+    pub cuUserObjectRetain: ::core::option::Option<
+        unsafe extern "C" fn(arg1: CUuserObject, arg2: ::core::ffi::c_uint) -> CUresult,
+    >,
+    pub cuUserObjectRelease: ::core::option::Option<
+        unsafe extern "C" fn(arg1: CUuserObject, arg2: ::core::ffi::c_uint) -> CUresult,
+    >,
     pub cuGraphRetainUserObject: ::core::option::Option<
         unsafe extern "C" fn(
             arg1: CUgraph,
@@ -971,6 +1368,23 @@ pub struct CuFunctions {
             arg3: ::core::ffi::c_uint,
             arg4: ::core::ffi::c_uint,
         ) -> CUresult,
+    >,
+    pub cuGraphReleaseUserObject: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUgraph,
+            arg2: CUuserObject,
+            arg3: ::core::ffi::c_uint,
+        ) -> CUresult,
+    >,
+    pub cuDeviceGetGraphMemAttribute: ::core::option::Option<
+        unsafe extern "C" fn(
+            arg1: CUdevice,
+            arg2: CUgraphMem_attribute,
+            arg3: *mut ::core::ffi::c_void,
+        ) -> CUresult,
+    >,
+    pub cuDeviceGraphMemTrim: ::core::option::Option<
+        unsafe extern "C" fn(arg1: CUdevice) -> CUresult,
     >,
     pub cuPointerGetAttribute: ::core::option::Option<
         unsafe extern "C" fn(
@@ -1237,7 +1651,7 @@ pub struct CuFunctions {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of CuFunctions"][::core::mem::size_of::<CuFunctions>() - 800usize];
+    ["Size of CuFunctions"][::core::mem::size_of::<CuFunctions>() - 976usize];
     ["Alignment of CuFunctions"][::core::mem::align_of::<CuFunctions>() - 8usize];
     [
         "Offset of field: CuFunctions::cuInit",
@@ -1406,140 +1820,207 @@ const _: () = {
         "Offset of field: CuFunctions::cuStreamGetCaptureInfo_v2",
     ][::core::mem::offset_of!(CuFunctions, cuStreamGetCaptureInfo_v2) - 432usize];
     [
+        "Offset of field: CuFunctions::cuStreamGetCaptureInfo_v3",
+    ][::core::mem::offset_of!(CuFunctions, cuStreamGetCaptureInfo_v3) - 440usize];
+    [
+        "Offset of field: CuFunctions::cuStreamUpdateCaptureDependencies_v2",
+    ][::core::mem::offset_of!(CuFunctions, cuStreamUpdateCaptureDependencies_v2)
+        - 448usize];
+    [
+        "Offset of field: CuFunctions::cuStreamBeginCaptureToGraph",
+    ][::core::mem::offset_of!(CuFunctions, cuStreamBeginCaptureToGraph) - 456usize];
+    [
+        "Offset of field: CuFunctions::cuGraphCreate",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphCreate) - 464usize];
+    [
         "Offset of field: CuFunctions::cuGraphDestroy",
-    ][::core::mem::offset_of!(CuFunctions, cuGraphDestroy) - 440usize];
+    ][::core::mem::offset_of!(CuFunctions, cuGraphDestroy) - 472usize];
+    [
+        "Offset of field: CuFunctions::cuGraphClone",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphClone) - 480usize];
+    [
+        "Offset of field: CuFunctions::cuGraphAddEmptyNode",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphAddEmptyNode) - 488usize];
+    [
+        "Offset of field: CuFunctions::cuGraphAddKernelNode_v2",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphAddKernelNode_v2) - 496usize];
+    [
+        "Offset of field: CuFunctions::cuGraphAddMemsetNode",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphAddMemsetNode) - 504usize];
+    [
+        "Offset of field: CuFunctions::cuGraphGetNodes",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphGetNodes) - 512usize];
+    [
+        "Offset of field: CuFunctions::cuGraphGetEdges_v2",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphGetEdges_v2) - 520usize];
+    [
+        "Offset of field: CuFunctions::cuGraphNodeGetType",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphNodeGetType) - 528usize];
+    [
+        "Offset of field: CuFunctions::cuGraphNodeGetDependencies",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphNodeGetDependencies) - 536usize];
+    [
+        "Offset of field: CuFunctions::cuGraphNodeGetDependencies_v2",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphNodeGetDependencies_v2) - 544usize];
+    [
+        "Offset of field: CuFunctions::cuGraphInstantiateWithFlags",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphInstantiateWithFlags) - 552usize];
+    [
+        "Offset of field: CuFunctions::cuGraphLaunch",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphLaunch) - 560usize];
+    [
+        "Offset of field: CuFunctions::cuGraphExecUpdate_v2",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphExecUpdate_v2) - 568usize];
+    [
+        "Offset of field: CuFunctions::cuGraphExecDestroy",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphExecDestroy) - 576usize];
     [
         "Offset of field: CuFunctions::cuUserObjectCreate",
-    ][::core::mem::offset_of!(CuFunctions, cuUserObjectCreate) - 448usize];
+    ][::core::mem::offset_of!(CuFunctions, cuUserObjectCreate) - 584usize];
+    [
+        "Offset of field: CuFunctions::cuUserObjectRetain",
+    ][::core::mem::offset_of!(CuFunctions, cuUserObjectRetain) - 592usize];
+    [
+        "Offset of field: CuFunctions::cuUserObjectRelease",
+    ][::core::mem::offset_of!(CuFunctions, cuUserObjectRelease) - 600usize];
     [
         "Offset of field: CuFunctions::cuGraphRetainUserObject",
-    ][::core::mem::offset_of!(CuFunctions, cuGraphRetainUserObject) - 456usize];
+    ][::core::mem::offset_of!(CuFunctions, cuGraphRetainUserObject) - 608usize];
+    [
+        "Offset of field: CuFunctions::cuGraphReleaseUserObject",
+    ][::core::mem::offset_of!(CuFunctions, cuGraphReleaseUserObject) - 616usize];
+    [
+        "Offset of field: CuFunctions::cuDeviceGetGraphMemAttribute",
+    ][::core::mem::offset_of!(CuFunctions, cuDeviceGetGraphMemAttribute) - 624usize];
+    [
+        "Offset of field: CuFunctions::cuDeviceGraphMemTrim",
+    ][::core::mem::offset_of!(CuFunctions, cuDeviceGraphMemTrim) - 632usize];
     [
         "Offset of field: CuFunctions::cuPointerGetAttribute",
-    ][::core::mem::offset_of!(CuFunctions, cuPointerGetAttribute) - 464usize];
+    ][::core::mem::offset_of!(CuFunctions, cuPointerGetAttribute) - 640usize];
     [
         "Offset of field: CuFunctions::cuPointerGetAttributes",
-    ][::core::mem::offset_of!(CuFunctions, cuPointerGetAttributes) - 472usize];
+    ][::core::mem::offset_of!(CuFunctions, cuPointerGetAttributes) - 648usize];
     [
         "Offset of field: CuFunctions::cuPointerSetAttribute",
-    ][::core::mem::offset_of!(CuFunctions, cuPointerSetAttribute) - 480usize];
+    ][::core::mem::offset_of!(CuFunctions, cuPointerSetAttribute) - 656usize];
     [
         "Offset of field: CuFunctions::cuMemAddressReserve",
-    ][::core::mem::offset_of!(CuFunctions, cuMemAddressReserve) - 488usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemAddressReserve) - 664usize];
     [
         "Offset of field: CuFunctions::cuMemAddressFree",
-    ][::core::mem::offset_of!(CuFunctions, cuMemAddressFree) - 496usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemAddressFree) - 672usize];
     [
         "Offset of field: CuFunctions::cuMemCreate",
-    ][::core::mem::offset_of!(CuFunctions, cuMemCreate) - 504usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemCreate) - 680usize];
     [
         "Offset of field: CuFunctions::cuMemRelease",
-    ][::core::mem::offset_of!(CuFunctions, cuMemRelease) - 512usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemRelease) - 688usize];
     [
         "Offset of field: CuFunctions::cuMemMap",
-    ][::core::mem::offset_of!(CuFunctions, cuMemMap) - 520usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemMap) - 696usize];
     [
         "Offset of field: CuFunctions::cuMemUnmap",
-    ][::core::mem::offset_of!(CuFunctions, cuMemUnmap) - 528usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemUnmap) - 704usize];
     [
         "Offset of field: CuFunctions::cuMemSetAccess",
-    ][::core::mem::offset_of!(CuFunctions, cuMemSetAccess) - 536usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemSetAccess) - 712usize];
     [
         "Offset of field: CuFunctions::cuMemGetAccess",
-    ][::core::mem::offset_of!(CuFunctions, cuMemGetAccess) - 544usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemGetAccess) - 720usize];
     [
         "Offset of field: CuFunctions::cuMemGetAllocationGranularity",
-    ][::core::mem::offset_of!(CuFunctions, cuMemGetAllocationGranularity) - 552usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemGetAllocationGranularity) - 728usize];
     [
         "Offset of field: CuFunctions::cuMemGetAllocationPropertiesFromHandle",
     ][::core::mem::offset_of!(CuFunctions, cuMemGetAllocationPropertiesFromHandle)
-        - 560usize];
+        - 736usize];
     [
         "Offset of field: CuFunctions::cuMemExportToShareableHandle",
-    ][::core::mem::offset_of!(CuFunctions, cuMemExportToShareableHandle) - 568usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemExportToShareableHandle) - 744usize];
     [
         "Offset of field: CuFunctions::cuMemImportFromShareableHandle",
-    ][::core::mem::offset_of!(CuFunctions, cuMemImportFromShareableHandle) - 576usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemImportFromShareableHandle) - 752usize];
     [
         "Offset of field: CuFunctions::cuMemRetainAllocationHandle",
-    ][::core::mem::offset_of!(CuFunctions, cuMemRetainAllocationHandle) - 584usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemRetainAllocationHandle) - 760usize];
     [
         "Offset of field: CuFunctions::cuMemGetHandleForAddressRange",
-    ][::core::mem::offset_of!(CuFunctions, cuMemGetHandleForAddressRange) - 592usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemGetHandleForAddressRange) - 768usize];
     [
         "Offset of field: CuFunctions::cuIpcGetMemHandle",
-    ][::core::mem::offset_of!(CuFunctions, cuIpcGetMemHandle) - 600usize];
+    ][::core::mem::offset_of!(CuFunctions, cuIpcGetMemHandle) - 776usize];
     [
         "Offset of field: CuFunctions::cuIpcOpenMemHandle_v2",
-    ][::core::mem::offset_of!(CuFunctions, cuIpcOpenMemHandle_v2) - 608usize];
+    ][::core::mem::offset_of!(CuFunctions, cuIpcOpenMemHandle_v2) - 784usize];
     [
         "Offset of field: CuFunctions::cuIpcCloseMemHandle",
-    ][::core::mem::offset_of!(CuFunctions, cuIpcCloseMemHandle) - 616usize];
+    ][::core::mem::offset_of!(CuFunctions, cuIpcCloseMemHandle) - 792usize];
     [
         "Offset of field: CuFunctions::cuMemAllocAsync",
-    ][::core::mem::offset_of!(CuFunctions, cuMemAllocAsync) - 624usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemAllocAsync) - 800usize];
     [
         "Offset of field: CuFunctions::cuMemAllocFromPoolAsync",
-    ][::core::mem::offset_of!(CuFunctions, cuMemAllocFromPoolAsync) - 632usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemAllocFromPoolAsync) - 808usize];
     [
         "Offset of field: CuFunctions::cuMemFreeAsync",
-    ][::core::mem::offset_of!(CuFunctions, cuMemFreeAsync) - 640usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemFreeAsync) - 816usize];
     [
         "Offset of field: CuFunctions::cuMemPoolCreate",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolCreate) - 648usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolCreate) - 824usize];
     [
         "Offset of field: CuFunctions::cuMemPoolDestroy",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolDestroy) - 656usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolDestroy) - 832usize];
     [
         "Offset of field: CuFunctions::cuMemPoolTrimTo",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolTrimTo) - 664usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolTrimTo) - 840usize];
     [
         "Offset of field: CuFunctions::cuMemPoolSetAttribute",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolSetAttribute) - 672usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolSetAttribute) - 848usize];
     [
         "Offset of field: CuFunctions::cuMemPoolGetAttribute",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolGetAttribute) - 680usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolGetAttribute) - 856usize];
     [
         "Offset of field: CuFunctions::cuMemPoolSetAccess",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolSetAccess) - 688usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolSetAccess) - 864usize];
     [
         "Offset of field: CuFunctions::cuMemPoolGetAccess",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolGetAccess) - 696usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolGetAccess) - 872usize];
     [
         "Offset of field: CuFunctions::cuDeviceGetDefaultMemPool",
-    ][::core::mem::offset_of!(CuFunctions, cuDeviceGetDefaultMemPool) - 704usize];
+    ][::core::mem::offset_of!(CuFunctions, cuDeviceGetDefaultMemPool) - 880usize];
     [
         "Offset of field: CuFunctions::cuDeviceGetMemPool",
-    ][::core::mem::offset_of!(CuFunctions, cuDeviceGetMemPool) - 712usize];
+    ][::core::mem::offset_of!(CuFunctions, cuDeviceGetMemPool) - 888usize];
     [
         "Offset of field: CuFunctions::cuDeviceSetMemPool",
-    ][::core::mem::offset_of!(CuFunctions, cuDeviceSetMemPool) - 720usize];
+    ][::core::mem::offset_of!(CuFunctions, cuDeviceSetMemPool) - 896usize];
     [
         "Offset of field: CuFunctions::cuMemPoolExportToShareableHandle",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolExportToShareableHandle) - 728usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolExportToShareableHandle) - 904usize];
     [
         "Offset of field: CuFunctions::cuMemPoolImportFromShareableHandle",
     ][::core::mem::offset_of!(CuFunctions, cuMemPoolImportFromShareableHandle)
-        - 736usize];
+        - 912usize];
     [
         "Offset of field: CuFunctions::cuMemPoolExportPointer",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolExportPointer) - 744usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolExportPointer) - 920usize];
     [
         "Offset of field: CuFunctions::cuMemPoolImportPointer",
-    ][::core::mem::offset_of!(CuFunctions, cuMemPoolImportPointer) - 752usize];
+    ][::core::mem::offset_of!(CuFunctions, cuMemPoolImportPointer) - 928usize];
     [
         "Offset of field: CuFunctions::cuModuleLoadData",
-    ][::core::mem::offset_of!(CuFunctions, cuModuleLoadData) - 760usize];
+    ][::core::mem::offset_of!(CuFunctions, cuModuleLoadData) - 936usize];
     [
         "Offset of field: CuFunctions::cuModuleUnload",
-    ][::core::mem::offset_of!(CuFunctions, cuModuleUnload) - 768usize];
+    ][::core::mem::offset_of!(CuFunctions, cuModuleUnload) - 944usize];
     [
         "Offset of field: CuFunctions::cuModuleGetFunction",
-    ][::core::mem::offset_of!(CuFunctions, cuModuleGetFunction) - 776usize];
+    ][::core::mem::offset_of!(CuFunctions, cuModuleGetFunction) - 952usize];
     [
         "Offset of field: CuFunctions::cuLaunchKernel",
-    ][::core::mem::offset_of!(CuFunctions, cuLaunchKernel) - 784usize];
+    ][::core::mem::offset_of!(CuFunctions, cuLaunchKernel) - 960usize];
     [
         "Offset of field: CuFunctions::cuLaunchHostFunc",
-    ][::core::mem::offset_of!(CuFunctions, cuLaunchHostFunc) - 792usize];
+    ][::core::mem::offset_of!(CuFunctions, cuLaunchHostFunc) - 968usize];
 };

@@ -3,15 +3,13 @@
 //! While a thread captures, the driver refuses calls such as allocations unless the thread's mode
 //! is relaxed; [`Context::enter`](super::Context::enter) takes care of that.
 
-use super::context::{Context, Entered};
 use super::error::DriverError;
-use super::owed::Owed;
+use super::graph::{Dependency, Graph};
 use super::process;
 use super::stream::Stream;
+use super::symbols::Feature;
 use super::sys::{self, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
 use super::table::{Driver, call};
-use std::ffi::c_void;
-use std::fmt;
 use std::ptr;
 
 impl Driver {
@@ -53,37 +51,6 @@ impl Driver {
     }
 }
 
-/// A graph that a capture has made, destroyed on drop. `Send`; a graph may be used by one thread
-/// at a time.
-pub struct Graph {
-    context: Context,
-    raw: sys::CUgraph,
-}
-
-// SAFETY: a graph is not tied to a thread, and cannot be shared without a lock (it is not `Sync`).
-unsafe impl Send for Graph {}
-
-impl Graph {
-    /// The driver's handle.
-    pub fn raw(&self) -> sys::CUgraph {
-        self.raw
-    }
-}
-
-impl fmt::Debug for Graph {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Graph")
-            .field("raw", &self.raw)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        self.context.release(Owed::Graph(self.raw));
-    }
-}
-
 impl Stream {
     /// Starts capturing the stream into a graph.
     ///
@@ -118,14 +85,76 @@ impl Stream {
         let ended = unsafe { call!(driver, cuStreamEndCapture(self.raw(), &mut raw)) };
         // SAFETY: as above. Where it was refused, as on the wrong thread, the capture goes on.
         let asked = unsafe { driver.is_capturing(self.raw()) };
-        let graph = ended.map(|()| Graph {
-            context: self.context().clone(),
-            raw,
-        });
+        let graph = ended.map(|()| Graph::of(self.context(), raw));
         if matches!(asked, Ok(false)) {
             process::do_postponed();
         }
         graph
+    }
+
+    /// Starts capturing the stream, as [`Stream::begin_capture`], into a graph that is there already: the first
+    /// node that is captured depends on `dependencies`, which are nodes of that graph. Ending the capture gives
+    /// the same graph back.
+    ///
+    /// # Errors
+    /// The driver's, which takes the graph with it; `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::EdgeData`](super::Feature::EdgeData), `CUDA_ERROR_INVALID_HANDLE` for a graph of another driver.
+    pub fn begin_capture_into(
+        &self,
+        graph: Graph,
+        dependencies: &[Dependency],
+        mode: CUstreamCaptureMode,
+    ) -> Result<(), DriverError> {
+        let entered = self.context().enter()?;
+        let driver = entered.driver();
+        driver.refuse_foreign(graph.context().driver(), "cuStreamBeginCaptureToGraph")?;
+        let (nodes, edges) = Dependency::apart(dependencies);
+        driver.found().add(self.raw(), true);
+        // SAFETY: the handles are valid by the contracts under which they were made, and the arrays are as long
+        // as is said.
+        let begun = unsafe {
+            call!(
+                driver,
+                cuStreamBeginCaptureToGraph(
+                    self.raw(),
+                    graph.raw(),
+                    nodes.as_ptr(),
+                    edges.as_ptr(),
+                    nodes.len(),
+                    mode
+                )
+            )
+        };
+        match begun {
+            // The capture has it from here on.
+            Ok(()) => graph.forget(),
+            // SAFETY: as above. One that was under way goes on; the answer is noted.
+            Err(_) => drop(unsafe { driver.is_capturing(self.raw()) }),
+        }
+        begun
+    }
+
+    /// Starts capturing the stream; the capture ends with the result.
+    ///
+    /// # Errors
+    /// As [`Stream::begin_capture`].
+    pub fn capture(&self, mode: CUstreamCaptureMode) -> Result<Capture<'_>, DriverError> {
+        self.begin_capture(mode)?;
+        Ok(Capture { stream: Some(self) })
+    }
+
+    /// The capture that the stream is in, and what the next node that is captured here depends on; `None` if
+    /// the stream is not being captured.
+    ///
+    /// # Errors
+    /// The driver's: `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED` for a capture that can only be ended,
+    /// `CUDA_ERROR_LOSSY_QUERY` where an edge has data and the driver lacks
+    /// [`Feature::EdgeData`](super::Feature::EdgeData), `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::CaptureInfo`](super::Feature::CaptureInfo).
+    pub fn capture_info(&self) -> Result<Option<CaptureInfo>, DriverError> {
+        let entered = self.context().enter()?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        unsafe { entered.driver().capture_info(self.raw()) }
     }
 
     /// The id of the capture that the stream is in, unique while the process lives, and 0 if the capture has
@@ -162,38 +191,166 @@ impl Stream {
     }
 }
 
-#[doc(hidden)]
-impl Entered<'_> {
-    /// Calls `destroy(data)` once `graph` and every executable made from it are gone.
-    /// After an error it is never called.
+/// A capture of a stream, which ends with this value; what was captured is then thrown away, unless it was
+/// [ended](Capture::end).
+#[derive(Debug)]
+#[must_use = "the capture ends when this is dropped"]
+pub struct Capture<'a> {
+    /// None once it has ended.
+    stream: Option<&'a Stream>,
+}
+
+impl Capture<'_> {
+    /// Ends the capture ([`Stream::end_capture`]).
+    ///
+    /// # Errors
+    /// As there; the capture is over then too, except on a wrong thread.
+    pub fn end(mut self) -> Result<Graph, DriverError> {
+        match self.stream.take() {
+            Some(stream) => stream.end_capture(),
+            None => Err(DriverError::new(
+                "cuStreamEndCapture",
+                sys::CUresult::CUDA_ERROR_ILLEGAL_STATE,
+            )),
+        }
+    }
+}
+
+impl Drop for Capture<'_> {
+    fn drop(&mut self) {
+        if let Some(stream) = self.stream.take()
+            && let Err(error) = stream.end_capture()
+            && !process::is_gone()
+        {
+            log::debug!("a capture that nobody ended: {error}");
+        }
+    }
+}
+
+/// What a capture is, as far as one of its streams knows ([`Stream::capture_info`]).
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct CaptureInfo {
+    /// The id of the capture, unique while the process lives.
+    pub id: u64,
+    /// The graph that is being made. Objects may be retained on it, and nodes added; it must not be destroyed.
+    pub graph: sys::CUgraph,
+    /// What the next node that is captured on the stream depends on.
+    pub dependencies: Vec<Dependency>,
+}
+
+impl Driver {
+    /// [`Stream::capture_info`] of a raw handle. The thread's capture mode does not matter.
+    ///
+    /// # Errors
+    /// As there.
     ///
     /// # Safety
-    /// `graph` must be live; `data` must be good for `destroy`, which runs on a thread of the
-    /// driver, must not unwind and must not call the driver.
-    pub unsafe fn on_graph_destroyed(
+    /// `stream` must be a live stream, or a special handle that means the default stream here.
+    #[doc(hidden)]
+    pub unsafe fn capture_info(
         &self,
-        graph: sys::CUgraph,
-        destroy: unsafe extern "C" fn(*mut c_void),
-        data: *mut c_void,
+        stream: CUstream,
+    ) -> Result<Option<CaptureInfo>, DriverError> {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let (mut id, mut graph) = (0, ptr::null_mut());
+        let (mut nodes, mut edges, mut count) = (ptr::null(), ptr::null(), 0);
+        let with_edges = self.has(Feature::EdgeData);
+        if with_edges {
+            // SAFETY: the outputs are locals, and the caller vouches for the stream.
+            unsafe {
+                call!(
+                    self,
+                    cuStreamGetCaptureInfo_v3(
+                        stream,
+                        &mut status,
+                        &mut id,
+                        &mut graph,
+                        &mut nodes,
+                        &mut edges,
+                        &mut count
+                    )
+                )
+            }?;
+        } else {
+            // SAFETY: as above.
+            unsafe {
+                call!(
+                    self,
+                    cuStreamGetCaptureInfo_v2(
+                        stream,
+                        &mut status,
+                        &mut id,
+                        &mut graph,
+                        &mut nodes,
+                        &mut count
+                    )
+                )
+            }?;
+        }
+        match status {
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => return Ok(None),
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => {}
+            _ => {
+                let name = match with_edges {
+                    true => "cuStreamGetCaptureInfo_v3",
+                    false => "cuStreamGetCaptureInfo_v2",
+                };
+                let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+                return Err(DriverError::new(name, code));
+            }
+        }
+        let read = |index: usize| {
+            // SAFETY: the driver's arrays have `count` elements and stay as they are until the next call that
+            // names the stream; null stands for ordinary edges.
+            unsafe {
+                Dependency {
+                    node: *nodes.add(index),
+                    edge: match edges.is_null() {
+                        true => sys::CUgraphEdgeData::default(),
+                        false => *edges.add(index),
+                    },
+                }
+            }
+        };
+        Ok(Some(CaptureInfo {
+            id,
+            graph,
+            dependencies: (0..count).map(read).collect(),
+        }))
+    }
+
+    /// Replaces what the next node that is captured on a stream depends on, or adds to it.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::EdgeData`].
+    ///
+    /// # Safety
+    /// As [`Driver::capture_info`]; the nodes are of the stream's capture.
+    #[doc(hidden)]
+    pub unsafe fn set_capture_dependencies(
+        &self,
+        stream: CUstream,
+        dependencies: &[Dependency],
+        add: bool,
     ) -> Result<(), DriverError> {
-        /// The only flag that the driver accepts for such an object: no synchronisation.
-        const NO_DESTRUCTOR_SYNC: u32 = 1;
-        /// The graph takes over our reference instead of adding its own.
-        const MOVE: u32 = 1;
-        let mut object = ptr::null_mut();
-        // SAFETY: the output is a local, and the caller vouches for function and data.
+        type Flags = sys::CUstreamUpdateCaptureDependencies_flags;
+        let (mut nodes, edges) = Dependency::apart(dependencies);
+        let flags = match add {
+            true => Flags::CU_STREAM_ADD_CAPTURE_DEPENDENCIES,
+            false => Flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES,
+        };
+        // SAFETY: the arrays are as long as is said, and the caller vouches for stream and nodes.
         unsafe {
             call!(
-                self.driver(),
-                cuUserObjectCreate(&mut object, data, Some(destroy), 1, NO_DESTRUCTOR_SYNC)
-            )
-        }?;
-        // SAFETY: the object has just been made with one reference; the caller vouches for the
-        // graph.
-        unsafe {
-            call!(
-                self.driver(),
-                cuGraphRetainUserObject(graph, object, 1, MOVE)
+                self,
+                cuStreamUpdateCaptureDependencies_v2(
+                    stream,
+                    nodes.as_mut_ptr(),
+                    edges.as_ptr(),
+                    nodes.len(),
+                    flags.0
+                )
             )
         }
     }

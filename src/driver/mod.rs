@@ -19,6 +19,8 @@ mod device;
 mod error;
 mod event;
 mod found;
+mod graph;
+mod graph_exec;
 mod load;
 mod memory;
 mod module;
@@ -31,9 +33,10 @@ mod stream;
 mod symbols;
 mod table;
 mod trials;
+mod user_object;
 mod vmm;
 
-pub use capture::Graph;
+pub use capture::{Capture, CaptureInfo};
 pub(crate) use context::Current;
 pub use context::{Context, Entered};
 pub use counts::CallCounts;
@@ -41,6 +44,8 @@ pub use device::Device;
 pub use error::{DriverError, LoadError};
 pub use event::Event;
 pub(crate) use found::REVIEW;
+pub use graph::{Dependency, Graph};
+pub use graph_exec::GraphExec;
 pub use memory::MemInfo;
 #[doc(hidden)]
 pub use memory::{HostAllocation, HostMemory};
@@ -56,6 +61,7 @@ pub use symbols::Feature;
 pub use symbols::Symbol;
 pub use table::Driver;
 pub(crate) use trials::Trials;
+pub use user_object::UserObject;
 #[doc(hidden)]
 pub use vmm::MemoryProperties;
 

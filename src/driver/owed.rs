@@ -19,6 +19,8 @@ pub(super) enum Owed {
     Stream(sys::CUstream),
     Event(sys::CUevent),
     Graph(sys::CUgraph),
+    GraphExec(sys::CUgraphExec),
+    UserObject(sys::CUuserObject),
     Module(sys::CUmodule),
     Pool(sys::CUmemoryPool),
     Host(NonNull<c_void>),
@@ -36,8 +38,8 @@ impl Owed {
     /// Destroys it in its context, which is current.
     pub(super) fn destroy(&self, driver: &Driver) -> Result<(), DriverError> {
         // SAFETY: each is ours, nobody can name it any more, and it was not destroyed before. The driver keeps
-        // what submitted work still needs of streams, events and pools, and executables are independent of
-        // their graph; of a module no function is held, and page-locked memory was waited for.
+        // what submitted work still needs of streams, events, pools and executables, and executables are
+        // independent of their graph, which keeps its own references to user objects; of a module no function is held, and page-locked memory was waited for.
         unsafe {
             match *self {
                 Owed::Stream(raw) => {
@@ -47,6 +49,8 @@ impl Owed {
                 }
                 Owed::Event(raw) => call!(driver, cuEventDestroy_v2(raw)),
                 Owed::Graph(raw) => call!(driver, cuGraphDestroy(raw)),
+                Owed::GraphExec(raw) => call!(driver, cuGraphExecDestroy(raw)),
+                Owed::UserObject(raw) => call!(driver, cuUserObjectRelease(raw, 1)),
                 Owed::Module(raw) => call!(driver, cuModuleUnload(raw)),
                 Owed::Pool(raw) => call!(driver, cuMemPoolDestroy(raw)),
                 Owed::Host(address) => call!(driver, cuMemFreeHost(address.as_ptr())),
@@ -61,6 +65,8 @@ impl fmt::Display for Owed {
             Owed::Stream(_) => "a stream",
             Owed::Event(_) => "an event",
             Owed::Graph(_) => "a graph",
+            Owed::GraphExec(_) => "an executable graph",
+            Owed::UserObject(_) => "a user object",
             Owed::Module(_) => "a module",
             Owed::Pool(_) => "a memory pool",
             Owed::Host(_) => "page-locked memory",

@@ -33,12 +33,12 @@ macro_rules! symbols {
         pub(super) const SYMBOL_COUNT: usize =
             [$(stringify!($required),)* $($(stringify!($optional),)*)*].len();
 
-        /// Bit `n` is set if the function with index `n` is there.
-        pub(super) fn present(functions: &sys::CuFunctions) -> u128 {
-            let mut mask = 0;
-            $(if functions.$required.is_some() { mask |= 1 << Call::$required as u32; })*
-            $($(if functions.$optional.is_some() { mask |= 1 << Call::$optional as u32; })*)*
-            mask
+        /// Which functions are there, in the order of [`Call`].
+        pub(super) fn present(functions: &sys::CuFunctions) -> [bool; SYMBOL_COUNT] {
+            let mut there = [false; SYMBOL_COUNT];
+            $(there[Call::$required as usize] = functions.$required.is_some();)*
+            $($(there[Call::$optional as usize] = functions.$optional.is_some();)*)*
+            there
         }
 
         /// Fills a table from a shared library: absent functions stay null, the errors of absent
@@ -116,10 +116,32 @@ symbols! {
     StreamDevice: { cuStreamGetDevice }
     /// Which capture a stream is in, and what its next node depends on (11.3).
     CaptureInfo: { cuStreamGetCaptureInfo_v2 }
+    /// The same with the data of edges, changes of what the next node depends on, and captures into a graph that
+    /// is there already (12.3).
+    EdgeData: {
+        cuStreamGetCaptureInfo_v3 cuStreamUpdateCaptureDependencies_v2 cuStreamBeginCaptureToGraph
+        cuGraphGetEdges_v2 cuGraphNodeGetDependencies_v2
+    }
     /// Beginning and ending a capture (10.1).
     CaptureControl: { cuStreamBeginCapture_v2 cuStreamEndCapture cuGraphDestroy }
+    /// Graphs made by hand, and what is in a graph (10.0).
+    Graphs: {
+        cuGraphCreate cuGraphClone cuGraphAddEmptyNode cuGraphAddMemsetNode cuGraphGetNodes
+        cuGraphNodeGetType cuGraphNodeGetDependencies
+    }
+    /// Kernels added to graphs by hand (12.0).
+    KernelNodes: { cuGraphAddKernelNode_v2 }
+    /// Executables of graphs, and their launches (11.4).
+    GraphExecs: { cuGraphInstantiateWithFlags cuGraphLaunch cuGraphExecDestroy }
+    /// Executables that take over another graph of the same shape (12.0).
+    GraphExecUpdate: { cuGraphExecUpdate_v2 }
     /// Objects that live as long as a graph and its executables (11.3).
-    GraphLifetime: { cuUserObjectCreate cuGraphRetainUserObject }
+    GraphLifetime: {
+        cuUserObjectCreate cuUserObjectRetain cuUserObjectRelease cuGraphRetainUserObject
+        cuGraphReleaseUserObject
+    }
+    /// The driver's own memory of graphs that allocate (11.4).
+    GraphMemory: { cuDeviceGetGraphMemAttribute cuDeviceGraphMemTrim }
     /// Access and copies between devices (4.0).
     Peers: { cuDeviceCanAccessPeer cuCtxEnablePeerAccess cuMemcpyPeerAsync }
     /// Sharing of plain allocations between processes (11.0).
@@ -143,7 +165,7 @@ symbols! {
 // The list above names every function of the table once: it is as long as the table (all fields
 // are pointers), it names fields only, and two equal names would not be an enum.
 const _: () = assert!(SYMBOL_COUNT * size_of::<usize>() == size_of::<sys::CuFunctions>());
-const _: () = assert!(SYMBOL_COUNT <= 128 && Feature::ALL.len() < 32);
+const _: () = assert!(Feature::ALL.len() < 32);
 
 /// A function of the table: its exported name, whose suffix is the version of its ABI, and the group it belongs
 /// to; none if no driver is accepted without it.

@@ -176,11 +176,10 @@ impl Driver {
         origin: Origin,
     ) -> Result<Driver, LoadError> {
         let present = present(&functions);
-        let is_there = |index: usize| present & (1 << index) != 0;
         let mut features = (1_u32 << Feature::ALL.len()) - 1;
-        for (index, symbol) in SYMBOLS.iter().enumerate() {
+        for (symbol, is_there) in SYMBOLS.iter().zip(present) {
             match symbol.feature() {
-                _ if is_there(index) => {}
+                _ if is_there => {}
                 Some(feature) => features &= !(1 << feature as u32),
                 None => {
                     return Err(LoadError::SymbolMissing {

@@ -77,6 +77,22 @@ impl<T> Out<T> {
         Ok(unsafe { self.0.read_unaligned() })
     }
 
+    /// The same place, for arrays that are passed by a non-const pointer and only read.
+    pub(super) fn read_only(&self) -> In<T> {
+        In(self.0)
+    }
+
+    /// Stores the elements of an array, which the caller said to have room for.
+    pub(super) fn fill(&self, values: impl IntoIterator<Item = T>) {
+        if self.0.is_null() {
+            return;
+        }
+        for (index, value) in values.into_iter().enumerate() {
+            // SAFETY: not null, and the function's documentation asks for that many elements.
+            unsafe { self.0.add(index).write_unaligned(value) };
+        }
+    }
+
     /// The first `count` elements, for arrays passed by a non-const pointer.
     pub(super) fn read(&self, count: usize) -> Result<Vec<T>, CUresult>
     where
@@ -123,6 +139,13 @@ impl<T> Arg<*const T> for In<T> {
     }
 }
 
+impl<T> In<T> {
+    /// Nothing.
+    pub(super) fn none() -> In<T> {
+        In(std::ptr::null())
+    }
+}
+
 impl<T: Copy> In<T> {
     /// The value; a null pointer is an invalid value.
     pub(super) fn get(&self) -> Result<T, CUresult> {
@@ -165,6 +188,13 @@ pub(super) struct Params(*mut *mut c_void);
 impl Arg<*mut *mut c_void> for Params {
     unsafe fn from_c(c: *mut *mut c_void) -> Self {
         Params(c)
+    }
+}
+
+impl From<*mut *mut c_void> for Params {
+    /// Of a structure that the caller of a driver function passes, which is under the same contract.
+    fn from(params: *mut *mut c_void) -> Params {
+        Params(params)
     }
 }
 

@@ -100,6 +100,9 @@ pub struct SimConfig {
     pub races: bool,
     /// Modelled nanoseconds of one row in [`Mode::Lag`].
     pub row_nanos: u64,
+    /// In what order nodes of a launched graph run that the graph does not order, where the mode does not say so:
+    /// equal seeds, equal orders.
+    pub seed: u64,
     /// Functions that this driver does not export: their table entries are empty.
     pub missing: Vec<String>,
 }
@@ -117,6 +120,7 @@ impl Default for SimConfig {
             broken_aliasing: false,
             races: true,
             row_nanos: 1000,
+            seed: 0,
             missing: Vec::new(),
         }
     }

@@ -1,6 +1,7 @@
 //! What operations do at the moment they complete: bytes, access rights, races.
 
 use super::contents::{Content, mismatches};
+use super::objects::Callback;
 use super::race::Access;
 use super::reports::Report;
 use super::state::State;
@@ -42,6 +43,7 @@ impl Op {
             | Work::Wait { .. }
             | Work::HostCopy { .. }
             | Work::Spin
+            | Work::Launched { .. }
             | Work::Callback { .. } => [(0, 0); 2],
         }
     }
@@ -50,13 +52,16 @@ impl Op {
 impl State {
     /// Completes an operation.
     pub(super) fn execute(&mut self, queue: u32, op: &Op) {
+        if let Work::Launched { exec } = op.work {
+            return self.launch_done(exec);
+        }
         let ctx = &self.ctxs[self.queues[queue as usize].ctx];
         let own = ctx.device;
         if ctx.lost.is_some() && self.config.sticky_errors {
             return;
         }
         match &op.work {
-            Work::Record | Work::Wait { .. } | Work::Spin => {}
+            Work::Record | Work::Wait { .. } | Work::Spin | Work::Launched { .. } => {}
             Work::Turn {
                 address,
                 bytes,
@@ -136,7 +141,11 @@ impl State {
                 self.count_mismatches(queue, op, (*address, *words, *seed), *bad);
             }
             Work::Callback { function, data } => {
-                self.defer(*function, *data);
+                self.defer(Callback {
+                    function: *function,
+                    data: *data,
+                    alone: false,
+                });
                 // The host is told that everything before it is complete.
                 self.observe(queue, op.seq - 1, &op.clock);
             }

@@ -3,6 +3,7 @@
 use super::args::{Host, In, Out, Params};
 use super::call::{R, fail};
 use super::contents::Content;
+use super::graph::Task;
 use super::objects::Kernel;
 use super::state::State;
 use super::work::Work;
@@ -25,6 +26,55 @@ impl State {
         let alloc = self.mapping_at(address).map(|(_, mapping)| mapping.alloc);
         let alloc = alloc.and_then(|alloc| self.allocs[alloc as usize].as_ref());
         alloc.map_or(otherwise, |alloc| alloc.device)
+    }
+
+    /// What a launch of a function does.
+    pub(super) fn kernel(
+        &mut self,
+        function: CUfunction,
+        sizes: [c_uint; 6],
+        params: &Params,
+    ) -> R<Task> {
+        let Some(&(ctx, kernel)) = self.functions.get(&(function as u64)) else {
+            self.dead("function", function as u64, false);
+            return fail(CUresult::CUDA_ERROR_INVALID_HANDLE);
+        };
+        let threads = sizes[3..].iter().map(|size| u64::from(*size));
+        if sizes.contains(&0) || threads.product::<u64>() > 1024 {
+            return fail(INVALID);
+        }
+        let (work, nanos, name) = match kernel {
+            Kernel::Fill => {
+                let (address, words): (u64, u64) = (params.get(0)?, params.get(1)?);
+                let bytes = words.checked_mul(4).ok_or(INVALID)?;
+                let content = fill(params.get(2)?, 1);
+                let work = Work::Fill {
+                    address,
+                    bytes,
+                    content,
+                };
+                (work, 0, "cualloc_fill")
+            }
+            Kernel::Check => {
+                let (address, words): (u64, u64) = (params.get(0)?, params.get(1)?);
+                words.checked_mul(4).ok_or(INVALID)?;
+                let work = Work::Check {
+                    address,
+                    words,
+                    seed: params.get(2)?,
+                    bad: params.get(3)?,
+                };
+                (work, 0, "cualloc_check")
+            }
+            Kernel::Spin => (Work::Spin, params.get(0)?, "cualloc_spin"),
+        };
+        Ok(Task {
+            work,
+            name,
+            nanos,
+            label: self.threads[self.thread].label,
+            ctx,
+        })
     }
 }
 
@@ -266,56 +316,15 @@ impl State {
         params: Params,
         _extra: *mut *mut c_void,
     ) -> R {
-        let Some(&(ctx, kernel)) = self.functions.get(&(function as u64)) else {
-            self.dead("function", function as u64, false);
-            return fail(CUresult::CUDA_ERROR_INVALID_HANDLE);
-        };
         let queue = self.queue(stream)?;
-        if self.queues[queue as usize].ctx != ctx {
+        let sizes = [grid_x, grid_y, grid_z, block_x, block_y, block_z];
+        let task = self.kernel(function, sizes, &params)?;
+        if self.queues[queue as usize].ctx != task.ctx {
             return self.wrong_context(CUresult::CUDA_ERROR_INVALID_HANDLE);
         }
-        let sizes = [grid_x, grid_y, grid_z, block_x, block_y, block_z];
-        if sizes.contains(&0) || u64::from(block_x) * u64::from(block_y) * u64::from(block_z) > 1024
-        {
-            return fail(INVALID);
-        }
-        let (work, nanos) = match kernel {
-            Kernel::Fill => {
-                let (address, words): (u64, u64) = (params.get(0)?, params.get(1)?);
-                let bytes = words.checked_mul(4).ok_or(INVALID)?;
-                (
-                    Work::Fill {
-                        address,
-                        bytes,
-                        content: fill(params.get(2)?, 1),
-                    },
-                    0,
-                )
-            }
-            Kernel::Check => {
-                let (address, words): (u64, u64) = (params.get(0)?, params.get(1)?);
-                words.checked_mul(4).ok_or(INVALID)?;
-                let (seed, bad) = (params.get(2)?, params.get(3)?);
-                (
-                    Work::Check {
-                        address,
-                        words,
-                        seed,
-                        bad,
-                    },
-                    0,
-                )
-            }
-            Kernel::Spin => (Work::Spin, params.get(0)?),
-        };
         // Reports name the kernel, not the call that launched it.
-        if self.captured_node(queue)?.is_none() {
-            let name = match kernel {
-                Kernel::Fill => "cualloc_fill",
-                Kernel::Check => "cualloc_check",
-                Kernel::Spin => "cualloc_spin",
-            };
-            self.submit_as(queue, work, name, nanos);
+        if !self.captured(queue, &task.work, task.name, task.nanos)? {
+            self.submit_as(queue, task.work, task.name, task.nanos);
         }
         Ok(())
     }

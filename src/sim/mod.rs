@@ -25,13 +25,13 @@
 mod address;
 mod args;
 mod call;
-mod capture;
 mod clocks;
 mod config;
 mod contents;
 mod context;
 mod costs;
 mod execute;
+mod graph;
 mod hooks;
 mod host;
 mod kernels;
@@ -91,10 +91,12 @@ struct Ground {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PendingOp {
-    /// The id of its stream.
+    /// The id of its stream; of a graph's node, that of a hidden stream on which some of the nodes run.
     pub stream: u64,
     /// Its position in the stream's work, counted from 1.
     pub sequence: u64,
+    /// The handle of the graph's node that it is; 0 for other work.
+    pub node: u64,
     /// The driver call or kernel that it came from.
     pub kind: &'static str,
     /// The device ranges it touches, as address and bytes.
@@ -224,6 +226,7 @@ impl Simulator {
                     list.push(PendingOp {
                         stream: entry.id,
                         sequence: op.seq,
+                        node: op.place.map_or(0, |place| place.node),
                         kind: op.name,
                         ranges,
                         row: op.row,
@@ -430,6 +433,9 @@ impl Simulator {
                 streams: state.streams.iter().flatten().count(),
                 events: state.events.iter().flatten().count(),
                 host: state.host_blocks.len(),
+                graphs: state.graphs.graphs.iter().count(),
+                executables: state.graphs.execs.iter().count(),
+                user_objects: state.graphs.objects.iter().count(),
                 bytes: state.devices.iter().map(|device| device.used).sum(),
             }
         })
@@ -490,6 +496,12 @@ impl Simulator {
                 && state.destroy_ctx(device).is_ok()
         })
         .unwrap_or(false)
+    }
+
+    /// Whether the primary context of a device lives; `None` for an unknown device.
+    pub fn primary_is_active(&self, device: usize) -> Option<bool> {
+        self.with(|state| (device < state.devices.len()).then(|| state.ctxs[device].alive))
+            .flatten()
     }
 
     /// Breaks the primary context of a device: every later call on it returns `code`.

@@ -1,28 +1,31 @@
-//! What else has a handle: captures, kernels, pools, and what is shared.
+//! What else has a handle: kernels, pools, and what is shared; and host functions.
 
 use super::clocks::Clock;
-use crate::driver::sys::CUmemAllocationHandleType;
-use std::collections::{BTreeMap, HashMap};
+use super::hooks;
+use crate::driver::sys::{CUhostFn, CUmemAllocationHandleType};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// One stream of a capture.
-#[derive(Default)]
-pub(super) struct Member {
-    pub(super) nodes: u64,
-    /// Newest node of other members that this one waited for.
-    pub(super) known: HashMap<u32, u64>,
+/// A host function to run once the lock is released.
+pub(super) struct Callback {
+    pub(super) function: CUhostFn,
+    pub(super) data: usize,
+    /// Whether it is a user object's, in which no call of the driver is let through.
+    pub(super) alone: bool,
 }
 
-/// A capture under way.
-pub(super) struct Capture {
-    pub(super) origin: u32,
-    pub(super) thread: u64,
-    pub(super) mode: u32,
-    pub(super) invalid: bool,
-    pub(super) graph: u64,
-    pub(super) members: HashMap<u32, Member>,
-    /// What members knew when an event was recorded, by queue and node.
-    pub(super) snapshots: HashMap<(u32, u64), HashMap<u32, u64>>,
+impl Callback {
+    pub(super) fn run(self) {
+        if let Some(function) = self.function {
+            // SAFETY: whoever passed the function to the driver vouches that it may be called with
+            // this argument.
+            let run = || unsafe { function(self.data as *mut std::ffi::c_void) };
+            match self.alone {
+                true => hooks::as_callback(run),
+                false => run(),
+            }
+        }
+    }
 }
 
 /// A kernel that the simulator can run.

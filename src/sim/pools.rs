@@ -283,7 +283,7 @@ impl State {
         if bytes == 0 {
             return fail(INVALID);
         }
-        if self.captured_node(queue)?.is_some() {
+        if self.captured_links(queue)?.is_some() {
             // Graph memory is not modelled.
             return fail(CUresult::CUDA_ERROR_NOT_SUPPORTED);
         }
@@ -324,7 +324,7 @@ impl State {
         if dptr == 0 {
             return fail(INVALID);
         }
-        if self.captured_node(queue)?.is_some() {
+        if self.captured_links(queue)?.is_some() {
             return fail(INVALID);
         }
         self.pool_give(dptr, queue)

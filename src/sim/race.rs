@@ -9,6 +9,10 @@ pub(super) struct Entry {
     pub(super) queue: u32,
     pub(super) label: u32,
     pub(super) seq: u64,
+    /// What a report says: the sequence in the stream, or the position in the graph.
+    pub(super) position: u64,
+    /// The node of a launched graph; 0 for other work.
+    pub(super) node: u64,
     pub(super) kind: &'static str,
     pub(super) stream: u64,
     pub(super) address: u64,

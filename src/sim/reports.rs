@@ -8,10 +8,12 @@ use std::fmt;
 pub struct Site {
     /// What it was: the name of a driver call or of a kernel.
     pub kind: &'static str,
-    /// The id of its stream.
+    /// The id of its stream; of a graph's node, that of the stream on which the graph was launched.
     pub stream: u64,
-    /// Its position in the stream's work, counted from 1.
+    /// Its position in the stream's work, or in its graph, counted from 1.
     pub sequence: u64,
+    /// The handle of the graph's node that it was; 0 for other work.
+    pub node: u64,
     /// The device address of the range in question.
     pub address: u64,
     /// Bytes of that range.
@@ -24,8 +26,13 @@ impl fmt::Display for Site {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} #{} on stream {} over {:#x}+{}",
-            self.kind, self.sequence, self.stream, self.address, self.bytes
+            "{} #{}{} on stream {} over {:#x}+{}",
+            self.kind,
+            self.sequence,
+            if self.node == 0 { "" } else { " of a graph" },
+            self.stream,
+            self.address,
+            self.bytes
         )?;
         if self.label.is_empty() {
             Ok(())
@@ -202,6 +209,12 @@ pub struct Leaks {
     pub events: usize,
     /// Page-locked host allocations and registrations.
     pub host: usize,
+    /// Graphs not destroyed, those that captures are making included.
+    pub graphs: usize,
+    /// Executable graphs not destroyed, or destroyed with a launch under way.
+    pub executables: usize,
+    /// User objects that something holds.
+    pub user_objects: usize,
     /// Bytes of physical memory held on all devices, without what
     /// [`Simulator::take_memory`](super::Simulator::take_memory) took.
     pub bytes: u64,

@@ -6,7 +6,7 @@ use super::config::Mode;
 use super::race::Entry;
 use super::reports::Report;
 use super::state::State;
-use super::work::{Op, Queue, Work};
+use super::work::{NodePlace, Op, Queue, Work};
 use crate::driver::sys::CUresult;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,6 +30,7 @@ impl State {
             host_version: self.host_version,
             capture: None,
             active: false,
+            lane: false,
         };
         self.drop_idle();
         // The place of a destroyed stream may be taken once the host knows that all of its work is
@@ -59,6 +60,13 @@ impl State {
             self.ctxs[ctx].blocking.push(index);
         }
         index
+    }
+
+    /// A queue for nodes of an executable graph.
+    pub(super) fn new_lane(&mut self, ctx: usize) -> u32 {
+        let lane = self.new_queue(ctx, false);
+        self.queues[lane as usize].lane = true;
+        lane
     }
 
     /// Marks the queue as destroyed; its work goes on.
@@ -109,24 +117,45 @@ impl State {
             return;
         };
         if legacy != queue {
-            self.wait_for_all(queue, legacy);
+            self.wait_for_all(queue, legacy, "implicit wait");
         } else {
             for other in ctx.blocking.clone() {
                 if other != queue {
-                    self.wait_for_all(queue, other);
+                    self.wait_for_all(queue, other, "implicit wait");
                 }
             }
         }
     }
 
-    fn wait_for_all(&mut self, queue: u32, other: u32) {
+    /// Makes later work of `queue` wait for all that `other` has.
+    pub(super) fn wait_for_all(&mut self, queue: u32, other: u32, name: &'static str) {
         let entry = &self.queues[other as usize];
         let (seq, clock) = (entry.submitted, entry.clock.clone());
-        if !self.queues[queue as usize].clock.covers(other, seq) {
-            self.order_after(queue, other, seq, &clock);
+        self.wait_for(queue, other, seq, &clock, name);
+    }
+
+    /// Makes later work of `queue` wait for the operation `seq` of `other`.
+    pub(super) fn wait_for(
+        &mut self,
+        queue: u32,
+        other: u32,
+        seq: u64,
+        clock: &Arc<Clock>,
+        name: &'static str,
+    ) {
+        if queue != other && !self.queues[queue as usize].clock.covers(other, seq) {
+            self.order_after(queue, other, seq, clock);
             if !self.is_done(other, seq) {
-                self.push(queue, Work::Wait { queue: other, seq }, "implicit wait", 0);
+                self.push(queue, Work::Wait { queue: other, seq }, name, 0);
             }
+        }
+    }
+
+    /// Makes what the host knows, and what implicit synchronisation says, known to the queue.
+    pub(super) fn follow(&mut self, queue: u32) {
+        self.follow_host(queue);
+        if self.queues[queue as usize].blocking {
+            self.follow_legacy(queue);
         }
     }
 
@@ -144,10 +173,7 @@ impl State {
         name: &'static str,
         nanos: u64,
     ) -> u64 {
-        self.follow_host(queue);
-        if self.queues[queue as usize].blocking {
-            self.follow_legacy(queue);
-        }
+        self.follow(queue);
         self.submit_named(queue, work, name, nanos)
     }
 
@@ -173,6 +199,7 @@ impl State {
                     name,
                     clock,
                     work,
+                    place: None,
                 };
                 self.execute(queue, &op);
             }
@@ -185,11 +212,22 @@ impl State {
         seq
     }
 
-    fn push(&mut self, queue: u32, work: Work, name: &'static str, nanos: u64) -> u64 {
+    pub(super) fn push(&mut self, queue: u32, work: Work, name: &'static str, nanos: u64) -> u64 {
         let label = self
             .threads
             .get(self.thread)
             .map_or(0, |thread| thread.label);
+        self.push_op(queue, work, (name, nanos, label), None)
+    }
+
+    /// Adds an operation that says where it comes from.
+    pub(super) fn push_op(
+        &mut self,
+        queue: u32,
+        work: Work,
+        (name, nanos, label): (&'static str, u64, u32),
+        place: Option<NodePlace>,
+    ) -> u64 {
         let entry = &mut self.queues[queue as usize];
         entry.submitted += 1;
         let seq = entry.submitted;
@@ -202,6 +240,7 @@ impl State {
             name,
             clock,
             work,
+            place,
         });
         if !entry.active {
             entry.active = true;
@@ -212,10 +251,7 @@ impl State {
 
     /// Makes later work of `queue` wait for the operation `seq` of `other`.
     pub(super) fn submit_wait(&mut self, queue: u32, other: u32, seq: u64, clock: &Arc<Clock>) {
-        self.follow_host(queue);
-        if self.queues[queue as usize].blocking {
-            self.follow_legacy(queue);
-        }
+        self.follow(queue);
         self.order_after(queue, other, seq, clock);
         if queue != other && !self.is_done(other, seq) {
             self.submit_named(
@@ -245,7 +281,9 @@ impl State {
         };
         match (&op.work, self.mode) {
             (Work::Wait { queue, seq }, _) => self.is_done(*queue, *seq),
-            (Work::Record | Work::Turn { .. }, _) | (_, Mode::Instant) => true,
+            (Work::Record | Work::Turn { .. } | Work::Launched { .. }, _) | (_, Mode::Instant) => {
+                true
+            }
             (_, Mode::Lag(lag)) => self.row >= op.row.saturating_add(lag),
             (_, Mode::Manual) => false,
         }
@@ -268,6 +306,26 @@ impl State {
         moved
     }
 
+    /// Completes nodes of launched graphs that are due, in an order that the graphs allow: sometimes few of one
+    /// queue, sometimes many.
+    fn run_lanes(&mut self) -> bool {
+        let mut moved = false;
+        loop {
+            let due = |queue: &u32| self.queues[*queue as usize].lane && self.is_due(*queue);
+            let lanes: Vec<u32> = self.active.iter().copied().filter(due).collect();
+            if lanes.is_empty() {
+                return moved;
+            }
+            let lane = lanes[self.random(lanes.len())];
+            let mut left = 1 << self.random(4);
+            while left > 0 && self.is_due(lane) {
+                self.step(lane);
+                left -= 1;
+            }
+            moved = true;
+        }
+    }
+
     /// Completes everything that is due.
     pub(super) fn pump(&mut self) {
         if self.mode == Mode::Manual {
@@ -277,8 +335,10 @@ impl State {
         loop {
             let mut moved = false;
             for index in 0..self.active.len() {
-                moved |= self.run_queue(self.active[index]);
+                let queue = self.active[index];
+                moved |= !self.queues[queue as usize].lane && self.run_queue(queue);
             }
+            moved |= self.run_lanes();
             if !moved {
                 break;
             }
@@ -328,7 +388,10 @@ impl State {
                         self.mode,
                         matches!(
                             op.work,
-                            Work::Wait { .. } | Work::Record | Work::Turn { .. }
+                            Work::Wait { .. }
+                                | Work::Record
+                                | Work::Turn { .. }
+                                | Work::Launched { .. }
                         ),
                     ) {
                         rows = rows.max(op.row.saturating_add(lag).saturating_sub(self.row));
@@ -422,8 +485,12 @@ impl State {
             queue,
             label: op.label,
             seq: op.seq,
+            position: op.place.map_or(op.seq, |place| place.position),
+            node: op.place.map_or(0, |place| place.node),
             kind: op.name,
-            stream: self.queues[queue as usize].id,
+            stream: op
+                .place
+                .map_or(self.queues[queue as usize].id, |place| place.stream),
             address,
             bytes,
         }

@@ -5,12 +5,13 @@ use super::call::{Call, R, fail};
 use super::clocks::Clock;
 use super::config::{Mode, SimConfig};
 use super::costs::{CostTable, Counters, FailPlan};
-use super::objects::{Capture, Pool};
+use super::graph::{Graphs, Link};
+use super::objects::{Callback, Pool};
 use super::physical::{Alloc, HostBlock, Mapping};
 use super::race::Entry;
 use super::reports::{Report, Site};
 use super::work::Queue;
-use crate::driver::sys::{CUhostFn, CUresult};
+use crate::driver::sys::CUresult;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -61,8 +62,8 @@ pub(super) enum Recorded {
     },
     Captured {
         capture: u64,
-        queue: u32,
-        node: u64,
+        /// What waits for it depends on these nodes.
+        links: Arc<[Link]>,
     },
 }
 
@@ -78,22 +79,6 @@ pub(super) struct Thread {
     /// The stream capture mode: 0 global, 1 thread local, 2 relaxed.
     pub(super) mode: u32,
     pub(super) label: u32,
-}
-
-/// A host function to run once the lock is released.
-pub(super) struct Callback {
-    pub(super) function: CUhostFn,
-    pub(super) data: usize,
-}
-
-impl Callback {
-    pub(super) fn run(self) {
-        if let Some(function) = self.function {
-            // SAFETY: whoever passed the function to the driver vouches that it may be called with
-            // this argument.
-            unsafe { function(self.data as *mut std::ffi::c_void) }
-        }
-    }
 }
 
 /// One logged call.
@@ -142,10 +127,9 @@ pub(super) struct State {
     /// What the host has seen complete; every later submission comes after it.
     pub(super) host: Arc<Clock>,
     pub(super) host_version: u64,
-    pub(super) captures: HashMap<u64, Capture>,
-    pub(super) next_capture: u64,
-    pub(super) graphs: HashMap<u64, Vec<u64>>,
-    pub(super) user_objects: HashMap<u64, (u64, Callback)>,
+    pub(super) graphs: Graphs,
+    /// What the next random number is made from.
+    pub(super) dice: u64,
     pub(super) plain: Addresses,
     /// Plain ranges freed while something was pending.
     pub(super) quarantine: Vec<(u64, u64)>,
@@ -220,10 +204,8 @@ impl State {
             free_events: Vec::new(),
             host: Arc::default(),
             host_version: 0,
-            captures: HashMap::new(),
-            next_capture: 1,
-            graphs: HashMap::new(),
-            user_objects: HashMap::new(),
+            graphs: Graphs::default(),
+            dice: config.seed,
             plain: Addresses::new(PLAIN.0, PLAIN.1),
             quarantine: Vec::new(),
             slabs: BTreeMap::new(),
@@ -322,6 +304,15 @@ impl State {
         Ok(())
     }
 
+    /// Refuses a call that the function of a user object makes: the driver may wait for its own thread there.
+    #[cold]
+    pub(super) fn refuse_in_callback(&mut self, call: Call) -> R {
+        self.enter_thread();
+        self.now = call;
+        self.misuse("called by the function of a user object", 0);
+        fail(CUresult::CUDA_ERROR_NOT_PERMITTED)
+    }
+
     #[cold]
     fn begin_unusual(&mut self, call: Call) -> R {
         let free = matches!(
@@ -412,8 +403,8 @@ impl State {
         self.log.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    pub(super) fn defer(&mut self, function: CUhostFn, data: usize) {
-        self.callbacks.push(Callback { function, data });
+    pub(super) fn defer(&mut self, callback: Callback) {
+        self.callbacks.push(callback);
     }
 
     pub(super) fn take_callbacks(&mut self) -> Vec<Callback> {
@@ -478,7 +469,8 @@ impl State {
         Site {
             kind: entry.kind,
             stream: entry.stream,
-            sequence: entry.seq,
+            sequence: entry.position,
+            node: entry.node,
             address: entry.address,
             bytes: entry.bytes,
             label: self

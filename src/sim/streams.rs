@@ -181,11 +181,7 @@ impl State {
                 self.submit_wait(queue, other, seq, &clock);
                 Ok(())
             }
-            Recorded::Captured {
-                capture,
-                queue: other,
-                node,
-            } => self.join_capture(queue, capture, other, node),
+            Recorded::Captured { capture, links } => self.join_capture(queue, capture, &links),
         }
     }
 
@@ -234,12 +230,8 @@ impl State {
             self.report(Report::WrongContext { call });
             return fail(BAD_HANDLE);
         }
-        let state = match self.captured_node(queue)? {
-            Some((capture, node)) => Recorded::Captured {
-                capture,
-                queue,
-                node,
-            },
+        let state = match self.captured_links(queue)? {
+            Some((capture, links)) => Recorded::Captured { capture, links },
             None => {
                 let seq = self.submit(queue, Work::Record, 0);
                 let clock = self.queues[queue as usize].clock.clone();
@@ -301,7 +293,7 @@ impl State {
     /// As [`State::enqueue`], on a queue already found.
     pub(super) fn enqueue_on(&mut self, queue: u32, mut work: Work, nanos: u64) -> R {
         self.mark_host(&mut work);
-        if self.captured_node(queue)?.is_none() {
+        if !self.captured(queue, &work, self.now.name(), nanos)? {
             self.submit(queue, work, nanos);
         }
         Ok(())

@@ -63,6 +63,18 @@ pub(super) enum Work {
     Spin,
     /// Runs a host function.
     Callback { function: CUhostFn, data: usize },
+    /// Ends a launch of an executable graph: all its nodes are complete.
+    Launched { exec: u64 },
+}
+
+/// Where the work of a graph's node comes from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NodePlace {
+    /// The id of the stream that it was launched on.
+    pub(super) stream: u64,
+    /// Which node of the executable it is, counted from 1.
+    pub(super) position: u64,
+    pub(super) node: u64,
 }
 
 #[derive(Debug)]
@@ -74,6 +86,8 @@ pub(super) struct Op {
     pub(super) name: &'static str,
     pub(super) clock: Arc<Clock>,
     pub(super) work: Work,
+    /// For what a launched graph does.
+    pub(super) place: Option<NodePlace>,
 }
 
 /// The work of one stream. Outlives the stream's handle until all of it is done.
@@ -89,4 +103,6 @@ pub(super) struct Queue {
     pub(super) host_version: u64,
     pub(super) capture: Option<u64>,
     pub(super) active: bool,
+    /// Whether it is not a stream's but runs nodes of an executable graph.
+    pub(super) lane: bool,
 }

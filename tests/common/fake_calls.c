@@ -16,6 +16,7 @@ void fake_check(void);
 #define HANDLE 0xf000ull
 #define POOL ((CUmemoryPool)0x1f000)
 #define GRAPH ((CUgraph)0x2f000)
+#define NODE ((CUgraphNode)0x7f000)
 
 CUresult cuEventRecord(CUevent event, CUstream stream) { EXPECT(event == EVENT && stream == STREAM); }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
@@ -194,10 +195,53 @@ CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *statu
   *status = stream == STREAM ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
   *id = 11; *graph = GRAPH; EXPECT(!nodes && !count);
 }
+CUresult cuStreamGetCaptureInfo_v3(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id, CUgraph *graph, const CUgraphNode **nodes, const CUgraphEdgeData **edges, size_t *count) {
+  static const CUgraphNode list[] = {NODE, (CUgraphNode)0x7f008};
+  static const CUgraphEdgeData data[] = {{0}, {1, 0, 1, {0}}};
+  *status = stream == STREAM ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  *id = 11; *graph = GRAPH; *nodes = list; *edges = data; *count = 2; EXPECT(1);
+}
+CUresult cuStreamUpdateCaptureDependencies_v2(CUstream stream, CUgraphNode *nodes, const CUgraphEdgeData *edges, size_t count, unsigned int flags) {
+  EXPECT(stream == STREAM && nodes[0] == NODE && edges[0].type == 1 && count == 1 && flags == 1);
+}
+CUresult cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode *nodes, const CUgraphEdgeData *edges, size_t count, CUstreamCaptureMode mode) {
+  EXPECT(stream == STREAM && graph == GRAPH && nodes[0] == NODE && edges[0].from_port == 0 && count == 1 && mode == 1);
+}
+CUresult cuGraphCreate(CUgraph *graph, unsigned int flags) { *graph = GRAPH; EXPECT(!flags); }
+CUresult cuGraphClone(CUgraph *graph, CUgraph original) { *graph = GRAPH; EXPECT(original == GRAPH); }
+CUresult cuGraphAddEmptyNode(CUgraphNode *node, CUgraph graph, const CUgraphNode *after, size_t count) {
+  *node = NODE; EXPECT(graph == GRAPH && count == 0);
+}
+CUresult cuGraphAddMemsetNode(CUgraphNode *node, CUgraph graph, const CUgraphNode *after, size_t count, const CUDA_MEMSET_NODE_PARAMS *p, CUcontext context) {
+  *node = NODE; EXPECT(graph == GRAPH && after[0] == NODE && count == 1 && p->dst == 0x7000000 && p->value == 9 && p->width == 3 && p->height == 1 && p->elementSize == 1 && context);
+}
+CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count) {
+  *count = 1;
+  if (nodes) nodes[0] = NODE;
+  EXPECT(graph == GRAPH);
+}
+CUresult cuGraphNodeGetDependencies_v2(CUgraphNode node, CUgraphNode *nodes, CUgraphEdgeData *edges, size_t *count) {
+  size_t there = 5, room = *count;
+  if (!nodes) { *count = there; EXPECT(node == NODE && !edges); }
+  for (*count = 0; *count < room && *count < there; ++*count) {
+    nodes[*count] = (CUgraphNode)(0x8f000 + 8 * *count);
+    edges[*count].type = *count == 4;
+  }
+  EXPECT(node == NODE);
+}
+CUresult cuGraphInstantiateWithFlags(CUgraphExec *exec, CUgraph graph, unsigned long long flags) {
+  *exec = (CUgraphExec)0x9f000; EXPECT(graph == GRAPH && !flags);
+}
+CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) { EXPECT(exec == (CUgraphExec)0x9f000 && stream == STREAM); }
+CUresult cuGraphExecUpdate_v2(CUgraphExec exec, CUgraph graph, CUgraphExecUpdateResultInfo *info) {
+  EXPECT(exec == (CUgraphExec)0x9f000 && graph == GRAPH && !info->errorNode);
+}
+CUresult cuGraphExecDestroy(CUgraphExec exec) { EXPECT(exec == (CUgraphExec)0x9f000); }
+CUresult cuUserObjectRelease(CUuserObject object, unsigned int count) { EXPECT(object == (CUuserObject)0x5f000 && count == 1); }
 CUresult cuGraphDestroy(CUgraph graph) { EXPECT(graph == GRAPH); }
 CUresult cuUserObjectCreate(CUuserObject *object, void *data, CUhostFn destroy, unsigned int count, unsigned int flags) {
   *object = (CUuserObject)0x5f000; EXPECT(data && destroy && count == 1 && flags == 1);
 }
 CUresult cuGraphRetainUserObject(CUgraph graph, CUuserObject object, unsigned int count, unsigned int flags) {
-  EXPECT(graph == GRAPH && object == (CUuserObject)0x5f000 && count == 1 && flags == 1);
+  EXPECT(graph == GRAPH && object == (CUuserObject)0x5f000 && count == 1 && flags <= 1);
 }

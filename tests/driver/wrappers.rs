@@ -3,8 +3,8 @@
 
 use crate::common::{Fake, Folder, compiler};
 use cualloc::driver::{
-    Context, Device, Driver, Event, HostMemory, MemoryPool, MemoryProperties, Module,
-    PoolProperties, Stream, sys,
+    Context, Dependency, Device, Driver, Event, Graph, HostMemory, MemoryPool, MemoryProperties,
+    Module, PoolProperties, Stream, UserObject, sys,
 };
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -211,9 +211,65 @@ fn kernels_and_captures(context: &Context) {
         entered
             .on_graph_destroyed(graph.raw(), add_one, data)
             .unwrap();
+        graphs(&captured, graph, mode);
     }
     assert_eq!(ran, 1);
     assert_eq!(context.driver().calls().get("cuModuleUnload"), 0);
     drop(function);
     assert_eq!(context.driver().calls().get("cuModuleUnload"), 1);
+}
+
+/// # Safety
+/// The driver is the fake one.
+unsafe fn graphs(stream: &Stream, mut graph: Graph, mode: sys::CUstreamCaptureMode) {
+    let context = stream.context();
+    let driver = context.driver();
+    let info = stream.capture_info().unwrap().unwrap();
+    assert_eq!((info.id, info.graph), (11, graph.raw()));
+    let (ordinary, programmatic) = (info.dependencies[0], info.dependencies[1]);
+    assert!(ordinary.is_complete() && !programmatic.is_complete());
+    assert_eq!(
+        (programmatic.edge.type_, programmatic.edge.from_port),
+        (1, 1)
+    );
+    assert_eq!(Stream::legacy(context).capture_info().unwrap(), None);
+    let node = ordinary.node;
+    let by_hand = Dependency::on(node).with_edge(programmatic.edge);
+    // SAFETY: the fake driver never looks behind a handle.
+    unsafe { driver.set_capture_dependencies(stream.raw(), &[by_hand], false) }.unwrap();
+
+    // Five dependencies are more than the first question has room for.
+    assert_eq!(graph.nodes().unwrap(), [node]);
+    let edges = graph.edges().unwrap();
+    assert_eq!(edges.len(), 5);
+    assert!(edges.iter().all(|(later, _)| *later == node));
+    assert_eq!(edges[4].1.edge.type_, 1);
+    assert_eq!(graph.add_empty(&[]).unwrap(), node);
+    assert_eq!(graph.add_memset(&[node], 0x700_0000, 9, 3).unwrap(), node);
+
+    let object = UserObject::new(context, || {}).unwrap();
+    graph.retain(&object).unwrap();
+    drop(object);
+    let mut exec = graph.instantiate().unwrap();
+    exec.update(&graph.try_clone().unwrap()).unwrap();
+    // SAFETY: as above.
+    unsafe { exec.launch(stream) }.unwrap();
+    drop(exec);
+    let into = Graph::new(context).unwrap();
+    let destroyed = driver.calls().get("cuGraphDestroy");
+    stream.begin_capture_into(into, &[ordinary], mode).unwrap();
+    assert_eq!(
+        driver.calls().get("cuGraphDestroy"),
+        destroyed,
+        "it is the capture's"
+    );
+    drop(stream.end_capture().unwrap());
+    drop(stream.capture(mode).unwrap());
+    drop(stream.capture(mode).unwrap().end().unwrap());
+    drop(graph);
+    let calls = driver.calls();
+    assert_eq!(calls.get("cuGraphDestroy"), destroyed + 4);
+    assert_eq!(calls.get("cuStreamEndCapture"), 4);
+    assert_eq!(calls.get("cuGraphExecDestroy"), 1);
+    assert_eq!(calls.get("cuUserObjectRelease"), 1);
 }

@@ -1,0 +1,352 @@
+//! Graphs of work, made by captures or by hand.
+
+use super::context::{Context, Entered};
+use super::error::DriverError;
+use super::owed::Owed;
+use super::sys;
+use super::table::{Driver, call};
+use super::user_object::UserObject;
+use std::ffi::c_void;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ptr;
+
+/// A graph that a capture has made, or an empty one, destroyed on drop; executables made from it live on.
+///
+/// `Send`; a graph may be used by one thread at a time, for queries, too.
+pub struct Graph {
+    context: Context,
+    raw: sys::CUgraph,
+}
+
+// SAFETY: a graph is not tied to a thread, and cannot be shared without a lock (it is not `Sync`).
+unsafe impl Send for Graph {}
+
+/// A node that another one depends on, with the data of the edge between them.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Dependency {
+    /// The node that comes first.
+    pub node: sys::CUgraphNode,
+    /// How far it comes first; all zero for an ordinary edge.
+    pub edge: sys::CUgraphEdgeData,
+}
+
+impl Dependency {
+    /// An ordinary dependency: the node is complete before the other one begins.
+    pub fn on(node: sys::CUgraphNode) -> Dependency {
+        Dependency {
+            node,
+            edge: sys::CUgraphEdgeData::default(),
+        }
+    }
+
+    /// The same with data of the edge.
+    pub fn with_edge(self, edge: sys::CUgraphEdgeData) -> Dependency {
+        Dependency { edge, ..self }
+    }
+
+    /// Whether the node is complete, and what it wrote is there, before the other one begins. An edge of another
+    /// kind lets a kernel begin while the one before it runs.
+    pub fn is_complete(&self) -> bool {
+        self.edge.type_ == 0 && self.edge.from_port == 0
+    }
+
+    fn parts(&self) -> (usize, [u8; 3]) {
+        let edge = self.edge;
+        (
+            self.node as usize,
+            [edge.from_port, edge.to_port, edge.type_],
+        )
+    }
+
+    /// As the driver takes them: two arrays.
+    pub(super) fn apart(list: &[Dependency]) -> (Vec<sys::CUgraphNode>, Vec<sys::CUgraphEdgeData>) {
+        list.iter().map(|one| (one.node, one.edge)).unzip()
+    }
+}
+
+impl PartialEq for Dependency {
+    fn eq(&self, other: &Dependency) -> bool {
+        self.parts() == other.parts()
+    }
+}
+
+impl Eq for Dependency {}
+
+impl Graph {
+    /// A graph without nodes.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Graphs`](super::Feature::Graphs).
+    pub fn new(context: &Context) -> Result<Graph, DriverError> {
+        let entered = context.enter()?;
+        context.debts().pay(entered.driver(), false);
+        let mut raw = ptr::null_mut();
+        // SAFETY: the output is a local.
+        unsafe { call!(entered.driver(), cuGraphCreate(&mut raw, 0)) }?;
+        Ok(Graph::of(context, raw))
+    }
+
+    /// A graph that is ours from here on.
+    pub(super) fn of(context: &Context, raw: sys::CUgraph) -> Graph {
+        Graph {
+            context: context.clone(),
+            raw,
+        }
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUgraph {
+        self.raw
+    }
+
+    /// The context in which it was made.
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// A graph with the same nodes and edges, which holds the same user objects.
+    ///
+    /// # Errors
+    /// The driver's, such as for a graph that allocates memory.
+    pub fn try_clone(&self) -> Result<Graph, DriverError> {
+        let entered = self.context.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the output is a local, and the graph is alive.
+        unsafe { call!(entered.driver(), cuGraphClone(&mut raw, self.raw)) }?;
+        Ok(Graph::of(&self.context, raw))
+    }
+
+    /// Lets the graph hold the object, and every clone and executable that is made from it.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for an object of another driver.
+    pub fn retain(&mut self, object: &UserObject) -> Result<(), DriverError> {
+        let entered = self.context.enter()?;
+        let driver = entered.driver();
+        driver.refuse_foreign(object.context().driver(), "cuGraphRetainUserObject")?;
+        // SAFETY: both are alive.
+        unsafe {
+            call!(
+                driver,
+                cuGraphRetainUserObject(self.raw, object.raw(), 1, 0)
+            )
+        }
+    }
+
+    /// The nodes, in no particular order.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn nodes(&self) -> Result<Vec<sys::CUgraphNode>, DriverError> {
+        let entered = self.context.enter()?;
+        let mut count = 0;
+        // SAFETY: null asks for the count alone; the graph is alive and nobody else changes it.
+        unsafe {
+            call!(
+                entered.driver(),
+                cuGraphGetNodes(self.raw, ptr::null_mut(), &mut count)
+            )
+        }?;
+        let mut nodes = vec![ptr::null_mut(); count];
+        // SAFETY: as above; the array is as long as is said.
+        unsafe {
+            call!(
+                entered.driver(),
+                cuGraphGetNodes(self.raw, nodes.as_mut_ptr(), &mut count)
+            )
+        }?;
+        nodes.truncate(count);
+        Ok(nodes)
+    }
+
+    /// Every edge: the node that comes later, and what it depends on.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn edges(&self) -> Result<Vec<(sys::CUgraphNode, Dependency)>, DriverError> {
+        let mut edges = Vec::new();
+        for node in self.nodes()? {
+            // SAFETY: a node of the graph, which is alive.
+            let before = unsafe { self.context.driver().node_dependencies(node) }?;
+            edges.extend(before.into_iter().map(|dependency| (node, dependency)));
+        }
+        Ok(edges)
+    }
+
+    /// Adds a node that does nothing, behind nodes of the graph.
+    ///
+    /// # Errors
+    /// The driver's; one of them for nodes of another graph.
+    pub fn add_empty(
+        &mut self,
+        after: &[sys::CUgraphNode],
+    ) -> Result<sys::CUgraphNode, DriverError> {
+        let entered = self.context.enter()?;
+        let mut node = ptr::null_mut();
+        // SAFETY: the output is a local, the array is as long as is said, and the driver looks for the nodes in
+        // the graph.
+        unsafe {
+            call!(
+                entered.driver(),
+                cuGraphAddEmptyNode(&mut node, self.raw, after.as_ptr(), after.len())
+            )
+        }?;
+        Ok(node)
+    }
+
+    /// Adds a node that fills `bytes` bytes at `to` with `value`, behind nodes of the graph.
+    ///
+    /// # Errors
+    /// The driver's; one of them for nodes of another graph.
+    pub fn add_memset(
+        &mut self,
+        after: &[sys::CUgraphNode],
+        to: sys::CUdeviceptr,
+        value: u8,
+        bytes: usize,
+    ) -> Result<sys::CUgraphNode, DriverError> {
+        let entered = self.context.enter()?;
+        let mut node = ptr::null_mut();
+        let params = sys::CUDA_MEMSET_NODE_PARAMS {
+            dst: to,
+            pitch: bytes,
+            value: value.into(),
+            elementSize: 1,
+            width: bytes,
+            height: 1,
+        };
+        // SAFETY: as in `add_empty`; memory is written by launches alone, whose callers vouch for it.
+        unsafe {
+            call!(
+                entered.driver(),
+                cuGraphAddMemsetNode(
+                    &mut node,
+                    self.raw,
+                    after.as_ptr(),
+                    after.len(),
+                    &params,
+                    self.context.raw()
+                )
+            )
+        }?;
+        Ok(node)
+    }
+
+    /// Somebody else destroys it.
+    pub(super) fn forget(self) {
+        let mut graph = ManuallyDrop::new(self);
+        // SAFETY: the context is dropped once, here, and the value is not used any more.
+        unsafe { ptr::drop_in_place(&mut graph.context) };
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Graph")
+            .field("raw", &self.raw)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        self.context.release(Owed::Graph(self.raw));
+    }
+}
+
+impl Driver {
+    /// What a node depends on.
+    ///
+    /// # Errors
+    /// The driver's: `CUDA_ERROR_LOSSY_QUERY` where an edge has data and the driver lacks
+    /// [`Feature::EdgeData`](super::Feature::EdgeData).
+    ///
+    /// # Safety
+    /// `node` must be a node of a live graph, which no other thread uses meanwhile.
+    #[doc(hidden)]
+    pub unsafe fn node_dependencies(
+        &self,
+        node: sys::CUgraphNode,
+    ) -> Result<Vec<Dependency>, DriverError> {
+        // Most nodes have few: one call is enough for them.
+        let mut room = 4;
+        loop {
+            let mut nodes = vec![ptr::null_mut(); room];
+            let mut edges = vec![sys::CUgraphEdgeData::default(); room];
+            let mut count = room;
+            let (to, data) = (nodes.as_mut_ptr(), edges.as_mut_ptr());
+            // SAFETY: the arrays are as long as is said, and the caller vouches for the node.
+            unsafe { self.read_dependencies(node, to, data, &mut count) }?;
+            if count < room {
+                let both = nodes.into_iter().zip(edges).take(count);
+                return Ok(both.map(|(node, edge)| Dependency { node, edge }).collect());
+            }
+            // SAFETY: null asks for the count alone.
+            unsafe { self.read_dependencies(node, ptr::null_mut(), ptr::null_mut(), &mut count) }?;
+            room = count + 1;
+        }
+    }
+
+    /// # Safety
+    /// As [`Driver::node_dependencies`]; the arrays are null or have `count` elements.
+    unsafe fn read_dependencies(
+        &self,
+        node: sys::CUgraphNode,
+        nodes: *mut sys::CUgraphNode,
+        edges: *mut sys::CUgraphEdgeData,
+        count: &mut usize,
+    ) -> Result<(), DriverError> {
+        if self.has(super::Feature::EdgeData) {
+            // SAFETY: the caller's contract.
+            return unsafe {
+                call!(
+                    self,
+                    cuGraphNodeGetDependencies_v2(node, nodes, edges, count)
+                )
+            };
+        }
+        // SAFETY: as above.
+        unsafe { call!(self, cuGraphNodeGetDependencies(node, nodes, count)) }
+    }
+}
+
+#[doc(hidden)]
+impl Entered<'_> {
+    /// Calls `destroy(data)` once `graph` and every executable made from it are gone.
+    /// After an error it is never called.
+    ///
+    /// # Safety
+    /// `graph` must be live; `data` must be good for `destroy`, which runs on a thread of the
+    /// driver, must not unwind and must not call the driver.
+    pub unsafe fn on_graph_destroyed(
+        &self,
+        graph: sys::CUgraph,
+        destroy: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void,
+    ) -> Result<(), DriverError> {
+        let mut object = ptr::null_mut();
+        // SAFETY: the output is a local, and the caller vouches for function and data.
+        unsafe {
+            call!(
+                self.driver(),
+                cuUserObjectCreate(
+                    &mut object,
+                    data,
+                    Some(destroy),
+                    1,
+                    sys::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+                )
+            )
+        }?;
+        // SAFETY: the object has just been made with one reference; the caller vouches for the
+        // graph.
+        unsafe {
+            call!(
+                self.driver(),
+                cuGraphRetainUserObject(graph, object, 1, sys::CU_GRAPH_USER_OBJECT_MOVE)
+            )
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Executable graphs.
+
+use super::context::Context;
+use super::error::DriverError;
+use super::graph::Graph;
+use super::owed::Owed;
+use super::stream::Stream;
+use super::sys;
+use super::table::call;
+use std::fmt;
+use std::ptr;
+
+/// An executable made from a graph, destroyed on drop: launches that are under way go on, and what the graph held
+/// ([`Graph::retain`]) is held until the last of them is complete.
+///
+/// `Send`; may be used by one thread at a time.
+pub struct GraphExec {
+    context: Context,
+    raw: sys::CUgraphExec,
+}
+
+// SAFETY: an executable is not tied to a thread, and cannot be shared without a lock (it is not `Sync`).
+unsafe impl Send for GraphExec {}
+
+impl Graph {
+    /// Makes an executable of the graph as it is now. It holds the graph's user objects, too.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::GraphExecs`](super::Feature::GraphExecs).
+    pub fn instantiate(&self) -> Result<GraphExec, DriverError> {
+        let entered = self.context().enter()?;
+        self.context().debts().pay(entered.driver(), false);
+        let mut raw = ptr::null_mut();
+        // SAFETY: the output is a local, and the graph is alive.
+        unsafe {
+            call!(
+                entered.driver(),
+                cuGraphInstantiateWithFlags(&mut raw, self.raw(), 0)
+            )
+        }?;
+        Ok(GraphExec {
+            context: self.context().clone(),
+            raw,
+        })
+    }
+}
+
+impl GraphExec {
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUgraphExec {
+        self.raw
+    }
+
+    /// Runs the graph in the order of `stream`, and behind earlier launches of this executable. Returns at once.
+    ///
+    /// # Errors
+    /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for a stream of another driver.
+    ///
+    /// # Safety
+    /// The memory that the graph's nodes use must be theirs, as for the work that was captured, until the launch is
+    /// complete.
+    pub unsafe fn launch(&mut self, stream: &Stream) -> Result<(), DriverError> {
+        let entered = stream.context().enter()?;
+        let driver = entered.driver();
+        driver.refuse_foreign(self.context.driver(), "cuGraphLaunch")?;
+        // SAFETY: the handles are alive, and the caller vouches for the memory.
+        unsafe { call!(driver, cuGraphLaunch(self.raw, stream.raw())) }
+    }
+
+    /// Makes later launches run `graph`, which must have the same nodes with the same edges; what they work on
+    /// may differ. Cheaper than a new executable. The user objects are then those of `graph`.
+    ///
+    /// # Errors
+    /// The driver's, `CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE` among them: then nothing has changed.
+    /// `CUDA_ERROR_NOT_FOUND` without [`Feature::GraphExecUpdate`](super::Feature::GraphExecUpdate).
+    pub fn update(&mut self, graph: &Graph) -> Result<(), DriverError> {
+        let entered = self.context.enter()?;
+        let driver = entered.driver();
+        driver.refuse_foreign(graph.context().driver(), "cuGraphExecUpdate_v2")?;
+        let mut info = sys::CUgraphExecUpdateResultInfo {
+            result: sys::CUgraphExecUpdateResult::CU_GRAPH_EXEC_UPDATE_SUCCESS,
+            errorNode: ptr::null_mut(),
+            errorFromNode: ptr::null_mut(),
+        };
+        // SAFETY: both are alive, and the output is a local.
+        unsafe {
+            call!(
+                driver,
+                cuGraphExecUpdate_v2(self.raw, graph.raw(), &mut info)
+            )
+        }
+    }
+}
+
+impl fmt::Debug for GraphExec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GraphExec")
+            .field("raw", &self.raw)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for GraphExec {
+    fn drop(&mut self) {
+        self.context.release(Owed::GraphExec(self.raw));
+    }
+}

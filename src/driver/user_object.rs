@@ -1,0 +1,104 @@
+//! Objects that live as long as graphs.
+
+use super::context::Context;
+use super::error::DriverError;
+use super::owed::{Owed, in_host_function};
+use super::sys;
+use super::table::call;
+use std::ffi::c_void;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+
+/// A function that the driver calls when nothing holds the object any more: this value is dropped, and every graph
+/// that [retains](super::Graph::retain) it is gone with its clones, its executables and their launches.
+///
+/// `Send` and `Sync`.
+pub struct UserObject {
+    context: Context,
+    raw: sys::CUuserObject,
+}
+
+// SAFETY: the driver counts references to the object under its own lock.
+unsafe impl Send for UserObject {}
+// SAFETY: as above, and nothing in here changes.
+unsafe impl Sync for UserObject {}
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+/// Runs a function that was boxed twice.
+///
+/// # Safety
+/// `data` is a `Box<Hook>` turned raw, and this is its only call.
+unsafe extern "C" fn run(data: *mut c_void) {
+    // SAFETY: the caller's contract.
+    let hook = unsafe { Box::from_raw(data.cast::<Hook>()) };
+    if catch_unwind(AssertUnwindSafe(|| in_host_function(*hook))).is_err() {
+        log::error!("the function of a user object panicked");
+    }
+}
+
+impl UserObject {
+    /// An object whose end calls `hook`, on a thread of the driver, some time after the last holder is gone. The
+    /// driver must not be called there, nor waited for; what is dropped there is destroyed by a later call. A
+    /// panic is logged.
+    ///
+    /// # Errors
+    /// The driver's; then `hook` is dropped. `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::GraphLifetime`](super::Feature::GraphLifetime).
+    pub fn new(
+        context: &Context,
+        hook: impl FnOnce() + Send + 'static,
+    ) -> Result<UserObject, DriverError> {
+        let entered = context.enter()?;
+        context.debts().pay(entered.driver(), false);
+        let hook: Hook = Box::new(hook);
+        let data = Box::into_raw(Box::new(hook));
+        let mut raw = ptr::null_mut();
+        // SAFETY: the output is a local; the function is called once, with what it takes.
+        let created = unsafe {
+            call!(
+                entered.driver(),
+                cuUserObjectCreate(
+                    &mut raw,
+                    data.cast(),
+                    Some(run),
+                    1,
+                    sys::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+                )
+            )
+        };
+        if let Err(error) = created {
+            // SAFETY: the driver did not take it.
+            drop(unsafe { Box::from_raw(data) });
+            return Err(error);
+        }
+        Ok(UserObject {
+            context: context.clone(),
+            raw,
+        })
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> sys::CUuserObject {
+        self.raw
+    }
+
+    pub(super) fn context(&self) -> &Context {
+        &self.context
+    }
+}
+
+impl fmt::Debug for UserObject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UserObject")
+            .field("raw", &self.raw)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for UserObject {
+    fn drop(&mut self) {
+        self.context.release(Owed::UserObject(self.raw));
+    }
+}

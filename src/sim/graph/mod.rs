@@ -1,0 +1,231 @@
+//! Graphs: what captures make of work, what is added by hand, and what executables run.
+
+mod capture;
+mod edit;
+mod exec;
+mod launch;
+mod links;
+mod users;
+
+pub(super) use links::Link;
+
+use super::call::{R, fail};
+use super::clocks::Clock;
+use super::objects::Callback;
+use super::work::Work;
+use crate::driver::sys::*;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+/// Distance of handle values.
+const STEP: u64 = 0x40;
+
+/// Objects of one kind by their handles. Like a driver's, the value of the one that went last comes back first.
+pub(super) struct Handles<T> {
+    base: u64,
+    list: Vec<Option<T>>,
+    free: Vec<usize>,
+}
+
+impl<T> Handles<T> {
+    pub(super) fn new(base: u64) -> Handles<T> {
+        Handles {
+            base,
+            list: Vec::new(),
+            free: Vec::new(),
+        }
+    }
+
+    fn index(&self, handle: u64) -> Option<usize> {
+        let offset = handle.checked_sub(self.base)?;
+        (offset % STEP == 0).then_some((offset / STEP) as usize)
+    }
+
+    pub(super) fn add(&mut self, object: T) -> u64 {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.list.push(None);
+            self.list.len() - 1
+        });
+        self.list[index] = Some(object);
+        self.base + index as u64 * STEP
+    }
+
+    pub(super) fn get(&self, handle: u64) -> Option<&T> {
+        self.list.get(self.index(handle)?)?.as_ref()
+    }
+
+    pub(super) fn get_mut(&mut self, handle: u64) -> Option<&mut T> {
+        let index = self.index(handle)?;
+        self.list.get_mut(index)?.as_mut()
+    }
+
+    pub(super) fn remove(&mut self, handle: u64) -> Option<T> {
+        let index = self.index(handle)?;
+        let object = self.list.get_mut(index)?.take()?;
+        self.free.push(index);
+        Some(object)
+    }
+
+    /// Whether there was ever an object with this handle.
+    pub(super) fn existed(&self, handle: u64) -> bool {
+        self.index(handle)
+            .is_some_and(|index| index < self.list.len())
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &T)> {
+        let handles = (0..).map(|index| self.base + index * STEP);
+        let objects = handles.zip(&self.list);
+        objects.filter_map(|(handle, object)| Some((handle, object.as_ref()?)))
+    }
+}
+
+/// What a node does.
+#[derive(Clone, Debug)]
+pub(super) struct Task {
+    pub(super) work: Work,
+    pub(super) name: &'static str,
+    pub(super) nanos: u64,
+    pub(super) label: u32,
+    pub(super) ctx: usize,
+}
+
+impl Task {
+    fn kind(&self) -> CUgraphNodeType {
+        match self.work {
+            Work::Fill { .. } if !self.name.starts_with("cualloc_") => {
+                CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMSET
+            }
+            Work::Copy { .. }
+            | Work::Upload { .. }
+            | Work::Download { .. }
+            | Work::HostCopy { .. } => CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMCPY,
+            Work::Callback { .. } => CUgraphNodeType::CU_GRAPH_NODE_TYPE_HOST,
+            _ => CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL,
+        }
+    }
+}
+
+#[derive(Clone)]
+pub(super) struct Node {
+    graph: u64,
+    /// None for an empty node.
+    task: Option<Task>,
+    /// The nodes that this one depends on.
+    links: Vec<Link>,
+}
+
+impl Node {
+    fn kind(&self) -> CUgraphNodeType {
+        let task = self.task.as_ref();
+        task.map_or(CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY, Task::kind)
+    }
+}
+
+/// References to user objects, by their handles.
+type References = BTreeMap<u64, u64>;
+
+#[derive(Default)]
+pub(super) struct Graph {
+    /// In the order in which they were added: each behind those that it depends on.
+    nodes: Vec<u64>,
+    objects: References,
+    /// The capture that adds to it.
+    capture: Option<u64>,
+}
+
+/// A capture under way.
+pub(super) struct Capture {
+    origin: u32,
+    thread: u64,
+    mode: u32,
+    pub(super) invalid: bool,
+    graph: u64,
+    /// Whether the graph was there before.
+    into: bool,
+    /// Each stream that takes part, with what its next node depends on.
+    members: HashMap<u32, Vec<Link>>,
+    /// What a query has shown of a stream, for as long as the caller may look at it.
+    shown: HashMap<u32, Shown>,
+}
+
+/// Arrays of the driver that a query hands out.
+#[derive(Default)]
+struct Shown {
+    nodes: Vec<u64>,
+    edges: Vec<CUgraphEdgeData>,
+}
+
+/// A node of an executable.
+struct Step {
+    node: u64,
+    task: Option<Task>,
+    /// The steps that are complete when this one starts.
+    after: Vec<usize>,
+    /// One of the executable's lanes.
+    lane: usize,
+}
+
+/// An executable graph.
+pub(super) struct Exec {
+    steps: Arc<[Step]>,
+    /// The queues that the steps run on, with their contexts. What follows itself on one is ordered by the
+    /// graph; what is not is on different ones.
+    lanes: Vec<(u32, usize)>,
+    objects: References,
+    /// What an update replaced while launches were under way.
+    replaced: Vec<References>,
+    /// Launches that are not complete.
+    running: u64,
+    destroyed: bool,
+    /// The last launch, behind which the next one comes: a queue, a position there, and what came before.
+    last: Option<(u32, u64, Arc<Clock>)>,
+}
+
+pub(super) struct UserObject {
+    count: u64,
+    callback: Callback,
+}
+
+/// Everything that has to do with graphs.
+pub(super) struct Graphs {
+    pub(super) captures: HashMap<u64, Capture>,
+    next_capture: u64,
+    pub(super) graphs: Handles<Graph>,
+    nodes: Handles<Node>,
+    pub(super) execs: Handles<Exec>,
+    pub(super) objects: Handles<UserObject>,
+}
+
+impl Default for Graphs {
+    fn default() -> Graphs {
+        Graphs {
+            captures: HashMap::new(),
+            next_capture: 1,
+            graphs: Handles::new(0x1300_0000_0000),
+            nodes: Handles::new(0x1400_0000_0000),
+            execs: Handles::new(0x1500_0000_0000),
+            objects: Handles::new(0x1600_0000_0000),
+        }
+    }
+}
+
+impl Graphs {
+    /// Adds a node to a graph that is there.
+    fn add_node(&mut self, graph: u64, task: Option<Task>, links: Vec<Link>) -> R<u64> {
+        let Some(entry) = self.graphs.get_mut(graph) else {
+            return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
+        };
+        let node = self.nodes.add(Node { graph, task, links });
+        entry.nodes.push(node);
+        Ok(node)
+    }
+
+    /// Whether all of these are nodes of the graph.
+    fn belong(&self, graph: u64, links: &[Link]) -> bool {
+        let inside = |link: &Link| {
+            let node = self.nodes.get(link.node);
+            node.is_some_and(|node| node.graph == graph)
+        };
+        links.iter().all(inside)
+    }
+}
