@@ -5,12 +5,14 @@
 
 mod argument;
 mod config;
+mod graph;
 mod import;
 pub(crate) mod kinds;
 pub(crate) mod memory;
 
 pub use argument::{InvalidArgument, StreamMisuse};
 pub use config::ConfigError;
+pub use graph::GraphPoolError;
 pub use import::ImportFault;
 pub(crate) use kinds::{Error, Refused};
 pub use memory::{OutOfMemory, PinnedSegment, StreamBytes};

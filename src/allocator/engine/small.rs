@@ -122,7 +122,10 @@ impl Engine {
     pub(crate) fn hit_watched(&self, stream: &Stream, bytes: usize) -> Option<Grant> {
         let small = unaligned(bytes).filter(|_| self.rules.caches())?;
         let (key, raw) = (stream.id_at_hand(), stream.raw());
-        let simple = key != NO_ID && !is_special(raw) && !self.deferred.load(Ordering::Relaxed);
+        let simple = key != NO_ID
+            && !is_special(raw)
+            && !self.deferred.load(Ordering::Relaxed)
+            && !self.is_scoped();
         if !simple || self.usable().is_err() || self.same_driver(stream).is_err() {
             return None;
         }
