@@ -50,6 +50,8 @@ static PLACES: [Place; SLOT_COUNT] = [const {
 thread_local! {
     /// Whether this thread is in a hook, whose own calls have none.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread runs a host function of the driver's.
+    static CALLBACK: Cell<bool> = const { Cell::new(false) };
     /// The thread that this one pretends to be; 0 for itself.
     static PRETENDED: Cell<u64> = const { Cell::new(0) };
 }
@@ -83,6 +85,17 @@ pub(super) fn as_thread<T>(thread: u32, run: impl FnOnce() -> T) -> T {
     let number = 1 << 63 | u64::from(thread);
     let _restore = Restore(&PRETENDED, PRETENDED.replace(number));
     defaults::as_thread(thread, run)
+}
+
+/// Runs a function that the driver calls on a thread of its own, which must not call the driver.
+pub(super) fn as_callback(run: impl FnOnce()) {
+    let _restore = Restore(&CALLBACK, CALLBACK.replace(true));
+    run();
+}
+
+/// Whether the calling thread is in such a function.
+pub(super) fn is_callback() -> bool {
+    CALLBACK.get()
 }
 
 /// Changes the hooks of a place.

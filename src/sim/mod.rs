@@ -432,6 +432,9 @@ impl Simulator {
                 streams: state.streams.iter().flatten().count(),
                 events: state.events.iter().flatten().count(),
                 host: state.host_blocks.len(),
+                graphs: state.graphs.graphs.iter().count(),
+                executables: state.graphs.execs.iter().count(),
+                user_objects: state.graphs.objects.iter().count(),
                 bytes: state.devices.iter().map(|device| device.used).sum(),
             }
         })
@@ -492,6 +495,12 @@ impl Simulator {
                 && state.destroy_ctx(device).is_ok()
         })
         .unwrap_or(false)
+    }
+
+    /// Whether the primary context of a device lives; `None` for an unknown device.
+    pub fn primary_is_active(&self, device: usize) -> Option<bool> {
+        self.with(|state| (device < state.devices.len()).then(|| state.ctxs[device].alive))
+            .flatten()
     }
 
     /// Breaks the primary context of a device: every later call on it returns `code`.

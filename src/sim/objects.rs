@@ -1,6 +1,7 @@
 //! What else has a handle: kernels, pools, and what is shared; and host functions.
 
 use super::clocks::Clock;
+use super::hooks;
 use crate::driver::sys::{CUhostFn, CUmemAllocationHandleType};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ impl Callback {
         if let Some(function) = self.function {
             // SAFETY: whoever passed the function to the driver vouches that it may be called with
             // this argument.
-            unsafe { function(self.data as *mut std::ffi::c_void) }
+            hooks::as_callback(|| unsafe { function(self.data as *mut std::ffi::c_void) });
         }
     }
 }

@@ -209,6 +209,12 @@ pub struct Leaks {
     pub events: usize,
     /// Page-locked host allocations and registrations.
     pub host: usize,
+    /// Graphs not destroyed, those that captures are making included.
+    pub graphs: usize,
+    /// Executable graphs not destroyed, or destroyed with a launch under way.
+    pub executables: usize,
+    /// User objects that something holds.
+    pub user_objects: usize,
     /// Bytes of physical memory held on all devices, without what
     /// [`Simulator::take_memory`](super::Simulator::take_memory) took.
     pub bytes: u64,

@@ -111,7 +111,11 @@ fn locked(
     let Some(state) = guard.as_deref_mut() else {
         return CUresult::CUDA_ERROR_DEINITIALIZED;
     };
-    let result = match state.begin(call) {
+    let begun = match hooks::is_callback() {
+        true => state.refuse_in_callback(call),
+        false => state.begin(call),
+    };
+    let result = match begun {
         Ok(()) => match run(state) {
             Ok(()) => CUresult::CUDA_SUCCESS,
             Err(code) => code,

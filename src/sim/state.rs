@@ -304,6 +304,16 @@ impl State {
         Ok(())
     }
 
+    /// Refuses a call that a host function makes, or that of a user object: the driver may wait for its own
+    /// thread there.
+    #[cold]
+    pub(super) fn refuse_in_callback(&mut self, call: Call) -> R {
+        self.enter_thread();
+        self.now = call;
+        self.misuse("called by a function that the driver runs", 0);
+        fail(CUresult::CUDA_ERROR_NOT_PERMITTED)
+    }
+
     #[cold]
     fn begin_unusual(&mut self, call: Call) -> R {
         let free = matches!(

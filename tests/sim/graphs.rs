@@ -3,7 +3,7 @@
 use crate::support::*;
 use cualloc::driver::sys::*;
 use cualloc::driver::{Dependency, Graph, GraphExec, Stream, UserObject};
-use cualloc::sim::{Report, SimConfig, Site};
+use cualloc::sim::{Mode, Report, SimConfig, Site};
 use std::collections::HashSet;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
@@ -276,18 +276,155 @@ fn a_capture_goes_on_in_a_graph_that_is_there() {
 
 #[test]
 fn nodes_that_nothing_orders_run_in_every_order() {
-    let mut orders = HashSet::new();
-    for seed in 0..64 {
-        let mut config = SimConfig::with_devices(1, 1 << 30);
-        (config.seed, config.races) = (seed, false);
-        let bench = with(config);
-        let memory = bench.alloc(4096);
-        let own = stream(&bench);
-        let mut exec = forked(&bench, memory, 0).instantiate().unwrap();
-        launch(&mut exec, &own);
-        orders.insert(bench.word(memory));
+    for mode in [Mode::Instant, Mode::Lag(2)] {
+        let mut orders = HashSet::new();
+        for seed in 0..64 {
+            let mut config = SimConfig::with_devices(1, 1 << 30);
+            (config.seed, config.races, config.mode) = (seed, false, mode);
+            let bench = with(config);
+            let memory = bench.alloc(4096);
+            let own = stream(&bench);
+            let mut exec = forked(&bench, memory, 0).instantiate().unwrap();
+            launch(&mut exec, &own);
+            own.synchronize().unwrap();
+            orders.insert(bench.word(memory));
+        }
+        assert_eq!(
+            orders,
+            HashSet::from([0x0101_0101, 0x0202_0202]),
+            "{mode:?}"
+        );
     }
-    assert_eq!(orders, HashSet::from([0x0101_0101, 0x0202_0202]));
+}
+
+/// Written through one address and read through another, behind an edge: as measured on views. Without the edge
+/// the bytes are the same ones all the same.
+#[test]
+fn addresses_of_the_same_memory_race_unless_an_edge_orders_them() {
+    let bench = bench();
+    let (home, handle) = bench.mapped(GRANULE);
+    let view = bench.reserve(GRANULE);
+    assert_eq!(bench.map(view, GRANULE, handle), OK);
+    assert_eq!(bench.access(view, GRANULE), OK);
+    let bad = bench.alloc(4);
+    for ordered in [true, false] {
+        let (own, side) = (stream(&bench), bench.stream());
+        let graph = captured(&own, |raw| {
+            order(&bench, raw, side);
+            bench.fill(home, 1024, 5, raw);
+            if ordered {
+                order(&bench, raw, side);
+            }
+            bench.check(view, 1024, 5, bad, side);
+            order(&bench, side, raw);
+        });
+        let mut exec = graph.instantiate().unwrap();
+        for _ in 0..20 {
+            bench.memset(bad, 0, 4, own.raw());
+            launch(&mut exec, &own);
+            assert!(!ordered || bench.word(bad) == 0);
+        }
+        assert_eq!(race(&bench).is_some(), !ordered);
+        bench.sync();
+    }
+}
+
+/// Other memory at the same addresses, again and again: as measured.
+#[test]
+fn an_executable_runs_on_what_is_at_its_addresses_now() {
+    let bench = bench();
+    let (at, mut handle) = bench.mapped(GRANULE);
+    let own = stream(&bench);
+    let graph = captured(&own, |raw| {
+        bench.fill(at, 64, 9, raw);
+        assert_eq!(
+            call!(bench, cuMemcpyDtoDAsync_v2(at + 4096, at, 256, raw)),
+            OK
+        );
+        bench.memset(at, 1, 4, raw);
+    });
+    let mut exec = graph.instantiate().unwrap();
+    for _ in 0..20 {
+        launch(&mut exec, &own);
+        own.synchronize().unwrap();
+        let words = [at, at + 4, at + 4096, at + 4100].map(|word| bench.word(word));
+        assert_eq!(words, [0x0101_0101, 10, 9, 10]);
+        assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+        assert_eq!(call!(bench, cuMemRelease(handle)), OK);
+        handle = bench.create(GRANULE).1;
+        assert_eq!(bench.map(at, GRANULE, handle), OK);
+        assert_eq!(bench.access(at, GRANULE), OK);
+        assert_eq!(bench.sim.read_memory(at, 4).unwrap(), [0xdb; 4], "fresh");
+    }
+    bench.silent();
+}
+
+/// A function of the driver's that calls the driver, which it must not: it is refused, and that is a finding.
+#[test]
+fn functions_that_the_driver_runs_must_not_call_it() {
+    let bench = bench();
+    let own = stream(&bench);
+    let (driver, seen) = (bench.driver.clone(), Arc::new(AtomicU32::new(0)));
+    let answer = Arc::clone(&seen);
+    let object = UserObject::new(&bench.context, move || {
+        let code = driver.device_count().unwrap_err().code();
+        answer.store(code.0, Ordering::Relaxed);
+    });
+    let object = object.unwrap();
+    let mut graph = captured(&own, |raw| bench.spin(1, raw));
+    graph.retain(&object).unwrap();
+    drop((object, graph));
+    assert_eq!(
+        seen.load(Ordering::Relaxed),
+        CUresult::CUDA_ERROR_NOT_PERMITTED.0
+    );
+    bench.reported(|report| {
+        matches!(
+            report,
+            Report::Misuse {
+                call: "cuDeviceGetCount",
+                ..
+            }
+        )
+    });
+    assert!(
+        bench.driver.device_count().is_ok(),
+        "afterwards everything is allowed again"
+    );
+}
+
+#[test]
+fn what_still_lives_is_counted() {
+    let bench = bench();
+    let own = stream(&bench);
+    let before = bench.sim.leaks();
+    let (object, _) = counted(&bench);
+    let graph = captured(&own, |raw| bench.spin(1, raw));
+    let exec = graph.instantiate().unwrap();
+    let now = bench.sim.leaks();
+    assert_eq!((now.graphs, now.executables, now.user_objects), (1, 1, 1));
+    drop((object, graph, exec));
+    assert_eq!(bench.sim.leaks(), before);
+}
+
+/// A thousand graphs, one after the other, leave nothing behind and need no more queues than one.
+#[test]
+fn graphs_come_and_go() {
+    let bench = bench();
+    let memory = bench.alloc(4096);
+    let own = stream(&bench);
+    let before = bench.sim.leaks();
+    let mut handles = HashSet::new();
+    for _ in 0..1000 {
+        let graph = captured(&own, |raw| bench.fill(memory, 64, 0, raw));
+        let mut exec = graph.instantiate().unwrap();
+        launch(&mut exec, &own);
+        own.synchronize().unwrap();
+        handles.insert((graph.raw() as usize, exec.raw() as usize));
+    }
+    assert_eq!(handles.len(), 1, "values of handles come back at once");
+    assert_eq!(bench.sim.leaks(), before);
+    bench.silent();
 }
 
 #[test]

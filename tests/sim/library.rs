@@ -1,7 +1,9 @@
 //! The simulator built as a shared library goes through the real loading path.
 
+use crate::common::{Folder, compile, compiler};
 use cualloc::driver::{Context, Driver};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// The library that `cargo test` builds beside this test's executable.
 fn library() -> PathBuf {
@@ -60,4 +62,39 @@ fn every_function_of_the_table_is_exported() {
         count += 1;
     }
     assert!(count >= 100, "{count} functions in the header");
+}
+
+/// The program beside the library, compiled and run.
+#[test]
+fn a_program_in_c_runs_on_the_library() {
+    let path = library();
+    if !path.exists() {
+        eprintln!("SKIPPED: {} is not built", path.display());
+        return;
+    }
+    let Some(cc) = compiler() else { return };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = Folder::new("simdriver-program");
+    let program = folder.file("program");
+    let mut rpath = std::ffi::OsString::from("-Wl,-rpath,");
+    rpath.push(path.parent().unwrap());
+    let arguments = [
+        "-std=gnu11".into(),
+        "-Wall".into(),
+        "-Wextra".into(),
+        "-Werror".into(),
+        "-I".into(),
+        root.into(),
+        root.join("examples/simdriver/program.c").into(),
+        path.clone().into(),
+        rpath,
+        "-o".into(),
+        program.clone().into(),
+    ];
+    compile(&cc, &arguments).unwrap();
+    let output = Command::new(&program).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said == "ok\n", "{said}{errors}");
+    assert!(errors.is_empty(), "the simulator found: {errors}");
 }

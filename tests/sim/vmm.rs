@@ -1,7 +1,7 @@
 //! Mapping rules: whole handles only, access per mapping, memory lives as long as anything shows it.
 
 use crate::support::*;
-use cualloc::driver::sys::CUresult;
+use cualloc::driver::sys::{CUmemAccess_flags, CUresult};
 use cualloc::sim::{Leaks, Report, SimConfig};
 
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -248,4 +248,61 @@ fn an_exported_descriptor_imports_the_same_memory() {
     assert_eq!(bench.map(view, GRANULE, imported), OK);
     assert_eq!(bench.word(view), 0x0303_0303);
     assert_eq!(bench.sim.memory_in_use(0), GRANULE as u64);
+}
+
+/// Access belongs to the mapping, for each device apart, and is gone with it: who maps anew has to give it to
+/// all of them again.
+#[test]
+fn each_mapping_has_the_access_of_each_device() {
+    let mut config = SimConfig::with_devices(2, 1 << 30);
+    config.sticky_errors = false;
+    let bench = with(config);
+    let (code, handle) = bench.create(GRANULE);
+    assert_eq!(code, OK);
+    let (home, view) = (bench.reserve(GRANULE), bench.reserve(GRANULE));
+    let rights = |at: u64| {
+        [0, 1].map(|device| {
+            let mut flags = 9;
+            let place = location(device);
+            assert_eq!(call!(bench, cuMemGetAccess(&mut flags, &place, at)), OK);
+            flags
+        })
+    };
+    for at in [home, view] {
+        assert_eq!(bench.map(at, GRANULE, handle), OK);
+        assert_eq!(rights(at), [0, 0]);
+    }
+    let both = [access(0), access(1)];
+    assert_eq!(
+        call!(bench, cuMemSetAccess(home, GRANULE, both.as_ptr(), 2)),
+        OK
+    );
+    let mut reader = access(1);
+    reader.flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ;
+    assert_eq!(call!(bench, cuMemSetAccess(view, GRANULE, &reader, 1)), OK);
+    assert_eq!((rights(home), rights(view)), ([3, 3], [0, 1]));
+
+    let mut peer = std::ptr::null_mut();
+    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut peer, 1)), OK);
+    assert_eq!(call!(bench, cuCtxSetCurrent(peer)), OK);
+    let theirs = bench.stream();
+    bench.memset(home, 1, 16, theirs);
+    bench.silent();
+    bench.memset(view, 1, 16, theirs);
+    bench.reported(|report| matches!(report, Report::Unauthorised { device: 1, .. }));
+    bench.sync();
+
+    // The same addresses, mapped anew, with the access of one device forgotten.
+    assert_eq!(call!(bench, cuMemUnmap(home, GRANULE)), OK);
+    assert_eq!(bench.map(home, GRANULE, handle), OK);
+    assert_eq!(rights(home), [0, 0]);
+    assert_eq!(bench.access(home, GRANULE), OK);
+    assert_eq!(rights(home), [3, 0]);
+    bench.memset(home, 1, 16, theirs);
+    bench.reported(|report| matches!(report, Report::Unauthorised { device: 1, .. }));
+    // None takes access away.
+    let mut none = access(0);
+    none.flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    assert_eq!(call!(bench, cuMemSetAccess(home, GRANULE, &none, 1)), OK);
+    assert_eq!(rights(home), [0, 0]);
 }

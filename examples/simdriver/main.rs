@@ -1,6 +1,12 @@
-//! The simulated driver as a shared library with the driver's own names.
+//! The simulated driver as a shared library with the driver's own names: a GPU for any program of the driver's API.
 //!
-//! One simulator serves the whole process. Environment, read at the first call:
+//! `cargo build --example simdriver --features sim` makes `libsimdriver.so`. A program finds it by the name that it
+//! loads, `libcuda.so.1`: a link of that name in a folder of `LD_LIBRARY_PATH`. `program.c` beside this file is one
+//! that is linked to it.
+//!
+//! One simulator serves the whole process. Work completes at once, kernels are those of [`cualloc::sim`], whatever
+//! a module is loaded from, and an event knows no time. What the simulator finds wrong it says at the end of the
+//! process, on standard error. Environment, read at the first call:
 //! `CUALLOC_SIM_DEVICES` (count, default 1, 0 for a machine without devices),
 //! `CUALLOC_SIM_MEMORY` (of each device, like `80G`; default 80 GiB), `CUALLOC_SIM_VERSION` (driver version,
 //! default 13000), `CUALLOC_SIM_VMM` (0: no virtual memory management). A value that is no number
@@ -12,10 +18,13 @@ use cualloc::sim::{SimConfig, Simulator};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
 
+mod more;
+
 struct Library {
     table: CuFunctions,
     // Lives as long as the process.
-    _simulator: Simulator,
+    simulator: Simulator,
+    version: c_int,
 }
 
 fn number<T: std::str::FromStr>(name: &str, default: T) -> Option<T> {
@@ -37,16 +46,36 @@ fn start() -> Option<Library> {
     for device in &mut config.devices {
         device.vmm = vmm;
     }
+    let version = config.driver_version;
     let simulator = Simulator::new(config).ok()?;
+    tell_at_exit();
     Some(Library {
         table: simulator.functions(),
-        _simulator: simulator,
+        simulator,
+        version,
     })
 }
 
 fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     LIBRARY.get_or_init(start).as_ref()
+}
+
+/// Has the findings written when the process ends.
+fn tell_at_exit() {
+    unsafe extern "C" {
+        fn atexit(run: extern "C" fn()) -> c_int;
+    }
+    extern "C" fn tell() {
+        if let Some(library) = library() {
+            for report in library.simulator.take_reports() {
+                eprintln!("simulated driver: {report}");
+            }
+        }
+    }
+    // SAFETY: the function of the C library; what it is given stays as long as this library, which is never
+    // unloaded before the process ends, as it holds the simulator. Without it nothing is said.
+    let _refused = unsafe { atexit(tell) };
 }
 
 macro_rules! export {
@@ -64,6 +93,14 @@ macro_rules! export {
                 None => CUresult::CUDA_ERROR_INVALID_VALUE,
             }
         }
-    )*};
+    )*
+        /// Every function of the simulator's table with its address.
+        fn addresses() -> Vec<(&'static str, *const c_void)> {
+            vec![$((
+                stringify!($name),
+                $name as unsafe extern "C" fn($($ty),*) -> CUresult as *const c_void,
+            )),*]
+        }
+    };
 }
 cualloc::sim_driver_functions!(export);
