@@ -136,3 +136,53 @@ fn a_thousand_captures_leave_nothing_behind() {
         rig.close(&allocator);
     });
 }
+
+#[test]
+fn a_request_that_is_short_of_memory_gets_that_of_idle_pools() {
+    packed(|rig| {
+        let allocator = rig.limited(40 * MIB);
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 24 * MIB, &stream));
+        });
+        let error = allocator.allocate(32 * MIB, &stream).unwrap_err();
+        assert!(
+            error.is_out_of_memory(),
+            "the graph has its memory: {error:?}"
+        );
+        drop(graph);
+        let block = allocator.allocate(32 * MIB, &stream).unwrap();
+        assert_eq!(footprint(&allocator, &pool).physical, 0);
+        drop((block, pool));
+        rig.close(&allocator);
+    });
+}
+
+/// What a stream used of a pool is waited for after the stream has gone.
+#[test]
+fn a_stream_that_used_a_block_of_a_pool_may_be_retired() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let reader = RawStream::new(rig);
+        let mut output = None;
+        let graph = capture(&pool, &stream, || {
+            output = Some(used(rig, &allocator, 2 * MIB, &stream));
+        });
+        run(&graph, &stream);
+        let block = output.take().unwrap();
+        // SAFETY: the stream is alive, and gets nothing after it is retired.
+        unsafe {
+            allocator
+                .record_stream_raw(block.ptr(), reader.raw())
+                .unwrap();
+            rig.stamp(block.ptr(), 2 * MIB, 3, &reader.borrowed());
+            allocator.retire_raw(reader.raw()).unwrap();
+        }
+        reader.destroy();
+        drop(block);
+        rig.settle(&stream);
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}

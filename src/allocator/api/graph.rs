@@ -201,10 +201,10 @@ impl GraphPool {
             return Err(crate::error::GraphPoolError::ForeignCheckpoint.into());
         }
         let engine = self.allocator.engine();
-        let (ceased, revived) = engine.restore(self.id, &to.live)?;
-        let revived = revived.into_iter();
+        let restored = engine.restore(self.id, &to.live)?;
+        let revived = restored.revived.into_iter();
         Ok(Restored {
-            ceased,
+            ceased: restored.ceased,
             revived: revived
                 .map(|(grant, requested)| Block::new(engine, grant, requested as usize))
                 .collect(),

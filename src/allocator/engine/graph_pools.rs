@@ -1,11 +1,11 @@
 //! Graph pools as wholes: what they hold, earlier layouts of theirs, and their way back to the driver.
 
-use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::graph::usable_pool;
 use crate::allocator::graph::Footprint;
 use crate::allocator::graph::arena::Live;
 use crate::allocator::graph::commit;
+use crate::allocator::heap::graph::Restoration;
 use crate::error::Error;
 
 impl Engine {
@@ -16,13 +16,8 @@ impl Engine {
         Ok(heap.graphs.checkpoint(pool))
     }
 
-    /// Makes exactly the blocks of a checkpoint live. The addresses of those that are not any more, and those that are
-    /// again.
-    pub(crate) fn restore(
-        &self,
-        pool: u64,
-        to: &[(u64, Live)],
-    ) -> Result<(Vec<u64>, Vec<(Grant, u64)>), Error> {
+    /// Makes exactly the blocks of a checkpoint live.
+    pub(crate) fn restore(&self, pool: u64, to: &[(u64, Live)]) -> Result<Restoration, Error> {
         usable_pool(&self.open()?.graphs, pool)?;
         self.ask_pool_events(pool, false)?;
         let mut heap = self.open()?;

@@ -23,6 +23,15 @@ pub(crate) struct PoolRequest {
     pub views: bool,
 }
 
+/// What coming back to a checkpoint changed.
+#[derive(Debug)]
+pub(crate) struct Restoration {
+    /// The addresses of blocks that ceased.
+    pub ceased: Vec<u64>,
+    /// Blocks that are live again, each with its bytes as they were asked for.
+    pub revived: Vec<(Grant, u64)>,
+}
+
 impl PoolRequest {
     /// The block's granules, and its bytes as they were asked for.
     pub(crate) fn sizes(&self) -> (u32, u64) {
@@ -106,13 +115,8 @@ impl Heap {
         }
     }
 
-    /// Comes back to a checkpoint of a pool. The addresses of blocks that ceased, and the blocks that are live again,
-    /// each with its bytes as they were asked for.
-    pub(crate) fn restore_pool(
-        &mut self,
-        pool: u64,
-        changes: Changes,
-    ) -> (Vec<u64>, Vec<(Grant, u64)>) {
+    /// Comes back to a checkpoint of a pool.
+    pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
         for addr in &changes.cease {
             self.pooled_freed(*addr, &Tag::default());
         }
@@ -131,7 +135,10 @@ impl Heap {
             let grant = self.pooled_born(pool, sizes, place, live.users);
             revived.push((grant, live.requested));
         }
-        (changes.cease, revived)
+        Restoration {
+            ceased: changes.cease,
+            revived,
+        }
     }
 
     /// The cache that keeps the allocator alive for blocks of graph pools. It is no stream's.
