@@ -235,7 +235,8 @@ fn a_pool_comes_back_to_any_checkpoint_in_any_order() {
         let mut owners: Vec<Block> = live;
         for turn in 0..50 {
             let point = &points[turn * 17 % 50];
-            let restored = pool.restore(point).unwrap();
+            // SAFETY: blocks that cease are only freed.
+            let restored = unsafe { pool.restore(point) }.unwrap();
             // Those of blocks that ceased free nothing.
             let gone = |block: &Block| restored.ceased.contains(&block.ptr());
             let (ceased, kept): (Vec<Block>, Vec<Block>) = owners.into_iter().partition(gone);
@@ -252,7 +253,8 @@ fn a_pool_comes_back_to_any_checkpoint_in_any_order() {
             assert_eq!(footprint(&allocator, &pool).physical, physical);
         }
         let other = allocator.graph_pool().unwrap();
-        let error = other.restore(&points[0]).unwrap_err();
+        // SAFETY: it is refused.
+        let error = unsafe { other.restore(&points[0]) }.unwrap_err();
         assert_eq!(graph_pool_error(error), GraphPoolError::ForeignCheckpoint);
         drop((owners, graphs, pool, other));
         rig.close(&allocator);

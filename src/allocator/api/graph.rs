@@ -149,7 +149,7 @@ impl GraphPool {
         Ok(User {
             key: named.key,
             raw: named.raw as usize,
-            stream: Some(stream.clone()),
+            stream: None,
         })
     }
 
@@ -196,7 +196,11 @@ impl GraphPool {
     /// outside of captures or in one under way,
     /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint), and as
     /// [`footprint`](Self::footprint).
-    pub fn restore(&self, to: &Checkpoint) -> Result<Restored, Error> {
+    ///
+    /// # Safety
+    /// Nobody uses the memory of blocks that are live now and were not at the checkpoint, but for the graphs that were
+    /// captured with them: their owners only free them.
+    pub unsafe fn restore(&self, to: &Checkpoint) -> Result<Restored, Error> {
         if to.pool != (self.allocator.id(), self.id) {
             return Err(crate::error::GraphPoolError::ForeignCheckpoint.into());
         }

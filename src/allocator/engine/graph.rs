@@ -411,7 +411,7 @@ impl Engine {
             live.cloned().ok_or_else(gone)?
         };
         let (mut captured, mut ends) = (Vec::new(), Vec::new());
-        for user in users {
+        for user in users.iter().cloned() {
             match self.capture_of(&user)? {
                 Some(info) => {
                     self.advance(&user, &info)?;
@@ -433,9 +433,10 @@ impl Engine {
             pending.push(heap.graphs.add_event(user.key.number(), event));
         }
         let tag = heap.graphs.tag(&captured, pending);
-        heap.pooled_freed(ptr, &tag);
+        let freed = heap.pooled_freed(ptr, &tag);
         let rest = self.rest_of_free(&heap, AfterFree::default());
         drop(heap);
+        drop((freed, users));
         self.tidy_pools();
         self.finish_free(rest);
         Ok(())
@@ -514,14 +515,17 @@ impl Engine {
         let event = self.end_of(&user)?;
         let mut heap = self.open()?;
         let end = heap.graphs.add_event(user.key.number(), event);
-        let pools = heap.graphs.pools.values_mut();
+        let (mut gone, pools) = (Vec::new(), heap.graphs.pools.values_mut());
         for live in pools.flat_map(|pool| pool.arena.live.values_mut()) {
-            let before = live.users.len();
-            live.users.retain(|known| !known.is(&user));
-            if live.users.len() < before {
+            let before = gone.len();
+            gone.extend(live.users.extract_if(.., |known| known.is(&user)));
+            if gone.len() > before {
                 live.pending.push(end);
             }
         }
+        drop(heap);
+        // They may be the last to hold the stream.
+        drop(gone);
         Ok(())
     }
 }

@@ -23,7 +23,10 @@ impl Engine {
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
         let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
-        Ok(heap.restore_pool(pool, changes))
+        let mut restored = heap.restore_pool(pool, changes);
+        drop(heap);
+        restored.gone.clear();
+        Ok(restored)
     }
 
     /// What a pool holds.
@@ -76,6 +79,8 @@ impl Engine {
         for pool in pools {
             self.ask_pool_events(pool, true)?;
         }
+        let spent = self.lock().graphs.completed(&[]);
+        drop(spent);
         self.dissolve_pools(true).map(drop)
     }
 

@@ -11,7 +11,7 @@ use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
 
 /// A use outside of captures that was not seen complete: the number of its stream, and of its event.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Pending {
     pub stream: u64,
     pub event: u64,

@@ -17,7 +17,7 @@ pub(crate) mod plan;
 pub(crate) mod scope;
 pub(crate) mod user;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::allocator::extent::hash::Mixed;
@@ -95,7 +95,7 @@ impl Capture {
         match self.streams.iter().position(|known| known.is(user)) {
             Some(at) => at,
             None => {
-                self.streams.push(user.clone());
+                self.streams.push(user.name());
                 self.order.add_stream()
             }
         }
@@ -348,22 +348,25 @@ impl Graphs {
             .collect()
     }
 
-    /// Events were seen complete. What stood for them, which is let go without the lock.
+    /// Events were seen complete. What stood for them, or for memory that somebody has by now, which is let go
+    /// without the lock.
     pub(crate) fn completed(&mut self, events: &[u64]) -> Vec<Arc<Pooled>> {
-        if events.is_empty() {
-            return Vec::new();
-        }
         let over = |used: &Pending| events.contains(&used.event);
+        let mut awaited = HashSet::new();
         for pool in self.pools.values_mut() {
-            pool.arena
-                .retag(|tag| tag.pending.retain(|used| !over(used)));
-            for live in pool.arena.live.values_mut() {
+            let arena = &mut pool.arena;
+            arena.retag(|tag| tag.pending.retain(|used| !over(used)));
+            awaited.extend(arena.tags().flat_map(|(_, tag)| &tag.pending).copied());
+            for live in arena.live.values_mut() {
                 live.pending.retain(|used| !over(used));
+                awaited.extend(live.pending.iter().copied());
             }
         }
-        let events = events.iter();
-        events
-            .filter_map(|number| self.events.remove(number))
+        let awaited: HashSet<u64> = awaited.into_iter().map(|used| used.event).collect();
+        let known = self.events.keys().copied();
+        let done: Vec<u64> = known.filter(|number| !awaited.contains(number)).collect();
+        let done = done.iter();
+        done.filter_map(|number| self.events.remove(number))
             .collect()
     }
 

@@ -14,6 +14,14 @@ pub(crate) struct User {
 }
 
 impl User {
+    /// What tells the stream from others, without keeping it alive.
+    pub(crate) fn name(&self) -> User {
+        User {
+            stream: None,
+            ..*self
+        }
+    }
+
     /// Whether both are one stream, as far as that is known.
     pub(crate) fn is(&self, other: &User) -> bool {
         let by_handle = |key| matches!(key, StreamKey::Handle(_));

@@ -28,6 +28,8 @@ pub(crate) struct PoolRequest {
 pub(crate) struct Restoration {
     /// The addresses of blocks that ceased.
     pub ceased: Vec<u64>,
+    /// What they were, to be let go without the lock.
+    pub gone: Vec<Live>,
     /// Blocks that are live again, each with its bytes as they were asked for.
     pub revived: Vec<(Grant, u64)>,
 }
@@ -103,22 +105,22 @@ impl Heap {
         Grant::large(home, place.addr, (id, generation), (granules, requested))
     }
 
-    /// A block of a pool is nobody's any more.
-    pub(crate) fn pooled_freed(&mut self, addr: u64, tag: &Tag) {
-        let Some(pool) = self.graphs.pool_of(addr) else {
-            return;
-        };
-        let pool = self.graphs.pools.get_mut(&pool);
-        if let Some(live) = pool.and_then(|pool| pool.arena.release(addr, tag)) {
-            self.extents.lookup.remove(addr);
-            self.extents.records.retire(live.id);
-        }
+    /// A block of a pool is nobody's any more. What is let go without the lock: it may be the last to hold a stream.
+    #[must_use = "streams are not destroyed under the lock"]
+    pub(crate) fn pooled_freed(&mut self, addr: u64, tag: &Tag) -> Option<Live> {
+        let pool = self.graphs.pool_of(addr)?;
+        let pool = self.graphs.pools.get_mut(&pool)?;
+        let live = pool.arena.release(addr, tag)?;
+        self.extents.lookup.remove(addr);
+        self.extents.records.retire(live.id);
+        Some(live)
     }
 
     /// Comes back to a checkpoint of a pool.
     pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
+        let mut gone = Vec::with_capacity(changes.cease.len());
         for addr in &changes.cease {
-            self.pooled_freed(*addr, &Tag::default());
+            gone.extend(self.pooled_freed(*addr, &Tag::default()));
         }
         let mut revived = Vec::with_capacity(changes.revive.len());
         for (addr, live) in changes.revive {
@@ -137,6 +139,7 @@ impl Heap {
         }
         Restoration {
             ceased: changes.cease,
+            gone,
             revived,
         }
     }
