@@ -60,6 +60,7 @@ pub mod guide {
         coverage "../docs/coverage.md"
         efficiency "../docs/efficiency.md"
         experiments "../docs/experiments-2026-11.md"
+        graphs "../docs/graphs.md"
         internals "../docs/internals.md"
         platforms "../docs/platforms.md"
         recording "../docs/recording.md"

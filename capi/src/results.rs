@@ -4,7 +4,7 @@ use std::fmt;
 
 use cualloc::Error;
 use cualloc::driver::{DriverError, LoadError};
-use cualloc::error::{ConfigError, OutOfMemory};
+use cualloc::error::{ConfigError, GraphPoolError, OutOfMemory};
 
 use crate::torch;
 
@@ -109,7 +109,8 @@ fn code_of(error: &Error) -> i32 {
         Error::NotOurs { .. } => CUALLOC_NOT_OURS,
         Error::NotLive { .. } | Error::InteriorPointer { .. } => CUALLOC_NOT_LIVE,
         Error::Capturing { .. } => CUALLOC_CAPTURING,
-        Error::Closed => CUALLOC_CLOSED,
+        Error::Closed | Error::GraphPool(GraphPoolError::Released) => CUALLOC_CLOSED,
+        Error::GraphPool(GraphPoolError::NotComplete { .. }) => CUALLOC_BUSY,
         Error::DriverUnavailable(_) => CUALLOC_NO_DRIVER,
         Error::ContextLost(_) | Error::ForkedChild | Error::Exiting => CUALLOC_CONTEXT_LOST,
         Error::NotSupported { .. } | Error::DeviceRefused { .. } => CUALLOC_UNSUPPORTED,
@@ -118,6 +119,7 @@ fn code_of(error: &Error) -> i32 {
         Error::Invalid(_)
         | Error::InvalidConfig(_)
         | Error::InvalidDevice { .. }
+        | Error::GraphPool(_)
         | Error::Stream(_)
         | Error::WrongDevice { .. }
         | Error::WrongContext { .. } => CUALLOC_INVALID_ARGUMENT,

@@ -11,6 +11,7 @@ pub(crate) mod extent;
 mod forked;
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod generations;
+pub(crate) mod graph;
 pub(crate) mod heap;
 pub(crate) mod physical;
 pub(crate) mod reclaim;
@@ -26,6 +27,7 @@ pub(crate) mod view;
 pub use api::Allocator;
 pub use api::block::Block;
 pub use api::carver::{Carved, Carver, CarverStats};
+pub use api::graph::{Checkpoint, GraphPool, PoolScope, Restored, Scope};
 pub use api::guard::RangeGuard;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
@@ -35,6 +37,7 @@ pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub(crate) use engine::recorded;
 pub(crate) use extent::hash::Mixed;
+pub use graph::Footprint;
 pub use report::{
     BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
     PhysicalSegment, SegmentInfo, SelfTest, Trimmed,

@@ -70,7 +70,7 @@ static WATCHED: Mutex<usize> = Mutex::new(0);
 static CAPTURED: AtomicBool = AtomicBool::new(false);
 
 /// One more capture is known: until it is over each call has to ask about its stream.
-pub(super) fn watch() {
+pub(crate) fn watch() {
     CAPTURED.store(true, Ordering::Relaxed);
     let mut watched = locked(&WATCHED);
     *watched += 1;
@@ -78,7 +78,7 @@ pub(super) fn watch() {
 }
 
 /// So many captures are over, or not looked out for any more.
-pub(super) fn unwatch(captures: usize) {
+pub(crate) fn unwatch(captures: usize) {
     let mut watched = locked(&WATCHED);
     *watched = watched.saturating_sub(captures);
     if *watched == 0 {

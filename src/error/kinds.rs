@@ -7,6 +7,7 @@ use crate::driver::{DriverError, LoadError};
 
 use super::argument::{InvalidArgument, StreamMisuse};
 use super::config::ConfigError;
+use super::graph::GraphPoolError;
 use super::import::ImportFault;
 use super::memory::OutOfMemory;
 
@@ -251,6 +252,9 @@ pub enum Error {
         /// Address and bytes of what was there.
         old: (u64, u64),
     },
+    /// A graph pool cannot do what was asked for.
+    #[error(transparent)]
+    GraphPool(#[from] GraphPoolError),
     /// The structures of an allocator do not agree with each other.
     #[error("inconsistent heap: {what} (expected {expected}, found {found})")]
     Inconsistent {
@@ -311,6 +315,7 @@ impl Error {
             | Error::Guarded { .. }
             | Error::StillHeld { .. }
             | Error::Stale { .. }
+            | Error::GraphPool(_)
             | Error::Closed => CUresult::CUDA_ERROR_ILLEGAL_STATE,
             _ => CUresult::CUDA_ERROR_INVALID_VALUE,
         }
@@ -325,6 +330,7 @@ impl Error {
             Error::ForkedChild => "forked child",
             Error::Exiting => "exiting",
             Error::Closed => "closed",
+            Error::GraphPool(_) => "graph pool",
             Error::InvalidConfig(_) => "invalid config",
             Error::NotSupported { .. } => "not supported",
             Error::DeviceRefused { .. } => "refused by the device",

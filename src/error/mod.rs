@@ -6,6 +6,7 @@
 mod argument;
 pub(crate) mod cause;
 mod config;
+mod graph;
 mod import;
 pub(crate) mod kinds;
 pub(crate) mod memory;
@@ -13,6 +14,7 @@ pub(crate) mod memory;
 pub use argument::{InvalidArgument, StreamMisuse};
 pub use cause::Cause;
 pub use config::ConfigError;
+pub use graph::GraphPoolError;
 pub use import::ImportFault;
 pub(crate) use kinds::{Error, Refused};
 pub use memory::{Hole, OutOfMemory, PinnedSegment, StreamBytes};

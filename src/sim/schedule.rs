@@ -132,6 +132,13 @@ impl State {
         let entry = &self.queues[other as usize];
         let (seq, clock) = (entry.submitted, entry.clock.clone());
         self.wait_for(queue, other, seq, &clock, name);
+        if queue != other {
+            // The other one may have waited for what was over by then, since its last operation.
+            let known = &mut self.queues[queue as usize].clock;
+            if !known.includes(&clock) {
+                Arc::make_mut(known).merge(&clock);
+            }
+        }
     }
 
     /// Makes later work of `queue` wait for the operation `seq` of `other`.

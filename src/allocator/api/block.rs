@@ -93,7 +93,7 @@ impl Block {
             Some(id) => heap.extents.records[id].stream,
             None => self.place.home().lock().slot,
         };
-        !heap.streams[stream].named
+        heap.lost_its_name(stream)
     }
 
     /// Says that another stream uses the block: after the drop it is reused only when everything

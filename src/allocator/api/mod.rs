@@ -2,6 +2,7 @@
 
 pub(crate) mod block;
 pub(crate) mod carver;
+pub(crate) mod graph;
 pub(crate) mod guard;
 pub(crate) mod raw;
 

@@ -40,6 +40,8 @@ pub(crate) struct StreamCaches {
     pub table: Arc<PageTable>,
     /// Packed: page address to its record in the small arena.
     pub page_ids: HashMap<u64, u32, Mixed>,
+    /// What keeps the allocator alive for blocks of graph pools.
+    pub graph_home: Option<&'static StreamCache>,
     /// Threads that can run at once.
     pub threads: usize,
     /// By rank.
@@ -85,6 +87,7 @@ impl StreamCaches {
             id,
             table,
             page_ids: HashMap::default(),
+            graph_home: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             all: Vec::new(),
             by_stream: Vec::new(),

@@ -67,6 +67,11 @@ impl Engine {
                 }
             }
         }
+        if self.is_scoped()
+            && let Some(grant) = self.allocate_in_pool(named, &checked, request.cached_only)?
+        {
+            return Ok(grant);
+        }
         if request.cached_only {
             return self
                 .allocate_cached(named, &checked, &[])?
@@ -85,6 +90,11 @@ impl Engine {
     ) -> Result<Grant, Error> {
         if !self.unwatched() {
             self.usable()?;
+            if self.is_scoped()
+                && let Some(grant) = self.allocate_in_pool(named, request, false)?
+            {
+                return Ok(grant);
+            }
         }
         self.refuse_capture(named)?;
         if self.deferred.load(Ordering::Relaxed) {

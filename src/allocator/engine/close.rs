@@ -50,10 +50,11 @@ impl Engine {
         heap.physical.work = 0;
         heap.peak_live = heap.requested_now();
         drop(heap);
+        let dissolved = self.ask_pools().and_then(|()| self.dissolve_pools(true));
         let released = self.release(plan)?;
         evicted?;
         Ok(Trimmed {
-            released: finished.released + released + retried?,
+            released: finished.released + released + retried? + dissolved?,
             pending,
             streams,
         })
@@ -124,6 +125,14 @@ impl Engine {
                     bytes: heap.guards.bytes(),
                 });
             }
+            let leases = heap.graphs.count_leases();
+            if leases > 0 {
+                return Err(Error::InUse {
+                    what: "graph",
+                    count: leases,
+                    bytes: heap.graphs.held,
+                });
+            }
             // An allocation under way is as good as a block.
             let calls: u64 = heap
                 .streams
@@ -152,6 +161,7 @@ impl Engine {
             for stream in streams {
                 heap.drop_caches(stream);
             }
+            heap.drop_graph_home();
             let foreign = heap.streams.take_foreign();
             // Handles are destroyed outside the lock.
             let events = std::mem::take(&mut heap.streams.events);
@@ -177,6 +187,7 @@ impl Engine {
             }
         }
         self.finish_tests(true)?;
+        self.close_pools()?;
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;
         let retried = self.retry_orphaned_handles();

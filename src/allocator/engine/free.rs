@@ -110,7 +110,12 @@ impl Engine {
         let generation = generation.unwrap_or(heap.extents.records[id].generation);
         let block = (id, generation);
         if !heap.is_live(block) {
-            return Err(Error::NotLive { ptr });
+            let pooled = heap.is_pooled(block);
+            drop(heap);
+            return match pooled {
+                true => self.free_pooled(block, ptr),
+                false => Err(Error::NotLive { ptr }),
+            };
         }
         let stream = heap.extents.records[id].stream;
         if self.watchful()
@@ -168,7 +173,7 @@ impl Engine {
             _ if block.id & SMALL_ID != 0 => return false,
             _ => heap.extents.records[block.id].stream,
         };
-        !heap.streams[stream].named
+        heap.lost_its_name(stream)
     }
 
     /// Frees a block by its identity.
@@ -351,6 +356,10 @@ impl Engine {
             let mut heap = self.open()?;
             if heap.large_around(ptr).is_none() && heap.caches.small_around(ptr).is_none() {
                 return Err(heap.physical.not_live(ptr));
+            }
+            if let Some(block) = heap.pooled_around(ptr) {
+                drop(heap);
+                return self.record_pooled(block, named, now);
             }
         }
         self.refuse_capture(named)?;

@@ -333,8 +333,12 @@ impl Engine {
 
     /// Records the last marker of a stream whose owner is about to destroy it.
     pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
-        let slots = self.known_all(named)?;
+        let slots = match self.known_all(named) {
+            Err(_) if self.pools_know(named) => Vec::new(),
+            known => known?,
+        };
         self.refuse_capture(named)?;
+        self.leave_pools(named)?;
         for stream in slots {
             self.retire_slot(stream, named.key)?;
         }

@@ -5,6 +5,8 @@ pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod contexts;
 pub(crate) mod free;
+pub(crate) mod graph;
+pub(crate) mod graph_pools;
 pub(crate) mod hooks;
 pub(crate) mod large_cache;
 pub(crate) mod leaving;
@@ -100,6 +102,8 @@ pub(crate) struct Engine {
     lost: OnceLock<DriverError>,
     /// The allocator's id as long as stream caches serve here and the context is not lost, then 0.
     at_once: AtomicU64,
+    /// Open scopes of graph pools.
+    pub scopes: AtomicU64,
     /// Blocks wait in the heap to be freed by a call that may.
     pub deferred: AtomicBool,
     /// It is known that the allocator outlives its handles for a capture's sake.
@@ -192,6 +196,7 @@ impl Engine {
                 } else {
                     0
                 }),
+                scopes: AtomicU64::new(0),
                 deferred: AtomicBool::new(false),
                 waits: AtomicBool::new(false),
                 told: AtomicU64::new(0),
@@ -251,7 +256,9 @@ impl Engine {
         match self.close() {
             Ok(()) | Err(Error::Guarded { .. } | Error::Closed) => {}
             // The last block, or one of those that come before it, may be one of a stream that captures.
-            Err(Error::InUse { .. }) if self.deferred.load(Ordering::Relaxed) => {
+            Err(Error::InUse { .. })
+                if self.deferred.load(Ordering::Relaxed) || self.lock().graphs.are_leased() =>
+            {
                 self.outlive_capture();
             }
             Err(Error::InUse { .. }) => {}

@@ -62,6 +62,10 @@ impl Engine {
             match unsafe { self.raw_id(raw) } {
                 Ok(Some(id)) => StreamKey::Id(id),
                 Ok(None) => StreamKey::Handle(raw as usize),
+                // A pool serves it all the same, and what does not refuses it.
+                Err(error) if self.is_scoped() && is_capture_refusal(error.code()) => {
+                    StreamKey::Handle(raw as usize)
+                }
                 Err(error) => return Err(self.unnamed(raw, error)),
             }
         };
@@ -298,7 +302,7 @@ pub(crate) struct Named<'a> {
 
 impl<'a> Named<'a> {
     /// The caller's handle object, if that may be kept as long as the stream is needed.
-    fn kept(&self) -> Option<&'a Stream> {
+    pub(crate) fn kept(&self) -> Option<&'a Stream> {
         self.stream.filter(|stream| {
             !matches!(
                 stream.kind(),

@@ -138,7 +138,8 @@ impl Engine {
     pub(crate) fn hit_watched(&self, stream: &Stream, bytes: usize) -> Option<Grant> {
         let small = unaligned(bytes).filter(|_| self.rules.caches())?;
         let raw = stream.raw();
-        let simple = !is_special(raw) && !self.deferred.load(Ordering::Relaxed);
+        let simple =
+            !is_special(raw) && !self.deferred.load(Ordering::Relaxed) && !self.is_scoped();
         if !simple || self.is_past_use() || self.same_driver(stream).is_err() {
             return None;
         }

@@ -31,6 +31,8 @@ pub(crate) enum State {
     Busy,
     /// Address space without memory.
     Unmapped,
+    /// A block of a graph pool that somebody holds; its memory is in the books of the pool.
+    Pooled,
     /// Part of a block that lies in a view: nobody can have it at its home address.
     Aliased,
     /// Memory that a failed roll-back left in an unknown state: never handed out, retried by trim.

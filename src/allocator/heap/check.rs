@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, HashMap};
 use crate::allocator::cache::stream_cache::{Kind, Node};
 use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::invariant::{holds, same};
-use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, SpaceId, State as Extent};
+use crate::allocator::extent::record::{COMPLETE, Hot, MIXED, NIL, SpaceId, State as Extent};
 use crate::allocator::extent::space::{Space, class_of};
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE, PHYSICAL_GRANULE};
@@ -51,10 +51,12 @@ impl Heap {
         }
         self.check_space(&self.extents.views, &mut sums)?;
         self.check_views(&mut sums)?;
+        self.graphs.check()?;
+        let pooled = self.check_pooled(&mut sums)?;
         same("records in use", sums.records, self.extents.records.len())?;
         same(
             "block starts known",
-            sums.live[0] + sums.live[1],
+            sums.live[0] + sums.live[1] + pooled,
             self.extents.lookup.len(),
         )?;
         same(
@@ -145,6 +147,7 @@ impl Heap {
                         )?;
                     }
                     Extent::Busy => {}
+                    Extent::Pooled => holds("a block of a graph pool lies in no arena", false)?,
                     Extent::Vacant => holds("a linked record is in use", false)?,
                 }
                 if hot.state != Extent::Unmapped && space.id != SpaceId::Views {
@@ -159,6 +162,32 @@ impl Heap {
         same("free pieces counted", pieces, space.piece_count())?;
         same("free pieces indexed", pieces, space.pieces().count())?;
         same("holes listed", holes, space.holes().len())
+    }
+
+    /// Blocks of graph pools; how many there are.
+    fn check_pooled(&self, sums: &mut Sums) -> Result<u64, Error> {
+        let pools = self.graphs.pools.values();
+        let mut count = 0;
+        for (addr, live) in pools.flat_map(|pool| &pool.arena.live) {
+            let hot = self.extents.records.get(live.id);
+            let known = |hot: &Hot| {
+                let life = (live.generation, Extent::Pooled);
+                (hot.addr, hot.granules) == (*addr, live.granules)
+                    && (hot.generation, hot.state) == life
+            };
+            holds(
+                "a block of a graph pool has its record",
+                hot.is_some_and(known),
+            )?;
+            same(
+                "a block of a graph pool is found by its address",
+                live.id,
+                self.extents.lookup.exact(*addr).unwrap_or(NIL),
+            )?;
+            count += 1;
+        }
+        sums.records += count;
+        Ok(count)
     }
 
     fn check_used(&self, space: &Space, id: u32, sums: &mut Sums) -> Result<(), Error> {

@@ -25,6 +25,11 @@ impl Heap {
                 let Some(id) = self.large_around(ptr) else {
                     return Err(self.physical.not_live(ptr));
                 };
+                if self.extents.records[id].state == Extent::Pooled {
+                    return Err(Error::NotSupported {
+                        what: "guards on memory of graph pools",
+                    });
+                }
                 let in_view = !self.extents.records.cold(id).home().is_empty();
                 (
                     Guarding::Record(id),

@@ -7,6 +7,7 @@ pub(crate) mod check;
 pub(crate) mod complete;
 pub(crate) mod cut;
 pub(crate) mod figures;
+pub(crate) mod graph;
 pub(crate) mod growth;
 pub(crate) mod guarded;
 pub(crate) mod guards;
@@ -34,6 +35,7 @@ use crate::allocator::extent::record::{MIXED, Recorded, SPENT, SpaceId, State as
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::Want;
+use crate::allocator::graph::Graphs;
 use crate::allocator::heap::guarded::Guards;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::physical::Physical;
@@ -70,6 +72,8 @@ pub(crate) struct Heap {
     pub views: Views,
     pub streams: Streams,
     pub caches: StreamCaches,
+    /// Memory for captures. It counts for the limit alone, so that nothing else depends on it.
+    pub graphs: Graphs,
     /// Blocks that guards keep.
     pub guards: Guards,
     pub stats: Stats,
@@ -105,6 +109,7 @@ impl Heap {
             views: Views::default(),
             streams: Streams::default(),
             caches: StreamCaches::new(owner, table),
+            graphs: Graphs::default(),
             guards: Guards::default(),
             stats: Stats::default(),
             pieces: Vec::new(),
@@ -137,7 +142,7 @@ impl Heap {
 
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
-        self.physical.room(self.held())
+        self.physical.room(self.held() + self.graphs.held)
     }
 
     /// Bytes that growth should not pass while anything else helps.

@@ -237,13 +237,14 @@ impl Heap {
         let mut locked = self.caches.lock_caches();
         let small = totals(&locked);
         let all = &self.stats.all;
-        let blocks = all.allocations.current + small[2] + calls;
+        let (pooled, pooled_bytes) = self.graphs.live_totals();
+        let blocks = all.allocations.current + small[2] + pooled + calls;
         if blocks == 0 {
             for inner in &mut locked {
                 inner.set_fast(false);
             }
         }
-        (blocks, all.allocated.current + small[0])
+        (blocks, all.allocated.current + small[0] + pooled_bytes)
     }
 
     /// Live blocks and their bytes, small ones included.

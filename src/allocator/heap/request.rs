@@ -3,6 +3,7 @@
 use crate::allocator::cache::stream_cache::{PAGE_GRANULES, Small};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
+use crate::allocator::graph::arena::Fit;
 use crate::allocator::request::Request;
 use crate::allocator::size::{GRANULE, MAX_ALIGNMENT, PACKED_SMALL_LIMIT, PAGE, round_size};
 use crate::error::{Error, InvalidArgument};
@@ -59,6 +60,14 @@ impl Checked {
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {
         self.align == 1 && !self.single && self.views
+    }
+
+    /// The request to a graph pool.
+    pub(crate) fn fit(&self) -> Fit {
+        Fit {
+            granules: self.granules,
+            align: self.align,
+        }
     }
 
     /// Granules of a run in which the request surely fits.

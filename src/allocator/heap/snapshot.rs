@@ -1,7 +1,7 @@
 //! What stands where, for diagnosis.
 
 use crate::allocator::cache::stream_cache::{Kind, Node, PAGE_GRANULES, Run};
-use crate::allocator::extent::record::{NIL, SpaceId, State as Extent};
+use crate::allocator::extent::record::{Hot, NIL, SpaceId, State as Extent};
 use crate::allocator::heap::Heap;
 use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
 use crate::allocator::size::GRANULE;
@@ -9,6 +9,9 @@ use crate::allocator::size::GRANULE;
 impl Heap {
     pub(crate) fn block_info(&self, id: u32) -> BlockInfo {
         let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
+        if hot.state == Extent::Pooled {
+            return self.pooled_info(hot, cold.requested);
+        }
         let number = |stream: u32| self.streams[stream].key.number();
         let live = hot.state == Extent::Used;
         let pending: Vec<u64> = if live {
@@ -50,6 +53,24 @@ impl Heap {
             pending,
             small: hot.space != SpaceId::Large,
             is_split: hot.prev != NIL || hot.next != NIL,
+        }
+    }
+
+    /// A live block of a graph pool.
+    fn pooled_info(&self, hot: &Hot, requested: u64) -> BlockInfo {
+        let live = self.graphs.live(hot.addr);
+        let users = live.into_iter().flat_map(|live| &live.users);
+        let numbers: Vec<u64> = users.map(|user| user.key.number()).collect();
+        BlockInfo {
+            device: Some(self.device),
+            address: hot.addr,
+            size: hot.bytes(),
+            requested,
+            state: BlockState::Live,
+            stream: numbers.first().copied(),
+            pending: numbers.into_iter().skip(1).collect(),
+            small: false,
+            is_split: true,
         }
     }
 

@@ -4,7 +4,7 @@
 use crate::driver::{Context, Device};
 
 use crate::allocator::cache::stream_cache::{MOST_CACHES, StreamCache, StreamCachePool};
-use crate::allocator::extent::record::SpaceId;
+use crate::allocator::extent::record::{COMPLETE, SpaceId};
 use crate::allocator::extent::space::Space;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{AfterFree, Holder, StreamKey};
@@ -33,6 +33,11 @@ impl Heap {
         stream
     }
 
+    /// Whether the stream of a block was retired, or is about to be. Blocks of graph pools have none here.
+    pub(crate) fn lost_its_name(&self, stream: u32) -> bool {
+        stream != COMPLETE && !self.streams[stream].named
+    }
+
     /// Memory of the allocator's device is allocated on streams of it.
     pub(crate) fn same_device(&self, device: &Device, stream: u32) -> Result<(), Error> {
         let other = self.streams[stream].context.device();
@@ -52,6 +57,19 @@ impl Heap {
             0 => self.add_cache(stream),
             count => known[thread % count],
         }
+    }
+
+    /// A cache that keeps the allocator alive and serves nobody.
+    pub(crate) fn idle_cache(&self) -> &'static StreamCache {
+        let cache = POOL.take();
+        let mut inner = cache.lock();
+        inner.owner = self.caches.owner.upgrade();
+        if let Some(owner) = &inner.owner {
+            cache.set_owner(owner);
+        }
+        inner.set_fast(false);
+        drop(inner);
+        cache
     }
 
     fn add_cache(&mut self, stream: u32) -> &'static StreamCache {
@@ -104,6 +122,13 @@ impl Heap {
         if orphaned {
             // Every free comes to the heap from here on: the last one closes them.
             self.empty_large_caches();
+        }
+    }
+
+    /// Gives the cache of graph pools back; none of their blocks is live.
+    pub(crate) fn drop_graph_home(&mut self) {
+        if let Some(cache) = self.caches.graph_home.take() {
+            POOL.give_back(cache);
         }
     }
 

@@ -201,7 +201,7 @@ impl<'a> Reclaim<'a> {
 
     /// Moves the cursor back: memory becomes complete, so pages may be whole, views idle, and handles free to
     /// stitch.
-    fn begin_again(&mut self) {
+    pub(crate) fn begin_again(&mut self) {
         self.stage = Stage::Fit;
         self.unstitched = false;
     }

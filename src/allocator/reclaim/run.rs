@@ -175,6 +175,17 @@ impl Engine {
             Step::Fail => {
                 // The next request asks the driver anew: others may have freed meanwhile.
                 heap.physical.full_at = None;
+                if heap.graphs.held > 0 {
+                    let spared;
+                    (heap, spared) = self.unlocked(heap, || {
+                        self.ask_pools()?;
+                        self.dissolve_pools(true)
+                    })?;
+                    if spared > 0 {
+                        reclaim.begin_again();
+                        return Ok((heap, None));
+                    }
+                }
                 let error = heap.out_of_memory(want.requested);
                 drop(heap);
                 Err(self.out_of_memory(error, reclaim.cause()))

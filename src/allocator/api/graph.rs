@@ -1,0 +1,305 @@
+//! Graph pools as their users see them.
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread;
+
+use crate::driver::{Stream, sys};
+
+use crate::allocator::api::Allocator;
+use crate::allocator::api::block::Block;
+use crate::allocator::engine::naming::Named;
+use crate::allocator::graph::Footprint;
+use crate::allocator::graph::arena::Live;
+use crate::allocator::graph::scope::Kind;
+use crate::allocator::graph::user::User;
+use crate::allocator::stream::slot::StreamKey;
+use crate::error::Error;
+
+impl Allocator {
+    /// Makes a pool of memory for stream captures ([`GraphPool`]).
+    ///
+    /// # Errors
+    /// [`Error::NotSupported`] under the classic policy; [`Error::Closed`], a lost context.
+    pub fn graph_pool(&self) -> Result<GraphPool, Error> {
+        Ok(GraphPool {
+            id: self.engine.add_pool()?,
+            allocator: self.clone(),
+        })
+    }
+}
+
+/// Memory for stream captures: an arena of its own, whose addresses stay as they are as long as a graph may use them.
+///
+/// Requests go there that a [`Scope`] says ([`enter`](Self::enter)); they are ordinary calls of the [`Allocator`] and
+/// give ordinary [`Block`]s. Inside a capture, memory that was freed is used again behind the nodes that used it last,
+/// also by other streams of the capture. The memory of other requests is not touched, and other threads and streams
+/// go on as if nobody captured.
+///
+/// # The promise
+/// **Launches of graphs that share a pool are ordered one behind another on the device**, and work outside of
+/// captures that uses blocks of the pool is ordered with them. A block that is live at the end of a capture keeps its
+/// contents until its owner frees it *or* a graph that was captured in the pool before is launched again. Graphs that
+/// may run at the same time need pools of their own.
+///
+/// # Life
+/// The pool's addresses stay mapped as long as a graph that was captured with them exists, an executable that was made
+/// of it, or a launch of that; the driver says when that is over. Nobody has to release anything for that:
+/// [`release`](Self::release), or dropping the pool, says that no further capture comes, and the memory goes back when
+/// the last graph and the last block have gone. Memory of a pool that is not released is kept for the next capture,
+/// until [`Allocator::trim`].
+///
+/// May be used from any thread.
+///
+#[cfg_attr(feature = "sim", doc = "```")]
+#[cfg_attr(not(feature = "sim"), doc = "```ignore")]
+/// use cualloc::allocator::{Allocator, Config, Policy, Scope};
+/// use cualloc::driver::{Context, sys};
+/// use cualloc::sim::{SimConfig, Simulator};
+///
+/// # fn main() -> cualloc::Result {
+/// let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30));
+/// let context = Context::primary(&sim.driver()?.device(0)?)?;
+/// let allocator = Allocator::with_config(&context, Config::new().policy(Policy::Packed))?;
+/// let (pool, stream) = (allocator.graph_pool()?, allocator.create_stream()?);
+///
+/// let scope = pool.enter(Scope::NextCapture)?;
+/// stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+/// let first = allocator.allocate(1 << 20, &stream)?;
+/// // Kernels that use it are captured here.
+/// let at = first.ptr();
+/// drop(first);
+/// let second = allocator.allocate(1 << 20, &stream)?;
+/// assert_eq!(second.ptr(), at, "behind the nodes that used it");
+/// let graph = stream.end_capture()?;
+/// drop(scope);
+///
+/// assert_eq!(pool.footprint()?.leases, 1);
+/// drop((second, graph));
+/// # Ok(())
+/// # }
+/// ```
+pub struct GraphPool {
+    allocator: Allocator,
+    id: u64,
+}
+
+/// Which requests go to a pool. Of several scopes that fit, that of the capture counts, else of the stream, of the
+/// filter, of the thread; and among equals the one that was entered last.
+#[non_exhaustive]
+pub enum Scope<'a> {
+    /// Those of the capture with this id ([`Stream::capture_id`]), on all its streams.
+    Capture(u64),
+    /// Those of the next capture for which this thread asks for memory, on all its streams.
+    NextCapture,
+    /// Those on a stream, captured or not.
+    Stream(&'a Stream),
+    /// Those on streams, by their handles, to which this says yes. It is called without any lock held.
+    When(Box<dyn Fn(sys::CUstream) -> bool + Send + Sync>),
+    /// Those of the thread that enters, on all streams, captured or not.
+    Thread,
+}
+
+impl fmt::Debug for Scope<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Scope::Capture(_) => "Capture",
+            Scope::NextCapture => "NextCapture",
+            Scope::Stream(_) => "Stream",
+            Scope::When(_) => "When",
+            Scope::Thread => "Thread",
+        })
+    }
+}
+
+impl GraphPool {
+    /// Sends requests to the pool from here on, until the result is dropped. The captures that got memory by it have
+    /// ended by then; a stream that captures on finds no memory any more.
+    ///
+    /// # Errors
+    /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released), [`Error::Closed`]; for a stream those of
+    /// [`Allocator::allocate`].
+    pub fn enter(&self, scope: Scope<'_>) -> Result<PoolScope, Error> {
+        let engine = self.allocator.engine();
+        let thread = thread::current().id();
+        let kind = match scope {
+            Scope::Capture(id) => Kind::Capture(id),
+            Scope::NextCapture => Kind::NextCapture(thread),
+            Scope::Stream(stream) => Kind::Stream(self.user(stream)?),
+            Scope::When(filter) => Kind::When(Arc::from(filter)),
+            Scope::Thread => Kind::Thread(thread),
+        };
+        Ok(PoolScope {
+            scope: Some(engine.enter_scope(self.id, kind)?),
+            allocator: self.allocator.clone(),
+        })
+    }
+
+    fn user(&self, stream: &Stream) -> Result<User, Error> {
+        let engine = self.allocator.engine();
+        engine.same_driver(stream)?;
+        let named = match stream.known_id() {
+            Some(id) => Named {
+                key: StreamKey::Id(id),
+                raw: stream.raw(),
+                stream: Some(stream),
+            },
+            None => engine.named(stream)?,
+        };
+        Ok(User {
+            key: named.key,
+            raw: named.raw as usize,
+            stream: None,
+        })
+    }
+
+    /// Says that a graph which was not captured with the pool uses its memory: the pool's addresses stay as long as
+    /// the graph, what is made of it, and the launches.
+    ///
+    /// # Errors
+    /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released); the driver's, `CUDA_ERROR_NOT_FOUND`
+    /// where it tells nobody of a graph's end.
+    ///
+    /// # Safety
+    /// `graph` must be a live graph, which no other thread uses meanwhile.
+    pub unsafe fn retain(&self, graph: sys::CUgraph) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        unsafe { self.allocator.engine().retain_for(self.id, graph) }
+    }
+
+    /// What the pool holds now.
+    ///
+    /// # Errors
+    /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released), [`Error::Closed`].
+    pub fn footprint(&self) -> Result<Footprint, Error> {
+        self.allocator.engine().footprint(self.id)
+    }
+
+    /// Which blocks are live now, to come back to ([`restore`](Self::restore)).
+    ///
+    /// # Errors
+    /// As [`footprint`](Self::footprint).
+    pub fn checkpoint(&self) -> Result<Checkpoint, Error> {
+        let live = self.allocator.engine().checkpoint(self.id)?;
+        Ok(Checkpoint {
+            pool: (self.allocator.id(), self.id),
+            live,
+        })
+    }
+
+    /// Makes exactly those blocks live that were live at a checkpoint, each at its address. The owner of one that is
+    /// not live any more finds that when it frees it, which changes nothing; one that is live again comes with the
+    /// result, with a new owner.
+    ///
+    /// # Errors
+    /// [`GraphPoolError::NotComplete`](crate::error::GraphPoolError::NotComplete) while memory of the pool is in use
+    /// outside of captures or in one under way,
+    /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint), and as
+    /// [`footprint`](Self::footprint).
+    ///
+    /// # Safety
+    /// Nobody uses the memory of blocks that are live now and were not at the checkpoint, but for the graphs that were
+    /// captured with them: their owners only free them.
+    pub unsafe fn restore(&self, to: &Checkpoint) -> Result<Restored, Error> {
+        if to.pool != (self.allocator.id(), self.id) {
+            return Err(crate::error::GraphPoolError::ForeignCheckpoint.into());
+        }
+        let engine = self.allocator.engine();
+        let restored = engine.restore(self.id, &to.live)?;
+        let revived = restored.revived.into_iter();
+        Ok(Restored {
+            ceased: restored.ceased,
+            revived: revived
+                .map(|(grant, requested)| Block::new(engine, grant, requested as usize))
+                .collect(),
+        })
+    }
+
+    /// Says that no further capture comes: the memory goes back to the driver as soon as no graph and no block uses
+    /// it. Scopes that are open serve nobody from here on.
+    ///
+    /// # Errors
+    /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released) if it was before, [`Error::Closed`].
+    pub fn release(&self) -> Result<(), Error> {
+        self.allocator.engine().release_pool(self.id)
+    }
+}
+
+impl Drop for GraphPool {
+    fn drop(&mut self) {
+        // It was released before, or there is nothing to give back to.
+        let _released = self.release();
+    }
+}
+
+impl fmt::Debug for GraphPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GraphPool")
+            .field("id", &self.id)
+            .field("footprint", &self.footprint().ok())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Sends requests to a [`GraphPool`] as long as it lives. May be dropped on any thread.
+#[must_use = "requests go to the pool until this is dropped"]
+pub struct PoolScope {
+    allocator: Allocator,
+    /// None once it was left.
+    scope: Option<u64>,
+}
+
+impl PoolScope {
+    /// Leaves the scope, and says so if that fails.
+    ///
+    /// # Errors
+    /// [`Error::ForkedChild`].
+    pub fn leave(mut self) -> Result<(), Error> {
+        match self.scope.take() {
+            Some(scope) => self.allocator.engine().leave_scope(scope),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for PoolScope {
+    fn drop(&mut self) {
+        if let Some(scope) = self.scope.take() {
+            // A forked child has nothing to leave.
+            let _left = self.allocator.engine().leave_scope(scope);
+        }
+    }
+}
+
+impl fmt::Debug for PoolScope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolScope")
+            .field("scope", &self.scope)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The blocks of a [`GraphPool`] that were live at some time.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    pool: (u64, u64),
+    live: Vec<(u64, Live)>,
+}
+
+impl Checkpoint {
+    /// Address and bytes of each block, by address.
+    pub fn blocks(&self) -> impl Iterator<Item = (sys::CUdeviceptr, u64)> {
+        self.live.iter().map(|(addr, live)| (*addr, live.bytes()))
+    }
+}
+
+/// What [`GraphPool::restore`] changed.
+#[derive(Debug)]
+#[must_use = "dropping it frees the blocks that are live again"]
+#[non_exhaustive]
+pub struct Restored {
+    /// Addresses of blocks that are not live any more.
+    pub ceased: Vec<sys::CUdeviceptr>,
+    /// Blocks that are live again.
+    pub revived: Vec<Block>,
+}

@@ -1,0 +1,128 @@
+//! Graph pools as wholes: what they hold, earlier layouts of theirs, and their way back to the driver.
+
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::graph::usable_pool;
+use crate::allocator::graph::Footprint;
+use crate::allocator::graph::arena::Live;
+use crate::allocator::graph::commit;
+use crate::allocator::heap::graph::Restoration;
+use crate::error::Error;
+
+impl Engine {
+    /// The live blocks of a pool.
+    pub(crate) fn checkpoint(&self, pool: u64) -> Result<Vec<(u64, Live)>, Error> {
+        let heap = self.open()?;
+        usable_pool(&heap.graphs, pool)?;
+        Ok(heap.graphs.checkpoint(pool))
+    }
+
+    /// Makes exactly the blocks of a checkpoint live.
+    pub(crate) fn restore(&self, pool: u64, to: &[(u64, Live)]) -> Result<Restoration, Error> {
+        usable_pool(&self.open()?.graphs, pool)?;
+        self.ask_pool_events(pool, false)?;
+        let mut heap = self.open()?;
+        usable_pool(&heap.graphs, pool)?;
+        let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
+        let mut restored = heap.restore_pool(pool, changes);
+        drop(heap);
+        restored.gone.clear();
+        Ok(restored)
+    }
+
+    /// What a pool holds.
+    pub(crate) fn footprint(&self, pool: u64) -> Result<Footprint, Error> {
+        let mut heap = self.open()?;
+        usable_pool(&heap.graphs, pool)?;
+        Ok(heap.graphs.footprint(pool))
+    }
+
+    /// Asks, or waits for, what free memory of a pool waits for.
+    pub(crate) fn ask_pool_events(&self, pool: u64, wait: bool) -> Result<(), Error> {
+        let awaited = self.lock().graphs.awaited(pool);
+        if awaited.is_empty() {
+            return Ok(());
+        }
+        let (mut over, mut first) = (Vec::new(), Ok(()));
+        for (number, event) in &awaited {
+            let asked = match wait {
+                true => event.wait().map(|()| true),
+                false => event.is_complete(),
+            };
+            match asked {
+                Ok(true) => over.push(*number),
+                Ok(false) => {}
+                Err(error) => first = first.and(Err(error)),
+            }
+        }
+        let done = self.lock().graphs.completed(&over);
+        drop(awaited);
+        drop(done);
+        first.map_err(|e| self.error(e))
+    }
+
+    /// Asks what free memory of all pools waits for.
+    pub(crate) fn ask_pools(&self) -> Result<(), Error> {
+        let pools: Vec<u64> = self.lock().graphs.pools.keys().copied().collect();
+        let mut pools = pools.into_iter();
+        pools.try_for_each(|pool| self.ask_pool_events(pool, false))
+    }
+
+    // ---- giving back ------------------------------------------------------------------------------------
+
+    /// Waits for what pools wait for, and gives all their memory back. No graph has a lease any more.
+    pub(crate) fn close_pools(&self) -> Result<(), Error> {
+        let (pools, untold) = self.lock().graphs.end();
+        if untold {
+            self.synchronise(true)?;
+            self.lock().graphs.told();
+        }
+        for pool in pools {
+            self.ask_pool_events(pool, true)?;
+        }
+        let spent = self.lock().graphs.completed(&[]);
+        drop(spent);
+        self.dissolve_pools(true).map(drop)
+    }
+
+    /// Gives back pools that were released, as soon as nothing can use them any more.
+    pub(crate) fn tidy_pools(&self) {
+        if let Err(error) = self.dissolve_pools(false)
+            && let Some(count) = self.log.due()
+        {
+            log::warn!(
+                "memory of a graph pool is given back later, now it could not be ({count} such events): {error}"
+            );
+        }
+    }
+
+    /// Gives the memory of pools that nothing uses back to the driver: of all, or of those that were released. The
+    /// bytes that went.
+    pub(crate) fn dissolve_pools(&self, all: bool) -> Result<u64, Error> {
+        let taken = {
+            let mut heap = self.lock();
+            match heap.graphs.pools.is_empty() {
+                true => return Ok(0),
+                false => heap.graphs.take_idle(all),
+            }
+        };
+        let (mut released, mut first) = (0, Ok(()));
+        for (pool, mut arena) in taken {
+            let held = arena.held();
+            let done = commit::dissolve(&self.context, &mut arena);
+            first = first.and(done);
+            let addresses = arena.take_addresses();
+            released += held - arena.held();
+            {
+                let mut heap = self.lock();
+                for (base, bytes) in &addresses {
+                    heap.extents.lookup.forget(*base, *bytes);
+                }
+                heap.graphs.put_back(pool, held, arena);
+            }
+            for (base, bytes) in addresses {
+                self.addresses.give_back(base, bytes);
+            }
+        }
+        first.map(|()| released).map_err(|e| self.error(e))
+    }
+}

@@ -1,0 +1,573 @@
+//! The memory of one graph pool: its free parts and who may have them, its live blocks, and its views.
+//!
+//! Bytes are told apart by their home addresses, as everywhere in the allocator; a view is a second layout of
+//! handles. Nothing that was mapped is unmapped before the whole arena is, so that every address which a graph may
+//! hold stays good.
+
+use std::collections::BTreeMap;
+
+use crate::allocator::graph::order::Seen;
+use crate::allocator::graph::user::User;
+use crate::allocator::size::GRANULE;
+
+/// A use outside of captures that was not seen complete: the number of its stream, and of its event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Pending {
+    pub stream: u64,
+    pub event: u64,
+}
+
+/// What a capture did with memory before that was freed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Mark {
+    pub capture: u64,
+    pub seen: Vec<Seen>,
+}
+
+/// Until when free memory may still be touched.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Tag {
+    pub pending: Vec<Pending>,
+    pub marks: Vec<Mark>,
+}
+
+/// A range of bytes by its home address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Part {
+    pub home: u64,
+    pub granules: u32,
+}
+
+impl Part {
+    pub(crate) fn end(&self) -> u64 {
+        self.home + u64::from(self.granules) * GRANULE
+    }
+}
+
+/// Where a request fits: its address, and the bytes behind it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub addr: u64,
+    pub parts: Vec<Part>,
+}
+
+/// How much is asked for, in granules.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fit {
+    pub granules: u32,
+    pub align: u32,
+}
+
+impl Fit {
+    pub(crate) fn bytes(self) -> u64 {
+        u64::from(self.granules) * GRANULE
+    }
+
+    /// The first address from `addr` on that the request may have.
+    pub(crate) fn aligned(self, addr: u64) -> u64 {
+        addr.next_multiple_of(u64::from(self.align) * GRANULE)
+    }
+}
+
+#[derive(Debug)]
+struct Piece {
+    granules: u32,
+    tag: Tag,
+}
+
+/// A live block.
+#[derive(Debug, Clone)]
+pub(crate) struct Live {
+    /// Its record in the heap.
+    pub id: u32,
+    pub generation: u32,
+    pub granules: u32,
+    pub requested: u64,
+    pub parts: Vec<Part>,
+    /// The stream that it was allocated on, and those that were recorded on it.
+    pub users: Vec<User>,
+    /// Uses that were recorded as over with an event.
+    pub pending: Vec<Pending>,
+}
+
+impl Live {
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.granules) * GRANULE
+    }
+}
+
+/// Handles that are mapped once more, back to back: home address and bytes of each.
+#[derive(Debug)]
+pub(crate) struct View {
+    pub handles: Vec<(u64, u64)>,
+}
+
+impl View {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.handles.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+/// A physical handle at its home.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Handle {
+    pub handle: u64,
+    pub bytes: u64,
+}
+
+/// Reserved addresses of one kind, and what of them is not in use.
+#[derive(Debug, Default)]
+pub(crate) struct Addresses {
+    /// Base to bytes. Nothing lies in two.
+    pub spans: BTreeMap<u64, u64>,
+    holes: BTreeMap<u64, u64>,
+}
+
+impl Addresses {
+    /// Adds addresses; `grown`: they lengthen the span that ends there.
+    pub(crate) fn add(&mut self, base: u64, bytes: u64, grown: bool) {
+        match self.spans.range_mut(..base).next_back() {
+            Some((_, span)) if grown => *span += bytes,
+            _ => {
+                self.spans.insert(base, bytes);
+            }
+        }
+        self.put(base, bytes);
+    }
+
+    /// Where the last span ends.
+    pub(crate) fn end(&self) -> Option<u64> {
+        self.spans
+            .last_key_value()
+            .map(|(base, bytes)| base + bytes)
+    }
+
+    pub(crate) fn held(&self) -> u64 {
+        self.spans.values().sum()
+    }
+
+    /// The lowest addresses for so many bytes.
+    pub(crate) fn lowest(&self, bytes: u64) -> Option<u64> {
+        let mut holes = self.holes.iter();
+        holes.find(|(_, room)| **room >= bytes).map(|(at, _)| *at)
+    }
+
+    /// Takes bytes at the start of a hole.
+    pub(crate) fn cut(&mut self, at: u64, bytes: u64) {
+        if let Some(room) = self.holes.remove(&at)
+            && room > bytes
+        {
+            self.holes.insert(at + bytes, room - bytes);
+        }
+    }
+
+    /// Puts back what is not in use any more.
+    pub(crate) fn put(&mut self, mut at: u64, mut bytes: u64) {
+        if let Some((before, room)) = self.holes.range(..at).next_back()
+            && before + room == at
+            && !self.spans.contains_key(&at)
+        {
+            (at, bytes) = (*before, room + bytes);
+        }
+        let end = at + bytes;
+        if !self.spans.contains_key(&end)
+            && let Some(room) = self.holes.remove(&end)
+        {
+            bytes += room;
+        }
+        self.holes.insert(at, bytes);
+    }
+
+    pub(crate) fn holes(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.holes.iter().map(|(at, bytes)| (*at, *bytes))
+    }
+}
+
+/// See the module's text.
+#[derive(Debug, Default)]
+pub(crate) struct Arena {
+    pub homes: Addresses,
+    pub sites: Addresses,
+    /// By their homes.
+    pub handles: BTreeMap<u64, Handle>,
+    /// By their addresses.
+    pub views: BTreeMap<u64, View>,
+    /// Free memory by its home.
+    free: BTreeMap<u64, Piece>,
+    /// By their addresses.
+    pub live: BTreeMap<u64, Live>,
+    /// Handles that a failed call left behind: where they are mapped, if they are, and their bytes.
+    pub stuck: Vec<(Option<u64>, Handle)>,
+    /// Mappings that a failed call left behind, in nobody's view: base to bytes.
+    pub lost: BTreeMap<u64, u64>,
+}
+
+impl Arena {
+    /// Bytes that are held from the driver.
+    pub(crate) fn held(&self) -> u64 {
+        let handles = self.handles.values().map(|handle| handle.bytes);
+        let stuck = self.stuck.iter().map(|(_, handle)| handle.bytes);
+        handles.chain(stuck).sum()
+    }
+
+    /// Runs of free memory at home that may be used: start and end, ascending.
+    pub(crate) fn runs(&self, usable: &dyn Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for (at, piece) in &self.free {
+            if !usable(&piece.tag) {
+                continue;
+            }
+            let end = at + u64::from(piece.granules) * GRANULE;
+            match runs.last_mut() {
+                Some(run) if run.1 == *at && !self.homes.spans.contains_key(at) => run.1 = end,
+                _ => runs.push((*at, end)),
+            }
+        }
+        runs
+    }
+
+    /// Where a request fits, in memory that may be used: the best fit, at home if there is any, else in a view; the
+    /// lowest address on ties.
+    pub(crate) fn find(&self, fit: Fit, runs: &[(u64, u64)]) -> Option<Place> {
+        let best = |runs: &[(u64, u64)]| {
+            let fits = |run: &&(u64, u64)| fit.aligned(run.0) + fit.bytes() <= run.1;
+            let best = runs
+                .iter()
+                .filter(fits)
+                .min_by_key(|run| (run.1 - run.0, run.0));
+            best.map(|run| fit.aligned(run.0))
+        };
+        let addr = best(runs).or_else(|| best(&self.runs_in_views(runs)))?;
+        let parts = self.parts_at(addr, fit.granules)?;
+        Some(Place { addr, parts })
+    }
+
+    /// What the usable runs look like in the views.
+    fn runs_in_views(&self, runs: &[(u64, u64)]) -> Vec<(u64, u64)> {
+        let mut seen: Vec<(u64, u64)> = Vec::new();
+        for (base, view) in &self.views {
+            let (mut offset, before) = (0, seen.len());
+            for (home, bytes) in &view.handles {
+                let first = runs.partition_point(|run| run.1 <= *home);
+                let inside = runs[first..].iter().take_while(|run| run.0 < home + bytes);
+                for (start, end) in inside {
+                    let from = base + offset + start.max(home) - home;
+                    let to = base + offset + end.min(&(home + bytes)) - home;
+                    let own = seen.len() > before;
+                    match seen.last_mut() {
+                        Some(last) if own && last.1 == from => last.1 = to,
+                        _ => seen.push((from, to)),
+                    }
+                }
+                offset += bytes;
+            }
+        }
+        seen
+    }
+
+    /// The bytes behind an address, if all of them are mapped there.
+    pub(crate) fn parts_at(&self, addr: u64, granules: u32) -> Option<Vec<Part>> {
+        let bytes = u64::from(granules) * GRANULE;
+        let Some((base, view)) = self.views.range(..=addr).next_back() else {
+            return self.part_at_home(addr, granules);
+        };
+        if addr >= base + view.bytes() {
+            return self.part_at_home(addr, granules);
+        }
+        let (mut parts, mut at, end) = (Vec::new(), *base, addr + bytes);
+        for (home, bytes) in &view.handles {
+            let (from, to) = (addr.max(at), end.min(at + bytes));
+            if from < to {
+                parts.push(Part {
+                    home: home + (from - at),
+                    granules: ((to - from) / GRANULE) as u32,
+                });
+            }
+            at += bytes;
+        }
+        (end <= at).then_some(parts)
+    }
+
+    fn part_at_home(&self, home: u64, granules: u32) -> Option<Vec<Part>> {
+        let end = home + u64::from(granules) * GRANULE;
+        let mut at = home;
+        while at < end {
+            let (base, handle) = self.handles.range(..=at).next_back()?;
+            if at >= base + handle.bytes {
+                return None;
+            }
+            at = base + handle.bytes;
+        }
+        Some(vec![Part { home, granules }])
+    }
+
+    /// Takes free memory out of circulation; what it was. All of it must be free.
+    pub(crate) fn take(&mut self, part: Part) -> Vec<(Part, Tag)> {
+        let mut taken = Vec::new();
+        let mut at = part.home;
+        while at < part.end() {
+            let Some((start, piece)) = self.free.range(..=at).next_back() else {
+                break;
+            };
+            let (start, granules) = (*start, piece.granules);
+            let end = start + u64::from(granules) * GRANULE;
+            let Some(piece) = self.free.remove(&start).filter(|_| end > at) else {
+                break;
+            };
+            let stop = end.min(part.end());
+            let outside = [(start, at), (stop, end)];
+            for (from, to) in outside.into_iter().filter(|(from, to)| from < to) {
+                let granules = ((to - from) / GRANULE) as u32;
+                let tag = piece.tag.clone();
+                self.free.insert(from, Piece { granules, tag });
+            }
+            let granules = ((stop - at) / GRANULE) as u32;
+            taken.push((Part { home: at, granules }, piece.tag));
+            at = stop;
+        }
+        debug_assert!(at >= part.end(), "taken memory was free");
+        taken
+    }
+
+    /// Makes memory free.
+    pub(crate) fn put(&mut self, part: Part, tag: Tag) {
+        let (mut home, mut end) = (part.home, part.end());
+        if let Some((start, before)) = self.free.range(..home).next_back()
+            && start + u64::from(before.granules) * GRANULE == home
+            && before.tag == tag
+            && !self.homes.spans.contains_key(&home)
+        {
+            home = *start;
+        }
+        if let Some(behind) = self.free.get(&end)
+            && behind.tag == tag
+            && !self.homes.spans.contains_key(&end)
+        {
+            let granules = behind.granules;
+            self.free.remove(&end);
+            end += u64::from(granules) * GRANULE;
+        }
+        let granules = ((end - home) / GRANULE) as u32;
+        self.free.insert(home, Piece { granules, tag });
+    }
+
+    /// Frees a live block's memory.
+    pub(crate) fn release(&mut self, addr: u64, tag: &Tag) -> Option<Live> {
+        let live = self.live.remove(&addr)?;
+        for part in &live.parts {
+            self.put(*part, tag.clone());
+        }
+        Some(live)
+    }
+
+    /// Changes what is known about free memory, and makes one what is the same by then.
+    pub(crate) fn retag(&mut self, change: impl Fn(&mut Tag)) {
+        for (home, mut piece) in std::mem::take(&mut self.free) {
+            change(&mut piece.tag);
+            let part = Part {
+                home,
+                granules: piece.granules,
+            };
+            self.put(part, piece.tag);
+        }
+    }
+
+    /// What is known about each piece of free memory.
+    pub(crate) fn tags(&self) -> impl Iterator<Item = (Part, &Tag)> {
+        self.free.iter().map(|(home, piece)| {
+            let part = Part {
+                home: *home,
+                granules: piece.granules,
+            };
+            (part, &piece.tag)
+        })
+    }
+
+    /// Whether anything is held from the driver: memory or addresses.
+    pub(crate) fn has_memory(&self) -> bool {
+        !(self.homes.spans.is_empty() && self.sites.spans.is_empty() && self.stuck.is_empty())
+    }
+
+    /// Takes all handles out, to be given back: home, handle, and whether it is mapped there.
+    pub(crate) fn take_handles(&mut self) -> Vec<(u64, Handle, bool)> {
+        self.free.clear();
+        let held = std::mem::take(&mut self.handles).into_iter();
+        let mut all: Vec<_> = held.map(|(home, handle)| (home, handle, true)).collect();
+        let stuck = std::mem::take(&mut self.stuck).into_iter();
+        all.extend(stuck.map(|(home, handle)| (home.unwrap_or(0), handle, home.is_some())));
+        all
+    }
+
+    /// The addresses of an arena that gave all its memory back: base and bytes. None while anything is mapped there.
+    pub(crate) fn take_addresses(&mut self) -> Vec<(u64, u64)> {
+        let mapped = self.stuck.iter().any(|(home, _)| home.is_some());
+        if mapped || !self.lost.is_empty() || !self.handles.is_empty() {
+            return Vec::new();
+        }
+        let homes = std::mem::take(&mut self.homes).spans;
+        let sites = std::mem::take(&mut self.sites).spans;
+        homes.into_iter().chain(sites).collect()
+    }
+
+    /// Takes over what another arena could not give back.
+    pub(crate) fn absorb(&mut self, left: Arena) {
+        self.stuck.extend(left.stuck);
+        self.lost.extend(left.lost);
+        for (own, other) in [(&mut self.homes, left.homes), (&mut self.sites, left.sites)] {
+            // What is still mapped there makes them of no use until it is not.
+            own.spans.extend(other.spans);
+        }
+    }
+
+    /// Free bytes.
+    pub(crate) fn free_bytes(&self) -> u64 {
+        let granules = self.free.values().map(|piece| u64::from(piece.granules));
+        granules.sum::<u64>() * GRANULE
+    }
+
+    /// Bytes of live blocks.
+    pub(crate) fn live_bytes(&self) -> u64 {
+        let granules = self.live.values().map(|live| u64::from(live.granules));
+        granules.sum::<u64>() * GRANULE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::allocator::graph::plan::{Lacking, Means};
+    use crate::allocator::size::PHYSICAL_GRANULE;
+
+    const GRANULES: u32 = (PHYSICAL_GRANULE / GRANULE) as u32;
+
+    fn means(views: bool) -> Means<'static> {
+        Means {
+            room: 1 << 30,
+            views,
+            size: &|_| PHYSICAL_GRANULE,
+        }
+    }
+
+    fn arena() -> Arena {
+        let mut arena = Arena::default();
+        arena.homes.add(1 << 40, 64 * PHYSICAL_GRANULE, false);
+        arena.sites.add(1 << 41, 64 * PHYSICAL_GRANULE, false);
+        arena
+    }
+
+    fn fit(granules: u32) -> Fit {
+        Fit { granules, align: 1 }
+    }
+
+    /// Takes a block, with new memory where that is needed; its parts.
+    fn block(arena: &mut Arena, granules: u32, views: bool) -> Place {
+        let runs = arena.runs(&|_| true);
+        if let Some(place) = arena.find(fit(granules), &runs) {
+            place.parts.iter().for_each(|part| drop(arena.take(*part)));
+            return place;
+        }
+        let plan = arena.plan(fit(granules), &runs, &means(views)).unwrap();
+        let sizes = plan.fresh.iter().flat_map(|(_, sizes)| sizes);
+        let handles: Vec<u64> = (1..).zip(sizes).map(|(handle, _)| handle).collect();
+        arena.planned(plan, &handles)
+    }
+
+    fn free(arena: &mut Arena, place: &Place) {
+        place
+            .parts
+            .iter()
+            .for_each(|part| arena.put(*part, Tag::default()));
+    }
+
+    #[test]
+    fn growth_maps_what_is_missing_beside_free_memory() {
+        let mut arena = arena();
+        let first = block(&mut arena, GRANULES / 2, false);
+        assert_eq!((first.addr, arena.held()), (1 << 40, PHYSICAL_GRANULE));
+        let second = block(&mut arena, GRANULES, false);
+        assert_eq!(second.addr, first.addr + PHYSICAL_GRANULE / 2);
+        assert_eq!(arena.held(), 2 * PHYSICAL_GRANULE);
+        assert_eq!(arena.free_bytes(), PHYSICAL_GRANULE / 2);
+    }
+
+    #[test]
+    fn scattered_handles_become_one_block_in_a_view() {
+        let mut arena = arena();
+        let blocks: Vec<Place> = (0..7).map(|_| block(&mut arena, GRANULES, true)).collect();
+        for place in blocks.iter().step_by(2) {
+            free(&mut arena, place);
+        }
+        let long = block(&mut arena, 3 * GRANULES + GRANULES / 2, true);
+        assert_eq!((long.addr, arena.held()), (1 << 41, 7 * PHYSICAL_GRANULE));
+        assert_eq!(arena.free_bytes(), PHYSICAL_GRANULE / 2);
+        assert_eq!(
+            arena.parts_at(long.addr, 3 * GRANULES + GRANULES / 2),
+            Some(long.parts)
+        );
+        // Without views it would have been new memory.
+        let other = block(&mut arena, GRANULES, false);
+        assert_eq!(other.parts.len(), 1);
+    }
+
+    #[test]
+    fn a_plan_that_fails_leaves_all_as_it_was() {
+        let mut arena = arena();
+        let blocks: Vec<Place> = (0..4).map(|_| block(&mut arena, GRANULES, true)).collect();
+        free(&mut arena, &blocks[0]);
+        free(&mut arena, &blocks[2]);
+        let before = (
+            arena.free_bytes(),
+            arena.held(),
+            arena.homes.lowest(1),
+            arena.sites.lowest(1),
+        );
+        let runs = arena.runs(&|_| true);
+        let plan = arena.plan(fit(3 * GRANULES), &runs, &means(true)).unwrap();
+        assert_eq!(plan.fresh_bytes(), PHYSICAL_GRANULE);
+        let failure = crate::allocator::physical::GrowthFailure {
+            error: crate::driver::DriverError::new(
+                "cuMemCreate",
+                crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            ),
+            mapped: Vec::new(),
+            orphaned_handles: Vec::new(),
+        };
+        arena.not_made(plan, &failure, 0);
+        let after = (
+            arena.free_bytes(),
+            arena.held(),
+            arena.homes.lowest(1),
+            arena.sites.lowest(1),
+        );
+        assert_eq!(before, after);
+        let none = Means {
+            room: 0,
+            ..means(true)
+        };
+        let refused = arena.plan(fit(3 * GRANULES), &runs, &none).unwrap_err();
+        assert_eq!(refused, Lacking::Memory(PHYSICAL_GRANULE));
+    }
+
+    #[test]
+    fn pieces_join_where_they_are_the_same_to_everybody() {
+        let mut arena = arena();
+        let whole = block(&mut arena, GRANULES, false);
+        let half = |at: u64| Part {
+            home: whole.addr + at * PHYSICAL_GRANULE / 2,
+            granules: GRANULES / 2,
+        };
+        let used = Tag {
+            pending: vec![Pending {
+                stream: 1,
+                event: 2,
+            }],
+            marks: Vec::new(),
+        };
+        arena.put(half(0), Tag::default());
+        arena.put(half(1), used.clone());
+        assert_eq!(arena.tags().count(), 2);
+        assert_eq!(arena.runs(&|tag| tag.pending.is_empty()).len(), 1);
+        arena.retag(|tag| tag.pending.clear());
+        assert_eq!(arena.tags().count(), 1);
+    }
+}

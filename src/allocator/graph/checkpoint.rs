@@ -1,0 +1,62 @@
+//! Checkpoints: which blocks of a pool were live at some time, and the way back there.
+//!
+//! Nothing is unmapped while a graph may use a pool, so a block can be had again where it was, whatever was captured
+//! since.
+
+use crate::allocator::graph::Graphs;
+use crate::allocator::graph::arena::{Live, Tag};
+use crate::error::GraphPoolError;
+
+/// What makes the blocks of a checkpoint live, and no others.
+#[derive(Debug)]
+pub(crate) struct Changes {
+    /// Blocks that are live and were not, by their addresses.
+    pub cease: Vec<u64>,
+    /// Blocks that were live and are not.
+    pub revive: Vec<(u64, Live)>,
+}
+
+impl Graphs {
+    /// The live blocks of a pool, by their addresses.
+    pub(crate) fn checkpoint(&self, pool: u64) -> Vec<(u64, Live)> {
+        let live = self.pools.get(&pool).map(|pool| &pool.arena.live);
+        let live = live.into_iter().flatten();
+        live.map(|(addr, live)| (*addr, live.clone())).collect()
+    }
+
+    /// What is to be done to come back to a checkpoint.
+    ///
+    /// # Errors
+    /// Memory is in use outside of captures, or in one under way; or the pool gave its addresses back since.
+    pub(crate) fn changes(&self, pool: u64, to: &[(u64, Live)]) -> Result<Changes, GraphPoolError> {
+        let Some(pool) = self.pools.get(&pool) else {
+            return Err(GraphPoolError::Released);
+        };
+        let arena = &pool.arena;
+        let open = |tag: &Tag| !(tag.pending.is_empty() && tag.marks.is_empty());
+        let free = arena.tags().filter(|(_, tag)| open(tag));
+        let free = free.map(|(part, _)| part.end() - part.home);
+        let live = arena.live.values().filter(|live| !live.pending.is_empty());
+        let bytes = free.chain(live.map(Live::bytes)).sum();
+        if bytes > 0 || pool.calls > 0 {
+            return Err(GraphPoolError::NotComplete { bytes });
+        }
+        let mapped = |(addr, live): &(u64, Live)| {
+            arena.parts_at(*addr, live.granules).as_ref() == Some(&live.parts)
+        };
+        if !to.iter().all(mapped) {
+            return Err(GraphPoolError::ForeignCheckpoint);
+        }
+        let same =
+            |one: &Live, other: &Live| (one.id, one.generation) == (other.id, other.generation);
+        let known =
+            |addr: &u64, live: &Live| to.iter().any(|(at, kept)| at == addr && same(kept, live));
+        let cease = arena.live.iter().filter(|(addr, live)| !known(addr, live));
+        let lives =
+            |(addr, kept): &&(u64, Live)| arena.live.get(addr).is_some_and(|live| same(kept, live));
+        Ok(Changes {
+            cease: cease.map(|(addr, _)| *addr).collect(),
+            revive: to.iter().filter(|kept| !lives(kept)).cloned().collect(),
+        })
+    }
+}

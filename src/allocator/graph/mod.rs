@@ -1,0 +1,493 @@
+//! Graph pools: memory for stream captures.
+//!
+//! A graph holds addresses and nothing else. So a pool is an arena of its own, whose addresses stay mapped as long as
+//! a graph that was captured with them, an executable made of it, or a launch of that may use them: a *lease*. Inside
+//! a capture memory is used again behind the nodes that used it last ([`order`]); across the captures of a pool it is
+//! used again freely, because whoever shares a pool promises to launch its graphs one behind another.
+//!
+//! Here are the books of all pools of an allocator, under the heap's lock; calls of the driver stand in [`commit`].
+
+pub(crate) mod arena;
+pub(crate) mod check;
+pub(crate) mod checkpoint;
+pub(crate) mod commit;
+pub(crate) mod lease;
+pub(crate) mod order;
+pub(crate) mod plan;
+pub(crate) mod scope;
+pub(crate) mod user;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+use crate::allocator::extent::hash::Mixed;
+use crate::allocator::graph::arena::{Arena, Fit, Live, Mark, Pending, Place, Tag};
+use crate::allocator::graph::commit::NotMade;
+use crate::allocator::graph::lease::Lease;
+use crate::allocator::graph::order::Order;
+use crate::allocator::graph::plan::{Lacking, Means, Plan};
+use crate::allocator::graph::scope::Scopes;
+use crate::allocator::graph::user::User;
+use crate::sync::event::Pooled;
+
+/// The pools of an allocator, the captures that use them, and who gets memory of which.
+#[derive(Debug, Default)]
+pub(crate) struct Graphs {
+    pub pools: BTreeMap<u64, Pool>,
+    pub captures: HashMap<u64, Capture, Mixed>,
+    pub scopes: Scopes,
+    /// What uses outside of captures end with, by number.
+    pub events: BTreeMap<u64, Arc<Pooled>>,
+    /// Bytes that all pools hold from the driver, and that growth under way will add.
+    pub held: u64,
+    /// Pools and events so far.
+    count: u64,
+}
+
+/// One pool.
+#[derive(Debug, Default)]
+pub(crate) struct Pool {
+    pub arena: Arena,
+    /// Nobody begins to capture with it any more.
+    pub released: bool,
+    pub leases: Vec<Lease>,
+    /// A graph may use it of whose end the driver tells nobody.
+    pub untold: bool,
+    /// Calls that work on it without the lock,
+    pub calls: u32,
+    /// and the bytes that they will add.
+    planned: u64,
+    /// Most bytes of live blocks at once.
+    pub peak: u64,
+}
+
+/// What a graph pool holds, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Footprint {
+    /// Of live blocks, after rounding.
+    pub live: u64,
+    /// How many those are.
+    pub blocks: u64,
+    /// Of free memory.
+    pub free: u64,
+    /// Most bytes of live blocks at once.
+    pub peak: u64,
+    /// Held from the driver.
+    pub physical: u64,
+    /// Graphs, with what was made of them, that may use the pool's addresses.
+    pub leases: u64,
+}
+
+/// A capture under way.
+#[derive(Debug, Default)]
+pub(crate) struct Capture {
+    pub order: Order,
+    /// Its streams, each at its place in the order.
+    streams: Vec<User>,
+    /// The scopes by which it got memory, each with its pool.
+    served: Vec<(u64, u64)>,
+}
+
+impl Capture {
+    /// A stream's place in the order, which it has from its first call on.
+    pub(crate) fn place_of(&mut self, user: &User) -> usize {
+        match self.streams.iter().position(|known| known.is(user)) {
+            Some(at) => at,
+            None => {
+                self.streams.push(user.name());
+                self.order.add_stream()
+            }
+        }
+    }
+}
+
+/// Who asks for memory of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Asker {
+    /// A stream of a capture: by its place there.
+    Captured { capture: u64, stream: usize },
+    /// A stream outside of captures, by its number.
+    Eager { stream: u64 },
+}
+
+impl Graphs {
+    fn number(&mut self) -> u64 {
+        self.count += 1;
+        self.count
+    }
+
+    pub(crate) fn add_pool(&mut self) -> u64 {
+        let pool = self.number();
+        self.pools.insert(pool, Pool::default());
+        pool
+    }
+
+    /// Notes the event that a use by a stream ends with.
+    pub(crate) fn add_event(&mut self, stream: u64, event: Pooled) -> Pending {
+        let number = self.number();
+        self.events.insert(number, Arc::new(event));
+        Pending {
+            stream,
+            event: number,
+        }
+    }
+
+    /// Live blocks of all pools and their bytes.
+    pub(crate) fn live_totals(&self) -> (u64, u64) {
+        let arenas = self.pools.values().map(|pool| &pool.arena);
+        arenas.fold((0, 0), |(blocks, bytes), arena| {
+            (blocks + arena.live.len() as u64, bytes + arena.live_bytes())
+        })
+    }
+
+    /// Counts the bytes that pools hold anew.
+    fn recount(&mut self) {
+        let pools = self.pools.values();
+        self.held = pools.map(|pool| pool.arena.held() + pool.planned).sum();
+    }
+
+    /// The pool of the live block that starts at an address.
+    pub(crate) fn pool_of(&self, addr: u64) -> Option<u64> {
+        let mut pools = self.pools.iter();
+        let found = pools.find(|(_, pool)| pool.arena.live.contains_key(&addr));
+        found.map(|(id, _)| *id)
+    }
+
+    pub(crate) fn live(&self, addr: u64) -> Option<&Live> {
+        let mut pools = self.pools.values();
+        pools.find_map(|pool| pool.arena.live.get(&addr))
+    }
+
+    pub(crate) fn live_mut(&mut self, addr: u64) -> Option<&mut Live> {
+        let mut pools = self.pools.values_mut();
+        pools.find_map(|pool| pool.arena.live.get_mut(&addr))
+    }
+
+    // ---- captures ---------------------------------------------------------------------------------
+
+    /// A stream was found in this capture, or in none: one that it was in before is over.
+    pub(crate) fn notice(&mut self, user: &User, now: Option<u64>) {
+        let over: Vec<u64> = self
+            .captures
+            .iter()
+            .filter(|(id, capture)| {
+                Some(**id) != now && capture.streams.iter().any(|known| known.is(user))
+            })
+            .map(|(id, _)| *id)
+            .collect();
+        over.into_iter().for_each(|capture| self.ended(capture));
+    }
+
+    /// A capture is over: what was freed in it is free for all captures. If there is a graph, the launches of others
+    /// of the pool come before or behind its own, and if there is none nothing was done.
+    pub(crate) fn ended(&mut self, capture: u64) {
+        self.captures.remove(&capture);
+        for pool in self.pools.values_mut() {
+            pool.arena
+                .retag(|tag| tag.marks.retain(|mark| mark.capture != capture));
+        }
+    }
+
+    /// Whether a capture's graph has no lease of a pool yet.
+    pub(crate) fn lacks_lease(&self, capture: u64, pool: u64) -> bool {
+        let known = self.captures.get(&capture);
+        !known.is_some_and(|known| known.served.iter().any(|(_, served)| *served == pool))
+    }
+
+    /// A capture gets memory of a pool by a scope, after its graph has a lease.
+    pub(crate) fn serve(&mut self, capture: u64, scope: u64, pool: u64, lease: Option<Lease>) {
+        let known = self.captures.entry(capture).or_default();
+        if !known.served.contains(&(scope, pool)) {
+            known.served.push((scope, pool));
+        }
+        if let Some(pool) = self.pools.get_mut(&pool) {
+            pool.leases.extend(lease);
+        }
+    }
+
+    /// A scope is left: the captures that nothing else serves are over, as far as pools are concerned.
+    pub(crate) fn leave(&mut self, scope: u64) -> bool {
+        if !self.scopes.remove(scope) {
+            return false;
+        }
+        let mut over = Vec::new();
+        for (id, capture) in &mut self.captures {
+            let before = capture.served.len();
+            capture.served.retain(|(by, _)| *by != scope);
+            if capture.served.is_empty() && before > 0 {
+                over.push(*id);
+            }
+        }
+        over.into_iter().for_each(|capture| self.ended(capture));
+        true
+    }
+
+    // ---- memory -----------------------------------------------------------------------------------
+
+    /// Whether somebody may have free memory.
+    fn is_usable(captures: &HashMap<u64, Capture, Mixed>, asker: Asker, tag: &Tag) -> bool {
+        match asker {
+            Asker::Eager { stream } => {
+                tag.marks.is_empty() && tag.pending.iter().all(|used| used.stream == stream)
+            }
+            Asker::Captured { capture, stream } => {
+                let order = captures.get(&capture).map(|known| &known.order);
+                let behind = |mark: &Mark| {
+                    mark.capture == capture
+                        && order.is_some_and(|order| {
+                            mark.seen.iter().all(|seen| order.is_behind(seen, stream))
+                        })
+                };
+                // A wait for work outside would become the graph's.
+                tag.pending.is_empty() && tag.marks.iter().all(behind)
+            }
+        }
+    }
+
+    fn runs(&self, pool: u64, asker: Asker) -> Vec<(u64, u64)> {
+        let captures = &self.captures;
+        let arena = self.pools.get(&pool).map(|pool| &pool.arena);
+        arena.map_or_else(Vec::new, |arena| {
+            arena.runs(&|tag| Self::is_usable(captures, asker, tag))
+        })
+    }
+
+    /// Takes room for a request out of memory that is there.
+    pub(crate) fn take(&mut self, pool: u64, asker: Asker, fit: Fit) -> Option<Place> {
+        let runs = self.runs(pool, asker);
+        let arena = &mut self.pools.get_mut(&pool)?.arena;
+        let place = arena.find(fit, &runs)?;
+        for part in &place.parts {
+            arena.take(*part);
+        }
+        Some(place)
+    }
+
+    /// Plans more room. A plan stands for a call under way.
+    pub(crate) fn plan(
+        &mut self,
+        pool: u64,
+        asker: Asker,
+        fit: Fit,
+        means: &Means<'_>,
+    ) -> Result<Plan, Lacking> {
+        let runs = self.runs(pool, asker);
+        let Some(pool) = self.pools.get_mut(&pool) else {
+            return Err(Lacking::Memory(fit.bytes()));
+        };
+        let plan = pool.arena.plan(fit, &runs, means)?;
+        pool.calls += 1;
+        pool.planned += plan.fresh_bytes();
+        self.recount();
+        Ok(plan)
+    }
+
+    /// What was planned is there, with these new handles, or not. The block's place.
+    pub(crate) fn planned(
+        &mut self,
+        id: u64,
+        plan: Plan,
+        made: Result<&[u64], &NotMade>,
+    ) -> Option<Place> {
+        let pool = self.pools.get_mut(&id)?;
+        pool.calls -= 1;
+        pool.planned -= plan.fresh_bytes();
+        let place = match made {
+            Ok(handles) => Some(pool.arena.planned(plan, handles)),
+            Err(NotMade { failure, lost }) => {
+                pool.arena.not_made(plan, failure, *lost);
+                None
+            }
+        };
+        self.recount();
+        place
+    }
+
+    /// A block has its place.
+    pub(crate) fn enter(&mut self, pool: u64, addr: u64, live: Live) {
+        if let Some(pool) = self.pools.get_mut(&pool) {
+            pool.arena.live.insert(addr, live);
+            pool.peak = pool.peak.max(pool.arena.live_bytes());
+        }
+    }
+
+    /// The use of memory by streams that capture, and by those that do not with what each of their uses ends with.
+    pub(crate) fn tag(&mut self, captured: &[(u64, User)], pending: Vec<Pending>) -> Tag {
+        let mut tag = Tag {
+            pending,
+            marks: Vec::new(),
+        };
+        for (capture, user) in captured {
+            let known = self.captures.entry(*capture).or_default();
+            let stream = known.place_of(user);
+            let seen = known.order.seen(stream);
+            match tag.marks.iter_mut().find(|mark| mark.capture == *capture) {
+                Some(mark) => mark.seen.push(seen),
+                None => tag.marks.push(Mark {
+                    capture: *capture,
+                    seen: vec![seen],
+                }),
+            }
+        }
+        tag
+    }
+
+    /// Events that free memory of a pool waits for.
+    pub(crate) fn awaited(&self, pool: u64) -> Vec<(u64, Arc<Pooled>)> {
+        let arena = self.pools.get(&pool).map(|pool| &pool.arena);
+        let tags = arena.into_iter().flat_map(|arena| arena.tags());
+        let mut events: Vec<u64> = tags
+            .flat_map(|(_, tag)| tag.pending.iter().map(|used| used.event))
+            .collect();
+        events.sort_unstable();
+        events.dedup();
+        events
+            .into_iter()
+            .filter_map(|number| Some((number, Arc::clone(self.events.get(&number)?))))
+            .collect()
+    }
+
+    /// Events were seen complete. What stood for them, or for memory that somebody has by now, which is let go
+    /// without the lock.
+    pub(crate) fn completed(&mut self, events: &[u64]) -> Vec<Arc<Pooled>> {
+        let over = |used: &Pending| events.contains(&used.event);
+        let mut awaited = HashSet::new();
+        for pool in self.pools.values_mut() {
+            let arena = &mut pool.arena;
+            arena.retag(|tag| tag.pending.retain(|used| !over(used)));
+            awaited.extend(arena.tags().flat_map(|(_, tag)| &tag.pending).copied());
+            for live in arena.live.values_mut() {
+                live.pending.retain(|used| !over(used));
+                awaited.extend(live.pending.iter().copied());
+            }
+        }
+        let awaited: HashSet<u64> = awaited.into_iter().map(|used| used.event).collect();
+        let known = self.events.keys().copied();
+        let done: Vec<u64> = known.filter(|number| !awaited.contains(number)).collect();
+        let done = done.iter();
+        done.filter_map(|number| self.events.remove(number))
+            .collect()
+    }
+
+    // ---- the end of a pool --------------------------------------------------------------------------
+
+    /// Leases that still hold in a pool.
+    pub(crate) fn leases(&mut self, pool: u64) -> usize {
+        let Some(pool) = self.pools.get_mut(&pool) else {
+            return 0;
+        };
+        pool.leases.retain(|lease| !lease.is_over());
+        pool.leases.len()
+    }
+
+    /// Leases that still hold in all pools.
+    pub(crate) fn count_leases(&mut self) -> u64 {
+        let pools: Vec<u64> = self.pools.keys().copied().collect();
+        pools.into_iter().map(|pool| self.leases(pool) as u64).sum()
+    }
+
+    /// Whether a graph holds a lease.
+    pub(crate) fn are_leased(&self) -> bool {
+        let mut leases = self.pools.values().flat_map(|pool| &pool.leases);
+        leases.any(|lease| !lease.is_over())
+    }
+
+    /// No capture is under way any more. All pools, and whether one was used by a graph of whose end nobody tells.
+    pub(crate) fn end(&mut self) -> (Vec<u64>, bool) {
+        let captures: Vec<u64> = self.captures.keys().copied().collect();
+        captures.into_iter().for_each(|capture| self.ended(capture));
+        let untold = self.pools.values().any(|pool| pool.untold);
+        (self.pools.keys().copied().collect(), untold)
+    }
+
+    /// All work is over, that of graphs of whose end nobody tells as well.
+    pub(crate) fn told(&mut self) {
+        let pools = self.pools.values_mut();
+        pools.for_each(|pool| pool.untold = false);
+    }
+
+    /// What a pool holds.
+    pub(crate) fn footprint(&mut self, id: u64) -> Footprint {
+        let leases = self.leases(id) as u64;
+        let Some(pool) = self.pools.get(&id) else {
+            return Footprint::default();
+        };
+        let arena = &pool.arena;
+        Footprint {
+            live: arena.live_bytes(),
+            blocks: arena.live.len() as u64,
+            free: arena.free_bytes(),
+            peak: pool.peak,
+            physical: arena.held(),
+            leases,
+        }
+    }
+
+    /// Whether nothing uses a pool's memory, and no graph can: no lease, no block, no work, no capture.
+    pub(crate) fn is_idle(&mut self, id: u64) -> bool {
+        if self.leases(id) > 0
+            || self
+                .captures
+                .values()
+                .any(|c| c.served.iter().any(|s| s.1 == id))
+        {
+            return false;
+        }
+        self.pools.get(&id).is_some_and(|pool| {
+            let arena = &pool.arena;
+            let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();
+            pool.calls == 0
+                && !pool.untold
+                && arena.live.is_empty()
+                && arena.tags().all(|(_, tag)| quiet(tag))
+        })
+    }
+
+    /// Takes out the arenas of pools that nothing uses: of all, or of those that were released. The released ones are
+    /// gone then.
+    pub(crate) fn take_idle(&mut self, all: bool) -> Vec<(u64, Arena)> {
+        let pools: Vec<u64> = self.pools.keys().copied().collect();
+        let mut taken = Vec::new();
+        for id in pools {
+            let wanted = |pool: &Pool| (all || pool.released) && pool.arena.has_memory();
+            if !self.pools.get(&id).is_some_and(wanted) || !self.is_idle(id) {
+                continue;
+            }
+            if let Some(pool) = self.pools.get_mut(&id) {
+                pool.calls += 1;
+                let arena = std::mem::take(&mut pool.arena);
+                pool.planned += arena.held();
+                taken.push((id, arena));
+            }
+        }
+        self.forget_released();
+        taken
+    }
+
+    /// What could not be given back of so many bytes of a pool stays there.
+    pub(crate) fn put_back(&mut self, id: u64, held: u64, left: Arena) {
+        if let Some(pool) = self.pools.get_mut(&id) {
+            pool.calls -= 1;
+            pool.planned -= held;
+            pool.arena.absorb(left);
+        }
+        self.recount();
+        self.forget_released();
+    }
+
+    /// Pools that were released and hold nothing are gone.
+    pub(crate) fn forget_released(&mut self) {
+        let gone: Vec<u64> = self
+            .pools
+            .iter()
+            .filter(|(_, pool)| pool.released && pool.calls == 0 && !pool.arena.has_memory())
+            .map(|(id, _)| *id)
+            .collect();
+        for id in gone {
+            if self.is_idle(id) {
+                self.pools.remove(&id);
+            }
+        }
+    }
+}

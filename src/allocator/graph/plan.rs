@@ -1,0 +1,303 @@
+//! More room in a pool: planned before any call of the driver is made, and entered or put back after it.
+
+use crate::allocator::graph::arena::{Arena, Fit, Handle, Part, Place, Tag, View};
+use crate::allocator::physical::{GrowthFailure, tile};
+use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+
+/// New memory for a request, free memory beside it, or both; what they are is out of circulation meanwhile.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pub place: Place,
+    /// What the free memory in it was.
+    taken: Vec<(Part, Tag)>,
+    /// The home of new handles, and their sizes.
+    pub fresh: Option<(u64, Vec<u64>)>,
+    /// Where a view begins, and its handles by their homes, new ones among them.
+    pub view: Option<(u64, View)>,
+    /// What the view shows: bytes, and the handle, of memory that is there already.
+    pub shown: Vec<(u64, Option<u64>)>,
+}
+
+impl Plan {
+    /// Bytes of new memory.
+    pub(crate) fn fresh_bytes(&self) -> u64 {
+        let sizes = self.fresh.iter().flat_map(|(_, sizes)| sizes);
+        sizes.sum()
+    }
+}
+
+/// Why there is no plan.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Lacking {
+    /// Addresses for so many bytes at home.
+    Homes(u64),
+    /// Addresses for so many bytes of a view.
+    Sites(u64),
+    /// So many bytes more than may be added.
+    Memory(u64),
+}
+
+/// What a plan may do.
+pub(crate) struct Means<'a> {
+    /// Bytes that may be added.
+    pub room: u64,
+    /// Whether handles may be mapped twice.
+    pub views: bool,
+    /// Size of new handles, where so many bytes are missing.
+    pub size: &'a dyn Fn(u64) -> u64,
+}
+
+/// The memory that a view would show, in its order.
+#[derive(Debug, Default)]
+struct Stitch {
+    /// Bytes at the start of the first handle that somebody else has.
+    skip: u64,
+    handles: Vec<(u64, u64)>,
+    /// The last handle, of which only the front is free.
+    front: Option<(u64, u64)>,
+    /// Bytes of new memory between these.
+    fresh: u64,
+}
+
+/// Where a request could have new memory at home: where its run begins, the hole behind it, and how much is new.
+#[derive(Debug, Clone, Copy)]
+struct Opening {
+    start: u64,
+    hole: u64,
+    fresh: u64,
+}
+
+impl Arena {
+    /// Plans room for a request that fits nowhere, with as little new memory as can be: behind free memory at home,
+    /// or in a new view.
+    pub(crate) fn plan(
+        &mut self,
+        fit: Fit,
+        runs: &[(u64, u64)],
+        means: &Means<'_>,
+    ) -> Result<Plan, Lacking> {
+        let opening = self.opening(fit, runs);
+        // A view begins at a multiple of a physical granule, and no larger one is looked for.
+        let aligned = u64::from(fit.align) * GRANULE <= PHYSICAL_GRANULE;
+        let stitch = (means.views && aligned).then(|| self.stitch(fit, runs));
+        let at_home = opening.map_or(u64::MAX, |opening| opening.fresh);
+        if let Some(stitch) = stitch
+            && !stitch.handles.is_empty()
+            && stitch.fresh < at_home.min(fit.bytes().next_multiple_of(PHYSICAL_GRANULE))
+        {
+            return self.plan_view(fit, stitch, means);
+        }
+        let Some(opening) = opening else {
+            let slack = fit.aligned(1) - 1;
+            return Err(Lacking::Homes(fit.bytes() + slack));
+        };
+        if opening.fresh > means.room {
+            return Err(Lacking::Memory(opening.fresh));
+        }
+        let addr = fit.aligned(opening.start);
+        let part = Part {
+            home: addr,
+            granules: fit.granules,
+        };
+        let before = Part {
+            home: addr.min(opening.hole),
+            granules: ((opening.hole - addr.min(opening.hole)) / GRANULE) as u32,
+        };
+        let taken = self.take(before);
+        self.homes.cut(opening.hole, opening.fresh);
+        let sizes = tile(opening.fresh, (means.size)(opening.fresh));
+        Ok(Plan {
+            place: Place {
+                addr,
+                parts: vec![part],
+            },
+            taken,
+            fresh: Some((opening.hole, sizes)),
+            view: None,
+            shown: Vec::new(),
+        })
+    }
+
+    /// The opening at home that needs the least new memory, the lowest on ties.
+    fn opening(&self, fit: Fit, runs: &[(u64, u64)]) -> Option<Opening> {
+        let openings = self.homes.holes().filter_map(|(hole, room)| {
+            let at = runs.partition_point(|run| run.1 < hole);
+            let run = runs.get(at).filter(|run| run.1 == hole);
+            let beside = run.filter(|_| !self.homes.spans.contains_key(&hole));
+            let start = beside.map_or(hole, |run| run.0);
+            let end = fit.aligned(start) + fit.bytes();
+            let fresh = end.saturating_sub(hole).next_multiple_of(PHYSICAL_GRANULE);
+            (fresh > 0 && fresh <= room).then_some(Opening { start, hole, fresh })
+        });
+        openings.min_by_key(|opening| (opening.fresh, opening.hole))
+    }
+
+    /// What a view for a request would be made of: a handle whose end is free, whole handles, and one whose front is
+    /// free, the largest of each.
+    fn stitch(&self, fit: Fit, runs: &[(u64, u64)]) -> Stitch {
+        let (mut whole, mut back, mut front) = (Vec::new(), None, None);
+        let mut at = 0;
+        for (home, handle) in &self.handles {
+            let end = home + handle.bytes;
+            while runs.get(at).is_some_and(|run| run.1 <= *home) {
+                at += 1;
+            }
+            let inside = runs[at..].iter().take_while(|run| run.0 < end);
+            for run in inside {
+                let (from, to) = (run.0.max(*home), run.1.min(end));
+                let begins = fit.aligned(from - home);
+                if to - from == handle.bytes {
+                    whole.push((handle.bytes, *home));
+                } else if to == end && begins < handle.bytes {
+                    back = back.max(Some((handle.bytes - begins, *home)));
+                } else if from == *home {
+                    front = front.max(Some((to - from, *home)));
+                }
+            }
+        }
+        let mut stitch = Stitch::default();
+        let mut missing = fit.bytes();
+        whole.sort_unstable_by_key(|(bytes, home)| (u64::MAX - bytes, *home));
+        let all: u64 = whole.iter().map(|(bytes, _)| bytes).sum();
+        let size = |home: u64| self.handles.get(&home).map_or(0, |handle| handle.bytes);
+        if all < missing
+            && let Some((bytes, home)) = back
+        {
+            stitch.skip = size(home) - bytes;
+            stitch.handles.push((home, size(home)));
+            missing -= bytes.min(missing);
+        }
+        for (bytes, home) in whole {
+            if missing == 0 {
+                break;
+            }
+            stitch.handles.push((home, bytes));
+            missing -= bytes.min(missing);
+        }
+        let fresh = missing.next_multiple_of(PHYSICAL_GRANULE);
+        if let Some((bytes, home)) = front.filter(|_| missing > 0) {
+            let less = missing.saturating_sub(bytes);
+            let less = less.next_multiple_of(PHYSICAL_GRANULE);
+            if less < fresh {
+                stitch.front = Some((home, size(home)));
+                stitch.fresh = less;
+                return stitch;
+            }
+        }
+        stitch.fresh = fresh;
+        stitch
+    }
+
+    fn plan_view(&mut self, fit: Fit, stitch: Stitch, means: &Means<'_>) -> Result<Plan, Lacking> {
+        if stitch.fresh > means.room {
+            return Err(Lacking::Memory(stitch.fresh));
+        }
+        let home = match stitch.fresh {
+            0 => None,
+            bytes => Some(self.homes.lowest(bytes).ok_or(Lacking::Homes(bytes))?),
+        };
+        let sizes = home.map_or_else(Vec::new, |_| tile(stitch.fresh, (means.size)(stitch.fresh)));
+        let mut handles = stitch.handles;
+        let mut at = home.unwrap_or(0);
+        for bytes in &sizes {
+            handles.push((at, *bytes));
+            at += bytes;
+        }
+        handles.extend(stitch.front);
+        let view = View { handles };
+        let bytes = view.bytes();
+        let base = self.sites.lowest(bytes).ok_or(Lacking::Sites(bytes))?;
+        let (mut parts, mut skip, mut left) = (Vec::new(), stitch.skip, fit.bytes());
+        for (home, bytes) in &view.handles {
+            let used = left.min(bytes - skip);
+            if used > 0 {
+                parts.push(Part {
+                    home: home + skip,
+                    granules: (used / GRANULE) as u32,
+                });
+            }
+            (skip, left) = (0, left - used);
+        }
+        self.sites.cut(base, bytes);
+        if let Some(home) = home {
+            self.homes.cut(home, stitch.fresh);
+        }
+        let new =
+            |part: &&Part| !home.is_some_and(|at| (at..at + stitch.fresh).contains(&part.home));
+        let old: Vec<Part> = parts.iter().filter(new).copied().collect();
+        let taken = old.into_iter().flat_map(|part| self.take(part)).collect();
+        Ok(Plan {
+            place: Place {
+                addr: base + stitch.skip,
+                parts,
+            },
+            taken,
+            fresh: home.map(|home| (home, sizes)),
+            shown: self.shown(&view),
+            view: Some((base, view)),
+        })
+    }
+
+    fn shown(&self, view: &View) -> Vec<(u64, Option<u64>)> {
+        let known = |home: &u64| self.handles.get(home).map(|known| known.handle);
+        let handles = view.handles.iter();
+        handles.map(|(home, bytes)| (*bytes, known(home))).collect()
+    }
+
+    /// What was planned is there, with these new handles. The block's place, which is nobody's until it is
+    /// [entered](Arena::live).
+    pub(crate) fn planned(&mut self, plan: Plan, handles: &[u64]) -> Place {
+        if let Some((home, sizes)) = plan.fresh {
+            let mut at = home;
+            for (bytes, handle) in sizes.into_iter().zip(handles) {
+                let handle = *handle;
+                self.handles.insert(at, Handle { handle, bytes });
+                at += bytes;
+            }
+            // The block has the front of the new memory: what is left lies behind it.
+            let used = plan.place.parts.iter().map(Part::end);
+            let used = used.filter(|end| (home..=at).contains(end)).max();
+            let from = used.unwrap_or(home);
+            if from < at {
+                let rest = Part {
+                    home: from,
+                    granules: ((at - from) / GRANULE) as u32,
+                };
+                self.put(rest, Tag::default());
+            }
+        }
+        if let Some((base, view)) = plan.view {
+            self.views.insert(base, view);
+        }
+        plan.place
+    }
+
+    /// What was planned could not be made: everything as before, but for what could not be undone, such as so many
+    /// bytes that are mapped where the view was to begin.
+    pub(crate) fn not_made(&mut self, plan: Plan, failure: &GrowthFailure, lost: u64) {
+        for (part, tag) in plan.taken {
+            self.put(part, tag);
+        }
+        let handle = |bytes: &u64, handle: &u64| Handle {
+            handle: *handle,
+            bytes: *bytes,
+        };
+        let mapped = failure.mapped.iter();
+        self.stuck
+            .extend(mapped.map(|(at, bytes, h)| (Some(*at), handle(bytes, h))));
+        let orphaned = failure.orphaned_handles.iter();
+        self.stuck
+            .extend(orphaned.map(|(h, bytes)| (None, handle(bytes, h))));
+        if let Some((home, sizes)) = plan.fresh
+            && failure.mapped.is_empty()
+        {
+            self.homes.put(home, sizes.iter().sum());
+        }
+        if let Some((base, view)) = plan.view {
+            match lost {
+                0 => self.sites.put(base, view.bytes()),
+                lost => drop(self.lost.insert(base, lost)),
+            }
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Which requests go to a pool.
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use crate::allocator::graph::user::User;
+use crate::driver::sys::CUstream;
+
+/// A test of streams by their handles, from the user.
+pub(crate) type Filter = Arc<dyn Fn(CUstream) -> bool + Send + Sync>;
+
+/// What a scope is about.
+#[derive(Clone)]
+pub(crate) enum Kind {
+    /// The capture with this id.
+    Capture(u64),
+    /// The next capture that the thread asks for memory for.
+    NextCapture(ThreadId),
+    Stream(User),
+    When(Filter),
+    Thread(ThreadId),
+}
+
+impl fmt::Debug for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Kind::Capture(id) => f.debug_tuple("Capture").field(id).finish(),
+            Kind::NextCapture(thread) => f.debug_tuple("NextCapture").field(thread).finish(),
+            Kind::Stream(user) => f.debug_tuple("Stream").field(user).finish(),
+            Kind::When(_) => f.debug_tuple("When").finish_non_exhaustive(),
+            Kind::Thread(thread) => f.debug_tuple("Thread").field(thread).finish(),
+        }
+    }
+}
+
+/// An open scope.
+#[derive(Debug, Clone)]
+struct Scope {
+    number: u64,
+    pool: u64,
+    kind: Kind,
+}
+
+/// The open scopes, in the order in which they were entered.
+#[derive(Debug, Default)]
+pub(crate) struct Scopes {
+    open: Vec<Scope>,
+    count: u64,
+}
+
+/// A request, as far as scopes ask about it.
+pub(crate) struct Asked<'a> {
+    pub user: &'a User,
+    pub capture: Option<u64>,
+    pub thread: ThreadId,
+}
+
+/// What scopes say of a request.
+pub(crate) enum Answer {
+    /// It goes to a pool, by a scope.
+    Pool {
+        scope: u64,
+        pool: u64,
+    },
+    /// That depends on what these filters say, the first one that says yes counts; if none does, on what is left.
+    Filters(Vec<(u64, u64, Filter)>),
+    Nobody,
+}
+
+impl Scopes {
+    pub(crate) fn add(&mut self, pool: u64, kind: Kind) -> u64 {
+        self.count += 1;
+        let number = self.count;
+        self.open.push(Scope { number, pool, kind });
+        number
+    }
+
+    /// Whether the scope was open.
+    pub(crate) fn remove(&mut self, number: u64) -> bool {
+        let before = self.open.len();
+        self.open.retain(|scope| scope.number != number);
+        self.open.len() < before
+    }
+
+    /// Where a request goes: to the pool of its capture, else of its stream, of a filter that says yes, or of its
+    /// thread. Of several the scope that was entered last.
+    pub(crate) fn resolve(&mut self, asked: &Asked<'_>, filtered: bool) -> Answer {
+        let found = asked
+            .capture
+            .and_then(|capture| self.of_capture(capture, asked.thread));
+        let found = found.or_else(|| {
+            self.last(|kind| matches!(kind, Kind::Stream(user) if user.is(asked.user)))
+        });
+        if let Some((scope, pool)) = found {
+            return Answer::Pool { scope, pool };
+        }
+        let filters: Vec<_> = self.open.iter().rev().filter_map(Scope::filter).collect();
+        if !filtered && !filters.is_empty() {
+            return Answer::Filters(filters);
+        }
+        let own = |kind: &Kind| matches!(kind, Kind::Thread(thread) if *thread == asked.thread);
+        match self.last(own) {
+            Some((scope, pool)) => Answer::Pool { scope, pool },
+            None => Answer::Nobody,
+        }
+    }
+
+    fn of_capture(&mut self, capture: u64, thread: ThreadId) -> Option<(u64, u64)> {
+        let known = self.last(|kind| matches!(kind, Kind::Capture(id) if *id == capture));
+        if known.is_some() {
+            return known;
+        }
+        // The scope that has waited longest.
+        let waits = |kind: &Kind| matches!(kind, Kind::NextCapture(of) if *of == thread);
+        let scope = self.open.iter_mut().find(|scope| waits(&scope.kind))?;
+        scope.kind = Kind::Capture(capture);
+        Some((scope.number, scope.pool))
+    }
+
+    fn last(&self, is: impl Fn(&Kind) -> bool) -> Option<(u64, u64)> {
+        let scope = self.open.iter().rev().find(|scope| is(&scope.kind))?;
+        Some((scope.number, scope.pool))
+    }
+}
+
+impl Scope {
+    fn filter(&self) -> Option<(u64, u64, Filter)> {
+        match &self.kind {
+            Kind::When(filter) => Some((self.number, self.pool, Arc::clone(filter))),
+            _ => None,
+        }
+    }
+}

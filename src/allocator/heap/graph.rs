@@ -1,0 +1,158 @@
+//! Blocks of graph pools among all others: their records, by which they are found, and who may have them.
+
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::StreamCache;
+use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
+use crate::allocator::extent::want::Want;
+use crate::allocator::graph::Asker;
+use crate::allocator::graph::arena::{Fit, Live, Place, Tag};
+use crate::allocator::graph::checkpoint::Changes;
+use crate::allocator::graph::plan::{Lacking, Means, Plan};
+use crate::allocator::graph::user::User;
+use crate::allocator::heap::Heap;
+
+/// A request to a pool.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PoolRequest {
+    pub pool: u64,
+    pub asker: Asker,
+    pub fit: Fit,
+    /// Bytes as they were asked for.
+    pub requested: u64,
+    /// The block may lie in a view.
+    pub views: bool,
+}
+
+/// What coming back to a checkpoint changed.
+#[derive(Debug)]
+pub(crate) struct Restoration {
+    /// The addresses of blocks that ceased.
+    pub ceased: Vec<u64>,
+    /// What they were, to be let go without the lock.
+    pub gone: Vec<Live>,
+    /// Blocks that are live again, each with its bytes as they were asked for.
+    pub revived: Vec<(Grant, u64)>,
+}
+
+impl PoolRequest {
+    /// The block's granules, and its bytes as they were asked for.
+    pub(crate) fn sizes(&self) -> (u32, u64) {
+        (self.fit.granules, self.requested)
+    }
+}
+
+impl Heap {
+    /// Whether a block of a graph pool with this identity is live.
+    pub(crate) fn is_pooled(&self, (id, generation): (u32, u32)) -> bool {
+        let hot = self.extents.records.get(id);
+        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Pooled)
+    }
+
+    /// The start of the live block of a graph pool around an address, and its identity.
+    pub(crate) fn pooled_around(&mut self, ptr: u64) -> Option<(u64, (u32, u32))> {
+        let id = self.large_around(ptr)?;
+        let hot = self.extents.records[id];
+        (hot.state == Extent::Pooled).then_some((hot.addr, (id, hot.generation)))
+    }
+
+    /// Plans more room in a pool.
+    pub(crate) fn plan_in_pool(&mut self, request: &PoolRequest) -> Result<Plan, Lacking> {
+        let want = Want {
+            space: SpaceId::Large,
+            stream: COMPLETE,
+            granules: request.fit.granules,
+            align: request.fit.align,
+            requested: request.requested,
+            single: false,
+            views: request.views,
+        };
+        let (held, physical) = (self.graphs.held, &self.physical);
+        let means = Means {
+            room: self.room(),
+            views: request.views,
+            size: &|missing| physical.handle_size(&want, missing, held),
+        };
+        self.graphs
+            .plan(request.pool, request.asker, request.fit, &means)
+    }
+
+    /// A block of a pool gets a record.
+    pub(crate) fn pooled_born(
+        &mut self,
+        pool: u64,
+        (granules, requested): (u32, u64),
+        place: Place,
+        users: Vec<User>,
+    ) -> Grant {
+        let records = &mut self.extents.records;
+        let id = records.make(SpaceId::Large, Extent::Pooled, place.addr, granules);
+        let hot = &mut records[id];
+        hot.generation |= 1;
+        let generation = hot.generation;
+        records.cold_mut(id).requested = requested;
+        self.extents.lookup.insert(place.addr, id);
+        let live = Live {
+            id,
+            generation,
+            granules,
+            requested,
+            parts: place.parts,
+            users,
+            pending: Vec::new(),
+        };
+        self.graphs.enter(pool, place.addr, live);
+        let home = self.home_of_pooled();
+        Grant::large(home, place.addr, (id, generation), (granules, requested))
+    }
+
+    /// A block of a pool is nobody's any more. What is let go without the lock: it may be the last to hold a stream.
+    #[must_use = "streams are not destroyed under the lock"]
+    pub(crate) fn pooled_freed(&mut self, addr: u64, tag: &Tag) -> Option<Live> {
+        let pool = self.graphs.pool_of(addr)?;
+        let pool = self.graphs.pools.get_mut(&pool)?;
+        let live = pool.arena.release(addr, tag)?;
+        self.extents.lookup.remove(addr);
+        self.extents.records.retire(live.id);
+        Some(live)
+    }
+
+    /// Comes back to a checkpoint of a pool.
+    pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
+        let mut gone = Vec::with_capacity(changes.cease.len());
+        for addr in &changes.cease {
+            gone.extend(self.pooled_freed(*addr, &Tag::default()));
+        }
+        let mut revived = Vec::with_capacity(changes.revive.len());
+        for (addr, live) in changes.revive {
+            if let Some(pool) = self.graphs.pools.get_mut(&pool) {
+                for part in &live.parts {
+                    pool.arena.take(*part);
+                }
+            }
+            let place = Place {
+                addr,
+                parts: live.parts,
+            };
+            let sizes = (live.granules, live.requested);
+            let grant = self.pooled_born(pool, sizes, place, live.users);
+            revived.push((grant, live.requested));
+        }
+        Restoration {
+            ceased: changes.cease,
+            gone,
+            revived,
+        }
+    }
+
+    /// The cache that keeps the allocator alive for blocks of graph pools. It is no stream's.
+    fn home_of_pooled(&mut self) -> &'static StreamCache {
+        match self.caches.graph_home {
+            Some(home) => home,
+            None => {
+                let home = self.idle_cache();
+                self.caches.graph_home = Some(home);
+                home
+            }
+        }
+    }
+}

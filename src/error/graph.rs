@@ -1,0 +1,22 @@
+//! What graph pools refuse.
+
+/// Why a call about a graph pool was refused. Nothing has changed, and no capture is spoilt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GraphPoolError {
+    /// The pool was released, or its allocator closed.
+    #[error("the graph pool was released")]
+    Released,
+    /// No such scope is open: it was left before.
+    #[error("the scope of a graph pool was left before")]
+    NotEntered,
+    /// Memory of the pool is in use outside of captures, or by a capture under way.
+    #[error("{bytes} bytes of the graph pool are still in use")]
+    NotComplete {
+        /// Bytes of memory that may be in use.
+        bytes: u64,
+    },
+    /// The checkpoint is another pool's, or the pool gave its addresses back since.
+    #[error("the checkpoint is not of the graph pool's present addresses")]
+    ForeignCheckpoint,
+}

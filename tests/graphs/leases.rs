@@ -1,0 +1,188 @@
+//! How long a pool's addresses live.
+
+use super::support::*;
+
+/// G12: the graph goes, its executable stays; then that goes, and its launch runs on.
+#[test]
+fn addresses_live_as_long_as_a_launch_may_use_them() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 6 * MIB, &stream));
+        });
+        let mut exec = graph.instantiate().unwrap();
+        drop(graph);
+        pool.release().unwrap();
+        drop(pool);
+        allocator.trim(0).unwrap();
+        assert_eq!(
+            rig.driver_held(),
+            Some(6 * MIB as u64),
+            "the executable has it"
+        );
+        let held = rig.hold(&stream);
+        launch(&mut exec, &stream);
+        drop(exec);
+        allocator.trim(0).unwrap();
+        assert_eq!(rig.driver_held(), Some(6 * MIB as u64), "the launch has it");
+        held.release();
+        rig.settle(&stream);
+        allocator.trim(0).unwrap();
+        assert_eq!(rig.driver_held(), Some(0));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn nobody_has_to_release_a_pool() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 6 * MIB, &stream));
+        });
+        assert_eq!(footprint(&allocator, &pool).leases, 1);
+        assert_eq!(allocator.trim(0).unwrap().released, 0);
+        let error = allocator.close().unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::InUse {
+                    what: "graph",
+                    count: 1,
+                    ..
+                }
+            ),
+            "{error:?}"
+        );
+        drop(graph);
+        assert_eq!(footprint(&allocator, &pool).leases, 0);
+        assert_eq!(allocator.trim(0).unwrap().released, 6 * MIB as u64);
+        // It is as good as a new one.
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, MIB, &stream));
+        });
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_block_keeps_the_memory_of_a_pool_that_was_released() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let mut output = None;
+        let graph = capture(&pool, &stream, || {
+            output = Some(used(rig, &allocator, 2 * MIB, &stream));
+        });
+        drop((graph, pool));
+        allocator.trim(0).unwrap();
+        assert_eq!(rig.driver_held(), Some(2 * MIB as u64));
+        drop(output);
+        rig.settle(&stream);
+        allocator.trim(0).unwrap();
+        assert_eq!(rig.driver_held(), Some(0));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn an_allocator_without_handles_goes_with_the_last_graph() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 2 * MIB, &stream));
+        });
+        drop((pool, allocator));
+        assert_eq!(rig.driver_held(), Some(2 * MIB as u64));
+        drop(graph);
+        // Any later call of any allocator looks.
+        drop(rig.allocator());
+        assert!(rig.all_given_back());
+    });
+}
+
+/// G17: nothing is left of what came and went.
+#[test]
+fn a_thousand_captures_leave_nothing_behind() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        let mut reserved = 0;
+        for turn in 0..1000usize {
+            let pool = allocator.graph_pool().unwrap();
+            let graph = capture(&pool, &stream, || {
+                let first = used(rig, &allocator, (turn % 9 + 1) * MIB, &stream);
+                drop(used(rig, &allocator, (turn % 5 + 1) * MIB, &stream));
+                drop(first);
+                drop(used(rig, &allocator, 12 * MIB, &stream));
+            });
+            drop(graph);
+            drop(pool);
+            allocator.trim(0).unwrap();
+            if turn == 10 {
+                reserved = rig.calls("cuMemAddressReserve");
+            }
+        }
+        assert_eq!(rig.driver_held(), Some(0));
+        assert_eq!(
+            rig.calls("cuMemAddressReserve"),
+            reserved,
+            "addresses are used again"
+        );
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_request_that_is_short_of_memory_gets_that_of_idle_pools() {
+    packed(|rig| {
+        let allocator = rig.limited(40 * MIB);
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 24 * MIB, &stream));
+        });
+        let error = allocator.allocate(32 * MIB, &stream).unwrap_err();
+        assert!(
+            error.is_out_of_memory(),
+            "the graph has its memory: {error:?}"
+        );
+        drop(graph);
+        let block = allocator.allocate(32 * MIB, &stream).unwrap();
+        assert_eq!(footprint(&allocator, &pool).physical, 0);
+        drop((block, pool));
+        rig.close(&allocator);
+    });
+}
+
+/// What a stream used of a pool is waited for after the stream has gone.
+#[test]
+fn a_stream_that_used_a_block_of_a_pool_may_be_retired() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let reader = RawStream::new(rig);
+        let mut output = None;
+        let graph = capture(&pool, &stream, || {
+            output = Some(used(rig, &allocator, 2 * MIB, &stream));
+        });
+        run(&graph, &stream);
+        let block = output.take().unwrap();
+        // SAFETY: the stream is alive, and gets nothing after it is retired.
+        unsafe {
+            allocator
+                .record_stream_raw(block.ptr(), reader.raw())
+                .unwrap();
+            rig.stamp(block.ptr(), 2 * MIB, 3, &reader.borrowed());
+            allocator.retire_raw(reader.raw()).unwrap();
+        }
+        reader.destroy();
+        drop(block);
+        rig.settle(&stream);
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}

@@ -1,0 +1,262 @@
+//! How a pool's memory is used again, inside a capture and across captures.
+
+use super::support::*;
+
+/// G2: layers on one stream, each with memory of its own while it runs, and none beside it.
+#[test]
+fn a_chain_of_layers_holds_what_is_live_at_once() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        // Each layer reads the one before it, so two live at once; sizes that do not fit into each other.
+        let sizes: Vec<usize> = (0..40)
+            .map(|layer| (40 + 7 * (layer % 5)) * MIB + 512)
+            .collect();
+        let graph = capture(&pool, &stream, || {
+            let mut last = used(rig, &allocator, sizes[0], &stream);
+            for bytes in &sizes[1..] {
+                last = used(rig, &allocator, *bytes, &stream);
+            }
+            drop(last);
+        });
+        let held = footprint(&allocator, &pool);
+        assert!(
+            held.physical as f64 <= held.peak as f64 * 1.02,
+            "{} held, {} live at once",
+            held.physical,
+            held.peak
+        );
+        run(&graph, &stream);
+        drop(graph);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+/// G3: memory that a side stream used is used again as soon as the join is behind it.
+#[test]
+fn memory_of_forks_is_used_again_behind_their_joins() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [main, side] = rig.streams();
+        let graph = capture(&pool, &main, || {
+            for _ in 0..20 {
+                let input = used(rig, &allocator, 64 * MIB, &main);
+                side.wait_for(&main).unwrap();
+                rig.stamp(input.ptr(), 64 * MIB, 1, &side);
+                input.record_stream(&side).unwrap();
+                let own = used(rig, &allocator, 8 * MIB, &side);
+                drop(input);
+                drop(own);
+                main.wait_for(&side).unwrap();
+            }
+        });
+        let held = footprint(&allocator, &pool);
+        assert_eq!(held.peak, 72 * MIB as u64);
+        assert!(held.physical as f64 <= held.peak as f64 * 1.05, "{held:?}");
+        for _ in 0..8 {
+            run(&graph, &main);
+        }
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn memory_of_a_branch_is_not_given_to_one_beside_it() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [main, side] = rig.streams();
+        let graph = capture(&pool, &main, || {
+            rig.stamp(used(rig, &allocator, MIB, &main).ptr(), MIB, 0, &main);
+            side.wait_for(&main).unwrap();
+            let first = used(rig, &allocator, 4 * MIB, &main);
+            let at = first.ptr();
+            drop(first);
+            let beside = used(rig, &allocator, 4 * MIB, &side);
+            assert_ne!(beside.ptr(), at, "nothing puts the branches in order");
+            main.wait_for(&side).unwrap();
+            let behind = used(rig, &allocator, 4 * MIB, &main);
+            assert_eq!(behind.ptr(), at, "its own memory");
+            drop(beside);
+            drop(behind);
+            let second = allocator.allocate(4 * MIB, &main).unwrap();
+            assert_eq!(second.ptr(), at);
+        });
+        for _ in 0..16 {
+            run(&graph, &main);
+        }
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}
+
+/// G5 on a simulated device: several graphs in one pool, in any order and from several streams.
+#[test]
+fn graphs_of_any_sizes_in_any_order_share_what_the_largest_needs() {
+    packed(|rig| {
+        let orders: [fn(u64) -> u64; 3] = [|at| at, |at| 34 - at, |at| at * 11 % 35];
+        let mut alone = 0;
+        for (turn, order) in orders.into_iter().enumerate() {
+            let allocator = rig.allocator();
+            let pool = allocator.graph_pool().unwrap();
+            let streams: [Stream; 4] = rig.streams();
+            let batch = |size: u64, stream: &Stream| {
+                capture(&pool, stream, || {
+                    let bytes = (size as usize + 1) * 4 * MIB + 512;
+                    let first = used(rig, &allocator, bytes, stream);
+                    let second = used(rig, &allocator, bytes / 2, stream);
+                    drop(first);
+                    drop(used(rig, &allocator, bytes / 3, stream));
+                    drop(second);
+                })
+            };
+            if turn == 0 {
+                let graph = batch(34, &streams[0]);
+                alone = footprint(&allocator, &pool).physical;
+                drop(graph);
+                allocator.trim(0).unwrap();
+                assert_eq!(footprint(&allocator, &pool).physical, 0);
+            }
+            let graphs: Vec<Graph> = (0..35)
+                .map(|at| batch(order(at), &streams[at as usize % 4]))
+                .collect();
+            let held = footprint(&allocator, &pool);
+            assert!(
+                held.physical as f64 <= alone as f64 * 1.02,
+                "order {turn}: {} held, {alone} by the largest alone",
+                held.physical
+            );
+            for graph in graphs.iter().rev() {
+                run(graph, &streams[0]);
+            }
+            drop(graphs);
+            drop(pool);
+            rig.close(&allocator);
+        }
+    });
+}
+
+#[test]
+fn a_block_that_is_live_at_the_end_keeps_its_contents_beside_other_captures() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [first, second] = rig.streams();
+        let mut output = None;
+        let one = capture(&pool, &first, || {
+            output = Some(used(rig, &allocator, 3 * MIB, &first));
+        });
+        let two = capture(&pool, &second, || {
+            drop(used(rig, &allocator, 16 * MIB, &second));
+        });
+        run(&one, &first);
+        run(&two, &first);
+        let block = output.take().unwrap();
+        assert_eq!(
+            rig.mismatches(block.ptr(), 3 * MIB, 3 * MIB as u32, &first),
+            0
+        );
+        drop((block, one, two, pool));
+        rig.close(&allocator);
+    });
+}
+
+/// G11: an output that work outside still reads is given to no capture.
+#[test]
+fn memory_is_not_given_to_a_capture_while_work_outside_reads_it() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, reader] = rig.streams();
+        let mut output = None;
+        let graph = capture(&pool, &stream, || {
+            output = Some(used(rig, &allocator, 2 * MIB, &stream));
+        });
+        run(&graph, &stream);
+        let block = output.take().unwrap();
+        let at = block.ptr();
+        let held = rig.hold(&reader);
+        rig.stamp(at, 2 * MIB, 5, &reader);
+        block.record_stream(&reader).unwrap();
+        drop(block);
+        let events = rig.calls("cuStreamWaitEvent");
+        let next = capture(&pool, &stream, || {
+            let block = used(rig, &allocator, 2 * MIB, &stream);
+            assert_ne!(block.ptr(), at, "the reader is not done");
+        });
+        assert_eq!(
+            rig.calls("cuStreamWaitEvent"),
+            events,
+            "no wait became the graph's"
+        );
+        held.release();
+        rig.settle(&reader);
+        rig.settle(&stream);
+        let last = capture(&pool, &stream, || {
+            let block = used(rig, &allocator, 4 * MIB, &stream);
+            let blocks = at..at + 2 * MIB as u64;
+            assert!(
+                blocks.contains(&block.ptr()),
+                "both are free, and side by side"
+            );
+        });
+        drop((graph, next, last, pool));
+        rig.close(&allocator);
+    });
+}
+
+/// G13: the layout of any earlier time can be had again.
+#[test]
+fn a_pool_comes_back_to_any_checkpoint_in_any_order() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let (mut graphs, mut points, mut live) = (Vec::new(), Vec::new(), Vec::<Block>::new());
+        for turn in 0..50usize {
+            graphs.push(capture(&pool, &stream, || {
+                drop(used(rig, &allocator, (turn % 7 + 1) * MIB, &stream));
+                live.push(used(
+                    rig,
+                    &allocator,
+                    (turn * 13 % 11 + 1) * 300 * KIB,
+                    &stream,
+                ));
+                if turn % 3 == 2 {
+                    drop(live.remove(turn % live.len()));
+                }
+            }));
+            rig.settle(&stream);
+            points.push(pool.checkpoint().unwrap());
+        }
+        let physical = footprint(&allocator, &pool).physical;
+        let mut owners: Vec<Block> = live;
+        for turn in 0..50 {
+            let point = &points[turn * 17 % 50];
+            // SAFETY: blocks that cease are only freed.
+            let restored = unsafe { pool.restore(point) }.unwrap();
+            // Those of blocks that ceased free nothing.
+            let gone = |block: &Block| restored.ceased.contains(&block.ptr());
+            let (ceased, kept): (Vec<Block>, Vec<Block>) = owners.into_iter().partition(gone);
+            for block in ceased {
+                let error = block.free().unwrap_err();
+                assert!(matches!(error.error, Error::NotLive { .. }), "{error:?}");
+                std::mem::forget(error);
+            }
+            owners = kept;
+            owners.extend(restored.revived);
+            let mut found: Vec<_> = owners.iter().map(|b| (b.ptr(), b.size())).collect();
+            found.sort_unstable();
+            assert_eq!(found, point.blocks().collect::<Vec<_>>());
+            assert_eq!(footprint(&allocator, &pool).physical, physical);
+        }
+        let other = allocator.graph_pool().unwrap();
+        // SAFETY: it is refused.
+        let error = unsafe { other.restore(&points[0]) }.unwrap_err();
+        assert_eq!(graph_pool_error(error), GraphPoolError::ForeignCheckpoint);
+        drop((owners, graphs, pool, other));
+        rig.close(&allocator);
+    });
+}

@@ -1,0 +1,182 @@
+//! Which requests go to a pool, and that all others go on as if nobody captured.
+
+use super::support::*;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+#[test]
+fn without_a_scope_a_capture_is_refused_as_ever() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        stream.begin_capture(MODE).unwrap();
+        for bytes in [512, MIB] {
+            let error = allocator.allocate(bytes, &stream).unwrap_err();
+            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        }
+        drop(stream.end_capture().unwrap());
+        assert_eq!(footprint(&allocator, &pool).physical, 0);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn each_scope_sends_its_own_requests_to_its_pool() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pools: [GraphPool; 5] = std::array::from_fn(|_| allocator.graph_pool().unwrap());
+        let [capturing, named, filtered, plain] = rig.streams();
+        let raw = filtered.raw() as usize;
+        let of = |pool: &GraphPool| pool.footprint().unwrap().live;
+        let ask = |stream: &Stream, pool: &GraphPool, bytes: usize| {
+            let before = of(pool);
+            let block = allocator.allocate(bytes, stream).unwrap();
+            assert_eq!(of(pool) - before, block.size(), "{bytes} bytes");
+            block
+        };
+        capturing.begin_capture(MODE).unwrap();
+        let id = capturing.capture_id().unwrap().unwrap();
+        let scopes = [
+            pools[0].enter(Scope::Thread).unwrap(),
+            pools[1]
+                .enter(Scope::When(Box::new(move |stream| stream as usize == raw)))
+                .unwrap(),
+            pools[2].enter(Scope::Stream(&named)).unwrap(),
+            pools[3].enter(Scope::Capture(id)).unwrap(),
+        ];
+        for bytes in [512, 3 * MIB] {
+            drop(ask(&plain, &pools[0], bytes));
+            drop(ask(&filtered, &pools[1], bytes));
+            drop(ask(&named, &pools[2], bytes));
+            drop(ask(&capturing, &pools[3], bytes));
+        }
+        drop(capturing.end_capture().unwrap());
+        let [thread, when, stream, capture] = scopes;
+        // The thread's is what is left.
+        drop((when, stream, capture));
+        drop(ask(&named, &pools[0], MIB));
+        drop(ask(&capturing, &pools[0], MIB));
+        drop(thread);
+        let before = allocator.stats().all.allocated.current;
+        let eager = allocator.allocate(MIB, &plain).unwrap();
+        assert_eq!(allocator.stats().all.allocated.current - before, MIB as u64);
+        let next = pools[4].enter(Scope::NextCapture).unwrap();
+        drop(allocator.allocate(MIB, &plain).unwrap());
+        assert_eq!(of(&pools[4]), 0, "nothing captures");
+        plain.begin_capture(MODE).unwrap();
+        drop(ask(&plain, &pools[4], MIB));
+        drop(plain.end_capture().unwrap());
+        drop((next, eager));
+        allocator.check().unwrap();
+        drop(pools);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn streams_by_their_handles_capture_with_memory_of_pools() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let raw = RawStream::new(rig);
+        let stream = raw.borrowed();
+        let graph = capture(&pool, &stream, || {
+            // SAFETY: the stream is alive; nothing uses the blocks.
+            unsafe {
+                let first = allocator.allocate_raw(MIB, raw.raw()).unwrap();
+                rig.stamp(first, MIB, 1, &stream);
+                allocator.free_raw(first).unwrap();
+                let second = allocator.allocate_raw(MIB, raw.raw()).unwrap();
+                assert_eq!(second, first);
+                allocator.record_stream_raw(second, raw.raw()).unwrap();
+                allocator.free_raw(second).unwrap();
+                assert!(allocator.free_raw(second).is_err(), "freed before");
+            }
+        });
+        run(&graph, &stream);
+        drop((graph, pool, stream));
+        raw.destroy();
+        rig.close(&allocator);
+    });
+}
+
+/// G7 without clocks: what others do meanwhile is what they would do alone, call for call.
+#[test]
+fn others_go_on_as_if_nobody_captured() {
+    packed(|rig| {
+        let program = |allocator: &Allocator, stream: &Stream, side: &Stream| {
+            let mut addresses = Vec::new();
+            let mut live: Vec<Block> = Vec::new();
+            for step in 0..400usize {
+                let bytes = (step * 7919 % 97 + 1) * 64 * KIB / if step % 3 == 0 { 64 } else { 1 };
+                let block = allocator.allocate(bytes, if step % 5 == 0 { side } else { stream });
+                let block = block.unwrap();
+                if step % 7 == 0 {
+                    block.record_stream(side).unwrap();
+                }
+                addresses.push((block.ptr(), bytes));
+                live.push(block);
+                if live.len() > 12 {
+                    drop(live.swap_remove(step * 31 % 12));
+                }
+            }
+            // Small and large blocks, each by the place in their arena.
+            let base = |large: bool| {
+                let of = addresses
+                    .iter()
+                    .filter(|(_, bytes)| (*bytes > 64 * KIB) == large);
+                of.map(|(at, _)| *at).min().unwrap()
+            };
+            let bases = [base(false), base(true)];
+            let places = addresses.iter();
+            let places = places.map(|(at, bytes)| at - bases[usize::from(*bytes > 64 * KIB)]);
+            let places: Vec<u64> = places.collect();
+            (places, allocator.stats().all.reserved.peak)
+        };
+        let alone = {
+            let allocator = rig.allocator_with(Config::new().capture_checks(true));
+            let [stream, side] = rig.streams();
+            let figures = program(&allocator, &stream, &side);
+            rig.close(&allocator);
+            figures
+        };
+        let allocator = rig.allocator_with(Config::new().capture_checks(true));
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, side, capturing] = rig.streams();
+        let graph = capture(&pool, &capturing, || {
+            let block = used(rig, &allocator, 48 * MIB, &capturing);
+            let beside = std::thread::scope(|scope| {
+                let beside = scope.spawn(|| program(&allocator, &stream, &side));
+                beside.join().unwrap()
+            });
+            assert!(beside == alone, "others were placed differently");
+            drop(block);
+            drop(used(rig, &allocator, 50 * MIB, &capturing));
+        });
+        run(&graph, &capturing);
+        allocator.check().unwrap();
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_filter_is_asked_without_a_lock_and_for_streams_alone() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let asked = Arc::new(AtomicU64::new(0));
+        let (seen, inner) = (Arc::clone(&asked), allocator.clone());
+        let scope = pool.enter(Scope::When(Box::new(move |_| {
+            seen.fetch_add(1, Ordering::Relaxed);
+            inner.stats();
+            false
+        })));
+        drop(allocator.allocate(MIB, &stream).unwrap());
+        assert!(asked.load(Ordering::Relaxed) > 0);
+        assert_eq!(footprint(&allocator, &pool).physical, 0);
+        drop((scope, pool));
+        rig.close(&allocator);
+    });
+}

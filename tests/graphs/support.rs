@@ -1,0 +1,54 @@
+//! What these tests share.
+
+pub use super::common::capturing::MODE;
+pub use super::common::*;
+pub use cualloc::Error;
+pub use cualloc::allocator::{Allocator, Block, Config, Footprint, GraphPool, Policy, Scope};
+pub use cualloc::driver::{Graph, GraphExec, Stream};
+pub use cualloc::error::GraphPoolError;
+
+/// Graph pools are packed memory.
+pub fn packed(test: impl Fn(&Rig)) {
+    only(Policy::Packed, test);
+}
+
+/// Captures what a closure gives the stream, with memory of a pool.
+pub fn capture(pool: &GraphPool, stream: &Stream, work: impl FnOnce()) -> Graph {
+    let scope = pool.enter(Scope::NextCapture).unwrap();
+    stream.begin_capture(MODE).unwrap();
+    work();
+    let graph = stream.end_capture().unwrap();
+    scope.leave().unwrap();
+    graph
+}
+
+/// A block with all its bytes written, and read, by nodes of its stream.
+pub fn used(rig: &Rig, allocator: &Allocator, bytes: usize, stream: &Stream) -> Block {
+    let block = allocator.allocate(bytes, stream).unwrap();
+    rig.stamp(block.ptr(), bytes, bytes as u32, stream);
+    block
+}
+
+pub fn launch(exec: &mut GraphExec, stream: &Stream) {
+    // SAFETY: the simulator says what is wrong with the memory.
+    unsafe { exec.launch(stream) }.unwrap();
+}
+
+/// Makes an executable of a graph and runs it to the end.
+pub fn run(graph: &Graph, stream: &Stream) {
+    let mut exec = graph.instantiate().unwrap();
+    launch(&mut exec, stream);
+    stream.synchronize().unwrap();
+}
+
+pub fn footprint(allocator: &Allocator, pool: &GraphPool) -> Footprint {
+    allocator.check().unwrap();
+    pool.footprint().unwrap()
+}
+
+pub fn graph_pool_error(error: Error) -> GraphPoolError {
+    match error {
+        Error::GraphPool(error) => error,
+        error => panic!("{error:?}"),
+    }
+}
