@@ -13,6 +13,11 @@ use super::table::{Driver, call};
 use std::ptr;
 
 impl Driver {
+    /// Whether a capture was begun here into a graph that has nodes, beside which its own may run.
+    pub(crate) fn is_joined(&self, capture: u64) -> bool {
+        self.found().is_joined(capture)
+    }
+
     /// The streams that were found capturing, by their handles, each with the number of the finding:
     /// a later one has a higher number.
     pub(crate) fn found_capturing(&self) -> Vec<(usize, u64)> {
@@ -108,6 +113,7 @@ impl Stream {
         let entered = self.context().enter()?;
         let driver = entered.driver();
         driver.refuse_foreign(graph.context().driver(), "cuStreamBeginCaptureToGraph")?;
+        let has_nodes = !graph.nodes()?.is_empty();
         let (nodes, edges) = Dependency::apart(dependencies);
         driver.found().add(self.raw(), true);
         // SAFETY: the handles are valid by the contracts under which they were made, and the arrays are as long
@@ -127,7 +133,12 @@ impl Stream {
         };
         match begun {
             // The capture has it from here on.
-            Ok(()) => graph.forget(),
+            Ok(()) => {
+                graph.forget();
+                if has_nodes && let Ok(Some(id)) = self.capture_id() {
+                    driver.found().add_joined(id);
+                }
+            }
             // SAFETY: as above. One that was under way goes on; the answer is noted.
             Err(_) => drop(unsafe { driver.is_capturing(self.raw()) }),
         }

@@ -27,6 +27,8 @@ pub(super) struct Found {
 struct Findings {
     last: u64,
     streams: Vec<Finding>,
+    /// Ids of captures that were begun into graphs with nodes.
+    joined: Vec<u64>,
 }
 
 struct Finding {
@@ -54,6 +56,16 @@ impl Finding {
 }
 
 impl Found {
+    /// A capture was begun into a graph that has nodes. Its id is unique while the process lives.
+    pub(super) fn add_joined(&self, capture: u64) {
+        locked(&self.list).joined.push(capture);
+    }
+
+    /// Whether a capture was begun into a graph that has nodes.
+    pub(super) fn is_joined(&self, capture: u64) -> bool {
+        locked(&self.list).joined.contains(&capture)
+    }
+
     /// A stream captures, or is about to.
     #[cold]
     pub(super) fn add(&self, stream: CUstream, unasked: bool) {

@@ -10,7 +10,7 @@ use crate::allocator::api::Allocator;
 use crate::allocator::api::block::Block;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::Footprint;
-use crate::allocator::graph::arena::Live;
+use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::scope::Kind;
 use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::StreamKey;
@@ -40,7 +40,9 @@ impl Allocator {
 /// **Launches of graphs that share a pool are ordered one behind another on the device**, and work outside of
 /// captures that uses blocks of the pool is ordered with them. A block that is live at the end of a capture keeps its
 /// contents until its owner frees it *or* a graph that was captured in the pool before is launched again. Graphs that
-/// may run at the same time need pools of their own.
+/// may run at the same time need pools of their own, and so do captures into one graph
+/// ([`Stream::begin_capture_into`]): nothing orders its branches. Blocks that requests outside of captures get are no
+/// exception: they may lie where a graph writes that is launched while they are live.
 ///
 /// # Life
 /// The pool's addresses stay mapped as long as a graph that was captured with them exists, an executable that was made
@@ -92,11 +94,11 @@ pub enum Scope<'a> {
     Capture(u64),
     /// Those of the next capture for which this thread asks for memory, on all its streams.
     NextCapture,
-    /// Those on a stream, captured or not.
+    /// Those on a stream, captured or not; blocks from outside of captures may lie where graphs of the pool write.
     Stream(&'a Stream),
     /// Those on streams, by their handles, to which this says yes. It is called without any lock held.
     When(Box<dyn Fn(sys::CUstream) -> bool + Send + Sync>),
-    /// Those of the thread that enters, on all streams, captured or not.
+    /// Those of the thread that enters, on all streams, captured or not; as for a stream.
     Thread,
 }
 
@@ -146,11 +148,7 @@ impl GraphPool {
             },
             None => engine.named(stream)?,
         };
-        Ok(User {
-            key: named.key,
-            raw: named.raw as usize,
-            stream: None,
-        })
+        Ok(User::new(named.key, named.raw as usize, None))
     }
 
     /// Says that a graph which was not captured with the pool uses its memory: the pool's addresses stay as long as
@@ -180,10 +178,10 @@ impl GraphPool {
     /// # Errors
     /// As [`footprint`](Self::footprint).
     pub fn checkpoint(&self) -> Result<Checkpoint, Error> {
-        let live = self.allocator.engine().checkpoint(self.id)?;
+        let layout = self.allocator.engine().checkpoint(self.id)?;
         Ok(Checkpoint {
             pool: (self.allocator.id(), self.id),
-            live,
+            layout,
         })
     }
 
@@ -205,7 +203,7 @@ impl GraphPool {
             return Err(crate::error::GraphPoolError::ForeignCheckpoint.into());
         }
         let engine = self.allocator.engine();
-        let restored = engine.restore(self.id, &to.live)?;
+        let restored = engine.restore(self.id, &to.layout)?;
         let revived = restored.revived.into_iter();
         Ok(Restored {
             ceased: restored.ceased,
@@ -283,13 +281,14 @@ impl fmt::Debug for PoolScope {
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     pool: (u64, u64),
-    live: Vec<(u64, Live)>,
+    layout: Layout,
 }
 
 impl Checkpoint {
     /// Address and bytes of each block, by address.
     pub fn blocks(&self) -> impl Iterator<Item = (sys::CUdeviceptr, u64)> {
-        self.live.iter().map(|(addr, live)| (*addr, live.bytes()))
+        let live = self.layout.live.iter();
+        live.map(|(addr, live)| (*addr, live.bytes()))
     }
 }
 

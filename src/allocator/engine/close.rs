@@ -138,6 +138,7 @@ impl Engine {
                 .streams
                 .iter()
                 .map(|(_, slot)| u64::from(slot.calls))
+                .chain(heap.graphs.pools.values().map(|pool| u64::from(pool.calls)))
                 .sum();
             heap.empty_large_caches();
             let (blocks, bytes) = heap.shut(calls);

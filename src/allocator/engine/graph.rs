@@ -9,12 +9,12 @@ use std::thread;
 
 use crate::driver::{CaptureInfo, Dependency, Stream, process, sys};
 use crate::sync::capture::is_of_capture;
-use crate::sync::event::Pooled;
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::graph::arena::{Addresses, Arena, Live, Pending};
+use crate::allocator::graph::arena::{Addresses, Arena};
+use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::commit;
 use crate::allocator::graph::order::Edge;
 use crate::allocator::graph::plan::Lacking;
@@ -24,8 +24,8 @@ use crate::allocator::graph::{Asker, Graphs};
 use crate::allocator::heap::graph::PoolRequest;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::size::PHYSICAL_GRANULE;
-use crate::allocator::stream::slot::{AfterFree, is_special};
-use crate::error::{Error, GraphPoolError};
+use crate::allocator::stream::slot::{StreamKey, is_per_thread, is_special};
+use crate::error::{Error, GraphPoolError, StreamMisuse};
 
 /// Addresses are leased for a pool in steps of so many bytes at least.
 const FIRST_LEASE: u64 = 1 << 30;
@@ -64,12 +64,17 @@ impl Engine {
         if process::is_forked_child() {
             return Err(Error::ForkedChild);
         }
+        self.review_pool_captures();
         let left = self.lock().graphs.leave(scope);
-        if !left {
+        if left.is_none() {
             return Err(Error::GraphPool(GraphPoolError::NotEntered));
         }
+        // A filter may own what calls the allocator when it goes.
+        drop(left);
         self.scopes.fetch_sub(1, Ordering::Relaxed);
         process::unwatch(1);
+        // What was dropped in a capture that could not say when it was done.
+        self.free_deferred();
         self.tidy_pools();
         Ok(())
     }
@@ -106,16 +111,36 @@ impl Engine {
 
     // ---- captures -----------------------------------------------------------------------------------
 
-    fn user_of(named: &Named<'_>) -> User {
-        User {
-            key: named.key,
-            raw: named.raw as usize,
-            stream: named.kept().cloned(),
+    pub(crate) fn user_of(named: &Named<'_>) -> User {
+        User::new(named.key, named.raw as usize, named.kept().cloned())
+    }
+
+    /// Refuses the per-thread default stream of another thread: its handle means another stream here.
+    pub(crate) fn refuse_other_threads(&self, user: &User) -> Result<(), Error> {
+        let own = || user.key == StreamKey::Id(self.context.per_thread_id());
+        match is_per_thread(user.raw) && !own() {
+            true => Err(Error::Stream(StreamMisuse::WrongThread)),
+            false => Ok(()),
+        }
+    }
+
+    /// Asks the streams of captures that this crate owns whether they capture on.
+    pub(crate) fn review_pool_captures(&self) {
+        let streams = self.lock().graphs.capturing();
+        for (capture, user) in streams {
+            let StreamKey::Id(id) = user.key else {
+                continue;
+            };
+            let own = self.driver().owned_stream(id);
+            if own.is_some_and(|own| matches!(own.is_capturing(), Ok(false))) {
+                self.lock().graphs.ended(capture);
+            }
         }
     }
 
     /// The capture that a stream is in.
-    fn capture_of(&self, user: &User) -> Result<Option<CaptureInfo>, Error> {
+    pub(crate) fn capture_of(&self, user: &User) -> Result<Option<CaptureInfo>, Error> {
+        self.refuse_other_threads(user)?;
         let raw: sys::CUstream = std::ptr::with_exposed_provenance_mut(user.raw);
         let context = user.stream.as_ref().map_or(&self.context, Stream::context);
         let current = match is_special(raw) {
@@ -136,36 +161,42 @@ impl Engine {
         })
     }
 
-    /// Finds out what a stream is behind in its capture. Its place there.
-    fn advance(&self, user: &User, info: &CaptureInfo) -> Result<usize, Error> {
+    /// Finds out what a stream is behind in its capture: its place there, and its last nodes.
+    pub(crate) fn advance(&self, user: &User, info: &CaptureInfo) -> Result<Reached, Error> {
         let present = info.dependencies.iter().map(edge).collect();
-        let (place, mut walk) = {
+        let reached = |capture: &Capture, stream: usize| Reached {
+            capture: info.id,
+            number: capture.number,
+            stream,
+            seen: capture.order.seen(stream),
+        };
+        let (number, place, mut walk) = {
             let mut heap = self.open()?;
-            let capture = heap.graphs.captures.entry(info.id).or_default();
+            let capture = heap.graphs.capture(info.id);
             let place = capture.place_of(user);
             match capture.order.walk(place, present) {
-                Some(walk) => (place, walk),
-                None => return Ok(place),
+                Some(walk) => (capture.number, place, walk),
+                None => return Ok(reached(capture, place)),
             }
         };
         let over = Error::Capturing { stream: user.raw };
         loop {
-            let next = {
+            let node = {
                 let mut heap = self.open()?;
-                match heap.graphs.captures.get_mut(&info.id) {
-                    Some(capture) => capture.order.next(&mut walk),
-                    None => return Err(over),
+                let Some(capture) = heap.graphs.same_capture(info.id, number) else {
+                    return Err(over);
+                };
+                match capture.order.next(&mut walk) {
+                    Some(node) => node,
+                    None => return Ok(reached(capture, place)),
                 }
-            };
-            let Some(node) = next else {
-                return Ok(place);
             };
             let raw = std::ptr::with_exposed_provenance_mut(node);
             // SAFETY: a node of the capture that the stream is in, whose graph nobody else uses while the stream is
             // being used.
             let asked = unsafe { self.driver().node_dependencies(raw) };
             let mut heap = self.lock();
-            let Some(capture) = heap.graphs.captures.get_mut(&info.id) else {
+            let Some(capture) = heap.graphs.same_capture(info.id, number) else {
                 return Err(over);
             };
             match asked {
@@ -192,8 +223,9 @@ impl Engine {
         cached_only: bool,
     ) -> Result<Option<Grant>, Error> {
         self.usable()?;
-        let user = Self::user_of(named);
+        let mut user = Self::user_of(named);
         let info = self.capture_of(&user)?;
+        user.since = info.as_ref().map(|info| info.id);
         let Some((scope, pool)) = self.resolve(&user, info.as_ref())? else {
             return Ok(None);
         };
@@ -211,11 +243,22 @@ impl Engine {
             None => Asker::Eager {
                 stream: user.key.number(),
             },
+            Some(info) if self.driver().is_joined(info.id) => {
+                // Nobody knows what of the pool the graph's other nodes use.
+                return Err(Error::NotSupported {
+                    what: "memory of a graph pool in a capture into a graph that has nodes",
+                });
+            }
             Some(info) => {
-                self.lease(info, scope, pool)?;
+                self.lease(info, pool)?;
+                let reached = self.advance(&user, info)?;
+                if !self.open()?.graphs.serve(info.id, scope, pool) {
+                    return Err(Error::Capturing { stream: user.raw });
+                }
                 Asker::Captured {
                     capture: info.id,
-                    stream: self.advance(&user, info)?,
+                    number: reached.number,
+                    stream: reached.stream,
                 }
             }
         };
@@ -263,25 +306,20 @@ impl Engine {
         }
     }
 
-    /// Has a capture's graph keep the pool's memory before it gets any.
-    fn lease(&self, info: &CaptureInfo, scope: u64, pool: u64) -> Result<(), Error> {
-        let lacks = self.open()?.graphs.lacks_lease(info.id, pool);
-        let (lease, told) = match lacks {
-            false => (None, true),
-            // SAFETY: the graph is that of the capture which the calling stream is in.
-            true => match unsafe { commit::retain(&self.context, info.graph) } {
-                Ok(lease) => (Some(lease), true),
-                Err(error) if error.code() == sys::CUresult::CUDA_ERROR_NOT_FOUND => (None, false),
-                Err(error) => return Err(self.error(error)),
-            },
-        };
-        let mut heap = self.lock();
-        heap.graphs.serve(info.id, scope, pool, lease);
-        if let Some(pool) = heap.graphs.pools.get_mut(&pool)
-            && !told
-        {
-            pool.untold = true;
+    /// Has a capture's graph keep the pool's memory before it gets or uses any.
+    pub(crate) fn lease(&self, info: &CaptureInfo, pool: u64) -> Result<(), Error> {
+        if !self.open()?.graphs.lacks_lease(info.id, pool) {
+            return Ok(());
         }
+        // What earlier captures freed is this one's as soon as they are known to be over.
+        self.review_pool_captures();
+        // SAFETY: the graph is that of the capture which the stream is in that this thread names.
+        let lease = match unsafe { commit::retain(&self.context, info.graph) } {
+            Ok(lease) => Some(lease),
+            Err(error) if error.code() == sys::CUresult::CUDA_ERROR_NOT_FOUND => None,
+            Err(error) => return Err(self.error(error)),
+        };
+        self.open()?.graphs.leased(info.id, pool, lease);
         Ok(())
     }
 
@@ -296,6 +334,13 @@ impl Engine {
         loop {
             let mut heap = self.open()?;
             usable_pool(&heap.graphs, request.pool)?;
+            if let Asker::Captured {
+                capture, number, ..
+            } = request.asker
+                && heap.graphs.same_capture(capture, number).is_none()
+            {
+                return Err(Error::Capturing { stream: user.raw });
+            }
             let taken = heap.graphs.take(request.pool, request.asker, request.fit);
             if let Some(place) = taken {
                 return Ok(heap.pooled_born(request.pool, request.sizes(), place, vec![user]));
@@ -391,141 +436,21 @@ impl Engine {
         let lengths = [usual.max(least).next_multiple_of(PHYSICAL_GRANULE), least];
         let leased = self.addresses.lease_for(&self.context, end, lengths);
         let lease = leased.map_err(|e| self.error(e))?;
-        let mut heap = self.lock();
+        let open = self.open();
+        let mut heap = match open {
+            Ok(heap) => heap,
+            Err(error) => {
+                self.addresses.give_back(lease.base, lease.bytes);
+                return Err(error);
+            }
+        };
         match heap.graphs.pools.get_mut(&pool) {
             Some(pool) => of(&mut pool.arena).add(lease.base, lease.bytes, lease.grown),
-            None => self.addresses.give_back(lease.base, lease.bytes),
-        }
-        Ok(())
-    }
-
-    // ---- frees and uses -------------------------------------------------------------------------------
-
-    /// Frees a live block of a pool by its identity.
-    #[inline(never)]
-    pub(crate) fn free_pooled(&self, life: (u32, u32), ptr: u64) -> Result<(), Error> {
-        let gone = || Error::NotLive { ptr };
-        let Live { users, pending, .. } = {
-            let heap = self.open()?;
-            let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
-            live.cloned().ok_or_else(gone)?
-        };
-        let (mut captured, mut ends) = (Vec::new(), Vec::new());
-        for user in users.iter().cloned() {
-            match self.capture_of(&user)? {
-                Some(info) => {
-                    self.advance(&user, &info)?;
-                    captured.push((info.id, user));
-                }
-                None => {
-                    let event = self.end_of(&user)?;
-                    ends.push((user, event));
-                }
-            }
-        }
-        let mut heap = self.open()?;
-        if !heap.is_pooled(life) {
-            return Err(gone());
-        }
-        let mut pending: Vec<Pending> = pending;
-        for (user, event) in ends {
-            heap.graphs.notice(&user, None);
-            pending.push(heap.graphs.add_event(user.key.number(), event));
-        }
-        let tag = heap.graphs.tag(&captured, pending);
-        let freed = heap.pooled_freed(ptr, &tag);
-        let rest = self.rest_of_free(&heap, AfterFree::default());
-        drop(heap);
-        drop((freed, users));
-        self.tidy_pools();
-        self.finish_free(rest);
-        Ok(())
-    }
-
-    /// An event behind everything that a stream outside of captures was given so far.
-    fn end_of(&self, user: &User) -> Result<Pooled, Error> {
-        let recorded = match &user.stream {
-            Some(stream) => self.events.record(stream),
             None => {
-                let raw = std::ptr::with_exposed_provenance_mut(user.raw);
-                let named = Named {
-                    key: user.key,
-                    raw,
-                    stream: None,
-                };
-                let context = self.context_of(&named)?;
-                // SAFETY: the stream lives until it is retired, by the contract for raw streams.
-                let stream = unsafe { Stream::from_raw(&context, raw) };
-                stream.and_then(|stream| self.events.record(&stream))
-            }
-        };
-        recorded.map_err(|error| match is_of_capture(error.code()) {
-            true => Error::Capturing { stream: user.raw },
-            false => self.error(error),
-        })
-    }
-
-    /// Records a use of a block of a pool on another stream.
-    pub(crate) fn record_pooled(
-        &self,
-        (start, life): (u64, (u32, u32)),
-        named: &Named<'_>,
-        now: bool,
-    ) -> Result<(), Error> {
-        let user = Self::user_of(named);
-        let captured = self.capture_of(&user)?;
-        let end = match (now, &captured) {
-            (true, None) => Some(self.end_of(&user)?),
-            _ => None,
-        };
-        let mut heap = self.open()?;
-        heap.graphs.notice(&user, captured.map(|info| info.id));
-        if !heap.is_pooled(life) {
-            return Err(Error::NotLive { ptr: start });
-        }
-        let ended = end.map(|event| heap.graphs.add_event(user.key.number(), event));
-        if let Some(live) = heap.graphs.live_mut(start) {
-            let known = live.users.iter().any(|known| known.is(&user));
-            match ended {
-                Some(_) if known => {}
-                Some(ended) => live.pending.push(ended),
-                None if known => {}
-                None => live.users.push(user),
+                drop(heap);
+                self.addresses.give_back(lease.base, lease.bytes);
             }
         }
-        Ok(())
-    }
-
-    /// Whether a live block of a pool was used by a stream.
-    pub(crate) fn pools_know(&self, named: &Named<'_>) -> bool {
-        let user = Self::user_of(named);
-        let heap = self.lock();
-        let pools = heap.graphs.pools.values();
-        let mut users =
-            pools.flat_map(|pool| pool.arena.live.values().flat_map(|live| &live.users));
-        users.any(|known| known.is(&user))
-    }
-
-    /// A stream gets no more work, and its handle is not touched any more: what it used of pools it has used.
-    pub(crate) fn leave_pools(&self, named: &Named<'_>) -> Result<(), Error> {
-        let user = Self::user_of(named);
-        if !self.pools_know(named) {
-            return Ok(());
-        }
-        let event = self.end_of(&user)?;
-        let mut heap = self.open()?;
-        let end = heap.graphs.add_event(user.key.number(), event);
-        let (mut gone, pools) = (Vec::new(), heap.graphs.pools.values_mut());
-        for live in pools.flat_map(|pool| pool.arena.live.values_mut()) {
-            let before = gone.len();
-            gone.extend(live.users.extract_if(.., |known| known.is(&user)));
-            if gone.len() > before {
-                live.pending.push(end);
-            }
-        }
-        drop(heap);
-        // They may be the last to hold the stream.
-        drop(gone);
         Ok(())
     }
 }

@@ -1,28 +1,62 @@
 //! Graph pools as wholes: what they hold, earlier layouts of theirs, and their way back to the driver.
 
+use std::sync::Arc;
+
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::graph::usable_pool;
 use crate::allocator::graph::Footprint;
-use crate::allocator::graph::arena::Live;
+use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
+use crate::allocator::graph::user::User;
 use crate::allocator::heap::graph::Restoration;
-use crate::error::Error;
+use crate::error::{Error, GraphPoolError};
 
 impl Engine {
     /// The live blocks of a pool.
-    pub(crate) fn checkpoint(&self, pool: u64) -> Result<Vec<(u64, Live)>, Error> {
-        let heap = self.open()?;
+    pub(crate) fn checkpoint(&self, pool: u64) -> Result<Layout, Error> {
+        self.free_deferred();
+        let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
         Ok(heap.graphs.checkpoint(pool))
     }
 
     /// Makes exactly the blocks of a checkpoint live.
-    pub(crate) fn restore(&self, pool: u64, to: &[(u64, Live)]) -> Result<Restoration, Error> {
+    pub(crate) fn restore(&self, pool: u64, to: &Layout) -> Result<Restoration, Error> {
         usable_pool(&self.open()?.graphs, pool)?;
+        self.free_deferred();
         self.ask_pool_events(pool, false)?;
+        self.review_pool_captures();
+        let ceasing = {
+            let heap = self.open()?;
+            usable_pool(&heap.graphs, pool)?;
+            let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
+            heap.graphs.uses_of(&changes)
+        };
+        for (user, bytes) in &ceasing {
+            let over = match self.capture_of(user) {
+                Ok(None) => self.end_of(user)?.is_complete(),
+                Ok(Some(_)) | Err(Error::Capturing { .. }) => Ok(false),
+                Err(error) => return Err(error),
+            };
+            if !over.map_err(|e| self.error(e))? {
+                let bytes = *bytes;
+                return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
+            }
+        }
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
         let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
+        let asked = |(user, _): &(User, u64)| {
+            let mut asked = ceasing.iter();
+            asked.any(|(known, _)| Arc::ptr_eq(&known.token, &user.token))
+        };
+        let now = heap.graphs.uses_of(&changes);
+        if !now.iter().all(asked) {
+            // Somebody used the pool meanwhile.
+            let bytes = now.iter().map(|(_, bytes)| bytes).sum();
+            drop(heap);
+            return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
+        }
         let mut restored = heap.restore_pool(pool, changes);
         drop(heap);
         restored.gone.clear();
@@ -62,6 +96,7 @@ impl Engine {
 
     /// Asks what free memory of all pools waits for.
     pub(crate) fn ask_pools(&self) -> Result<(), Error> {
+        self.review_pool_captures();
         let pools: Vec<u64> = self.lock().graphs.pools.keys().copied().collect();
         let mut pools = pools.into_iter();
         pools.try_for_each(|pool| self.ask_pool_events(pool, false))

@@ -7,6 +7,7 @@ pub(crate) mod contexts;
 pub(crate) mod free;
 pub(crate) mod graph;
 pub(crate) mod graph_pools;
+pub(crate) mod graph_uses;
 pub(crate) mod hooks;
 pub(crate) mod large_cache;
 pub(crate) mod leaving;

@@ -10,6 +10,9 @@ use crate::allocator::graph::order::Seen;
 use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
 
+/// The number of a stream that was retired: no stream has it.
+pub(crate) const NO_STREAM: u64 = u64::MAX;
+
 /// A use outside of captures that was not seen complete: the number of its stream, and of its event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Pending {
@@ -91,6 +94,14 @@ pub(crate) struct Live {
 }
 
 impl Live {
+    /// A copy for lists that nobody asks the driver about.
+    pub(crate) fn listed(&self) -> Live {
+        Live {
+            users: self.users.iter().map(User::listed).collect(),
+            ..self.clone()
+        }
+    }
+
     pub(crate) fn bytes(&self) -> u64 {
         u64::from(self.granules) * GRANULE
     }
@@ -127,7 +138,7 @@ impl Addresses {
     /// Adds addresses; `grown`: they lengthen the span that ends there.
     pub(crate) fn add(&mut self, base: u64, bytes: u64, grown: bool) {
         match self.spans.range_mut(..base).next_back() {
-            Some((_, span)) if grown => *span += bytes,
+            Some((before, span)) if grown && before + *span == base => *span += bytes,
             _ => {
                 self.spans.insert(base, bytes);
             }
@@ -360,6 +371,11 @@ impl Arena {
         Some(live)
     }
 
+    /// What a capture freed is free for all others.
+    pub(crate) fn unmark(&mut self, capture: u64) {
+        self.retag(|tag| tag.marks.retain(|mark| mark.capture != capture));
+    }
+
     /// Changes what is known about free memory, and makes one what is the same by then.
     pub(crate) fn retag(&mut self, change: impl Fn(&mut Tag)) {
         for (home, mut piece) in std::mem::take(&mut self.free) {
@@ -413,6 +429,13 @@ impl Arena {
     pub(crate) fn absorb(&mut self, left: Arena) {
         self.stuck.extend(left.stuck);
         self.lost.extend(left.lost);
+        // These were not even tried.
+        let handles = left.handles.into_iter();
+        self.stuck
+            .extend(handles.map(|(home, handle)| (Some(home), handle)));
+        let views = left.views.into_iter();
+        self.lost
+            .extend(views.map(|(base, view)| (base, view.bytes())));
         for (own, other) in [(&mut self.homes, left.homes), (&mut self.sites, left.sites)] {
             // What is still mapped there makes them of no use until it is not.
             own.spans.extend(other.spans);

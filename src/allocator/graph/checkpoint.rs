@@ -5,7 +5,17 @@
 
 use crate::allocator::graph::Graphs;
 use crate::allocator::graph::arena::{Live, Tag};
+use crate::allocator::graph::user::User;
 use crate::error::GraphPoolError;
+
+/// The blocks of a pool at some time.
+#[derive(Debug, Clone)]
+pub(crate) struct Layout {
+    /// How much had been counted by then.
+    at: u64,
+    /// Live blocks by their addresses.
+    pub live: Vec<(u64, Live)>,
+}
 
 /// What makes the blocks of a checkpoint live, and no others.
 #[derive(Debug)]
@@ -18,21 +28,45 @@ pub(crate) struct Changes {
 
 impl Graphs {
     /// The live blocks of a pool, by their addresses.
-    pub(crate) fn checkpoint(&self, pool: u64) -> Vec<(u64, Live)> {
+    pub(crate) fn checkpoint(&mut self, pool: u64) -> Layout {
+        self.has_checkpoints = true;
+        let at = self.number();
         let live = self.pools.get(&pool).map(|pool| &pool.arena.live);
         let live = live.into_iter().flatten();
-        live.map(|(addr, live)| (*addr, live.clone())).collect()
+        let live = live.map(|(addr, live)| (*addr, live.listed())).collect();
+        Layout { at, live }
+    }
+
+    /// The streams that used blocks which cease, each with the block's bytes.
+    pub(crate) fn uses_of(&self, changes: &Changes) -> Vec<(User, u64)> {
+        let live = changes.cease.iter().filter_map(|addr| self.live(*addr));
+        live.flat_map(|live| live.users.iter().map(|user| (user.clone(), live.bytes())))
+            .collect()
+    }
+
+    /// A block that comes back, used by those of its streams that are still there.
+    fn revived(&self, at: u64, kept: &Live) -> Live {
+        let mut live = kept.listed();
+        live.users.retain(|user| {
+            let mut gone = self.departed.iter().filter(|(when, _)| *when > at);
+            user.stream.is_some() || !gone.any(|(_, known)| known.is(user))
+        });
+        live
     }
 
     /// What is to be done to come back to a checkpoint.
     ///
     /// # Errors
     /// Memory is in use outside of captures, or in one under way; or the pool gave its addresses back since.
-    pub(crate) fn changes(&self, pool: u64, to: &[(u64, Live)]) -> Result<Changes, GraphPoolError> {
-        let Some(pool) = self.pools.get(&pool) else {
+    pub(crate) fn changes(&self, id: u64, to: &Layout) -> Result<Changes, GraphPoolError> {
+        let Some(pool) = self.pools.get(&id) else {
             return Err(GraphPoolError::Released);
         };
-        let arena = &pool.arena;
+        let (arena, at, to) = (&pool.arena, to.at, &to.live);
+        if self.captures.values().any(|known| known.may_use(id)) {
+            let bytes = arena.live_bytes();
+            return Err(GraphPoolError::NotComplete { bytes });
+        }
         let open = |tag: &Tag| !(tag.pending.is_empty() && tag.marks.is_empty());
         let free = arena.tags().filter(|(_, tag)| open(tag));
         let free = free.map(|(part, _)| part.end() - part.home);
@@ -56,7 +90,11 @@ impl Graphs {
             |(addr, kept): &&(u64, Live)| arena.live.get(addr).is_some_and(|live| same(kept, live));
         Ok(Changes {
             cease: cease.map(|(addr, _)| *addr).collect(),
-            revive: to.iter().filter(|kept| !lives(kept)).cloned().collect(),
+            revive: to
+                .iter()
+                .filter(|kept| !lives(kept))
+                .map(|(addr, kept)| (*addr, self.revived(at, kept)))
+                .collect(),
         })
     }
 }

@@ -8,6 +8,8 @@
 //! Here are the books of all pools of an allocator, under the heap's lock; calls of the driver stand in [`commit`].
 
 pub(crate) mod arena;
+pub(crate) mod capture;
+pub(crate) mod capturing;
 pub(crate) mod check;
 pub(crate) mod checkpoint;
 pub(crate) mod commit;
@@ -22,9 +24,9 @@ use std::sync::Arc;
 
 use crate::allocator::extent::hash::Mixed;
 use crate::allocator::graph::arena::{Arena, Fit, Live, Mark, Pending, Place, Tag};
+use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::lease::Lease;
-use crate::allocator::graph::order::Order;
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::scope::Scopes;
 use crate::allocator::graph::user::User;
@@ -40,6 +42,10 @@ pub(crate) struct Graphs {
     pub events: BTreeMap<u64, Arc<Pooled>>,
     /// Bytes that all pools hold from the driver, and that growth under way will add.
     pub held: u64,
+    /// Streams by their handles that were retired, each with the count at the time. Only kept once there are
+    /// checkpoints, which may name them.
+    departed: Vec<(u64, User)>,
+    has_checkpoints: bool,
     /// Pools and events so far.
     count: u64,
 }
@@ -79,34 +85,15 @@ pub struct Footprint {
     pub leases: u64,
 }
 
-/// A capture under way.
-#[derive(Debug, Default)]
-pub(crate) struct Capture {
-    pub order: Order,
-    /// Its streams, each at its place in the order.
-    streams: Vec<User>,
-    /// The scopes by which it got memory, each with its pool.
-    served: Vec<(u64, u64)>,
-}
-
-impl Capture {
-    /// A stream's place in the order, which it has from its first call on.
-    pub(crate) fn place_of(&mut self, user: &User) -> usize {
-        match self.streams.iter().position(|known| known.is(user)) {
-            Some(at) => at,
-            None => {
-                self.streams.push(user.name());
-                self.order.add_stream()
-            }
-        }
-    }
-}
-
 /// Who asks for memory of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Asker {
-    /// A stream of a capture: by its place there.
-    Captured { capture: u64, stream: usize },
+    /// A stream of a capture: by its place there, which is good as long as the capture has this number.
+    Captured {
+        capture: u64,
+        number: u64,
+        stream: usize,
+    },
     /// A stream outside of captures, by its number.
     Eager { stream: u64 },
 }
@@ -164,65 +151,6 @@ impl Graphs {
         pools.find_map(|pool| pool.arena.live.get_mut(&addr))
     }
 
-    // ---- captures ---------------------------------------------------------------------------------
-
-    /// A stream was found in this capture, or in none: one that it was in before is over.
-    pub(crate) fn notice(&mut self, user: &User, now: Option<u64>) {
-        let over: Vec<u64> = self
-            .captures
-            .iter()
-            .filter(|(id, capture)| {
-                Some(**id) != now && capture.streams.iter().any(|known| known.is(user))
-            })
-            .map(|(id, _)| *id)
-            .collect();
-        over.into_iter().for_each(|capture| self.ended(capture));
-    }
-
-    /// A capture is over: what was freed in it is free for all captures. If there is a graph, the launches of others
-    /// of the pool come before or behind its own, and if there is none nothing was done.
-    pub(crate) fn ended(&mut self, capture: u64) {
-        self.captures.remove(&capture);
-        for pool in self.pools.values_mut() {
-            pool.arena
-                .retag(|tag| tag.marks.retain(|mark| mark.capture != capture));
-        }
-    }
-
-    /// Whether a capture's graph has no lease of a pool yet.
-    pub(crate) fn lacks_lease(&self, capture: u64, pool: u64) -> bool {
-        let known = self.captures.get(&capture);
-        !known.is_some_and(|known| known.served.iter().any(|(_, served)| *served == pool))
-    }
-
-    /// A capture gets memory of a pool by a scope, after its graph has a lease.
-    pub(crate) fn serve(&mut self, capture: u64, scope: u64, pool: u64, lease: Option<Lease>) {
-        let known = self.captures.entry(capture).or_default();
-        if !known.served.contains(&(scope, pool)) {
-            known.served.push((scope, pool));
-        }
-        if let Some(pool) = self.pools.get_mut(&pool) {
-            pool.leases.extend(lease);
-        }
-    }
-
-    /// A scope is left: the captures that nothing else serves are over, as far as pools are concerned.
-    pub(crate) fn leave(&mut self, scope: u64) -> bool {
-        if !self.scopes.remove(scope) {
-            return false;
-        }
-        let mut over = Vec::new();
-        for (id, capture) in &mut self.captures {
-            let before = capture.served.len();
-            capture.served.retain(|(by, _)| *by != scope);
-            if capture.served.is_empty() && before > 0 {
-                over.push(*id);
-            }
-        }
-        over.into_iter().for_each(|capture| self.ended(capture));
-        true
-    }
-
     // ---- memory -----------------------------------------------------------------------------------
 
     /// Whether somebody may have free memory.
@@ -231,8 +159,14 @@ impl Graphs {
             Asker::Eager { stream } => {
                 tag.marks.is_empty() && tag.pending.iter().all(|used| used.stream == stream)
             }
-            Asker::Captured { capture, stream } => {
-                let order = captures.get(&capture).map(|known| &known.order);
+            Asker::Captured {
+                capture,
+                number,
+                stream,
+            } => {
+                let known = captures.get(&capture);
+                let known = known.filter(|known| known.number == number);
+                let order = known.map(|known| &known.order);
                 let behind = |mark: &Mark| {
                     mark.capture == capture
                         && order.is_some_and(|order| {
@@ -312,25 +246,38 @@ impl Graphs {
         }
     }
 
-    /// The use of memory by streams that capture, and by those that do not with what each of their uses ends with.
-    pub(crate) fn tag(&mut self, captured: &[(u64, User)], pending: Vec<Pending>) -> Tag {
+    /// The use of a pool's memory by streams that capture, and by those that do not with what each of their uses ends
+    /// with. None if a capture was forgotten since the order of its nodes was asked for.
+    pub(crate) fn tag(
+        &mut self,
+        pool: u64,
+        captured: Vec<Reached>,
+        pending: Vec<Pending>,
+    ) -> Option<Tag> {
         let mut tag = Tag {
             pending,
             marks: Vec::new(),
         };
-        for (capture, user) in captured {
-            let known = self.captures.entry(*capture).or_default();
-            let stream = known.place_of(user);
-            let seen = known.order.seen(stream);
-            match tag.marks.iter_mut().find(|mark| mark.capture == *capture) {
+        for Reached {
+            capture,
+            number,
+            seen,
+            ..
+        } in captured
+        {
+            // A capture that gets no more memory of the pool needs no order among its own uses.
+            if self.same_capture(capture, number)?.left.contains(&pool) {
+                continue;
+            }
+            match tag.marks.iter_mut().find(|mark| mark.capture == capture) {
                 Some(mark) => mark.seen.push(seen),
                 None => tag.marks.push(Mark {
-                    capture: *capture,
+                    capture,
                     seen: vec![seen],
                 }),
             }
         }
-        tag
+        Some(tag)
     }
 
     /// Events that free memory of a pool waits for.

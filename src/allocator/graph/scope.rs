@@ -36,7 +36,7 @@ impl fmt::Debug for Kind {
 
 /// An open scope.
 #[derive(Debug, Clone)]
-struct Scope {
+pub(crate) struct Scope {
     number: u64,
     pool: u64,
     kind: Kind,
@@ -76,11 +76,12 @@ impl Scopes {
         number
     }
 
-    /// Whether the scope was open.
-    pub(crate) fn remove(&mut self, number: u64) -> bool {
-        let before = self.open.len();
-        self.open.retain(|scope| scope.number != number);
-        self.open.len() < before
+    /// The scope, if it was open. It may be the last to hold a filter of the user's, so it is dropped without the
+    /// heap's lock.
+    #[must_use = "a filter is not dropped under the lock"]
+    pub(crate) fn remove(&mut self, number: u64) -> Option<Scope> {
+        let at = self.open.iter().position(|scope| scope.number == number)?;
+        Some(self.open.remove(at))
     }
 
     /// Where a request goes: to the pool of its capture, else of its stream, of a filter that says yes, or of its

@@ -1,0 +1,220 @@
+//! Blocks of graph pools in use: by which streams, in captures and outside of them, and their frees.
+
+use std::sync::Arc;
+
+use crate::driver::Stream;
+use crate::locks::lock::pause;
+use crate::sync::capture::is_of_capture;
+use crate::sync::event::Pooled;
+
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::naming::Named;
+use crate::allocator::graph::arena::NO_STREAM;
+use crate::allocator::graph::capture::Reached;
+use crate::allocator::graph::user::User;
+use crate::allocator::stream::slot::AfterFree;
+use crate::error::Error;
+
+/// What the users of a block did with it last: nodes of captures, and events behind work outside of them.
+#[derive(Default)]
+struct LastUses {
+    captured: Vec<Reached>,
+    ends: Vec<(u64, Pooled)>,
+}
+
+impl Engine {
+    /// Frees a live block of a pool by its identity.
+    #[inline(never)]
+    pub(crate) fn free_pooled(&self, life: (u32, u32), ptr: u64) -> Result<(), Error> {
+        let gone = || Error::NotLive { ptr };
+        let (pool, users) = {
+            let heap = self.open()?;
+            let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
+            let pool = heap.graphs.pool_of(ptr).ok_or_else(gone)?;
+            (pool, live.ok_or_else(gone)?.users.clone())
+        };
+        let (mut uses, mut all_told) = (LastUses::default(), Ok(()));
+        // Each is asked even if another one cannot be told: the graphs of all of them need leases.
+        for user in &users {
+            let told = self.last_use(pool, user, &mut uses);
+            all_told = all_told.and(told);
+        }
+        all_told?;
+        let mut heap = self.open()?;
+        let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
+        let live = live.ok_or_else(gone)?;
+        let same = |(known, asked): (&User, &User)| Arc::ptr_eq(&known.token, &asked.token);
+        if live.users.len() != users.len() || !live.users.iter().zip(&users).all(same) {
+            // A stream was recorded meanwhile, or was retired.
+            drop(heap);
+            drop(users);
+            return self.free_pooled(life, ptr);
+        }
+        let mut pending = live.pending.clone();
+        for (stream, event) in uses.ends {
+            pending.push(heap.graphs.add_event(stream, event));
+        }
+        let Some(tag) = heap.graphs.tag(pool, uses.captured, pending) else {
+            return Err(Error::Capturing { stream: 0 });
+        };
+        let freed = heap.pooled_freed(ptr, &tag);
+        let rest = self.rest_of_free(&heap, AfterFree::default());
+        drop(heap);
+        drop((freed, users));
+        self.tidy_pools();
+        self.finish_free(rest);
+        Ok(())
+    }
+
+    /// Finds out behind what a user of a pool's block is done with it.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`] while that cannot be said: what the stream did with the block before its present capture
+    /// has no end that an event could be recorded behind, and a graph that another thread builds is not asked.
+    fn last_use(&self, pool: u64, user: &User, uses: &mut LastUses) -> Result<(), Error> {
+        let Some(info) = self.capture_of(user)? else {
+            let event = self.end_of(user)?;
+            self.open()?.graphs.notice(user, None);
+            uses.ends.push((user.key.number(), event));
+            return Ok(());
+        };
+        let later = Error::Capturing { stream: user.raw };
+        {
+            let mut heap = self.open()?;
+            if !heap.graphs.is_at_hand(user, info.id) {
+                if heap.graphs.lacks_lease(info.id, pool)
+                    && let Some(pool) = heap.graphs.pools.get_mut(&pool)
+                {
+                    // The graph uses the pool, and nobody may have it say when it goes.
+                    pool.untold = true;
+                }
+                return Err(later);
+            }
+        }
+        self.lease(&info, pool)?;
+        if user.since != Some(info.id) {
+            return Err(later);
+        }
+        uses.captured.push(self.advance(user, &info)?);
+        Ok(())
+    }
+
+    /// An event behind everything that a stream outside of captures was given so far.
+    pub(crate) fn end_of(&self, user: &User) -> Result<Pooled, Error> {
+        self.refuse_other_threads(user)?;
+        let recorded = match &user.stream {
+            Some(stream) => self.events.record(stream),
+            None => {
+                let raw = std::ptr::with_exposed_provenance_mut(user.raw);
+                let named = Named {
+                    key: user.key,
+                    raw,
+                    stream: None,
+                };
+                let context = self.context_of(&named)?;
+                // SAFETY: the stream lives until it is retired, by the contract for raw streams, and that waits for
+                // who holds the user's token.
+                let stream = unsafe { Stream::from_raw(&context, raw) };
+                stream.and_then(|stream| self.events.record(&stream))
+            }
+        };
+        recorded.map_err(|error| match is_of_capture(error.code()) {
+            true => Error::Capturing { stream: user.raw },
+            false => self.error(error),
+        })
+    }
+
+    /// Records a use of a block of a pool on another stream.
+    pub(crate) fn record_pooled(
+        &self,
+        (start, life): (u64, (u32, u32)),
+        named: &Named<'_>,
+        now: bool,
+    ) -> Result<(), Error> {
+        let gone = || Error::NotLive { ptr: start };
+        let mut user = Self::user_of(named);
+        let captured = self.capture_of(&user)?;
+        user.since = captured.as_ref().map(|info| info.id);
+        let known = {
+            let mut heap = self.open()?;
+            heap.graphs.notice(&user, user.since);
+            let pool = heap.graphs.pool_of(start).ok_or_else(gone)?;
+            let live = heap.graphs.live(start).filter(|_| heap.is_pooled(life));
+            let users = &live.ok_or_else(gone)?.users;
+            (pool, users.iter().any(|known| known.is(&user)))
+        };
+        let (pool, known) = known;
+        if let Some(info) = &captured {
+            self.lease(info, pool)?;
+        }
+        let end = match (now && !known, &captured) {
+            (true, None) => Some(self.end_of(&user)?),
+            _ => None,
+        };
+        let mut heap = self.open()?;
+        if !heap.is_pooled(life) {
+            return Err(gone());
+        }
+        if let Some(info) = &captured {
+            heap.graphs.capture(info.id).place_of(&user);
+        }
+        let ended = end.map(|event| heap.graphs.add_event(user.key.number(), event));
+        if let Some(live) = heap.graphs.live_mut(start) {
+            let known = live.users.iter().any(|known| known.is(&user));
+            match ended {
+                Some(_) if known => {}
+                Some(ended) => {
+                    // The later event of a stream is behind what the earlier one is behind.
+                    live.pending.retain(|used| used.stream != ended.stream);
+                    live.pending.push(ended);
+                }
+                None if known => {}
+                None => live.users.push(user),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a live block of a pool was used by a stream.
+    pub(crate) fn pools_know(&self, named: &Named<'_>) -> bool {
+        let user = Self::user_of(named);
+        let heap = self.lock();
+        let pools = heap.graphs.pools.values();
+        let mut users =
+            pools.flat_map(|pool| pool.arena.live.values().flat_map(|live| &live.users));
+        users.any(|known| known.is(&user))
+    }
+
+    /// A stream gets no more work, and its handle is not touched any more: what it used of pools it has used.
+    pub(crate) fn leave_pools(&self, named: &Named<'_>) -> Result<(), Error> {
+        let user = Self::user_of(named);
+        if !self.pools_know(named) {
+            self.lock().graphs.departed(&user);
+            return Ok(());
+        }
+        let event = self.end_of(&user)?;
+        let mut heap = self.open()?;
+        heap.graphs.departed(&user);
+        let end = heap.graphs.add_event(NO_STREAM, event);
+        let (mut gone, pools) = (Vec::new(), heap.graphs.pools.values_mut());
+        for live in pools.flat_map(|pool| pool.arena.live.values_mut()) {
+            let before = gone.len();
+            gone.extend(live.users.extract_if(.., |known| known.is(&user)));
+            if gone.len() > before {
+                live.pending.push(end);
+            }
+        }
+        drop(heap);
+        // Frees under way may still touch the handle.
+        for User { token, .. } in &mut gone {
+            let mut round = 0;
+            while Arc::get_mut(token).is_none() {
+                pause(round);
+                round += 1;
+            }
+        }
+        // They may be the last to hold the stream.
+        drop(gone);
+        Ok(())
+    }
+}

@@ -1,0 +1,144 @@
+//! Captures begin to use pools, and end.
+
+use std::thread;
+
+use crate::allocator::graph::Graphs;
+use crate::allocator::graph::arena::NO_STREAM;
+use crate::allocator::graph::capture::Capture;
+use crate::allocator::graph::lease::Lease;
+use crate::allocator::graph::scope::Scope;
+use crate::allocator::graph::user::User;
+use crate::allocator::stream::slot::StreamKey;
+
+impl Graphs {
+    /// What is known of a capture.
+    pub(crate) fn capture(&mut self, id: u64) -> &mut Capture {
+        if !self.captures.contains_key(&id) {
+            let number = self.number();
+            let known = Capture {
+                number,
+                ..Capture::default()
+            };
+            self.captures.insert(id, known);
+        }
+        self.captures.entry(id).or_default()
+    }
+
+    /// The capture, if it is still the one with this number.
+    pub(crate) fn same_capture(&mut self, id: u64, number: u64) -> Option<&mut Capture> {
+        let known = self.captures.get_mut(&id);
+        known.filter(|known| known.number == number)
+    }
+
+    /// A call that names a stream found it in this capture, or in none: one that it was in before is over.
+    pub(crate) fn notice(&mut self, user: &User, now: Option<u64>) {
+        let mut over = Vec::new();
+        for (id, capture) in &mut self.captures {
+            let mut streams = capture.streams.iter_mut();
+            if let Some((_, thread)) = streams.find(|(known, _)| known.is(user)) {
+                match Some(*id) == now {
+                    true => *thread = thread::current().id(),
+                    false => over.push(*id),
+                }
+            }
+        }
+        over.into_iter().for_each(|capture| self.ended(capture));
+    }
+
+    /// Whether this thread is the one that named a stream of a capture last: others do not ask about a graph that
+    /// somebody builds.
+    pub(crate) fn is_at_hand(&self, user: &User, capture: u64) -> bool {
+        let known = self.captures.get(&capture);
+        let streams = known.into_iter().flat_map(|known| &known.streams);
+        let mut named = streams.filter(|(known, _)| known.is(user));
+        let thread = named.next().map_or(user.thread, |(_, thread)| *thread);
+        thread == thread::current().id()
+    }
+
+    /// The streams of all captures, each with its capture.
+    pub(crate) fn capturing(&self) -> Vec<(u64, User)> {
+        let captures = self.captures.iter();
+        captures
+            .flat_map(|(id, known)| known.streams.iter().map(|(user, _)| (*id, user.name())))
+            .collect()
+    }
+
+    /// A capture is over: what was freed in it is free for all captures. If there is a graph, the launches of others
+    /// of the pool come before or behind its own, and if there is none nothing was done.
+    pub(crate) fn ended(&mut self, capture: u64) {
+        self.captures.remove(&capture);
+        for pool in self.pools.values_mut() {
+            pool.arena.unmark(capture);
+        }
+    }
+
+    /// A stream was retired: its name may be another one's from here on.
+    pub(crate) fn departed(&mut self, user: &User) {
+        if let StreamKey::Handle(_) = user.key {
+            let number = user.key.number();
+            for pool in self.pools.values_mut() {
+                pool.arena.retag(|tag| {
+                    let own = tag.pending.iter_mut();
+                    own.filter(|used| used.stream == number)
+                        .for_each(|used| used.stream = NO_STREAM);
+                });
+            }
+        }
+        if self.has_checkpoints && user.stream.is_none() {
+            let now = self.number();
+            self.departed.retain(|(_, known)| !known.is(user));
+            self.departed.push((now, user.name()));
+        }
+    }
+
+    /// Whether a capture's graph has no lease of a pool yet.
+    pub(crate) fn lacks_lease(&self, capture: u64, pool: u64) -> bool {
+        let known = self.captures.get(&capture);
+        !known.is_some_and(|known| known.leased.contains(&pool))
+    }
+
+    /// A capture's graph has a lease of a pool, or the driver tells nobody of its end.
+    pub(crate) fn leased(&mut self, capture: u64, pool: u64, lease: Option<Lease>) {
+        self.capture(capture).leased.push(pool);
+        if let Some(pool) = self.pools.get_mut(&pool) {
+            pool.untold |= lease.is_none();
+            pool.leases.extend(lease);
+        }
+    }
+
+    /// A capture gets memory of a pool by a scope, after its graph has a lease. False if the scopes by which it got
+    /// memory of the pool before were left.
+    pub(crate) fn serve(&mut self, capture: u64, scope: u64, pool: u64) -> bool {
+        let known = self.capture(capture);
+        if known.left.contains(&pool) {
+            return false;
+        }
+        if !known.served.contains(&(scope, pool)) {
+            known.served.push((scope, pool));
+        }
+        true
+    }
+
+    /// A scope is left: captures that no other one serves get no more memory of its pool, so that what they freed of
+    /// it is free for all others. The scope, to be dropped without the lock.
+    pub(crate) fn leave(&mut self, scope: u64) -> Option<Scope> {
+        let left = self.scopes.remove(scope)?;
+        let mut over = Vec::new();
+        for (id, capture) in &mut self.captures {
+            let by_it = capture.served.extract_if(.., |(by, _)| *by == scope);
+            let pools: Vec<u64> = by_it.map(|(_, pool)| pool).collect();
+            for pool in pools {
+                if !capture.served.iter().any(|(_, other)| *other == pool) {
+                    capture.left.push(pool);
+                    over.push((*id, pool));
+                }
+            }
+        }
+        for (capture, pool) in over {
+            if let Some(pool) = self.pools.get_mut(&pool) {
+                pool.arena.unmark(capture);
+            }
+        }
+        Some(left)
+    }
+}

@@ -1,0 +1,246 @@
+//! Memory that somebody may still use is kept, whatever its owners do in which order.
+
+use super::support::*;
+use std::sync::mpsc;
+
+fn is_capturing<T: std::fmt::Debug>(result: Result<T, impl Into<Error>>) {
+    let error = result.unwrap_err().into();
+    assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+}
+
+#[test]
+fn a_capture_whose_scope_was_left_gets_no_more_memory() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [main, side] = rig.streams();
+        main.begin_capture(MODE).unwrap();
+        let id = main.capture_id().unwrap().unwrap();
+        let scope = pool.enter(Scope::Capture(id)).unwrap();
+        let first = used(rig, &allocator, 4 * MIB, &main);
+        side.wait_for(&main).unwrap();
+        drop(used(rig, &allocator, 4 * MIB, &side));
+        drop(scope);
+        // What the side branch uses has no mark any more, so that nobody here may have it.
+        let again = pool.enter(Scope::Capture(id)).unwrap();
+        is_capturing(allocator.allocate(4 * MIB, &main));
+        main.wait_for(&side).unwrap();
+        let graph = main.end_capture().unwrap();
+        drop((again, first));
+        let next = capture(&pool, &main, || {
+            drop(used(rig, &allocator, 4 * MIB, &main));
+        });
+        run(&graph, &main);
+        run(&next, &main);
+        drop((graph, next, pool));
+        rig.settle(&main);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_capture_that_only_frees_or_records_has_a_lease() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        for records in [false, true] {
+            let mut output = None;
+            let one = capture(&pool, &stream, || {
+                output = Some(used(rig, &allocator, 2 * MIB, &stream));
+            });
+            let reader = rig.stream();
+            let by = if records { &reader } else { &stream };
+            by.begin_capture(MODE).unwrap();
+            let block = output.take().unwrap();
+            rig.stamp(block.ptr(), 2 * MIB, 1, by);
+            if records {
+                block.record_stream(by).unwrap();
+            }
+            drop(block);
+            let two = by.end_capture().unwrap();
+            drop(one);
+            assert_eq!(footprint(&allocator, &pool).leases, 1);
+            rig.settle(&stream);
+            assert_eq!(allocator.trim(0).unwrap().released, 0);
+            run(&two, by);
+            drop(two);
+            allocator.trim(0).unwrap();
+            rig.settle(&stream);
+            assert_eq!(footprint(&allocator, &pool).leases, 0);
+            allocator.trim(0).unwrap();
+            assert_eq!(footprint(&allocator, &pool).physical, 0);
+        }
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn what_a_stream_did_before_it_captured_is_waited_for() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, other] = rig.streams();
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = allocator.allocate(4 * MIB, &stream).unwrap();
+        let at = block.ptr();
+        let held = rig.hold(&stream);
+        rig.stamp(at, 4 * MIB, 1, &stream);
+        stream.begin_capture(MODE).unwrap();
+        drop(block);
+        drop(stream.end_capture().unwrap());
+        let beside = used(rig, &allocator, 4 * MIB, &other);
+        assert_ne!(beside.ptr(), at, "its kernel has not begun");
+        held.release();
+        rig.settle(&stream);
+        let behind = used(rig, &allocator, 4 * MIB, &other);
+        assert_eq!(behind.ptr(), at);
+        drop((beside, behind, scope));
+        rig.settle(&other);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_per_thread_default_stream_is_not_marked_from_another_thread() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let (to_main, blocks) = mpsc::channel::<Block>();
+        let (to_thread, back) = mpsc::channel::<Block>();
+        std::thread::scope(|threads| {
+            let (context, allocator, pool) = (rig.context.clone(), &allocator, &pool);
+            threads.spawn(move || {
+                let own = Stream::per_thread(&context);
+                let scope = pool.enter(Scope::Thread).unwrap();
+                to_main
+                    .send(allocator.allocate(2 * MIB, &own).unwrap())
+                    .unwrap();
+                drop(scope);
+                // Here its handle means what it meant.
+                back.recv().unwrap().free().unwrap();
+                own.synchronize().unwrap();
+            });
+            let error = blocks.recv().unwrap().free().unwrap_err();
+            assert!(
+                matches!(
+                    error.error,
+                    Error::Stream(cualloc::error::StreamMisuse::WrongThread)
+                ),
+                "{error:?}"
+            );
+            to_thread.send(*error.value).unwrap();
+        });
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_graph_that_another_thread_builds_is_not_asked() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &stream, || {
+            let block = used(rig, &allocator, 2 * MIB, &stream);
+            let at = block.ptr();
+            let asked = rig.calls("cuGraphNodeGetDependencies_v2");
+            let freed = std::thread::scope(|threads| {
+                let free = threads.spawn(|| block.free());
+                free.join().unwrap()
+            });
+            let refused = freed.unwrap_err();
+            assert!(
+                matches!(refused.error, Error::Capturing { .. }),
+                "{refused:?}"
+            );
+            assert_eq!(rig.calls("cuGraphNodeGetDependencies_v2"), asked);
+            std::thread::scope(|threads| {
+                threads.spawn(|| drop(refused.value));
+            });
+            // This call names the stream, so what was dropped is freed first.
+            let next = used(rig, &allocator, 2 * MIB, &stream);
+            assert_eq!(next.ptr(), at);
+            drop(next);
+        });
+        run(&graph, &stream);
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_checkpoint_is_not_restored_over_blocks_in_use() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, reader] = rig.streams();
+        let point = pool.checkpoint().unwrap();
+        // SAFETY: blocks that cease are only freed.
+        let restore = || unsafe { pool.restore(&point) };
+        let refused = |bytes: usize| {
+            let bytes = bytes as u64;
+            assert_eq!(
+                graph_pool_error(restore().unwrap_err()),
+                GraphPoolError::NotComplete { bytes }
+            );
+        };
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = allocator.allocate(2 * MIB, &stream).unwrap();
+        block.record_stream(&reader).unwrap();
+        for user in [&stream, &reader] {
+            let held = rig.hold(user);
+            rig.stamp(block.ptr(), 2 * MIB, 1, user);
+            refused(2 * MIB);
+            held.release();
+            rig.settle(user);
+        }
+        assert_eq!(restore().unwrap().ceased, [block.ptr()]);
+        std::mem::forget(block.free().unwrap_err());
+        stream.begin_capture(MODE).unwrap();
+        let block = used(rig, &allocator, MIB, &stream);
+        refused(MIB);
+        drop(block);
+        drop(stream.end_capture().unwrap());
+        drop(scope);
+        assert!(restore().unwrap().ceased.is_empty());
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_filter_that_owns_a_block_goes_without_a_lock() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let block = allocator.allocate(3 * MIB, &stream).unwrap();
+        let filter = move |_| block.size() == 0;
+        drop(pool.enter(Scope::When(Box::new(filter))).unwrap());
+        assert_eq!(allocator.stats().all.allocated.current, 0);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_capture_into_a_graph_with_nodes_gets_no_memory() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, other] = rig.streams();
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 2 * MIB, &stream));
+        });
+        let scope = pool.enter(Scope::Thread).unwrap();
+        other.begin_capture_into(graph, &[], MODE).unwrap();
+        let error = allocator.allocate(2 * MIB, &other).unwrap_err();
+        assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
+        let graph = other.end_capture().unwrap();
+        drop(scope);
+        run(&graph, &stream);
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}
