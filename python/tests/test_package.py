@@ -438,6 +438,33 @@ def cupy_allocates_on_its_current_stream():
     _library.check(0)
 
 
+def what_cupy_and_rmm_free_during_a_capture_is_made_up_for():
+    import cupy
+    import rmm
+
+    import cualloc.cupy
+    import cualloc.rmm
+    from cualloc import _library
+
+    cualloc.cupy.install(limit="1G")
+    cualloc.rmm.install()
+    simulated = driver()
+    mine = cupy.stream.ptr = stream(simulated)
+    array = cualloc.cupy.malloc(5 << 20)
+    on = SimpleNamespace(__cuda_stream__=lambda: (0, mine))
+    address = rmm.chosen[0].allocate(6 << 20, on)
+    graph = ctypes.c_void_p()
+    assert simulated.cuStreamBeginCapture_v2(ctypes.c_void_p(mine), 2) == 0
+    del array
+    rmm.chosen[0].deallocate(address, 6 << 20, on)
+    assert _library.stats(0).blocks.current == 2, "the stream captures"
+    assert simulated.cuStreamEndCapture(ctypes.c_void_p(mine), ctypes.byref(graph)) == 0
+    again = cualloc.cupy.malloc(1000)
+    assert _library.stats(0).blocks.current == 1
+    del again
+    _library.check(0)
+
+
 def cupy_and_pytorch_share_memory():
     torch, ours, call = installed(limit="1G")
     import cualloc.cupy
@@ -481,6 +508,7 @@ CASES = [
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
+    what_cupy_and_rmm_free_during_a_capture_is_made_up_for,
 ]
 
 
