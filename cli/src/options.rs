@@ -18,7 +18,7 @@ powers of 1000. The file - is standard input where files are read and standard o
 
 Exit codes: 0 if all went well, 2 if the command line or CUALLOC_CONFIG makes no sense, else 1.
 
-Environment: CUALLOC_CONFIG (settings of the allocator for replay, capacity and bench; options count more), \
+Environment: CUALLOC_CONFIG (settings of the allocator for replay, capacity, advise and bench; options count more), \
 CUALLOC_DRIVER (the only driver library to try), RUST_LOG (what is logged), COLUMNS (the width of tables), NO_COLOR.";
 
 /// A caching GPU memory allocator, on your machine's GPU or on a simulated one.
@@ -39,6 +39,8 @@ pub enum Command {
     Replay(ReplayOptions),
     /// Find the smallest memory limit that recorded allocations run under.
     Capacity(TraceOptions),
+    /// Say whether recorded allocations fit into so much memory, and with which settings.
+    Advise(AdviseOptions),
     /// Write a recording in the format of another tool.
     Export(ExportOptions),
     /// Make up a trace by rules and write it to a file.
@@ -223,6 +225,28 @@ pub struct TraceOptions {
     /// Decides which checks are delayed, when verifying over several streams.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
     pub seed: u64,
+    /// Rows that a trace may have: each takes some 120 bytes of memory.
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
+    pub max_rows: u64,
+    /// Show all columns, however narrow the terminal is.
+    #[arg(long, conflicts_with = "json")]
+    pub wide: bool,
+}
+
+#[derive(Args, Debug)]
+pub struct AdviseOptions {
+    /// Traces, recordings or PyTorch snapshots, plain or gzip; `-` is standard input.
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Memory that the allocator may hold, like `24GiB`; several sizes with commas between.
+    #[arg(long, required = true, value_name = "SIZE", value_delimiter = ',')]
+    pub memory: Vec<Size>,
+    /// Show all settings that were tried, the cheapest that fits first; --json always does.
+    #[arg(long, conflicts_with = "json")]
+    pub all: bool,
+    /// Work submitted at one row completes this many rows later.
+    #[arg(long, value_name = "ROWS", default_value_t = 0)]
+    pub lag: u64,
     /// Rows that a trace may have: each takes some 120 bytes of memory.
     #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
     pub max_rows: u64,

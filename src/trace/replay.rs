@@ -7,7 +7,7 @@
 use super::format::{Op, Trace};
 use super::stage::Stage;
 use super::work::{Kernels, Nothing, Use, Work};
-use crate::allocator::{Allocator, Block, Config, Fragmentation, Packing, Policy};
+use crate::allocator::{Allocator, Block, Config, Fragmentation, Policy, Stats};
 use crate::driver::{CallCounts, Context, Stream};
 use crate::error::Error;
 use std::fmt;
@@ -224,8 +224,8 @@ pub struct ReplayReport {
     pub error: Option<Error>,
     /// How the free memory lay in the first pass at the row with the most live bytes; `None` if it was not reached.
     pub at_peak: Option<Fragmentation>,
-    /// How the policy stood after the last pass.
-    pub packing: Packing,
+    /// The allocator's figures after the last pass, or when that failed.
+    pub stats: Stats,
     /// 32-bit words that were not what their block had been filled with; `None` without [`Replay::verify`].
     pub mismatches: Option<u64>,
     /// What the allocator's own walk over its structures found wrong.
@@ -299,7 +299,7 @@ impl Run<'_, '_> {
             failed: None,
             error: None,
             at_peak: None,
-            packing: Packing::default(),
+            stats: Stats::default(),
             mismatches: None,
             check: None,
             close: None,
@@ -336,7 +336,7 @@ impl Run<'_, '_> {
                 }
             }
         }
-        report.packing = self.allocator.stats().packing;
+        report.stats = self.allocator.stats();
         report
     }
 
