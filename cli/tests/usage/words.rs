@@ -331,6 +331,7 @@ fn shells_and_manuals_know_every_word() {
             "capacity",
             "advise",
             "vary",
+            "view",
             "check-every",
             "sim-memory",
         ] {
