@@ -64,6 +64,7 @@ pub mod guide {
         internals "../docs/internals.md"
         platforms "../docs/platforms.md"
         recording "../docs/recording.md"
+        view "../docs/view.md"
         safety "../docs/safety.md"
         security "../SECURITY.md"
         streams "../docs/streams.md"

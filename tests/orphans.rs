@@ -56,6 +56,10 @@ fn d8_a_later_allocator_gives_back_what_an_orphan_holds() {
             let handle = (at > 1).then(|| allocator.clone());
             drop(allocator);
             begin(rig, stream.raw())();
+            if at % 2 == 1 {
+                // The capture is known, so that the free asks about it, and is put off.
+                assert!(stream.is_capturing().unwrap());
+            }
             drop(block);
             // The handle may also go after the block.
             drop(handle);

@@ -34,15 +34,13 @@ impl Word {
     }
 }
 
-/// The word of threads that have none, or none any more: always busy, so calls look further.
-static NOBODY: Word = Word::new(u64::MAX, false);
-
 /// All words.
 static FIRST: AtomicPtr<Word> = AtomicPtr::new(ptr::null_mut());
 
 thread_local! {
-    /// Without a destructor, so that a call from the destructor of something else finds it.
-    static MINE: Cell<&'static Word> = const { Cell::new(&NOBODY) };
+    /// The thread's word, if it has one still. Without a destructor, so that a call from the destructor of
+    /// something else finds it.
+    static MINE: Cell<Option<&'static Word>> = const { Cell::new(None) };
     static LEAVING: Leaving = const { Leaving(Cell::new(false)) };
 }
 
@@ -51,9 +49,10 @@ struct Leaving(Cell<bool>);
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        let word = MINE.replace(&NOBODY);
         // One that is busy belongs to a call that never returns: it is lost.
-        if !ptr::eq(word, &raw const NOBODY) && word.busy.load(Ordering::Relaxed) == 0 {
+        if let Some(word) = MINE.take()
+            && word.busy.load(Ordering::Relaxed) == 0
+        {
             word.taken.store(false, Ordering::Release);
         }
     }
@@ -91,7 +90,7 @@ fn adopt() -> Option<&'static Word> {
                 .is_ok()
     });
     let word = left.unwrap_or_else(|| add(Word::new(0, false)));
-    MINE.set(word);
+    MINE.set(Some(word));
     Some(word)
 }
 
@@ -109,7 +108,7 @@ impl Drop for Announced {
 /// Announces a handle, which is not 0, on a thread that has a word and is in no other call.
 #[inline(always)]
 pub(crate) fn announce(handle: u64) -> Option<Announced> {
-    let word = MINE.get();
+    let word = MINE.get()?;
     if word.busy.load(Ordering::Relaxed) != 0 {
         return None;
     }
@@ -122,7 +121,7 @@ pub(crate) fn announce(handle: u64) -> Option<Announced> {
 /// [`announce`] for a thread's first call, for calls inside a call (a logger's), and for those of a thread that ends.
 #[cold]
 pub(crate) fn announce_slowly(handle: u64) -> Announced {
-    let new = ptr::eq(MINE.get(), &raw const NOBODY);
+    let new = MINE.get().is_none();
     if new
         && adopt().is_some()
         && let Some(announced) = announce(handle)
@@ -141,8 +140,8 @@ pub(crate) fn announce_slowly(handle: u64) -> Announced {
 
 /// Whether this thread is in a call already.
 pub(crate) fn inside() -> bool {
-    let word = MINE.get();
-    !ptr::eq(word, &raw const NOBODY) && word.busy.load(Ordering::Relaxed) != 0
+    MINE.get()
+        .is_some_and(|word| word.busy.load(Ordering::Relaxed) != 0)
 }
 
 /// Waits until no call is under way with a handle that was alive when it began; false if that cannot be known here.

@@ -14,7 +14,7 @@ use cualloc::error::{InvalidArgument, OutOfMemory};
 use crate::blocks::{cualloc_base, cualloc_free, cualloc_record_stream};
 use crate::device::Source;
 use crate::entry::call;
-use crate::memory::{cualloc_empty_cache, cualloc_set_limit};
+use crate::memory::cualloc_empty_cache;
 use crate::results::{
     CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_OURS, CUALLOC_OK, Failure,
 };
@@ -168,8 +168,10 @@ pub extern "C" fn cualloc_torch_fraction(fraction: f64, device: i32) -> i32 {
         let total = handles::with(allocator, |allocator| {
             Ok(allocator.context().device().total_memory()?)
         })?;
-        cualloc_set_limit(allocator, (total as f64 * fraction) as u64);
-        Ok(())
+        handles::with(allocator, |allocator| {
+            allocator.set_limit(Some((total as f64 * fraction) as u64));
+            Ok(())
+        })
     })
 }
 

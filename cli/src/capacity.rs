@@ -33,7 +33,7 @@ struct Line<'a> {
 }
 
 pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) -> Outcome {
-    replay::check(options)?;
+    replay::check(&options.files)?;
     let settings = Settings::read(options.policy, options.no_views)?;
     let machine = Machine::choose(global, output)?;
     machine.check_lag(options.lag)?;

@@ -1,9 +1,11 @@
 //! The `cualloc` command: what the machine has, replays of recorded allocations, the smallest limits
-//! they run under, recordings in other tools' formats, traces made up by rules, and what an allocation costs.
+//! they run under, whether they fit into a memory and how, recordings in other tools' formats and as pictures,
+//! traces made up by rules, and what an allocation costs.
 //!
 //! Results go to stdout, everything else to stderr. The exit code is 0 only if all went well, 2 if
 //! the command line makes no sense, else 1.
 
+mod advise;
 mod bench;
 mod capacity;
 mod export;
@@ -20,6 +22,7 @@ mod sink;
 mod size;
 mod table;
 mod text;
+mod view;
 
 use clap::Parser;
 use options::{Cli, Command};
@@ -56,8 +59,10 @@ fn main() -> ExitCode {
         Command::Info => info::run(global, &mut output),
         Command::Replay(options) => replay::run(global, options, &mut output),
         Command::Capacity(options) => capacity::run(global, options, &mut output),
+        Command::Advise(options) => advise::run(global, options, &mut output),
         Command::Generate(options) => generate::run(global, options, &mut output),
         Command::Export(options) => export::run(options, &mut output),
+        Command::View(options) => view::run(global, options, &mut output),
         Command::Vary(options) => generate::vary(global, options, &mut output),
         Command::Bench(options) => bench::run(global, options, &mut output),
         Command::Completions { shell } => pages::completions(global, *shell),

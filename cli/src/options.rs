@@ -18,7 +18,7 @@ powers of 1000. The file - is standard input where files are read and standard o
 
 Exit codes: 0 if all went well, 2 if the command line or CUALLOC_CONFIG makes no sense, else 1.
 
-Environment: CUALLOC_CONFIG (settings of the allocator for replay, capacity and bench; options count more), \
+Environment: CUALLOC_CONFIG (settings of the allocator for replay, capacity, advise, view and bench; options count more), \
 CUALLOC_DRIVER (the only driver library to try), RUST_LOG (what is logged), COLUMNS (the width of tables), NO_COLOR.";
 
 /// A caching GPU memory allocator, on your machine's GPU or on a simulated one.
@@ -39,8 +39,12 @@ pub enum Command {
     Replay(ReplayOptions),
     /// Find the smallest memory limit that recorded allocations run under.
     Capacity(TraceOptions),
+    /// Say whether recorded allocations fit into so much memory, and with which settings.
+    Advise(AdviseOptions),
     /// Write a recording in the format of another tool.
     Export(ExportOptions),
+    /// Write a page for a browser that shows what is in memory, when and where.
+    View(ViewOptions),
     /// Make up a trace by rules and write it to a file.
     Generate(GenerateOptions),
     /// Write a trace several times over, each time with all its sizes changed at random.
@@ -141,6 +145,35 @@ pub enum FormatChoice {
 }
 
 #[derive(Args, Debug)]
+pub struct ViewOptions {
+    /// Trace, recording or PyTorch snapshot, plain or gzip; `-` is standard input.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Page to write; `-` is standard output.
+    #[arg(short, long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// How memory is taken from the driver; by default the best that the device supports.
+    #[arg(long, value_enum)]
+    pub policy: Option<PolicyChoice>,
+    /// Only grow: no second layouts of memory that is held (packed policy).
+    #[arg(long)]
+    pub no_views: bool,
+    /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
+    /// requested peak like `1.02x`.
+    #[arg(long, value_name = "SIZE|SHARE%|RATIOx")]
+    pub limit: Option<Limit>,
+    /// Work submitted at one row completes this many rows later.
+    #[arg(long, value_name = "ROWS", default_value_t = 0)]
+    pub lag: u64,
+    /// How many maps of memory to take, in equal distances, beside those at the peak and at the end.
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(..=1000))]
+    pub maps: u16,
+    /// Rows that the trace may have: each takes some 300 bytes of memory.
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
+    pub max_rows: u64,
+}
+
+#[derive(Args, Debug)]
 pub struct GenerateOptions {
     /// What the program does.
     #[arg(value_enum)]
@@ -223,6 +256,28 @@ pub struct TraceOptions {
     /// Decides which checks are delayed, when verifying over several streams.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
     pub seed: u64,
+    /// Rows that a trace may have: each takes some 120 bytes of memory.
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
+    pub max_rows: u64,
+    /// Show all columns, however narrow the terminal is.
+    #[arg(long, conflicts_with = "json")]
+    pub wide: bool,
+}
+
+#[derive(Args, Debug)]
+pub struct AdviseOptions {
+    /// Traces, recordings or PyTorch snapshots, plain or gzip; `-` is standard input.
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Memory that the allocator may hold, like `24GiB`; several sizes with commas between.
+    #[arg(long, required = true, value_name = "SIZE", value_delimiter = ',')]
+    pub memory: Vec<Size>,
+    /// Show all settings that were tried, the cheapest that fits first; --json always does.
+    #[arg(long, conflicts_with = "json")]
+    pub all: bool,
+    /// Work submitted at one row completes this many rows later.
+    #[arg(long, value_name = "ROWS", default_value_t = 0)]
+    pub lag: u64,
     /// Rows that a trace may have: each takes some 120 bytes of memory.
     #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
     pub max_rows: u64,

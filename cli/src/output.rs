@@ -110,6 +110,21 @@ impl Output {
         self.failure_line(trace, None, why)
     }
 
+    /// The object that says the same to a program, with everything that went wrong in words.
+    pub fn failure(&mut self, trace: &str, reasons: Vec<String>) -> io::Result<()> {
+        if !self.json {
+            return Ok(());
+        }
+        self.json(&ErrorLine {
+            schema: SCHEMA,
+            trace: Some(trace),
+            line: None,
+            completed: false,
+            error: reasons.first().cloned().unwrap_or_default(),
+            reasons,
+        })
+    }
+
     fn failure_line(&mut self, trace: &str, line: Option<u64>, why: &dyn Error) -> io::Result<()> {
         if !self.json {
             return Ok(());

@@ -1,7 +1,7 @@
 //! `cualloc replay`.
 
 use crate::machine::Machine;
-use crate::options::{GlobalOptions, ReplayOptions, TraceOptions};
+use crate::options::{GlobalOptions, ReplayOptions};
 use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
 use crate::table::{Cell, Column, Table};
@@ -71,7 +71,7 @@ struct MemoryLine {
 
 impl MemoryLine {
     fn new(report: &ReplayReport) -> MemoryLine {
-        let (peak, packing) = (report.at_peak.as_ref(), &report.packing);
+        let (peak, packing) = (report.at_peak.as_ref(), &report.stats.packing);
         let stranded = |f: &Fragmentation| f.stranded.iter().map(|s| s.bytes).sum();
         MemoryLine {
             free_bytes: peak.map(|f| f.free),
@@ -154,7 +154,7 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
         return Err(Failure::Usage("--parts needs --json".to_owned()));
     }
     let traces = &options.traces;
-    check(traces)?;
+    check(&traces.files)?;
     let settings = Settings::read(traces.policy, traces.no_views)?;
     let machine = Machine::choose(global, output)?;
     machine.check_lag(traces.lag)?;
@@ -195,9 +195,8 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
 }
 
 /// Refuses files that cannot all be read.
-pub fn check(options: &TraceOptions) -> Result<(), Failure> {
-    let files = options.files.iter();
-    match files.filter(|path| text::is_standard(path)).count() {
+pub fn check(files: &[PathBuf]) -> Result<(), Failure> {
+    match files.iter().filter(|path| text::is_standard(path)).count() {
         0 | 1 => Ok(()),
         _ => Err(Failure::Usage(
             "- is given twice: stdin can be read once".to_owned(),

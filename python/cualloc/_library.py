@@ -173,8 +173,29 @@ def allocator(device):
     return handle
 
 
+# Frees that a capture refused: the function, and what it is called with.
+_postponed = []
+
+
+def give_back(function, *arguments):
+    """Calls a function of the library that frees. What it refuses while a stream captures is freed by a later call."""
+    if function(*arguments) == CAPTURING:
+        _postponed.append((function, arguments))
+
+
+def _make_up():
+    """Frees what a capture has refused; what one still refuses stays postponed."""
+    for _ in range(len(_postponed)):
+        try:
+            function, arguments = _postponed.pop(0)
+        except IndexError:  # Another thread has it.
+            return
+        give_back(function, *arguments)
+
+
 def allocate(device, bytes, stream):
     """The address of so many bytes for use on a stream (its handle, a number)."""
+    _make_up()
     address = ctypes.c_uint64()
     checked(LIBRARY.cualloc_alloc(allocator(device), bytes, stream, ctypes.byref(address)))
     return address.value
@@ -203,6 +224,7 @@ def check(device):
 def trim(device, keep):
     """Gives memory back to the driver until at most `keep` bytes are held. Returns the bytes that went back, and those
     that would have but for work under way."""
+    _make_up()
     released, pending = ctypes.c_uint64(), ctypes.c_uint64()
     if made := LIBRARY.cualloc_shared_made(device):
         checked(LIBRARY.cualloc_trim(made, keep, ctypes.byref(released), ctypes.byref(pending)))

@@ -9,6 +9,8 @@ that is current when they are made. An array goes back in that order too, whenev
 that uses it must be said: `record_stream(array, stream)`.
 """
 
+import functools
+
 import cupy
 
 from cualloc import _library
@@ -25,7 +27,7 @@ class Block:
         self._allocator = _library.allocator(device)
         self.ptr = _library.allocate(device, bytes, stream)
         # Kept, so that it is there while the interpreter ends.
-        self._free = _library.LIBRARY.cualloc_free
+        self._free = functools.partial(_library.give_back, _library.LIBRARY.cualloc_free)
 
     def record_stream(self, stream):
         """Says that another stream (its handle, a number) uses the memory."""

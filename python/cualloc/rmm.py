@@ -29,7 +29,7 @@ def resource(device=0):
 
     def deallocate(address, bytes, stream):
         if address:
-            free_on(allocator, address, _handle(stream))
+            _library.give_back(free_on, allocator, address, _handle(stream))
 
     return rmm.mr.CallbackMemoryResource(allocate, deallocate)
 

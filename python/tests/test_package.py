@@ -438,6 +438,29 @@ def cupy_allocates_on_its_current_stream():
     _library.check(0)
 
 
+def what_a_capture_refuses_is_freed_by_later_calls():
+    import cualloc.cupy
+    from cualloc import _library
+
+    cualloc.cupy.install(limit="1G")
+    answers, freed = [_library.CAPTURING, _library.CAPTURING, 0], []
+
+    def free(allocator, address):
+        freed.append((allocator, address))
+        return answers.pop(0)
+
+    _library.give_back(free, 1, 77)
+    # Both a request and a trim make up for it, and what is still refused waits for the next of them.
+    block = cualloc.cupy.malloc(1000)
+    assert freed == [(1, 77)] * 2
+    _library.trim(0, 0)
+    assert freed == [(1, 77)] * 3 and not answers
+    _library.trim(0, 0)
+    assert len(freed) == 3
+    del block
+    _library.check(0)
+
+
 def cupy_and_pytorch_share_memory():
     torch, ours, call = installed(limit="1G")
     import cualloc.cupy
@@ -481,6 +504,7 @@ CASES = [
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
+    what_a_capture_refuses_is_freed_by_later_calls,
 ]
 
 

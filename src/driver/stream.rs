@@ -457,7 +457,7 @@ impl Driver {
         }
         // Asked for the id of a stream that is being captured, drivers refuse and spoil the capture.
         // SAFETY: the caller vouches for the stream.
-        if !unsafe { self.is_uncaptured(stream) } && unsafe { self.is_capturing(stream) }? {
+        if unsafe { self.is_capturing(stream) }? {
             let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
             return Err(DriverError::new("cuStreamGetId", code));
         }

@@ -45,12 +45,15 @@ impl OutOfMemory {
         waiting.sum::<u64>().min(self.cached)
     }
 
+    /// Bytes that the device has left for the allocator.
+    fn device_bound(&self) -> Option<u64> {
+        let free = self.driver_free?;
+        Some(self.reserved.saturating_add(free))
+    }
+
     /// Bytes that the allocator could hold at most: of its limit, or of what the device has left for it.
     fn bound(&self) -> u64 {
-        let device = self
-            .driver_free
-            .map(|free| self.reserved.saturating_add(free));
-        let bounds = self.limit.into_iter().chain(device);
+        let bounds = self.limit.into_iter().chain(self.device_bound());
         bounds.min().unwrap_or(self.reserved)
     }
 
@@ -79,18 +82,21 @@ impl OutOfMemory {
     pub fn advice(&self) -> String {
         let need = self.allocated.saturating_add(self.requested);
         match self.cause() {
-            Cause::Limit => format!(
-                "Raise the limit to at least {need} bytes ({}), by Allocator::set_limit or limit= in the settings, or \
-                 free {} of what is live.",
-                Bytes(need),
-                Bytes(need.saturating_sub(self.limit.unwrap_or(need))),
-            ),
-            Cause::Others => format!(
-                "Others hold {} of the device: end other processes, or have other allocators of this one give back \
-                 what they cache (Allocator::empty_cache). {} more have to be free.",
-                Bytes(self.others().unwrap_or(0)),
-                Bytes(need.saturating_sub(self.bound())),
-            ),
+            Cause::Limit => {
+                let raise = format!(
+                    "Raise the limit to at least {need} bytes ({}), by Allocator::set_limit or limit= in the settings, \
+                     or free {} of what is live.",
+                    Bytes(need),
+                    Bytes(need.saturating_sub(self.limit.unwrap_or(need))),
+                );
+                match self.device_bound() {
+                    Some(bound) if bound < need => {
+                        format!("{raise} {}", self.others_advice(need - bound))
+                    }
+                    _ => raise,
+                }
+            }
+            Cause::Others => self.others_advice(need.saturating_sub(self.bound())),
             Cause::Fragmented => {
                 let switch = match (self.mapped, self.views) {
                     (false, _) => "Use policy=packed, which joins scattered memory. ",
@@ -123,6 +129,16 @@ impl OutOfMemory {
                 Bytes(need.saturating_sub(self.driver_total.unwrap_or(need))),
             ),
         }
+    }
+
+    /// What others on the device have to do until so many more bytes are free.
+    fn others_advice(&self, lacking: u64) -> String {
+        format!(
+            "Others hold {} of the device: end other processes, or have other allocators of this one give back what \
+             they cache (Allocator::empty_cache). {} more have to be free.",
+            Bytes(self.others().unwrap_or(0)),
+            Bytes(lacking),
+        )
     }
 
     /// Bytes of the device that neither this allocator holds nor anybody has free.

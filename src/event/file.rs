@@ -2,7 +2,8 @@
 //!
 //! Every number is little-endian. A file begins with [`HEADER`] bytes: [`MAGIC`]; `u32` version; `u32` form;
 //! `u64` ticks in a second; `u64` ticks at the start; `u64` nanoseconds since 1970 at the start; then of the form
-//! [`RINGS`] `u32` rings, `u32` records of a ring, `u32` bytes for names; zeros.
+//! [`RINGS`] `u32` rings, `u32` records of a ring, `u32` bytes for names; four zeros; `u64` events
+//! that no ring was left for.
 //!
 //! Form [`CHUNKS`]: chunks until the end, each with `u32` kind, `u32` number, `u64` bytes that follow. [`RECORDS`] of
 //! the ring with that number: `u64` records that were lost before, then records. [`NAME`]: the name with that number.
@@ -24,6 +25,8 @@ use crate::event::clock;
 pub(crate) const MAGIC: [u8; 8] = *b"cuallocR";
 pub(crate) const VERSION: u32 = 1;
 pub(crate) const HEADER: usize = 64;
+/// Where a header of the form [`RINGS`] has the number of events that no ring was left for.
+pub(crate) const MISSED: usize = 56;
 pub(crate) const CHUNKS: u32 = 0;
 pub(crate) const RINGS: u32 = 1;
 pub(crate) const CHUNK_HEADER: usize = 16;

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::event::file::{self, HEADER, RECORD, RING_HEADER, Start};
+use crate::event::file::{self, HEADER, MISSED, RECORD, RING_HEADER, Start};
 use crate::event::names;
 
 /// Rings of a file, and what is set aside for names.
@@ -37,6 +37,7 @@ impl Mapped {
         let sizes = [RINGS, capacity, NAME_BYTES].map(|number| number as u32);
         let made = file
             .set_len(bytes as u64)
+            .and_then(|()| imp::fill(&file, bytes))
             .and_then(|()| io::Write::write_all(&mut file, &start.header(Some(sizes))))
             .and_then(|()| imp::map(&file, bytes));
         let base = made.inspect_err(|_| {
@@ -64,6 +65,13 @@ impl Mapped {
         debug_assert!(at + RING_HEADER + self.capacity * RECORD <= self.bytes);
         // SAFETY: the ring lies within the mapping, behind multiples of eight bytes.
         Some((unsafe { self.base.add(at) }.cast(), self.capacity))
+    }
+
+    /// Counts an event that no ring was left for.
+    pub(crate) fn miss(&self) {
+        // SAFETY: the number is a multiple of eight bytes within the header, and only touched as an atomic.
+        let missed = unsafe { &*self.base.add(MISSED).cast::<AtomicU64>() };
+        missed.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Writes the names that are not in the file yet, as far as there is room.
@@ -119,6 +127,21 @@ mod imp {
             offset: i64,
         ) -> *mut c_void;
         fn munmap(at: *mut c_void, bytes: usize) -> c_int;
+        fn posix_fallocate(file: c_int, offset: i64, bytes: i64) -> c_int;
+    }
+
+    /// Takes the room of the whole file from the file system: a write to a hole on a full disk would end the process.
+    pub(super) fn fill(file: &File, bytes: usize) -> io::Result<()> {
+        loop {
+            // SAFETY: a call with numbers alone, of a file that is open.
+            match unsafe { posix_fallocate(file.as_raw_fd(), 0, bytes as i64) } {
+                0 => return Ok(()),
+                code => match io::Error::from_raw_os_error(code) {
+                    error if error.kind() == io::ErrorKind::Interrupted => {}
+                    error => return Err(error),
+                },
+            }
+        }
     }
 
     pub(super) fn map(file: &File, bytes: usize) -> io::Result<*mut u8> {
@@ -150,6 +173,10 @@ mod imp {
 mod imp {
     use std::fs::File;
     use std::io;
+
+    pub(super) fn fill(_: &File, _: usize) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
 
     pub(super) fn map(_: &File, _: usize) -> io::Result<*mut u8> {
         Err(io::ErrorKind::Unsupported.into())

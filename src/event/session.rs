@@ -1,6 +1,6 @@
 //! The recording that runs, if one does: its rings, and who writes to them.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 
@@ -8,12 +8,15 @@ use crate::event::clock;
 use crate::event::file::Start;
 use crate::event::mapped::Mapped;
 use crate::event::names;
-use crate::event::record::{Event, Record};
+use crate::event::record::{Event, Kind, Record};
 use crate::event::ring::Ring;
 
 /// The number of the recording that runs; 0 for none.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 static CURRENT: Mutex<Option<Arc<Session>>> = Mutex::new(None);
+/// The process that began it. A forked child knows the session of its parent, and has nothing to do with it: a thread
+/// that is not there may hold any of its locks.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 fn current() -> MutexGuard<'static, Option<Arc<Session>>> {
     CURRENT.lock().unwrap_or_else(PoisonError::into_inner)
@@ -23,6 +26,8 @@ fn current() -> MutexGuard<'static, Option<Arc<Session>>> {
 #[derive(Debug)]
 pub(crate) struct Session {
     number: u64,
+    /// The process that began it.
+    process: u32,
     pub start: Start,
     capacity: usize,
     /// Where its rings lie, if not in memory of their own.
@@ -53,11 +58,13 @@ impl Session {
     ) -> Option<Arc<Session>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let mut current = current();
-        if current.is_some() {
+        if current.as_ref().is_some_and(|now| !now.is_of_parent()) {
             return None;
         }
+        let process = std::process::id();
         let session = Arc::new(Session {
             number: NEXT.fetch_add(1, Ordering::Relaxed),
+            process,
             start,
             capacity,
             mapped: mapped.map(Arc::new),
@@ -65,6 +72,7 @@ impl Session {
             reader: Mutex::default(),
         });
         *current = Some(Arc::clone(&session));
+        PROCESS.store(process, Ordering::Relaxed);
         NUMBER.store(session.number, Ordering::Release);
         Some(session)
     }
@@ -81,9 +89,14 @@ impl Session {
         }
     }
 
-    /// Whether a recording runs.
+    /// Whether a recording of this process runs.
     pub(crate) fn is_running() -> bool {
-        NUMBER.load(Ordering::Acquire) != 0
+        NUMBER.load(Ordering::Acquire) != 0 && is_own()
+    }
+
+    /// Whether this process was forked after it began.
+    pub(crate) fn is_of_parent(&self) -> bool {
+        self.process != std::process::id()
     }
 
     /// Whether it runs still.
@@ -113,6 +126,17 @@ impl Session {
         Some(ring)
     }
 
+    /// A ring that so many records fit into; `None` where rings lie in a file, or there are no records.
+    fn ring_for(&self, records: usize) -> Option<Arc<Ring>> {
+        if records == 0 || self.mapped.is_some() {
+            return None;
+        }
+        // Readers leave out the slot that may be written just now.
+        let ring = Arc::new(Ring::new((records + 1).next_power_of_two(), None));
+        self.rings().push(Arc::clone(&ring));
+        Some(ring)
+    }
+
     /// Writes new names to the file of rings, if there is one.
     pub(crate) fn write_names(&self) {
         if let Some(mapped) = &self.mapped {
@@ -122,6 +146,9 @@ impl Session {
 
     /// What came since the reader read last.
     pub(crate) fn read(&self, progress: &mut Progress) -> Vec<Batch> {
+        if self.is_of_parent() {
+            return Vec::new();
+        }
         let rings = self.rings().clone();
         progress.0.resize(rings.len(), 0);
         let batches = rings.iter().zip(&mut progress.0).enumerate();
@@ -140,29 +167,58 @@ impl Session {
     }
 }
 
+/// Whether the recording that runs is not one of a parent.
+fn is_own() -> bool {
+    PROCESS.load(Ordering::Relaxed) == std::process::id()
+}
+
+/// The recording of this process that runs.
+fn own() -> Option<Arc<Session>> {
+    if is_own() { current().clone() } else { None }
+}
+
 /// Tells the recording that runs of new names.
 pub(crate) fn names_changed() {
-    let session = current().clone();
-    if let Some(session) = session {
+    if let Some(session) = own() {
         session.write_names();
     }
 }
 
 /// The tap of those who have none of their own.
-static SHARED: Mutex<Tap> = Mutex::new(Tap {
-    number: 0,
-    ring: None,
-});
+static SHARED: Mutex<Tap> = Mutex::new(Tap::NONE);
+/// The tap for what explains other events, and is rare: allocators, streams, and memory of the driver. Large blocks
+/// that come and go must not push it out.
+static RARE: Mutex<Tap> = Mutex::new(Tap::NONE);
+
+fn locked(tap: &'static Mutex<Tap>) -> MutexGuard<'static, Tap> {
+    tap.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Records an event of somebody who has no tap.
 pub(crate) fn push(event: Event) {
-    push_at(clock::ticks(), event);
+    let tap = match event.kind {
+        Kind::Source | Kind::Stream | Kind::Map | Kind::Unmap => &RARE,
+        _ => &SHARED,
+    };
+    // The ring's order is that of time: what waits for the lock is later.
+    let mut tap = locked(tap);
+    tap.push(event);
 }
 
-/// [`push`] of a time that has been.
-pub(crate) fn push_at(ticks: u64, event: Event) {
-    let mut tap = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    tap.push_at(ticks, event);
+/// Records what was there at a time, which nobody's context has to do with: what explains other events, and the blocks
+/// held. These have a ring with room for all of them, but where rings have to lie in a file.
+pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
+    let mut tap = locked(&RARE);
+    rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));
+    drop(tap);
+    let ring = own().and_then(|session| session.ring_for(held.len()));
+    if let Some(ring) = ring {
+        held.iter()
+            .for_each(|event| ring.push(event.at_time(ticks, 0)));
+        return;
+    }
+    let mut tap = locked(&SHARED);
+    held.iter().for_each(|event| tap.push_at(ticks, *event, 0));
 }
 
 /// Where one writer writes: a ring of its own in the recording that runs. It lies under the writer's lock.
@@ -173,20 +229,26 @@ pub(crate) struct Tap {
 }
 
 impl Tap {
-    /// Records an event now.
+    const NONE: Tap = Tap {
+        number: 0,
+        ring: None,
+    };
+
+    /// Records an event now, in the thread's context.
     #[inline]
     pub(crate) fn push(&mut self, event: Event) {
-        self.push_at(clock::ticks(), event);
+        self.push_at(clock::ticks(), event, names::context());
     }
 
-    /// Records an event of a time that has been.
+    /// Records an event of a time that has been, in a context.
     #[inline]
-    pub(crate) fn push_at(&mut self, ticks: u64, event: Event) {
+    pub(crate) fn push_at(&mut self, ticks: u64, event: Event, context: u32) {
         if self.number != NUMBER.load(Ordering::Relaxed) {
             self.renew();
         }
-        if let Some(ring) = &self.ring {
-            ring.push(event.at_time(ticks, names::context()));
+        match &self.ring {
+            Some(ring) => ring.push(event.at_time(ticks, context)),
+            None => self.miss(),
         }
     }
 
@@ -194,8 +256,24 @@ impl Tap {
     #[cold]
     #[inline(never)]
     fn renew(&mut self) {
-        let session = current().clone();
-        self.number = session.as_ref().map_or(0, |session| session.number);
+        let session = own();
+        self.number = match &session {
+            Some(session) => session.number,
+            None if is_own() => 0,
+            // Asked no more while the parent's number stands.
+            None => NUMBER.load(Ordering::Relaxed),
+        };
         self.ring = session.and_then(|session| session.new_ring());
+    }
+
+    /// Counts an event that there is no ring for.
+    #[cold]
+    #[inline(never)]
+    fn miss(&self) {
+        if let Some(session) = own().filter(|session| session.number == self.number)
+            && let Some(mapped) = &session.mapped
+        {
+            mapped.miss();
+        }
     }
 }

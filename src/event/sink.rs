@@ -68,8 +68,6 @@ impl<W: Write> Chunks<W> {
 #[derive(Debug)]
 struct Inner {
     session: Arc<Session>,
-    /// The process that began it: a forked child has the file, too, and must not write to it.
-    process: u32,
     stop: AtomicBool,
     state: Mutex<State>,
 }
@@ -85,8 +83,12 @@ struct State {
 impl Inner {
     /// Writes what came since the last time.
     fn write(&self, end: bool) {
+        // A forked child has the file, too, and must not write to it. The lock may be held by a thread that it lacks.
+        if self.session.is_of_parent() {
+            return;
+        }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.process != std::process::id() || state.ended {
+        if state.ended {
             return;
         }
         let batches = self.session.read(&mut state.progress);
@@ -100,6 +102,8 @@ impl Inner {
         }
         if let Err(error) = written {
             state.failure = Some(error.kind());
+            // The program's logger may do anything, also end the recording.
+            drop(state);
             log::warn!("the recording cannot be written on: {error}");
         }
     }
@@ -124,7 +128,6 @@ impl Sink {
         })?;
         let inner = Arc::new(Inner {
             session: Arc::clone(session),
-            process: std::process::id(),
             stop: AtomicBool::new(false),
             state: Mutex::new(State {
                 chunks,
@@ -162,9 +165,12 @@ impl Sink {
 
     fn stop(&mut self) {
         self.inner.stop.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take()
-            && self.inner.process == std::process::id()
-        {
+        let thread = self.thread.take();
+        if self.inner.session.is_of_parent() {
+            // There is no such thread here that could be let go.
+            return std::mem::forget(thread);
+        }
+        if let Some(thread) = thread {
             thread.thread().unpark();
             // It ends in any way: a panic there is no reason for one here.
             let _ = thread.join();

@@ -1,7 +1,8 @@
 //! Pickles: protocol 2 written, protocols 2 to 5 read, as far as plain values need it.
 //!
 //! The reader executes nothing: it knows no opcode that names a class or calls one, and refuses what it does not know.
-//! A value that is used several times is kept once, so what is read is no larger than what was written.
+//! A value that is used several times is kept once, so a tree takes some 50 bytes of memory for each byte of the pickle,
+//! at most. Who copies values out of a tree has to count them: a value may be used any number of times.
 
 use std::collections::HashMap;
 
@@ -9,6 +10,8 @@ use crate::record::out::Out;
 
 /// Deepest nesting that is read.
 const DEEPEST: usize = 64;
+/// Keys of a dictionary that are looked at.
+const MOST_KEYS: usize = 256;
 
 /// Bytes that grow.
 pub(super) struct Pickle {
@@ -413,6 +416,11 @@ fn long(bytes: &[u8]) -> Node {
 }
 
 impl Tree {
+    /// The number of its values.
+    pub(super) fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
     pub(super) fn root(&self) -> u32 {
         self.root
     }
@@ -435,12 +443,13 @@ impl Tree {
         }
     }
 
-    /// The value that a dictionary has for a key; the last one, if there are several.
+    /// The value that a dictionary has for a key; the last one, if there are several. A dictionary with more than
+    /// [`MOST_KEYS`] is of no known kind, and the first of them are passed over: to look for one key must not take long.
     pub(super) fn get(&self, number: u32, key: &str) -> Option<u32> {
         let Node::Dict(entries, _) = self.node(number)? else {
             return None;
         };
-        let mut entries = entries.iter().rev();
+        let mut entries = entries.iter().rev().take(MOST_KEYS);
         let found = entries.find(|(name, _)| self.text(*name) == Some(key));
         found.map(|(_, value)| *value)
     }

@@ -17,12 +17,15 @@ use crate::record::recording::Recording;
 #[non_exhaustive]
 pub enum Target<'a> {
     /// To memory: the newest events, 32767 of each stream cache (a stream has one, or one for each thread that uses
-    /// it), and as many of everything else. [`Recorder::read`] and [`Recorder::dump`] have them.
+    /// it), as many of other blocks, as many of allocators, streams and memory of the driver, and all blocks that are
+    /// live at the start. [`Recorder::read`] and [`Recorder::dump`] have them.
     Memory,
-    /// To a file, all of them, written by a thread of its own every 20 milliseconds, or when a ring is half full.
+    /// To a file, by a thread of its own every 20 milliseconds, or when a ring is half full: all events that the thread
+    /// keeps up with. Those that were overwritten before are counted as lost.
     File(&'a Path),
-    /// To a file that is mapped into memory: the newest events, 16383 of each stream cache, for at most 64 stream
-    /// caches. The file is whole whenever the process ends, however that happens. It has 33 MiB, most of them a hole.
+    /// To a file that is mapped into memory: the newest events, 16383 of each stream cache, for at most 62 stream
+    /// caches; events of further ones are counted as lost. The file is whole whenever the process ends, however that
+    /// happens. It has 33 MiB, which are taken from the file system at the start.
     /// Nobody may make it shorter meanwhile: that ends the process, as with any mapped file. Linux only.
     Mapped(&'a Path),
 }
@@ -71,7 +74,9 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Begins to record. The first call in a process takes two milliseconds, in which the clock is measured.
+    /// Begins to record. The first call in a process takes two milliseconds, in which the clock is measured. A call of
+    /// another thread that is under way meanwhile may be missed, so a recording that has to be exact begins before
+    /// threads do. In a process that is forked later the recording is over: nothing of the child is recorded.
     ///
     /// # Errors
     /// [`RecorderError::Busy`], also while `CUALLOC_RECORD` has the process recorded; [`RecorderError::Io`].

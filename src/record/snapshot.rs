@@ -41,6 +41,9 @@ pub enum SnapshotError {
     },
 }
 
+/// Most frames of a stack: a name may have thousands of parts, and each block and event is written with its stack.
+const MOST_FRAMES: usize = 32;
+
 /// What a block of a segment is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
@@ -252,12 +255,15 @@ impl Snapshot {
         self.contexts.get(at).map(String::as_str)
     }
 
-    /// The parts of a context's name between semicolons as a stack, innermost first.
+    /// The innermost parts of a context's name between semicolons as a stack, innermost first.
     fn write_frames(&self, context: u32, out: &mut impl Out) {
         out.text("frames");
         out.open_list();
         let name = self.context(context);
-        for part in name.into_iter().flat_map(|name| name.rsplit(';')) {
+        for part in name
+            .into_iter()
+            .flat_map(|name| name.rsplit(';').take(MOST_FRAMES))
+        {
             out.open_dict();
             out.text_entry("filename", "");
             out.entry("line", 0);
@@ -355,8 +361,16 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
     };
     let listed = tree.list(segments).ok_or(not("its segments are no list"))?;
     let mut snapshot = Snapshot::default();
+    // Each segment, block and entry is a value of its own in what PyTorch writes. Of one value that is used over and
+    // over, a small pickle would make any number.
+    let mut left = tree.len();
     for segment in listed {
-        snapshot.segments.push(read_segment(tree, *segment));
+        let blocks = tree.get(*segment, "blocks");
+        let blocks = blocks.and_then(|blocks| tree.list(blocks));
+        let blocks = blocks.unwrap_or_default();
+        spend(&mut left, 1 + blocks.len())?;
+        let segment = read_segment(tree, *segment, blocks);
+        snapshot.segments.push(segment);
     }
     let traces = tree.get(root, "device_traces");
     for trace in traces
@@ -365,24 +379,29 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
         .flatten()
     {
         let entries = tree.list(*trace).ok_or(not("a trace is no list"))?;
+        spend(&mut left, entries.len())?;
         let entries = entries.iter().filter_map(|entry| read_entry(tree, *entry));
         snapshot.traces.push(entries.collect());
     }
     Ok(snapshot)
 }
 
+/// Takes so many from the values that are left.
+fn spend(left: &mut usize, values: usize) -> Result<(), SnapshotError> {
+    let what = "its values are shared";
+    let rest = left.checked_sub(values);
+    *left = rest.ok_or(SnapshotError::NotASnapshot { what })?;
+    Ok(())
+}
+
 fn number(tree: &Tree, of: u32, key: &str) -> Option<u64> {
     tree.number(tree.get(of, key)?)
 }
 
-fn read_segment(tree: &Tree, segment: u32) -> Segment {
+fn read_segment(tree: &Tree, segment: u32, blocks: &[u32]) -> Segment {
     let of = |key| number(tree, segment, key).unwrap_or(0);
     let text = |of: u32, key| tree.get(of, key).and_then(|value| tree.text(value));
     let mut at = of("address");
-    let blocks = tree.get(segment, "blocks");
-    let blocks = blocks
-        .and_then(|blocks| tree.list(blocks))
-        .unwrap_or_default();
     let blocks = blocks.iter().map(|block| {
         let size = number(tree, *block, "size").unwrap_or(0);
         let address = number(tree, *block, "address").unwrap_or(at);

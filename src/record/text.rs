@@ -10,9 +10,12 @@ type Samples = Vec<(String, String)>;
 /// A row of the summary: its name, the figure, and whether that is bytes.
 type Row = (&'static str, fn(&PoolStats) -> Counter, bool);
 
-/// The allocator's figures in the text format of OpenMetrics, all of one instant, for whoever serves them to
-/// Prometheus. Labels are the device and the allocator's number. Amounts are bytes where the name says so, else
-/// numbers; `cualloc_driver_calls_total` counts the calls of everything that uses the same driver.
+/// The allocator's figures in the text format of OpenMetrics, for whoever serves them to Prometheus. All are of one
+/// instant but `cualloc_driver_calls_total`, which is of a later one and counts the calls of everything that uses the
+/// same driver. Labels are the device and the allocator's number. Amounts are bytes where the name says so, else numbers.
+///
+/// The text is a whole answer of one allocator: the format has each name once and one end, so the texts of several
+/// allocators are to be served apart, and not one behind the other.
 pub fn metrics(allocator: &Allocator) -> String {
     let stats = allocator.stats();
     let device = allocator.context().device().ordinal();

@@ -18,4 +18,4 @@ pub use capacity::Capacity;
 #[doc(hidden)]
 pub use format::Allocation;
 pub use format::{Op, Row, Trace, TraceError};
-pub use replay::{Pass, Replay, ReplayReport};
+pub use replay::{Pass, Replay, ReplayReport, Watched};

@@ -7,7 +7,7 @@
 use super::format::{Op, Trace};
 use super::stage::Stage;
 use super::work::{Kernels, Nothing, Use, Work};
-use crate::allocator::{Allocator, Block, Config, Fragmentation, Packing, Policy};
+use crate::allocator::{Allocator, Block, Config, Fragmentation, Policy, Stats};
 use crate::driver::{CallCounts, Context, Stream};
 use crate::error::Error;
 use std::fmt;
@@ -41,6 +41,24 @@ pub struct Replay<'a> {
     seed: u64,
     check_every: Option<usize>,
     pub(super) progress: Box<dyn FnMut(u64) + 'a>,
+    watch: Option<Box<Watch<'a>>>,
+}
+
+/// What is told of each row.
+type Watch<'a> = dyn FnMut(&Watched<'_>) + 'a;
+
+/// What a row of a replay came to, as [`Replay::watch`] tells it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Watched<'a> {
+    /// The index of the row in [`Trace::rows`].
+    pub row: usize,
+    /// The allocator as the row left it.
+    pub allocator: &'a Allocator,
+    /// The block that the row allocated; `None` if it did something else, or failed.
+    pub block: Option<&'a Block>,
+    /// Why the row failed. Nothing comes after it, and all blocks are still live.
+    pub error: Option<&'a Error>,
 }
 
 impl<'a> Replay<'a> {
@@ -56,6 +74,7 @@ impl<'a> Replay<'a> {
             seed: 1,
             check_every: None,
             progress: Box::new(|_| {}),
+            watch: None,
         }
     }
 
@@ -107,6 +126,13 @@ impl<'a> Replay<'a> {
     /// the [`capacity`](Self::capacity) tells before each probe the limit in bytes instead.
     pub fn on_progress(mut self, told: impl FnMut(u64) + 'a) -> Self {
         self.progress = Box::new(told);
+        self
+    }
+
+    /// Is told of each row when it is done, and of the one that failed; the clock stands still meanwhile. What is
+    /// freed after the last row is not told.
+    pub fn watch(mut self, told: impl FnMut(&Watched<'_>) + 'a) -> Self {
+        self.watch = Some(Box::new(told));
         self
     }
 
@@ -224,8 +250,8 @@ pub struct ReplayReport {
     pub error: Option<Error>,
     /// How the free memory lay in the first pass at the row with the most live bytes; `None` if it was not reached.
     pub at_peak: Option<Fragmentation>,
-    /// How the policy stood after the last pass.
-    pub packing: Packing,
+    /// The allocator's figures after the last pass, or when that failed.
+    pub stats: Stats,
     /// 32-bit words that were not what their block had been filled with; `None` without [`Replay::verify`].
     pub mismatches: Option<u64>,
     /// What the allocator's own walk over its structures found wrong.
@@ -299,7 +325,7 @@ impl Run<'_, '_> {
             failed: None,
             error: None,
             at_peak: None,
-            packing: Packing::default(),
+            stats: Stats::default(),
             mismatches: None,
             check: None,
             close: None,
@@ -336,7 +362,7 @@ impl Run<'_, '_> {
                 }
             }
         }
-        report.packing = self.allocator.stats().packing;
+        report.stats = self.allocator.stats();
         report
     }
 
@@ -383,6 +409,10 @@ impl Run<'_, '_> {
                     true => self.peak_row + 1,
                     false => next,
                 };
+                let next = match self.options.watch {
+                    Some(_) => done + 1,
+                    None => next,
+                };
                 wall += self.stretch(done, next, work)?;
                 if next == self.peak_row + 1 && self.rows_done <= rows as u64 {
                     self.at_peak = Some(self.allocator.fragmentation());
@@ -419,10 +449,29 @@ impl Run<'_, '_> {
     ) -> Result<Duration, (usize, Error)> {
         let start = Instant::now();
         let steps = &self.steps[from..to];
-        rows(steps, &mut self.slots, &self.streams, self.allocator, work)
-            .map_err(|(row, error)| (from + row, error))?;
-        self.rows_done += steps.len() as u64;
-        Ok(start.elapsed())
+        let outcome = rows(steps, &mut self.slots, &self.streams, self.allocator, work)
+            .map_err(|(row, error)| (from + row, error));
+        let took = start.elapsed();
+        if let Some(watch) = &mut self.options.watch {
+            let (row, error) = match &outcome {
+                Ok(()) => (to - 1, None),
+                Err((row, error)) => (*row, Some(error)),
+            };
+            let step = &self.steps[row];
+            let block = match step.action {
+                Action::Allocate => self.slots[step.id].as_ref(),
+                _ => None,
+            };
+            watch(&Watched {
+                row,
+                allocator: self.allocator,
+                block,
+                error,
+            });
+        }
+        outcome?;
+        self.rows_done += (to - from) as u64;
+        Ok(took)
     }
 }
 

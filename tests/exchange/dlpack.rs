@@ -15,12 +15,12 @@ use cualloc::exchange::dlpack::*;
 use cualloc::exchange::*;
 use cualloc::sim::SimConfig;
 
-fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Tensor {
+pub(super) fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Tensor {
     let values: Vec<f32> = (0..rows).map(|row| row as f32).collect();
     column(allocator, &values, stream).unwrap()
 }
 
-fn live(allocator: &Allocator) -> u64 {
+pub(super) fn live(allocator: &Allocator) -> u64 {
     allocator.stats().all.allocated.current
 }
 

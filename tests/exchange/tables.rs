@@ -1,5 +1,6 @@
 //! Columns and tables: what they are made of, whom they belong to, and when their memory goes.
 
+use super::dlpack::{floats, live};
 use crate::common::*;
 use crate::foreign::*;
 use cualloc::Error;
@@ -11,15 +12,6 @@ use cualloc::exchange::*;
 use cualloc::resource::{AccessOrdered, BlockState, Budget, CudaMemory, Launch, MemoryResource};
 use cualloc::sim::SimConfig;
 use std::sync::Arc;
-
-fn floats(allocator: &Allocator, rows: usize, stream: &Stream) -> Tensor {
-    let values: Vec<f32> = (0..rows).map(|row| row as f32).collect();
-    column(allocator, &values, stream).unwrap()
-}
-
-fn live(allocator: &Allocator) -> u64 {
-    allocator.stats().all.allocated.current
-}
 
 /// S5.45, S5.9: every kind of column gives pointer, bytes, stream, block and whether it is external.
 #[test]

@@ -67,6 +67,31 @@ fn a_limit() {
 }
 
 #[test]
+fn a_limit_that_others_leave_no_room_to_raise() {
+    let _alone = alone();
+    let scene = Scene::on(SimConfig::with_devices(1, 256 << 20), "limit=32MiB");
+    let stream = scene.stream();
+    let other = Allocator::with_config(&scene.context, Config::new()).unwrap();
+    let theirs = other
+        .allocate(200 * MIB, &other.create_stream().unwrap())
+        .unwrap();
+    let picture = refused(&scene.allocator, 120 * MIB, &stream);
+    named(&picture, Cause::Limit);
+    let (need, advice) = (120 * MIB, picture.advice());
+    assert!(
+        advice.contains(&format!("at least {need} bytes")),
+        "{advice}"
+    );
+    assert!(advice.contains("Others hold"), "{advice}");
+    // The first half of the advice is not enough.
+    scene.allocator.set_limit(Some(need as u64));
+    named(&refused(&scene.allocator, need, &stream), Cause::Others);
+    drop(theirs);
+    other.empty_cache().unwrap();
+    drop(scene.allocator.allocate(need, &stream).unwrap());
+}
+
+#[test]
 fn others_on_the_device() {
     let _alone = alone();
     let scene = Scene::on(SimConfig::with_devices(1, 256 << 20), "");

@@ -4,12 +4,16 @@
 mod causes;
 #[path = "../common/mod.rs"]
 mod common;
+#[cfg(all(feature = "sim", target_os = "linux"))]
+mod forks;
 #[cfg(feature = "sim")]
 mod formats;
 #[cfg(feature = "sim")]
 mod readers;
 #[cfg(feature = "sim")]
 mod recorder;
+#[cfg(feature = "sim")]
+mod rings;
 
 #[cfg(feature = "sim")]
 mod scene {
@@ -40,8 +44,12 @@ mod scene {
         }
 
         pub fn on(device: SimConfig, settings: &str) -> Scene {
+            Scene::on_device(device, 0, settings)
+        }
+
+        pub fn on_device(device: SimConfig, ordinal: usize, settings: &str) -> Scene {
             let simulator = Simulator::new(device).unwrap();
-            let context = simulator.driver().unwrap().context(0).unwrap();
+            let context = simulator.driver().unwrap().context(ordinal).unwrap();
             let config: Config = settings.parse().unwrap();
             let allocator = Allocator::with_config(&context, config).unwrap();
             Scene {

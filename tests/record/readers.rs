@@ -189,6 +189,35 @@ fn hostile_pickles_take_no_more_than_their_bytes() {
 }
 
 #[test]
+fn a_pickle_that_shares_its_values_is_refused() {
+    const TIMES: usize = 1000;
+    let text = |text: &str| [&[b'X', text.len() as u8, 0, 0, 0], text.as_bytes()].concat();
+    let empty = vec![b'}'];
+    // A list of one value so many times, by the memo's place.
+    let list = |value: Vec<u8>, place: u8| {
+        let again = [b'h', place].repeat(TIMES - 1);
+        [&b"]("[..], &value, &[b'q', place], &again, b"e"].concat()
+    };
+    let dict = |entries: Vec<Vec<u8>>| [&b"}("[..], &entries.concat(), b"u"].concat();
+    let whole = |entries| [&[0x80, 2][..], &dict(entries), b"."].concat();
+    let segment = dict(vec![text("blocks"), list(empty.clone(), 0)]);
+    let trace = list(empty, 0);
+    let none = vec![b']'];
+    for bytes in [
+        whole(vec![text("segments"), list(segment, 1)]),
+        whole(vec![
+            text("segments"),
+            none,
+            text("device_traces"),
+            list(trace, 1),
+        ]),
+    ] {
+        let error = Snapshot::read(&bytes).unwrap_err().to_string();
+        assert!(error.contains("its values are shared"), "{error}");
+    }
+}
+
+#[test]
 fn spoilt_traces_and_settings_are_refused_or_make_sense() {
     let trace = "op,id,bytes,stream\na,0,512,0\na,1,18446744073709551615,3\nf,0,0,0\nc,0,0,0\n";
     let settings = "policy=packed,limit=90%,views=on,budget=2,handle=8MiB,captures=never";

@@ -200,6 +200,29 @@ fn a_limit_that_is_too_small_ends_the_replay_at_its_row_with_nothing_leaked() {
 }
 
 #[test]
+fn each_row_is_told_with_its_block_and_the_one_that_failed_with_its_error() {
+    let simulator = simulator(1 << 30);
+    let trace = trace("a,0,8388608,0\na,1,8388608,0\nf,0,0,0\na,2,67108864,0\nf,2,0,0\n");
+    let mut told = Vec::new();
+    let replay = Replay::new(&trace).config(Config::new().limit(Some(40 * MIB)));
+    let replay = replay.watch(|seen| {
+        let live = seen.allocator.stats().all.requested.current;
+        let block = seen.block.map(|block| block.requested());
+        let failed = seen.error.is_some_and(Error::is_out_of_memory);
+        told.push((seen.row, block, live, failed));
+    });
+    assert!(run(replay, &device(&simulator, 0)).failed.is_some());
+    let eight = Some(8 << 20);
+    let expected = [
+        (0, eight, 8 * MIB, false),
+        (1, eight, 16 * MIB, false),
+        (2, None, 8 * MIB, false),
+        (3, None, 8 * MIB, true),
+    ];
+    assert_eq!(told, expected);
+}
+
+#[test]
 fn a_device_that_takes_no_work_is_a_failure_of_the_row() {
     let simulator = simulator(1 << 30);
     let context = device(&simulator, 0);

@@ -365,3 +365,46 @@ fn recordings_are_read_like_traces_and_exported() {
         "{output:?}"
     );
 }
+
+#[test]
+fn a_page_is_made_of_a_trace_and_of_a_replay_that_fails() {
+    let page = |arguments: &[&str]| {
+        let output = fed(
+            &[&["view", "-", "-o", "-"], arguments].concat(),
+            &text("lf.csv"),
+        );
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let page = stdout(&output);
+        assert!(page.starts_with("<!DOCTYPE html>") && page.ends_with("</html>\n"));
+        (page, stderr(&output))
+    };
+    let (whole, said) = page(&["--policy", "classic", "--maps", "0"]);
+    assert!(whole.contains("\"policy\":\"classic\"") && whole.contains("\"error\":null"));
+    assert_eq!(said, "");
+    let (short, said) = page(&["--limit", "1K"]);
+    assert!(
+        said.contains("the page ends where the replay did: row 1 failed"),
+        "{said}"
+    );
+    assert!(short.contains("\"cause\":\"limit\""));
+    let path = scratch().join("page.html");
+    let name = path.to_str().unwrap();
+    let lf = data("lf.csv");
+    assert!(run(&["view", &lf, "-o", name]).status.success());
+    assert!(
+        std::fs::read(&path)
+            .unwrap()
+            .starts_with(b"<!DOCTYPE html>")
+    );
+    refused(
+        &run(&["view", &lf, "-o", name, "--device", "cuda"]),
+        "simulator",
+    );
+    refused(&run(&["view", &lf, "-o", name, "--limit", "0"]), "limit");
+    let output = run(&["view", &data("none.csv"), "-o", name, "--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(object(&output)["completed"], false);
+    let output = run(&["view", &lf, "-o", "/nowhere/page.html"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("cannot be written"));
+}

@@ -1,5 +1,6 @@
 //! What a person expects of a command: files, words and terminals, and memory that does not grow.
 
+mod advise;
 mod files;
 mod memory;
 mod words;

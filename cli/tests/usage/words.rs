@@ -326,7 +326,15 @@ fn shells_and_manuals_know_every_word() {
         let output = run(&["completions", shell]);
         assert_eq!(output.status.code(), Some(0));
         let script = stdout(&output);
-        for word in ["replay", "capacity", "vary", "check-every", "sim-memory"] {
+        for word in [
+            "replay",
+            "capacity",
+            "advise",
+            "vary",
+            "view",
+            "check-every",
+            "sim-memory",
+        ] {
             assert!(script.contains(word), "{shell}: {word}");
         }
     }

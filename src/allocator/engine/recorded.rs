@@ -87,7 +87,11 @@ impl Running {
     }
 
     /// Ends the recording: records that were written to its file, if it has one, and those that were lost before.
+    /// A forked child has nothing to end.
     pub(crate) fn finish(mut self) -> std::io::Result<(u64, u64)> {
+        if self.session.is_of_parent() {
+            return Ok((0, 0));
+        }
         self.stop();
         match self.sink.take() {
             Some(sink) => sink.finish(),
@@ -103,7 +107,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if self.session.is_current() {
+        if !self.session.is_of_parent() && self.session.is_current() {
             self.stop();
         }
     }
@@ -135,6 +139,10 @@ impl Engine {
 /// Begins the recording that the environment asks for, when the first allocator is made.
 pub(crate) fn begin_by_environment() {
     static ONCE: Once = Once::new();
+    // Two processes cannot write one file, and the parent has begun already.
+    if process::is_forked_child() {
+        return;
+    }
     ONCE.call_once(|| {
         let Some(value) = environment::variable(RECORD_VARIABLE).filter(|value| !value.is_empty())
         else {
@@ -168,7 +176,7 @@ pub(crate) fn begin_by_environment() {
 
 /// Writes what is left of the recording that the environment asked for.
 extern "C" fn write_last() {
-    // A thread that the exit has stopped may hold the lock.
+    // A thread that the exit has stopped may hold the lock, or one that a forked child lacks.
     if let Ok(begun) = BEGUN.try_lock()
         && let Some(sink) = begun.as_ref().and_then(|running| running.sink.as_ref())
     {

@@ -1,5 +1,7 @@
 //! What a recording is told of the heap.
 
+use std::collections::HashMap;
+
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::heap::Heap;
 use crate::allocator::report::BlockState;
@@ -87,15 +89,15 @@ impl Heap {
         }
         self.clear_large_caches();
         let device = self.device as u64;
-        let mut events = vec![self.event(Kind::Source, 0, device, 0)];
+        let mut rare = vec![self.event(Kind::Source, 0, device, 0)];
         for (slot, stream) in self.streams.iter() {
-            events.push(self.event(Kind::Stream, 0, stream.raw as u64, slot));
+            rare.push(self.event(Kind::Stream, 0, stream.raw as u64, slot));
         }
         for (at, holding) in &self.physical.holdings {
             let pool = pool(holding.space, holding.handle.is_some());
-            events.push(self.event(Kind::Map, *at, holding.bytes, pool));
+            rare.push(self.event(Kind::Map, *at, holding.bytes, pool));
         }
-        let slots: Vec<(u64, u32)> = self
+        let slots: HashMap<u64, u32> = self
             .streams
             .iter()
             .map(|(slot, s)| (s.key.number(), slot))
@@ -104,16 +106,13 @@ impl Heap {
             .snapshot()
             .into_iter()
             .flat_map(|segment| segment.blocks);
+        let mut held = Vec::new();
         for block in live.filter(|block| block.state == BlockState::Live) {
-            let slot = slots
-                .iter()
-                .find(|(number, _)| Some(*number) == block.stream);
-            let slot = slot.map_or(0, |(_, slot)| *slot);
-            events.push(self.event(Kind::Held, block.address, block.requested, slot));
+            let slot = block.stream.and_then(|number| slots.get(&number));
+            let slot = slot.copied().unwrap_or(0);
+            held.push(self.event(Kind::Held, block.address, block.requested, slot));
         }
-        for event in events {
-            session::push_at(ticks, event);
-        }
+        session::push_held(ticks, &rare, &held);
     }
 }
 

@@ -46,8 +46,10 @@ const CAP_SLACK: u64 = 16 << 20;
 /// instead of 1.07.
 const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 16, 16, 16, 8];
 /// The share of a handle in the pool grows until the pool has about this many, since the driver's price is
-/// per handle. With 256 random programs hold up to 1.08 of their peak, with 1024 recordings pay half as much again.
-const POOL_HANDLES: u64 = 384;
+/// per handle. With 384 a pipeline over three streams holds 1.035 of its peak, with 1024 recordings pay a quarter more.
+const POOL_HANDLES: u64 = 640;
+/// The same where time counts more than memory.
+const QUICK_POOL_HANDLES: u64 = 384;
 const POOL_HANDLE_MAX: u64 = 32 << 20;
 /// Where time counts more than memory, a growth is one handle of up to so many shares, or this many handles,
 /// none of more shares than that.
@@ -259,8 +261,12 @@ impl Physical {
         if want.space == SpaceId::Small {
             return PHYSICAL_GRANULE;
         }
+        let handles = match self.tuning.profile {
+            Profile::Dense => POOL_HANDLES,
+            Profile::Quick => QUICK_POOL_HANDLES,
+        };
         let mut share = PHYSICAL_GRANULE;
-        while share * POOL_HANDLES < reserved && share < POOL_HANDLE_MAX {
+        while share * handles < reserved && share < POOL_HANDLE_MAX {
             share *= 2;
         }
         let request = u64::from(want.granules) * GRANULE;

@@ -1,0 +1,246 @@
+//! Replays of a trace under limits, each with settings of its own, and what becomes of them.
+
+use crate::machine::{Ground, Machine};
+use crate::replay::{self, CannotBegin, Fault};
+use crate::{Failure, text};
+use cualloc::Error;
+use cualloc::allocator::{Config, Policy};
+use cualloc::trace::{Capacity, Pass, Replay, ReplayReport, Trace};
+
+/// What is tried, from what is usually cheap to what usually needs least.
+const CHOICES: [&str; 6] = [
+    "policy=classic",
+    "policy=packed,profile=quick,views=off",
+    "policy=packed,profile=quick",
+    "policy=packed,views=off",
+    "policy=packed",
+    "policy=packed,handle=2M",
+];
+
+/// An allocator that never holds more than this part of its limit does the same under every larger one: the
+/// policies look at the limit from its half on, and no request exceeds what is held in the end.
+const UNSEEN: u64 = 4;
+
+/// Settings to try.
+pub struct Choice {
+    /// As `CUALLOC_CONFIG` takes them, without a limit.
+    pub text: String,
+    pub config: Config,
+}
+
+impl Choice {
+    /// All there are: those of the environment, if it has some, and those of [`CHOICES`].
+    pub fn all(environment: Option<&str>) -> Result<Vec<Choice>, Failure> {
+        let own = environment.map(without_limit);
+        let own = own.filter(|own| !own.is_empty() && !CHOICES.contains(&own.as_str()));
+        let texts = own
+            .into_iter()
+            .chain(CHOICES.iter().map(ToString::to_string));
+        texts
+            .map(|text| match text.parse() {
+                Ok(config) => Ok(Choice { text, config }),
+                Err(error) => Err(Failure::Usage(format!("{text}: {error}"))),
+            })
+            .collect()
+    }
+
+    /// As a table shows them.
+    pub fn shown(&self) -> String {
+        let words = self.text.split(',').map(|word| match word.split_once('=') {
+            Some(("policy" | "profile", value)) => value,
+            _ => word,
+        });
+        words.collect::<Vec<_>>().join(" ")
+    }
+
+    /// The settings with a limit, as `CUALLOC_CONFIG` takes them.
+    pub fn under(&self, limit: u64) -> String {
+        format!("{},limit={limit}", self.text)
+    }
+}
+
+fn without_limit(text: &str) -> String {
+    let key = |pair: &str| pair.split('=').next().map(str::trim) == Some("limit");
+    let kept = text.split(',').map(str::trim).filter(|pair| !key(pair));
+    kept.collect::<Vec<_>>().join(",")
+}
+
+/// What became of one choice under one limit.
+#[derive(Clone)]
+pub struct Trial {
+    pub policy: Policy,
+    /// The most bytes of memory held.
+    pub reserved_peak: u64,
+    /// All passes, if they completed.
+    pub passes: Vec<Pass>,
+    /// How often memory was given back, or work waited for, before an allocation was tried again.
+    pub retries: u64,
+    /// Why it does not fit.
+    pub why: Option<String>,
+}
+
+impl Trial {
+    pub fn fits(&self) -> bool {
+        self.why.is_none()
+    }
+
+    /// Nanoseconds in the driver over all passes.
+    pub fn nanos(&self) -> u64 {
+        self.passes.iter().map(|pass| pass.calls.nanos()).sum()
+    }
+
+    fn refused(policy: Policy, why: String) -> Trial {
+        Trial {
+            policy,
+            reserved_peak: 0,
+            passes: Vec::new(),
+            retries: 0,
+            why: Some(why),
+        }
+    }
+}
+
+/// Why there is no answer for a trace.
+pub enum Stop {
+    /// A replay could not begin.
+    Begin(CannotBegin),
+    /// One went wrong other than for want of memory.
+    Faults(Vec<Fault>),
+    /// The simulator cannot be had.
+    Command(Failure),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Stop {
+        Stop::Begin(error.into())
+    }
+}
+
+/// Who hears of settings and limits.
+type Told<'a> = Box<dyn FnMut(&str, u64) + 'a>;
+
+/// All trials of a trace. Sizes share what they can.
+pub struct Trials<'a> {
+    trace: &'a Trace,
+    choices: &'a [Choice],
+    ground: Ground,
+    told: Told<'a>,
+    /// Of each choice, by limit.
+    known: Vec<Vec<(u64, Trial)>>,
+}
+
+impl<'a> Trials<'a> {
+    /// `told` hears before each replay which settings it has, and which limit.
+    pub fn new(
+        machine: &Machine,
+        lag: u64,
+        trace: &'a Trace,
+        choices: &'a [Choice],
+        told: impl FnMut(&str, u64) + 'a,
+    ) -> Result<Trials<'a>, Stop> {
+        let ground = machine.context(lag);
+        Ok(Trials {
+            trace,
+            choices,
+            ground: ground.map_err(|error| Stop::Command(error.into()))?,
+            told: Box::new(told),
+            known: choices.iter().map(|_| Vec::new()).collect(),
+        })
+    }
+
+    /// The trial of a choice, by its index, under a limit.
+    pub fn under(&mut self, index: usize, limit: u64) -> Result<Trial, Stop> {
+        let same = |tried: u64, trial: &Trial| {
+            let unseen = trial.reserved_peak.saturating_mul(UNSEEN);
+            tried == limit || trial.fits() && unseen <= tried.min(limit)
+        };
+        let mut known = self.known[index].iter();
+        if let Some((_, trial)) = known.find(|(tried, trial)| same(*tried, trial)) {
+            return Ok(trial.clone());
+        }
+        let trial = self.replay(index, limit)?;
+        self.known[index].push((limit, trial.clone()));
+        Ok(trial)
+    }
+
+    fn replay(&mut self, index: usize, limit: u64) -> Result<Trial, Stop> {
+        let choice = &self.choices[index];
+        let config = choice.config.clone().limit(Some(limit));
+        let peak = self.trace.requested_peak();
+        if peak > limit {
+            let why = format!("{peak} bytes are asked for at once");
+            return Ok(Trial::refused(config.policy, why));
+        }
+        // Settings and limit can contradict each other.
+        if let Err(error) = config.validate() {
+            return Ok(Trial::refused(config.policy, error.to_string()));
+        }
+        (self.told)(&choice.text, limit);
+        let replay = Replay::new(self.trace).config(config);
+        let report = replay
+            .repeat(Capacity::REPLAYS)
+            .run(self.ground.context())?;
+        trial(report)
+    }
+
+    /// The smallest limit that the choice which needs least runs under, as `cualloc capacity` finds it.
+    pub fn needed(&mut self) -> Result<Option<u64>, Stop> {
+        let Some(choice) = self.choices.last() else {
+            return Ok(None);
+        };
+        let told = &mut self.told;
+        let search = Replay::new(self.trace)
+            .config(choice.config.clone())
+            .on_progress(|limit| told(&choice.text, limit))
+            .capacity(self.ground.context())?;
+        match search.fault {
+            Some(report) => Err(Stop::Faults(replay::faults(&report))),
+            None => Ok(search.limit),
+        }
+    }
+}
+
+fn trial(mut report: ReplayReport) -> Result<Trial, Stop> {
+    let why = match (report.failed, &report.error) {
+        (Some((pass, row)), Some(error)) if error.is_out_of_memory() => {
+            let why = text::chain(error);
+            Some(format!("replay {pass} fails at row {row}: {why}"))
+        }
+        _ => None,
+    };
+    if why.is_some() {
+        (report.failed, report.error) = (None, None);
+    }
+    if !report.is_clean() {
+        return Err(Stop::Faults(replay::faults(&report)));
+    }
+    let (stats, steps) = (report.stats, report.stats.reclaim);
+    Ok(Trial {
+        policy: report.policy,
+        reserved_peak: report.reserved_peak_max(),
+        passes: report.passes,
+        retries: stats.retries + steps.released + steps.host_waits + steps.synchronised,
+        why,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_are_those_of_the_list_and_of_the_environment() {
+        let texts = |environment| {
+            let choices = Choice::all(environment).map_err(|error| error.to_string());
+            let choices = choices.unwrap().into_iter();
+            choices.map(|choice| choice.text).collect::<Vec<_>>()
+        };
+        assert_eq!(texts(None), CHOICES);
+        assert_eq!(texts(Some(" limit = 5G ")), CHOICES);
+        assert_eq!(texts(Some("policy=packed,limit=5G")), CHOICES);
+        let own = texts(Some("slack=2%, limit=5G ,policy=packed"));
+        assert_eq!(own[0], "slack=2%,policy=packed");
+        assert_eq!(own[1..], CHOICES);
+        assert!(Choice::all(Some("polcy=packed")).is_err());
+    }
+}

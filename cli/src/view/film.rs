@@ -1,0 +1,238 @@
+//! What a replay showed: blocks, curves, and maps of memory at some instants.
+
+use super::encode::Columns;
+use super::levels::Levels;
+use cualloc::allocator::{BlockState, SegmentInfo};
+use cualloc::trace::{Op, Trace, Watched};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Pieces that all maps may have together; those taken in equal distances end there.
+const MAP_PIECES: usize = 300_000;
+
+/// One block of the trace, as the allocator placed it.
+pub struct Shown {
+    born: usize,
+    /// The row from which its memory may be used again; `None` if it lives to the end.
+    freed: Option<usize>,
+    address: u64,
+    asked: u64,
+    held: u64,
+    /// The index of its stream in the trace.
+    stream: usize,
+}
+
+/// The memory at one instant, after a row.
+pub struct Map {
+    pub row: usize,
+    pub segments: Vec<SegmentInfo>,
+    /// Indexes of streams by the driver's ids, as far as blocks told them.
+    streams: BTreeMap<u64, usize>,
+}
+
+/// What is collected while a trace is replayed.
+pub struct Film<'a> {
+    trace: &'a Trace,
+    pub blocks: Vec<Shown>,
+    /// Bytes as they were asked for, after each row.
+    pub requested: Vec<u64>,
+    /// Bytes of live blocks after rounding, after each row.
+    pub allocated: Vec<u64>,
+    /// Bytes held from the driver, after each row.
+    pub reserved: Vec<u64>,
+    pub maps: Vec<Map>,
+    pieces: usize,
+    /// Rows after which a map is taken, those in equal distances.
+    instants: BTreeSet<usize>,
+    peak_row: usize,
+}
+
+impl<'a> Film<'a> {
+    pub fn new(trace: &'a Trace, maps: u16) -> Film<'a> {
+        let rows = trace.rows().len();
+        let distances = 1..=u128::from(maps);
+        let instants = distances.map(|n| (rows as u128 * n / (u128::from(maps) + 1)) as usize);
+        Film {
+            trace,
+            blocks: Vec::with_capacity(trace.allocations().len()),
+            requested: Vec::with_capacity(rows),
+            allocated: Vec::with_capacity(rows),
+            reserved: Vec::with_capacity(rows),
+            maps: Vec::new(),
+            pieces: 0,
+            instants: instants.collect(),
+            peak_row: peak_row(trace),
+        }
+    }
+
+    /// Takes in what a row came to.
+    pub fn watch(&mut self, seen: &Watched<'_>) {
+        let row = self.trace.rows()[seen.row];
+        let (mut requested, mut allocated) = (last(&self.requested), last(&self.allocated));
+        if let Some(block) = seen.block {
+            let outline = &self.trace.allocations()[row.id];
+            requested += outline.bytes;
+            allocated += block.size();
+            let streams = self.trace.streams();
+            self.blocks.push(Shown {
+                born: seen.row,
+                freed: outline.released,
+                address: block.ptr(),
+                asked: outline.bytes,
+                held: block.size(),
+                stream: streams.partition_point(|number| *number < outline.stream),
+            });
+        } else if row.op != Op::Allocate
+            && let Some(block) = self.blocks.get(row.id)
+            && block.freed == Some(seen.row)
+        {
+            requested -= block.asked;
+            allocated -= block.held;
+        }
+        self.requested.push(requested);
+        self.allocated.push(allocated);
+        let must = seen.row == self.peak_row
+            || seen.error.is_some()
+            || seen.row + 1 == self.trace.rows().len();
+        if must || (self.instants.contains(&seen.row) && self.pieces < MAP_PIECES) {
+            let (stats, segments) = seen.allocator.stats_and_snapshot();
+            self.reserved.push(stats.all.reserved.current);
+            self.pieces += segments.iter().map(|s| s.blocks.len()).sum::<usize>();
+            let streams = self.known_streams(seen.row, &segments);
+            self.maps.push(Map {
+                row: seen.row,
+                segments,
+                streams,
+            });
+        } else {
+            self.reserved
+                .push(seen.allocator.stats().all.reserved.current);
+        }
+    }
+
+    /// Which stream of the trace is behind an id of the driver's: live blocks tell.
+    fn known_streams(&self, row: usize, segments: &[SegmentInfo]) -> BTreeMap<u64, usize> {
+        let live = self
+            .blocks
+            .iter()
+            .filter(|block| block.freed.is_none_or(|freed| freed > row));
+        let by_address: BTreeMap<u64, usize> =
+            live.map(|block| (block.address, block.stream)).collect();
+        let blocks = segments.iter().flat_map(|segment| &segment.blocks);
+        let told = blocks.filter(|block| block.state == BlockState::Live);
+        told.filter_map(|block| Some((block.stream?, *by_address.get(&block.address)?)))
+            .collect()
+    }
+
+    /// Rows that were replayed, the failed one too.
+    pub fn rows(&self) -> usize {
+        self.requested.len()
+    }
+
+    /// All of it as columns.
+    pub fn columns(&self) -> Columns {
+        let mut columns = Columns::default();
+        let end = self.rows() as u64;
+        let blocks = || self.blocks.iter();
+        columns.add("born", blocks().map(|block| block.born as u64));
+        let freed = |block: &Shown| block.freed.map_or(end, |row| end.min(row as u64));
+        columns.add("life", blocks().map(|b| freed(b) - b.born as u64));
+        columns.add("address", blocks().map(|block| block.address));
+        columns.add("asked", blocks().map(|block| block.asked));
+        columns.add("held", blocks().map(|block| block.held));
+        columns.add("stream", blocks().map(|block| block.stream as u64));
+        // Memory comes and goes rarely.
+        let changes: Vec<usize> = (0..self.rows())
+            .filter(|row| *row == 0 || self.reserved[*row] != self.reserved[*row - 1])
+            .collect();
+        columns.add("reserved.row", changes.iter().map(|row| *row as u64));
+        columns.add("reserved", changes.iter().map(|row| self.reserved[*row]));
+        let curves = [
+            ("requested", &self.requested),
+            ("allocated", &self.allocated),
+            ("reserved", &self.reserved),
+        ];
+        for (name, curve) in curves {
+            let levels = Levels::of(curve);
+            columns.add(format!("{name}.least"), levels.least);
+            columns.add(format!("{name}.most"), levels.most);
+        }
+        self.add_maps(&mut columns);
+        columns
+    }
+
+    fn add_maps(&self, columns: &mut Columns) {
+        let maps = || self.maps.iter();
+        columns.add("map.row", maps().map(|map| map.row as u64));
+        columns.add("map.segments", maps().map(|map| map.segments.len() as u64));
+        let segments = || maps().flat_map(|map| &map.segments);
+        columns.add("segment.address", segments().map(|s| s.address));
+        columns.add("segment.size", segments().map(|s| s.size));
+        let kind = |s: &SegmentInfo| {
+            u64::from(s.small) | u64::from(s.mapped) << 1 | u64::from(s.view) << 2
+        };
+        columns.add("segment.kind", segments().map(kind));
+        columns.add("segment.blocks", segments().map(|s| s.blocks.len() as u64));
+        let blocks = || {
+            maps().flat_map(|map| {
+                let blocks = map.segments.iter().flat_map(|segment| {
+                    let blocks = segment.blocks.iter();
+                    blocks.map(|block| (segment.address, block))
+                });
+                blocks.map(move |(begin, block)| (map, block.address - begin, block))
+            })
+        };
+        columns.add("piece.offset", blocks().map(|(_, offset, _)| offset));
+        columns.add("piece.size", blocks().map(|(.., block)| block.size));
+        columns.add("piece.asked", blocks().map(|(.., block)| block.requested));
+        columns.add("piece.state", blocks().map(|(.., b)| state(b.state)));
+        // From 1 on; 0 is none, and what no block told is behind the last.
+        let unknown = self.trace.streams().len();
+        let number = |map: &Map, id: Option<u64>| {
+            id.map_or(0, |id| {
+                map.streams.get(&id).copied().unwrap_or(unknown) as u64 + 1
+            })
+        };
+        columns.add(
+            "piece.stream",
+            blocks().map(|(m, _, b)| number(m, b.stream)),
+        );
+        let waits = |map, pending: &[u64]| number(map, pending.first().copied());
+        columns.add(
+            "piece.pending",
+            blocks().map(|(m, _, b)| waits(m, &b.pending)),
+        );
+    }
+}
+
+/// States by their place in the page's list.
+fn state(state: BlockState) -> u64 {
+    match state {
+        BlockState::Live => 0,
+        BlockState::Free => 1,
+        BlockState::Pending => 2,
+        BlockState::Aliased => 3,
+        BlockState::Quarantined => 4,
+        _ => 5,
+    }
+}
+
+fn last(curve: &[u64]) -> u64 {
+    curve.last().copied().unwrap_or(0)
+}
+
+/// The row after which the most requested bytes are live.
+fn peak_row(trace: &Trace) -> usize {
+    let (mut live, mut peak, mut found) = (0u64, 0, 0);
+    for (index, row) in trace.rows().iter().enumerate() {
+        let block = &trace.allocations()[row.id];
+        if row.op == Op::Allocate {
+            live += block.bytes;
+        } else if block.released == Some(index) {
+            live -= block.bytes;
+        }
+        if live > peak {
+            (peak, found) = (live, index);
+        }
+    }
+    found
+}

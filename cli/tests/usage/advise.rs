@@ -1,0 +1,171 @@
+//! `advise`: what it predicts is what replays measure, and what it refuses.
+
+use crate::{cualloc, data, fed, object, refused, run, stderr, stdout};
+use serde_json::Value;
+
+const HEADER: &str = "op,id,bytes,stream\n";
+
+fn advice(path: &str, memory: &str) -> Vec<Value> {
+    let output = run(&["advise", "--json", "-q", path, "--memory", memory]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+/// A choice against three replays under exactly its settings.
+fn measure(path: &str, choice: &Value) {
+    let settings = choice["settings"].as_str().unwrap();
+    let output = cualloc()
+        .env("CUALLOC_CONFIG", settings)
+        .args(["replay", "--device", "sim", "--json", "-q"])
+        .args(["--repeat", "3", path])
+        .output()
+        .unwrap();
+    let line = object(&output);
+    assert_eq!(line["completed"], choice["fits"], "{path}: {settings}");
+    if choice["fits"] == true {
+        let replays = line["replays"].as_array().unwrap().iter();
+        let measured = replays.map(|replay| replay["reserved_peak_bytes"].as_f64().unwrap());
+        let measured = measured.fold(0.0, f64::max);
+        let predicted = choice["reserved_peak_bytes"].as_f64().unwrap();
+        let off = (predicted - measured).abs() / measured;
+        assert!(off <= 0.01, "{path}: {settings}: {predicted} {measured}");
+    }
+}
+
+/// Three sizes: what is asked for and a little, one and a half, and ten times as much.
+fn predicted_and_measured(name: &str, peak: u64) {
+    let path = data(&format!("{name}.csv.gz"));
+    let sizes = [peak + peak / 200, peak + peak / 2, peak * 10];
+    let text = sizes.map(|size| size.to_string()).join(",");
+    let lines = advice(&path, &text);
+    assert_eq!(lines.len(), sizes.len());
+    for (line, size) in lines.iter().zip(sizes) {
+        assert_eq!(line["requested_peak_bytes"], peak);
+        assert_eq!(line["memory_bytes"], size);
+        let choices = line["choices"].as_array().unwrap();
+        assert_eq!(choices.len(), 6);
+        assert_eq!(line["fits"], choices[0]["fits"]);
+        let fitting = choices.iter().filter(|choice| choice["fits"] == true);
+        let nanos: Vec<u64> = fitting.map(|c| c["driver_ns"].as_u64().unwrap()).collect();
+        assert!(nanos.is_sorted(), "{nanos:?}");
+        for choice in choices {
+            measure(&path, choice);
+        }
+        let bytes = |key: &str| line[key].as_u64();
+        let needed = bytes("needed_bytes").unwrap();
+        match line["fits"] == true {
+            true => assert_eq!(bytes("spare_bytes"), Some(size - needed)),
+            false => assert_eq!(bytes("missing_bytes"), Some(needed - size)),
+        }
+    }
+    assert_eq!(lines[2]["fits"], true);
+}
+
+#[test]
+fn dataframe_fits_as_predicted() {
+    predicted_and_measured("dataframe", 5_679_826_971);
+}
+
+#[test]
+fn gpt2_varlen_fits_as_predicted() {
+    predicted_and_measured("gpt2_varlen", 11_358_326_376);
+}
+
+#[test]
+fn resnet50_fits_as_predicted() {
+    predicted_and_measured("resnet50", 3_124_434_960);
+}
+
+#[test]
+fn serve_streams_fits_as_predicted() {
+    predicted_and_measured("serve_streams", 682_294_760);
+}
+
+#[test]
+fn settings_of_the_environment_are_tried_among_the_others() {
+    let lf = data("lf.csv");
+    let mut command = cualloc();
+    command.env("CUALLOC_CONFIG", "slack=3%,limit=1M");
+    command.args(["advise", "--json", "--memory", "1G", &lf]);
+    let output = command.output().unwrap();
+    assert!(stderr(&output).contains("limit of CUALLOC_CONFIG is not used"));
+    let line = object(&output);
+    let choices = line["choices"].as_array().unwrap();
+    assert_eq!(choices.len(), 7);
+    let own = |choice: &&Value| choice["settings"] == "slack=3%,limit=1073741824";
+    assert_eq!(choices.iter().filter(own).count(), 1);
+}
+
+#[test]
+fn what_is_no_recording_or_no_size_is_refused() {
+    let lf = data("lf.csv");
+    for (arguments, words) in [
+        (&["advise", &lf][..], "--memory"),
+        (&["advise", &lf, "--memory", "0"], "--memory"),
+        (&["advise", &lf, "--memory", "1G,50%"], "--memory"),
+        (&["advise", "-", "-", "--memory", "1G"], "given twice"),
+        (
+            &["advise", &lf, "--memory", "1G", "--device", "cuda"],
+            "not for advise",
+        ),
+        (
+            &["advise", &lf, "--memory", "1G", "--sim-memory", "1G"],
+            "not for advise",
+        ),
+    ] {
+        refused(&run(arguments), words);
+    }
+    let one = |bytes: u64| format!("{HEADER}a,0,{bytes},0\nf,0,0,0\n");
+    for (input, words) in [
+        ("garbage".to_owned(), "first line"),
+        (one(0), "no bytes"),
+        (one(1 << 63), "no device has"),
+        (one(u64::MAX), "no device has"),
+        ("\u{0}\u{80}\u{2}".to_owned(), "first line"),
+    ] {
+        let arguments = ["advise", "-", "--json", "--memory", "1G,16777215TiB"];
+        let output = fed(&arguments, input.as_bytes());
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        let line = object(&output);
+        assert!(line["error"].as_str().unwrap().contains(words), "{line}");
+    }
+    // A pickle that is none.
+    let output = fed(&["advise", "-", "--memory", "1G"], b"\x80\x02garbage");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).starts_with("error: <stdin>: "));
+}
+
+#[test]
+fn what_does_not_fit_is_an_answer() {
+    let arguments = ["advise", "-", "--json", "--memory", "1,1M,2M"];
+    let output = fed(&arguments, format!("{HEADER}a,0,100,0\n").as_bytes());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    let lines: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let fits: Vec<&Value> = lines.iter().map(|line| &line["fits"]).collect();
+    assert_eq!(fits, [false, false, true]);
+    assert_eq!(lines[1]["missing_bytes"], 1 << 20);
+    assert_eq!(lines[0]["reasons"][0], "100 bytes are asked for at once");
+}
+
+#[test]
+fn tables_of_advice_fit_the_terminal() {
+    let lf = data("lf.csv");
+    for columns in [60, 80, 120] {
+        let mut command = cualloc();
+        command.env("COLUMNS", columns.to_string());
+        command.args(["advise", "--all", "--memory", "1M,24GiB", &lf]);
+        let output = command.output().unwrap();
+        let text = stdout(&output);
+        let widest = text.lines().map(|line| line.chars().count()).max();
+        assert!(widest.unwrap() <= columns, "{text}");
+        assert!(text.contains("packed quick views=off"), "{text}");
+        assert!(stderr(&output).contains("does not fit into 1 MiB"));
+    }
+}

@@ -1,0 +1,74 @@
+//! What rings have room for, and which events cannot push others out.
+
+use crate::recorder::blocks;
+use crate::scene::{MIB, Scene, alone, memory};
+use cualloc::record::Action;
+use cualloc::sim::SimConfig;
+
+#[test]
+fn all_blocks_that_are_live_at_the_start_are_held() {
+    const BLOCKS: usize = 40_000;
+    let _alone = alone();
+    let scene = Scene::new("");
+    let stream = scene.stream();
+    let live: Vec<_> = (0..BLOCKS)
+        .map(|_| scene.allocator.allocate(512, &stream).unwrap())
+        .collect();
+    let recorder = memory();
+    let recording = recorder.read().unwrap();
+    assert_eq!(recording.lost(), 0);
+    let held = blocks(&recording, &scene);
+    assert_eq!(held.len(), BLOCKS);
+    assert!(held.iter().all(|event| event.action == Action::Held));
+    drop(live);
+}
+
+#[test]
+fn large_blocks_push_out_neither_devices_nor_streams_nor_memory() {
+    let _alone = alone();
+    let devices = SimConfig::with_devices(2, 1 << 30);
+    let scene = Scene::on_device(devices, 1, "policy=classic");
+    let stream = scene.stream();
+    let recorder = memory();
+    for _ in 0..40_000 {
+        drop(scene.allocator.allocate(3 * MIB, &stream).unwrap());
+    }
+    let recording = recorder.read().unwrap();
+    assert!(recording.lost() > 0);
+    let id = scene.allocator.id() as u16;
+    assert_eq!(recording.device_of(id), 1);
+    let event = *blocks(&recording, &scene).last().unwrap();
+    let used = recording.streams()[usize::from(event.stream)];
+    assert_eq!(used.handle, stream.raw() as u64);
+    let own = recording.events().iter().filter(|e| e.allocator == id);
+    let mapped = own.filter(|e| matches!(e.action, Action::Map { .. }));
+    let reserved = scene.allocator.stats().all.reserved.current;
+    assert_eq!(mapped.map(|e| e.bytes).sum::<u64>(), reserved);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn events_that_no_ring_of_a_file_is_left_for_are_counted() {
+    use cualloc::record::{Recorder, Recording, Target};
+    use std::os::unix::fs::MetadataExt;
+    const STREAMS: usize = 70;
+    let _alone = alone();
+    let folder = crate::common::Folder::new("record-missed");
+    let path = folder.file("ring.rec");
+    let scene = Scene::new("");
+    let recorder = Recorder::start(Target::Mapped(&path)).unwrap();
+    // A hole would end the process if the disk were full when it is written to.
+    let file = std::fs::metadata(&path).unwrap();
+    assert!(file.blocks() * 512 >= file.len(), "{file:?}");
+    let streams: Vec<_> = (0..STREAMS).map(|_| scene.stream()).collect();
+    for stream in &streams {
+        for _ in 0..10 {
+            drop(scene.allocator.allocate(512, stream).unwrap());
+        }
+    }
+    drop(recorder);
+    let recording = Recording::read(&std::fs::read(&path).unwrap()).unwrap();
+    let found = blocks(&recording, &scene).len();
+    assert!(found < 20 * STREAMS, "{found}");
+    assert_eq!(found as u64 + recording.lost(), 20 * STREAMS as u64);
+}
