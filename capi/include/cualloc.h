@@ -2,16 +2,17 @@
  *
  * Functions return CUALLOC_OK (0) or another code below; cualloc_last_error() has a text then. What a call returns
  * through a pointer is 0 after every failure. All of them may be called from any thread, with any context current or
- * none, and leave that as it is. Handles (cualloc_t *, cualloc_options_t *) are numbers, never dereferenced and never
- * used again: null is CUALLOC_INVALID_ARGUMENT, any other value that is no living handle CUALLOC_CLOSED. In a forked
- * child of the process that made them nothing but CUALLOC_CONTEXT_LOST can be had of them. Addresses of device
- * memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver as void *. How it is built,
- * installed and used: docs/clients/c.md. */
+ * none, and leave that as it is. Handles (cualloc_t *, cualloc_options_t *, cualloc_pool_t *) are numbers, never
+ * dereferenced and never used again: null is CUALLOC_INVALID_ARGUMENT, any other value that is no living handle
+ * CUALLOC_CLOSED. In a forked child of the process that made them nothing but CUALLOC_CONTEXT_LOST can be had of
+ * them. Addresses of device memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver
+ * as void *. How it is built, installed and used: docs/clients/c.md. */
 
 
 #ifndef CUALLOC_H
 #define CUALLOC_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -19,7 +20,32 @@
  * Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
  * without a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 2
+#define CUALLOC_ABI_VERSION 3
+
+/**
+ * Requests of the capture with the id that cualloc_scope_t.capture has, on all its streams.
+ */
+#define CUALLOC_SCOPE_CAPTURE 1
+
+/**
+ * Requests of the next capture for which the calling thread asks for memory, on all its streams.
+ */
+#define CUALLOC_SCOPE_NEXT_CAPTURE 2
+
+/**
+ * Requests on the stream cualloc_scope_t.stream, captured or not.
+ */
+#define CUALLOC_SCOPE_STREAM 3
+
+/**
+ * Requests on streams to which cualloc_scope_t.when says yes.
+ */
+#define CUALLOC_SCOPE_WHEN 4
+
+/**
+ * Requests of the calling thread, on all streams, captured or not.
+ */
+#define CUALLOC_SCOPE_THREAD 5
 
 /**
  * The call did what it was asked to do.
@@ -53,7 +79,8 @@
 #define CUALLOC_CAPTURING 5
 
 /**
- * The handle is not one of a living allocator (or of living options): it was destroyed, or never was one.
+ * The handle is not one of a living allocator (or of living options, or a graph pool): it was destroyed, or never was
+ * one.
  */
 #define CUALLOC_CLOSED 6
 
@@ -92,6 +119,11 @@
  * Options for a new allocator. A handle, as cualloc_t is.
  */
 typedef struct cualloc_options_t cualloc_options_t;
+
+/**
+ * A graph pool. A handle, as cualloc_t is.
+ */
+typedef struct cualloc_pool_t cualloc_pool_t;
 
 /**
  * An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
@@ -228,6 +260,101 @@ typedef struct cualloc_stats_t {
    */
   struct cualloc_pool_stats_t large_pool;
 } cualloc_stats_t;
+
+/**
+ * Whether requests on a stream go to a pool; with the data of its scope. Called by threads that allocate, without any
+ * lock held, by several at once. It must not throw. Requests that it makes itself go to no pool by a predicate.
+ */
+typedef bool (*cualloc_when_t)(void *data, void *stream);
+
+/**
+ * Is told, once, that nobody will call the predicate of a scope any more; with the scope's data.
+ */
+typedef void (*cualloc_done_t)(void *data);
+
+/**
+ * Which requests go to a pool. All fields but struct_size, which is set to sizeof(cualloc_scope_t), and kind are 0
+ * unless the kind needs them. Later versions of the library add fields at the end.
+ */
+typedef struct cualloc_scope_t {
+  /**
+   * Bytes of this structure as the caller knows it.
+   */
+  size_t struct_size;
+  /**
+   * CUALLOC_SCOPE_CAPTURE, ...
+   */
+  int32_t kind;
+  /**
+   * The id of a capture, as cuStreamGetCaptureInfo tells it.
+   */
+  uint64_t capture;
+  /**
+   * A stream, as cualloc_alloc takes it.
+   */
+  void *stream;
+  /**
+   * The predicate.
+   */
+  cualloc_when_t when;
+  /**
+   * Null, or what is told when the predicate is not needed any more.
+   */
+  cualloc_done_t done;
+  /**
+   * What both are called with.
+   */
+  void *data;
+} cualloc_scope_t;
+
+/**
+ * What a graph pool holds. The caller sets struct_size to sizeof(cualloc_footprint_t) before the call; it grows as
+ * cualloc_stats_t does.
+ */
+typedef struct cualloc_footprint_t {
+  /**
+   * Bytes of this structure as the caller knows it. Not changed.
+   */
+  size_t struct_size;
+  /**
+   * Bytes of live blocks, rounded up as they are handed out.
+   */
+  uint64_t live;
+  /**
+   * Live blocks, a number.
+   */
+  uint64_t blocks;
+  /**
+   * Bytes of free memory.
+   */
+  uint64_t free_bytes;
+  /**
+   * The most bytes of live blocks at once.
+   */
+  uint64_t peak;
+  /**
+   * Bytes held from the driver.
+   */
+  uint64_t physical;
+  /**
+   * Graphs, with the executables made of them and their launches, that may use the pool's addresses: a number.
+   */
+  uint64_t leases;
+} cualloc_footprint_t;
+
+/**
+ * PyTorch's name of a pool, as its functions pass it by value (MempoolId_t).
+ */
+typedef struct cualloc_torch_pool_id_t {
+  /**
+   * Of a pool that a capture has made; else 0.
+   */
+  uint64_t first;
+  /**
+   * Of a pool that a program has made; else 0.
+   */
+  uint64_t second;
+} cualloc_torch_pool_id_t;
 
 #ifdef __cplusplus
 extern "C" {
@@ -578,6 +705,100 @@ int32_t cualloc_reset_peaks(struct cualloc_t *allocator);
 int32_t cualloc_check(struct cualloc_t *allocator);
 
 /**
+ * Makes a pool of memory for stream captures: an arena of its own, whose addresses stay as they are as long as a graph
+ * that was captured with them, an executable made of it or a launch of that may use them. Requests go there by scopes
+ * (cualloc_pool_enter); they are ordinary calls of cualloc_alloc, and blocks are freed by cualloc_free. Inside a
+ * capture freed memory is used again behind the nodes that used it last. The caller promises that launches of graphs
+ * that share a pool are ordered one behind another on the device: docs/graphs.md.
+ *
+ * Errors: CUALLOC_UNSUPPORTED under the classic policy; CUALLOC_INVALID_ARGUMENT for a null handle or out,
+ * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is null then.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `out` is null or may be written.
+ */
+int32_t cualloc_pool_create(struct cualloc_t *allocator,
+                            struct cualloc_pool_t **out);
+
+/**
+ * Sends requests to a pool from here on, until *scope is left. Of several scopes that fit a request that of its
+ * capture counts, else of its stream, of a predicate, of its thread; and among equals the one that was entered last.
+ * A capture whose scopes were all left gets no more memory of the pool, so leave after cuStreamEndCapture.
+ *
+ * With a predicate: where this fails, neither it nor done is called. Else done is called, on whichever thread, when
+ * the scope was left, or ended with the pool or the allocator, and no thread is in the predicate.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null pool, which, when or scope, a struct_size smaller than that of the first
+ * version, an unknown kind, or a stream of another device; CUALLOC_CLOSED for a pool that was released;
+ * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is 0 then.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `which` is null or points to as many bytes as its `struct_size` says; a stream there is live, or null, 1 or 2, and
+ * retired before it is destroyed; predicate and data may be used from any thread until done is called. `scope` is null
+ * or may be written.
+ */
+int32_t cualloc_pool_enter(struct cualloc_pool_t *pool,
+                           const struct cualloc_scope_t *which,
+                           uint64_t *scope);
+
+/**
+ * Leaves a scope. Blocks that it gave stay as they are.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null pool, and a scope that was left before or is not one of this pool;
+ * CUALLOC_CLOSED for a pool that was released, which has left its scopes; CUALLOC_CONTEXT_LOST.
+ *
+ * Any thread.
+ */
+int32_t cualloc_pool_leave(struct cualloc_pool_t *pool,
+                           uint64_t scope);
+
+/**
+ * Ends a pool's handle: no further capture comes. Scopes that are open are left. The memory goes back to the driver as
+ * soon as no graph, executable or launch, and no block, uses it. cualloc_destroy ends the pools of its allocator; while
+ * a graph may use their memory it is CUALLOC_BUSY.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a pool that was released before,
+ * CUALLOC_CONTEXT_LOST.
+ *
+ * Any thread, also while a capture is under way.
+ */
+int32_t cualloc_pool_release(struct cualloc_pool_t *pool);
+
+/**
+ * Writes what a pool holds now. out->struct_size must be set before the call. The figures of cualloc_stats do not count
+ * it, the limit does.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out, or a struct_size that is smaller than itself;
+ * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. The fields are 0 then, if there is an out with a size.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `out` is null or points to a structure that has as many bytes as its `struct_size` says.
+ */
+int32_t cualloc_pool_footprint(struct cualloc_pool_t *pool,
+                               struct cualloc_footprint_t *out);
+
+/**
+ * Says that a graph (a CUgraph) which was not captured with a pool uses its memory: the pool's addresses stay as long
+ * as the graph, the executables made of it, and their launches.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER, also where the
+ * driver tells nobody of a graph's end.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `graph` is null or a live graph, which no other thread uses meanwhile.
+ */
+int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
+                            void *graph);
+
+/**
  * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied.
  *
  * Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
@@ -693,6 +914,65 @@ void *cualloc_torch_base(void *ptr,
  */
 int32_t cualloc_torch_record_stream(void *ptr,
                                     void *stream);
+
+/**
+ * PyTorch's hook before a capture (and for any other use of a pool): from here on requests on a device's streams to
+ * which the predicate says yes go to the pool with this id, which is made if there is none, until
+ * cualloc_torch_pool_end. Pools are graph pools of the device's shared allocator.
+ *
+ * Errors: as cualloc_create, cualloc_pool_create and cualloc_pool_enter; nothing was begun then, and done is not
+ * called.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * As cualloc_pool_enter.
+ */
+int32_t cualloc_torch_pool_begin(int32_t device,
+                                 struct cualloc_torch_pool_id_t id,
+                                 cualloc_when_t when,
+                                 cualloc_done_t done,
+                                 void *data);
+
+/**
+ * PyTorch's hook after a capture: ends what cualloc_torch_pool_begin has begun with this id, on the calling thread if
+ * it was there. What was not begun, or was ended before, is CUALLOC_OK.
+ *
+ * Errors: CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * Any thread, whatever context is current.
+ */
+int32_t cualloc_torch_pool_end(int32_t device,
+                               struct cualloc_torch_pool_id_t id);
+
+/**
+ * PyTorch's hook when a graph goes: once for each begin. The last one releases the pool (cualloc_pool_release). A pool
+ * that was not begun is CUALLOC_OK.
+ *
+ * Errors: CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_CLOSED if the device's allocator was destroyed.
+ *
+ * Any thread, whatever context is current.
+ */
+int32_t cualloc_torch_pool_release(int32_t device,
+                                   struct cualloc_torch_pool_id_t id);
+
+/**
+ * For captures that failed, of which PyTorch says nothing: ends and releases the last ones that the calling thread has
+ * begun and not ended, until so many are left. How many there are then: with UINT64_MAX nothing is done but to count.
+ * 0 in a forked child.
+ *
+ * Any thread, whatever context is current.
+ */
+uint64_t cualloc_torch_pool_abandon(uint64_t keep);
+
+/**
+ * The graph pool that PyTorch's pool with this id is now, for cualloc_pool_footprint; null if there is none. It is
+ * PyTorch's to release.
+ *
+ * Any thread.
+ */
+struct cualloc_pool_t *cualloc_torch_pool(int32_t device,
+                                          struct cualloc_torch_pool_id_t id);
 
 #ifdef __cplusplus
 }  // extern "C"

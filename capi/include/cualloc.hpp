@@ -13,6 +13,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -202,6 +204,102 @@ class allocator {
     }
 
     cualloc_t* handle_ = nullptr;
+};
+
+/* Sends requests to a pool until it goes. Its pool may go before. */
+class scope {
+  public:
+    scope() noexcept = default;
+    scope(cualloc_pool_t* pool, std::uint64_t number) noexcept : pool_(pool), number_(number) {}
+    scope(scope&& other) noexcept : pool_(other.pool_), number_(std::exchange(other.number_, 0)) {}
+    scope& operator=(scope&& other) noexcept {
+        std::swap(pool_, other.pool_);
+        std::swap(number_, other.number_);
+        return *this;
+    }
+    /* A failure is ignored: a pool that was released has left its scopes. leave() reports it. */
+    ~scope() {
+        if (number_ != 0) cualloc_pool_leave(pool_, number_);
+    }
+    void leave() { check(cualloc_pool_leave(pool_, std::exchange(number_, 0))); }
+    explicit operator bool() const noexcept { return number_ != 0; }
+
+  private:
+    cualloc_pool_t* pool_ = nullptr;
+    std::uint64_t number_ = 0;
+};
+
+/* Memory for stream captures, with one owner. All methods may be called from any thread. */
+class pool {
+  public:
+    explicit pool(const allocator& of) { check(cualloc_pool_create(of.get(), &handle_)); }
+    pool(pool&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+    pool& operator=(pool&& other) noexcept {
+        std::swap(handle_, other.handle_);
+        return *this;
+    }
+    /* As release(); a failure, as of an allocator that was closed before, is ignored. */
+    ~pool() {
+        if (handle_ != nullptr) cualloc_pool_release(handle_);
+    }
+    /* No further capture comes. Graphs keep the memory that they use. */
+    void release() { check(cualloc_pool_release(std::exchange(handle_, nullptr))); }
+    cualloc_pool_t* get() const noexcept { return handle_; }
+
+    scope enter_capture(std::uint64_t id) const {
+        cualloc_scope_t which = of(CUALLOC_SCOPE_CAPTURE);
+        which.capture = id;
+        return enter(which);
+    }
+    scope enter_next_capture() const { return enter(of(CUALLOC_SCOPE_NEXT_CAPTURE)); }
+    scope enter_stream(void* stream) const {
+        cualloc_scope_t which = of(CUALLOC_SCOPE_STREAM);
+        which.stream = stream;
+        return enter(which);
+    }
+    /* A predicate that throws says no. It is destroyed when no thread is in it. */
+    scope enter_when(std::function<bool(void*)> when) const {
+        using predicate = std::function<bool(void*)>;
+        auto kept = std::make_unique<predicate>(std::move(when));
+        cualloc_scope_t which = of(CUALLOC_SCOPE_WHEN);
+        which.when = [](void* data, void* stream) {
+            try {
+                return (*static_cast<predicate*>(data))(stream);
+            } catch (...) {
+                return false;
+            }
+        };
+        which.done = [](void* data) { delete static_cast<predicate*>(data); };
+        which.data = kept.get();
+        scope entered = enter(which);
+        kept.release();
+        return entered;
+    }
+    scope enter_thread() const { return enter(of(CUALLOC_SCOPE_THREAD)); }
+
+    cualloc_footprint_t footprint() const {
+        cualloc_footprint_t figures = {};
+        figures.struct_size = sizeof figures;
+        check(cualloc_pool_footprint(handle_, &figures));
+        return figures;
+    }
+    /* A graph (a CUgraph) that was not captured with the pool uses its memory. */
+    void retain(void* graph) const { check(cualloc_pool_retain(handle_, graph)); }
+
+  private:
+    static cualloc_scope_t of(std::int32_t kind) {
+        cualloc_scope_t which = {};
+        which.struct_size = sizeof which;
+        which.kind = kind;
+        return which;
+    }
+    scope enter(const cualloc_scope_t& which) const {
+        std::uint64_t number = 0;
+        check(cualloc_pool_enter(handle_, &which, &number));
+        return scope(handle_, number);
+    }
+
+    cualloc_pool_t* handle_ = nullptr;
 };
 
 }  // namespace cualloc

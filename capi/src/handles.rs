@@ -13,8 +13,8 @@ use cualloc::{Allocator, Error};
 
 use crate::barrier;
 use crate::calls::{self, Announced};
-use crate::cualloc_t;
 use crate::results::{CUALLOC_BUSY, CUALLOC_CLOSED, CUALLOC_UNSUPPORTED, Failure, NULL};
+use crate::{cualloc_t, pool_table};
 
 /// Allocators that can be there at once.
 const PLACES: usize = 4096;
@@ -197,6 +197,7 @@ pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<(), Failure> {
     let place = entered.place;
     drop(entered);
     forget(place, handle as u64)?;
+    pool_table::end_of(handle as u64);
     lost.map_or(Ok(()), |error| Err(error.into()))
 }
 

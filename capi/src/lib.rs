@@ -15,10 +15,13 @@ mod life;
 mod memory;
 mod message;
 mod options;
+mod pool_table;
+mod pools;
 mod results;
 mod shared;
 mod stats;
 mod torch;
+mod torch_pools;
 
 use std::ffi::c_char;
 
@@ -28,14 +31,16 @@ mod tests;
 pub use blocks::*;
 pub use life::*;
 pub use memory::*;
+pub use pools::*;
 pub use results::*;
 pub use shared::*;
 pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
 pub use torch::*;
+pub use torch_pools::*;
 
 /// Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
 /// without a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 2;
+pub const CUALLOC_ABI_VERSION: u32 = 3;
 
 /// An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
 /// out.
@@ -43,6 +48,9 @@ pub struct cualloc_t(());
 
 /// Options for a new allocator. A handle, as cualloc_t is.
 pub struct cualloc_options_t(());
+
+/// A graph pool. A handle, as cualloc_t is.
+pub struct cualloc_pool_t(());
 
 /// The interface that this library has: CUALLOC_ABI_VERSION of the header it was built with. A program that was
 /// compiled with a larger number may miss functions here.

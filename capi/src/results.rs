@@ -21,7 +21,8 @@ pub const CUALLOC_NOT_OURS: i32 = 3;
 pub const CUALLOC_NOT_LIVE: i32 = 4;
 /// The stream, or a stream that would have to be waited for, is being captured into a graph. Nothing was done.
 pub const CUALLOC_CAPTURING: i32 = 5;
-/// The handle is not one of a living allocator (or of living options): it was destroyed, or never was one.
+/// The handle is not one of a living allocator (or of living options, or a graph pool): it was destroyed, or never was
+/// one.
 pub const CUALLOC_CLOSED: i32 = 6;
 /// There is no usable CUDA driver.
 pub const CUALLOC_NO_DRIVER: i32 = 7;

@@ -136,8 +136,8 @@ pub(crate) fn of(allocator: &Allocator) -> cualloc_stats_t {
 /// How many bytes after `struct_size` the caller's structure takes, whole fields of 8 bytes.
 ///
 /// # Safety
-/// `out` is null, or points to the caller's structure.
-pub(crate) unsafe fn room(out: *const cualloc_stats_t) -> Result<usize, Failure> {
+/// `out` is null, or points to the caller's structure, which begins with its size.
+pub(crate) unsafe fn room<T>(out: *const T) -> Result<usize, Failure> {
     if out.is_null() {
         return Err(NULL);
     }
@@ -148,7 +148,7 @@ pub(crate) unsafe fn room(out: *const cualloc_stats_t) -> Result<usize, Failure>
         let why = "struct_size is not set: it is smaller than itself";
         return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
     }
-    let bytes = size.min(size_of::<cualloc_stats_t>()) - first;
+    let bytes = size.min(size_of::<T>()) - first;
     Ok(bytes - bytes % size_of::<u64>())
 }
 
@@ -156,11 +156,26 @@ pub(crate) unsafe fn room(out: *const cualloc_stats_t) -> Result<usize, Failure>
 ///
 /// # Safety
 /// `room` is what [`room`] says of `out`.
-pub(crate) unsafe fn write(stats: &cualloc_stats_t, out: *mut cualloc_stats_t, room: usize) {
+pub(crate) unsafe fn write<T>(figures: &T, out: *mut T, room: usize) {
     let first = size_of::<usize>();
     // SAFETY: both structures have these bytes, and they are different ones.
     unsafe {
-        let from = ptr::from_ref(stats).cast::<u8>().add(first);
+        let from = ptr::from_ref(figures).cast::<u8>().add(first);
         ptr::copy_nonoverlapping(from, out.cast::<u8>().add(first), room);
     }
+}
+
+/// What the caller says by a structure that begins with its size, of this version or a later one.
+///
+/// # Safety
+/// `from` is null, or points to as many bytes as its size says.
+pub(crate) unsafe fn given<T: Copy>(from: *const T) -> Result<T, Failure> {
+    // SAFETY: the caller's contract.
+    let room = unsafe { room(from) }?;
+    if room < size_of::<T>() - size_of::<usize>() {
+        let why = "struct_size is that of no version of the structure";
+        return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+    }
+    // SAFETY: it has all bytes of this version.
+    Ok(unsafe { from.read() })
 }

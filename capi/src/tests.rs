@@ -301,3 +301,63 @@ fn a_destroyed_allocators_place_gets_another_handle() {
     // SAFETY: looked up, and not found; null options are the defaults.
     assert_ne!(unsafe { cualloc_create(0, null(), null_mut()) }, CUALLOC_OK);
 }
+
+unsafe extern "C" fn never(_: *mut c_void, _: *mut c_void) -> bool {
+    false
+}
+
+unsafe extern "C" fn count(data: *mut c_void) {
+    // SAFETY: the tests give a counter that lives as long as the scope.
+    unsafe { *data.cast::<u32>() += 1 };
+}
+
+fn footprint(pool: *mut cualloc_pool_t) -> (i32, cualloc_footprint_t) {
+    let mut out = cualloc_footprint_t {
+        struct_size: size_of::<cualloc_footprint_t>(),
+        ..cualloc_footprint_t::default()
+    };
+    // SAFETY: the structure has its size.
+    let code = unsafe { cualloc_pool_footprint(pool, &mut out) };
+    (code, out)
+}
+
+#[test]
+fn pools_of_a_context_that_dies_first_are_left_alone() {
+    let (_one, simulator, driver) = world();
+    let raw = simulator.create_context(0).unwrap();
+    let (code, allocator) = create_in(raw);
+    assert_eq!(code, CUALLOC_OK, "{}", text());
+    let (mut pool, mut scope, mut told) = (null_mut(), 0, 0_u32);
+    let mut which = cualloc_scope_t {
+        struct_size: size_of::<cualloc_scope_t>(),
+        kind: CUALLOC_SCOPE_WHEN,
+        capture: 0,
+        stream: null_mut(),
+        when: Some(never),
+        done: Some(count),
+        data: (&raw mut told).cast(),
+    };
+    // SAFETY: the pointers are to locals.
+    unsafe {
+        assert_eq!(cualloc_pool_create(allocator, &mut pool), CUALLOC_OK);
+        assert_eq!(cualloc_pool_enter(pool, &which, &mut scope), CUALLOC_OK);
+        which.kind = CUALLOC_SCOPE_THREAD;
+        assert_eq!(cualloc_pool_enter(pool, &which, &mut scope), CUALLOC_OK);
+    }
+    let (code, block) = alloc(allocator, 8 << 20, null_mut());
+    assert_eq!((code, footprint(pool).1.blocks), (CUALLOC_OK, 1));
+    assert_ne!(block, 0);
+    assert!(simulator.destroy_context(raw));
+    let (code, none) = alloc(allocator, 64 << 20, null_mut());
+    assert_eq!((code, none), (CUALLOC_CONTEXT_LOST, 0), "{}", text());
+    simulator.take_reports();
+    let before = driver.calls();
+    assert_eq!(footprint(pool).0, CUALLOC_CONTEXT_LOST, "{}", text());
+    assert_eq!(cualloc_pool_leave(pool, scope), CUALLOC_OK, "{}", text());
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_CONTEXT_LOST);
+    assert_eq!(told, 1, "the other scope ended with the allocator");
+    assert_eq!(footprint(pool).0, CUALLOC_CLOSED);
+    assert_eq!(simulator.take_reports(), []);
+    let touched = driver.calls().total() - before.total();
+    assert_eq!(touched, 0, "{:?}", driver.calls());
+}

@@ -1,7 +1,7 @@
 //! The shared allocators in the shape of PyTorch's pluggable ones: functions that it calls by their addresses.
 //!
 //! PyTorch takes a null pointer for memory, so a layer in C++ stands between the two where an exception must be thrown
-//! (`python/companion.cpp`). Hooks for the pools of graphs (begin, end, release) have their place here, too.
+//! (`python/companion.cpp`). Hooks for the pools of graphs are in `torch_pools`.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -18,16 +18,24 @@ use crate::memory::cualloc_empty_cache;
 use crate::results::{
     CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_OURS, CUALLOC_OK, Failure,
 };
-use crate::{cualloc_t, handles, options, shared};
+use crate::{cualloc_t, handles, options, shared, torch_pools};
 
 /// Blocks that could not be freed because something was being captured: the allocator's handle and the address.
 static LATER: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 /// Whether there are any.
 static SOME_LATER: AtomicBool = AtomicBool::new(false);
 
-/// Frees what could not be freed when it was to be. What is still refused stays.
+/// Frees what could not be freed when it was to be, unless captures of PyTorch are under way: they would refuse it
+/// again at each call.
 #[cold]
 #[inline(never)]
+pub(crate) fn make_up() {
+    if SOME_LATER.load(Ordering::Relaxed) && !torch_pools::some_open() {
+        free_later();
+    }
+}
+
+/// Frees what could not be freed when it was to be. What is still refused stays.
 fn free_later() {
     // In a forked child a thread that is not there may hold the lock.
     if options::refuse_child().is_err() {
@@ -72,7 +80,7 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
         return std::ptr::null_mut();
     }
     if SOME_LATER.load(Ordering::Relaxed) {
-        free_later();
+        make_up();
     }
     let mut ptr = 0;
     call(|| {
@@ -142,9 +150,7 @@ pub extern "C" fn cualloc_torch_init(device_count: i32) {
 /// Any thread, whatever context is current.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_reset() {
-    if SOME_LATER.load(Ordering::Relaxed) {
-        free_later();
-    }
+    make_up();
     for allocator in shared::all() {
         // SAFETY: nothing is to be written.
         unsafe { cualloc_empty_cache(allocator, std::ptr::null_mut(), std::ptr::null_mut()) };

@@ -192,6 +192,21 @@ fn streams_and_contexts_are_the_callers() {
 }
 
 #[test]
+fn captures_go_through_pools_and_wrong_scopes_are_errors() {
+    let Some(driver) = simulated_driver() else {
+        return;
+    };
+    if let Some(program) = built("c11", &source("tests/c/pools.c"), Linked::Shared) {
+        let mut command = Command::new(&program);
+        command.arg(rounds("50")).env("CUALLOC_DRIVER", &driver);
+        let output = command.env_remove("CUALLOC_CONFIG").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{said}");
+        assert_eq!((&output.stdout[..], &*said), (&b"well\n"[..], ""));
+    }
+}
+
+#[test]
 fn the_cpp_face_owns_and_throws() {
     program("c++17", "face.cpp", Linked::Shared, &[]);
 }
@@ -282,7 +297,7 @@ fn the_shared_library_exports_what_is_listed_and_nothing_else() {
     let header = fs::read_to_string(source("include/cualloc.h")).unwrap();
     let declared = header
         .lines()
-        .filter(|line| !line.starts_with([' ', '/', '#', '}']));
+        .filter(|line| !line.starts_with([' ', '/', '#', '}']) && !line.starts_with("typedef"));
     let mut declared: Vec<&str> = declared
         .filter_map(|line| line.split_once('('))
         .filter_map(|(before, _)| before.rsplit([' ', '*']).next())

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <string>
 #include <type_traits>
 
@@ -31,6 +32,49 @@ static std::int32_t code_of(F&& run) {
 static_assert(std::is_nothrow_copy_constructible<cualloc::out_of_memory>::value, "exceptions are copied");
 static_assert(!std::is_copy_constructible<cualloc::block>::value, "a block has one owner");
 static_assert(!std::is_copy_constructible<cualloc::allocator>::value, "an allocator has one owner");
+
+static_assert(!std::is_copy_constructible<cualloc::pool>::value, "a pool has one owner");
+static_assert(!std::is_copy_constructible<cualloc::scope>::value, "a scope is left once");
+
+static void pools(const cualloc::allocator& gpu) {
+    cualloc::pool pool(gpu), other(gpu);
+    int asked = 0;
+    auto counted = std::make_shared<int>(0);
+    {
+        cualloc::scope scope = pool.enter_thread();
+        cualloc::block inside = gpu.allocate(1 << 20);
+        CHECK(pool.footprint().blocks == 1 && pool.footprint().live == 1 << 20);
+        cualloc::scope inner = other.enter_stream(nullptr);
+        cualloc::block next = gpu.allocate(1 << 20);
+        CHECK(other.footprint().blocks == 1 && pool.footprint().blocks == 1);
+        inner.leave();
+        CHECK(!inner && code_of([&] { inner.leave(); }) == CUALLOC_INVALID_ARGUMENT);
+        scope = other.enter_when([&asked, counted](void* stream) {
+            asked++;
+            if (asked == 1) throw 1;
+            return stream == nullptr;
+        });
+        /* The first one was left when it was overwritten, or is in `inner` now. */
+        CHECK(scope && counted.use_count() == 2);
+        cualloc::block refused = gpu.allocate(1 << 20);
+        CHECK(asked > 0 && other.footprint().blocks == 1);
+        cualloc::block taken = gpu.allocate(1 << 20);
+        CHECK(other.footprint().blocks == 2);
+    }
+    CHECK(counted.use_count() == 1);
+    CHECK(pool.footprint().blocks == 0 && other.footprint().blocks == 0);
+    {
+        cualloc::scope scopes[] = {pool.enter_capture(77), pool.enter_next_capture()};
+        cualloc::block outside = gpu.allocate(1 << 20);
+        CHECK(pool.footprint().blocks == 0 && scopes[0] && scopes[1]);
+        cualloc::pool moved = std::move(pool);
+        CHECK(pool.get() == nullptr);
+        moved.release();
+        CHECK(code_of([&] { scopes[0].leave(); }) == CUALLOC_CLOSED);
+        CHECK(code_of([&] { moved.enter_thread(); }) == CUALLOC_INVALID_ARGUMENT);
+    }
+    CHECK(code_of([&] { other.retain(nullptr); }) == CUALLOC_INVALID_ARGUMENT);
+}
 
 int main() {
     const char* device = std::getenv("CUALLOC_DEVICE");
@@ -64,6 +108,8 @@ int main() {
     CHECK(gpu.empty_cache().pending == 0);
     gpu.trim(0);
     gpu.reset_peaks();
+    gpu.check_everything();
+    pools(gpu);
     gpu.check_everything();
     cualloc::allocator moved = std::move(gpu);
     CHECK(gpu.get() == nullptr && moved.stats().blocks.current == 0);

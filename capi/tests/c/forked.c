@@ -7,10 +7,17 @@
 
 int main(void) {
     cualloc_t *allocator = new_allocator(), *made = (cualloc_t *)1;
-    uint64_t ptr = 0, other = 1;
+    cualloc_pool_t *pool = 0, *none = (cualloc_pool_t *)1;
+    cualloc_scope_t scope;
+    uint64_t ptr = 0, other = 1, entered = 0;
     int status = 0;
     pid_t child;
     EXPECT(CUALLOC_OK, cualloc_alloc(allocator, 4096, 0, &ptr));
+    memset(&scope, 0, sizeof scope);
+    scope.struct_size = sizeof scope;
+    scope.kind = CUALLOC_SCOPE_THREAD;
+    EXPECT(CUALLOC_OK, cualloc_pool_create(allocator, &pool));
+    EXPECT(CUALLOC_OK, cualloc_pool_enter(pool, &scope, &entered));
     child = fork();
     CHECK(child >= 0);
     if (child == 0) {
@@ -25,6 +32,11 @@ int main(void) {
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_trim(allocator, 0, 0, 0));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_usable_size(allocator, ptr, &other));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_check(allocator));
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_create(allocator, &none));
+        CHECK(none == 0);
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_enter(pool, &scope, &other));
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_leave(pool, entered));
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_release(pool));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_destroy(allocator));
         EXPECT(CUALLOC_OK, cualloc_stats(allocator, &stats));
         CHECK(stats.blocks.current == 0);
@@ -34,6 +46,8 @@ int main(void) {
     }
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
     EXPECT(CUALLOC_OK, cualloc_free(allocator, ptr));
+    EXPECT(CUALLOC_OK, cualloc_pool_leave(pool, entered));
+    EXPECT(CUALLOC_OK, cualloc_pool_release(pool));
     EXPECT(CUALLOC_OK, cualloc_destroy(allocator));
     puts("well");
     return 0;

@@ -1,0 +1,152 @@
+//! Graph pools by their handles, and the scopes of them that are open, by numbers that are never used again.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cualloc::allocator::{GraphPool, PoolScope};
+use cualloc::error::GraphPoolError;
+use cualloc::{Allocator, Error};
+
+use crate::results::{CUALLOC_CLOSED, Failure, NULL};
+use crate::{cualloc_pool_t, cualloc_t, handles, options};
+
+/// No address of a 64-bit processor begins so, and no other handle.
+const MARK: u64 = 0xca12_0000_0000_0000;
+const SHIFT: u32 = 4;
+
+/// A pool. It holds its allocator, so it goes with the allocator's handle at the latest.
+struct Kept {
+    /// The allocator's handle.
+    allocator: u64,
+    pool: Arc<GraphPool>,
+    open: BTreeMap<u64, PoolScope>,
+}
+
+#[derive(Default)]
+struct Known {
+    by_handle: BTreeMap<u64, Kept>,
+    pools: u64,
+    scopes: u64,
+}
+
+/// Nothing is dropped under this lock: what goes calls the allocator, and predicates of the caller's.
+fn known() -> Result<MutexGuard<'static, Known>, Failure> {
+    static KNOWN: Mutex<Known> = Mutex::new(Known {
+        by_handle: BTreeMap::new(),
+        pools: 0,
+        scopes: 0,
+    });
+    options::refuse_child()?;
+    Ok(KNOWN.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+const GONE: Failure = Failure::Said(
+    CUALLOC_CLOSED,
+    "the handle is that of no graph pool: it was released, its allocator was destroyed, or it never was one",
+);
+
+/// Makes a pool of an allocator.
+pub(crate) fn add(allocator: *mut cualloc_t) -> Result<*mut cualloc_pool_t, Failure> {
+    drop(known()?);
+    let entered = handles::enter(allocator)?;
+    let pool = entered.allocator().graph_pool();
+    let pool = pool.map_err(|error| handles::judged(entered.allocator(), error))?;
+    // The allocator is in this call, so a destroy that begins now finds the pool here.
+    let mut known = known()?;
+    known.pools += 1;
+    let handle = MARK | known.pools << SHIFT;
+    let kept = Kept {
+        allocator: allocator as u64,
+        pool: Arc::new(pool),
+        open: BTreeMap::new(),
+    };
+    known.by_handle.insert(handle, kept);
+    Ok(handle as *mut cualloc_pool_t)
+}
+
+/// Runs a call with a pool and its allocator, which stays until the call is over.
+pub(crate) fn with<T>(
+    handle: *mut cualloc_pool_t,
+    run: impl FnOnce(&GraphPool, &Allocator) -> Result<T, Error>,
+) -> Result<T, Failure> {
+    if handle.is_null() {
+        return Err(NULL);
+    }
+    let handle = handle as u64;
+    let owner = known()?.by_handle.get(&handle).map(|kept| kept.allocator);
+    let entered = handles::enter(owner.ok_or(GONE)? as *mut cualloc_t).map_err(|_| GONE)?;
+    let found = known()?
+        .by_handle
+        .get(&handle)
+        .map(|kept| Arc::clone(&kept.pool));
+    let pool = found.ok_or(GONE)?;
+    let done = run(&pool, entered.allocator());
+    drop(pool);
+    done.map_err(|error| handles::judged(entered.allocator(), error))
+}
+
+/// Keeps an open scope of a pool; its number.
+pub(crate) fn keep(handle: *mut cualloc_pool_t, scope: PoolScope) -> Result<u64, Failure> {
+    let mut known = known()?;
+    let number = known.scopes + 1;
+    match known.by_handle.get_mut(&(handle as u64)) {
+        Some(kept) => {
+            kept.open.insert(number, scope);
+            known.scopes = number;
+            Ok(number)
+        }
+        None => {
+            drop(known);
+            drop(scope);
+            Err(GONE)
+        }
+    }
+}
+
+/// Leaves a scope of a pool.
+pub(crate) fn leave(handle: *mut cualloc_pool_t, scope: u64) -> Result<(), Failure> {
+    with(handle, |_, _| {
+        let left = known().ok().and_then(|mut known| {
+            let kept = known.by_handle.get_mut(&(handle as u64))?;
+            kept.open.remove(&scope)
+        });
+        match left {
+            Some(left) => left.leave(),
+            None => Err(GraphPoolError::NotEntered.into()),
+        }
+    })
+}
+
+/// Ends a pool's handle, its open scopes with it: no further capture comes.
+pub(crate) fn release(handle: *mut cualloc_pool_t) -> Result<(), Failure> {
+    with(handle, |_, _| {
+        let removed = known().ok();
+        let removed = removed.and_then(|mut known| known.by_handle.remove(&(handle as u64)));
+        match removed {
+            Some(kept) => {
+                let released = kept.pool.release();
+                drop(kept);
+                released
+            }
+            // Another thread was faster.
+            None => Err(GraphPoolError::Released.into()),
+        }
+    })
+}
+
+/// Forgets the pools of an allocator that was destroyed. No call is under way with it.
+pub(crate) fn end_of(allocator: u64) {
+    let ended: Vec<Kept> = match known() {
+        Ok(mut known) => {
+            let of_it = |kept: &Kept| kept.allocator == allocator;
+            let all = known.by_handle.iter().filter(|(_, kept)| of_it(kept));
+            let ended: Vec<u64> = all.map(|(handle, _)| *handle).collect();
+            ended
+                .iter()
+                .filter_map(|handle| known.by_handle.remove(handle))
+                .collect()
+        }
+        Err(_) => return,
+    };
+    drop(ended);
+}

@@ -1,0 +1,238 @@
+//! PyTorch's hooks for the memory of graphs: its pools by device and id, which are graph pools of the shared allocators.
+//!
+//! PyTorch begins before a capture and ends after it, both with the id of a pool, and releases the pool once for each
+//! begin, when a graph goes. After a capture that failed it does neither: `cualloc_torch_pool_abandon` is for that.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+
+use crate::entry::call;
+use crate::pools::{CUALLOC_SCOPE_WHEN, cualloc_done_t, cualloc_scope_t, cualloc_when_t, enter};
+use crate::results::Failure;
+use crate::{cualloc_pool_t, options, pool_table, shared, torch};
+
+/// PyTorch's name of a pool, as its functions pass it by value (MempoolId_t).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct cualloc_torch_pool_id_t {
+    /// Of a pool that a capture has made; else 0.
+    pub first: u64,
+    /// Of a pool that a program has made; else 0.
+    pub second: u64,
+}
+
+/// A pool's device and id.
+type Name = (i32, cualloc_torch_pool_id_t);
+
+struct Pool {
+    /// The pool's handle.
+    handle: u64,
+    /// How often it was begun and not released.
+    begun: u64,
+}
+
+/// A scope that was begun and not ended.
+struct Open {
+    name: Name,
+    thread: ThreadId,
+    handle: u64,
+    scope: u64,
+}
+
+#[derive(Default)]
+struct Known {
+    pools: BTreeMap<Name, Pool>,
+    open: Vec<Open>,
+}
+
+/// How many scopes are open.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
+
+fn known() -> Result<MutexGuard<'static, Known>, Failure> {
+    static KNOWN: Mutex<Known> = Mutex::new(Known {
+        pools: BTreeMap::new(),
+        open: Vec::new(),
+    });
+    options::refuse_child()?;
+    Ok(KNOWN.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Whether captures of PyTorch are under way.
+pub(crate) fn some_open() -> bool {
+    OPEN.load(Ordering::Relaxed) > 0
+}
+
+/// PyTorch's hook before a capture (and for any other use of a pool): from here on requests on a device's streams to
+/// which the predicate says yes go to the pool with this id, which is made if there is none, until
+/// cualloc_torch_pool_end. Pools are graph pools of the device's shared allocator.
+///
+/// Errors: as cualloc_create, cualloc_pool_create and cualloc_pool_enter; nothing was begun then, and done is not
+/// called.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// As cualloc_pool_enter.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_pool_begin(
+    device: i32,
+    id: cualloc_torch_pool_id_t,
+    when: cualloc_when_t,
+    done: cualloc_done_t,
+    data: *mut c_void,
+) -> i32 {
+    call(|| {
+        let (name, allocator) = ((device, id), shared::of(device)?);
+        let handle = {
+            let mut known = known()?;
+            match known.pools.get_mut(&name) {
+                Some(pool) => {
+                    pool.begun += 1;
+                    pool.handle
+                }
+                None => {
+                    let handle = pool_table::add(allocator)? as u64;
+                    known.pools.insert(name, Pool { handle, begun: 1 });
+                    handle
+                }
+            }
+        };
+        let which = cualloc_scope_t {
+            struct_size: size_of::<cualloc_scope_t>(),
+            kind: CUALLOC_SCOPE_WHEN,
+            capture: 0,
+            stream: ptr::null_mut(),
+            when,
+            done,
+            data,
+        };
+        // SAFETY: the caller's contract.
+        match unsafe { enter(handle as *mut cualloc_pool_t, &which) } {
+            Ok(scope) => {
+                let thread = thread::current().id();
+                known()?.open.push(Open {
+                    name,
+                    thread,
+                    handle,
+                    scope,
+                });
+                OPEN.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }
+            Err(failure) => {
+                release(name)?;
+                Err(failure)
+            }
+        }
+    })
+}
+
+/// PyTorch's hook after a capture: ends what cualloc_torch_pool_begin has begun with this id, on the calling thread if
+/// it was there. What was not begun, or was ended before, is CUALLOC_OK.
+///
+/// Errors: CUALLOC_CONTEXT_LOST in a forked child.
+///
+/// Any thread, whatever context is current.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_pool_end(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
+    call(|| {
+        let (name, thread) = ((device, id), thread::current().id());
+        let ended = {
+            let mut known = known()?;
+            let last = |own: bool| {
+                let mut open = known.open.iter();
+                open.rposition(|open| open.name == name && (!own || open.thread == thread))
+            };
+            let at = last(true).or_else(|| last(false));
+            at.map(|at| known.open.remove(at))
+        };
+        ended.map_or(Ok(()), |ended| end(&ended))
+    })
+}
+
+fn end(open: &Open) -> Result<(), Failure> {
+    let left = pool_table::leave(open.handle as *mut cualloc_pool_t, open.scope);
+    OPEN.fetch_sub(1, Ordering::Relaxed);
+    torch::make_up();
+    left
+}
+
+/// PyTorch's hook when a graph goes: once for each begin. The last one releases the pool (cualloc_pool_release). A pool
+/// that was not begun is CUALLOC_OK.
+///
+/// Errors: CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_CLOSED if the device's allocator was destroyed.
+///
+/// Any thread, whatever context is current.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
+    call(|| release((device, id)))
+}
+
+fn release(name: Name) -> Result<(), Failure> {
+    let last = {
+        let mut known = known()?;
+        match known.pools.get_mut(&name) {
+            Some(pool) if pool.begun > 1 => {
+                pool.begun -= 1;
+                None
+            }
+            _ => known.pools.remove(&name),
+        }
+    };
+    last.map_or(Ok(()), |pool| {
+        pool_table::release(pool.handle as *mut cualloc_pool_t)
+    })
+}
+
+/// For captures that failed, of which PyTorch says nothing: ends and releases the last ones that the calling thread has
+/// begun and not ended, until so many are left. How many there are then: with UINT64_MAX nothing is done but to count.
+/// 0 in a forked child.
+///
+/// Any thread, whatever context is current.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_pool_abandon(keep: u64) -> u64 {
+    let (mut left, thread) = (0, thread::current().id());
+    call(|| {
+        loop {
+            let abandoned = {
+                let mut known = known()?;
+                let own = |open: &Open| open.thread == thread;
+                left = known.open.iter().filter(|open| own(open)).count() as u64;
+                if left <= keep {
+                    return Ok(());
+                }
+                let last = known.open.iter().rposition(own);
+                last.map(|at| known.open.remove(at))
+            };
+            if let Some(open) = abandoned {
+                // What is gone already needs no end.
+                let _ended = end(&open).and(release(open.name));
+            }
+        }
+    });
+    left
+}
+
+/// The graph pool that PyTorch's pool with this id is now, for cualloc_pool_footprint; null if there is none. It is
+/// PyTorch's to release.
+///
+/// Any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_pool(
+    device: i32,
+    id: cualloc_torch_pool_id_t,
+) -> *mut cualloc_pool_t {
+    let mut found = 0;
+    call(|| {
+        found = known()?
+            .pools
+            .get(&(device, id))
+            .map_or(0, |pool| pool.handle);
+        Ok(())
+    });
+    found as *mut cualloc_pool_t
+}
