@@ -4,17 +4,21 @@
 // loaded libraries export: cualloc_torch_bind is told where that is, tries it once, and says whether it works. Without
 // it a std::runtime_error is thrown, which becomes a RuntimeError with the same text.
 //
-// The hooks that may throw are here; the others are the C library's own. Hooks for the pools of graphs (begin, end,
-// release) belong here as soon as they may throw, or take a std::function.
+// The hooks that may throw, or take a std::function, are here; the others are the C library's own.
 #include <cualloc.h>
 
 #include <cxxabi.h>
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <typeinfo>
+#include <utility>
+
+struct CUstream_st;
 
 namespace {
 
@@ -62,6 +66,22 @@ constexpr std::size_t room = 1024;
     throw std::runtime_error(text);
 }
 
+// Whether a stream's requests belong to a capture, in PyTorch's words.
+using Filter = std::function<bool(CUstream_st *)>;
+// c10::MempoolId_t.
+using PoolId = std::pair<std::uint64_t, std::uint64_t>;
+
+// A filter that throws, since the driver refuses to say what the stream does, says no.
+bool ask(void *filter, void *stream) {
+    try {
+        return (*static_cast<Filter *>(filter))(static_cast<CUstream_st *>(stream));
+    } catch (...) {
+        return false;
+    }
+}
+
+void forget(void *filter) { delete static_cast<Filter *>(filter); }
+
 } // namespace
 
 extern "C" {
@@ -100,6 +120,13 @@ void *cualloc_torch_alloc_or_throw(std::size_t bytes, int device, void *stream) 
 // cualloc_torch_record_stream, and an exception if it fails: the memory could be used anew too soon.
 void cualloc_torch_record_stream_or_throw(void *memory, void *stream) {
     if (cualloc_torch_record_stream(memory, stream) != CUALLOC_OK) raise();
+}
+
+// cualloc_torch_pool_begin, and an exception if it fails. The filter is kept as long as it may be asked.
+void cualloc_torch_pool_begin_or_throw(int device, PoolId id, Filter when) {
+    auto kept = std::make_unique<Filter>(std::move(when));
+    if (cualloc_torch_pool_begin(device, {id.first, id.second}, ask, forget, kept.get()) != CUALLOC_OK) raise();
+    kept.release();
 }
 
 // cualloc_torch_fraction, and an exception if it fails.

@@ -728,7 +728,7 @@ int32_t cualloc_pool_create(struct cualloc_t *allocator,
  * A capture whose scopes were all left gets no more memory of the pool, so leave after cuStreamEndCapture.
  *
  * With a predicate: where this fails, neither it nor done is called. Else done is called, on whichever thread, when
- * the scope was left, or ended with the pool or the allocator, and no thread is in the predicate.
+ * the scope was left, or ended with the pool or the allocator, and nobody will call the predicate any more.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null pool, which, when or scope, a struct_size smaller than that of the first
  * version, an unknown kind, or a stream of another device; CUALLOC_CLOSED for a pool that was released;
@@ -746,7 +746,8 @@ int32_t cualloc_pool_enter(struct cualloc_pool_t *pool,
                            uint64_t *scope);
 
 /**
- * Leaves a scope. Blocks that it gave stay as they are.
+ * Leaves a scope. Blocks that it gave stay as they are. Its predicate is not called any more: a thread that is in it
+ * is waited for, unless the calling thread is in a predicate itself.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null pool, and a scope that was left before or is not one of this pool;
  * CUALLOC_CLOSED for a pool that was released, which has left its scopes; CUALLOC_CONTEXT_LOST.

@@ -257,7 +257,7 @@ class pool {
         which.stream = stream;
         return enter(which);
     }
-    /* A predicate that throws says no. It is destroyed when no thread is in it. */
+    /* A predicate that throws says no. No thread is in it when the scope was left. */
     scope enter_when(std::function<bool(void*)> when) const {
         using predicate = std::function<bool(void*)>;
         auto kept = std::make_unique<predicate>(std::move(when));

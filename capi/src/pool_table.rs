@@ -7,6 +7,7 @@ use cualloc::allocator::{GraphPool, PoolScope};
 use cualloc::error::GraphPoolError;
 use cualloc::{Allocator, Error};
 
+use crate::pools::Predicate;
 use crate::results::{CUALLOC_CLOSED, Failure, NULL};
 use crate::{cualloc_pool_t, cualloc_t, handles, options};
 
@@ -19,7 +20,30 @@ struct Kept {
     /// The allocator's handle.
     allocator: u64,
     pool: Arc<GraphPool>,
-    open: BTreeMap<u64, PoolScope>,
+    open: BTreeMap<u64, Opened>,
+}
+
+/// An open scope, and what it asks. Left when it is dropped.
+pub(crate) struct Opened {
+    /// None once it was left.
+    pub scope: Option<PoolScope>,
+    pub predicate: Option<Arc<Predicate>>,
+}
+
+impl Opened {
+    fn leave(mut self) -> Result<(), Error> {
+        self.scope.take().map_or(Ok(()), PoolScope::leave)
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // First nobody begins to ask, then nobody is in the predicate.
+        drop(self.scope.take());
+        if let Some(predicate) = &self.predicate {
+            predicate.close();
+        }
+    }
 }
 
 #[derive(Default)]
@@ -86,7 +110,7 @@ pub(crate) fn with<T>(
 }
 
 /// Keeps an open scope of a pool; its number.
-pub(crate) fn keep(handle: *mut cualloc_pool_t, scope: PoolScope) -> Result<u64, Failure> {
+pub(crate) fn keep(handle: *mut cualloc_pool_t, scope: Opened) -> Result<u64, Failure> {
     let mut known = known()?;
     let number = known.scopes + 1;
     match known.by_handle.get_mut(&(handle as u64)) {

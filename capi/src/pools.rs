@@ -2,17 +2,18 @@
 
 use std::cell::Cell;
 use std::ffi::c_void;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use cualloc::allocator::{Footprint, GraphPool, PoolScope, Scope};
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Error};
 
 use crate::entry::{call, cleared};
+use crate::pool_table::{self, Opened};
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::stats::{self, room, write};
-use crate::{cualloc_pool_t, cualloc_t, pool_table};
+use crate::{cualloc_pool_t, cualloc_t};
 
 /// Requests of the capture with the id that cualloc_scope_t.capture has, on all its streams.
 pub const CUALLOC_SCOPE_CAPTURE: i32 = 1;
@@ -122,7 +123,7 @@ pub unsafe extern "C" fn cualloc_pool_create(
 /// A capture whose scopes were all left gets no more memory of the pool, so leave after cuStreamEndCapture.
 ///
 /// With a predicate: where this fails, neither it nor done is called. Else done is called, on whichever thread, when
-/// the scope was left, or ended with the pool or the allocator, and no thread is in the predicate.
+/// the scope was left, or ended with the pool or the allocator, and nobody will call the predicate any more.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null pool, which, when or scope, a struct_size smaller than that of the first
 /// version, an unknown kind, or a stream of another device; CUALLOC_CLOSED for a pool that was released;
@@ -161,7 +162,7 @@ pub(crate) unsafe fn enter(
     handle: *mut cualloc_pool_t,
     which: &cualloc_scope_t,
 ) -> Result<u64, Failure> {
-    let (mut predicate, mut kept) = (None, Err(UNKNOWN));
+    let (mut predicate, mut kept) = (None::<Arc<Predicate>>, Err(UNKNOWN));
     pool_table::with(handle, |pool, allocator| {
         let scope = match which.kind {
             CUALLOC_SCOPE_CAPTURE => pool.enter(Scope::Capture(which.capture))?,
@@ -176,6 +177,8 @@ pub(crate) unsafe fn enter(
                         done: which.done,
                         data: which.data,
                         armed: AtomicBool::new(false),
+                        closed: AtomicBool::new(false),
+                        calls: RwLock::new(()),
                     });
                     let asked = Arc::clone(&made);
                     predicate = Some(made);
@@ -190,7 +193,11 @@ pub(crate) unsafe fn enter(
             },
             _ => return Ok(()),
         };
-        kept = pool_table::keep(handle, scope);
+        let opened = Opened {
+            scope: Some(scope),
+            predicate: predicate.clone(),
+        };
+        kept = pool_table::keep(handle, opened);
         Ok(())
     })?;
     if kept.is_ok()
@@ -217,12 +224,16 @@ unsafe fn enter_stream(
 }
 
 /// A predicate of the caller's.
-struct Predicate {
+pub(crate) struct Predicate {
     when: unsafe extern "C" fn(*mut c_void, *mut c_void) -> bool,
     done: cualloc_done_t,
     data: *mut c_void,
     /// Whether the scope was entered, so that its end is told.
     armed: AtomicBool,
+    /// Whether it is to be asked no more.
+    closed: AtomicBool,
+    /// Held for reading by each thread that is in it.
+    calls: RwLock<()>,
 }
 
 // SAFETY: the caller of `cualloc_pool_enter` has promised that both functions and the data may be used from any thread.
@@ -241,10 +252,23 @@ impl Predicate {
         if ASKING.replace(true) {
             return false;
         }
-        // SAFETY: the caller of `cualloc_pool_enter` has promised that it may be called until `done` is.
-        let answer = unsafe { (self.when)(self.data, stream) };
+        let within = self.calls.read().unwrap_or_else(PoisonError::into_inner);
+        let answer = !self.closed.load(Ordering::Acquire) && {
+            // SAFETY: the caller of `cualloc_pool_enter` has promised that it may be called until `done` is.
+            unsafe { (self.when)(self.data, stream) }
+        };
+        drop(within);
         ASKING.set(false);
         answer
+    }
+
+    /// From here on nobody is in it, and nobody calls it. Inside a predicate there is no wait for other threads: they may
+    /// wait for this one.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        if !ASKING.get() {
+            drop(self.calls.write());
+        }
     }
 }
 
@@ -259,7 +283,8 @@ impl Drop for Predicate {
     }
 }
 
-/// Leaves a scope. Blocks that it gave stay as they are.
+/// Leaves a scope. Blocks that it gave stay as they are. Its predicate is not called any more: a thread that is in it
+/// is waited for, unless the calling thread is in a predicate itself.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null pool, and a scope that was left before or is not one of this pool;
 /// CUALLOC_CLOSED for a pool that was released, which has left its scopes; CUALLOC_CONTEXT_LOST.

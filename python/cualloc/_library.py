@@ -55,6 +55,21 @@ class Stats(ctypes.Structure):
     ]
 
 
+class Footprint(ctypes.Structure):
+    """cualloc_footprint_t."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *((name, ctypes.c_uint64) for name in ("live", "blocks", "free_bytes", "peak", "physical", "leases")),
+    ]
+
+
+class PoolId(ctypes.Structure):
+    """cualloc_torch_pool_id_t."""
+
+    _fields_ = [("first", ctypes.c_uint64), ("second", ctypes.c_uint64)]
+
+
 def plain(structure):
     """A structure as dictionaries of numbers, without its size."""
     fields = ((name, getattr(structure, name)) for name, _ in structure._fields_ if name != "struct_size")
@@ -85,6 +100,9 @@ def _functions():
         "cualloc_stats": (code, [handle, to(Stats)]),
         "cualloc_reset_peaks": (code, [handle]),
         "cualloc_check": (code, [handle]),
+        "cualloc_pool_footprint": (code, [handle, to(Footprint)]),
+        "cualloc_torch_pool": (handle, [ctypes.c_int32, PoolId]),
+        "cualloc_torch_pool_abandon": (number, [number]),
     }
 
 
@@ -207,6 +225,19 @@ def stats(device):
     if made := LIBRARY.cualloc_shared_made(device):
         checked(LIBRARY.cualloc_stats(made, ctypes.byref(figures)))
     return figures
+
+
+def graph_pool(device, id):
+    """The figures of a pool of PyTorch's, by its id of two numbers; none if there is no such pool."""
+    pool = LIBRARY.cualloc_torch_pool(device, PoolId(*id))
+    if not pool:
+        return None
+    figures = Footprint(struct_size=ctypes.sizeof(Footprint))
+    code = LIBRARY.cualloc_pool_footprint(pool, ctypes.byref(figures))
+    if code == CLOSED:  # It was released meanwhile.
+        return None
+    checked(code)
+    return plain(figures)
 
 
 def reset_peaks(device):

@@ -28,6 +28,7 @@ _lock = threading.RLock()
 # Kept for ever: PyTorch calls what they hold until the process has ended.
 _current = None
 _raises_own_error = False
+_takes_graphs = False
 _provider = None
 _adopted = set()
 
@@ -59,6 +60,8 @@ def install(limit=None, config=None):
         _say_what_fails()
         _redirect()
         _adopt_streams()
+        _end_failed_captures()
+        _refuse()
 
 
 def installed():
@@ -82,6 +85,7 @@ def _companion():
 
 def _pluggable(library, allocate):
     """One of PyTorch's pluggable allocators over the shared allocators, by a library and its function that allocates."""
+    global _takes_graphs
     companion, plain = _companion(), _library.LIBRARY
     # The companion knows all functions of the library that it is linked with.
     made = torch.cuda.memory.CUDAPluggableAllocator(library, allocate, "cualloc_torch_free")
@@ -91,9 +95,16 @@ def _pluggable(library, allocate):
         "set_base_alloc_fn": plain.cualloc_torch_base,
         "set_memory_fraction_fn": companion.cualloc_torch_fraction_or_throw,
         "set_record_stream_fn": companion.cualloc_torch_record_stream_or_throw,
-        # Those for the pools of graphs go here: set_begin_allocate_to_pool, set_end_allocate_to_pool_fn,
-        # set_release_pool.
     }
+    graphs = {
+        "set_begin_allocate_to_pool": companion.cualloc_torch_pool_begin_or_throw,
+        "set_end_allocate_to_pool_fn": plain.cualloc_torch_pool_end,
+        "set_release_pool": plain.cualloc_torch_pool_release,
+    }
+    # Early versions of PyTorch have other hooks, by other names: there a capture is refused.
+    if all(hasattr(made.allocator(), hook) for hook in graphs):
+        hooks.update(graphs)
+        _takes_graphs = True
     for hook, function in hooks.items():
         getattr(made.allocator(), hook)(ctypes.cast(function, ctypes.c_void_p).value)
     return made
@@ -183,6 +194,53 @@ def _adopt(device, handle):
         _adopted.add((device, handle))
 
 
+def _end_failed_captures():
+    """PyTorch says nothing when a capture fails to begin or to end, so what it has begun with us is ended here."""
+    kind = torch.cuda.CUDAGraph
+    for name, ends in (("capture_begin", 0), ("capture_end", 1)):
+        setattr(kind, name, _abandoning(getattr(kind, name), ends))
+
+
+def _abandoning(original, ends):
+    @functools.wraps(original)
+    def call(*arguments, **named):
+        begun = _library.LIBRARY.cualloc_torch_pool_abandon(_library.NO_LIMIT)
+        try:
+            return original(*arguments, **named)
+        except BaseException:
+            _library.LIBRARY.cualloc_torch_pool_abandon(max(begun - ends, 0))
+            raise
+
+    return call
+
+
+_NO_TREES = (
+    "cualloc cannot set the blocks of a pool back, as the graph trees of torch.compile (mode='reduce-overhead') need it: "
+    "use torch.cuda.graph or torch.cuda.make_graphed_callables, or turn the trees off with "
+    "torch._inductor.config.triton.cudagraph_trees = False"
+)
+_NO_MEM_POOL = (
+    "cualloc is PyTorch's allocator, and PyTorch makes a torch.cuda.MemPool of its own allocator alone: graphs share the "
+    "memory of a pool by torch.cuda.graph_pool_handle()"
+)
+
+
+def _refuse():
+    """Has what PyTorch asks of its own allocator alone fail with words that help."""
+
+    def refusing(words):
+        def refuse(*_, **__):
+            raise RuntimeError(words)
+
+        return refuse
+
+    for name in ("_cuda_getCheckpointState", "_cuda_setCheckpointPoolState", "_cuda_checkPoolLiveAllocations"):
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, refusing(_NO_TREES))
+    if hasattr(torch.cuda, "MemPool"):
+        torch.cuda.MemPool.__init__ = refusing(_NO_MEM_POOL)
+
+
 # ---- what users ask ------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +299,14 @@ def trim(keep=0, device=None):
     return _library.trim(_device(device), keep)
 
 
+def graph_pool(pool, device=None):
+    """What a pool of CUDA graphs holds on a device, by its id (`torch.cuda.graph_pool_handle()`, or `pool()` of a
+    graph), as a dictionary of bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical` held from the
+    driver; and numbers: live `blocks`, and `leases` of graphs. None if no graph was captured with it, or all were reset.
+    `stats()` and `torch.cuda.memory_*` do not count what pools of graphs hold."""
+    return _library.graph_pool(_device(device), pool)
+
+
 def check(device=None):
     """Recomputes all figures of a device's allocator; a cualloc.Error if anything does not agree. For tests."""
     _library.check(_device(device))
@@ -276,8 +342,8 @@ def capabilities():
         "memory_fraction": True,
         "record_stream": True,
         "mem_pool_segments": hasattr(torch.cuda, "MemPool"),
+        "cuda_graphs": _takes_graphs,
         # What PyTorch asks a pluggable allocator for and none can answer.
-        "cuda_graphs": False,
         "cudagraph_trees": False,
         "memory_snapshot": False,
         "cudnn_benchmark": False,

@@ -247,6 +247,234 @@ def a_free_during_a_capture_is_made_up_for():
     ours.check()
 
 
+# ---- PyTorch: graphs -----------------------------------------------------------------------------------------------
+
+
+def graphs(**settings):
+    """PyTorch with its captures, and two streams; None where there is no compiler for its C++ part."""
+    import shutil
+    import tempfile
+
+    torch, ours, call = installed(**settings)
+    if not shutil.which("g++"):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        built = os.path.join(folder, "fake_graphs.so")
+        source = os.path.join(HERE, "fake_graphs.cpp")
+        subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", source, "-o", built], check=True)
+        fake = ctypes.CDLL(built)
+    simulated = driver()
+    fake.fake_graph_new.restype = ctypes.c_void_p
+    fake.fake_driver(simulated.cuStreamGetCaptureInfo_v2)
+    torch.cuda.graphs.driver, torch.cuda.graphs.fake = simulated, fake
+    mine, other = stream(simulated), stream(simulated)
+    torch.cuda.graphs.current = mine
+    return SimpleNamespace(
+        torch=torch, ours=ours, call=call, driver=simulated, filters=fake.fake_filters, mine=mine, other=other
+    )
+
+
+LAYER = 2 << 20
+
+
+def layers(at, count=10):
+    """Layers one behind another, each in memory of the one before; what stays."""
+    places = set()
+    for _ in range(count):
+        block = at.call["alloc"](LAYER, 0, at.mine)
+        places.add(block)
+        at.call["free"](block, LAYER, 0, at.mine)
+    assert len(places) == 1, places
+    return at.call["alloc"](LAYER, 0, at.mine)
+
+
+def a_graph_has_a_pool():
+    at = graphs()
+    if at is None:
+        return
+    torch, ours, call = at.torch, at.ours, at.call
+    assert ours.capabilities()["cuda_graphs"] and not ours.capabilities()["cudagraph_trees"]
+    eager = call["alloc"](LAYER, 0, at.mine)
+    made = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(made):
+        assert at.filters() == 1
+        kept = layers(at)
+        # Other streams find what they would find without it.
+        outside = call["alloc"](LAYER, 0, at.other)
+        assert ours.graph_pool(made.id)["blocks"] == 1
+        call["free"](outside, LAYER, 0, at.other)
+        # Made before, freed inside: made up for after the capture, and no request asks for it sooner.
+        def calls():
+            before = ours.stats()["driver_calls"]
+            for _ in range(100):
+                call["free"](call["alloc"](600, 0, None), 600, 0, None)
+            return ours.stats()["driver_calls"] - before
+
+        calls()
+        without = calls()
+        call["free"](eager, LAYER, 0, at.mine)
+        assert calls() == without and ours.stats()["blocks"]["current"] == 1
+    assert at.filters() == 0 and ours.stats()["blocks"]["current"] == 0
+    held = ours.graph_pool(made.pool())
+    assert held["blocks"] == 1 == held["leases"] and held["live"] == LAYER and held["physical"] >= held["peak"], held
+    made.replay()
+    call["free"](kept, LAYER, 0, at.mine)
+    # What is captured no more is eager again.
+    again = call["alloc"](LAYER, 0, at.mine)
+    assert ours.graph_pool(made.pool())["blocks"] == 0
+    call["free"](again, LAYER, 0, at.mine)
+    torch._C._cuda_emptyCache()
+    assert ours.graph_pool(made.pool()) == {**held, "blocks": 0, "live": 0, "free_bytes": held["physical"]}
+    made.replay()
+    pool = made.pool()
+    made.reset()
+    assert ours.graph_pool(pool) is None and ours.graph_pool((0, 77)) is None
+    ours.check()
+
+
+def captures_share_a_pool():
+    at = graphs()
+    if at is None:
+        return
+    torch, ours, call = at.torch, at.ours, at.call
+    pool = torch.cuda.graph_pool_handle()
+    made, kept, held = [], [], []
+    for count in range(4):
+        made.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(made[-1], pool if count < 3 else made[0].pool()):
+            kept.append(layers(at))
+        call["free"](kept.pop(), LAYER, 0, at.mine)
+        held.append(ours.graph_pool(pool)["physical"])
+    assert len(set(held)) == 1 and ours.graph_pool(pool)["leases"] == 4, held
+    [one.replay() for one in made]
+    # One goes, and is captured anew; the last one to go takes the pool along.
+    made[0].reset()
+    with torch.cuda.graph(made[0], pool):
+        kept.append(layers(at))
+    assert ours.graph_pool(pool)["physical"] == held[0]
+    for left in (3, 2, 1, 0):
+        made.pop().reset()
+        assert (ours.graph_pool(pool) is None) == (left == 0)
+    # Its block outlives it.
+    call["free"](kept.pop(), LAYER, 0, at.mine)
+    # A release too many, an end too many, and one of what was never begun.
+    for hook in ("set_end_allocate_to_pool_fn", "set_release_pool"):
+        call[hook](0, torch._C.PoolId(*pool))
+        call[hook](1, torch._C.PoolId(7, 7))
+    assert at.filters() == 0
+    ours.check()
+
+
+def threads_capture_beside_each_other():
+    import threading
+
+    at = graphs()
+    if at is None:
+        return
+    torch, ours, call = at.torch, at.ours, at.call
+    pool, wrong = torch.cuda.graph_pool_handle(), []
+
+    def work(number):
+        at.driver.cuCtxSetCurrent(context)
+        mine = stream(at.driver)
+        for turn in range(20):
+            made = torch.cuda.CUDAGraph()
+            made_in = pool if number % 2 == 0 and turn % 2 == 0 else None
+            with torch.cuda.graphs.lock:
+                torch.cuda.graphs.current = mine
+                made.capture_begin(made_in)
+            blocks = [call["alloc"](LAYER, 0, mine) for _ in range(3)]
+            inside = ours.graph_pool(made.id)["blocks"]
+            for block in blocks:
+                call["free"](block, LAYER, 0, mine)
+            made.capture_end()
+            made.replay()
+            made.reset()
+            if inside < 3 or not all(blocks):
+                wrong.append((number, turn, inside, blocks))
+
+    context = ctypes.c_void_p()
+    at.driver.cuCtxGetCurrent(ctypes.byref(context))
+    torch.cuda.graphs.lock = threading.Lock()
+    crowd = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    [thread.start() for thread in crowd]
+    [thread.join() for thread in crowd]
+    assert not wrong, wrong
+    assert at.filters() == 0 and ours.graph_pool(pool) is None
+    assert ours.stats()["blocks"]["current"] == 0
+    ours.check()
+
+
+def captures_that_fail_leave_nothing():
+    at = graphs()
+    if at is None:
+        return
+    torch, ours, call = at.torch, at.ours, at.call
+    eager, mine = call["alloc"](LAYER, 0, at.mine), ctypes.c_void_p(at.mine)
+    made = torch.cuda.CUDAGraph()
+
+    def spoilt():
+        with torch.cuda.graph(made):
+            block = layers(at)
+            call["free"](eager, LAYER, 0, at.mine)
+            # A stream that joins and is not joined again.
+            event = ctypes.c_void_p()
+            assert at.driver.cuEventCreate(ctypes.byref(event), 2) == 0
+            assert at.driver.cuEventRecord(event, mine) == 0
+            assert at.driver.cuStreamWaitEvent(ctypes.c_void_p(at.other), event, 0) == 0
+            assert at.driver.cuMemsetD8Async(ctypes.c_uint64(block), 0, ctypes.c_size_t(1), ctypes.c_void_p(at.other)) == 0
+            call["free"](block, LAYER, 0, at.mine)
+
+    raises(RuntimeError, "end", spoilt)
+    assert at.filters() == 0 and ours.graph_pool(made.id) is None
+    again = call["alloc"](LAYER, 0, at.mine)
+    assert ours.stats()["blocks"]["current"] == 1, "what was freed inside is made up for"
+    call["free"](again, LAYER, 0, at.mine)
+    # One inside another on the same stream, which fails to begin: the outer one goes on.
+    inner = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(made):
+        raises(RuntimeError, "begin", inner.capture_begin)
+        assert at.filters() == 1 and ours.graph_pool(inner.id) is None
+        kept = layers(at)
+        assert ours.graph_pool(made.id)["blocks"] == 1
+    made.replay()
+    call["free"](kept, LAYER, 0, at.mine)
+    made.reset()
+    # An end without a beginning.
+    raises(RuntimeError, "end", made.capture_end)
+    # A device that is not there.
+    raises(RuntimeError, "there is no device 7", inner.capture_begin, device=7)
+    # The graph object is gone, and nobody asks its filter.
+    del made, inner
+    assert call["alloc"](LAYER, 0, at.other) and at.filters() == 0
+    ours.check()
+
+
+def the_classic_policy_has_no_graphs():
+    at = graphs(config="policy=classic")
+    if at is None:
+        return
+    made = at.torch.cuda.CUDAGraph()
+    raises(RuntimeError, "graph pools without virtual memory management", made.capture_begin)
+    assert at.filters() == 0 and at.ours.graph_pool(made.id) is None
+    assert at.call["alloc"](LAYER, 0, at.mine)
+
+
+def what_only_pytorchs_own_allocator_does_says_so():
+    torch, ours, call = installed()
+    for name in ("_cuda_getCheckpointState", "_cuda_setCheckpointPoolState", "_cuda_checkPoolLiveAllocations"):
+        raises(RuntimeError, "cudagraph_trees = False", getattr(torch._C, name), 0, (0, 1))
+    raises(RuntimeError, "torch.cuda.graph_pool_handle()", torch.cuda.MemPool)
+
+
+def a_pytorch_with_other_hooks_has_no_graphs():
+    import torch
+
+    del torch._C._FUNCTIONS["set_begin_allocate_to_pool"]
+    torch, ours, call = installed()
+    assert not ours.capabilities()["cuda_graphs"] and "set_release_pool" not in call
+
+
 def a_late_install_says_so():
     import torch
 
@@ -504,7 +732,9 @@ CASES = [
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
-    what_a_capture_refuses_is_freed_by_later_calls,
+    *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
+    *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs),
+    *(what_only_pytorchs_own_allocator_does_says_so, a_pytorch_with_other_hooks_has_no_graphs),
 ]
 
 

@@ -164,6 +164,10 @@ static void *requested(void *stream) {
     return (void *)(uintptr_t)at;
 }
 
+static void requested_and_freed(void *stream) {
+    EXPECT(CUALLOC_OK, cualloc_free(gpu, (uint64_t)(uintptr_t)requested(stream)));
+}
+
 static uint64_t on_another_thread(void *stream) {
     pthread_t thread;
     void *at;
@@ -408,6 +412,47 @@ static void other_threads(void) {
     EXPECT(CUALLOC_OK, cualloc_check(gpu));
 }
 
+/* When a scope was left no thread is in its predicate, so what it looks at may go. */
+static int alive, stop;
+
+static bool looks(void *data, void *stream) {
+    (void)stream;
+    CHECK(__atomic_load_n((int *)data, __ATOMIC_SEQ_CST));
+    CHECK(__atomic_load_n((int *)data, __ATOMIC_SEQ_CST));
+    return false;
+}
+
+static void *requests(void *stream) {
+    CHECK(set_context(context) == 0);
+    while (!__atomic_load_n(&stop, __ATOMIC_SEQ_CST)) {
+        uint64_t at;
+        EXPECT(CUALLOC_OK, cualloc_alloc(gpu, 4096, stream, &at));
+        EXPECT(CUALLOC_OK, cualloc_free(gpu, at));
+    }
+    return 0;
+}
+
+static void nobody_is_in_a_predicate_that_was_left(void *stream) {
+    pthread_t threads[THREADS];
+    cualloc_scope_t scope = scope_of(CUALLOC_SCOPE_WHEN);
+    int i, round;
+    scope.when = looks;
+    scope.data = &alive;
+    EXPECT(CUALLOC_OK, cualloc_pool_create(gpu, &shared_pool));
+    for (i = 0; i < THREADS; i++) CHECK(pthread_create(&threads[i], 0, requests, stream) == 0);
+    for (round = 0; round < 20 * rounds; round++) {
+        uint64_t number;
+        __atomic_store_n(&alive, 1, __ATOMIC_SEQ_CST);
+        EXPECT(CUALLOC_OK, cualloc_pool_enter(shared_pool, &scope, &number));
+        requested_and_freed(stream);
+        EXPECT(CUALLOC_OK, cualloc_pool_leave(shared_pool, number));
+        __atomic_store_n(&alive, 0, __ATOMIC_SEQ_CST);
+    }
+    __atomic_store_n(&stop, 1, __ATOMIC_SEQ_CST);
+    for (i = 0; i < THREADS; i++) CHECK(pthread_join(threads[i], 0) == 0);
+    EXPECT(CUALLOC_OK, cualloc_pool_release(shared_pool));
+}
+
 /* Pools and scopes that are left over end with the allocator. */
 static void ends_with_its_allocator(void) {
     cualloc_pool_t *pool = 0;
@@ -445,6 +490,7 @@ int main(int argc, char **argv) {
     scopes_by_predicate(stream, other);
     wrong_arguments();
     other_threads();
+    nobody_is_in_a_predicate_that_was_left(other);
     EXPECT(CUALLOC_OK, cualloc_retire_stream(gpu, stream));
     EXPECT(CUALLOC_OK, cualloc_retire_stream(gpu, other));
     CHECK(destroy_stream(stream) == 0 && destroy_stream(other) == 0);

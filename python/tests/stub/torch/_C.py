@@ -3,6 +3,12 @@
 import ctypes
 
 _VOID, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+class PoolId(ctypes.Structure):
+    _fields_ = [("first", ctypes.c_uint64), ("second", ctypes.c_uint64)]
+
+
 _FUNCTIONS = {
     "alloc": ctypes.CFUNCTYPE(_VOID, _SIZE, _INT, _VOID),
     "free": ctypes.CFUNCTYPE(None, _VOID, _SIZE, _INT, _VOID),
@@ -11,6 +17,10 @@ _FUNCTIONS = {
     "set_base_alloc_fn": ctypes.CFUNCTYPE(_VOID, _VOID, ctypes.POINTER(_SIZE)),
     "set_memory_fraction_fn": ctypes.CFUNCTYPE(None, ctypes.c_double, _INT),
     "set_record_stream_fn": ctypes.CFUNCTYPE(None, _VOID, _VOID),
+    # An address, which C++ calls: it takes a std::function.
+    "set_begin_allocate_to_pool": _VOID,
+    "set_end_allocate_to_pool_fn": ctypes.CFUNCTYPE(None, _INT, PoolId),
+    "set_release_pool": ctypes.CFUNCTYPE(None, _INT, PoolId),
 }
 
 
@@ -52,7 +62,8 @@ def _does_not(*_):
 for _name in (
     *("_cuda_memoryStats", "_cuda_resetPeakMemoryStats", "_cuda_resetAccumulatedMemoryStats"),
     *("_cuda_getMemoryFraction", "_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
-    "_accelerator_resetAccumulatedStats",
+    *("_accelerator_resetAccumulatedStats", "_cuda_getCheckpointState", "_cuda_setCheckpointPoolState"),
+    "_cuda_checkPoolLiveAllocations",
 ):
     globals()[_name] = _does_not
 

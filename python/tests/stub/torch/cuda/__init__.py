@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 from torch import _C
 from torch.cuda import memory
+from torch.cuda.graphs import CUDAGraph, graph, graph_pool_handle
 
 # A stream of PyTorch's own pool, which lives for ever, has a handle of the driver; tests say which.
 handles = iter(())
