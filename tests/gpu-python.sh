@@ -4,7 +4,7 @@
 # WHEEL is what `bash python/build.sh --out .gpu` has built (the one in .gpu by default). It is unpacked into a temporary
 # folder, so nothing is installed, and nothing is fetched. Programs run with PyTorch's own allocator and with ours:
 # losses must be the same bit by bit, unless they differ between two runs of PyTorch's own. What a machine lacks (a
-# second GPU, CuPy, JAX, RMM) is SKIPPED. About two minutes on one GPU. Exit code 0 only if all went well.
+# second GPU, CuPy, JAX, RMM) is SKIPPED. About four minutes on one GPU. Exit code 0 only if all went well.
 #
 #   CUALLOC_GPU_LOGS   folder for the whole output of each program (else a temporary one)
 set -uo pipefail
@@ -92,17 +92,58 @@ sys.exit(1 if wrong else 0)
 END
 "$python" "$scratch/compare.py" "$scratch/figures" || failures=$((failures + 1))
 
+# CUDA graphs: the same values, and what is held at most no more than the best of PyTorch's own two ways. Peaks are
+# asked of the driver, so one runs after the other.
+for work in callables shared decode; do
+    for allocator in native reuse cualloc; do
+        name=graphs-$work-$allocator
+        timeout 150 "$python" python/tests/gpu_graphs.py "$allocator" "$work" >"$logs/$name" 2>&1 </dev/null ||
+            failed "$name"
+        grep '^{' "$logs/$name" | tee -a "$scratch/graphs"
+    done
+done
+cat >"$scratch/compare_graphs.py" <<'END'
+import json, sys
+
+rows = {}
+for line in open(sys.argv[1]):
+    row = json.loads(line)
+    rows.setdefault(row["work"], {})[row["allocator"]] = row
+wrong = []
+for work, row in rows.items():
+    if not row.keys() >= {"native", "cualloc"}:
+        continue
+    ours, native, best = row["cualloc"], row["native"], min(row.values(), key=lambda one: one["peak_MiB"])
+    same = "the same values" if ours["values"] == native["values"] else "OTHER VALUES"
+    if same.isupper() or ours.get("check") != "clean":
+        wrong.append(f"{work}: {same}, check {ours.get('check')}")
+    if work == "graphs-decode" and ours["peak_MiB"] > best["peak_MiB"]:
+        wrong.append(f"{work}: holds {ours['peak_MiB']} MiB, and {best['allocator']} {best['peak_MiB']}")
+    peaks = ", ".join(f"{name} {one['peak_MiB']}" for name, one in row.items())
+    times = ", ".join(f"{name} {one['capture_ms']} and {one['replay_ms']}" for name, one in row.items())
+    print(f"{work:<16} {same}; MiB at most: {peaks}; ms of all captures and of a replay: {times}")
+print(*wrong, sep="\n")
+sys.exit(1 if wrong else 0)
+END
+"$python" "$scratch/compare_graphs.py" "$scratch/graphs" || failures=$((failures + 1))
+
 # Several at a time: they wait for the interpreter's start most of the time.
 edge() {
-    timeout 120 "$python" python/tests/gpu_edges.py "$1" >"$logs/$1" 2>&1 </dev/null
-    echo $? >"$scratch/$1.code"
+    timeout 120 "$python" "python/tests/$1.py" "$2" >"$logs/$2" 2>&1 </dev/null
+    echo $? >"$scratch/$2.code"
 }
-cases=$("$python" python/tests/gpu_edges.py --list)
+# Those of graphs look at what the device has left, so they are alone.
+cases=$("$python" python/tests/gpu_graphs.py --list)
 for name in $cases; do
+    edge gpu_graphs "$name"
+done
+edges=$("$python" python/tests/gpu_edges.py --list)
+for name in $edges; do
     while [ "$(jobs -rp | wc -l)" -ge 8 ]; do wait -n; done
-    edge "$name" &
+    edge gpu_edges "$name" &
 done
 wait
+cases="$cases $edges"
 for name in $cases; do
     if [ "$(cat "$scratch/$name.code")" = 0 ] && grep -qx well "$logs/$name"; then
         echo "$name: $(grep SKIPPED "$logs/$name" || echo well)"
