@@ -9,7 +9,7 @@
 #   [[mutant]]
 #   name = "evict_in_use"                  # unique
 #   guards = "R34"                         # the labels of what it breaks
-#   tests = ["views life::r8_a_test"]      # BINARY TEST: BINARY is a file or folder in tests/, or lib
+#   tests = ["views life::r8_a_test"]      # BINARY TEST: BINARY is a file or folder in tests/, lib or capi
 #   old = '''                              # whole lines, exactly once in all files under src,
 #   if slot.in_use {                       # indented as one likes: they are found however far in they stand
 #   '''
@@ -18,7 +18,8 @@
 #   '''
 #
 # One that breaks several places has [[mutant.edit]] with `old` and `new` for each, instead of these in
-# itself. `under = "tests"` beside `old` says that the lines are not under src.
+# itself. `under = "tests"` (or "capi/src") beside `old` says that the lines are not under src. capi are the unit tests
+# of the C library.
 #
 # Before the mutants their tests must pass on the tree as it is. A mutant passes if it compiles and each of its
 # tests fails, aborts or hangs. Every test runs alone in its process: what another test does to the process

@@ -28,6 +28,9 @@ use std::ffi::c_char;
 #[cfg(all(test, feature = "sim"))]
 mod tests;
 
+#[cfg(all(test, feature = "sim"))]
+mod pool_tests;
+
 pub use blocks::*;
 pub use life::*;
 pub use memory::*;

@@ -252,6 +252,7 @@ impl Predicate {
         if ASKING.replace(true) {
             return false;
         }
+        // A scope may be left between the choice of its predicate and this call.
         let within = self.calls.read().unwrap_or_else(PoisonError::into_inner);
         let answer = !self.closed.load(Ordering::Acquire) && {
             // SAFETY: the caller of `cualloc_pool_enter` has promised that it may be called until `done` is.

@@ -36,6 +36,8 @@ class Tests:
     def program(self, binary):
         if binary == "lib":
             return self.root / "src/lib.rs"
+        if binary == "capi":
+            return self.root / "capi/src/lib.rs"
         files = (self.root / "tests" / f"{binary}.rs", self.root / "tests" / binary / "main.rs")
         return next((path for path in files if path.is_file()), None)
 

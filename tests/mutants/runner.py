@@ -17,6 +17,8 @@ from pathlib import Path
 from named import Tests
 from tables import Fault, Sources, load
 
+# Unit tests: of the library, of the C library.
+UNITS = ("lib", "capi")
 # Features that tests of a program are left out without.
 FEATURES = {"exchange": "arrow"}
 
@@ -152,14 +154,15 @@ class Runner:
     def build(self, tests):
         """The programs of the tests, by name; or None and what the compiler said."""
         programs = {}
-        features = {}
+        builds = {}
         for test in tests:
-            features.setdefault(FEATURES.get(test.binary), set()).add(test.binary)
-        for feature, binaries in features.items():
-            command = ["cargo", "test", "-q", "-p", self.package, "--no-run"]
+            package = f"{self.package}-capi" if test.binary == "capi" else self.package
+            builds.setdefault((package, FEATURES.get(test.binary)), set()).add(test.binary)
+        for (package, feature), binaries in builds.items():
+            command = ["cargo", "test", "-q", "-p", package, "--no-run"]
             command += ["--message-format=json-render-diagnostics"]
             command += ["--features", feature] if feature else []
-            command += ["--lib" if binary == "lib" else f"--test={binary}" for binary in sorted(binaries)]
+            command += ["--lib" if binary in UNITS else f"--test={binary}" for binary in sorted(binaries)]
             done = subprocess.run(
                 command, cwd=self.slot.tree, env=self.environment, capture_output=True, text=True, check=False,
             )
@@ -170,7 +173,8 @@ class Runner:
                 if message.get("reason") != "compiler-artifact" or not message.get("executable"):
                     continue
                 target = message["target"]
-                binary = target["name"] if target["kind"] == ["test"] else "lib"
+                units = "lib" if package == self.package else "capi"
+                binary = target["name"] if target["kind"] == ["test"] else units
                 programs[binary] = message["executable"]
         return programs, ""
 

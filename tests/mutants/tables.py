@@ -12,7 +12,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Test:
-    """A test by the program that it is in (`lib`, or a file or folder in tests/) and its name there."""
+    """A test by the program that it is in (`lib`, `capi`, or a file or folder in tests/) and its name there."""
 
     binary: str
     name: str
@@ -133,7 +133,7 @@ class Sources:
         self.root = Path(root)
         self.files = {}
         self.places = {}
-        for folder in ("src", "tests"):
+        for folder in ("src", "tests", "capi/src"):
             for path in sorted((self.root / folder).rglob("*.rs")):
                 self.files[str(path.relative_to(root))] = path.read_text().split("\n")
         for path, lines in self.files.items():
