@@ -74,7 +74,8 @@
 #define CUALLOC_NOT_LIVE 4
 
 /**
- * The stream, or a stream that would have to be waited for, is being captured into a graph. Nothing was done.
+ * The stream, or a stream that would have to be waited for, is being captured into a graph, and no scope of a graph
+ * pool fits. Nothing was done.
  */
 #define CUALLOC_CAPTURING 5
 
@@ -610,15 +611,17 @@ int32_t cualloc_create_in(void *cu_context,
                           struct cualloc_t **out);
 
 /**
- * Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used
- * freed blocks. Calls that other threads are in with this allocator come to their end first, or fail with
- * CUALLOC_CLOSED, as all later ones do. When this has returned CUALLOC_OK, nothing of the context is used any more.
+ * Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used freed
+ * blocks. Calls that other threads are in with this allocator come to their end first, or fail with CUALLOC_CLOSED,
+ * as all later ones do. Its graph pools end with it, and their scopes. When this has returned CUALLOC_OK, nothing of
+ * the context is used any more.
  *
- * Errors: CUALLOC_BUSY while blocks are live, a guard keeps memory or a call on another thread holds some;
- * CUALLOC_CAPTURING if a stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them
- * nothing was done, and the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and
- * the handle is ended all the same (not so in a forked child, and not while the process ends).
- * CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a handle that was ended before.
+ * Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory or a call on
+ * another thread holds some, also one of the calling thread's own (in a predicate of a scope); CUALLOC_CAPTURING if a
+ * stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them nothing was done, and
+ * the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and the handle is ended all
+ * the same (not so in a forked child, and not while the process ends). CUALLOC_INVALID_ARGUMENT for null,
+ * CUALLOC_CLOSED for a handle that was ended before.
  *
  * Any thread.
  */
@@ -758,9 +761,9 @@ int32_t cualloc_pool_leave(struct cualloc_pool_t *pool,
                            uint64_t scope);
 
 /**
- * Ends a pool's handle: no further capture comes. Scopes that are open are left. The memory goes back to the driver as
- * soon as no graph, executable or launch, and no block, uses it. cualloc_destroy ends the pools of its allocator; while
- * a graph may use their memory it is CUALLOC_BUSY.
+ * Ends a pool's handle: no further capture comes. Scopes that are open are left. The memory goes back to the driver
+ * as soon as no graph, executable or launch, and no block, uses it. cualloc_destroy ends the pools of its allocator;
+ * while a graph may use their memory it is CUALLOC_BUSY.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a pool that was released before,
  * CUALLOC_CONTEXT_LOST.
@@ -770,8 +773,8 @@ int32_t cualloc_pool_leave(struct cualloc_pool_t *pool,
 int32_t cualloc_pool_release(struct cualloc_pool_t *pool);
 
 /**
- * Writes what a pool holds now. out->struct_size must be set before the call. The figures of cualloc_stats do not count
- * it, the limit does.
+ * Writes what a pool holds now. out->struct_size must be set before the call. The figures of cualloc_stats do not
+ * count it, the limit does.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out, or a struct_size that is smaller than itself;
  * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. The fields are 0 then, if there is an out with a size.

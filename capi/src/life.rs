@@ -147,15 +147,17 @@ unsafe fn cleared_handle(out: *mut *mut cualloc_t) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used
-/// freed blocks. Calls that other threads are in with this allocator come to their end first, or fail with
-/// CUALLOC_CLOSED, as all later ones do. When this has returned CUALLOC_OK, nothing of the context is used any more.
+/// Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used freed
+/// blocks. Calls that other threads are in with this allocator come to their end first, or fail with CUALLOC_CLOSED,
+/// as all later ones do. Its graph pools end with it, and their scopes. When this has returned CUALLOC_OK, nothing of
+/// the context is used any more.
 ///
-/// Errors: CUALLOC_BUSY while blocks are live, a guard keeps memory or a call on another thread holds some;
-/// CUALLOC_CAPTURING if a stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them
-/// nothing was done, and the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and
-/// the handle is ended all the same (not so in a forked child, and not while the process ends).
-/// CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a handle that was ended before.
+/// Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory or a call on
+/// another thread holds some, also one of the calling thread's own (in a predicate of a scope); CUALLOC_CAPTURING if a
+/// stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them nothing was done, and
+/// the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and the handle is ended all
+/// the same (not so in a forked child, and not while the process ends). CUALLOC_INVALID_ARGUMENT for null,
+/// CUALLOC_CLOSED for a handle that was ended before.
 ///
 /// Any thread.
 #[unsafe(no_mangle)]

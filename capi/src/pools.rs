@@ -263,8 +263,8 @@ impl Predicate {
         answer
     }
 
-    /// From here on nobody is in it, and nobody calls it. Inside a predicate there is no wait for other threads: they may
-    /// wait for this one.
+    /// From here on nobody is in it, and nobody calls it. Inside a predicate there is no wait for other threads: they
+    /// may wait for this one.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
         if !ASKING.get() {
@@ -296,9 +296,9 @@ pub extern "C" fn cualloc_pool_leave(pool: *mut cualloc_pool_t, scope: u64) -> i
     call(|| pool_table::leave(pool, scope))
 }
 
-/// Ends a pool's handle: no further capture comes. Scopes that are open are left. The memory goes back to the driver as
-/// soon as no graph, executable or launch, and no block, uses it. cualloc_destroy ends the pools of its allocator; while
-/// a graph may use their memory it is CUALLOC_BUSY.
+/// Ends a pool's handle: no further capture comes. Scopes that are open are left. The memory goes back to the driver
+/// as soon as no graph, executable or launch, and no block, uses it. cualloc_destroy ends the pools of its allocator;
+/// while a graph may use their memory it is CUALLOC_BUSY.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a pool that was released before,
 /// CUALLOC_CONTEXT_LOST.
@@ -309,8 +309,8 @@ pub extern "C" fn cualloc_pool_release(pool: *mut cualloc_pool_t) -> i32 {
     call(|| pool_table::release(pool))
 }
 
-/// Writes what a pool holds now. out->struct_size must be set before the call. The figures of cualloc_stats do not count
-/// it, the limit does.
+/// Writes what a pool holds now. out->struct_size must be set before the call. The figures of cualloc_stats do not
+/// count it, the limit does.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out, or a struct_size that is smaller than itself;
 /// CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. The fields are 0 then, if there is an out with a size.

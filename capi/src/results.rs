@@ -19,7 +19,8 @@ pub const CUALLOC_NOT_OURS: i32 = 3;
 /// The address is memory of this allocator, and no live block begins there: it was freed before, or is inside a
 /// block where its first byte was asked for. Nothing was done.
 pub const CUALLOC_NOT_LIVE: i32 = 4;
-/// The stream, or a stream that would have to be waited for, is being captured into a graph. Nothing was done.
+/// The stream, or a stream that would have to be waited for, is being captured into a graph, and no scope of a graph
+/// pool fits. Nothing was done.
 pub const CUALLOC_CAPTURING: i32 = 5;
 /// The handle is not one of a living allocator (or of living options, or a graph pool): it was destroyed, or never was
 /// one.

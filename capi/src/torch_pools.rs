@@ -1,4 +1,5 @@
-//! PyTorch's hooks for the memory of graphs: its pools by device and id, which are graph pools of the shared allocators.
+//! PyTorch's hooks for the memory of graphs: its pools by device and id, which are graph pools of the shared
+//! allocators.
 //!
 //! PyTorch begins before a capture and ends after it, both with the id of a pool, and releases the pool once for each
 //! begin, when a graph goes. After a capture that failed it does neither: `cualloc_torch_pool_abandon` is for that.
