@@ -106,6 +106,28 @@ def retired_stream():
     ours.check()
 
 
+def forgotten_stream():
+    """The same where nobody says that the stream goes."""
+    torch, ours = installed()
+    cuda, handle = runtime(), ctypes.c_void_p()
+    torch.zeros(1, device="cuda")
+    for turn in range(20):
+        assert cuda.cudaStreamCreateWithFlags(ctypes.byref(handle), 1) == 0
+        stream = torch.cuda.ExternalStream(handle.value)
+        with torch.cuda.stream(stream):
+            tensors = [torch.full((1 << number,), float(turn), device="cuda") for number in range(24)]
+            total = sum(float(tensor[-1]) for tensor in tensors)
+        assert total == 24 * turn
+        assert cuda.cudaStreamDestroy(handle) == 0
+        del stream, tensors
+        for number in range(500):
+            x = torch.full((1 << (number % 23),), 1.0, device="cuda")
+            assert number % 50 or float(x[-1]) == 1
+            del x
+    torch.cuda.synchronize()
+    ours.check()
+
+
 def record_stream():
     """A block is not used anew while a recorded stream works on it, and is afterwards."""
     torch, ours = installed()
@@ -415,7 +437,7 @@ def documents():
 
 
 CASES = [
-    *(out_of_memory, external_stream, retired_stream, record_stream, statistics, late, mem_pool, workers),
+    *(out_of_memory, external_stream, retired_stream, forgotten_stream, record_stream, statistics, late, mem_pool, workers),
     *(threads, exit_with_tensors, second_device, fallback, cupy, jax, rmm, documents),
 ]
 
