@@ -558,10 +558,10 @@ void cualloc_options_free(struct cualloc_options_t *options);
  * Sets one option; the last value of a key counts.
  *
  * Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
- * the device as 80%), views, capture_checks, self_test (on, off), checks (context, none), peers (1+3), slack (5%),
- * budget, profile (dense, quick), handle. And device: cuda (the default), or sim, a simulated device of 80 GiB in
- * host memory, in a library that was built with the feature sim. Settings that contradict each other are refused by
- * cualloc_create.
+ * the device as 80%), views, capture_checks, unretired_streams, self_test (on, off), checks (context, none), peers (1+3),
+ * slack (5%), budget, profile (dense, quick), handle. And device: cuda (the default), or sim, a simulated device of
+ * 80 GiB in host memory, in a library that was built with the feature sim. Settings that contradict each other are
+ * refused by cualloc_create.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
  * UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.
@@ -803,7 +803,9 @@ int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
                             void *graph);
 
 /**
- * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied.
+ * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied. Of
+ * these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be destroyed
+ * without being retired.
  *
  * Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
  * CUALLOC_CONTEXT_LOST in a forked child.

@@ -114,6 +114,13 @@ impl Options {
         Ok(self.over(&Config::environment()?).parse::<Config>()?)
     }
 
+    /// [`config`](Self::config) of allocators that are shared with those who do not know of each other: nobody of
+    /// them need say that a stream goes.
+    pub(crate) fn shared_config(&self) -> Result<Config, Failure> {
+        let inherited = format!("unretired_streams=on,{}", Config::environment()?);
+        Ok(self.over(&inherited).parse::<Config>()?)
+    }
+
     fn over(&self, inherited: &str) -> String {
         let key = |part: &str| part.split('=').next().unwrap_or(part).trim().to_owned();
         let stays = |part: &&str| !self.settings.contains_key(&key(part));

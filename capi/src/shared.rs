@@ -62,12 +62,14 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
         let why = "devices from 128 on have no shared allocator";
         return Err(Failure::Said(CUALLOC_UNSUPPORTED, why));
     };
-    let made = handles::add(Allocator::with_config(&context, options.config()?)?)?;
+    let made = handles::add(Allocator::with_config(&context, options.shared_config()?)?)?;
     place.store(made as u64, Ordering::Release);
     Ok(made)
 }
 
-/// Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied.
+/// Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied. Of
+/// these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be destroyed
+/// without being retired.
 ///
 /// Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
 /// CUALLOC_CONTEXT_LOST in a forked child.

@@ -157,6 +157,8 @@ def _redirect():
         "_cuda_resetPeakMemoryStats": _torch_stats.reset_peaks,
         "_cuda_resetAccumulatedMemoryStats": _torch_stats.reset_accumulated,
         "_cuda_getMemoryFraction": _torch_stats.fraction,
+        # A pluggable allocator never says that it is ready.
+        "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
         "_accelerator_getDeviceStats": _torch_stats.nested,
         "_accelerator_resetPeakStats": _torch_stats.reset_peaks,
         "_accelerator_resetAccumulatedStats": _torch_stats.reset_accumulated,

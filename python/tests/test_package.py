@@ -223,6 +223,24 @@ def a_stream_is_retired_before_its_tensors_are_freed():
     ours.check()
 
 
+def a_stream_is_destroyed_before_its_tensors_are_freed():
+    torch, ours, call = installed()
+    simulated = driver()
+    for turn in range(3):
+        handle = stream(simulated)
+        kept = [call["alloc"](bytes, 0, handle) for bytes in [1000, 3 << 20, 40 << 20] * 20]
+        assert simulated.cuStreamDestroy_v2(ctypes.c_void_p(handle)) == 0
+        for block in kept:
+            call["free"](block, 0, 0, handle)
+        assert ours.stats()["blocks"]["current"] == 0
+        live = [call["alloc"](1 << 20, 0, None) for _ in range(2000)]
+        assert len(set(live)) == 2000
+        for block in live:
+            call["free"](block, 0, 0, None)
+    ours.check()
+    assert ours.stats()["reserved"]["peak"] < 3 << 30
+
+
 def a_free_during_a_capture_is_made_up_for():
     torch, ours, call = installed()
     simulated = driver()

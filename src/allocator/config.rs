@@ -71,6 +71,12 @@ pub struct Config {
     /// at any time whether they are idle. Where the promise is broken the capture is spoilt, or the graph has memory
     /// that others get as well.
     pub captures: bool,
+    /// Whether the owners of raw streams may destroy them without [`retire_raw`](crate::Allocator::retire_raw), off by
+    /// default. With it the handle of a stream that is neither this crate's nor adopted is used in calls that name the
+    /// stream alone, never in frees. Others get memory that was freed on it when a later call names it, or when the
+    /// context was synchronised, which is done before much of it is held back. Needs a driver with stream ids (CUDA 12);
+    /// on others a new stream under the handle of an old one counts as that.
+    pub unretired_streams: bool,
     /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while
     /// another context than the allocator's is current is
     /// [`Error::WrongContext`](crate::Error::WrongContext): the handle means the stream of the
@@ -116,6 +122,7 @@ impl Default for Config {
             views: true,
             capture_checks: false,
             captures: true,
+            unretired_streams: false,
             context_checks: cfg!(debug_assertions),
             self_test: true,
             slack: None,
@@ -166,6 +173,12 @@ impl Config {
     /// Allows for captures of the allocator's streams, or promises that there are none.
     pub fn captures(mut self, on: bool) -> Self {
         self.captures = on;
+        self
+    }
+
+    /// Allows for raw streams that are destroyed without being retired, or relies on their owners.
+    pub fn unretired_streams(mut self, on: bool) -> Self {
+        self.unretired_streams = on;
         self
     }
 
@@ -302,8 +315,8 @@ impl Config {
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
 /// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `views=on|off`,
-/// `capture_checks=on|off`, `captures=watched|never`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
-/// `profile=dense|quick`, `handle=BYTES`.
+/// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
+/// `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`, `profile=dense|quick`, `handle=BYTES`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -357,6 +370,9 @@ impl FromStr for Config {
                         "never" => false,
                         _ => return Err(invalid()),
                     }
+                }
+                "unretired_streams" => {
+                    config.unretired_streams = parse_switch(value).ok_or_else(invalid)?;
                 }
                 "checks" => {
                     config.context_checks = match value {
@@ -522,6 +538,7 @@ mod tests {
             "self_test=1",
             "checks=on",
             "captures=off",
+            "unretired_streams=yes",
             "slack=2",
             "slack=-1%",
             "slack=101%",

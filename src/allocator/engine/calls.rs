@@ -97,6 +97,9 @@ impl Engine {
             }
         }
         self.refuse_capture(named)?;
+        if self.unretired {
+            self.mark_while_named(named);
+        }
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }

@@ -193,7 +193,10 @@ impl Engine {
 
     /// What a free leaves to do once the lock is let go, if anything.
     #[inline]
-    pub(crate) fn rest_of_free(&self, heap: &Heap, after: AfterFree) -> Option<RestOfFree> {
+    pub(crate) fn rest_of_free(&self, heap: &Heap, mut after: AfterFree) -> Option<RestOfFree> {
+        if self.unretired && !after.is_empty() {
+            after.retain(|stream| !heap.streams[stream].may_be_gone());
+        }
         if after.is_empty() && !heap.orphaned {
             return None;
         }

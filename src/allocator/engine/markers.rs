@@ -6,6 +6,7 @@ use crate::driver::sys::CUstream;
 use crate::driver::{Context, Current, Event, Stream};
 
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::poll::{Answer, Poll};
 use crate::allocator::stream::slot::PendingWait;
@@ -13,6 +14,10 @@ use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
 use crate::error::Error;
 use crate::sync::capture::{is_of_capture, is_void_event};
+
+/// So many bytes, and such a part of all that is held, may be kept from other streams by those that may be gone.
+const LEFT_BEHIND: u64 = 32 << 20;
+const LEFT_BEHIND_SHARE: u64 = 16;
 
 /// What is to be found out for a request of a stream before memory of other streams may serve it.
 pub(crate) struct Questions {
@@ -268,6 +273,36 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// Records the marker that frees left out on a stream which may be gone by then: the call under way names it.
+    #[cold]
+    pub(crate) fn mark_while_named(&self, named: &Named<'_>) {
+        let due = {
+            let heap = self.lock();
+            let stream = heap.streams.find(named.key);
+            stream.filter(|stream| heap.streams[*stream].was_left())
+        };
+        self.mark_all(due.map(|stream| (stream, named.key)));
+    }
+
+    /// Waits for the context before streams that may be gone keep more than a part of the memory from the others.
+    #[cold]
+    pub(crate) fn settle_unretired(&self) -> Result<(), Error> {
+        let much = {
+            let heap = self.lock();
+            let most = (heap.held() / LEFT_BEHIND_SHARE).max(LEFT_BEHIND);
+            heap.streams.left_behind() >= most
+        };
+        match if much {
+            self.synchronise(false)
+        } else {
+            Ok(())
+        } {
+            // A later request does it.
+            Err(Error::Capturing { .. }) => Ok(()),
+            done => done,
+        }
     }
 
     /// Finds out what other streams are done with, for a request of a stream. Its own memory it may

@@ -95,6 +95,8 @@ pub(crate) struct Engine {
     ask_captures: bool,
     /// The program promises that it captures no stream which the allocator knows.
     pub no_captures: bool,
+    /// Owners of raw streams do not promise to retire them.
+    pub unretired: bool,
     /// Who names a default stream by its handle while another context is current is refused.
     pub context_checks: bool,
     /// Tests of views that could not be waited for.
@@ -166,6 +168,7 @@ impl Engine {
                 config.tuning(),
             );
             heap.streams.watchful = config.capture_checks;
+            heap.streams.unretired = config.unretired_streams;
             Engine {
                 id,
                 me: me.clone(),
@@ -186,6 +189,7 @@ impl Engine {
                 retirements: AtomicU64::new(0),
                 ask_captures: config.capture_checks,
                 no_captures: !config.captures,
+                unretired: config.unretired_streams,
                 context_checks: config.context_checks,
                 in_large_caches: Arc::clone(&heap.caches.in_large_caches),
                 unfinished: Mutex::default(),

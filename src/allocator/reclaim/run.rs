@@ -102,6 +102,9 @@ impl Engine {
         if heap.streams.woken {
             heap.streams_changed();
         }
+        if self.unretired {
+            (heap, ()) = self.unlocked(heap, || self.settle_unretired())?;
+        }
         if heap.streams.several() {
             heap = self.rest_others(heap, want.stream)?;
         }

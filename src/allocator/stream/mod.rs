@@ -51,6 +51,8 @@ pub(crate) struct Streams {
     full: Vec<u32>,
     /// No batch waits: somebody may capture streams from the start.
     pub watchful: bool,
+    /// Raw streams may be destroyed without being retired.
+    pub unretired: bool,
     /// Markers that were not seen complete.
     pub(crate) unseen: usize,
     /// Contexts of streams whose places others have now. Who lets go of the last one calls the driver, so
@@ -121,6 +123,7 @@ impl Streams {
             context,
             holder,
             former: None,
+            unretired: self.unretired,
             in_use: true,
             named: true,
             leaving: 0,
@@ -419,6 +422,12 @@ impl Streams {
             .filter(|(_, slot)| slot.holder.is_lasting() && !slot.covered())
             .map(|(stream, slot)| (stream, slot.key))
             .collect()
+    }
+
+    /// Bytes that were freed on streams which may be gone, and that no marker covers.
+    pub(crate) fn left_behind(&self) -> u64 {
+        let slots = self.iter().filter(|(_, slot)| slot.may_be_gone());
+        slots.map(|(_, slot)| slot.open_bytes).sum()
     }
 
     /// Why a stream that a call names is not known.

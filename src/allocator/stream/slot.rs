@@ -113,6 +113,8 @@ pub(crate) struct Slot {
     pub holder: Holder,
     /// The token of a stream that was the caller's before it was kept: who touched it then may do so still.
     pub former: Option<Holder>,
+    /// The caller does not promise to retire it before it is destroyed.
+    pub unretired: bool,
     pub in_use: bool,
     /// Calls that name the stream find it here. Not from the moment on that its last marker is about to be
     /// recorded: what it is given later is another stream's to the heap.
@@ -154,12 +156,26 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
+    /// Whether the stream's owner may have destroyed it by now, unless the call under way names it.
+    #[inline]
+    pub(crate) fn may_be_gone(&self) -> bool {
+        self.unretired && self.raw > 2 && matches!(self.holder, Holder::Foreign(_))
+    }
+
     /// Everything freed on the stream is covered by a marker or complete.
     pub(crate) fn covered(&self) -> bool {
         let bound = self
             .newest()
             .map_or(self.completed, |m| m.bound.max(self.completed));
         bound + 1 >= self.open && self.open_uses == 0
+    }
+
+    /// Whether frees left something for a marker of a stream that may be gone.
+    pub(crate) fn was_left(&self) -> bool {
+        let bound = self
+            .newest()
+            .map_or(self.completed, |m| m.bound.max(self.completed));
+        self.may_be_gone() && (self.is_full() || bound + 1 < self.open)
     }
 
     /// The newest marker that may be waited for.
@@ -192,7 +208,8 @@ impl Slot {
     /// The handle, if nothing more is needed to ask the stream whether it captures; else 0.
     pub(crate) fn handle_to_ask(&self) -> usize {
         // A default stream is asked in its context.
-        let ask = !matches!(self.holder, Holder::Retired) && self.raw > 2;
+        let retired = matches!(self.holder, Holder::Retired);
+        let ask = !retired && self.raw > 2 && !self.may_be_gone();
         if ask { self.raw } else { 0 }
     }
 
@@ -205,10 +222,11 @@ impl Slot {
         }
     }
 
-    /// The stream, if it may be asked whether it is capturing.
+    /// The stream, if a free may ask it whether it is capturing.
     pub(crate) fn suspect(&self) -> Option<Suspect> {
         // The per-thread handle would ask about the calling thread's stream.
-        let ask = !matches!(self.holder, Holder::Retired) && !is_per_thread(self.raw);
+        let retired = matches!(self.holder, Holder::Retired);
+        let ask = !retired && !is_per_thread(self.raw) && !self.may_be_gone();
         ask.then(|| Suspect {
             key: self.key,
             raw: self.raw,
@@ -284,6 +302,13 @@ impl AfterFree {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.full.is_none()
+    }
+
+    /// Keeps the streams of which that is true.
+    pub(crate) fn retain(&mut self, wanted: impl Fn(u32) -> bool) {
+        self.more.extend(self.full.take());
+        self.more.retain(|(stream, _)| wanted(*stream));
+        self.full = self.more.pop();
     }
 
     /// The streams to be marked.

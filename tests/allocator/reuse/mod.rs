@@ -12,6 +12,7 @@ mod segments;
 mod streams;
 mod unasked;
 mod undone;
+mod unretired;
 
 use crate::common::*;
 use cualloc::allocator::Policy;

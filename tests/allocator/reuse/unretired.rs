@@ -1,0 +1,145 @@
+//! Raw streams whose owners destroy them without a word, where the program says so.
+
+use crate::common::*;
+use cualloc::allocator::{Config, Policy};
+use cualloc::driver::sys;
+use cualloc::sim::Mode;
+
+fn config() -> Config {
+    Config::new().unretired_streams(true)
+}
+
+/// Sizes that caches of small and of large blocks keep, and the heap alone.
+const SIZES: [usize; 5] = [KIB, 24 * KIB, 3 * MIB, 12 * MIB, 40 * MIB];
+
+/// Nothing of a free asks or marks the stream, whatever is freed, and however much: the simulator refuses handles of
+/// streams that are gone.
+#[test]
+fn blocks_are_freed_after_their_stream_is_gone() {
+    each(|rig| {
+        for checks in [false, true] {
+            let allocator = rig.allocator_with(config().capture_checks(checks));
+            let other = rig.stream();
+            for _ in 0..3 {
+                let (stream, reader) = (RawStream::new(rig), RawStream::new(rig));
+                let mut kept = Vec::new();
+                for at in 0..60 {
+                    // SAFETY: the streams are alive, and get nothing to do with the memory.
+                    unsafe {
+                        let ptr = allocator.allocate_raw(SIZES[at % 5], stream.raw());
+                        let ptr = ptr.unwrap();
+                        if at % 3 == 0 {
+                            allocator.record_stream_raw(ptr, reader.raw()).unwrap();
+                        }
+                        kept.push(ptr);
+                    }
+                }
+                stream.destroy();
+                reader.destroy();
+                for ptr in kept {
+                    // SAFETY: nothing uses the memory.
+                    unsafe { allocator.free_raw(ptr) }.unwrap();
+                }
+                for at in 0..1000 {
+                    drop(allocator.allocate(SIZES[at % 3], &other).unwrap());
+                }
+                assert_eq!(allocator.stats().all.allocated.current, 0);
+                allocator.check().unwrap();
+            }
+            // The caches give back what they keep, and then it is complete.
+            allocator.trim(0).unwrap();
+            allocator.synchronize().unwrap();
+            assert_eq!(allocator.trim(0).unwrap().pending, 0);
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// What a stream that is gone left undone is waited for before others have its memory.
+#[test]
+fn memory_of_a_stream_that_is_gone_waits_for_its_work() {
+    each_simulated(|rig, sim| {
+        for bytes in [32 * KIB, 12 * MIB] {
+            let allocator = rig.allocator_with(config().limit(Some(16 * MIB as u64)));
+            let (stream, other) = (RawStream::new(rig), rig.stream());
+            sim.set_mode(Mode::Manual);
+            // SAFETY: the stream is alive; what uses the memory was submitted before its free.
+            let ptr = unsafe {
+                let ptr = allocator.allocate_raw(bytes, stream.raw()).unwrap();
+                rig.stamp(ptr, bytes, 1, &stream.borrowed());
+                ptr
+            };
+            stream.destroy();
+            // SAFETY: as above.
+            unsafe { allocator.free_raw(ptr) }.unwrap();
+            let block = allocator.allocate(12 * MIB, &other).unwrap();
+            rig.stamp(block.ptr(), 12 * MIB, 2, &other);
+            sim.complete_all();
+            sim.set_mode(Mode::Instant);
+            rig.assert_clean();
+            drop(block);
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// A stream that goes on is marked by calls that name it, so that its memory is everybody's without a wait.
+#[test]
+fn a_stream_that_is_named_again_is_marked_then() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator_with(config());
+        let (stream, other) = (RawStream::new(rig), rig.stream());
+        drop(allocator.allocate(KIB, &other).unwrap());
+        // SAFETY: the stream is alive, and nothing uses the memory.
+        let allocate = |bytes| unsafe { allocator.allocate_raw(bytes, stream.raw()) }.unwrap();
+        let free = |ptr: sys::CUdeviceptr| {
+            // SAFETY: nothing uses the memory.
+            unsafe { allocator.free_raw(ptr) }.unwrap();
+        };
+        let large = allocate(40 * MIB);
+        let kept = allocate(50 * MIB);
+        allocator.trim(0).unwrap();
+        let records = rig.calls("cuEventRecord");
+        free(large);
+        allocator.trim(0).unwrap();
+        assert_eq!(
+            rig.calls("cuEventRecord"),
+            records,
+            "the free names no stream"
+        );
+        assert!(allocator.trim(0).unwrap().pending > 0);
+        let next = allocate(60 * MIB);
+        assert!(rig.calls("cuEventRecord") > records);
+        let waits = rig.calls("cuCtxSynchronize");
+        let pending = allocator.trim(0).unwrap().pending;
+        assert_eq!(pending, 0);
+        assert_eq!(rig.calls("cuCtxSynchronize"), waits);
+        free(next);
+        free(kept);
+        // SAFETY: the stream is alive, and gets no more work.
+        unsafe { allocator.retire_raw(stream.raw()) }.unwrap();
+        stream.destroy();
+        rig.close(&allocator);
+    });
+}
+
+/// Streams that come and go with everything that they had do not fill the device.
+#[test]
+fn streams_that_come_and_go_leave_their_memory() {
+    each_simulated(|rig, _| {
+        let allocator = rig.allocator_with(config());
+        let other = rig.stream();
+        for _ in 0..100 {
+            let stream = RawStream::new(rig);
+            // SAFETY: the stream is alive, and nothing uses the memory.
+            let ptr = unsafe { allocator.allocate_raw(40 * MIB, stream.raw()) }.unwrap();
+            stream.destroy();
+            // SAFETY: as above.
+            unsafe { allocator.free_raw(ptr) }.unwrap();
+            drop(allocator.allocate(20 * MIB, &other).unwrap());
+        }
+        let peak = allocator.stats().all.reserved.peak;
+        assert!(peak <= 160 * MIB as u64, "{peak} bytes held for 60 MiB");
+        rig.close(&allocator);
+    });
+}
