@@ -31,6 +31,7 @@ fn written(trace: &Trace, limit: Option<u64>) -> String {
     let simulator = simulator(8 << 30).unwrap();
     let frame = Frame {
         trace,
+        before: None,
         limit,
         memory: 8 << 30,
         config: Some("limit=</script><img src=x onerror=alert(1)>"),
