@@ -405,6 +405,7 @@ def main():
             two_files(browser, *peaks)
             same("complaints", browser.complaints(), [])
             if shots:
+                browser.value("(s => { s.value = 'context'; s.onchange({ target: s }); })(document.getElementById('files-group'))")
                 browser.shot(Path(shots) / "view-files.webp", 700)
         finally:
             browser.close()
@@ -413,7 +414,7 @@ def main():
             webgl = both_ways(browser, page)
         finally:
             browser.close()
-    drawn = "SKIPPED: no WebGL2 here" if webgl is None else f"with WebGL2 {webgl:.0f} ms"
+    drawn = "SKIPPED: no WebGL2 here" if webgl is None else f"{webgl:.0f} ms with WebGL2"
     print(f"the page of {events} events is right: {page_bytes} bytes, shown after {loaded:.1f} s, a step of zoom {paced:.0f} ms, {drawn}")
     return 0
 

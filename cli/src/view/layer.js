@@ -3,9 +3,10 @@
 class Rectangles {
   constructor(id) {
     this.canvas = $(id);
-    const asked = location.search, options = { antialias: false, preserveDrawingBuffer: true };
-    if (asked !== '?webgl2') options.failIfMajorPerformanceCaveat = true;
-    if (asked !== '?2d') this.gl = this.canvas.getContext('webgl2', options);
+    const asked = location.search;
+    if (asked === '?webgl2' || asked !== '?2d' && Rectangles.hasGpu()) {
+      this.gl = this.canvas.getContext('webgl2', { antialias: false, preserveDrawingBuffer: true });
+    }
     if (this.gl) {
       this.prepare();
       // What the GPU forgets is made again.
@@ -14,6 +15,16 @@ class Rectangles {
     } else this.pen = this.canvas.getContext('2d');
     this.kind = this.gl ? 'webgl2' : '2d';
     this.colours = new Map();
+  }
+
+  // Not every browser says by the option that WebGL2 is done without a GPU; the renderer's name does.
+  static hasGpu() {
+    const gl = document.createElement('canvas').getContext('webgl2', { failIfMajorPerformanceCaveat: true });
+    if (!gl) return false;
+    const names = gl.getExtension('WEBGL_debug_renderer_info');
+    const name = names ? gl.getParameter(names.UNMASKED_RENDERER_WEBGL) : '';
+    gl.getExtension('WEBGL_lose_context')?.loseContext();
+    return !/swiftshader|llvmpipe|softpipe|software|basic render/i.test(name);
   }
 
   prepare() {

@@ -134,9 +134,8 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         Ok(()) => Ok(true),
         Err(source) if source.kind() == io::ErrorKind::BrokenPipe => Err(Failure::Output(source)),
         Err(source) => {
-            let path = options.out.clone();
-            let error = ViewError::Write { path, source };
-            failed(&options.out, output, &error)
+            let out = options.out.clone();
+            failed(path, output, &ViewError::Write { path: out, source })
         }
     }
 }
