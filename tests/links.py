@@ -3,7 +3,8 @@
 A link to a file of the repository is by reference (`[text][docs/streams.md]`, or `[docs/streams.md]` alone), and the
 reference is the path itself, defined at the end of its document. So the documents read alike as files and as pages of
 the library's documentation, where `src/links.md` comes first and gives each reference its page. --fix rewrites links
-that are written out, the definitions, and `src/links.md`. What is named must exist, headings too.
+that are written out, the definitions, and `src/links.md`. What is named must exist, headings too. Pictures are shown
+where a document is read as a file, so they are written out.
 """
 
 import re
@@ -11,7 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-INLINE = re.compile(r"\[([^\]]*?)\]\(([^)\s]+)\)")
+INLINE = re.compile(r"(?<!!)\[([^\]]*?)\]\(([^)\s]+)\)")
+IMAGE = re.compile(r"!\[[^\]]*\](?:\(([^)\s]+)\))?")
 DEFINITION = re.compile(r"^\[([^\]\n]+)\]: (\S+)$", re.M)
 PAGES = re.compile(r'^ {8}(\w+) "\.\./([^"]+)"$', re.M)
 ELSEWHERE = {
@@ -70,6 +72,9 @@ def main():
                 faults.append(f"{name}: links are not by reference, or their definitions are not at the end")
         if name != "README.md" and name not in pages:
             faults.append(f"{name}: it is no page of the guide in src/lib.rs")
+        for picture in IMAGE.findall(fixed):
+            if not away(picture) and not (picture and (document.parent / picture).is_file()):
+                faults.append(f"{name}: there is no picture {picture}")
         for label in sorted(named):
             path, _, anchor = label.partition("#")
             target = (document.parent / path).resolve()

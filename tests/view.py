@@ -24,7 +24,7 @@ HOSTILE = "</script><script>document.title='run'</script>" + IMAGE
 class Browser:
     """A Chromium with one tab, spoken to through a pair of pipes."""
 
-    def __init__(self, program, folder):
+    def __init__(self, program, folder, drawing=("--disable-gpu",)):
         to_read, self.out = os.pipe()
         self.inp, to_write = os.pipe()
 
@@ -34,7 +34,7 @@ class Browser:
             os.dup2(high_read, 3)
             os.dup2(high_write, 4)
 
-        switches = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        switches = ["--headless", "--no-sandbox", *drawing, "--disable-dev-shm-usage", "--no-first-run",
                     "--remote-debugging-pipe", f"--user-data-dir={folder}", f"--window-size={WIDTH},1000", "about:blank"]
         self.process = subprocess.Popen([program, *switches], close_fds=False, preexec_fn=pipes,
                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -70,9 +70,9 @@ class Browser:
                 return message["result"]
             self.events.append(message)
 
-    def open(self, path):
+    def open(self, path, query=""):
         self.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path.as_uri() + query)
         self.value("""new Promise((done, not) => {
             const look = () => window.__view ? done(1) : document.getElementById('error')?.hidden === false
                 && !document.getElementById('meta') ? not('no page') : setTimeout(look, 20);
@@ -143,7 +143,128 @@ def same(what, found, expected):
 
 
 def view(command, trace, page, *options):
-    subprocess.run([command, "view", "-q", trace, "-o", page, *options], check=True)
+    traces = trace if isinstance(trace, list) else [trace]
+    subprocess.run([command, "view", "-q", *traces, "-o", page, *options], check=True)
+
+
+def stack(size):
+    """The stack in which a block of this size is allocated, as the page names it."""
+    return f"train.py:1:<main>;model.py:{size % 7}:layer{size % 3}"
+
+
+def snapshot(lines, path, grown=0):
+    """A snapshot of PyTorch's as JSON of these rows, blocks larger by so much; and its live blocks at the peak."""
+    sizes, entries, live, total, most, peak = {}, [], {}, 0, -1, {}
+    for line in lines:
+        op, block, size, stream = line.split(",")
+        if op == "a":
+            size = int(size) + grown
+            sizes[block] = size
+            frames = [dict(zip(("filename", "line", "name"), (f"/m/{file}", int(number), name)))
+                      for file, number, name in (part.split(":") for part in reversed(stack(size).split(";")))]
+            entries.append({"action": "alloc", "addr": 512 * int(block), "size": size, "stream": int(stream), "frames": frames})
+            live[block], total = size, total + size
+            if total > most:
+                most, peak = total, dict(live)
+        else:
+            size = sizes[block]
+            total -= live.pop(block)
+            for action in ("free_requested", "free_completed"):
+                entries.append({"action": action, "addr": 512 * int(block), "size": size, "stream": int(stream)})
+    path.write_text(json.dumps({"segments": [], "device_traces": [entries]}))
+    return peak
+
+
+def by_stack(blocks):
+    groups = {}
+    for size in blocks.values():
+        count, amount = groups.get(stack(size), (0, 0))
+        groups[stack(size)] = (count + 1, amount + size)
+    return groups
+
+
+def two_files(browser, before, after):
+    """What the page says of two files is what their blocks add up to, and contexts are those of the blocks."""
+    groups = browser.value("JSON.parse(document.getElementById('meta').textContent).difference.groups")
+    expected = {}
+    for side, blocks in enumerate((before, after)):
+        for name, sums in by_stack(blocks).items():
+            expected.setdefault(name, [0, 0, 0, 0])[2 * side:2 * side + 2] = sums
+    found = {name: sums for name, *sums in groups["peak"]["context"]}
+    same("bytes by context in both files", found, expected)
+    change = sum(after.values()) - sum(before.values())
+    for group, lines in groups["peak"].items():
+        same(f"the change by {group}", sum(line[4] - line[2] for line in lines), change)
+        changes = [abs(line[4] - line[2]) for line in lines]
+        same(f"the order by {group}", changes, sorted(changes, reverse=True))
+    for group in ("context", "size", "stream"):
+        browser.value(f"(s => {{ s.value = '{group}'; s.onchange({{ target: s }}); }})(document.getElementById('files-group'))")
+        same("rows of the table", browser.value("document.querySelectorAll('#files-table tbody tr').length"), len(groups["peak"][group]))
+    colours = browser.value("""(c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size)
+        (document.getElementById('files-canvas'))""")
+    if colours < 3:
+        raise AssertionError("nothing is drawn of the difference")
+    # At the peak, which is selected.
+    sums = browser.value("""[...__view.sums(b => __view.data.born[b] <= __view.state.row && __view.data.freed[b] > __view.state.row)
+        .context].map(([index, of]) => [JSON.parse(document.getElementById('meta').textContent).contexts[index - 1], of.count, of.bytes])""")
+    same("live bytes by context", {name: tuple(sums) for name, *sums in sums}, by_stack(after))
+    shown = browser.value("document.getElementById('live-sums').textContent")
+    for name in by_stack(after):
+        if name not in shown:
+            raise AssertionError(f"{name} is in no table")
+    picture = lambda: browser.value(CHECKSUM + "('bands')")
+    plain = picture()
+    browser.value("(s => { s.value = 'context'; s.onchange({ target: s }); })(document.getElementById('colour'))")
+    coloured = picture()
+    browser.value("(i => { i.value = 'layer1'; i.oninput({ target: i }); })(document.getElementById('find'))")
+    if len({plain, coloured, picture()}) != 3:
+        raise AssertionError("colours by context or what is looked for are not seen")
+
+
+CHECKSUM = """(id => { const words = new Uint32Array(__view.layers[id].pixels().buffer); let sum = 0, some = 0;
+    for (const word of words) { sum = (Math.imul(sum, 31) + word) | 0; some |= word; }
+    return some ? sum : 'empty'; })"""
+
+
+def both_ways(browser, page):
+    """WebGL2 and the plain pen draw the same pictures. Returns how long a step of zoom takes with WebGL2."""
+    pictures = {}
+    for kind in ("2d", "webgl2"):
+        browser.open(page, "?" + kind)
+        if browser.value("__view.layers.bands.kind") != kind:
+            return None
+        found = pictures[kind] = []
+        for mode in ("stacked", "address"):
+            browser.value(f"__view.state.mode = '{mode}'")
+            for share in (1, 0.3, 0.01):
+                browser.value(f"__view.view(0, {share} * __view.curves.requested.length)")
+                found.append(browser.value(CHECKSUM + "('bands')"))
+        for at in range(min(4, browser.value("__view.maps.length"))):
+            browser.value(f"(i => {{ i.value = {at}; i.oninput({{ target: i }}); }})(document.getElementById('instant'))")
+            found.append(browser.value(CHECKSUM + "('map')"))
+        same("complaints", browser.complaints(), [])
+    same("the pictures of WebGL2", pictures["webgl2"], pictures["2d"])
+    if "empty" in pictures["2d"] or len(set(pictures["2d"])) < 6:
+        raise AssertionError(f"pictures are empty or the same: {pictures['2d']}")
+    return pace(browser)
+
+
+def cannot_serve(browser):
+    """After the last row of a replay that found no memory no free piece could have served it, and each has a reason."""
+    asked = browser.value("JSON.parse(document.getElementById('meta').textContent).out_of_memory.requested")
+    same("the request", browser.value("__view.state.wanted"), asked)
+    reasons = browser.value("""(() => { const map = __view.maps[__view.maps.length - 1], why = {};
+        for (const piece of __view.contents(map).pieces) if (!piece.segment.view && piece.state) {
+            const word = __view.reason(piece) || 'could serve'; why[word] = (why[word] || 0) + piece.size; }
+        return why; })()""")
+    if not reasons or "could serve" in reasons:
+        raise AssertionError(f"of what is free: {reasons}")
+    holes = browser.value("JSON.parse(document.getElementById('meta').textContent).out_of_memory.holes.map(h => h.bytes)")
+    same("rows of holes", browser.value("document.querySelector('#oom-table tbody').children.length"), len(holes))
+    colours = browser.value("""(c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size)
+        (document.getElementById('oom-canvas'))""")
+    if colours < 3:
+        raise AssertionError("the picture of the end is empty")
 
 
 def totals(browser, sums):
@@ -199,7 +320,9 @@ def pace(browser):
     """Milliseconds of 60 steps of zoom, the slowest of 19 in 20, drawn without a GPU; nobody judges them."""
     times = browser.value("""(() => { const times = []; __view.view(0, 1e9);
         for (let n = 0; n < 60; n++) { const begin = performance.now(); __view.zoom(n < 30 ? 0.8 : 1.25, __view.state.row);
-            document.getElementById('bands').getContext('2d').getImageData(0, 0, 1, 1); times.push(performance.now() - begin); }
+            const { pen, gl } = __view.layers.bands;
+            if (pen) pen.getImageData(0, 0, 1, 1); else gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(4));
+            times.push(performance.now() - begin); }
         return times.sort((a, b) => a - b); })()""")
     return times[len(times) * 19 // 20]
 
@@ -214,7 +337,7 @@ def tables(browser, sums):
         sum += __view.data.asked[b]; return sum; })()""")
     same("the sum of the live blocks", live, sums[-1])
     for at in range(browser.value("__view.maps.length")):
-        held, row = browser.value(f"""(m => [m.pieces.filter(p => !p.segment.view).reduce((s, p) => s + p.size, 0), m.row])
+        held, row = browser.value(f"""(m => [__view.contents(m).pieces.filter(p => !p.segment.view).reduce((s, p) => s + p.size, 0), m.row])
             (__view.maps[{at}])""")
         same("the bytes of a map", held, browser.value(f"__view.curves.reserved[{row}]"))
     if browser.value("document.querySelectorAll('#live tbody tr').length") == 0:
@@ -243,6 +366,10 @@ def main():
         shutil.copy(trace, named)
         view(command, named, folder / "named.html")
         view(command, trace, end, "--limit", "0.6x", "--sim-memory", "8GiB")
+        before, after, both = folder / "before.json", folder / "after.json", folder / "both.html"
+        few = lines[:min(events, 20000)]
+        peaks = snapshot(few[:len(few) * 2 // 3], before), snapshot(few, after, 77)
+        view(command, [before, after], both)
         browser = Browser(program, folder / "profile")
         try:
             begin = time.monotonic()
@@ -259,6 +386,7 @@ def main():
                 browser.shot(Path(shots) / "view.webp", 1150)
             browser.open(end)
             same("the picture of the end", browser.value("document.getElementById('oom').hidden"), False)
+            cannot_serve(browser)
             if shots:
                 browser.shot(Path(shots) / "view-oom.webp", 420)
             browser.open(folder / "named.html")
@@ -273,9 +401,21 @@ def main():
             same("the name", browser.value("document.getElementById('name').textContent"), HOSTILE)
             same("scripts", browser.value("document.scripts.length"), 2)
             same("complaints", browser.complaints(), [])
+            browser.open(both)
+            two_files(browser, *peaks)
+            same("complaints", browser.complaints(), [])
+            if shots:
+                browser.value("(s => { s.value = 'context'; s.onchange({ target: s }); })(document.getElementById('files-group'))")
+                browser.shot(Path(shots) / "view-files.webp", 700)
         finally:
             browser.close()
-    print(f"the page of {events} events is right: {page_bytes} bytes, shown after {loaded:.1f} s, a step of zoom {paced:.0f} ms")
+        browser = Browser(program, folder / "drawing", ("--use-angle=swiftshader", "--enable-unsafe-swiftshader"))
+        try:
+            webgl = both_ways(browser, page)
+        finally:
+            browser.close()
+    drawn = "SKIPPED: no WebGL2 here" if webgl is None else f"{webgl:.0f} ms with WebGL2"
+    print(f"the page of {events} events is right: {page_bytes} bytes, shown after {loaded:.1f} s, a step of zoom {paced:.0f} ms, {drawn}")
     return 0
 
 

@@ -61,7 +61,7 @@ impl InputError {
 enum Kind {
     Trace,
     Recording,
-    /// A pickle.
+    /// A pickle, or JSON.
     Snapshot,
 }
 
@@ -70,7 +70,11 @@ impl Kind {
         match first {
             _ if first.starts_with(&Recording::MAGIC) => Kind::Recording,
             [0x80, 2..=5, ..] => Kind::Snapshot,
-            _ => Kind::Trace,
+            // A trace begins with letters.
+            _ => match first.trim_ascii_start() {
+                [b'{' | b'[', ..] => Kind::Snapshot,
+                _ => Kind::Trace,
+            },
         }
     }
 }
@@ -282,7 +286,7 @@ pub fn name(path: &Path) -> String {
         .unwrap_or(path.as_os_str())
         .to_string_lossy();
     let name = name.strip_suffix(".gz").unwrap_or(&name);
-    let endings = [".csv", ".rec", ".pickle"];
+    let endings = [".csv", ".rec", ".pickle", ".json"];
     let plain = endings.iter().find_map(|end| name.strip_suffix(end));
     plain.unwrap_or(name).to_owned()
 }

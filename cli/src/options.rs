@@ -146,9 +146,10 @@ pub enum FormatChoice {
 
 #[derive(Args, Debug)]
 pub struct ViewOptions {
-    /// Trace, recording or PyTorch snapshot, plain or gzip; `-` is standard input.
-    #[arg(value_name = "FILE")]
-    pub file: PathBuf,
+    /// Trace, recording or PyTorch snapshot, plain or gzip; `-` is standard input. Of two the page shows the second, and
+    /// what grew and shrank from the first to it.
+    #[arg(required = true, value_name = "FILE", num_args = 1..=2)]
+    pub files: Vec<PathBuf>,
     /// Page to write; `-` is standard output.
     #[arg(short, long, value_name = "FILE")]
     pub out: PathBuf,

@@ -16,7 +16,9 @@ mod recorder;
 mod recording;
 mod scene;
 mod snapshot;
+mod stacks;
 mod text;
+mod tree;
 
 pub use profile::{Profile, Share};
 pub use read::ReadError;

@@ -7,11 +7,7 @@
 use std::collections::HashMap;
 
 use crate::record::out::Out;
-
-/// Deepest nesting that is read.
-const DEEPEST: usize = 64;
-/// Keys of a dictionary that are looked at.
-const MOST_KEYS: usize = 256;
+use crate::record::tree::{DEEPEST, Fault, Node, Tree};
 
 /// Bytes that grow.
 pub(super) struct Pickle {
@@ -107,35 +103,6 @@ impl Out for Pickle {
         self.number(second);
         self.bytes.push(0x86);
     }
-}
-
-/// Why a pickle is not read.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Fault {
-    /// It ends too early.
-    Short,
-    /// An opcode that plain values do not need.
-    Opcode(u8),
-    /// Something in it cannot be.
-    Damaged(&'static str),
-}
-
-/// A value of a pickle; others that it holds by their numbers.
-#[derive(Debug)]
-pub(super) enum Node {
-    /// Nothing, a flag, a number with a point, or one that is too large: of no use here.
-    Other,
-    Number(i64),
-    Text(String),
-    List(Vec<u32>, usize),
-    Dict(Vec<(u32, u32)>, usize),
-}
-
-/// The values of a pickle.
-#[derive(Debug, Default)]
-pub(super) struct Tree {
-    nodes: Vec<Node>,
-    root: u32,
 }
 
 /// What the reader's stack holds.
@@ -412,59 +379,5 @@ fn long(bytes: &[u8]) -> Node {
         Node::Number(number)
     } else {
         Node::Other
-    }
-}
-
-impl Tree {
-    /// The number of its values.
-    pub(super) fn len(&self) -> usize {
-        self.nodes.len()
-    }
-
-    pub(super) fn root(&self) -> u32 {
-        self.root
-    }
-
-    fn node(&self, number: u32) -> Option<&Node> {
-        self.nodes.get(number as usize)
-    }
-
-    fn depth(&self, number: u32) -> usize {
-        match self.node(number) {
-            Some(Node::List(_, depth) | Node::Dict(_, depth)) => *depth,
-            _ => 0,
-        }
-    }
-
-    pub(super) fn list(&self, number: u32) -> Option<&[u32]> {
-        match self.node(number)? {
-            Node::List(values, _) => Some(values),
-            _ => None,
-        }
-    }
-
-    /// The value that a dictionary has for a key; the last one, if there are several. A dictionary with more than
-    /// [`MOST_KEYS`] is of no known kind, and the first of them are passed over: to look for one key must not take long.
-    pub(super) fn get(&self, number: u32, key: &str) -> Option<u32> {
-        let Node::Dict(entries, _) = self.node(number)? else {
-            return None;
-        };
-        let mut entries = entries.iter().rev().take(MOST_KEYS);
-        let found = entries.find(|(name, _)| self.text(*name) == Some(key));
-        found.map(|(_, value)| *value)
-    }
-
-    pub(super) fn text(&self, number: u32) -> Option<&str> {
-        match self.node(number)? {
-            Node::Text(text) => Some(text),
-            _ => None,
-        }
-    }
-
-    pub(super) fn number(&self, number: u32) -> Option<u64> {
-        match self.node(number)? {
-            Node::Number(number) => u64::try_from(*number).ok(),
-            _ => None,
-        }
     }
 }

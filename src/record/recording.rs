@@ -129,6 +129,7 @@ impl Recording {
     pub fn to_trace(&self, name: &str, allocator: Option<u16>) -> Result<Trace, TraceError> {
         let mut live: BTreeMap<(u16, u64), (usize, u16)> = BTreeMap::new();
         let mut rows = Vec::new();
+        let mut contexts = Vec::new();
         let mut next = 0;
         let free = |rows: &mut Vec<Row>, block: Option<(usize, u16)>| {
             rows.extend(block.map(|(id, stream)| Row {
@@ -154,12 +155,14 @@ impl Recording {
                         id: next,
                         bytes: event.bytes,
                     });
+                    contexts.push(event.context);
                     next += 1;
                 }
                 Action::Free => free(&mut rows, live.remove(&place)),
                 _ => {}
             }
         }
-        Trace::from_rows(name, rows)
+        let name_of = |number| self.context(number).map(str::to_owned);
+        Ok(Trace::from_rows(name, rows)?.with_contexts(&contexts, name_of))
     }
 }

@@ -2,17 +2,19 @@
 
 use std::collections::BTreeMap;
 
-use crate::record::json::Json;
+use crate::record::json::{self, Json};
 use crate::record::out::Out;
-use crate::record::pickle::{self, Fault, Pickle, Tree};
+use crate::record::pickle::{self, Pickle};
+use crate::record::stacks::Stacks;
+use crate::record::tree::{Fault, MOST_FRAMES, Tree};
 use crate::trace::{Op, Row, Trace, TraceError};
 
 /// A snapshot cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
-    /// The pickle ends too early.
-    #[error("byte {at}: the pickle is cut off")]
+    /// The file ends too early.
+    #[error("byte {at}: the snapshot is cut off")]
     Short {
         /// Where, in bytes from the beginning.
         at: usize,
@@ -25,7 +27,7 @@ pub enum SnapshotError {
         /// The opcode.
         opcode: u8,
     },
-    /// Something in the pickle cannot be.
+    /// Something in the file cannot be.
     #[error("byte {at}: {what}")]
     Damaged {
         /// Where, in bytes from the beginning.
@@ -33,16 +35,13 @@ pub enum SnapshotError {
         /// What is wrong.
         what: &'static str,
     },
-    /// The pickle holds something else.
+    /// The file holds something else.
     #[error("this is no memory snapshot: {what}")]
     NotASnapshot {
         /// What is missing.
         what: &'static str,
     },
 }
-
-/// Most frames of a stack: a name may have thousands of parts, and each block and event is written with its stack.
-const MOST_FRAMES: usize = 32;
 
 /// What a block of a segment is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -273,14 +272,18 @@ impl Snapshot {
         out.close_list();
     }
 
-    /// Reads a pickle of PyTorch's: a snapshot, or a bare list of segments. Nothing in it is executed: values are
-    /// numbers, texts, lists and dictionaries, and anything else is an error. Keys and actions that are not known are
-    /// passed over. Frames are not kept.
+    /// Reads a pickle of PyTorch's, or JSON with the same keys: a snapshot, or a bare list of segments. Nothing in it is
+    /// executed: values are numbers, texts, lists and dictionaries, and anything else is an error. Keys and actions that
+    /// are not known are passed over. Of stacks the innermost 32 frames are kept, as contexts.
     ///
     /// # Errors
-    /// What is wrong with the pickle, and where.
+    /// What is wrong with the file, and where.
     pub fn read(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
-        let tree = pickle::read(bytes).map_err(|(at, fault)| match fault {
+        let tree = match json::is_json(bytes) {
+            true => json::read(bytes),
+            false => pickle::read(bytes),
+        };
+        let tree = tree.map_err(|(at, fault)| match fault {
             Fault::Short => SnapshotError::Short { at },
             Fault::Opcode(opcode) => SnapshotError::Opcode { at, opcode },
             Fault::Damaged(what) => SnapshotError::Damaged { at, what },
@@ -304,6 +307,7 @@ impl Snapshot {
         // Blocks by address: live ones, and those that wait for their completion.
         let mut live: BTreeMap<u64, (usize, u16)> = BTreeMap::new();
         let mut freed: BTreeMap<u64, (usize, u16)> = BTreeMap::new();
+        let mut contexts = Vec::new();
         let mut next = 0;
         let row = |op, (id, stream): (usize, u16), bytes| Row {
             op,
@@ -323,6 +327,7 @@ impl Snapshot {
                     rows.extend(lost.map(|block| row(Op::Free, block, 0)));
                     freed.remove(&at);
                     rows.push(row(Op::Allocate, (next, stream), entry.size));
+                    contexts.push(entry.context);
                     next += 1;
                 }
                 Act::FreeRequested | Act::Free => {
@@ -346,7 +351,8 @@ impl Snapshot {
                 _ => {}
             }
         }
-        Trace::from_rows(name, rows)
+        let name_of = |number| self.context(number).map(str::to_owned);
+        Ok(Trace::from_rows(name, rows)?.with_contexts(&contexts, name_of))
     }
 }
 
@@ -364,12 +370,13 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
     // Each segment, block and entry is a value of its own in what PyTorch writes. Of one value that is used over and
     // over, a small pickle would make any number.
     let mut left = tree.len();
+    let mut stacks = Stacks::default();
     for segment in listed {
         let blocks = tree.get(*segment, "blocks");
         let blocks = blocks.and_then(|blocks| tree.list(blocks));
         let blocks = blocks.unwrap_or_default();
         spend(&mut left, 1 + blocks.len())?;
-        let segment = read_segment(tree, *segment, blocks);
+        let segment = read_segment(tree, *segment, blocks, &mut stacks);
         snapshot.segments.push(segment);
     }
     let traces = tree.get(root, "device_traces");
@@ -380,9 +387,11 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
     {
         let entries = tree.list(*trace).ok_or(not("a trace is no list"))?;
         spend(&mut left, entries.len())?;
-        let entries = entries.iter().filter_map(|entry| read_entry(tree, *entry));
+        let entries = entries.iter();
+        let entries = entries.filter_map(|entry| read_entry(tree, *entry, &mut stacks));
         snapshot.traces.push(entries.collect());
     }
+    snapshot.contexts = stacks.names;
     Ok(snapshot)
 }
 
@@ -398,7 +407,7 @@ fn number(tree: &Tree, of: u32, key: &str) -> Option<u64> {
     tree.number(tree.get(of, key)?)
 }
 
-fn read_segment(tree: &Tree, segment: u32, blocks: &[u32]) -> Segment {
+fn read_segment(tree: &Tree, segment: u32, blocks: &[u32], stacks: &mut Stacks) -> Segment {
     let of = |key| number(tree, segment, key).unwrap_or(0);
     let text = |of: u32, key| tree.get(of, key).and_then(|value| tree.text(value));
     let mut at = of("address");
@@ -419,7 +428,7 @@ fn read_segment(tree: &Tree, segment: u32, blocks: &[u32]) -> Segment {
                 Some("active_pending_free" | "active_awaiting_free") => State::Pending,
                 _ => State::Free,
             },
-            context: 0,
+            context: stacks.of(tree, first.copied().unwrap_or(*block)),
         }
     });
     let blocks = blocks.collect();
@@ -435,7 +444,7 @@ fn read_segment(tree: &Tree, segment: u32, blocks: &[u32]) -> Segment {
 }
 
 /// An entry of a trace, if its action is known.
-fn read_entry(tree: &Tree, entry: u32) -> Option<Entry> {
+fn read_entry(tree: &Tree, entry: u32, stacks: &mut Stacks) -> Option<Entry> {
     let action = tree.text(tree.get(entry, "action")?)?;
     let (act, _) = Act::NAMES.iter().find(|(_, name)| *name == action)?;
     let of = |key| number(tree, entry, key);
@@ -445,6 +454,10 @@ fn read_entry(tree: &Tree, entry: u32) -> Option<Entry> {
         size: of("size").unwrap_or(0),
         stream: of("stream").unwrap_or(0),
         time_us: of("time_us").unwrap_or(0),
-        context: 0,
+        // Other entries than those of blocks' beginnings say nothing that is shown.
+        context: match act {
+            Act::Alloc => stacks.of(tree, entry),
+            _ => 0,
+        },
     })
 }

@@ -1,5 +1,6 @@
 //! The trace file: reading, validity, and what follows from the rows alone.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, BufRead, Read, Write};
 
@@ -73,6 +74,9 @@ pub struct Trace {
     allocations: Vec<Allocation>,
     streams: Vec<u16>,
     requested_peak: u64,
+    contexts: Vec<String>,
+    /// Of each block the index of its context plus one, and 0 for none; empty if no block has one.
+    context_of: Vec<u32>,
 }
 
 impl Trace {
@@ -144,7 +148,33 @@ impl Trace {
             allocations,
             streams,
             requested_peak,
+            contexts: Vec::new(),
+            context_of: Vec::new(),
         })
+    }
+
+    /// Says which context each block, by its id, was allocated in: a number that `name` knows; what it does not know is
+    /// none. Numbers with one name are one context.
+    pub(crate) fn with_contexts(
+        mut self,
+        of: &[u32],
+        name: impl Fn(u32) -> Option<String>,
+    ) -> Trace {
+        let mut known: HashMap<u32, u32> = HashMap::new();
+        let mut named: HashMap<String, u32> = HashMap::new();
+        let mut context = |number: u32| {
+            *known.entry(number).or_insert_with(|| {
+                let Some(name) = name(number).filter(|name| !name.is_empty()) else {
+                    return 0;
+                };
+                *named.entry(name).or_insert_with_key(|name| {
+                    self.contexts.push(name.clone());
+                    self.contexts.len() as u32
+                })
+            })
+        };
+        self.context_of = of.iter().map(|number| context(*number)).collect();
+        self
     }
 
     /// Writes the trace as text; reading that gives an equal trace.
@@ -183,6 +213,18 @@ impl Trace {
     /// The largest sum of requested bytes of the blocks that are not yet at their release point.
     pub fn requested_peak(&self) -> u64 {
         self.requested_peak
+    }
+
+    /// The names of the contexts that blocks were allocated in: tags of a recording, or stacks of a PyTorch snapshot
+    /// with semicolons between their parts, outermost first. A trace as text has none.
+    pub fn contexts(&self) -> &[String] {
+        &self.contexts
+    }
+
+    /// Which of the [`contexts`](Self::contexts) the block with this id was allocated in, if that is known.
+    pub fn context_of(&self, id: usize) -> Option<usize> {
+        let context = self.context_of.get(id)?.checked_sub(1)?;
+        Some(context as usize)
     }
 
     /// The line of the file that holds the row with this index.

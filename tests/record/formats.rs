@@ -1,11 +1,13 @@
 //! What recordings become: PyTorch's snapshots, profiles, metrics, and tables for people.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::process::Command;
+use std::io::Write;
+use std::process::{Command, Stdio};
 
 use crate::common::Folder;
 use crate::scene::{MIB, Scene, alone, memory};
 use cualloc::record::{self, Context, Profile, Recording, Snapshot};
+use cualloc::trace::Trace;
 
 /// A program of two streams with contexts, growth, shrinking and blocks that are left.
 fn program(settings: &str) -> (Recording, u64) {
@@ -150,25 +152,33 @@ fn a_snapshot_read_back_is_the_program() {
     let _alone = alone();
     let (recording, _) = program("policy=packed");
     let written = Snapshot::of(&recording);
-    let read = Snapshot::read(&written.to_pickle()).unwrap();
-    assert_eq!(read.devices(), 1);
-    let (ours, theirs) = (
-        recording.to_trace("ours", None).unwrap(),
-        read.to_trace("ours", 0).unwrap(),
-    );
-    assert_eq!(ours.requested_peak(), theirs.requested_peak());
-    let sizes = |trace: &cualloc::trace::Trace| -> Vec<_> {
+    let ours = recording.to_trace("ours", None).unwrap();
+    let sizes = |trace: &Trace| -> Vec<_> {
         let rows = trace.rows().iter();
         rows.map(|row| (row.op, row.id, row.bytes)).collect()
     };
-    assert_eq!(sizes(&ours), sizes(&theirs));
+    let contexts = |trace: &Trace| -> Vec<_> {
+        let blocks = 0..trace.allocations().len();
+        let of = |id| Some(trace.contexts()[trace.context_of(id)?].clone());
+        blocks.map(of).collect()
+    };
+    assert!(contexts(&ours).contains(&Some("train;forward".to_owned())));
+    let json = format!("\n {}\n", written.to_json());
+    for bytes in [&written.to_pickle()[..], json.as_bytes()] {
+        let read = Snapshot::read(bytes).unwrap();
+        assert_eq!(read.devices(), 1);
+        let theirs = read.to_trace("ours", 0).unwrap();
+        assert_eq!(ours.requested_peak(), theirs.requested_peak());
+        assert_eq!(sizes(&ours), sizes(&theirs));
+        assert_eq!(contexts(&ours), contexts(&theirs));
+    }
 }
 
-/// Pickles of PyTorch's forms, written by hand in Python: protocols 2, 4 and 5, a bare list of segments, a block with a
+/// Files of PyTorch's forms, written by hand in Python: protocols 2, 4 and 5, JSON, a bare list of segments, a block with a
 /// history, and a trace that begins in the middle with a completion that comes late.
 const GOLDEN: &str = r#"
-import pickle, sys
-frames = [{'filename': 'a.py', 'line': 1, 'name': 'f'}]
+import json, pickle, sys
+frames = [{'filename': '/x/a.py', 'line': 1, 'name': 'f'}, {'filename': '', 'line': 0, 'name': 'outer;most'}]
 def entry(action, addr, size, stream=0):
     return {'action': action, 'addr': addr, 'size': size, 'stream': stream, 'frames': frames,
             'time_us': 2**40, 'ratio': 0.5, 'big': 2**70, 'none': None, 'flag': True}
@@ -182,7 +192,9 @@ segments = [{'device': 0, 'address': 4096, 'total_size': 1536, 'stream': 0, 'seg
 whole = {'segments': segments, 'device_traces': [trace, []], 'later': (1, 2, (3,), ())}
 for protocol in (2, 4, 5):
     pickle.dump(whole, open(f'{sys.argv[1]}/{protocol}.pickle', 'wb'), protocol)
+    json.dump(whole, open(f'{sys.argv[1]}/whole.json', 'w'), indent=protocol)
 pickle.dump(segments, open(f'{sys.argv[1]}/bare.pickle', 'wb'), 2)
+json.dump(segments, open(f'{sys.argv[1]}/bare.json', 'w'))
 class Evil:
     def __reduce__(self): return (print, ('executed',))
 pickle.dump({'segments': Evil()}, open(f'{sys.argv[1]}/evil.pickle', 'wb'), 2)
@@ -200,20 +212,83 @@ fn pickles_of_other_programs_are_read_and_never_executed() {
     let read = |name: &str| Snapshot::read(&std::fs::read(folder.file(name)).unwrap());
     // The completion of block 0 follows its free but for events that are no rows.
     let expected = "a,0,100,0 a,1,300,1 f,0,0,0 f,1,0,1 a,2,70,0 c,1,0,1";
-    for name in ["2.pickle", "4.pickle", "5.pickle"] {
+    for name in ["2.pickle", "4.pickle", "5.pickle", "whole.json"] {
         let snapshot = read(name).unwrap();
         assert_eq!(snapshot.devices(), 2);
-        let rows = snapshot.to_trace("golden", 0).unwrap();
-        let rows: Vec<String> = rows.rows().iter().map(ToString::to_string).collect();
+        let trace = snapshot.to_trace("golden", 0).unwrap();
+        assert_eq!(trace.contexts(), ["outer,most;a.py:1:f"]);
+        assert!((0..3).all(|id| trace.context_of(id) == Some(0)));
+        let rows: Vec<String> = trace.rows().iter().map(ToString::to_string).collect();
         assert_eq!(rows.join(" "), expected, "{name}");
         assert_eq!(snapshot.to_trace("golden", 1).unwrap().rows(), []);
     }
-    assert_eq!(read("bare.pickle").unwrap().devices(), 0);
+    let bare = read("bare.pickle").unwrap();
+    assert_eq!(bare.devices(), 0);
+    assert_eq!(read("bare.json").unwrap(), bare);
     let refused = read("evil.pickle").unwrap_err().to_string();
     assert!(
         refused.contains("opcode 0x63") && refused.contains("not executed"),
         "{refused}"
     );
+}
+
+/// PyTorch's own reader over a file, alone: what it sums up. It is of its package, or of the file that
+/// `CUALLOC_MEMORY_VIZ` names.
+const MEMORY_VIZ: &str = r#"
+import contextlib, importlib.util, io, os, pathlib, pickle, sys
+path = os.environ.get('CUALLOC_MEMORY_VIZ')
+if path is None:
+    torch = importlib.util.find_spec('torch')
+    if torch is None or torch.origin is None:
+        sys.exit(77)
+    path = pathlib.Path(torch.origin).parent / 'cuda' / '_memory_viz.py'
+spec = importlib.util.spec_from_file_location('_memory_viz', path)
+viz = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(viz)
+load = lambda: pickle.load(open(sys.argv[1], 'rb'))
+data = load()
+plain = lambda lines: lines
+live = reserved = 0
+for line in viz.memory(data, format_flamegraph=plain).splitlines():
+    prefix, size = line.rsplit(' ', 1)
+    reserved += int(size)
+    live += int(size) if ';active_allocated;' in prefix and '<gaps>' not in prefix else 0
+assert reserved == sum(s['total_size'] for s in data['segments'])
+assert viz.segments(data, format_flamegraph=plain).count('seg_') >= len(data['segments'])
+assert 'total_reserved' in viz.segsum(data)
+assert 'alloc(' in viz.trace(data)
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    viz.compare(data['segments'], data['segments'], format_flamegraph=plain)
+assert said.getvalue() == 'only_before = []\nonly_after = []\n', said.getvalue()
+for plot in (viz.trace_plot, viz.segment_plot):
+    assert '"base64"' in plot(load())
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    left = viz.filter_alloc_free_pairs(load())
+assert not said.getvalue(), said.getvalue()
+kept = sum(e['size'] for t in left['device_traces'] for e in t if e['action'] == 'alloc')
+print(live, kept)
+"#;
+
+#[test]
+fn pytorchs_own_reader_opens_a_snapshot() {
+    let _alone = alone();
+    let folder = Folder::new("record-viz");
+    for settings in ["policy=packed", "policy=classic"] {
+        let (recording, live) = program(settings);
+        let (script, file) = (folder.file("viz.py"), folder.file("snapshot.pickle"));
+        std::fs::write(&script, MEMORY_VIZ).unwrap();
+        std::fs::write(&file, Snapshot::of(&recording).to_pickle()).unwrap();
+        let output = match Command::new("python3").arg(&script).arg(&file).output() {
+            Ok(output) if output.status.code() == Some(77) => {
+                return eprintln!("SKIPPED: PyTorch is not installed");
+            }
+            Ok(output) => output,
+            Err(error) => return eprintln!("SKIPPED: no python3 ({error})"),
+        };
+        assert!(output.status.success(), "{output:?}");
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(said, format!("{live} {live}\n"));
+    }
 }
 
 /// The fields of a protocol buffer: number, value or bytes.
@@ -361,6 +436,62 @@ fn metrics_are_the_figures_in_the_form_of_openmetrics() {
         assert_eq!(sums.get(name), Some(&(figure as f64)), "{name}");
     }
     assert!(sums["cualloc_driver_calls_total"] > 0.0);
+}
+
+/// The figures of a text as the parser of Prometheus' own package has them: a line for each name and its sum.
+const OPENMETRICS: &str = r#"
+import sys
+try:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed
+except ImportError:
+    sys.exit(77)
+for family in parsed(sys.stdin.read()):
+    assert family.type in ('gauge', 'counter') and family.documentation, family
+    assert family.unit in ('', 'bytes') and family.samples, family
+    sums = {}
+    for sample in family.samples:
+        assert sample.labels['device'] == '0' and 'allocator' in sample.labels, sample
+        sums[sample.name] = sums.get(sample.name, 0) + sample.value
+    for name, total in sums.items():
+        print(name, int(total))
+"#;
+
+#[test]
+fn metrics_are_parsed_by_prometheus_client() {
+    let _alone = alone();
+    let scene = Scene::new("limit=1GiB");
+    let stream = scene.stream();
+    let _kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
+    drop(scene.allocator.allocate(512, &stream).unwrap());
+    let mut python = Command::new("python3");
+    python.args(["-c", OPENMETRICS]);
+    python.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut python = match python.stderr(Stdio::piped()).spawn() {
+        Ok(python) => python,
+        Err(error) => return eprintln!("SKIPPED: no python3 ({error})"),
+    };
+    let text = record::metrics(&scene.allocator);
+    // It may end before it has read everything.
+    let _ = python.stdin.take().unwrap().write_all(text.as_bytes());
+    let output = python.wait_with_output().unwrap();
+    if output.status.code() == Some(77) {
+        return eprintln!("SKIPPED: prometheus-client is not installed");
+    }
+    assert!(output.status.success(), "{output:?}");
+    let said = String::from_utf8(output.stdout).unwrap();
+    let all = scene.allocator.stats().all;
+    let figures = [
+        ("cualloc_requested_bytes", all.requested.current),
+        ("cualloc_allocated_bytes", all.allocated.current),
+        ("cualloc_reserved_bytes", all.reserved.current),
+        ("cualloc_limit_bytes", 1 << 30),
+        ("cualloc_allocations_total", 2),
+        ("cualloc_frees_total", 1),
+    ];
+    for (name, figure) in figures {
+        let line = format!("{name} {figure}");
+        assert!(said.lines().any(|said| said == line), "{line}\n{said}");
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Files of strangers: whatever they hold, a reader says what is wrong or gives something that makes sense.
 //!
-//! The loops are short; `CUALLOC_FUZZ=N` makes them N times as long.
+//! The loops are short; `CUALLOC_FUZZ=N` tries N files of each kind.
 
 use crate::scene::{MIB, Scene, alone, memory};
 use cualloc::allocator::Config;
@@ -19,7 +19,7 @@ impl Draw {
 
 fn rounds(usual: u64) -> u64 {
     let times = std::env::var("CUALLOC_FUZZ").ok();
-    usual * times.and_then(|times| times.parse().ok()).unwrap_or(1)
+    times.and_then(|times| times.parse().ok()).unwrap_or(usual)
 }
 
 /// Changes some bytes of a good file: one after another, a cut, a doubled part, or interesting numbers.
@@ -139,19 +139,22 @@ fn a_recording_is_read_as_far_as_it_goes_and_no_further_than_asked() {
 #[test]
 fn spoilt_snapshots_are_refused_or_make_sense() {
     let _alone = alone();
-    let good = Snapshot::of(&good()).to_pickle();
-    let mut draw = Draw(2);
-    let mut read = 0;
-    for _ in 0..rounds(4000) {
-        if let Ok(snapshot) = Snapshot::read(&spoilt(&good, &mut draw)) {
-            read += 1;
-            for device in 0..snapshot.devices() {
-                let trace = snapshot.to_trace("spoilt", device);
-                assert!(trace.is_err() || trace.unwrap().name() == "spoilt");
+    let good = Snapshot::of(&good());
+    let (pickle, json) = (good.to_pickle(), good.to_json());
+    for (good, seed) in [(&pickle[..], 2), (json.as_bytes(), 4)] {
+        let mut draw = Draw(seed);
+        let mut read = 0;
+        for _ in 0..rounds(4000) {
+            if let Ok(snapshot) = Snapshot::read(&spoilt(good, &mut draw)) {
+                read += 1;
+                for device in 0..snapshot.devices() {
+                    let trace = snapshot.to_trace("spoilt", device);
+                    assert!(trace.is_err() || trace.unwrap().name() == "spoilt");
+                }
             }
         }
+        assert!(read > 0);
     }
-    assert!(read > 0);
 }
 
 #[test]
@@ -215,6 +218,23 @@ fn a_pickle_that_shares_its_values_is_refused() {
         let error = Snapshot::read(&bytes).unwrap_err().to_string();
         assert!(error.contains("its values are shared"), "{error}");
     }
+}
+
+#[test]
+fn a_stack_of_many_long_frames_is_a_short_name() {
+    let frame = format!(
+        r#"{{"filename":"{0}/{0}.py","line":1,"name":"{0}"}}"#,
+        "x".repeat(9000)
+    );
+    let frames = [frame.as_str(); 40].join(",");
+    let json = format!(
+        r#"{{"segments":[],"device_traces":[[{{"action":"alloc","addr":512,"size":1,"frames":[{frames}]}}]]}}"#
+    );
+    let trace = Snapshot::read(json.as_bytes()).unwrap();
+    let trace = trace.to_trace("long", 0).unwrap();
+    let name = &trace.contexts()[trace.context_of(0).unwrap()];
+    assert_eq!(name.matches(';').count(), 31);
+    assert!(name.len() < 32 * 410, "{}", name.len());
 }
 
 #[test]

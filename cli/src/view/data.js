@@ -8,10 +8,31 @@ const STATES = ['live', 'free', 'pending', 'in a view', 'quarantined', 'busy'];
 const STATE_COLOURS = ['#0072b2', '#56b4e9', '#e69f00', '#cc79a7', '#d55e00', '#7f7f7f'];
 const CURVES = { requested: '#0072b2', allocated: '#009e73', reserved: '#d55e00' };
 const rows = meta.rows;
-const state = { from: 0, to: Math.max(rows, 1), row: 0, marked: 0, mode: 'stacked', map: 0, wanted: 0 };
+const state = { from: 0, to: Math.max(rows, 1), row: 0, marked: 0, mode: 'stacked', colour: 'stream', find: '', map: 0, wanted: 0 };
 const drawn = { curves: 0, bands: 0, map: 0 };
 const streamName = index => index < meta.streams.length ? 'stream ' + meta.streams[index] : 'another stream';
-const streamColour = index => PALETTE[index % PALETTE.length];
+// Contexts have numbers from 1; 0 is none.
+const contextName = index => index === 0 ? 'no context' : meta.contexts[index - 1];
+const GROUPS = { stream: streamName, context: contextName };
+
+// The colour of a block: that of its stream or context. What is looked for keeps it, and the rest is grey.
+function blockColour(block, grey) {
+  if (found && !found(block)) return grey;
+  return PALETTE[data[state.colour][block] % PALETTE.length];
+}
+
+// What is looked for: a size with a unit, or a part of a context's or stream's name.
+let found;
+function look(text) {
+  state.find = text.trim();
+  const wanted = state.find.toLowerCase(), amount = size(state.find);
+  const named = Object.fromEntries(Object.entries(GROUPS).map(([group, name]) => {
+    const names = group === 'stream' ? meta.streams.length : meta.contexts.length + 1;
+    return [group, Uint8Array.from({ length: names }, (_, index) => name(index).toLowerCase().includes(wanted))];
+  }));
+  found = wanted === '' ? undefined : block => named.context[data.context[block]] || named.stream[data.stream[block]] ||
+    data.asked[block] === amount;
+}
 
 function bytes(amount) {
   const sign = amount < 0 ? '−' : '';
@@ -63,8 +84,14 @@ function legend(where, entries) {
 
 // The columns of the file, by name: differences, the sign in the lowest bit, seven bits a byte.
 async function columns() {
-  const text = atob($('data').textContent.trim());
-  const packed = Uint8Array.from(text, letter => letter.charCodeAt(0));
+  const text = $('data').textContent.trim();
+  let packed;
+  if (Uint8Array.fromBase64) packed = Uint8Array.fromBase64(text);
+  else {
+    const letters = atob(text);
+    packed = new Uint8Array(letters.length);
+    for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
+  }
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream('deflate-raw'));
   const raw = new Uint8Array(await new Response(stream).arrayBuffer());
   const found = {};
@@ -90,17 +117,46 @@ async function columns() {
 
 let data, curves, byArea, bySize, maps;
 
+// Numbers of blocks, that with the largest amount first and of equals the first. Positive numbers with a point lie in
+// the order of their bits, which are sorted sixteen at a time.
+function ranked(amounts) {
+  const count = amounts.length, digits = new Uint16Array(amounts.buffer, amounts.byteOffset, 4 * count);
+  let order = new Uint32Array(count), next = new Uint32Array(count);
+  for (let n = 0; n < count; n++) order[n] = n;
+  for (let digit = 0; digit < 4; digit++) {
+    const begin = new Uint32Array(65537);
+    for (let n = 0; n < count; n++) begin[65536 - digits[4 * n + digit]]++;
+    if (begin[65536 - digits[digit]] === count) continue;
+    for (let n = 1; n < 65537; n++) begin[n] += begin[n - 1];
+    for (let n = 0; n < count; n++) next[begin[65535 - digits[4 * order[n] + digit]]++] = order[n];
+    [order, next] = [next, order];
+  }
+  return order;
+}
+
+// An order of blocks with their rows beside it, so that a walk through it reads memory in its order.
+function walked(order) {
+  const born = new Int32Array(order.length), freed = new Int32Array(order.length);
+  for (let n = 0; n < order.length; n++) {
+    born[n] = data.born[order[n]];
+    freed[n] = data.freed[order[n]];
+  }
+  return { order, born, freed };
+}
+
 // The curves row by row, from the blocks.
 function prepare() {
-  const count = data.born.length;
-  data.freed = data.born.map((row, block) => row + data.life[block]);
+  const count = data.born.length, area = new Float64Array(count);
+  data.freed = new Float64Array(count);
   curves = { requested: new Float64Array(rows), allocated: new Float64Array(rows), reserved: new Float64Array(rows) };
   for (let block = 0; block < count; block++) {
+    const freed = data.freed[block] = data.born[block] + data.life[block];
+    area[block] = data.asked[block] * data.life[block];
     curves.requested[data.born[block]] += data.asked[block];
     curves.allocated[data.born[block]] += data.held[block];
-    if (data.freed[block] < rows) {
-      curves.requested[data.freed[block]] -= data.asked[block];
-      curves.allocated[data.freed[block]] -= data.held[block];
+    if (freed < rows) {
+      curves.requested[freed] -= data.asked[block];
+      curves.allocated[freed] -= data.held[block];
     }
   }
   let change = 0;
@@ -112,30 +168,43 @@ function prepare() {
     if (change + 1 < data['reserved.row'].length && data['reserved.row'][change + 1] === row) change++;
     curves.reserved[row] = data.reserved[change];
   }
-  const order = Uint32Array.from({ length: count }, (_, block) => block);
-  bySize = order.slice().sort((a, b) => data.asked[b] - data.asked[a] || a - b);
-  const area = data.asked.map((asked, block) => asked * data.life[block]);
-  byArea = order.sort((a, b) => area[b] - area[a] || a - b);
+  bySize = walked(ranked(data.asked));
+  byArea = walked(ranked(area));
   maps = [];
   for (let map = 0, segment = 0, piece = 0; map < data['map.row'].length; map++) {
-    const made = { row: data['map.row'][map], segments: [], pieces: [] };
-    for (const last = segment + data['map.segments'][map]; segment < last; segment++) {
-      const kind = data['segment.kind'][segment];
-      const of = {
-        address: data['segment.address'][segment], size: data['segment.size'][segment],
-        small: !!(kind & 1), mapped: !!(kind & 2), view: !!(kind & 4), first: made.pieces.length,
-      };
-      for (const end = piece + data['segment.blocks'][segment]; piece < end; piece++) {
-        made.pieces.push({
-          segment: of, address: of.address + data['piece.offset'][piece], size: data['piece.size'][piece],
-          asked: data['piece.asked'][piece], state: data['piece.state'][piece],
-          stream: data['piece.stream'][piece] - 1, pending: data['piece.pending'][piece] - 1,
-        });
-      }
-      made.segments.push(of);
-    }
-    maps.push(made);
+    const made = { row: data['map.row'][map], firstSegment: segment, firstPiece: piece };
+    for (const last = segment + data['map.segments'][map]; segment < last; segment++) piece += data['segment.blocks'][segment];
+    maps.push({ ...made, lastSegment: segment });
   }
+}
+
+// The segments and pieces of a map.
+function contents(map) {
+  const segments = [], pieces = [];
+  let piece = map.firstPiece;
+  for (let segment = map.firstSegment; segment < map.lastSegment; segment++) {
+    const kind = data['segment.kind'][segment];
+    const of = {
+      address: data['segment.address'][segment], size: data['segment.size'][segment],
+      small: !!(kind & 1), mapped: !!(kind & 2), view: !!(kind & 4),
+    };
+    const first = pieces.length;
+    for (const end = piece + data['segment.blocks'][segment]; piece < end; piece++) {
+      pieces.push({
+        segment: of, address: of.address + data['piece.offset'][piece], size: data['piece.size'][piece],
+        asked: data['piece.asked'][piece], state: data['piece.state'][piece],
+        stream: data['piece.stream'][piece] - 1, pending: data['piece.pending'][piece] - 1, run: 0,
+      });
+    }
+    // Free pieces side by side are as good as one.
+    for (let n = first; n < pieces.length;) {
+      let end = n + 1, run = pieces[n].size;
+      while (pieces[n].state === 1 && end < pieces.length && pieces[end].state === 1) run += pieces[end++].size;
+      for (; n < end; n++) pieces[n].run = run;
+    }
+    segments.push(of);
+  }
+  return { segments, pieces };
 }
 
 // The least and the most of a curve over rows, from the coarsest bins that lie within them.
@@ -167,7 +236,13 @@ function extent(name, from, to, each) {
 
 // The first row with the most requested bytes.
 function peakRow(from, to) {
-  let found = from;
-  for (let row = from + 1; row < to; row++) if (curves.requested[row] > curves.requested[found]) found = row;
-  return found;
+  const curve = curves.requested, high = extent('requested', from, to)[1], length = 2 ** meta.finest;
+  const most = data['requested.most'];
+  for (let row = from; row < to;) {
+    const whole = row % length === 0 && row + length <= to;
+    if (whole && most[row / length] < high) row += length;
+    else if (curve[row] === high) return row;
+    else row++;
+  }
+  return from;
 }

@@ -1,5 +1,6 @@
 //! What a replay showed: blocks, curves, and maps of memory at some instants.
 
+use super::contexts::Contexts;
 use super::encode::Columns;
 use super::levels::Levels;
 use cualloc::allocator::{BlockState, SegmentInfo};
@@ -129,7 +130,7 @@ impl<'a> Film<'a> {
     }
 
     /// All of it as columns.
-    pub fn columns(&self) -> Columns {
+    pub fn columns(&self, contexts: &Contexts) -> Columns {
         let mut columns = Columns::default();
         let end = self.rows() as u64;
         let blocks = || self.blocks.iter();
@@ -140,6 +141,8 @@ impl<'a> Film<'a> {
         columns.add("asked", blocks().map(|block| block.asked));
         columns.add("held", blocks().map(|block| block.held));
         columns.add("stream", blocks().map(|block| block.stream as u64));
+        let ids = 0..self.blocks.len();
+        columns.add("context", ids.map(|id| contexts.number(self.trace, id)));
         // Memory comes and goes rarely.
         let changes: Vec<usize> = (0..self.rows())
             .filter(|row| *row == 0 || self.reserved[*row] != self.reserved[*row - 1])
@@ -221,7 +224,7 @@ fn last(curve: &[u64]) -> u64 {
 }
 
 /// The row after which the most requested bytes are live.
-fn peak_row(trace: &Trace) -> usize {
+pub fn peak_row(trace: &Trace) -> usize {
     let (mut live, mut peak, mut found) = (0u64, 0, 0);
     for (index, row) in trace.rows().iter().enumerate() {
         let block = &trace.allocations()[row.id];

@@ -1,5 +1,7 @@
 //! `view`: a page for a browser that shows what is in memory, when and where.
 
+mod contexts;
+mod difference;
 mod encode;
 mod film;
 mod levels;
@@ -10,25 +12,30 @@ use crate::input::{self, InputError};
 use crate::machine::Machine;
 use crate::options::{DeviceChoice, GlobalOptions, ViewOptions};
 use crate::output::Output;
-use crate::replay::{CannotBegin, policy_name};
+use crate::replay::{self, CannotBegin, policy_name};
 use crate::settings::Settings;
 use crate::sink::Sink;
 use crate::{Failure, Outcome, text};
+use contexts::Contexts;
 use cualloc::Error;
 use cualloc::driver::Context;
-use cualloc::trace::{Replay, Trace};
+use cualloc::trace::{Replay, ReplayReport, Trace};
+use difference::Side;
 use film::Film;
 use serde_json::{Value, json};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The page, with the names of what goes into it between `@@`.
 const PAGE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
-const SCRIPTS: [&str; 3] = [
+const SCRIPTS: [&str; 6] = [
     include_str!("data.js"),
+    include_str!("layer.js"),
+    include_str!("map.js"),
     include_str!("oom.js"),
+    include_str!("difference.js"),
     include_str!("page.js"),
 ];
 
@@ -49,6 +56,8 @@ enum ViewError {
 /// What is shown in words beside the pictures.
 struct Frame<'a> {
     trace: &'a Trace,
+    /// What it is compared with.
+    before: Option<Side<'a>>,
     limit: Option<u64>,
     memory: u64,
     config: Option<&'a str>,
@@ -59,38 +68,63 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         let only = "--device cuda is not for view, which replays on the simulator";
         return Err(Failure::Usage(only.to_owned()));
     }
+    replay::check(&options.files)?;
     let settings = Settings::read(options.policy, options.no_views)?;
     settings.announce(output);
     let machine = Machine::Simulated {
         memory: global.sim_memory(),
     };
-    let trace = match input::read(&options.file, options.max_rows) {
-        Ok(trace) => trace,
-        Err(error) => return failed(options, output, &error.into()),
+    let mut traces = Vec::with_capacity(options.files.len());
+    for path in &options.files {
+        match input::read(path, options.max_rows) {
+            Ok(trace) => traces.push((path, trace)),
+            Err(error) => return failed(path, output, &error.into()),
+        }
+    }
+    // The last one is shown, and what changed from the first to it.
+    let Some((path, trace)) = traces.pop() else {
+        return Ok(true);
     };
-    let limit = match options.limit.or_else(|| settings.limit()) {
-        None => None,
-        Some(limit) => Some(limit.bytes(trace.requested_peak(), machine.memory()?)),
+    let memory = machine.memory()?;
+    let limit_of = |trace: &Trace| {
+        let limit = options.limit.or_else(|| settings.limit());
+        limit.map(|limit| limit.bytes(trace.requested_peak(), memory))
     };
+    let replay =
+        |trace| Replay::new(trace).config(settings.config().clone().limit(limit_of(trace)));
+    let mut before = None;
+    for (path, trace) in &traces {
+        let ground = machine.context(options.lag)?;
+        let bar = output.progress(trace.rows().len() as u64, trace.name());
+        let replay = replay(trace).on_progress(|done| bar.set_position(done));
+        let report = replay.run(ground.context());
+        bar.finish_and_clear();
+        match report {
+            Ok(report) => {
+                before = Some(Side {
+                    trace,
+                    reserved_peak: report.reserved_peak,
+                    error: ended(&report),
+                });
+            }
+            Err(error) => return cannot_begin(path, error, output),
+        }
+    }
     let ground = machine.context(options.lag)?;
     let frame = Frame {
         trace: &trace,
-        limit,
-        memory: machine.memory()?,
+        before,
+        limit: limit_of(&trace),
+        memory,
         config: settings.text(),
     };
-    let replay = Replay::new(&trace).config(settings.config().clone().limit(limit));
     let bar = output.progress(trace.rows().len() as u64, trace.name());
-    let replay = replay.on_progress(|done| bar.set_position(done));
+    let replay = replay(&trace).on_progress(|done| bar.set_position(done));
     let page = page(&frame, replay, options.maps, ground.context());
     bar.finish_and_clear();
     let page = match page {
         Ok(page) => page,
-        Err(source) => {
-            let path = options.file.clone();
-            let source = source.into();
-            return failed(options, output, &ViewError::Replay { path, source });
-        }
+        Err(error) => return cannot_begin(path, error, output),
     };
     if let Some(error) = page.meta["error"].as_str() {
         output.note(&format!("the page ends where the replay did: {error}"));
@@ -100,19 +134,35 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         Ok(()) => Ok(true),
         Err(source) if source.kind() == io::ErrorKind::BrokenPipe => Err(Failure::Output(source)),
         Err(source) => {
-            let path = options.out.clone();
-            failed(options, output, &ViewError::Write { path, source })
+            let out = options.out.clone();
+            failed(path, output, &ViewError::Write { path: out, source })
         }
     }
 }
 
-fn failed(options: &ViewOptions, output: &mut Output, error: &ViewError) -> Outcome {
+fn cannot_begin(path: &Path, error: Error, output: &mut Output) -> Outcome {
+    let error = ViewError::Replay {
+        path: path.to_owned(),
+        source: error.into(),
+    };
+    failed(path, output, &error)
+}
+
+fn failed(path: &Path, output: &mut Output, error: &ViewError) -> Outcome {
     let line = match error {
         ViewError::Input(error) => error.line(),
         _ => None,
     };
-    output.failed(&input::name(&options.file), line, error)?;
+    output.failed(&input::name(path), line, error)?;
     Ok(false)
+}
+
+/// Why a replay ended before its last row.
+fn ended(report: &ReplayReport) -> Option<String> {
+    report.failed.map(|(_, row)| match &report.error {
+        Some(error) => format!("row {row} failed: {}", text::chain(error)),
+        None => format!("row {row} failed"),
+    })
 }
 
 /// A page that is to be written.
@@ -130,18 +180,23 @@ fn page(
 ) -> Result<Page, Error> {
     let mut film = Film::new(frame.trace, maps);
     let report = replay.watch(|seen| film.watch(seen)).run(context)?;
-    let error = report.failed.map(|(_, row)| match &report.error {
-        Some(error) => format!("row {row} failed: {}", text::chain(error)),
-        None => format!("row {row} failed"),
-    });
+    let error = ended(&report);
     let picture = match &report.error {
         // It is made by the library, so it is read without a fault.
         Some(Error::OutOfMemory(picture)) => serde_json::from_str(&picture.to_json()).ok(),
         _ => None::<Value>,
     };
-    let columns = film.columns();
+    let contexts = Contexts::of(frame.trace);
+    let columns = film.columns(&contexts);
+    let after = Side {
+        trace: frame.trace,
+        reserved_peak: report.reserved_peak,
+        error: error.clone(),
+    };
+    let before = frame.before.as_ref();
+    let difference = before.map(|before| difference::of(before, &after));
     let meta = json!({
-        "schema": 1,
+        "schema": 2,
         "name": frame.trace.name(),
         "policy": policy_name(report.policy),
         "limit": frame.limit.map(|limit| limit.min(encode::MOST)),
@@ -150,9 +205,11 @@ fn page(
         "rows": film.rows(),
         "rows_of_file": frame.trace.rows().len(),
         "streams": frame.trace.streams(),
+        "contexts": contexts.names,
         "finest": levels::FINEST,
         "error": error,
         "out_of_memory": picture,
+        "difference": difference,
         "columns": columns.counts,
     });
     Ok(Page { meta, columns })

@@ -59,31 +59,27 @@ function drawCurves() {
 // In each column of pixels the largest blocks of its fullest row, one on the other, and the rest as one: together
 // they are as high as what was requested there.
 function stacks(width) {
-  const [from, to] = visible(), most = 17;
-  const count = Math.max(1, Math.min(Math.floor(width / 10), to - from));
+  const [from, to] = visible(), most = 17, length = to - from;
+  const count = Math.max(1, Math.min(Math.floor(width / 10), length));
   const made = [];
   for (let n = 0; n < count; n++) {
-    const first = from + Math.floor((to - from) * n / count), last = from + Math.floor((to - from) * (n + 1) / count);
+    const first = from + Math.floor(length * n / count), last = from + Math.floor(length * (n + 1) / count);
     const row = peakRow(first, last);
     made.push({ first, last, row, total: curves.requested[row], blocks: [], rest: curves.requested[row] });
   }
-  let open = made.length;
-  const firstNot = (test) => {
-    let low = 0, high = made.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (test(made[middle])) low = middle + 1; else high = middle;
-    }
-    return low;
-  };
-  for (const block of bySize) {
-    if (!open) break;
-    if (data.freed[block] <= from || data.born[block] >= to) continue;
-    for (let n = firstNot(c => c.row < data.born[block]); n < made.length && made[n].row < data.freed[block]; n++) {
-      if (made[n].blocks.length === most) continue;
-      made[n].blocks.push(block);
-      made[n].rest -= data.asked[block];
-      if (made[n].blocks.length === most || made[n].rest === 0) open--;
+  const { order, born, freed } = bySize, tops = Int32Array.from(made, column => column.row);
+  let open = count;
+  for (let at = 0; at < order.length && open; at++) {
+    if (freed[at] <= from || born[at] >= to) continue;
+    // The first column whose row is not before the block: that of its row, or the next.
+    let n = born[at] <= from ? 0 : Math.max(0, Math.floor((born[at] - from) * count / length) - 1);
+    while (n < count && tops[n] < born[at]) n++;
+    for (; n < count && tops[n] < freed[at]; n++) {
+      const column = made[n];
+      if (column.blocks.length === most) continue;
+      column.blocks.push(order[at]);
+      column.rest -= data.asked[order[at]];
+      if (column.blocks.length === most || column.rest === 0) open--;
     }
   }
   return made;
@@ -92,7 +88,7 @@ function stacks(width) {
 // Addresses without the gaps between what blocks ever stood in.
 let places;
 function compact() {
-  const order = Uint32Array.from(data.address.keys()).sort((a, b) => data.address[a] - data.address[b]);
+  const order = ranked(data.address).reverse();
   const spans = [];
   for (const block of order) {
     const begin = data.address[block], end = begin + data.held[block], last = spans[spans.length - 1];
@@ -109,16 +105,15 @@ function compact() {
   return { y, height: last ? last.at + last.end - last.begin : 1 };
 }
 
-let hits = [];
+let hits = [], layers;
 function drawBands() {
-  const page = begin('bands'), { pen, width, height } = page, [from, to] = visible();
+  const page = layers.bands.begin(), { width, height } = page, [from, to] = visible();
   const span = state.to - state.from, x = row => (row - state.from) / span * width;
   drawn.bands = 0;
   hits = [];
   if (!rows) return;
   const box = (left, top, right, bottom, colour, block) => {
-    pen.fillStyle = colour;
-    pen.fillRect(left, top, Math.max(right - left, 0.5), Math.max(bottom - top, 0.5));
+    page.add(left, top, right, bottom, colour);
     drawn.bands++;
     if (block !== undefined) hits.push([left, top, right, bottom, block]);
   };
@@ -130,130 +125,76 @@ function drawBands() {
       let at = height;
       const add = (amount, colour, block) => {
         const top = at - amount / high * height;
-        box(left, top, right, Math.max(at - (at - top > 3 ? 0.5 : 0), top), colour, block);
+        box(left, top, right, Math.max(at - (at - top > 3 ? 1 : 0), top), colour, block);
         at = top;
       };
       if (column.rest) add(column.rest, page.rest);
-      for (const block of column.blocks.slice().reverse()) add(data.asked[block], streamColour(data.stream[block]), block);
+      for (const block of column.blocks.slice().reverse()) add(data.asked[block], blockColour(block, page.rest), block);
     }
     words = 'Each column is the fullest of its rows; grey is what smaller blocks have together.';
   } else {
     places = places || compact();
-    const most = Math.floor(1.8 * width);
+    const most = Math.floor(1.8 * width), { order, born, freed } = byArea;
     let shown = 0, left = 0;
-    for (const block of byArea) {
-      if (data.freed[block] <= from || data.born[block] >= to) continue;
-      if (drawn.bands >= most) { left++; continue; }
-      const bottom = height - places.y[block] / places.height * height;
-      box(Math.max(0, x(data.born[block])), bottom - data.held[block] / places.height * height,
-        Math.min(width, x(data.freed[block])), bottom, streamColour(data.stream[block]), block);
+    for (let at = 0; at < order.length; at++) {
+      if (freed[at] <= from || born[at] >= to) continue;
+      if (shown >= most) { left++; continue; }
+      const block = order[at], bottom = height - places.y[block] / places.height * height;
+      box(Math.max(0, x(born[at])), bottom - data.held[block] / places.height * height, Math.min(width, x(freed[at])),
+        bottom, blockColour(block, page.rest), block);
       shown++;
     }
     words = shown + ' blocks are shown, ' + left + ' smaller ones of these rows are not.';
   }
-  cursor(page);
+  const now = (state.row + 0.5 - state.from) / span * width;
+  page.add(now, 0, now + 1, height, page.ink);
+  page.end();
   $('drawn').textContent = 'Rows ' + (from + 1) + ' to ' + to + '. ' + words + ' ' + drawn.bands + ' rectangles.';
-}
-
-// Why a piece cannot serve a request; nothing if it can.
-function reason(piece) {
-  if (piece.state === 2) return 'pending on ' + (piece.pending < 0 ? 'a stream' : streamName(piece.pending));
-  if (piece.state === 3) return 'in a view';
-  if (piece.state !== 1) return STATES[piece.state];
-  if (piece.size < state.wanted) return 'too small';
-  return '';
-}
-
-function drawMap() {
-  const map = maps[state.map], page = begin('map'), { pen, width, height } = page;
-  drawn.map = 0;
-  for (const id of ['reasons', 'segments', 'pieces']) $(id).replaceChildren();
-  if (!map) return;
-  const home = map.segments.filter(segment => !segment.view), lines = 7;
-  const total = home.reduce((sum, segment) => sum + segment.size, 0);
-  const perPixel = Math.max(1, total) / (width * lines), each = height / lines;
-  // Pieces narrower than four pixels are drawn together, in the colour of most of their bytes.
-  let at = 0, begun = 0, amounts = new Map();
-  const flush = end => {
-    let colour = 0;
-    for (const [state, amount] of amounts) if (amount > (amounts.get(colour) || 0)) colour = state;
-    pen.fillStyle = STATE_COLOURS[colour];
-    for (let from = begun / perPixel, to = end / perPixel; from < to - 1e-9;) {
-      const line = Math.min(lines - 1, Math.floor(from / width + 1e-9)), stop = Math.min(to, (line + 1) * width);
-      const until = stop > from ? stop : to;
-      pen.fillRect(from - line * width, line * each + 1, Math.max(until - from - 0.5, 0.5), each - 3);
-      drawn.map++;
-      from = until;
-    }
-    begun = end;
-    amounts = new Map();
-  };
-  const free = [], reasons = new Map(), states = new Map();
-  for (const piece of map.pieces) {
-    if (piece.segment.view) continue;
-    at += piece.size;
-    amounts.set(piece.state, (amounts.get(piece.state) || 0) + piece.size);
-    if ((at - begun) / perPixel >= 4) flush(at);
-    states.set(piece.state, (states.get(piece.state) || 0) + piece.size);
-    if (piece.state === 0) continue;
-    const why = reason(piece) || 'could serve';
-    const entry = reasons.get(why) || { bytes: 0, count: 0, largest: 0 };
-    entry.bytes += piece.size;
-    entry.count++;
-    entry.largest = Math.max(entry.largest, piece.size);
-    reasons.set(why, entry);
-    free.push(piece);
-  }
-  if (at > begun) flush(at);
-  const known = [...states].sort((a, b) => a[0] - b[0]);
-  legend($('map-legend'), known.map(([state, amount]) => [STATES[state] + ' ' + bytes(amount), STATE_COLOURS[state]]));
-  $('map-words').textContent = 'After row ' + (map.row + 1) + ', map ' + (state.map + 1) + ' of ' + maps.length + ': ' +
-    bytes(total) + ' held in ' + home.length + ' segments, each a piece after the other by address. The request that ' +
-    'could be served: ' + bytes(state.wanted) + '.';
-  table($('reasons'), 'What is not live, by why it cannot serve the request', ['why', 'bytes', 'pieces', 'largest'],
-    [...reasons].sort((a, b) => b[1].bytes - a[1].bytes)
-      .map(([why, of]) => [why, bytes(of.bytes), of.count, bytes(of.largest)]));
-  const kinds = new Map();
-  for (const segment of map.segments) {
-    const kind = segment.view ? 'view' : (segment.mapped ? 'arena, ' : 'segment, ') + (segment.small ? 'small' : 'large');
-    const entry = kinds.get(kind) || { count: 0, bytes: 0 };
-    entry.count++;
-    entry.bytes += segment.size;
-    kinds.set(kind, entry);
-  }
-  table($('segments'), 'Where memory is mapped; a view shows bytes of arenas again', ['kind', 'runs', 'bytes'],
-    [...kinds].map(([kind, of]) => [kind, of.count, bytes(of.bytes)]));
-  free.sort((a, b) => b.size - a.size);
-  const most = 20;
-  table($('pieces'), 'The largest of ' + free.length + ' pieces that are not live', ['address', 'bytes', 'stream', 'why not'],
-    free.slice(0, most).map(piece => ['0x' + piece.address.toString(16), bytes(piece.size),
-      piece.stream < 0 ? '-' : streamName(piece.stream), reason(piece) || '-']));
 }
 
 // The live blocks after a row, the largest first, and how many there are.
 function largest(row, most) {
-  const found = [];
+  const live = [], { order, born, freed } = bySize;
   let count = 0;
-  for (const block of bySize) if (alive(block, row) && count++ < most) found.push(block);
-  return { found, count };
+  for (let at = 0; at < order.length; at++) if (born[at] <= row && freed[at] > row && count++ < most) live.push(order[at]);
+  return { found: live, count };
 }
 
 const line = block => [block, bytes(data.asked[block]), bytes(data.held[block]), streamName(data.stream[block]),
-  '0x' + data.address[block].toString(16), data.born[block] + 1, data.freed[block] < rows ? data.freed[block] + 1 : '-'];
-const HEAD = ['block', 'requested', 'allocated', 'stream', 'address', 'from row', 'to row'];
+  contextName(data.context[block]), '0x' + data.address[block].toString(16), data.born[block] + 1,
+  data.freed[block] < rows ? data.freed[block] + 1 : '-'];
+const HEAD = ['block', 'requested', 'allocated', 'stream', 'context', 'address', 'from row', 'to row'];
 
-function byStream(test) {
-  const streams = new Map();
+// Sums of the blocks that count once for one sign and back for the other, by stream and by context.
+function sums(sign) {
+  const groups = { stream: new Map(), context: new Map() };
   for (let block = 0; block < data.born.length; block++) {
-    const sign = test(block);
-    if (!sign) continue;
-    const entry = streams.get(data.stream[block]) || { count: 0, bytes: 0 };
-    entry.count += sign;
-    entry.bytes += sign * data.asked[block];
-    streams.set(data.stream[block], entry);
+    const of = sign(block);
+    if (!of) continue;
+    for (const group in groups) {
+      const entry = groups[group].get(data[group][block]) || { count: 0, bytes: 0 };
+      entry.count += of;
+      entry.bytes += of * data.asked[block];
+      groups[group].set(data[group][block], entry);
+    }
   }
-  const sorted = [...streams].sort((a, b) => Math.abs(b[1].bytes) - Math.abs(a[1].bytes)).slice(0, 50);
-  return sorted.map(([stream, of]) => [streamName(stream), of.count, bytes(of.bytes)]);
+  return groups;
+}
+
+function sumTables(where, caption, sign) {
+  const groups = sums(sign);
+  where.replaceChildren();
+  for (const group in groups) {
+    if (group === 'context' && !meta.contexts.length) continue;
+    const sorted = [...groups[group]].sort((a, b) => Math.abs(b[1].bytes) - Math.abs(a[1].bytes)), most = 30;
+    const lines = sorted.slice(0, most).map(([index, of]) => [GROUPS[group](index), of.count, bytes(of.bytes)]);
+    const rest = sorted.slice(most);
+    if (rest.length) {
+      const sum = key => rest.reduce((all, [, of]) => all + of[key], 0);
+      lines.push([rest.length + ' others', sum('count'), bytes(sum('bytes'))]);
+    }
+    table(element('div', undefined, where), caption + ', by ' + group, [group, 'blocks', 'requested'], lines);
+  }
 }
 
 function fillTables() {
@@ -262,17 +203,19 @@ function fillTables() {
     bytes(curves.requested[row]) + ', allocated ' + bytes(curves.allocated[row]) + ', reserved ' + bytes(curves.reserved[row]);
   $('live-words').textContent = count + ' blocks are live after row ' + (row + 1) + '.';
   table($('live'), 'The largest', HEAD, found.map(line));
-  table($('live-streams'), 'By stream', ['stream', 'blocks', 'requested'], byStream(block => alive(block, row)));
+  sumTables($('live-sums'), 'All', block => alive(block, row));
   const [one, two] = [state.marked, row];
   $('difference-words').textContent = 'From row ' + (one + 1) + ', which is marked, to row ' + (two + 1) + ': requested ' +
     bytes((curves.requested[two] || 0) - (curves.requested[one] || 0)) + ', reserved ' +
     bytes((curves.reserved[two] || 0) - (curves.reserved[one] || 0)) + '.';
-  table($('difference'), 'What came and went, by stream', ['stream', 'blocks', 'requested'],
-    byStream(block => alive(block, two) - alive(block, one)));
-  const changed = bySize.filter(block => alive(block, two) !== alive(block, one)).slice(0, 20);
+  sumTables($('difference'), 'What came and went', block => alive(block, two) - alive(block, one));
+  const changed = [], { order } = bySize;
+  for (let at = 0; at < order.length && changed.length < 20; at++) {
+    if (alive(order[at], two) !== alive(order[at], one)) changed.push(order[at]);
+  }
   const blocks = element('div', undefined, $('difference'));
   table(blocks, 'The largest blocks of them', ['', ...HEAD],
-    [...changed].map(block => [alive(block, two) ? 'came' : 'went', ...line(block)]));
+    changed.map(block => [alive(block, two) ? 'came' : 'went', ...line(block)]));
   $('row').value = row + 1;
 }
 
@@ -371,6 +314,8 @@ function listen() {
   $('all').onclick = () => view(0, rows);
   $('to-peak').onclick = peak;
   $('mark').onclick = mark;
+  $('colour').onchange = event => { state.colour = event.target.value; blockLegend(); draw(); };
+  $('find').oninput = event => { look(event.target.value); draw(); };
   $('mode').onchange = event => { state.mode = event.target.value; draw(); };
   $('row').onchange = event => select(Number(event.target.value) - 1 || 0);
   $('instant').oninput = event => showMap(Number(event.target.value));
@@ -381,9 +326,17 @@ function listen() {
     drawMap();
   };
   $('parts').ontoggle = fillParts;
-  const again = () => { draw(); drawMap(); drawOutOfMemory(); };
+  const again = () => { draw(); drawMap(); drawOutOfMemory(); drawFiles(); };
   window.addEventListener('resize', again);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', again);
+}
+
+// Dashes tell curves apart without colour; blocks have the names of their streams and contexts in the tables.
+function blockLegend() {
+  const name = GROUPS[state.colour], names = state.colour === 'stream' ? meta.streams.length : meta.contexts.length + 1;
+  const signs = { requested: ' (line)', allocated: ' (dashes)', reserved: ' (dots)' };
+  legend($('legend'), [...Object.entries(CURVES).map(([name, colour]) => [name + signs[name], colour]),
+    ...Array.from({ length: Math.min(8, names) }, (_, n) => ['blocks of ' + name(n), PALETTE[n]])]);
 }
 
 async function main() {
@@ -398,19 +351,22 @@ async function main() {
     $('error').hidden = false;
     $('error').textContent = meta.error;
   }
-  // Dashes tell curves apart without colour; blocks have the names of their streams in the table.
-  legend($('legend'), [...Object.entries(CURVES).map(([name, colour]) => [name + { requested: ' (line)', allocated: ' (dashes)',
-    reserved: ' (dots)' }[name], colour]), ...meta.streams.slice(0, 8).map((_, n) => ['blocks of ' + streamName(n), streamColour(n)])]);
-  state.wanted = meta.out_of_memory ? meta.out_of_memory.requested : bySize.length ? data.asked[bySize[0]] : 0;
+  layers = { bands: new Rectangles('bands'), map: new Rectangles('map') };
+  $('colour').disabled = !meta.contexts.length;
+  blockLegend();
+  state.wanted = meta.out_of_memory ? meta.out_of_memory.requested : bySize.order.length ? data.asked[bySize.order[0]] : 0;
   state.to = Math.max(rows, 1);
   $('wanted').value = bytes(state.wanted);
   $('row').max = rows;
   $('instant').max = Math.max(0, maps.length - 1);
   listen();
   drawOutOfMemory();
+  showFiles();
   select(meta.error !== null ? rows - 1 : rows ? peakRow(0, rows) : 0);
   // What tests and other scripts may ask.
-  window.__view = { state, drawn, curves, data, maps, extent, stacks, largest, select, view, zoom, reason, draw, ready: true };
+  window.__view = {
+    state, drawn, curves, data, maps, layers, extent, stacks, largest, sums, select, view, zoom, reason, contents, look, files, showFiles, draw,
+  };
 }
 
 main().catch(error => {

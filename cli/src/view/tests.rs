@@ -1,7 +1,10 @@
+use super::contexts::Contexts;
+use super::difference::{self, Side};
 use super::film::Film;
 use super::{Frame, page};
 use crate::machine::simulator;
 use cualloc::allocator::{BlockState, Config};
+use cualloc::record::Snapshot;
 use cualloc::trace::{Op, Replay, Row, Trace};
 
 /// A trace of blocks of growing and shrinking sizes on two streams.
@@ -31,6 +34,7 @@ fn written(trace: &Trace, limit: Option<u64>) -> String {
     let simulator = simulator(8 << 30).unwrap();
     let frame = Frame {
         trace,
+        before: None,
         limit,
         memory: 8 << 30,
         config: Some("limit=</script><img src=x onerror=alert(1)>"),
@@ -149,4 +153,85 @@ fn pages_of_many_events_are_small() {
     // 16 MB for a million events would be 16 bytes each.
     let events = trace("size", 11_000).rows().len() - trace("size", 1_000).rows().len();
     assert!((many - few) < 12 * events, "{few} {many} {events}");
+}
+
+/// A snapshot's trace with a block for each of these contexts, which say how large it is; none is freed.
+fn with_contexts(contexts: impl IntoIterator<Item = (String, u64)>) -> Trace {
+    let entries = contexts.into_iter().enumerate().map(|(at, (name, size))| {
+        serde_json::json!({
+            "action": "alloc", "addr": 512 * at, "size": size, "stream": 0,
+            "frames": [{"filename": "", "line": 0, "name": name}],
+        })
+    });
+    let entries: Vec<_> = entries.collect();
+    let whole = serde_json::json!({"segments": [], "device_traces": [entries]});
+    let snapshot = Snapshot::read(whole.to_string().as_bytes()).unwrap();
+    snapshot.to_trace("contexts", 0).unwrap()
+}
+
+#[test]
+fn contexts_beyond_the_largest_are_one() {
+    let trace = with_contexts((0..5000).map(|at| (format!("c{at}"), 10_000 - at)));
+    let contexts = Contexts::of(&trace);
+    assert_eq!(contexts.names.len(), 4097);
+    assert_eq!(contexts.names[0], "c0");
+    assert_eq!(contexts.names[4096], "other contexts");
+    assert_eq!(contexts.number(&trace, 0), 1);
+    assert_eq!(contexts.number(&trace, 4999), 4097);
+    assert_eq!(contexts.number(&trace, 5000), 0);
+    let long = "é".repeat(150) + &"x".repeat(40);
+    let stack = super::contexts::shortened(&[long.as_str(); 4].join(";"));
+    assert_eq!(stack.chars().count(), 601);
+    assert!(stack.starts_with('…') && stack.ends_with(&long));
+}
+
+#[test]
+fn a_difference_adds_up_however_many_groups_there_are() {
+    let of = |seed: u64| {
+        let size = move |at: u64| 1 + (at * 7919 + seed) % 5000 * (1 + at % 3 * 1000);
+        with_contexts((0..300 + seed).map(|at| (format!("c{}", at * (1 + seed)), size(at))))
+    };
+    let (before, after) = (of(0), of(40));
+    let side = |trace| Side {
+        trace,
+        reserved_peak: 7,
+        error: None,
+    };
+    let said = difference::of(&side(&before), &side(&after));
+    let sum = |trace: &Trace| {
+        trace
+            .allocations()
+            .iter()
+            .map(|block| block.bytes)
+            .sum::<u64>()
+    };
+    for instant in ["peak", "end", "all"] {
+        for (group, most) in [("context", 201), ("size", 40), ("stream", 1)] {
+            let lines = said["groups"][instant][group].as_array().unwrap();
+            assert!(
+                (1..=most).contains(&lines.len()),
+                "{group}: {}",
+                lines.len()
+            );
+            let total = |column: usize| {
+                let numbers = lines.iter().map(|line| line[column].as_u64().unwrap());
+                numbers.sum::<u64>()
+            };
+            assert_eq!(
+                [total(1), total(2)],
+                [300, sum(&before)],
+                "{instant}, {group}"
+            );
+            assert_eq!(
+                [total(3), total(4)],
+                [340, sum(&after)],
+                "{instant}, {group}"
+            );
+        }
+    }
+    let contexts = said["groups"]["all"]["context"].as_array().unwrap();
+    assert!(contexts[200][0].as_str().unwrap().ends_with(" others"));
+    assert_eq!(said["after"]["requested"], sum(&after));
+    let curve = said["after"]["curve"].as_array().unwrap();
+    assert_eq!(curve.last(), Some(&sum(&after).into()));
 }

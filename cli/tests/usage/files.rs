@@ -408,3 +408,68 @@ fn a_page_is_made_of_a_trace_and_of_a_replay_that_fails() {
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("cannot be written"));
 }
+
+/// A snapshot of PyTorch's as JSON: two blocks in one stack, the first freed.
+const SNAPSHOT: &str = r#" {"segments": [], "device_traces": [[
+    {"action": "alloc", "addr": 512, "size": 3000, "stream": 0, "frames": [{"filename": "/m/a.py", "line": 7, "name": "f"}]},
+    {"action": "alloc", "addr": 8192, "size": 70000, "stream": 5, "frames": [{"filename": "/m/a.py", "line": 7, "name": "f"}]},
+    {"action": "free_requested", "addr": 512, "size": 3000, "stream": 0},
+    {"action": "free_completed", "addr": 512, "size": 3000, "stream": 0}]]}"#;
+
+#[test]
+fn snapshots_are_read_as_json_too() {
+    let path = file("snapshot.json", SNAPSHOT.as_bytes());
+    let line = object(&replayed(&path));
+    assert_eq!(line["trace"], "snapshot");
+    assert_eq!(line["requested_peak_bytes"], 73_000);
+    let packed = packed(SNAPSHOT.as_bytes());
+    let output = fed(&["replay", "--device", "sim", "--json", "-"], &packed);
+    assert_eq!(object(&output)["rows"], 3);
+    let output = fed(&["replay", "--device", "sim", "-"], b"{\"segments\": [}");
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(
+        stderr(&output),
+        "error: <stdin>: byte 14: this is not JSON\n"
+    );
+}
+
+#[test]
+fn a_page_of_two_files_says_what_changed() {
+    let (before, after) = (file("two.json", SNAPSHOT.as_bytes()), data("lf.csv"));
+    let before = before.to_str().unwrap();
+    let page = run(&["view", "-q", before, &after, "-o", "-"]);
+    assert_eq!(page.status.code(), Some(0), "{}", stderr(&page));
+    let text = stdout(&page);
+    let meta = text.split("id=\"meta\">").nth(1).unwrap();
+    let meta = meta.split("</script>").next().unwrap();
+    let meta: serde_json::Value = serde_json::from_str(meta).unwrap();
+    assert_eq!(meta["name"], "lf");
+    let both = &meta["difference"];
+    assert_eq!(
+        [&both["before"]["name"], &both["after"]["name"]],
+        ["two", "lf"]
+    );
+    assert_eq!(both["before"]["requested"], 73_000);
+    let peak = both["groups"]["peak"]["context"].as_array().unwrap();
+    let stack = peak.iter().find(|line| line[0] == "a.py:7:f").unwrap();
+    assert_eq!(stack, &serde_json::json!(["a.py:7:f", 2, 73_000, 0, 0]));
+
+    let alone = run(&["view", "-q", before, "-o", "-"]);
+    assert!(stdout(&alone).contains("\"difference\":null"));
+    refused(
+        &run(&["view", "-", "-", "-o", "x.html"]),
+        "stdin can be read once",
+    );
+    refused(
+        &run(&["view", before, before, before, "-o", "x.html"]),
+        "unexpected",
+    );
+    let missing = run(&["view", "-q", "no_such.csv", &after, "-o", "missing.html"]);
+    assert_eq!(missing.status.code(), Some(1));
+    assert!(
+        stderr(&missing).starts_with("error: no_such.csv: "),
+        "{}",
+        stderr(&missing)
+    );
+    assert!(!scratch().join("missing.html").exists());
+}

@@ -1,0 +1,61 @@
+//! Contexts as the page shows them.
+
+use cualloc::trace::Trace;
+
+/// Contexts with names of their own on the page; others are one.
+const MOST: usize = 4096;
+
+/// Characters of a name that are shown: the innermost.
+const CHARACTERS: usize = 600;
+
+/// Names of contexts, those with the most bytes first, and which of them blocks are in.
+pub struct Contexts {
+    pub names: Vec<String>,
+    /// By the trace's number of a context: the place in `names`.
+    places: Vec<usize>,
+}
+
+impl Contexts {
+    pub fn of(trace: &Trace) -> Contexts {
+        let count = trace.contexts().len();
+        let mut bytes = vec![0u64; count];
+        for (id, block) in trace.allocations().iter().enumerate() {
+            if let Some(sum) = trace
+                .context_of(id)
+                .and_then(|context| bytes.get_mut(context))
+            {
+                *sum = sum.saturating_add(block.bytes);
+            }
+        }
+        let mut order: Vec<usize> = (0..count).collect();
+        order.sort_by_key(|context| std::cmp::Reverse(bytes[*context]));
+        let mut places = vec![0; count];
+        for (place, context) in order.iter().enumerate() {
+            places[*context] = place.min(MOST);
+        }
+        let names = order.iter().take(MOST);
+        let mut names: Vec<String> = names
+            .map(|context| shortened(&trace.contexts()[*context]))
+            .collect();
+        if count > MOST {
+            names.push("other contexts".to_owned());
+        }
+        Contexts { names, places }
+    }
+
+    /// The number of a block's context, from 1; 0 for none.
+    pub fn number(&self, trace: &Trace, id: usize) -> u64 {
+        let place = trace
+            .context_of(id)
+            .and_then(|context| self.places.get(context));
+        place.map_or(0, |place| *place as u64 + 1)
+    }
+}
+
+/// The end of a name, if it is long.
+pub fn shortened(name: &str) -> String {
+    match name.char_indices().rev().nth(CHARACTERS - 1) {
+        Some((at, _)) if at > 0 => format!("…{}", &name[at..]),
+        _ => name.to_owned(),
+    }
+}
