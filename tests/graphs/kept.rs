@@ -234,7 +234,8 @@ fn a_capture_into_a_graph_with_nodes_gets_no_memory() {
             drop(used(rig, &allocator, 2 * MIB, &stream));
         });
         let scope = pool.enter(Scope::Thread).unwrap();
-        other.begin_capture_into(graph, &[], MODE).unwrap();
+        // SAFETY: no node is named.
+        unsafe { other.begin_capture_into(graph, &[], MODE) }.unwrap();
         let error = allocator.allocate(2 * MIB, &other).unwrap_err();
         assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
         let graph = other.end_capture().unwrap();

@@ -159,30 +159,33 @@ impl Engine {
             heap.graphs.capture(info.id).place_of(&user);
         }
         let ended = end.map(|event| heap.graphs.add_event(user.key.number(), event));
+        let mut earlier = Vec::new();
         if let Some(live) = heap.graphs.live_mut(start) {
             let known = live.users.iter().any(|known| known.is(&user));
+            live.captured |= captured.is_some();
             match ended {
-                Some(_) if known => {}
+                Some(ended) if known => earlier.push(ended),
                 Some(ended) => {
                     // The later event of a stream is behind what the earlier one is behind.
-                    live.pending.retain(|used| used.stream != ended.stream);
+                    earlier.extend(
+                        live.pending
+                            .extract_if(.., |used| used.stream == ended.stream),
+                    );
                     live.pending.push(ended);
                 }
                 None if known => {}
                 None => live.users.push(user),
             }
         }
+        let spent = heap.graphs.spent(&earlier);
+        drop(heap);
+        drop(spent);
         Ok(())
     }
 
-    /// Whether a live block of a pool was used by a stream.
+    /// Whether memory of a pool was used by a stream, or a capture that uses one is known to be its.
     pub(crate) fn pools_know(&self, named: &Named<'_>) -> bool {
-        let user = Self::user_of(named);
-        let heap = self.lock();
-        let pools = heap.graphs.pools.values();
-        let mut users =
-            pools.flat_map(|pool| pool.arena.live.values().flat_map(|live| &live.users));
-        users.any(|known| known.is(&user))
+        self.lock().graphs.knows(&Self::user_of(named))
     }
 
     /// A stream gets no more work, and its handle is not touched any more: what it used of pools it has used.
@@ -191,6 +194,9 @@ impl Engine {
         if !self.pools_know(named) {
             self.lock().graphs.departed(&user);
             return Ok(());
+        }
+        if self.capture_of(&user)?.is_some() {
+            return Err(Error::Capturing { stream: user.raw });
         }
         let event = self.end_of(&user)?;
         let mut heap = self.open()?;
