@@ -102,6 +102,8 @@ fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
         let at = block.ptr();
         let held = rig.hold(&stream);
         rig.stamp(at, 2 * MIB, 1, &stream);
+        // Another use that is waited for, or nobody would look.
+        drop(used(rig, &allocator, MIB, &other));
         drop(block);
         let code = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
         sim.fail(FailPlan::call("cuMemCreate", code).unwrap());

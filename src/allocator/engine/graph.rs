@@ -138,6 +138,17 @@ impl Engine {
         }
     }
 
+    /// A stream of this crate that is in a capture which uses pools.
+    pub(crate) fn pool_capturing(&self) -> Option<User> {
+        self.review_pool_captures();
+        let known = self.lock().graphs.capturing();
+        let mut known = known.into_iter().map(|(_, user)| user);
+        known.find(|user| match user.key {
+            StreamKey::Id(id) => self.driver().owned_stream(id).is_some(),
+            StreamKey::Handle(_) => false,
+        })
+    }
+
     /// The capture that a stream is in.
     pub(crate) fn capture_of(&self, user: &User) -> Result<Option<CaptureInfo>, Error> {
         self.refuse_other_threads(user)?;

@@ -63,6 +63,12 @@ impl Graphs {
             .collect()
     }
 
+    /// Whether a stream, by its handle, is in a capture that is not known to be over.
+    pub(crate) fn captures_on(&self, raw: usize) -> bool {
+        let mut captures = self.captures.values();
+        captures.any(|known| known.streams.iter().any(|(user, _)| user.raw == raw))
+    }
+
     /// A capture is over: what was freed in it is free for all captures. If there is a graph, the launches of others
     /// of the pool come before or behind its own, and if there is none nothing was done.
     pub(crate) fn ended(&mut self, capture: u64) {
