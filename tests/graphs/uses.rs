@@ -378,3 +378,40 @@ fn a_recorded_stream_of_the_capture_is_waited_for_by_order() {
         rig.close(&allocator);
     });
 }
+
+/// Two threads record uses by one stream; the one that recorded first comes back last.
+#[test]
+fn a_use_that_is_recorded_meanwhile_counts() {
+    with_interludes(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, reader] = rig.streams();
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = Arc::new(allocator.allocate(2 * MIB, &stream).unwrap());
+        let at = block.ptr();
+        let held = rig.hold(&reader);
+        let (other, on) = (Arc::clone(&block), reader.clone());
+        let context = rig.context.clone();
+        interlude::after("cuEventRecord", move || {
+            let entered = context.enter().unwrap();
+            // SAFETY: the block is live, and so is the stream.
+            unsafe { entered.memset_d32(at, 1, MIB / 4, on.raw()) }.unwrap();
+            other.record_use(&on).unwrap();
+        });
+        block.record_use(&reader).unwrap();
+        assert!(!interlude::is_due());
+        let Some(sim) = rig.sim() else { return };
+        // The event of this thread is done, the use behind it is not.
+        sim.complete_stream(reader.id().unwrap(), 2);
+        drop(block);
+        rig.settle(&stream);
+        let next = used(rig, &allocator, 2 * MIB, &stream);
+        assert_ne!(next.ptr(), at, "the other thread's use is not over");
+        held.release();
+        rig.settle(&reader);
+        drop((next, scope));
+        rig.settle(&stream);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}

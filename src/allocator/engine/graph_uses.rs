@@ -9,7 +9,7 @@ use crate::sync::event::Pooled;
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::graph::arena::NO_STREAM;
+use crate::allocator::graph::arena::{NO_STREAM, Pending};
 use crate::allocator::graph::capture::Reached;
 use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::AfterFree;
@@ -141,9 +141,10 @@ impl Engine {
             let pool = heap.graphs.pool_of(start).ok_or_else(gone)?;
             let live = heap.graphs.live(start).filter(|_| heap.is_pooled(life));
             let users = &live.ok_or_else(gone)?.users;
-            (pool, users.iter().any(|known| known.is(&user)))
+            let known = users.iter().any(|known| known.is(&user));
+            (pool, known, heap.graphs.number())
         };
-        let (pool, known) = known;
+        let (pool, known, begun) = known;
         if let Some(info) = &captured {
             self.lease(info, pool)?;
         }
@@ -166,11 +167,11 @@ impl Engine {
             match ended {
                 Some(ended) if known => earlier.push(ended),
                 Some(ended) => {
-                    // The later event of a stream is behind what the earlier one is behind.
-                    earlier.extend(
-                        live.pending
-                            .extract_if(.., |used| used.stream == ended.stream),
-                    );
+                    // The later event of a stream is behind what the earlier one is behind. What came since this
+                    // call began may have been recorded later than its own.
+                    let before =
+                        |used: &mut Pending| used.stream == ended.stream && used.event < begun;
+                    earlier.extend(live.pending.extract_if(.., before));
                     live.pending.push(ended);
                 }
                 None if known => {}
