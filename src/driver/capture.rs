@@ -104,7 +104,10 @@ impl Stream {
     /// # Errors
     /// The driver's, which takes the graph with it; `CUDA_ERROR_NOT_FOUND` without
     /// [`Feature::EdgeData`](super::Feature::EdgeData), `CUDA_ERROR_INVALID_HANDLE` for a graph of another driver.
-    pub fn begin_capture_into(
+    ///
+    /// # Safety
+    /// The nodes that are named must be those of live graphs, which no other thread uses meanwhile.
+    pub unsafe fn begin_capture_into(
         &self,
         graph: Graph,
         dependencies: &[Dependency],
@@ -116,8 +119,8 @@ impl Stream {
         let has_nodes = !graph.nodes()?.is_empty();
         let (nodes, edges) = Dependency::apart(dependencies);
         driver.found().add(self.raw(), true);
-        // SAFETY: the handles are valid by the contracts under which they were made, and the arrays are as long
-        // as is said.
+        // SAFETY: the handles are valid by the contracts under which they were made, the arrays are as long as is
+        // said, and the caller vouches for the nodes.
         let begun = unsafe {
             call!(
                 driver,

@@ -179,14 +179,16 @@ impl Graph {
     ///
     /// # Errors
     /// The driver's; one of them for nodes of another graph.
-    pub fn add_empty(
+    ///
+    /// # Safety
+    /// The nodes must be those of live graphs, which no other thread uses meanwhile.
+    pub unsafe fn add_empty(
         &mut self,
         after: &[sys::CUgraphNode],
     ) -> Result<sys::CUgraphNode, DriverError> {
         let entered = self.context.enter()?;
         let mut node = ptr::null_mut();
-        // SAFETY: the output is a local, the array is as long as is said, and the driver looks for the nodes in
-        // the graph.
+        // SAFETY: the output is a local, the array is as long as is said, and the caller vouches for the nodes.
         unsafe {
             call!(
                 entered.driver(),
@@ -200,7 +202,10 @@ impl Graph {
     ///
     /// # Errors
     /// The driver's; one of them for nodes of another graph.
-    pub fn add_memset(
+    ///
+    /// # Safety
+    /// As [`add_empty`](Self::add_empty). The memory is written by launches alone, whose callers vouch for it.
+    pub unsafe fn add_memset(
         &mut self,
         after: &[sys::CUgraphNode],
         to: sys::CUdeviceptr,
@@ -217,7 +222,7 @@ impl Graph {
             width: bytes,
             height: 1,
         };
-        // SAFETY: as in `add_empty`; memory is written by launches alone, whose callers vouch for it.
+        // SAFETY: as in `add_empty`.
         unsafe {
             call!(
                 entered.driver(),

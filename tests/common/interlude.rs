@@ -40,6 +40,12 @@ hooked! {
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
     cuEventQuery(event: CUevent);
     cuMemsetD32Async(to: CUdeviceptr, value: u32, words: usize, stream: CUstream);
+    cuMemCreate(
+        handle: *mut CUmemGenericAllocationHandle,
+        bytes: usize,
+        properties: *const CUmemAllocationProp,
+        flags: u64
+    );
     cuMemUnmap(address: CUdeviceptr, bytes: usize);
     cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode);
 }

@@ -244,8 +244,11 @@ unsafe fn graphs(stream: &Stream, mut graph: Graph, mode: sys::CUstreamCaptureMo
     assert_eq!(edges.len(), 5);
     assert!(edges.iter().all(|(later, _)| *later == node));
     assert_eq!(edges[4].1.edge.type_, 1);
-    assert_eq!(graph.add_empty(&[]).unwrap(), node);
-    assert_eq!(graph.add_memset(&[node], 0x700_0000, 9, 3).unwrap(), node);
+    // SAFETY: as above.
+    unsafe {
+        assert_eq!(graph.add_empty(&[]).unwrap(), node);
+        assert_eq!(graph.add_memset(&[node], 0x700_0000, 9, 3).unwrap(), node);
+    }
 
     let object = UserObject::new(context, || {}).unwrap();
     graph.retain(&object).unwrap();
@@ -257,7 +260,8 @@ unsafe fn graphs(stream: &Stream, mut graph: Graph, mode: sys::CUstreamCaptureMo
     drop(exec);
     let into = Graph::new(context).unwrap();
     let destroyed = driver.calls().get("cuGraphDestroy");
-    stream.begin_capture_into(into, &[ordinary], mode).unwrap();
+    // SAFETY: as above.
+    unsafe { stream.begin_capture_into(into, &[ordinary], mode) }.unwrap();
     assert_eq!(
         driver.calls().get("cuGraphDestroy"),
         destroyed,

@@ -55,6 +55,7 @@ fn a_capture_that_only_frees_or_records_has_a_lease() {
             rig.stamp(block.ptr(), 2 * MIB, 1, by);
             if records {
                 block.record_stream(by).unwrap();
+                assert_eq!(footprint(&allocator, &pool).leases, 2);
             }
             drop(block);
             let two = by.end_capture().unwrap();
@@ -200,8 +201,10 @@ fn a_checkpoint_is_not_restored_over_blocks_in_use() {
         std::mem::forget(block.free().unwrap_err());
         stream.begin_capture(MODE).unwrap();
         let block = used(rig, &allocator, MIB, &stream);
-        refused(MIB);
-        drop(block);
+        let second = used(rig, &allocator, MIB, &stream);
+        // The pool as a whole is refused, and not the first block.
+        refused(2 * MIB);
+        drop((block, second));
         drop(stream.end_capture().unwrap());
         drop(scope);
         assert!(restore().unwrap().ceased.is_empty());
@@ -234,7 +237,8 @@ fn a_capture_into_a_graph_with_nodes_gets_no_memory() {
             drop(used(rig, &allocator, 2 * MIB, &stream));
         });
         let scope = pool.enter(Scope::Thread).unwrap();
-        other.begin_capture_into(graph, &[], MODE).unwrap();
+        // SAFETY: no node is named.
+        unsafe { other.begin_capture_into(graph, &[], MODE) }.unwrap();
         let error = allocator.allocate(2 * MIB, &other).unwrap_err();
         assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
         let graph = other.end_capture().unwrap();

@@ -13,3 +13,4 @@ mod refused;
 mod reuse;
 mod scopes;
 mod support;
+mod uses;

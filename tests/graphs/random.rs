@@ -1,6 +1,8 @@
 //! Random capture programs (G4): the simulator runs each graph in orders that its edges allow, and is the oracle.
 
 use super::support::*;
+use cualloc::allocator::{Checkpoint, PoolScope};
+use cualloc::driver::{Dependency, sys};
 use std::cell::Cell;
 
 /// How many operations a run has; the full checks set more.
@@ -26,7 +28,24 @@ impl Random {
     }
 }
 
-/// A program under way.
+/// What lets the next node begin while the last one runs.
+const EARLY: sys::CUgraphEdgeData = sys::CUgraphEdgeData {
+    from_port: 1,
+    to_port: 0,
+    type_: 1,
+    reserved: [0; 5],
+};
+
+/// A capture under way.
+struct Capture {
+    scope: Option<PoolScope>,
+    /// Streams that are in it.
+    joined: Vec<usize>,
+    /// Its blocks, each with its own stream, and others that used it.
+    own: Vec<(Block, usize, Vec<usize>)>,
+}
+
+/// A program under way. The last stream is known by its handle alone.
 struct Program<'a> {
     rig: &'a Rig,
     allocator: &'a Allocator,
@@ -35,8 +54,22 @@ struct Program<'a> {
     streams: [Stream; 4],
     /// Blocks and the stream that uses each.
     live: Vec<(Block, usize)>,
+    /// Blocks that a request outside of captures got from the pool, with what is in them.
+    outside: Vec<(Block, usize, u32)>,
+    points: Vec<Checkpoint>,
     execs: Vec<GraphExec>,
     operations: usize,
+    seen: Seen,
+}
+
+/// How often what is not always possible was done.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Seen {
+    operations: usize,
+    restored: usize,
+    outside: usize,
+    early: usize,
+    left: usize,
 }
 
 impl Program<'_> {
@@ -53,53 +86,16 @@ impl Program<'_> {
         let scope = self.pool.enter(Scope::NextCapture).unwrap();
         let main = self.random.below(4);
         self.streams[main].begin_capture(MODE).unwrap();
-        let mut joined = vec![main];
-        let mut own: Vec<(Block, usize, Vec<usize>)> = Vec::new();
+        let mut capture = Capture {
+            scope: Some(scope),
+            joined: vec![main],
+            own: Vec::new(),
+        };
         for _ in 0..self.random.below(60) + 4 {
             self.operations += 1;
-            let stream = joined[self.random.below(joined.len())];
-            match self.random.below(10) {
-                0..=3 => {
-                    let bytes = self.bytes();
-                    let block = used(self.rig, self.allocator, bytes, &self.streams[stream]);
-                    own.push((block, stream, Vec::new()));
-                }
-                4..=6 if !own.is_empty() => {
-                    let at = self.random.below(own.len());
-                    drop(own.swap_remove(at));
-                }
-                7 if !own.is_empty() => {
-                    // Another stream of the capture uses a block, behind its own.
-                    let at = self.random.below(own.len());
-                    let (block, home, users) = &mut own[at];
-                    if stream != *home {
-                        self.streams[stream].wait_for(&self.streams[*home]).unwrap();
-                        for user in users.iter().filter(|user| **user != stream) {
-                            self.streams[stream].wait_for(&self.streams[*user]).unwrap();
-                        }
-                        let bytes = block.requested();
-                        self.rig.stamp(block.ptr(), bytes, 9, &self.streams[stream]);
-                        block.record_stream(&self.streams[stream]).unwrap();
-                        users.push(stream);
-                        // What the owner gives it from here on comes behind.
-                        self.streams[*home].wait_for(&self.streams[stream]).unwrap();
-                    }
-                }
-                8 => {
-                    let fresh = self.random.below(4);
-                    self.streams[fresh].wait_for(&self.streams[stream]).unwrap();
-                    if !joined.contains(&fresh) {
-                        joined.push(fresh);
-                    }
-                }
-                _ => {
-                    let other = joined[self.random.below(joined.len())];
-                    if other != stream {
-                        self.streams[stream].wait_for(&self.streams[other]).unwrap();
-                    }
-                }
-            }
+            self.captured(&mut capture);
         }
+        let Capture { scope, joined, own } = capture;
         let fails = joined.len() > 1 && self.random.below(8) == 0;
         let left = if fails { main } else { usize::MAX };
         for stream in joined.iter().copied().filter(|stream| *stream != left) {
@@ -111,11 +107,179 @@ impl Program<'_> {
             Ok(graph) => self.execs.extend(graph.instantiate()),
             Err(error) => assert!(fails, "{error}"),
         }
-        scope.leave().unwrap();
+        drop(scope);
         // Outputs: what some later launch may write anew.
         let kept = own.into_iter().filter(|_| self.random.0.is_multiple_of(3));
         self.live
             .extend(kept.map(|(block, stream, _)| (block, stream)));
+    }
+
+    /// Something in a capture.
+    fn captured(&mut self, capture: &mut Capture) {
+        let Capture { scope, joined, own } = capture;
+        let stream = joined[self.random.below(joined.len())];
+        match self.random.below(16) {
+            0..=4 if scope.is_some() => {
+                let bytes = self.bytes();
+                let block = used(self.rig, self.allocator, bytes, &self.streams[stream]);
+                own.push((block, stream, Vec::new()));
+            }
+            5..=7 if !own.is_empty() => {
+                let (block, ..) = own.swap_remove(self.random.below(own.len()));
+                match self.random.below(8) {
+                    0 => std::thread::scope(|threads| {
+                        threads.spawn(|| drop(block));
+                    }),
+                    _ => drop(block),
+                }
+            }
+            8 if !own.is_empty() => {
+                // Another stream of the capture uses a block, behind its own.
+                let at = self.random.below(own.len());
+                let (block, home, users) = &mut own[at];
+                if stream != *home {
+                    self.streams[stream].wait_for(&self.streams[*home]).unwrap();
+                    for user in users.iter().filter(|user| **user != stream) {
+                        self.streams[stream].wait_for(&self.streams[*user]).unwrap();
+                    }
+                    let bytes = block.requested();
+                    self.rig.stamp(block.ptr(), bytes, 9, &self.streams[stream]);
+                    block.record_stream(&self.streams[stream]).unwrap();
+                    users.push(stream);
+                    // What the owner gives it from here on comes behind, if that comes soon or late.
+                    if scope.is_none() || self.random.below(2) == 0 {
+                        self.streams[*home].wait_for(&self.streams[stream]).unwrap();
+                        users.clear();
+                    } else {
+                        drop(own.swap_remove(at));
+                    }
+                }
+            }
+            9 => {
+                let fresh = self.random.below(4);
+                self.streams[fresh].wait_for(&self.streams[stream]).unwrap();
+                if !joined.contains(&fresh) {
+                    joined.push(fresh);
+                }
+            }
+            10 if scope.is_some() => self.early(joined, stream),
+            11 if scope.is_some() => self.set_back(stream),
+            12 if !self.live.is_empty() => {
+                let at = self.random.below(self.live.len());
+                drop(self.live.swap_remove(at));
+            }
+            13 if self.random.below(24) == 0 => {
+                drop(scope.take());
+                self.seen.left += 1;
+            }
+            _ => {
+                let other = joined[self.random.below(joined.len())];
+                if other != stream {
+                    self.streams[stream].wait_for(&self.streams[other]).unwrap();
+                }
+            }
+        }
+    }
+
+    /// What the next node of a stream depends on.
+    fn present(&self, stream: usize) -> Vec<Dependency> {
+        let info = self.streams[stream].capture_info().unwrap();
+        info.unwrap().dependencies
+    }
+
+    fn depend(&self, stream: usize, on: &[Dependency], add: bool) {
+        let raw = self.streams[stream].raw();
+        // SAFETY: nodes of the stream's capture.
+        unsafe { self.rig.driver.set_capture_dependencies(raw, on, add) }.unwrap();
+    }
+
+    /// Another stream goes on while the last node of this one, which used freed memory, may run.
+    fn early(&mut self, joined: &mut Vec<usize>, stream: usize) {
+        let bytes = self.bytes();
+        drop(used(self.rig, self.allocator, bytes, &self.streams[stream]));
+        let last = self.present(stream);
+        let early: Vec<_> = last.iter().map(|on| on.with_edge(EARLY)).collect();
+        self.depend(stream, &early, false);
+        let other = self.random.below(4);
+        if other != stream {
+            self.streams[other].wait_for(&self.streams[stream]).unwrap();
+            if !joined.contains(&other) {
+                joined.push(other);
+            }
+            drop(used(self.rig, self.allocator, bytes, &self.streams[other]));
+            self.seen.early += 1;
+        }
+        self.depend(stream, &last, false);
+    }
+
+    /// A stream is set back, so that what it did last runs beside what it does next; then it is behind both.
+    fn set_back(&mut self, stream: usize) {
+        let before = self.present(stream);
+        let bytes = self.bytes();
+        drop(used(self.rig, self.allocator, bytes, &self.streams[stream]));
+        let branch = self.present(stream);
+        self.depend(stream, &before, false);
+        drop(used(self.rig, self.allocator, bytes, &self.streams[stream]));
+        self.depend(stream, &branch, true);
+    }
+
+    /// A request outside of captures for the pool's memory.
+    fn outside(&mut self) {
+        let bytes = self.bytes();
+        let stream = self.random.below(4);
+        let scope = self.pool.enter(Scope::Thread).unwrap();
+        let block = used(self.rig, self.allocator, bytes, &self.streams[stream]);
+        drop(scope);
+        self.outside.push((block, stream, bytes as u32));
+    }
+
+    /// One of them goes; no launch has touched it.
+    fn look_outside(&mut self) {
+        if !self.outside.is_empty() {
+            let at = self.random.below(self.outside.len());
+            let (block, stream, word) = self.outside.swap_remove(at);
+            let (stream, bytes) = (&self.streams[stream], block.requested());
+            assert_eq!(self.rig.mismatches(block.ptr(), bytes, word, stream), 0);
+            self.seen.outside += 1;
+        }
+    }
+
+    /// Comes back to an earlier time, if nothing is under way.
+    fn restore(&mut self) {
+        let at = self.random.below(self.points.len());
+        for stream in &self.streams {
+            stream.synchronize().unwrap();
+        }
+        // SAFETY: blocks that cease are only freed.
+        let restored = match unsafe { self.pool.restore(&self.points[at]) } {
+            Ok(restored) => restored,
+            Err(Error::GraphPool(_)) => return,
+            Err(error) => panic!("{error:?}"),
+        };
+        self.seen.restored += 1;
+        let gone = |block: &Block| restored.ceased.contains(&block.ptr());
+        let live = std::mem::take(&mut self.live);
+        let outside = std::mem::take(&mut self.outside);
+        let mut lost = Vec::new();
+        for (block, stream) in live {
+            match gone(&block) {
+                true => lost.push(block),
+                false => self.live.push((block, stream)),
+            }
+        }
+        for (block, stream, word) in outside {
+            match gone(&block) {
+                true => lost.push(block),
+                false => self.outside.push((block, stream, word)),
+            }
+        }
+        for block in lost {
+            let error = block.free().unwrap_err();
+            assert!(matches!(error.error, Error::NotLive { .. }), "{error:?}");
+            std::mem::forget(error);
+        }
+        let revived = restored.revived.into_iter();
+        self.live.extend(revived.map(|block| (block, 0)));
     }
 
     /// One graph at a time, each behind the ones before: the promise.
@@ -144,10 +308,20 @@ impl Program<'_> {
     }
 
     fn step(&mut self) {
-        match self.random.below(6) {
-            0 | 1 => self.capture(),
-            2 | 3 => self.launch(),
-            4 if !self.live.is_empty() => {
+        match self.random.below(10) {
+            0..=2 => self.capture(),
+            3 | 4 => self.launch(),
+            5 => self.outside(),
+            6 => self.look_outside(),
+            7 if self.points.len() < 3 => {
+                self.operations += 1;
+                self.points.push(self.pool.checkpoint().unwrap());
+            }
+            7 => {
+                self.operations += 1;
+                self.restore();
+            }
+            8 if !self.live.is_empty() => {
                 self.operations += 1;
                 let at = self.random.below(self.live.len());
                 drop(self.live.swap_remove(at));
@@ -163,20 +337,25 @@ impl Program<'_> {
     }
 }
 
-fn program(seed: u64) -> usize {
-    let operations = Cell::new(0);
+fn program(seed: u64) -> Seen {
+    let seen = Cell::new(Seen::default());
     packed(|rig| {
         let allocator = rig.allocator();
         let pool = allocator.graph_pool().unwrap();
+        let raw = RawStream::new(rig);
+        let [one, two, three] = rig.streams();
         let mut program = Program {
             rig,
             allocator: &allocator,
             pool: &pool,
             random: Random(seed),
-            streams: rig.streams(),
+            streams: [one, two, three, raw.borrowed()],
             live: Vec::new(),
+            outside: Vec::new(),
+            points: Vec::new(),
             execs: Vec::new(),
             operations: 0,
+            seen: Seen::default(),
         };
         let mut looks = 0;
         while program.operations < PROGRAM {
@@ -188,21 +367,29 @@ fn program(seed: u64) -> usize {
                 assert!(reports.is_empty(), "seed {seed:#x}: {reports:#?}");
             }
         }
-        operations.set(program.operations);
+        seen.set(Seen {
+            operations: program.operations,
+            ..program.seen
+        });
         let Program {
             live,
+            outside,
             execs,
             streams,
             ..
         } = program;
-        drop((live, execs));
+        drop((live, outside, execs));
         streams
             .iter()
             .for_each(|stream| stream.synchronize().unwrap());
+        // A stream that nothing is known of has nothing to leave.
+        let _retired = allocator.retire(&streams[3]);
+        drop(streams);
+        raw.destroy();
         drop(pool);
         rig.close(&allocator);
     });
-    operations.get()
+    seen.get()
 }
 
 #[test]
@@ -211,10 +398,25 @@ fn no_two_uses_of_memory_meet_in_random_captures() {
         .ok()
         .and_then(|text| text.parse().ok());
     let wanted: usize = wanted.unwrap_or(USUAL);
-    let mut done: usize = KEPT.into_iter().map(program).sum();
-    let mut seed = 1;
-    while done < wanted {
-        done += program(seed);
-        seed += 1;
+    let mut all = Seen::default();
+    for seed in KEPT.into_iter().chain(1..) {
+        if all.operations >= wanted {
+            break;
+        }
+        let seen = program(seed);
+        all.operations += seen.operations;
+        all.restored += seen.restored;
+        all.outside += seen.outside;
+        all.early += seen.early;
+        all.left += seen.left;
     }
+    let Seen {
+        restored,
+        outside,
+        early,
+        left,
+        ..
+    } = all;
+    eprintln!("{all:?}");
+    assert!(restored.min(outside).min(early).min(left) > 0, "{all:?}");
 }

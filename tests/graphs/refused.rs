@@ -80,7 +80,7 @@ fn a_capture_that_failed_leaves_its_memory() {
     });
 }
 
-/// G8: every driver call inside a request fails in turn; the capture goes on, and ends well.
+/// G8: every driver call inside requests fails in turn; the capture goes on, and ends well.
 #[test]
 fn a_request_that_fails_spoils_no_capture_and_changes_nothing() {
     packed(|rig| {
@@ -95,35 +95,120 @@ fn a_request_that_fails_spoils_no_capture_and_changes_nothing() {
             "cuStreamGetCaptureInfo_v3",
             "cuGraphNodeGetDependencies_v2",
         ];
-        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        for call in calls {
+        let codes = [
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            sys::CUresult::CUDA_ERROR_INVALID_VALUE,
+        ];
+        for (call, code) in calls
+            .into_iter()
+            .flat_map(|call| codes.map(|code| (call, code)))
+        {
             for nth in 1..=3 {
                 let allocator = rig.allocator();
                 let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
                 let graph = capture(&pool, &stream, || {
-                    let first = allocator.allocate(3 * MIB, &stream);
-                    let before = footprint(&allocator, &pool);
                     sim.fail(FailPlan::call(call, code).unwrap().nth(nth));
-                    // Room for it needs a view of what is left, and new memory.
-                    let failed = allocator.allocate(9 * MIB, &stream);
-                    sim.clear_failures();
-                    // Every byte is somewhere, whether it was made up for or not.
-                    let after = footprint(&allocator, &pool);
-                    if failed.is_err() {
-                        assert_eq!(
-                            (after.live, after.free),
-                            (before.live, before.free),
-                            "{call}"
-                        );
-                        assert_eq!(after.physical, before.physical, "{call} {nth}");
+                    // Room for the later one needs a view of what is left, and new memory.
+                    let mut failures = 0;
+                    let mut blocks = Vec::new();
+                    for bytes in [3 * MIB, 9 * MIB] {
+                        let before = footprint(&allocator, &pool);
+                        match allocator.allocate(bytes, &stream) {
+                            Ok(block) => {
+                                rig.stamp(block.ptr(), bytes, 1, &stream);
+                                blocks.push(block);
+                            }
+                            Err(_) => {
+                                failures += 1;
+                                // Every byte is where it was.
+                                let after = footprint(&allocator, &pool);
+                                let figures = |of: Footprint| (of.live, of.free, of.physical);
+                                assert_eq!(figures(after), figures(before), "{call} {nth}");
+                            }
+                        }
                     }
-                    drop((failed, first));
+                    let fired = sim.clear_failures() == 0;
+                    assert!(fired || nth > 1, "{call} was not made");
+                    // What is there to try again is tried again, where that can help.
+                    let retried = code == codes[0] || call == "cuMemAddressReserve";
+                    assert_eq!(
+                        failures == 1,
+                        fired && (!retried || failures > 0),
+                        "{call} {nth}"
+                    );
+                    drop(blocks);
                     drop(used(rig, &allocator, MIB, &stream));
                 });
                 run(&graph, &stream);
                 drop((graph, pool));
                 rig.close(&allocator);
             }
+        }
+    });
+}
+
+/// The same for what frees, questions and the way back to the driver call.
+#[test]
+fn what_fails_outside_of_captures_is_tried_again() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let code = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+        let calls = [
+            "cuEventRecord",
+            "cuEventQuery",
+            "cuMemUnmap",
+            "cuMemRelease",
+        ];
+        for call in calls {
+            let allocator = rig.allocator();
+            let pool = allocator.graph_pool().unwrap();
+            let [stream, other] = rig.streams();
+            let mut output = None;
+            let graph = capture(&pool, &stream, || {
+                // The second lies in a view.
+                let first = used(rig, &allocator, 2 * MIB, &stream);
+                let beside = used(rig, &allocator, 2 * MIB, &stream);
+                let last = used(rig, &allocator, 2 * MIB, &stream);
+                drop((first, last));
+                output = Some(used(rig, &allocator, 4 * MIB, &stream));
+                drop(beside);
+            });
+            run(&graph, &stream);
+            let mut block = output.take().unwrap();
+            if call == "cuEventRecord" {
+                sim.fail(FailPlan::call(call, code).unwrap());
+                let refused = block.free().unwrap_err();
+                assert_eq!(sim.clear_failures(), 0);
+                allocator.check().unwrap();
+                block = *refused.value;
+            }
+            let held = rig.hold(&stream);
+            rig.stamp(block.ptr(), MIB, 1, &stream);
+            drop(block);
+            drop(graph);
+            if call == "cuEventQuery" {
+                sim.fail(FailPlan::call(call, code).unwrap());
+                allocator.trim(0).unwrap_err();
+                assert_eq!(sim.clear_failures(), 0);
+            }
+            assert_eq!(footprint(&allocator, &pool).physical, 6 * MIB as u64);
+            held.release();
+            rig.settle(&stream);
+            if call.starts_with("cuMem") {
+                sim.fail(FailPlan::call(call, code).unwrap());
+                allocator.trim(0).unwrap_err();
+                assert_eq!(sim.clear_failures(), 0);
+                // The pool serves, whatever is stuck.
+                let graph = capture(&pool, &other, || {
+                    drop(used(rig, &allocator, 2 * MIB, &other));
+                });
+                run(&graph, &other);
+                allocator.check().unwrap();
+            }
+            allocator.trim(0).unwrap();
+            assert_eq!(footprint(&allocator, &pool).physical, 0, "{call}");
+            drop(pool);
+            rig.close(&allocator);
         }
     });
 }

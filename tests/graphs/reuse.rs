@@ -20,6 +20,7 @@ fn a_chain_of_layers_holds_what_is_live_at_once() {
             drop(last);
         });
         let held = footprint(&allocator, &pool);
+        eprintln!("{} held, {} live at once", held.physical, held.peak);
         assert!(
             held.physical as f64 <= held.peak as f64 * 1.02,
             "{} held, {} live at once",
@@ -54,6 +55,7 @@ fn memory_of_forks_is_used_again_behind_their_joins() {
         });
         let held = footprint(&allocator, &pool);
         assert_eq!(held.peak, 72 * MIB as u64);
+        eprintln!("{} held, {} live at once", held.physical, held.peak);
         assert!(held.physical as f64 <= held.peak as f64 * 1.05, "{held:?}");
         for _ in 0..8 {
             run(&graph, &main);
@@ -99,7 +101,8 @@ fn graphs_of_any_sizes_in_any_order_share_what_the_largest_needs() {
     packed(|rig| {
         let orders: [fn(u64) -> u64; 3] = [|at| at, |at| 34 - at, |at| at * 11 % 35];
         let mut alone = 0;
-        for (turn, order) in orders.into_iter().enumerate() {
+        let turns = orders.into_iter().cycle().zip([1, 1, 1, 4, 4, 4]);
+        for (turn, (order, lanes)) in turns.enumerate() {
             let allocator = rig.allocator();
             let pool = allocator.graph_pool().unwrap();
             let streams: [Stream; 4] = rig.streams();
@@ -121,14 +124,14 @@ fn graphs_of_any_sizes_in_any_order_share_what_the_largest_needs() {
                 assert_eq!(footprint(&allocator, &pool).physical, 0);
             }
             let graphs: Vec<Graph> = (0..35)
-                .map(|at| batch(order(at), &streams[at as usize % 4]))
+                .map(|at| batch(order(at), &streams[at as usize % lanes]))
                 .collect();
             let held = footprint(&allocator, &pool);
-            assert!(
-                held.physical as f64 <= alone as f64 * 1.02,
-                "order {turn}: {} held, {alone} by the largest alone",
+            eprintln!(
+                "turn {turn}: {} held, {alone} by the largest alone",
                 held.physical
             );
+            assert!(held.physical as f64 <= alone as f64 * 1.02, "turn {turn}");
             for graph in graphs.iter().rev() {
                 run(graph, &streams[0]);
             }

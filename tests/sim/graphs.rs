@@ -260,11 +260,14 @@ fn a_capture_goes_on_in_a_graph_that_is_there() {
     let memory = bench.alloc(4096);
     let own = stream(&bench);
     let mut graph = Graph::new(&bench.context).unwrap();
-    let fill = graph.add_memset(&[], memory, 5, 4096).unwrap();
-    let join = graph.add_empty(&[fill]).unwrap();
     let handle = graph.raw();
-    own.begin_capture_into(graph, &[Dependency::on(join)], RELAXED)
-        .unwrap();
+    // SAFETY: nodes of the graph.
+    unsafe {
+        let fill = graph.add_memset(&[], memory, 5, 4096).unwrap();
+        let join = graph.add_empty(&[fill]).unwrap();
+        own.begin_capture_into(graph, &[Dependency::on(join)], RELAXED)
+    }
+    .unwrap();
     bench.memset(memory, 6, 4, own.raw());
     let graph = own.end_capture().unwrap();
     assert_eq!((graph.raw(), graph.nodes().unwrap().len()), (handle, 3));

@@ -41,8 +41,8 @@ impl Allocator {
 /// captures that uses blocks of the pool is ordered with them. A block that is live at the end of a capture keeps its
 /// contents until its owner frees it *or* a graph that was captured in the pool before is launched again. Graphs that
 /// may run at the same time need pools of their own, and so do captures into one graph
-/// ([`Stream::begin_capture_into`]): nothing orders its branches. Blocks that requests outside of captures get are no
-/// exception: they may lie where a graph writes that is launched while they are live.
+/// ([`Stream::begin_capture_into`]): nothing orders its branches. Requests outside of captures get no memory that a
+/// capture was given, or recorded a use of, as long as a graph may be launched.
 ///
 /// # Life
 /// The pool's addresses stay mapped as long as a graph that was captured with them exists, an executable that was made
@@ -94,11 +94,11 @@ pub enum Scope<'a> {
     Capture(u64),
     /// Those of the next capture for which this thread asks for memory, on all its streams.
     NextCapture,
-    /// Those on a stream, captured or not; blocks from outside of captures may lie where graphs of the pool write.
+    /// Those on a stream, captured or not.
     Stream(&'a Stream),
     /// Those on streams, by their handles, to which this says yes. It is called without any lock held.
     When(Box<dyn Fn(sys::CUstream) -> bool + Send + Sync>),
-    /// Those of the thread that enters, on all streams, captured or not; as for a stream.
+    /// Those of the thread that enters, on all streams, captured or not.
     Thread,
 }
 
@@ -152,7 +152,7 @@ impl GraphPool {
     }
 
     /// Says that a graph which was not captured with the pool uses its memory: the pool's addresses stay as long as
-    /// the graph, what is made of it, and the launches.
+    /// the graph, what is made of it, and the launches, and what there is of its memory now goes to captures alone.
     ///
     /// # Errors
     /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released); the driver's, `CUDA_ERROR_NOT_FOUND`

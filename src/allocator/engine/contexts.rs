@@ -11,7 +11,7 @@ use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
     /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the
-    /// streams that we keep alive are asked, the legacy stream answers for all blocking streams of
+    /// streams that we keep alive are asked, and those of captures that use graph pools, the legacy stream answers for all blocking streams of
     /// its context, and of the caller's own streams it counts what was found when one was asked last.
     /// That can be out of date, and nobody may ask a stream that its owner may have destroyed. So with
     /// `once` it is told once, and the next time the driver has to say it.
@@ -28,6 +28,9 @@ impl Engine {
                 self.told.fetch_max(newest.unwrap_or(0), Ordering::Relaxed);
             }
             return Err(Error::Capturing { stream: *stream });
+        }
+        if let Some(user) = self.pool_capturing() {
+            return Err(Error::Capturing { stream: user.raw });
         }
         for stream in kept {
             self.refuse_capture(&self.named(&stream)?)?;
@@ -54,6 +57,7 @@ impl Engine {
         found.retain(|(stream, _)| {
             let mut slots = heap.streams.iter();
             slots.any(|(_, s)| s.raw == *stream && s.holder.is_callers())
+                || heap.graphs.captures_on(*stream)
         });
         found
     }

@@ -13,7 +13,8 @@ use crate::sync::capture::is_of_capture;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::graph::arena::{Addresses, Arena};
+use crate::allocator::graph::addresses::Addresses;
+use crate::allocator::graph::arena::Arena;
 use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::commit;
 use crate::allocator::graph::order::Edge;
@@ -103,9 +104,8 @@ impl Engine {
         let lease = unsafe { commit::retain(&self.context, graph) }.map_err(|e| self.error(e))?;
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
-        if let Some(pool) = heap.graphs.pools.get_mut(&pool) {
-            pool.leases.push(lease);
-        }
+        heap.graphs.add_lease(pool, Some(lease));
+        heap.graphs.set_captured(pool, true);
         Ok(())
     }
 
@@ -136,6 +136,17 @@ impl Engine {
                 self.lock().graphs.ended(capture);
             }
         }
+    }
+
+    /// A stream of this crate that is in a capture which uses pools.
+    pub(crate) fn pool_capturing(&self) -> Option<User> {
+        self.review_pool_captures();
+        let known = self.lock().graphs.capturing();
+        let mut known = known.into_iter().map(|(_, user)| user);
+        known.find(|user| match user.key {
+            StreamKey::Id(id) => self.driver().owned_stream(id).is_some(),
+            StreamKey::Handle(_) => false,
+        })
     }
 
     /// The capture that a stream is in.

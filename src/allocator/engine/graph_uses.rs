@@ -9,7 +9,7 @@ use crate::sync::event::Pooled;
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::graph::arena::NO_STREAM;
+use crate::allocator::graph::arena::{NO_STREAM, Pending};
 use crate::allocator::graph::capture::Reached;
 use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::AfterFree;
@@ -141,9 +141,10 @@ impl Engine {
             let pool = heap.graphs.pool_of(start).ok_or_else(gone)?;
             let live = heap.graphs.live(start).filter(|_| heap.is_pooled(life));
             let users = &live.ok_or_else(gone)?.users;
-            (pool, users.iter().any(|known| known.is(&user)))
+            let known = users.iter().any(|known| known.is(&user));
+            (pool, known, heap.graphs.number())
         };
-        let (pool, known) = known;
+        let (pool, known, begun) = known;
         if let Some(info) = &captured {
             self.lease(info, pool)?;
         }
@@ -159,30 +160,33 @@ impl Engine {
             heap.graphs.capture(info.id).place_of(&user);
         }
         let ended = end.map(|event| heap.graphs.add_event(user.key.number(), event));
+        let mut earlier = Vec::new();
         if let Some(live) = heap.graphs.live_mut(start) {
             let known = live.users.iter().any(|known| known.is(&user));
+            live.captured |= captured.is_some();
             match ended {
-                Some(_) if known => {}
+                Some(ended) if known => earlier.push(ended),
                 Some(ended) => {
-                    // The later event of a stream is behind what the earlier one is behind.
-                    live.pending.retain(|used| used.stream != ended.stream);
+                    // The later event of a stream is behind what the earlier one is behind. What came since this
+                    // call began may have been recorded later than its own.
+                    let before =
+                        |used: &mut Pending| used.stream == ended.stream && used.event < begun;
+                    earlier.extend(live.pending.extract_if(.., before));
                     live.pending.push(ended);
                 }
                 None if known => {}
                 None => live.users.push(user),
             }
         }
+        let spent = heap.graphs.spent(&earlier);
+        drop(heap);
+        drop(spent);
         Ok(())
     }
 
-    /// Whether a live block of a pool was used by a stream.
+    /// Whether memory of a pool was used by a stream, or a capture that uses one is known to be its.
     pub(crate) fn pools_know(&self, named: &Named<'_>) -> bool {
-        let user = Self::user_of(named);
-        let heap = self.lock();
-        let pools = heap.graphs.pools.values();
-        let mut users =
-            pools.flat_map(|pool| pool.arena.live.values().flat_map(|live| &live.users));
-        users.any(|known| known.is(&user))
+        self.lock().graphs.knows(&Self::user_of(named))
     }
 
     /// A stream gets no more work, and its handle is not touched any more: what it used of pools it has used.
@@ -191,6 +195,9 @@ impl Engine {
         if !self.pools_know(named) {
             self.lock().graphs.departed(&user);
             return Ok(());
+        }
+        if self.capture_of(&user)?.is_some() {
+            return Err(Error::Capturing { stream: user.raw });
         }
         let event = self.end_of(&user)?;
         let mut heap = self.open()?;

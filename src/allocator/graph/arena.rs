@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::allocator::graph::addresses::Addresses;
 use crate::allocator::graph::order::Seen;
 use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
@@ -32,6 +33,8 @@ pub(crate) struct Mark {
 pub(crate) struct Tag {
     pub pending: Vec<Pending>,
     pub marks: Vec<Mark>,
+    /// A graph that has a lease may use it in its launches: captures may have it by the promise, others may not.
+    pub captured: bool,
 }
 
 /// A range of bytes by its home address.
@@ -52,6 +55,8 @@ impl Part {
 pub(crate) struct Place {
     pub addr: u64,
     pub parts: Vec<Part>,
+    /// What the bytes still waited for when they were taken.
+    pub open: Vec<Pending>,
 }
 
 /// How much is asked for, in granules.
@@ -91,6 +96,10 @@ pub(crate) struct Live {
     pub users: Vec<User>,
     /// Uses that were recorded as over with an event.
     pub pending: Vec<Pending>,
+    /// A capture got it, or uses it.
+    pub captured: bool,
+    /// How much had been counted when it got its place.
+    pub born: u64,
 }
 
 impl Live {
@@ -126,74 +135,6 @@ pub(crate) struct Handle {
     pub bytes: u64,
 }
 
-/// Reserved addresses of one kind, and what of them is not in use.
-#[derive(Debug, Default)]
-pub(crate) struct Addresses {
-    /// Base to bytes. Nothing lies in two.
-    pub spans: BTreeMap<u64, u64>,
-    holes: BTreeMap<u64, u64>,
-}
-
-impl Addresses {
-    /// Adds addresses; `grown`: they lengthen the span that ends there.
-    pub(crate) fn add(&mut self, base: u64, bytes: u64, grown: bool) {
-        match self.spans.range_mut(..base).next_back() {
-            Some((before, span)) if grown && before + *span == base => *span += bytes,
-            _ => {
-                self.spans.insert(base, bytes);
-            }
-        }
-        self.put(base, bytes);
-    }
-
-    /// Where the last span ends.
-    pub(crate) fn end(&self) -> Option<u64> {
-        self.spans
-            .last_key_value()
-            .map(|(base, bytes)| base + bytes)
-    }
-
-    pub(crate) fn held(&self) -> u64 {
-        self.spans.values().sum()
-    }
-
-    /// The lowest addresses for so many bytes.
-    pub(crate) fn lowest(&self, bytes: u64) -> Option<u64> {
-        let mut holes = self.holes.iter();
-        holes.find(|(_, room)| **room >= bytes).map(|(at, _)| *at)
-    }
-
-    /// Takes bytes at the start of a hole.
-    pub(crate) fn cut(&mut self, at: u64, bytes: u64) {
-        if let Some(room) = self.holes.remove(&at)
-            && room > bytes
-        {
-            self.holes.insert(at + bytes, room - bytes);
-        }
-    }
-
-    /// Puts back what is not in use any more.
-    pub(crate) fn put(&mut self, mut at: u64, mut bytes: u64) {
-        if let Some((before, room)) = self.holes.range(..at).next_back()
-            && before + room == at
-            && !self.spans.contains_key(&at)
-        {
-            (at, bytes) = (*before, room + bytes);
-        }
-        let end = at + bytes;
-        if !self.spans.contains_key(&end)
-            && let Some(room) = self.holes.remove(&end)
-        {
-            bytes += room;
-        }
-        self.holes.insert(at, bytes);
-    }
-
-    pub(crate) fn holes(&self) -> impl Iterator<Item = (u64, u64)> {
-        self.holes.iter().map(|(at, bytes)| (*at, *bytes))
-    }
-}
-
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(crate) struct Arena {
@@ -205,6 +146,11 @@ pub(crate) struct Arena {
     pub views: BTreeMap<u64, View>,
     /// Free memory by its home.
     free: BTreeMap<u64, Piece>,
+    /// Free memory that plans under way have set aside, by the address of each one's place. What happens to the
+    /// uses of free memory happens to it.
+    pub(super) aside: BTreeMap<u64, Vec<(Part, Tag)>>,
+    /// Bytes that were mapped at home and in views since there were none.
+    pub mapped: u64,
     /// By their addresses.
     pub live: BTreeMap<u64, Live>,
     /// Handles that a failed call left behind: where they are mapped, if they are, and their bytes.
@@ -250,7 +196,11 @@ impl Arena {
         };
         let addr = best(runs).or_else(|| best(&self.runs_in_views(runs)))?;
         let parts = self.parts_at(addr, fit.granules)?;
-        Some(Place { addr, parts })
+        Some(Place {
+            addr,
+            parts,
+            open: Vec::new(),
+        })
     }
 
     /// What the usable runs look like in the views.
@@ -366,7 +316,9 @@ impl Arena {
     pub(crate) fn release(&mut self, addr: u64, tag: &Tag) -> Option<Live> {
         let live = self.live.remove(&addr)?;
         for part in &live.parts {
-            self.put(*part, tag.clone());
+            let mut tag = tag.clone();
+            tag.captured |= live.captured;
+            self.put(*part, tag);
         }
         Some(live)
     }
@@ -386,17 +338,27 @@ impl Arena {
             };
             self.put(part, piece.tag);
         }
+        let aside = self.aside.values_mut().flatten();
+        aside.for_each(|(_, tag)| change(tag));
     }
 
-    /// What is known about each piece of free memory.
+    /// What is known about each piece of free memory, and of what plans under way have set aside.
     pub(crate) fn tags(&self) -> impl Iterator<Item = (Part, &Tag)> {
-        self.free.iter().map(|(home, piece)| {
+        let free = self.free.iter().map(|(home, piece)| {
             let part = Part {
                 home: *home,
                 granules: piece.granules,
             };
             (part, &piece.tag)
-        })
+        });
+        let aside = self.aside.values().flatten();
+        free.chain(aside.map(|(part, tag)| (*part, tag)))
+    }
+
+    /// Uses outside of captures of all its memory.
+    pub(crate) fn pending(&self) -> impl Iterator<Item = &Pending> {
+        let live = self.live.values().flat_map(|live| &live.pending);
+        self.tags().flat_map(|(_, tag)| &tag.pending).chain(live)
     }
 
     /// Whether anything is held from the driver: memory or addresses.
@@ -572,6 +534,26 @@ mod tests {
     }
 
     #[test]
+    fn what_was_not_given_back_is_tried_again() {
+        let (mut arena, mut left) = (arena(), arena());
+        let place = block(&mut left, 2 * GRANULES, false);
+        free(&mut left, &place);
+        arena.absorb(left);
+        assert_eq!(arena.held(), 2 * PHYSICAL_GRANULE);
+        assert!(arena.take_addresses().is_empty(), "they are mapped");
+        let handles = arena.take_handles();
+        let homes: Vec<_> = handles
+            .iter()
+            .map(|(home, _, mapped)| (*home, *mapped))
+            .collect();
+        assert_eq!(
+            homes,
+            [(1 << 40, true), ((1 << 40) + PHYSICAL_GRANULE, true)]
+        );
+        assert_eq!(arena.take_addresses().len(), 2);
+    }
+
+    #[test]
     fn pieces_join_where_they_are_the_same_to_everybody() {
         let mut arena = arena();
         let whole = block(&mut arena, GRANULES, false);
@@ -584,7 +566,7 @@ mod tests {
                 stream: 1,
                 event: 2,
             }],
-            marks: Vec::new(),
+            ..Tag::default()
         };
         arena.put(half(0), Tag::default());
         arena.put(half(1), used.clone());

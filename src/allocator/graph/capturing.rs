@@ -2,12 +2,12 @@
 
 use std::thread;
 
-use crate::allocator::graph::Graphs;
-use crate::allocator::graph::arena::NO_STREAM;
+use crate::allocator::graph::arena::{NO_STREAM, Pending};
 use crate::allocator::graph::capture::Capture;
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::scope::Scope;
 use crate::allocator::graph::user::User;
+use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::stream::slot::StreamKey;
 
 impl Graphs {
@@ -63,6 +63,12 @@ impl Graphs {
             .collect()
     }
 
+    /// Whether a stream, by its handle, is in a capture that is not known to be over.
+    pub(crate) fn captures_on(&self, raw: usize) -> bool {
+        let mut captures = self.captures.values();
+        captures.any(|known| known.streams.iter().any(|(user, _)| user.raw == raw))
+    }
+
     /// A capture is over: what was freed in it is free for all captures. If there is a graph, the launches of others
     /// of the pool come before or behind its own, and if there is none nothing was done.
     pub(crate) fn ended(&mut self, capture: u64) {
@@ -72,16 +78,32 @@ impl Graphs {
         }
     }
 
-    /// A stream was retired: its name may be another one's from here on.
+    /// Whether a stream used memory of a pool that somebody has or waits for, or is of a capture that is not known to
+    /// be over.
+    pub(crate) fn knows(&self, user: &User) -> bool {
+        let number = user.key.number();
+        let mut captures = self.captures.values().flat_map(|known| &known.streams);
+        captures.any(|(known, _)| known.is(user))
+            || self.pools.values().any(|pool| {
+                let mut live = pool.arena.live.values();
+                live.any(|live| live.users.iter().any(|known| known.is(user)))
+                    || pool.arena.pending().any(|used| used.stream == number)
+            })
+    }
+
+    /// A stream was retired, which is in no capture: its name may be another one's from here on.
     pub(crate) fn departed(&mut self, user: &User) {
+        self.notice(user, None);
         if let StreamKey::Handle(_) = user.key {
             let number = user.key.number();
             for pool in self.pools.values_mut() {
-                pool.arena.retag(|tag| {
-                    let own = tag.pending.iter_mut();
-                    own.filter(|used| used.stream == number)
-                        .for_each(|used| used.stream = NO_STREAM);
-                });
+                let rename = |used: &mut Vec<Pending>| {
+                    let own = used.iter_mut().filter(|used| used.stream == number);
+                    own.for_each(|used| used.stream = NO_STREAM);
+                };
+                pool.arena.retag(|tag| rename(&mut tag.pending));
+                let live = pool.arena.live.values_mut();
+                live.for_each(|live| rename(&mut live.pending));
             }
         }
         if self.has_checkpoints && user.stream.is_none() {
@@ -100,10 +122,11 @@ impl Graphs {
     /// A capture's graph has a lease of a pool, or the driver tells nobody of its end.
     pub(crate) fn leased(&mut self, capture: u64, pool: u64, lease: Option<Lease>) {
         self.capture(capture).leased.push(pool);
-        if let Some(pool) = self.pools.get_mut(&pool) {
-            pool.untold |= lease.is_none();
-            pool.leases.extend(lease);
+        if !self.pools.get(&pool).is_some_and(Pool::is_leased) {
+            // The graphs of earlier captures are gone.
+            self.set_captured(pool, false);
         }
+        self.add_lease(pool, lease);
     }
 
     /// A capture gets memory of a pool by a scope, after its graph has a lease. False if the scopes by which it got

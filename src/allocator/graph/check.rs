@@ -1,7 +1,7 @@
 //! What is always so in graph pools, as one walk over their books.
 
 use crate::allocator::extent::invariant::{holds, same};
-use crate::allocator::graph::arena::{Arena, Part};
+use crate::allocator::graph::arena::{Arena, Live, Part, View};
 use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::size::GRANULE;
 use crate::error::Error;
@@ -18,11 +18,9 @@ impl Graphs {
         let known = |number: &u64| self.events.contains_key(number);
         let pools = self.pools.values().map(|pool| &pool.arena);
         for arena in pools {
-            let tags = arena.tags().flat_map(|(_, tag)| &tag.pending);
-            let live = arena.live.values().flat_map(|live| &live.pending);
             holds(
                 "what memory of a pool waits for has an event",
-                tags.chain(live).all(|used| known(&used.event)),
+                arena.pending().all(|used| known(&used.event)),
             )?;
             let mut marks = arena.tags().flat_map(|(_, tag)| &tag.marks);
             holds(
@@ -59,6 +57,20 @@ impl Graphs {
         parts.sort_unstable();
         let apart = parts.windows(2).all(|pair| pair[0].end() <= pair[1].home);
         holds("no byte of a pool is in two places", apart)?;
+        let early = |live: &Live| live.pending.iter().any(|used| used.event <= live.born);
+        holds(
+            "a capture gets no memory that work outside of captures may use",
+            !arena.live.values().any(early),
+        )?;
+        if pool.calls == 0 {
+            let homes: u64 = arena.handles.values().map(|handle| handle.bytes).sum();
+            let views: u64 = arena.views.values().map(View::bytes).sum();
+            same(
+                "what was mapped for a pool is mapped until it gives everything back",
+                arena.mapped,
+                homes + views,
+            )?;
+        }
         check_mapped(arena)
     }
 }

@@ -7,6 +7,7 @@
 //!
 //! Here are the books of all pools of an allocator, under the heap's lock; calls of the driver stand in [`commit`].
 
+pub(crate) mod addresses;
 pub(crate) mod arena;
 pub(crate) mod capture;
 pub(crate) mod capturing;
@@ -98,8 +99,15 @@ pub(crate) enum Asker {
     Eager { stream: u64 },
 }
 
+impl Pool {
+    /// Whether a graph may use it.
+    pub(crate) fn is_leased(&self) -> bool {
+        self.untold || self.leases.iter().any(|lease| !lease.is_over())
+    }
+}
+
 impl Graphs {
-    fn number(&mut self) -> u64 {
+    pub(crate) fn number(&mut self) -> u64 {
         self.count += 1;
         self.count
     }
@@ -153,18 +161,21 @@ impl Graphs {
 
     // ---- memory -----------------------------------------------------------------------------------
 
-    /// Whether somebody may have free memory.
-    fn is_usable(captures: &HashMap<u64, Capture, Mixed>, asker: Asker, tag: &Tag) -> bool {
+    /// Whether somebody may have free memory of a pool, which a graph may hold a lease of.
+    fn is_usable(&self, asker: Asker, leased: bool, tag: &Tag) -> bool {
         match asker {
             Asker::Eager { stream } => {
-                tag.marks.is_empty() && tag.pending.iter().all(|used| used.stream == stream)
+                // A launch would write what a graph was captured with.
+                !(tag.captured && leased)
+                    && tag.marks.is_empty()
+                    && tag.pending.iter().all(|used| used.stream == stream)
             }
             Asker::Captured {
                 capture,
                 number,
                 stream,
             } => {
-                let known = captures.get(&capture);
+                let known = self.captures.get(&capture);
                 let known = known.filter(|known| known.number == number);
                 let order = known.map(|known| &known.order);
                 let behind = |mark: &Mark| {
@@ -180,20 +191,22 @@ impl Graphs {
     }
 
     fn runs(&self, pool: u64, asker: Asker) -> Vec<(u64, u64)> {
-        let captures = &self.captures;
-        let arena = self.pools.get(&pool).map(|pool| &pool.arena);
-        arena.map_or_else(Vec::new, |arena| {
-            arena.runs(&|tag| Self::is_usable(captures, asker, tag))
-        })
+        let Some(pool) = self.pools.get(&pool) else {
+            return Vec::new();
+        };
+        let leased = pool.is_leased();
+        pool.arena.runs(&|tag| self.is_usable(asker, leased, tag))
     }
 
     /// Takes room for a request out of memory that is there.
     pub(crate) fn take(&mut self, pool: u64, asker: Asker, fit: Fit) -> Option<Place> {
         let runs = self.runs(pool, asker);
         let arena = &mut self.pools.get_mut(&pool)?.arena;
-        let place = arena.find(fit, &runs)?;
+        let mut place = arena.find(fit, &runs)?;
         for part in &place.parts {
-            arena.take(*part);
+            let taken = arena.take(*part);
+            let open = taken.into_iter().flat_map(|(_, tag)| tag.pending);
+            place.open.extend(open);
         }
         Some(place)
     }
@@ -257,6 +270,7 @@ impl Graphs {
         let mut tag = Tag {
             pending,
             marks: Vec::new(),
+            captured: !captured.is_empty(),
         };
         for Reached {
             capture,
@@ -299,21 +313,26 @@ impl Graphs {
     /// without the lock.
     pub(crate) fn completed(&mut self, events: &[u64]) -> Vec<Arc<Pooled>> {
         let over = |used: &Pending| events.contains(&used.event);
-        let mut awaited = HashSet::new();
+        let mut awaited: HashSet<u64> = HashSet::new();
         for pool in self.pools.values_mut() {
             let arena = &mut pool.arena;
             arena.retag(|tag| tag.pending.retain(|used| !over(used)));
-            awaited.extend(arena.tags().flat_map(|(_, tag)| &tag.pending).copied());
             for live in arena.live.values_mut() {
                 live.pending.retain(|used| !over(used));
-                awaited.extend(live.pending.iter().copied());
             }
+            awaited.extend(arena.pending().map(|used| used.event));
         }
-        let awaited: HashSet<u64> = awaited.into_iter().map(|used| used.event).collect();
         let known = self.events.keys().copied();
         let done: Vec<u64> = known.filter(|number| !awaited.contains(number)).collect();
         let done = done.iter();
         done.filter_map(|number| self.events.remove(number))
+            .collect()
+    }
+
+    /// Nobody waits for these uses any more. Their events, which are let go without the lock.
+    pub(crate) fn spent(&mut self, uses: &[Pending]) -> Vec<Arc<Pooled>> {
+        let uses = uses.iter();
+        uses.filter_map(|used| self.events.remove(&used.event))
             .collect()
     }
 
@@ -338,6 +357,24 @@ impl Graphs {
     pub(crate) fn are_leased(&self) -> bool {
         let mut leases = self.pools.values().flat_map(|pool| &pool.leases);
         leases.any(|lease| !lease.is_over())
+    }
+
+    /// A graph has a lease of a pool from here on, or the driver tells nobody of its end.
+    pub(crate) fn add_lease(&mut self, pool: u64, lease: Option<Lease>) {
+        if let Some(pool) = self.pools.get_mut(&pool) {
+            pool.untold |= lease.is_none();
+            pool.leases.extend(lease);
+        }
+    }
+
+    /// Any memory of a pool may be in a graph from here on, or none is in one.
+    pub(crate) fn set_captured(&mut self, pool: u64, captured: bool) {
+        if let Some(pool) = self.pools.get_mut(&pool) {
+            let arena = &mut pool.arena;
+            arena.retag(|tag| tag.captured = captured);
+            let live = arena.live.values_mut();
+            live.for_each(|live| live.captured = captured);
+        }
     }
 
     /// No capture is under way any more. All pools, and whether one was used by a graph of whose end nobody tells.

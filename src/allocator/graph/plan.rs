@@ -7,9 +7,8 @@ use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 /// New memory for a request, free memory beside it, or both; what they are is out of circulation meanwhile.
 #[derive(Debug)]
 pub(crate) struct Plan {
+    /// What of it was free memory is [set aside](Arena::aside).
     pub place: Place,
-    /// What the free memory in it was.
-    taken: Vec<(Part, Tag)>,
     /// The home of new handles, and their sizes.
     pub fresh: Option<(u64, Vec<u64>)>,
     /// Where a view begins, and its handles by their homes, new ones among them.
@@ -104,14 +103,15 @@ impl Arena {
             granules: ((opening.hole - addr.min(opening.hole)) / GRANULE) as u32,
         };
         let taken = self.take(before);
+        self.aside.insert(addr, taken);
         self.homes.cut(opening.hole, opening.fresh);
         let sizes = tile(opening.fresh, (means.size)(opening.fresh));
         Ok(Plan {
             place: Place {
                 addr,
                 parts: vec![part],
+                open: Vec::new(),
             },
-            taken,
             fresh: Some((opening.hole, sizes)),
             view: None,
             shown: Vec::new(),
@@ -226,12 +226,14 @@ impl Arena {
             |part: &&Part| !home.is_some_and(|at| (at..at + stitch.fresh).contains(&part.home));
         let old: Vec<Part> = parts.iter().filter(new).copied().collect();
         let taken = old.into_iter().flat_map(|part| self.take(part)).collect();
+        let addr = base + stitch.skip;
+        self.aside.insert(addr, taken);
         Ok(Plan {
             place: Place {
-                addr: base + stitch.skip,
+                addr,
                 parts,
+                open: Vec::new(),
             },
-            taken,
             fresh: home.map(|home| (home, sizes)),
             shown: self.shown(&view),
             view: Some((base, view)),
@@ -246,12 +248,15 @@ impl Arena {
 
     /// What was planned is there, with these new handles. The block's place, which is nobody's until it is
     /// [entered](Arena::live).
-    pub(crate) fn planned(&mut self, plan: Plan, handles: &[u64]) -> Place {
+    pub(crate) fn planned(&mut self, mut plan: Plan, handles: &[u64]) -> Place {
+        let taken = self.aside.remove(&plan.place.addr).unwrap_or_default();
+        plan.place.open = taken.into_iter().flat_map(|(_, tag)| tag.pending).collect();
         if let Some((home, sizes)) = plan.fresh {
             let mut at = home;
             for (bytes, handle) in sizes.into_iter().zip(handles) {
                 let handle = *handle;
                 self.handles.insert(at, Handle { handle, bytes });
+                self.mapped += bytes;
                 at += bytes;
             }
             // The block has the front of the new memory: what is left lies behind it.
@@ -267,6 +272,7 @@ impl Arena {
             }
         }
         if let Some((base, view)) = plan.view {
+            self.mapped += view.bytes();
             self.views.insert(base, view);
         }
         plan.place
@@ -275,7 +281,7 @@ impl Arena {
     /// What was planned could not be made: everything as before, but for what could not be undone, such as so many
     /// bytes that are mapped where the view was to begin.
     pub(crate) fn not_made(&mut self, plan: Plan, failure: &GrowthFailure, lost: u64) {
-        for (part, tag) in plan.taken {
+        for (part, tag) in self.aside.remove(&plan.place.addr).unwrap_or_default() {
             self.put(part, tag);
         }
         let handle = |bytes: &u64, handle: &u64| Handle {

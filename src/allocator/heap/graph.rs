@@ -91,14 +91,18 @@ impl Heap {
         let generation = hot.generation;
         records.cold_mut(id).requested = requested;
         self.extents.lookup.insert(place.addr, id);
+        let captured = users.iter().any(|user| user.since.is_some());
         let live = Live {
             id,
             generation,
             granules,
             requested,
             parts: place.parts,
+            // A stream's own work outside of captures needs no event.
+            pending: if captured { place.open } else { Vec::new() },
+            captured,
+            born: self.graphs.number(),
             users,
-            pending: Vec::new(),
         };
         self.graphs.enter(pool, place.addr, live);
         let home = self.home_of_pooled();
@@ -124,17 +128,21 @@ impl Heap {
         }
         let mut revived = Vec::with_capacity(changes.revive.len());
         for (addr, live) in changes.revive {
+            let mut captured = live.captured;
             if let Some(pool) = self.graphs.pools.get_mut(&pool) {
-                for part in &live.parts {
-                    pool.arena.take(*part);
-                }
+                let taken = live.parts.iter().flat_map(|part| pool.arena.take(*part));
+                captured |= taken.fold(false, |any, (_, tag)| any | tag.captured);
             }
             let place = Place {
                 addr,
                 parts: live.parts,
+                open: Vec::new(),
             };
             let sizes = (live.granules, live.requested);
             let grant = self.pooled_born(pool, sizes, place, live.users);
+            if let Some(live) = self.graphs.live_mut(addr) {
+                live.captured |= captured;
+            }
             revived.push((grant, live.requested));
         }
         Restoration {

@@ -1,0 +1,417 @@
+//! Uses of a pool's memory by work outside of captures, beside graphs that were captured with it.
+
+use super::support::*;
+use cualloc::driver::sys;
+use cualloc::sim::FailPlan;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A rig with interludes, whose memory is packed.
+fn with_interludes(test: impl Fn(&Rig)) {
+    let Some(rig) = Rig::with_interludes(Policy::Packed) else {
+        return;
+    };
+    test(&rig);
+    rig.assert_clean();
+}
+
+#[test]
+fn work_outside_gets_no_memory_that_a_launch_would_write() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let mut at = 0;
+        let graph = capture(&pool, &stream, || {
+            at = used(rig, &allocator, 4 * MIB, &stream).ptr();
+        });
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let beside = used(rig, &allocator, 4 * MIB, &stream);
+        assert_ne!(beside.ptr(), at);
+        run(&graph, &stream);
+        let word = 4 * MIB as u32;
+        assert_eq!(rig.mismatches(beside.ptr(), 4 * MIB, word, &stream), 0);
+        // It is no graph's, so it is used again at once, and captures may have it.
+        let own = beside.ptr();
+        drop(beside);
+        assert_eq!(used(rig, &allocator, 4 * MIB, &stream).ptr(), own);
+        rig.settle(&stream);
+        drop(scope);
+        let large = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 8 * MIB, &stream));
+        });
+        assert_eq!(footprint(&allocator, &pool).physical, 8 * MIB as u64);
+        let scope = pool.enter(Scope::Thread).unwrap();
+        assert_ne!(used(rig, &allocator, 4 * MIB, &stream).ptr(), own);
+        drop((graph, large));
+        // No launch comes any more.
+        rig.settle(&stream);
+        let first = used(rig, &allocator, 4 * MIB, &stream);
+        let second = used(rig, &allocator, 4 * MIB, &stream);
+        assert!([first.ptr(), second.ptr()].contains(&at));
+        drop((first, second, scope, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_block_that_a_capture_recorded_is_a_graphs_from_then_on() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, reader] = rig.streams();
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = used(rig, &allocator, 2 * MIB, &stream);
+        let at = block.ptr();
+        rig.settle(&stream);
+        reader.begin_capture(MODE).unwrap();
+        rig.stamp(at, 2 * MIB, 1, &reader);
+        block.record_stream(&reader).unwrap();
+        let graph = reader.end_capture().unwrap();
+        drop(block);
+        rig.settle(&stream);
+        rig.settle(&reader);
+        let other = used(rig, &allocator, 2 * MIB, &stream);
+        assert_ne!(other.ptr(), at, "the graph writes there");
+        run(&graph, &reader);
+        // A graph that was made by hand may use whatever there is.
+        drop(graph);
+        let own = other.ptr();
+        drop(other);
+        let by_hand = Graph::new(&rig.context).unwrap();
+        // SAFETY: the graph is alive, and this thread's.
+        unsafe { pool.retain(by_hand.raw()) }.unwrap();
+        let third = used(rig, &allocator, 2 * MIB, &stream);
+        assert!(third.ptr() != own && third.ptr() != at);
+        drop((third, by_hand, scope, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
+/// A plan sets memory aside that still waits for work; meanwhile others look at what waits, and the plan fails.
+#[test]
+fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
+    with_interludes(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, other] = rig.streams();
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = allocator.allocate(2 * MIB, &stream).unwrap();
+        let at = block.ptr();
+        let held = rig.hold(&stream);
+        rig.stamp(at, 2 * MIB, 1, &stream);
+        // Another use that is waited for, or nobody would look.
+        drop(used(rig, &allocator, MIB, &other));
+        drop(block);
+        let code = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+        sim.fail(FailPlan::call("cuMemCreate", code).unwrap());
+        let looking = allocator.clone();
+        interlude::before("cuMemCreate", move || {
+            looking.trim(0).unwrap();
+            looking.check().unwrap();
+        });
+        // What is free is the front of it, and the rest is new.
+        allocator.allocate(4 * MIB, &stream).unwrap_err();
+        assert!(!interlude::is_due());
+        assert_eq!(sim.clear_failures(), 0);
+        allocator.check().unwrap();
+        let beside = used(rig, &allocator, 2 * MIB, &other);
+        assert_ne!(beside.ptr(), at, "its kernel has not begun");
+        held.release();
+        rig.settle(&stream);
+        let behind = used(rig, &allocator, 2 * MIB, &other);
+        assert_eq!(behind.ptr(), at);
+        drop((beside, behind, scope));
+        rig.settle(&other);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_stream_is_not_retired_under_a_free_that_touches_it() {
+    with_interludes(|rig| {
+        let allocator = rig.allocator();
+        let (pool, raw) = (allocator.graph_pool().unwrap(), RawStream::new(rig));
+        let scope = pool.enter(Scope::Thread).unwrap();
+        // SAFETY: the stream is alive until it is retired.
+        let at = unsafe { allocator.allocate_raw(2 * MIB, raw.raw()) }.unwrap();
+        let gone = Arc::new(AtomicBool::new(false));
+        let (done, stream) = (Arc::clone(&gone), raw.raw() as usize);
+        let (retiring, driver) = (allocator.clone(), rig.driver.clone());
+        let Some(functions) = rig.sim().map(|sim| sim.functions()) else {
+            return;
+        };
+        let records = rig.calls("cuEventRecord");
+        interlude::before("cuEventRecord", move || {
+            let done = Arc::clone(&done);
+            let seen = Arc::clone(&done);
+            std::thread::spawn(move || {
+                interlude::install(functions);
+                let stream = stream as sys::CUstream;
+                // SAFETY: the stream is alive, and nothing more comes.
+                unsafe {
+                    retiring.retire_raw(stream).unwrap();
+                    let code = functions.cuStreamDestroy_v2.unwrap()(stream);
+                    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+                }
+                done.store(true, Ordering::Release);
+            });
+            // Its own event is recorded; from there it has to wait for this call.
+            while driver.calls().get("cuEventRecord") == records {
+                std::thread::yield_now();
+            }
+            let mut rounds = 0;
+            while !seen.load(Ordering::Acquire) && rounds < 20_000 {
+                std::thread::yield_now();
+                rounds += 1;
+            }
+        });
+        // SAFETY: nothing uses the block.
+        unsafe { allocator.free_raw(at) }.unwrap();
+        assert!(!interlude::is_due());
+        while !gone.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        std::mem::forget(raw);
+        allocator.check().unwrap();
+        drop((scope, pool));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_block_that_comes_back_forgets_streams_that_were_retired() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let raw = RawStream::new(rig);
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = allocator.allocate(2 * MIB, &stream).unwrap();
+        // SAFETY: the stream is alive until it is retired.
+        unsafe { allocator.record_stream_raw(block.ptr(), raw.raw()) }.unwrap();
+        let point = pool.checkpoint().unwrap();
+        drop(block);
+        // SAFETY: as above.
+        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
+        raw.destroy();
+        rig.settle(&stream);
+        allocator.trim(0).unwrap();
+        drop(used(rig, &allocator, MIB, &stream));
+        rig.settle(&stream);
+        // SAFETY: no block ceases.
+        let restored = unsafe { pool.restore(&point) };
+        match restored {
+            // The memory went back.
+            Err(error) => assert_eq!(graph_pool_error(error), GraphPoolError::ForeignCheckpoint),
+            Ok(restored) => drop(restored),
+        }
+        let block = allocator.allocate(2 * MIB, &stream).unwrap();
+        let raw = RawStream::new(rig);
+        // SAFETY: as above.
+        unsafe { allocator.record_stream_raw(block.ptr(), raw.raw()) }.unwrap();
+        let graph = Graph::new(&rig.context).unwrap();
+        // SAFETY: the graph is alive, and this thread's: the addresses stay.
+        unsafe { pool.retain(graph.raw()) }.unwrap();
+        let point = pool.checkpoint().unwrap();
+        drop(block);
+        // SAFETY: as above.
+        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
+        raw.destroy();
+        rig.settle(&stream);
+        // SAFETY: no block ceases.
+        let restored = unsafe { pool.restore(&point) }.unwrap();
+        assert_eq!(restored.revived.len(), 1);
+        drop(restored);
+        rig.settle(&stream);
+        drop((graph, scope, pool));
+        rig.close(&allocator);
+    });
+}
+
+/// Where the driver has no ids of streams, a new one may have the handle of one that was retired.
+#[test]
+fn a_handle_that_comes_again_is_another_stream() {
+    let without_ids = |functions| sys::CuFunctions {
+        cuStreamGetId: None,
+        ..functions
+    };
+    let Some(rig) = Rig::behind(Policy::Packed, without_ids) else {
+        return;
+    };
+    let allocator = rig.allocator();
+    let pool = allocator.graph_pool().unwrap();
+    let scope = pool.enter(Scope::Thread).unwrap();
+    for records in [false, true] {
+        let owner = rig.stream();
+        let raw = RawStream::new(&rig);
+        let by = if records { owner.raw() } else { raw.raw() };
+        // SAFETY: the streams are alive until they are retired.
+        unsafe {
+            let at = allocator.allocate_raw(2 * MIB, by).unwrap();
+            let held = rig.hold(&raw.borrowed());
+            rig.stamp(at, 2 * MIB, 1, &raw.borrowed());
+            if records {
+                allocator.record_use_raw(at, raw.raw()).unwrap();
+            } else {
+                allocator.free_raw(at).unwrap();
+            }
+            let handle = raw.raw();
+            allocator.retire_raw(handle).unwrap();
+            raw.destroy();
+            if records {
+                allocator.free_raw(at).unwrap();
+            }
+            let again = RawStream::new(&rig);
+            assert_eq!(again.raw(), handle);
+            let other = allocator.allocate_raw(2 * MIB, again.raw()).unwrap();
+            assert_ne!(other, at, "its kernel has not begun");
+            drop(held);
+            allocator.free_raw(other).unwrap();
+            allocator.retire_raw(again.raw()).unwrap();
+            again.destroy();
+        }
+        owner.synchronize().unwrap();
+        allocator.trim(0).unwrap();
+    }
+    drop((scope, pool));
+    rig.close(&allocator);
+    rig.assert_clean();
+}
+
+#[test]
+fn uses_that_were_recorded_as_over_keep_one_event_a_stream() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, reader] = rig.streams();
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = allocator.allocate(2 * MIB, &stream).unwrap();
+        let records = rig.calls("cuEventRecord");
+        block.record_use(&stream).unwrap();
+        assert_eq!(
+            rig.calls("cuEventRecord"),
+            records,
+            "the stream is known, and its end is recorded at the free"
+        );
+        block.record_use(&reader).unwrap();
+        let made = rig.calls("cuEventCreate");
+        let held = rig.hold(&reader);
+        for _ in 0..60 {
+            rig.stamp(block.ptr(), MIB, 1, &reader);
+            block.record_use(&reader).unwrap();
+        }
+        assert!(rig.calls("cuEventCreate") <= made + 2);
+        let at = block.ptr();
+        drop(block);
+        let other = used(rig, &allocator, 2 * MIB, &stream);
+        assert_ne!(other.ptr(), at, "the last use is not over");
+        held.release();
+        rig.settle(&reader);
+        drop((other, scope));
+        rig.settle(&stream);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+/// A capture by a raw handle that nobody names again is over when the stream is retired.
+#[test]
+fn a_stream_that_is_retired_ends_what_is_known_of_its_capture() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let raw = RawStream::new(rig);
+        let mut output = None;
+        let one = capture(&pool, &stream, || {
+            output = Some(used(rig, &allocator, 2 * MIB, &stream));
+        });
+        let block = output.take().unwrap();
+        let borrowed = raw.borrowed();
+        borrowed.begin_capture(MODE).unwrap();
+        let scope = pool.enter(Scope::When(Box::new(|_| false))).unwrap();
+        // SAFETY: the stream is alive until it is retired.
+        unsafe { allocator.record_stream_raw(block.ptr(), raw.raw()) }.unwrap();
+        drop(block);
+        // SAFETY: as above.
+        let refused = unsafe { allocator.retire_raw(raw.raw()) }.unwrap_err();
+        assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+        let two = borrowed.end_capture().unwrap();
+        drop((one, two, scope));
+        rig.settle(&stream);
+        // SAFETY: as above.
+        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
+        raw.destroy();
+        allocator.trim(0).unwrap();
+        assert_eq!(footprint(&allocator, &pool).physical, 0);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
+
+/// What a recorded stream of the capture did is in the way of others until they are behind it.
+#[test]
+fn a_recorded_stream_of_the_capture_is_waited_for_by_order() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [main, side] = rig.streams();
+        let graph = capture(&pool, &main, || {
+            let block = used(rig, &allocator, 4 * MIB, &main);
+            let at = block.ptr();
+            side.wait_for(&main).unwrap();
+            rig.stamp(at, 4 * MIB, 1, &side);
+            block.record_stream(&side).unwrap();
+            drop(block);
+            let beside = used(rig, &allocator, 4 * MIB, &main);
+            assert_ne!(beside.ptr(), at, "the side branch uses it");
+            main.wait_for(&side).unwrap();
+            let behind = used(rig, &allocator, 4 * MIB, &main);
+            assert_eq!(behind.ptr(), at);
+        });
+        for _ in 0..16 {
+            run(&graph, &main);
+        }
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}
+
+/// Two threads record uses by one stream; the one that recorded first comes back last.
+#[test]
+fn a_use_that_is_recorded_meanwhile_counts() {
+    with_interludes(|rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, reader] = rig.streams();
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = Arc::new(allocator.allocate(2 * MIB, &stream).unwrap());
+        let at = block.ptr();
+        let held = rig.hold(&reader);
+        let (other, on) = (Arc::clone(&block), reader.clone());
+        let context = rig.context.clone();
+        interlude::after("cuEventRecord", move || {
+            let entered = context.enter().unwrap();
+            // SAFETY: the block is live, and so is the stream.
+            unsafe { entered.memset_d32(at, 1, MIB / 4, on.raw()) }.unwrap();
+            other.record_use(&on).unwrap();
+        });
+        block.record_use(&reader).unwrap();
+        assert!(!interlude::is_due());
+        let Some(sim) = rig.sim() else { return };
+        // The event of this thread is done, the use behind it is not.
+        sim.complete_stream(reader.id().unwrap(), 2);
+        drop(block);
+        rig.settle(&stream);
+        let next = used(rig, &allocator, 2 * MIB, &stream);
+        assert_ne!(next.ptr(), at, "the other thread's use is not over");
+        held.release();
+        rig.settle(&reader);
+        drop((next, scope));
+        rig.settle(&stream);
+        drop(pool);
+        rig.close(&allocator);
+    });
+}
