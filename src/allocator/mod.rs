@@ -38,7 +38,8 @@ pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub(crate) use engine::recorded;
-pub use engine::suspend::{Resumed, Segment, SegmentChange, SegmentHook, Suspended};
+pub use engine::segments::{Segment, SegmentChange, SegmentHook};
+pub use engine::suspend::{Resumed, Suspended};
 pub(crate) use extent::hash::Mixed;
 pub use graph::Footprint;
 pub use report::{
@@ -48,4 +49,4 @@ pub use report::{
 pub(crate) use request::Element;
 pub use request::Request;
 pub use stats::{Counter, PoolStats, ReclaimStats, Stats};
-pub use suspend::{Contents, Keep};
+pub use suspend::contents::{Contents, Keep};

@@ -9,6 +9,7 @@ mod common;
 mod failures;
 mod pools;
 mod refused;
+mod streams;
 mod support;
 mod threads;
 mod whole;

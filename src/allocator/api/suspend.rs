@@ -2,9 +2,11 @@
 
 use crate::allocator::api::Allocator;
 use crate::allocator::api::graph::GraphPool;
-use crate::allocator::engine::suspend::{Resumed, SegmentHook, Selected, Suspended};
-use crate::allocator::suspend::Keep;
+use crate::allocator::engine::segments::SegmentHook;
+use crate::allocator::engine::suspend::{Resumed, Selected, Suspended};
+use crate::allocator::suspend::contents::Keep;
 use crate::block::Tag;
+use crate::driver::Stream;
 use crate::error::Error;
 
 /// Which memory of an allocator is meant.
@@ -15,17 +17,21 @@ pub enum Select<'a> {
     Allocator,
     /// That of a graph pool.
     Pool(&'a GraphPool),
+    /// Large blocks of a stream, as far as they fill handles with nobody but its own free memory; nothing of graph
+    /// pools.
+    Stream(&'a Stream),
     /// That of all graph pools with a tag ([`Allocator::graph_pool_for`]).
     Tag(Tag),
 }
 
 impl Select<'_> {
-    fn of(self) -> Selected {
-        match self {
+    fn of(self) -> Result<Selected, Error> {
+        Ok(match self {
             Select::Allocator => Selected::Allocator,
+            Select::Stream(stream) => Selected::Stream(stream.id()?),
             Select::Pool(pool) => Selected::Pool(pool.id()),
             Select::Tag(tag) => Selected::Tag(tag),
-        }
+        })
     }
 }
 
@@ -37,9 +43,12 @@ impl Allocator {
     /// As [`graph_pool`](Self::graph_pool).
     pub fn graph_pool_for(&self, tag: impl Into<Tag>) -> Result<GraphPool, Error> {
         let pool = self.graph_pool()?;
-        let mut heap = self.engine().open()?;
+        let mut guard = self.engine().open()?;
+        let heap = &mut *guard;
+        let pools = &heap.graphs.pools;
+        heap.suspended.tags.retain(|id, _| pools.contains_key(id));
         heap.suspended.tags.insert(pool.id(), tag.into());
-        drop(heap);
+        drop(guard);
         Ok(pool)
     }
 
@@ -71,7 +80,7 @@ impl Allocator {
         select: Select<'_>,
         keep: impl Into<Keep>,
     ) -> Result<Suspended, Error> {
-        self.engine().suspend(select.of(), &keep.into())
+        self.engine().suspend(select.of()?, &keep.into())
     }
 
     /// Brings suspended memory back to its addresses, with access for the allocator's device and all its peers, and
@@ -83,7 +92,7 @@ impl Allocator {
     /// [`requested`](crate::error::OutOfMemory::requested) says how many bytes are missing,
     /// [`Error::NotSuspended`], [`Error::InUse`] while a call is under way on another thread, driver errors.
     pub fn resume(&self, select: Select<'_>) -> Result<Resumed, Error> {
-        self.engine().resume(select.of())
+        self.engine().resume(select.of()?)
     }
 
     /// Whether memory is suspended: with [`Select::Allocator`] any, with a tag that of any of its pools.
@@ -91,7 +100,7 @@ impl Allocator {
     /// # Errors
     /// [`Error::Closed`], [`GraphPoolError::UnknownTag`](crate::error::GraphPoolError::UnknownTag), a lost context.
     pub fn is_suspended(&self, select: Select<'_>) -> Result<bool, Error> {
-        self.engine().is_suspended(select.of())
+        self.engine().is_suspended(select.of()?)
     }
 
     /// Adds a hook that is told of segments which are suspended or come back. Replaces a hook of the same name;

@@ -119,14 +119,10 @@ impl Engine {
     /// an error the allocator is open again and owns what could not be given back.
     pub(crate) fn close(&self) -> Result<(), Error> {
         self.free_deferred();
+        self.discard_freed()?;
         {
             let mut heap = self.open()?;
-            if heap.guards.count() > 0 {
-                return Err(Error::Guarded {
-                    guards: heap.guards.count(),
-                    bytes: heap.guards.bytes(),
-                });
-            }
+            heap.refuse_guarded()?;
             let leases = heap.graphs.count_leases();
             if leases > 0 {
                 return Err(Error::InUse {

@@ -3,15 +3,14 @@
 //! Who wants to suspend closes what is meant under the lock, waits, takes the handles out of the books, and calls the
 //! driver without the lock. [`Work`] settles in the end what is away and what is not, whatever came between.
 
-use std::fmt;
-use std::sync::{Arc, Mutex};
-
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::segments::{Segment, SegmentChange};
 use crate::allocator::heap::Heap;
 use crate::allocator::suspend::commit;
-use crate::allocator::suspend::{Contents, Keep, Suspension, Target};
+use crate::allocator::suspend::contents::{Contents, Keep};
+use crate::allocator::suspend::{Suspension, Target};
 use crate::block::Tag;
-use crate::driver::{HostAllocation, Stream, process};
+use crate::driver::{Stream, process};
 use crate::error::{Error, GraphPoolError};
 
 /// What was suspended.
@@ -24,6 +23,8 @@ pub struct Suspended {
     pub handles: u64,
     /// Bytes of contents that are kept on the host.
     pub kept: u64,
+    /// Bytes of handles that stay although memory in them was meant, because there is other memory, too.
+    pub left: u64,
 }
 
 /// What was brought back.
@@ -36,119 +37,6 @@ pub struct Resumed {
     pub handles: u64,
     /// Bytes of contents that were kept on the host.
     pub kept: u64,
-}
-
-/// What happens to segments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum SegmentChange {
-    /// They are about to be unmapped: whoever registered or exported their memory takes that back now.
-    Death,
-    /// They were made anew at their old addresses.
-    Birth,
-}
-
-/// A piece of physical memory at its address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct Segment {
-    /// Tells it from every other segment that the allocator ever tells of, also of those at the same address.
-    pub id: u64,
-    /// Its first byte.
-    pub address: u64,
-    /// Its size in bytes.
-    pub bytes: u64,
-}
-
-/// Is told when memory is suspended and when it comes back, so that registrations and exports can be renewed.
-///
-/// Runs without any lock held, on the thread that suspends or resumes, once for all segments. It may allocate where
-/// memory is left, and free; to suspend or resume there is [`Error::InUse`]. Where a suspension fails, the segments
-/// are born again. Cheap to clone.
-///
-/// ```
-/// use cualloc::allocator::{SegmentChange, SegmentHook};
-/// let hook = SegmentHook::new("registrations", |change, segments| match change {
-///     SegmentChange::Death => println!("{} segments are to be deregistered", segments.len()),
-///     _ => println!("{} segments may be registered", segments.len()),
-/// });
-/// assert_eq!(hook.name(), "registrations");
-/// ```
-#[derive(Clone)]
-pub struct SegmentHook {
-    name: Arc<str>,
-    run: Arc<dyn Fn(SegmentChange, &[Segment]) + Send + Sync>,
-}
-
-impl SegmentHook {
-    /// A hook of a unique name.
-    pub fn new(
-        name: impl Into<Arc<str>>,
-        run: impl Fn(SegmentChange, &[Segment]) + Send + Sync + 'static,
-    ) -> SegmentHook {
-        SegmentHook {
-            name: name.into(),
-            run: Arc::new(run),
-        }
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-}
-
-impl fmt::Debug for SegmentHook {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SegmentHook")
-            .field("name", &self.name)
-            .finish_non_exhaustive()
-    }
-}
-
-/// What suspensions need beside the heap.
-#[derive(Debug, Default)]
-pub(crate) struct Suspender {
-    /// Page-locked memory for the next time.
-    spare: Mutex<Vec<HostAllocation>>,
-    hooks: Mutex<Vec<SegmentHook>>,
-}
-
-impl Suspender {
-    /// Adds a hook, or replaces the one of its name; whether one was replaced.
-    pub(crate) fn add_hook(&self, hook: SegmentHook) -> bool {
-        let replaced = self.take_hook(&hook.name);
-        process::lock(&self.hooks).push(hook);
-        // What it captured is dropped without the lock.
-        replaced.is_some()
-    }
-
-    /// Removes a hook; whether it existed.
-    pub(crate) fn remove_hook(&self, name: &str) -> bool {
-        self.take_hook(name).is_some()
-    }
-
-    fn take_hook(&self, name: &str) -> Option<SegmentHook> {
-        let mut hooks = process::lock(&self.hooks);
-        let at = hooks.iter().position(|known| &*known.name == name);
-        at.map(|at| hooks.remove(at))
-    }
-
-    fn tell(&self, change: SegmentChange, segments: &[Segment]) {
-        if segments.is_empty() {
-            return;
-        }
-        let hooks = process::lock(&self.hooks).clone();
-        for hook in &hooks {
-            (hook.run)(change, segments);
-        }
-    }
-
-    /// Frees page-locked memory that is kept for the next time.
-    pub(crate) fn drop_spare(&self) {
-        let spare = std::mem::take(&mut *process::lock(&self.spare));
-        drop(spare);
-    }
 }
 
 /// Which memory is meant.
@@ -279,11 +167,15 @@ impl Drop for Work<'_> {
         let mut heap = self.engine.lock();
         for target in std::mem::take(&mut self.targets) {
             match parked.next() {
-                Some(suspension) if suspension.away => {
+                Some(mut suspension) if suspension.away => {
+                    if matches!(target, Target::Stream(_)) {
+                        let missing = suspension.missing();
+                        heap.suspended.count(&mut suspension, missing);
+                    }
                     heap.suspended.map.insert(target, suspension);
                 }
                 Some(mut suspension) => {
-                    heap.woken(target, &suspension);
+                    heap.woken(target, &mut suspension);
                     spare.extend(std::mem::take(&mut suspension.copy).into_spare());
                 }
                 None => heap.open_target(target),
@@ -307,7 +199,7 @@ impl Engine {
         process::do_postponed();
         self.free_deferred();
         self.review_pool_captures();
-        if matches!(selected, Selected::Allocator) {
+        if matches!(selected, Selected::Allocator | Selected::Stream(_)) {
             // They would only have to be mapped again.
             let idle = self.open()?.idle_views(usize::MAX);
             self.evict(&idle)?;
@@ -332,6 +224,7 @@ impl Engine {
                     bytes,
                     handles,
                     kept,
+                    left: work.parked.iter().map(|parked| parked.left).sum(),
                 })
             }
             Err(error) => {
@@ -357,9 +250,10 @@ impl Engine {
                     heap.drop_unused(parked);
                 }
             }
-            let pools = work.targets.iter().zip(&work.parked);
-            let pools = pools.filter(|(target, _)| matches!(target, Target::Pool(_)));
-            pools.map(|(_, parked)| parked.bytes()).sum::<u64>()
+            // The limit counts what is suspended only where everything is.
+            let parked = work.targets.iter().zip(&work.parked);
+            let parked = parked.filter(|(target, _)| !matches!(target, Target::Arenas));
+            parked.map(|(_, parked)| parked.missing()).sum::<u64>()
         };
         if self.lock().room() < missing {
             self.spare_memory()?;
@@ -443,10 +337,20 @@ impl Engine {
             .map_err(|e| self.error(e))
     }
 
+    /// Gives up what is suspended of streams all of whose blocks there were freed.
+    pub(crate) fn discard_freed(&self) -> Result<(), Error> {
+        let away = self.lock().take_freed();
+        self.discard(away)
+    }
+
     /// Gives up what is suspended: no block is live any more.
     pub(crate) fn discard_suspended(&self) -> Result<(), Error> {
         self.suspender.drop_spare();
         let away = std::mem::take(&mut self.lock().suspended.map);
+        self.discard(away.into_iter().collect())
+    }
+
+    fn discard(&self, away: Vec<(Target, Suspension)>) -> Result<(), Error> {
         if away.is_empty() {
             return Ok(());
         }

@@ -142,7 +142,8 @@ impl Heap {
 
     /// Bytes that are held from the driver, and that growth under way will add.
     pub(crate) fn held(&self) -> u64 {
-        self.stats.all.reserved.current + self.physical.planned
+        let held = self.stats.all.reserved.current + self.physical.planned;
+        held - self.suspended.absent
     }
 
     /// Bytes that may still be taken from the driver.

@@ -1,11 +1,18 @@
 //! Suspended memory in the books: what is chosen, what is refused, and what comes back.
 
+use std::collections::BTreeMap;
+
+use crate::allocator::extent::handle::Holding;
 use crate::allocator::extent::record::{Hot, NIL, SpaceId, State as Extent};
+use crate::allocator::extent::space::Shard;
 use crate::allocator::graph::Pool;
 use crate::allocator::heap::Heap;
+use crate::allocator::heap::guarded::Guarding;
+use crate::allocator::report::PhysicalSegment;
 use crate::allocator::size::GRANULE;
+use crate::allocator::suspend::contents::Contents;
 use crate::allocator::suspend::host::HostCopy;
-use crate::allocator::suspend::{Contents, Parked, Suspension, Target, join};
+use crate::allocator::suspend::{Parked, Suspension, Target, join};
 use crate::error::{Error, GraphPoolError};
 
 /// A call under way keeps so many bytes.
@@ -35,6 +42,21 @@ impl Heap {
         }
     }
 
+    /// [`segments`](Self::segments) of memory that is there.
+    pub(crate) fn present_segments(
+        &mut self,
+        ptr: u64,
+        bytes: u64,
+    ) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
+        self.refuse()?;
+        let (block, segments) = self.segments(ptr, bytes)?;
+        let mut places = segments.iter();
+        match places.any(|segment| self.suspended.covers(segment.address)) {
+            true => Err(Error::Suspended),
+            false => Ok((block, segments)),
+        }
+    }
+
     // ---- closing -----------------------------------------------------------------------------------
 
     /// Nobody gets memory of a target from here on, if nothing stands in the way.
@@ -46,8 +68,10 @@ impl Heap {
         }
     }
 
-    fn refuse_guarded(&self) -> Result<(), Error> {
-        match self.guards.count() {
+    /// Refuses while guards keep memory where it is, other than those of suspended memory.
+    pub(crate) fn refuse_guarded(&self) -> Result<(), Error> {
+        let own = self.suspended.of_streams().map(|away| away.blocks.len());
+        match self.guards.count() - own.sum::<usize>() as u64 {
             0 => Ok(()),
             guards => Err(Error::Guarded {
                 guards,
@@ -58,6 +82,10 @@ impl Heap {
 
     fn close_arenas(&mut self) -> Result<(), Error> {
         self.refuse_guarded()?;
+        if self.suspended.of_streams().next().is_some() {
+            // Part of it is away already.
+            return Err(Error::Suspended);
+        }
         let calls: u64 = self
             .streams
             .iter()
@@ -111,13 +139,19 @@ impl Heap {
 
     /// What of a closed target is to be suspended.
     pub(crate) fn park(&mut self, target: Target, contents: Contents) -> Result<Suspension, Error> {
+        let (mut claimed, mut blocks, mut left) = (Vec::new(), Vec::new(), 0);
         let (handles, kept) = match target {
             Target::Arenas => self.park_arenas()?,
             Target::Pool(id) => {
                 let pool = self.graphs.pools.get(&id);
                 pool.map_or_else(Default::default, park_pool)
             }
-            Target::Stream(_) => Default::default(),
+            Target::Stream(stream) => {
+                let chosen = self.choose(stream);
+                left = chosen.left;
+                (claimed, blocks) = self.set_aside(&chosen);
+                (chosen.handles, chosen.kept)
+            }
         };
         let graphs = self.graphs.pools.values();
         let spans = graphs.flat_map(|pool| {
@@ -140,14 +174,17 @@ impl Heap {
             copy: HostCopy::None,
             lost: false,
             away: false,
-            claimed: Vec::new(),
+            claimed,
+            blocks,
+            left,
+            counted: 0,
         })
     }
 
     fn park_arenas(&mut self) -> Result<(Vec<Parked>, Vec<(u64, u64)>), Error> {
         let mut kept = Vec::new();
         for space in [SpaceId::Large, SpaceId::Small] {
-            for hot in self.row(space) {
+            for (_, hot) in self.row(space) {
                 match hot.state {
                     Extent::Busy => return Err(busy(1, hot.bytes())),
                     Extent::Used if self.rules.caches() && space == SpaceId::Small => {
@@ -186,14 +223,14 @@ impl Heap {
     }
 
     /// The extents of an arena, by address.
-    fn row(&self, space: SpaceId) -> Vec<Hot> {
+    fn row(&self, space: SpaceId) -> Vec<(u32, Hot)> {
         let mut row = Vec::new();
         let regions = self.extents.space(space).into_iter();
         for region in regions.flat_map(|space| space.regions().values()) {
             let mut at = region.first;
             while at != NIL {
                 let hot = self.extents.records[at];
-                row.push(hot);
+                row.push((at, hot));
                 at = hot.next;
             }
         }
@@ -210,6 +247,105 @@ impl Heap {
         let used = runs.into_iter().filter(|run| run.kind == Kind::Used);
         used.map(|run| (run.ptr, u64::from(run.granules) * GRANULE))
             .collect()
+    }
+
+    /// The handles of large blocks of a stream in which nothing is of others, and nothing in a view.
+    fn choose(&mut self, stream: u64) -> Chosen {
+        // The heap is right about every block then.
+        self.clear_large_caches();
+        let mut chosen = Chosen::default();
+        let mut found: BTreeMap<u64, (bool, bool)> = BTreeMap::new();
+        let row = self.row(SpaceId::Large);
+        for (id, hot) in &row {
+            let own = match hot.state {
+                Extent::Unmapped => continue,
+                Extent::Free => self.over(*id),
+                Extent::Used => {
+                    self.streams[hot.stream].key.number() == stream
+                        && !self.guards.blocks.contains_key(id)
+                }
+                _ => false,
+            };
+            for (home, holding) in self.handles_of(hot) {
+                let (whole, any) = found.entry(home).or_insert((holding.views == 0, false));
+                *whole &= own;
+                *any |= own && hot.state == Extent::Used;
+            }
+        }
+        for (home, (whole, any)) in found {
+            let Some(holding) = self.physical.holdings.get(&home).filter(|_| any) else {
+                continue;
+            };
+            match whole {
+                true => chosen
+                    .handles
+                    .push(parked(home, holding.bytes, holding.handle)),
+                false => chosen.left += holding.bytes,
+            }
+        }
+        mapped(&mut chosen.handles);
+        for (id, hot) in &row {
+            let past = |h: &Parked| h.home + h.bytes <= hot.addr;
+            let first = chosen.handles.partition_point(past);
+            let handles = chosen.handles[first..].iter();
+            let handles = handles.take_while(|h| h.home < hot.end());
+            let parts = handles.map(|h| (hot.addr.max(h.home), hot.end().min(h.home + h.bytes)));
+            let parts: Vec<(u64, u64)> = parts.map(|(from, to)| (from, to - from)).collect();
+            match hot.state {
+                Extent::Free => chosen.free.extend(parts),
+                _ if !parts.is_empty() => {
+                    chosen.kept.extend(parts);
+                    chosen.blocks.push(*id);
+                }
+                _ => {}
+            }
+        }
+        chosen
+    }
+
+    /// Handles at home that an extent touches.
+    fn handles_of(&self, hot: &Hot) -> Vec<(u64, Holding)> {
+        let first = self.physical.holdings.range(..=hot.addr).next_back();
+        let first = first.map_or(hot.addr, |(home, _)| *home);
+        let holdings = self.physical.holdings.range(first..hot.end());
+        let touched = holdings.filter(|(home, holding)| *home + holding.bytes > hot.addr);
+        touched.map(|(home, holding)| (*home, *holding)).collect()
+    }
+
+    /// Takes what is chosen out of circulation: free memory at once, blocks when they are freed.
+    fn set_aside(&mut self, chosen: &Chosen) -> (Vec<(u32, Vec<Shard>)>, Vec<u32>) {
+        let mut claimed = Vec::new();
+        for (addr, bytes) in &chosen.free {
+            let Some(first) = self.extents.piece_around(SpaceId::Large, *addr) else {
+                continue;
+            };
+            let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
+            claimed.extend(self.claim(SpaceId::Large, first, skip, (bytes / GRANULE) as u32));
+        }
+        for id in &chosen.blocks {
+            self.guard(Guarding::Record(*id));
+        }
+        (claimed, chosen.blocks.clone())
+    }
+
+    /// Puts back what was taken out of circulation.
+    fn put_aside_back(&mut self, suspension: &mut Suspension) {
+        for (id, shards) in std::mem::take(&mut suspension.claimed) {
+            self.restore(SpaceId::Large, id, shards);
+        }
+        for id in std::mem::take(&mut suspension.blocks) {
+            self.unguard(id);
+        }
+    }
+
+    /// Takes out suspensions of streams all of whose blocks were freed.
+    pub(crate) fn take_freed(&mut self) -> Vec<(Target, Suspension)> {
+        let guards = &self.guards.blocks;
+        let freed = |id: &u32| guards.get(id).is_some_and(|guard| guard.freed.is_some());
+        let over = |target: &Target, away: &mut Suspension| {
+            matches!(target, Target::Stream(_)) && away.blocks.iter().all(freed)
+        };
+        self.suspended.map.extract_if(.., over).collect()
     }
 
     // ---- coming back -------------------------------------------------------------------------------
@@ -235,7 +371,7 @@ impl Heap {
     }
 
     /// What a suspension has is there again.
-    pub(crate) fn woken(&mut self, target: Target, suspension: &Suspension) {
+    pub(crate) fn woken(&mut self, target: Target, suspension: &mut Suspension) {
         for parked in &suspension.handles {
             let Some(handle) = parked.handle else {
                 continue;
@@ -254,11 +390,15 @@ impl Heap {
                 }
             }
         }
+        self.put_aside_back(suspension);
+        self.suspended.count(suspension, 0);
         self.open_target(target);
     }
 
     /// What a suspension had is the driver's, and nobody wants it again: no block is live, and no work under way.
     pub(crate) fn forgotten(&mut self, target: Target, mut suspension: Suspension) {
+        self.put_aside_back(&mut suspension);
+        self.suspended.count(&mut suspension, 0);
         self.open_target(target);
         match target {
             Target::Pool(id) => {
@@ -267,7 +407,8 @@ impl Heap {
                 }
                 self.graphs.recount();
             }
-            Target::Arenas | Target::Stream(_) => {
+            Target::Stream(_) => self.drop_unused(&mut suspension),
+            Target::Arenas => {
                 for base in self.idle_views(usize::MAX) {
                     if let Some(view) = self.take_view(base) {
                         let bytes = u64::from(view.granules) * GRANULE;
@@ -279,6 +420,17 @@ impl Heap {
             }
         }
     }
+}
+
+/// What is chosen of a stream.
+#[derive(Debug, Default)]
+struct Chosen {
+    handles: Vec<Parked>,
+    kept: Vec<(u64, u64)>,
+    /// Parts of free pieces, each of one.
+    free: Vec<(u64, u64)>,
+    blocks: Vec<u32>,
+    left: u64,
 }
 
 fn park_pool(pool: &Pool) -> (Vec<Parked>, Vec<(u64, u64)>) {

@@ -1,6 +1,6 @@
 //! Contents of suspended memory on the host.
 
-use crate::allocator::suspend::Contents;
+use crate::allocator::suspend::contents::Contents;
 use crate::driver::{Entered, HostAllocation, HostMemory};
 use crate::error::Error;
 

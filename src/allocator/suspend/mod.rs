@@ -5,64 +5,15 @@
 //! suspension out of the books for as long as they last.
 
 pub(crate) mod commit;
+pub(crate) mod contents;
 pub(crate) mod host;
 
 use std::collections::BTreeMap;
 
+use crate::allocator::extent::space::Shard;
+use crate::allocator::suspend::contents::Contents;
 use crate::allocator::suspend::host::HostCopy;
 use crate::block::Tag;
-
-/// What becomes of the contents of live blocks while their memory is suspended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Contents {
-    /// They are lost: nobody may read them afterwards before they are written.
-    #[default]
-    Drop,
-    /// They are kept in page-locked host memory, which is there for the next time then.
-    Pinned,
-    /// They are kept in plain host memory: slower to copy, and nothing is locked.
-    Host,
-}
-
-/// What becomes of contents, by the tags of pools.
-///
-/// ```
-/// use cualloc::allocator::{Contents, Keep};
-/// // Caches are lost, weights are not.
-/// let keep = Keep::from(Contents::Drop).tag("weights", Contents::Pinned);
-/// # let _ = keep;
-/// ```
-#[derive(Debug, Clone, Default)]
-pub struct Keep {
-    otherwise: Contents,
-    tags: Vec<(Tag, Contents)>,
-}
-
-impl Keep {
-    /// The contents of pools with this tag; the last word about a tag counts.
-    #[must_use]
-    pub fn tag(mut self, tag: impl Into<Tag>, contents: Contents) -> Keep {
-        self.tags.push((tag.into(), contents));
-        self
-    }
-
-    /// What is said of a pool with this tag, or of other memory.
-    pub(crate) fn of(&self, tag: Option<Tag>) -> Contents {
-        let mut tags = self.tags.iter().rev();
-        let said = tags.find(|(known, _)| Some(*known) == tag);
-        said.map_or(self.otherwise, |(_, contents)| *contents)
-    }
-}
-
-impl From<Contents> for Keep {
-    fn from(otherwise: Contents) -> Keep {
-        Keep {
-            otherwise,
-            tags: Vec::new(),
-        }
-    }
-}
 
 /// Whose memory a suspension is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -103,8 +54,14 @@ pub(crate) struct Suspension {
     pub lost: bool,
     /// Nobody may use the memory: not all of it is there.
     pub away: bool,
-    /// Extents that are taken out of circulation meanwhile, and blocks whose frees wait.
-    pub claimed: Vec<u32>,
+    /// Free memory that is taken out of circulation meanwhile: the record, and what stood there.
+    pub claimed: Vec<(u32, Vec<Shard>)>,
+    /// Records of blocks whose frees wait.
+    pub blocks: Vec<u32>,
+    /// Bytes of handles with memory that was meant, where other memory is, too.
+    pub left: u64,
+    /// Bytes that do not count for the limit.
+    pub counted: u64,
 }
 
 impl Suspension {
@@ -161,6 +118,8 @@ pub(crate) struct Suspensions {
     pub closed: bool,
     /// Calls of the driver for suspensions are under way.
     pub working: bool,
+    /// Bytes that are suspended outside of graph pools while other memory there is in use.
+    pub absent: u64,
     /// The tags of pools.
     pub tags: BTreeMap<u64, Tag>,
     /// Numbers of segments by their homes, as far as somebody was told of them.
@@ -181,6 +140,18 @@ impl Suspensions {
     /// The segment at an address is no more.
     pub(crate) fn died(&mut self, home: u64) {
         self.ids.remove(&home);
+    }
+
+    /// Says how many bytes of a suspension do not count for the limit.
+    pub(crate) fn count(&mut self, suspension: &mut Suspension, bytes: u64) {
+        self.absent = self.absent - suspension.counted + bytes;
+        suspension.counted = bytes;
+    }
+
+    /// Suspended memory of streams.
+    pub(crate) fn of_streams(&self) -> impl Iterator<Item = &Suspension> {
+        let map = self.map.iter();
+        map.filter_map(|(target, away)| matches!(target, Target::Stream(_)).then_some(away))
     }
 
     /// Whether a handle at this home is away.
@@ -212,18 +183,11 @@ mod tests {
             lost: false,
             away: true,
             claimed: Vec::new(),
+            blocks: Vec::new(),
+            left: 0,
+            counted: 0,
         };
         assert_eq!(suspension.ranges(), [(0, 8), (8, 4), (100, 8)]);
-    }
-
-    #[test]
-    fn the_last_word_about_a_tag_counts() {
-        let keep = Keep::from(Contents::Host)
-            .tag("a", Contents::Pinned)
-            .tag("a", Contents::Drop);
-        assert_eq!(keep.of(Some(Tag::new("a"))), Contents::Drop);
-        assert_eq!(keep.of(Some(Tag::new("b"))), Contents::Host);
-        assert_eq!(keep.of(None), Contents::Host);
     }
 
     #[test]
