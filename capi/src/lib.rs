@@ -18,6 +18,7 @@ mod options;
 mod results;
 mod shared;
 mod stats;
+mod suspend;
 mod torch;
 
 use std::ffi::c_char;
@@ -31,11 +32,12 @@ pub use memory::*;
 pub use results::*;
 pub use shared::*;
 pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
+pub use suspend::*;
 pub use torch::*;
 
 /// Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
 /// without a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 2;
+pub const CUALLOC_ABI_VERSION: u32 = 3;
 
 /// An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
 /// out.

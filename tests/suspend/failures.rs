@@ -20,7 +20,7 @@ const CALLS: [&str; 11] = [
 
 /// One way to memory of both kinds, and into a graph pool.
 fn world(rig: &Rig) -> (World, GraphPool, Block) {
-    let world = World::new(rig, Config::new());
+    let world = World::of(rig, Config::new(), 3);
     world.allocator.set_limit(None);
     let pool = world.allocator.graph_pool().unwrap();
     let scope = pool.enter(Scope::Thread).unwrap();

@@ -44,13 +44,17 @@ pub struct World {
 
 impl World {
     pub fn new(rig: &Rig, config: Config) -> World {
-        let (allocator, stream) = (
-            rig.allocator_with(config.limit(Some(64 << 20))),
-            rig.stream(),
-        );
+        World::of(rig, config, 6)
+    }
+
+    /// With so many large blocks of 5 MiB, and as many small ones.
+    pub fn of(rig: &Rig, config: Config, rounds: usize) -> World {
+        let limit = (rounds * 10 + 4) * MIB;
+        let allocator = rig.allocator_with(config.limit(Some(limit as u64)));
+        let stream = rig.stream();
         let mut blocks = Vec::new();
         let mut gaps = Vec::new();
-        for round in 0..6 {
+        for round in 0..rounds {
             blocks.push(allocator.allocate(5 * MIB, &stream).unwrap());
             gaps.push(allocator.allocate(5 * MIB, &stream).unwrap());
             blocks.push(allocator.allocate(700 + 4096 * round, &stream).unwrap());

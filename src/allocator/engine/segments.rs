@@ -27,6 +27,9 @@ pub struct Segment {
     pub bytes: u64,
 }
 
+/// What a hook does.
+type Told = dyn Fn(SegmentChange, &[Segment]) + Send + Sync;
+
 /// Is told when memory is suspended and when it comes back, so that registrations and exports can be renewed.
 ///
 /// Runs without any lock held, on the thread that suspends or resumes, once for all segments. It may allocate where
@@ -44,7 +47,7 @@ pub struct Segment {
 #[derive(Clone)]
 pub struct SegmentHook {
     name: Arc<str>,
-    run: Arc<dyn Fn(SegmentChange, &[Segment]) + Send + Sync>,
+    run: Arc<Told>,
 }
 
 impl SegmentHook {

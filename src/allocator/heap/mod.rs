@@ -142,13 +142,13 @@ impl Heap {
 
     /// Bytes that are held from the driver, and that growth under way will add.
     pub(crate) fn held(&self) -> u64 {
-        let held = self.stats.all.reserved.current + self.physical.planned;
-        held - self.suspended.absent
+        self.stats.all.reserved.current + self.physical.planned
     }
 
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
-        self.physical.room(self.held() + self.graphs.held)
+        let held = self.held() + self.graphs.held;
+        self.physical.room(held - self.suspended.absent)
     }
 
     /// Bytes that growth should not pass while anything else helps.

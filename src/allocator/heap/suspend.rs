@@ -15,6 +15,9 @@ use crate::allocator::suspend::host::HostCopy;
 use crate::allocator::suspend::{Parked, Suspension, Target, join};
 use crate::error::{Error, GraphPoolError};
 
+/// Handles, and the live bytes in them: addresses and bytes at home.
+type Choice = (Vec<Parked>, Vec<(u64, u64)>);
+
 /// A call under way keeps so many bytes.
 fn busy(count: u64, bytes: u64) -> Error {
     let what = "call";
@@ -181,7 +184,7 @@ impl Heap {
         })
     }
 
-    fn park_arenas(&mut self) -> Result<(Vec<Parked>, Vec<(u64, u64)>), Error> {
+    fn park_arenas(&mut self) -> Result<Choice, Error> {
         let mut kept = Vec::new();
         for space in [SpaceId::Large, SpaceId::Small] {
             for (_, hot) in self.row(space) {
@@ -342,10 +345,14 @@ impl Heap {
     pub(crate) fn take_freed(&mut self) -> Vec<(Target, Suspension)> {
         let guards = &self.guards.blocks;
         let freed = |id: &u32| guards.get(id).is_some_and(|guard| guard.freed.is_some());
-        let over = |target: &Target, away: &mut Suspension| {
+        let away = self.suspended.map.iter();
+        let over = away.filter(|(target, away)| {
             matches!(target, Target::Stream(_)) && away.blocks.iter().all(freed)
-        };
-        self.suspended.map.extract_if(.., over).collect()
+        });
+        let over: Vec<Target> = over.map(|(target, _)| *target).collect();
+        let over = over.into_iter();
+        over.filter_map(|target| Some((target, self.suspended.map.remove(&target)?)))
+            .collect()
     }
 
     // ---- coming back -------------------------------------------------------------------------------
@@ -433,7 +440,7 @@ struct Chosen {
     left: u64,
 }
 
-fn park_pool(pool: &Pool) -> (Vec<Parked>, Vec<(u64, u64)>) {
+fn park_pool(pool: &Pool) -> Choice {
     let arena = &pool.arena;
     let held = arena.handles.iter();
     let mut handles: Vec<Parked> = held
