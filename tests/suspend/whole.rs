@@ -6,6 +6,9 @@ use cualloc::sim::SimConfig;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
+/// What a hook was told.
+type Told = (SegmentChange, Vec<Segment>);
+
 #[test]
 fn what_is_kept_comes_back_at_its_address() {
     packed(|rig| {
@@ -183,7 +186,7 @@ fn peers_have_access_again() {
 fn hooks_hear_of_each_segment_without_locks() {
     packed(|rig| {
         let world = World::new(rig, Config::new());
-        let heard: Arc<Mutex<Vec<(SegmentChange, Vec<Segment>)>>> = Arc::default();
+        let heard = Arc::<Mutex<Vec<Told>>>::default();
         let (told, inside, stream) = (heard.clone(), world.allocator.clone(), rig.stream());
         let hook = SegmentHook::new("test", move |change, segments| {
             told.lock().unwrap().push((change, segments.to_vec()));
