@@ -68,6 +68,7 @@ pub mod guide {
         safety "../docs/safety.md"
         security "../SECURITY.md"
         streams "../docs/streams.md"
+        suspend "../docs/suspend.md"
         testing "../docs/testing.md"
         troubleshooting "../docs/troubleshooting.md"
         tuning "../docs/tuning.md"

@@ -117,6 +117,36 @@
 #define CUALLOC_BUSY 12
 
 /**
+ * The memory is suspended, or is not where it should be brought back. Nothing was done.
+ */
+#define CUALLOC_SUSPENDED 13
+
+/**
+ * Everything that the allocator has; `which` is not looked at.
+ */
+#define CUALLOC_SELECT_ALL 0
+
+/**
+ * Handles in which large blocks of a stream lie and nothing else; `which` is the stream, as for cualloc_alloc.
+ */
+#define CUALLOC_SELECT_STREAM 1
+
+/**
+ * Contents are lost: nobody may read them afterwards before they are written.
+ */
+#define CUALLOC_CONTENTS_DROP 0
+
+/**
+ * Contents are kept in page-locked host memory, which is kept for the next time, until a trim.
+ */
+#define CUALLOC_CONTENTS_PINNED 1
+
+/**
+ * Contents are kept in plain host memory.
+ */
+#define CUALLOC_CONTENTS_HOST 2
+
+/**
  * Options for a new allocator. A handle, as cualloc_t is.
  */
 typedef struct cualloc_options_t cualloc_options_t;
@@ -836,6 +866,49 @@ int32_t cualloc_shared(int32_t device,
  * Any thread, any time.
  */
 struct cualloc_t *cualloc_shared_made(int32_t device);
+
+/**
+ * Gives memory back to the driver and keeps its addresses, so that other processes can have it until cualloc_resume.
+ * select is one of CUALLOC_SELECT_.. and which says of what; contents is one of CUALLOC_CONTENTS_... Blocks stay live,
+ * and may be freed meanwhile. Waits for all work of the contexts involved. *bytes is what the driver has back.
+ *
+ * Errors: CUALLOC_SUSPENDED if it is suspended already, CUALLOC_BUSY while a guard keeps memory or a call on another
+ * thread holds some, CUALLOC_CAPTURING, CUALLOC_UNSUPPORTED under the classic policy, CUALLOC_INVALID_ARGUMENT for a
+ * null handle or bytes or an unknown number, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Nothing is
+ * suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
+ * suspended, and cualloc_resume brings it back.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * Until cualloc_resume has succeeded nobody gives a device work that uses the memory. Contents that are not kept are
+ * not read before they are written. `which` is a live stream, or null, 1 or 2, where it is looked at; `bytes` is null
+ * or may be written.
+ */
+int32_t cualloc_suspend(struct cualloc_t *allocator,
+                        int32_t select,
+                        void *which,
+                        int32_t contents,
+                        uint64_t *bytes);
+
+/**
+ * Brings suspended memory back to its addresses, with access for all devices that had it and with the contents that
+ * were kept. *bytes is what is there again.
+ *
+ * Errors: CUALLOC_OUT_OF_MEMORY: the text says how many bytes are missing; CUALLOC_SUSPENDED if nothing of it is
+ * suspended, CUALLOC_BUSY while a call on another thread suspends or resumes, CUALLOC_INVALID_ARGUMENT for a null
+ * handle or bytes or an unknown number, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. It is suspended as
+ * before then, and may be tried again.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `which` is a live stream, or null, 1 or 2, where it is looked at; `bytes` is null or may be written.
+ */
+int32_t cualloc_resume(struct cualloc_t *allocator,
+                       int32_t select,
+                       void *which,
+                       uint64_t *bytes);
 
 /**
  * Allocates bytes on a device for use on a stream, as PyTorch asks for them: from the device's shared allocator

@@ -20,6 +20,7 @@ mod pools;
 mod results;
 mod shared;
 mod stats;
+mod suspend;
 mod torch;
 mod torch_pools;
 
@@ -38,6 +39,7 @@ pub use pools::*;
 pub use results::*;
 pub use shared::*;
 pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
+pub use suspend::*;
 pub use torch::*;
 pub use torch_pools::*;
 

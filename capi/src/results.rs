@@ -38,6 +38,8 @@ pub const CUALLOC_UNSUPPORTED: i32 = 10;
 pub const CUALLOC_PANIC: i32 = 11;
 /// Blocks, guards or a call on another thread are in the way. Nothing was done.
 pub const CUALLOC_BUSY: i32 = 12;
+/// The memory is suspended, or is not where it should be brought back. Nothing was done.
+pub const CUALLOC_SUSPENDED: i32 = 13;
 
 /// Why a call failed. Carries no text of its own, so that telling it takes no memory.
 #[derive(Debug)]
@@ -117,6 +119,7 @@ fn code_of(error: &Error) -> i32 {
         Error::ContextLost(_) | Error::ForkedChild | Error::Exiting => CUALLOC_CONTEXT_LOST,
         Error::NotSupported { .. } | Error::DeviceRefused { .. } => CUALLOC_UNSUPPORTED,
         Error::InUse { .. } | Error::Guarded { .. } | Error::StillHeld { .. } => CUALLOC_BUSY,
+        Error::Suspended | Error::NotSuspended => CUALLOC_SUSPENDED,
         Error::Inconsistent { .. } => CUALLOC_PANIC,
         Error::Invalid(_)
         | Error::InvalidConfig(_)

@@ -370,3 +370,58 @@ fn pools_of_a_context_that_dies_first_are_left_alone() {
         "nothing is called on it"
     );
 }
+
+#[test]
+fn memory_is_suspended_by_number() {
+    let (_one, simulator, _driver) = world();
+    let raw = simulator.create_context(0).unwrap();
+    let (code, allocator) = create_in(raw);
+    assert_eq!(code, CUALLOC_OK, "{}", text());
+    let (code, block) = alloc(allocator, 5 << 20, null_mut());
+    assert_eq!(code, CUALLOC_OK, "{}", text());
+    // SAFETY: nothing uses the memory, and the pointers are to locals.
+    let suspend = |select, contents| unsafe {
+        let mut bytes = 1;
+        let code = cualloc_suspend(allocator, select, null_mut(), contents, &mut bytes);
+        (code, bytes)
+    };
+    // SAFETY: as above.
+    let resume = |select| unsafe {
+        let mut bytes = 1;
+        let code = cualloc_resume(allocator, select, null_mut(), &mut bytes);
+        (code, bytes)
+    };
+    for select in [CUALLOC_SELECT_ALL, CUALLOC_SELECT_STREAM] {
+        assert_eq!(resume(select), (CUALLOC_SUSPENDED, 0));
+        let (code, bytes) = suspend(select, CUALLOC_CONTENTS_PINNED);
+        assert_eq!((code, bytes), (CUALLOC_OK, 6 << 20), "{}", text());
+        assert_eq!(
+            suspend(select, CUALLOC_CONTENTS_DROP),
+            (CUALLOC_SUSPENDED, 0)
+        );
+        if select == CUALLOC_SELECT_ALL {
+            assert_eq!(alloc(allocator, 512, null_mut()), (CUALLOC_SUSPENDED, 0));
+        }
+        assert_eq!(resume(select), (CUALLOC_OK, 6 << 20), "{}", text());
+    }
+    assert_eq!(
+        suspend(2, CUALLOC_CONTENTS_DROP),
+        (CUALLOC_INVALID_ARGUMENT, 0)
+    );
+    assert_eq!(
+        suspend(CUALLOC_SELECT_ALL, 3),
+        (CUALLOC_INVALID_ARGUMENT, 0)
+    );
+    assert_eq!(resume(-1), (CUALLOC_INVALID_ARGUMENT, 0));
+    // SAFETY: refused.
+    let null = unsafe { cualloc_suspend(allocator, 0, null_mut(), 0, null_mut()) };
+    assert_eq!(null, CUALLOC_INVALID_ARGUMENT);
+    assert_eq!(
+        suspend(CUALLOC_SELECT_ALL, CUALLOC_CONTENTS_HOST).0,
+        CUALLOC_OK
+    );
+    assert_eq!(free(allocator, block), CUALLOC_OK);
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_OK, "{}", text());
+    assert!(simulator.take_reports().is_empty());
+    assert!(simulator.destroy_context(raw));
+}

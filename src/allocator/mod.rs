@@ -20,6 +20,7 @@ mod request;
 pub mod size;
 mod stats;
 pub(crate) mod stream;
+pub(crate) mod suspend;
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tickets;
 pub(crate) mod view;
@@ -29,6 +30,7 @@ pub use api::block::Block;
 pub use api::carver::{Carved, Carver, CarverStats};
 pub use api::graph::{Checkpoint, GraphPool, PoolScope, Restored, Scope};
 pub use api::guard::RangeGuard;
+pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
 pub use config::{CONFIG_VARIABLE, Config, Limit, Policy, Profile};
@@ -36,6 +38,8 @@ pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub(crate) use engine::recorded;
+pub use engine::segments::{Segment, SegmentChange, SegmentHook};
+pub use engine::suspend::{Resumed, Suspended};
 pub(crate) use extent::hash::Mixed;
 pub use graph::Footprint;
 pub use report::{
@@ -45,3 +49,4 @@ pub use report::{
 pub(crate) use request::Element;
 pub use request::Request;
 pub use stats::{Counter, PoolStats, ReclaimStats, Stats};
+pub use suspend::contents::{Contents, Keep};

@@ -16,6 +16,12 @@ pub enum GraphPoolError {
         /// Bytes of memory that may be in use.
         bytes: u64,
     },
+    /// No pool has this tag.
+    #[error("no graph pool has the tag {tag:?}")]
+    UnknownTag {
+        /// The tag.
+        tag: &'static str,
+    },
     /// The checkpoint is another pool's, or the pool gave its addresses back since.
     #[error("the checkpoint is not of the graph pool's present addresses")]
     ForeignCheckpoint,

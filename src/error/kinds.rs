@@ -203,6 +203,13 @@ pub enum Error {
         /// Bytes of freed blocks that they keep.
         bytes: u64,
     },
+    /// The memory is suspended ([`Allocator::suspend`](crate::Allocator::suspend)): it is not there until it is
+    /// resumed.
+    #[error("the memory is suspended")]
+    Suspended,
+    /// Nothing of what was named is suspended.
+    #[error("the memory is not suspended")]
+    NotSuspended,
     /// Not everything could be given back, because work that may use it is not known to be over, or because a
     /// trim on another thread is about to give it back.
     #[error("{bytes} bytes are still held")]
@@ -315,6 +322,8 @@ impl Error {
             | Error::Guarded { .. }
             | Error::StillHeld { .. }
             | Error::Stale { .. }
+            | Error::Suspended
+            | Error::NotSuspended
             | Error::GraphPool(_)
             | Error::Closed => CUresult::CUDA_ERROR_ILLEGAL_STATE,
             _ => CUresult::CUDA_ERROR_INVALID_VALUE,
@@ -356,6 +365,8 @@ impl Error {
             Error::InFlight => "in flight",
             Error::Guarded { .. } => "guarded",
             Error::StillHeld { .. } => "still held",
+            Error::Suspended => "suspended",
+            Error::NotSuspended => "not suspended",
             Error::Stale { .. } => "stale",
             Error::Abandoned => "abandoned",
             Error::ReadOnly => "read-only",

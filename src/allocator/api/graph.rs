@@ -115,6 +115,14 @@ impl fmt::Debug for Scope<'_> {
 }
 
 impl GraphPool {
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(crate) fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
     /// Sends requests to the pool from here on, until the result is dropped. The captures that got memory by it have
     /// ended by then; a stream that captures on finds no memory any more.
     ///

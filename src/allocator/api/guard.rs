@@ -76,7 +76,7 @@ impl Allocator {
         bytes: u64,
     ) -> Result<Vec<PhysicalSegment>, Error> {
         let mut heap = self.engine().open()?;
-        Ok(heap.segments(ptr, bytes)?.1)
+        Ok(heap.present_segments(ptr, bytes)?.1)
     }
 
     /// [`segments_of`](Self::segments_of), kept as it is while the guard lives.
@@ -85,7 +85,7 @@ impl Allocator {
     /// As [`segments_of`](Self::segments_of).
     pub fn guard(&self, ptr: sys::CUdeviceptr, bytes: u64) -> Result<RangeGuard, Error> {
         let mut heap = self.engine().open()?;
-        let (block, segments) = heap.segments(ptr, bytes)?;
+        let (block, segments) = heap.present_segments(ptr, bytes)?;
         if !heap.guard(block) {
             return Err(Error::NotLive { ptr });
         }

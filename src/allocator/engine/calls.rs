@@ -109,9 +109,7 @@ impl Engine {
             return Ok(grant);
         }
         let mut heap = self.lock();
-        if heap.closed {
-            return Err(Error::Closed);
-        }
+        heap.refuse()?;
         if !heap.contended
             && let Some(grant) = heap.take_ready(&self.device, named.key, request)
         {
@@ -135,9 +133,7 @@ impl Engine {
     ) -> Result<(Guard<'a>, Call<'a>), Error> {
         let (mut heap, stream) = self.slot(heap, named)?;
         heap.same_device(&self.device, stream)?;
-        if heap.closed {
-            return Err(Error::Closed);
-        }
+        heap.refuse()?;
         let cache = heap.cache_of(stream, thread::thread_number());
         if let StreamKey::Id(key) = named.key {
             thread::remember(key, cache);

@@ -19,9 +19,11 @@ impl Engine {
         self.free_deferred();
         let ours: Vec<(u32, StreamKey)> = {
             let mut heap = self.open()?;
+            heap.refuse()?;
             heap.flush_caches();
             heap.streams.kept_uncovered()
         };
+        self.suspender.drop_spare();
         self.cover_all(&ours)?;
         let retried = self.retry_orphaned_handles();
         let finished = self.finish_tests(false)?;
@@ -117,14 +119,10 @@ impl Engine {
     /// an error the allocator is open again and owns what could not be given back.
     pub(crate) fn close(&self) -> Result<(), Error> {
         self.free_deferred();
+        self.discard_freed()?;
         {
             let mut heap = self.open()?;
-            if heap.guards.count() > 0 {
-                return Err(Error::Guarded {
-                    guards: heap.guards.count(),
-                    bytes: heap.guards.bytes(),
-                });
-            }
+            heap.refuse_guarded()?;
             let leases = heap.graphs.count_leases();
             if leases > 0 {
                 return Err(Error::InUse {
@@ -134,12 +132,14 @@ impl Engine {
                 });
             }
             // An allocation under way is as good as a block.
+            let suspending = u64::from(heap.suspended.working);
             let calls: u64 = heap
                 .streams
                 .iter()
                 .map(|(_, slot)| u64::from(slot.calls))
                 .chain(heap.graphs.pools.values().map(|pool| u64::from(pool.calls)))
-                .sum();
+                .sum::<u64>()
+                + suspending;
             heap.empty_large_caches();
             let (blocks, bytes) = heap.shut(calls);
             if blocks > 0 {
@@ -187,6 +187,7 @@ impl Engine {
                 break;
             }
         }
+        self.discard_suspended()?;
         self.finish_tests(true)?;
         self.close_pools()?;
         let idle = self.lock().idle_views(usize::MAX);

@@ -249,6 +249,7 @@ impl Engine {
             });
         }
         usable_pool(&self.open()?.graphs, pool)?;
+        self.lock().refuse_pool(pool)?;
         self.free_deferred();
         let asker = match &info {
             None => Asker::Eager {
@@ -345,6 +346,7 @@ impl Engine {
         loop {
             let mut heap = self.open()?;
             usable_pool(&heap.graphs, request.pool)?;
+            heap.refuse_pool(request.pool)?;
             if let Asker::Captured {
                 capture, number, ..
             } = request.asker

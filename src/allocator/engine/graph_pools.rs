@@ -45,6 +45,7 @@ impl Engine {
         }
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
+        heap.refuse_pool(pool)?;
         let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
         let asked = |(user, _): &(User, u64)| {
             let mut asked = ceasing.iter();

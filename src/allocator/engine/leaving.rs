@@ -205,7 +205,7 @@ impl Drop for Leaving<'_> {
         slot.leaving -= 1;
         if slot.leaving == 0 && heap.streams.name_again(self.stream) {
             let known = matches!(self.key, StreamKey::Id(_));
-            let open = !heap.closed && !heap.orphaned;
+            let open = heap.refuse().is_ok() && !heap.orphaned;
             heap.caches.set_fast(self.stream, known && open);
         }
     }

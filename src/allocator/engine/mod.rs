@@ -16,8 +16,10 @@ pub(crate) mod naming;
 pub(crate) mod orphans;
 pub(crate) mod recorded;
 pub(crate) mod release;
+pub(crate) mod segments;
 pub(crate) mod self_test;
 pub(crate) mod small;
+pub(crate) mod suspend;
 pub(crate) mod trial;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -30,6 +32,7 @@ use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::hooks::Hooks;
+use crate::allocator::engine::segments::Suspender;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::Maker;
@@ -79,6 +82,7 @@ pub(crate) struct Engine {
     /// Address space of the device.
     pub addresses: Arc<Addresses>,
     pub hooks: Hooks,
+    pub suspender: Suspender,
     /// Events that put the uses of typed buffers in order, of the allocator's own context.
     pub events: EventPools,
     pub log: RareLog,
@@ -183,6 +187,7 @@ impl Engine {
                 total_memory,
                 addresses: Addresses::of(driver, device.clone(), total_memory),
                 hooks: Hooks::default(),
+                suspender: Suspender::default(),
                 events: EventPools::of(context),
                 log: RareLog::default(),
                 handles: AtomicUsize::new(1),

@@ -376,6 +376,13 @@ impl Arena {
         all
     }
 
+    /// All handles are the driver's, and nothing is mapped any more but what failed calls left behind.
+    pub(crate) fn forget_memory(&mut self) {
+        self.free.clear();
+        self.handles.clear();
+        self.views.clear();
+    }
+
     /// The addresses of an arena that gave all its memory back: base and bytes. None while anything is mapped there.
     pub(crate) fn take_addresses(&mut self) -> Vec<(u64, u64)> {
         let mapped = self.stuck.iter().any(|(home, _)| home.is_some());

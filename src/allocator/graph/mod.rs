@@ -58,6 +58,8 @@ pub(crate) struct Pool {
     /// Nobody begins to capture with it any more.
     pub released: bool,
     pub leases: Vec<Lease>,
+    /// Its memory is not there: nobody gets any of it.
+    pub suspended: bool,
     /// A graph may use it of whose end the driver tells nobody.
     pub untold: bool,
     /// Calls that work on it without the lock,
@@ -137,8 +139,8 @@ impl Graphs {
     }
 
     /// Counts the bytes that pools hold anew.
-    fn recount(&mut self) {
-        let pools = self.pools.values();
+    pub(crate) fn recount(&mut self) {
+        let pools = self.pools.values().filter(|pool| !pool.suspended);
         self.held = pools.map(|pool| pool.arena.held() + pool.planned).sum();
     }
 
@@ -403,7 +405,7 @@ impl Graphs {
             blocks: arena.live.len() as u64,
             free: arena.free_bytes(),
             peak: pool.peak,
-            physical: arena.held(),
+            physical: if pool.suspended { 0 } else { arena.held() },
             leases,
         }
     }
@@ -422,6 +424,7 @@ impl Graphs {
             let arena = &pool.arena;
             let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();
             pool.calls == 0
+                && !pool.suspended
                 && !pool.untold
                 && arena.live.is_empty()
                 && arena.tags().all(|(_, tag)| quiet(tag))

@@ -20,6 +20,7 @@ pub(crate) mod single_stream;
 pub(crate) mod snapshot;
 pub(crate) mod stitch;
 pub(crate) mod streams;
+pub(crate) mod suspend;
 pub(crate) mod views;
 
 use std::sync::{Arc, Weak};
@@ -45,6 +46,7 @@ use crate::allocator::stats::Stats;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::finder::{Finder, Run};
 use crate::allocator::stream::slot::AfterFree;
+use crate::allocator::suspend::Suspensions;
 use crate::allocator::view::Views;
 
 /// Bytes of pieces that streams other than their own may still use.
@@ -76,6 +78,8 @@ pub(crate) struct Heap {
     pub graphs: Graphs,
     /// Blocks that guards keep.
     pub guards: Guards,
+    /// Memory that was given back, and keeps its addresses.
+    pub suspended: Suspensions,
     pub stats: Stats,
     /// Memory for pieces whose uses are completed.
     pub pieces: Vec<Entry>,
@@ -111,6 +115,7 @@ impl Heap {
             caches: StreamCaches::new(owner, table),
             graphs: Graphs::default(),
             guards: Guards::default(),
+            suspended: Suspensions::default(),
             stats: Stats::default(),
             pieces: Vec::new(),
             mixed_peak: 0,
@@ -142,7 +147,8 @@ impl Heap {
 
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
-        self.physical.room(self.held() + self.graphs.held)
+        let held = self.held() + self.graphs.held;
+        self.physical.room(held - self.suspended.absent)
     }
 
     /// Bytes that growth should not pass while anything else helps.

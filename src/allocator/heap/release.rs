@@ -15,6 +15,15 @@ impl Heap {
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
     /// nobody uses. By address.
     pub(crate) fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
+        // Of suspended memory there is nothing to give back.
+        match self.suspended.closed {
+            true => Vec::new(),
+            false => self.unused(space, over),
+        }
+    }
+
+    /// Whole handles or segments in free memory that `over` says nobody uses, suspended or not. By address.
+    pub(crate) fn unused(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
         let Some(at) = self.extents.space(space) else {
             return Vec::new();
         };
@@ -180,6 +189,7 @@ impl Heap {
     /// Memory was unmapped, or a segment freed.
     pub(crate) fn gone(&mut self, release: &Release) {
         self.physical.holdings.remove(&release.addr);
+        self.suspended.died(release.addr);
         let memory = (release.space, release.handle.is_some());
         self.tell_held(Kind::Unmap, release.addr, release.bytes, memory);
         if release.space == SpaceId::Large {

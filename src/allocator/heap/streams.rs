@@ -87,7 +87,9 @@ impl Heap {
             inner.slot = stream;
             inner.raw = slot.handle_to_ask();
             inner.runs.set_ticket(slot.open);
-            inner.set_fast(!self.closed && slot.named && matches!(slot.key, StreamKey::Id(_)));
+            inner.set_fast(
+                self.refuse().is_ok() && slot.named && matches!(slot.key, StreamKey::Id(_)),
+            );
         }
         self.caches.add(stream, cache);
         cache
@@ -108,7 +110,7 @@ impl Heap {
 
     /// Lets the stream caches of all streams that get more work go on without a look at the heap.
     pub(crate) fn open_caches(&mut self) {
-        let open = !self.closed && !self.orphaned;
+        let open = self.refuse().is_ok() && !self.orphaned;
         for (stream, slot) in self.streams.iter() {
             let known = matches!(slot.key, StreamKey::Id(_));
             self.caches.set_fast(stream, open && known && slot.named);
@@ -223,7 +225,7 @@ impl Heap {
         let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
         if !drained || self.caches.uses_of(stream) > 0 {
             let slot = &self.streams[stream];
-            let fast = !self.closed && slot.named;
+            let fast = self.refuse().is_ok() && slot.named;
             self.caches
                 .set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
             return;

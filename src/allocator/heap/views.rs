@@ -140,7 +140,7 @@ impl Heap {
     /// Takes an idle view out of the heap, for unmapping. Its range stays claimed.
     pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
         let view = self.views.map.get(&base)?;
-        if !view.is_over(&self.streams) {
+        if self.suspended.closed || !view.is_over(&self.streams) {
             return None;
         }
         // Its handles stay counted until it is unmapped: none of them may be released before.

@@ -1,0 +1,401 @@
+//! Suspending memory and bringing it back: what is asked and waited for first, and what becomes of failures.
+//!
+//! Who wants to suspend closes what is meant under the lock, waits, takes the handles out of the books, and calls the
+//! driver without the lock. [`Work`] settles in the end what is away and what is not, whatever came between.
+
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::segments::{Segment, SegmentChange};
+use crate::allocator::heap::Heap;
+use crate::allocator::suspend::commit;
+use crate::allocator::suspend::contents::{Contents, Keep};
+use crate::allocator::suspend::{Suspension, Target};
+use crate::block::Tag;
+use crate::driver::{Stream, process};
+use crate::error::{Error, GraphPoolError};
+
+/// What was suspended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Suspended {
+    /// Bytes that the driver has back.
+    pub bytes: u64,
+    /// In so many handles.
+    pub handles: u64,
+    /// Bytes of contents that are kept on the host.
+    pub kept: u64,
+    /// Bytes of handles that stay although memory in them was meant, because there is other memory, too.
+    pub left: u64,
+}
+
+/// What was brought back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Resumed {
+    /// Bytes that are there again.
+    pub bytes: u64,
+    /// In so many handles.
+    pub handles: u64,
+    /// Bytes of contents that were kept on the host.
+    pub kept: u64,
+}
+
+/// Which memory is meant.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Selected {
+    Allocator,
+    Stream(u64),
+    Pool(u64),
+    Tag(Tag),
+}
+
+impl Selected {
+    /// What is suspended of it, or what is not, as asked.
+    fn targets(self, heap: &Heap, suspended: bool) -> Result<Vec<Target>, Error> {
+        let is_away = |target: &Target| heap.suspended.map.contains_key(target);
+        let pools = heap.graphs.pools.keys().map(|id| Target::Pool(*id));
+        let of_tag = |tag: Tag| {
+            let tags = heap.suspended.tags.iter();
+            let tagged = tags.filter(move |(_, known)| **known == tag);
+            tagged.map(|(id, _)| Target::Pool(*id)).filter(
+                |target| matches!(target, Target::Pool(id) if heap.graphs.pools.contains_key(id)),
+            )
+        };
+        let all: Vec<Target> = match self {
+            Selected::Allocator => {
+                let away = heap.suspended.map.keys().copied();
+                let mut all: Vec<Target> = away.chain(pools).chain([Target::Arenas]).collect();
+                all.sort_unstable();
+                all.dedup();
+                all
+            }
+            Selected::Stream(stream) => vec![Target::Stream(stream)],
+            Selected::Pool(id) => vec![Target::Pool(id)],
+            Selected::Tag(tag) => of_tag(tag).collect(),
+        };
+        if let (Selected::Tag(tag), true) = (self, all.is_empty()) {
+            let tag = tag.as_str();
+            return Err(GraphPoolError::UnknownTag { tag }.into());
+        }
+        let meant: Vec<Target> = all
+            .into_iter()
+            .filter(|t| is_away(t) == suspended)
+            .collect();
+        match (meant.is_empty(), suspended) {
+            (true, true) => Err(Error::NotSuspended),
+            (true, false) => Err(Error::Suspended),
+            (false, _) => Ok(meant),
+        }
+    }
+}
+
+/// A suspension or its end under way: nobody begins another one.
+struct Work<'a> {
+    engine: &'a Engine,
+    targets: Vec<Target>,
+    /// What was chosen of the first targets.
+    parked: Vec<Suspension>,
+}
+
+impl<'a> Work<'a> {
+    /// Takes up a suspension that is to be, or one that is.
+    fn begin(engine: &'a Engine, selected: Selected, suspended: bool) -> Result<Work<'a>, Error> {
+        let mut heap = engine.open()?;
+        if heap.suspended.working {
+            let (what, count, bytes) = ("call", 1, 0);
+            return Err(Error::InUse { what, count, bytes });
+        }
+        let targets = selected.targets(&heap, suspended)?;
+        let mut parked = Vec::new();
+        if suspended {
+            let map = &mut heap.suspended.map;
+            parked.extend(targets.iter().filter_map(|target| map.remove(target)));
+        } else {
+            for (at, target) in targets.iter().enumerate() {
+                if let Err(error) = heap.close_target(*target) {
+                    targets[..at].iter().for_each(|t| heap.open_target(*t));
+                    return Err(error);
+                }
+            }
+        }
+        heap.suspended.working = true;
+        Ok(Work {
+            engine,
+            targets,
+            parked,
+        })
+    }
+
+    /// The segments as they are now, or as they were when one was told of them last.
+    fn segments(&self, change: SegmentChange) -> Vec<Segment> {
+        let mut heap = self.engine.lock();
+        let handles = self.parked.iter().flat_map(|parked| &parked.handles);
+        let segments = handles.map(|handle| {
+            let id = heap.suspended.id_of(handle.home);
+            if change == SegmentChange::Death {
+                heap.suspended.died(handle.home);
+            }
+            Segment {
+                id,
+                address: handle.home,
+                bytes: handle.bytes,
+            }
+        });
+        segments.collect()
+    }
+
+    fn sums(&self) -> (u64, u64, u64) {
+        let parked = self.parked.iter();
+        parked.fold((0, 0, 0), |(bytes, handles, kept), one| {
+            let count = one.handles.len() as u64;
+            (
+                bytes + one.bytes(),
+                handles + count,
+                kept + one.kept_bytes(),
+            )
+        })
+    }
+
+    fn set_away(&mut self, away: bool) {
+        self.parked.iter_mut().for_each(|parked| parked.away = away);
+    }
+}
+
+impl Drop for Work<'_> {
+    fn drop(&mut self) {
+        let mut spare = Vec::new();
+        let mut parked = std::mem::take(&mut self.parked).into_iter();
+        let mut heap = self.engine.lock();
+        for target in std::mem::take(&mut self.targets) {
+            match parked.next() {
+                Some(mut suspension) if suspension.away => {
+                    if matches!(target, Target::Stream(_)) {
+                        let missing = suspension.missing();
+                        heap.suspended.count(&mut suspension, missing);
+                    }
+                    heap.suspended.map.insert(target, suspension);
+                }
+                Some(mut suspension) => {
+                    heap.woken(target, &mut suspension);
+                    spare.extend(std::mem::take(&mut suspension.copy).into_spare());
+                }
+                None => heap.open_target(target),
+            }
+        }
+        heap.suspended.working = false;
+        drop(heap);
+        process::lock(&self.engine.suspender.spare).append(&mut spare);
+    }
+}
+
+impl Engine {
+    /// Suspends memory. After an error everything is as it was; or suspended, if that could not be had.
+    pub(crate) fn suspend(&self, selected: Selected, keep: &Keep) -> Result<Suspended, Error> {
+        if !self.rules.maps() {
+            return Err(Error::NotSupported {
+                what: "suspension without virtual memory management",
+            });
+        }
+        self.usable()?;
+        process::do_postponed();
+        self.free_deferred();
+        self.review_pool_captures();
+        if matches!(selected, Selected::Allocator | Selected::Stream(_)) {
+            // They would only have to be mapped again.
+            let idle = self.open()?.idle_views(usize::MAX);
+            self.evict(&idle)?;
+        }
+        let mut work = Work::begin(self, selected, false)?;
+        self.synchronise(true)?;
+        {
+            let mut heap = self.lock();
+            for target in &work.targets {
+                let contents = heap.contents(*target, keep);
+                let parked = heap.park(*target, contents)?;
+                work.parked.push(parked);
+            }
+        }
+        let dying = work.segments(SegmentChange::Death);
+        self.suspender.tell(SegmentChange::Death, &dying);
+        match self.take_away(&mut work.parked) {
+            Ok(()) => {
+                work.set_away(true);
+                let (bytes, handles, kept) = work.sums();
+                Ok(Suspended {
+                    bytes,
+                    handles,
+                    kept,
+                    left: work.parked.iter().map(|parked| parked.left).sum(),
+                })
+            }
+            Err(error) => {
+                // Unless this succeeds, it is suspended, and can be resumed as such.
+                work.set_away(true);
+                if self.bring_back(&mut work.parked).is_ok() {
+                    self.settle(work);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Brings suspended memory back. After an error it is suspended as before.
+    pub(crate) fn resume(&self, selected: Selected) -> Result<Resumed, Error> {
+        self.usable()?;
+        self.free_deferred();
+        let mut work = Work::begin(self, selected, true)?;
+        let missing = {
+            let mut heap = self.lock();
+            for (target, parked) in work.targets.iter().zip(&mut work.parked) {
+                if matches!(target, Target::Arenas) {
+                    heap.drop_unused(parked);
+                }
+            }
+            // The limit counts what is suspended only where everything is.
+            let parked = work.targets.iter().zip(&work.parked);
+            let parked = parked.filter(|(target, _)| !matches!(target, Target::Arenas));
+            parked.map(|(_, parked)| parked.missing()).sum::<u64>()
+        };
+        if self.lock().room() < missing {
+            self.spare_memory()?;
+            let mut heap = self.lock();
+            if heap.room() < missing {
+                let error = heap.out_of_memory(missing);
+                drop(heap);
+                return Err(self.out_of_memory(error, None));
+            }
+        }
+        let mut done = self.bring_back(&mut work.parked);
+        if done.as_ref().is_err_and(Error::is_out_of_memory) {
+            self.spare_memory()?;
+            done = self.bring_back(&mut work.parked);
+        }
+        if let Err(error) = done {
+            let missing = work.parked.iter().map(Suspension::missing).sum();
+            drop(work);
+            return Err(match error.driver_error() {
+                Some(cause) if cause.is_out_of_memory() => {
+                    let error = self.lock().out_of_memory(missing);
+                    self.out_of_memory(error, Some(cause))
+                }
+                _ => error,
+            });
+        }
+        let (bytes, handles, kept) = work.sums();
+        self.settle(work);
+        self.tidy_pools();
+        Ok(Resumed {
+            bytes,
+            handles,
+            kept,
+        })
+    }
+
+    /// Gives back what is not suspended and nobody uses.
+    fn spare_memory(&self) -> Result<(), Error> {
+        match self.trim(0) {
+            Err(Error::ContextLost(error)) => Err(Error::ContextLost(error)),
+            // What could not be given back stays where it was.
+            _ => Ok(()),
+        }
+    }
+
+    /// Everything is there again.
+    fn settle(&self, mut work: Work<'_>) {
+        work.set_away(false);
+        let born = work.segments(SegmentChange::Birth);
+        drop(work);
+        self.suspender.tell(SegmentChange::Birth, &born);
+    }
+
+    /// A stream for copies, if there are any.
+    fn copier(&self, parked: &[Suspension]) -> Result<Option<Stream>, Error> {
+        let copies = parked.iter().any(|one| !one.kept.is_empty());
+        let stream = copies.then(|| Stream::new(&self.context));
+        stream.transpose().map_err(|e| self.error(e))
+    }
+
+    fn take_away(&self, parked: &mut [Suspension]) -> Result<(), Error> {
+        let stream = self.copier(parked)?;
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        let mut spare = std::mem::take(&mut *process::lock(&self.suspender.spare));
+        let saved = parked.iter_mut().try_for_each(|one| match &stream {
+            Some(stream) if !one.kept.is_empty() => commit::save(&entered, stream, one, &mut spare),
+            _ => Ok(()),
+        });
+        process::lock(&self.suspender.spare).append(&mut spare);
+        match saved {
+            Err(Error::Driver(error)) => return Err(self.error(error)),
+            saved => saved?,
+        }
+        commit::give_back(&entered, parked).map_err(|e| self.error(e))
+    }
+
+    fn bring_back(&self, parked: &mut [Suspension]) -> Result<(), Error> {
+        let stream = self.copier(parked)?;
+        let entered = self.context.enter().map_err(|e| self.error(e))?;
+        commit::bring_back(&self.maker(), &entered, stream.as_ref(), parked)
+            .map_err(|e| self.error(e))
+    }
+
+    /// Gives up what is suspended of streams all of whose blocks there were freed.
+    pub(crate) fn discard_freed(&self) -> Result<(), Error> {
+        let away = self.lock().take_freed();
+        self.discard(away)
+    }
+
+    /// Gives up what is suspended: no block is live any more.
+    pub(crate) fn discard_suspended(&self) -> Result<(), Error> {
+        self.suspender.drop_spare();
+        let away = std::mem::take(&mut self.lock().suspended.map);
+        self.discard(away.into_iter().collect())
+    }
+
+    fn discard(&self, away: Vec<(Target, Suspension)>) -> Result<(), Error> {
+        if away.is_empty() {
+            return Ok(());
+        }
+        let (targets, mut parked): (Vec<Target>, Vec<Suspension>) = away.into_iter().unzip();
+        let entered = self.context.enter();
+        let given = entered.and_then(|entered| commit::give_back(&entered, &mut parked));
+        let mut heap = self.lock();
+        let mut copies = Vec::new();
+        for (target, mut suspension) in targets.into_iter().zip(parked) {
+            copies.push(std::mem::take(&mut suspension.copy));
+            match given {
+                Ok(()) => heap.forgotten(target, suspension),
+                Err(_) => drop(heap.suspended.map.insert(target, suspension)),
+            }
+        }
+        drop(heap);
+        drop(copies);
+        given.map_err(|e| self.error(e))
+    }
+
+    /// Whether anything, or what is named, is suspended.
+    pub(crate) fn is_suspended(&self, selected: Selected) -> Result<bool, Error> {
+        let heap = self.open()?;
+        match selected {
+            Selected::Allocator => Ok(!heap.suspended.map.is_empty()),
+            named => match named.targets(&heap, true) {
+                Ok(_) => Ok(true),
+                Err(Error::NotSuspended) => Ok(false),
+                Err(error) => Err(error),
+            },
+        }
+    }
+
+    /// Refuses a launch that would use suspended memory of a pool.
+    pub(crate) fn refuse_launch(&self, pool: u64) -> Result<(), Error> {
+        self.open()?.refuse_pool(pool)
+    }
+}
+
+impl Heap {
+    /// What becomes of a target's contents.
+    fn contents(&self, target: Target, keep: &Keep) -> Contents {
+        keep.of(match target {
+            Target::Pool(id) => self.suspended.tags.get(&id).copied(),
+            Target::Arenas | Target::Stream(_) => None,
+        })
+    }
+}

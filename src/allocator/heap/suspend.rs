@@ -1,0 +1,487 @@
+//! Suspended memory in the books: what is chosen, what is refused, and what comes back.
+
+use std::collections::BTreeMap;
+
+use crate::allocator::extent::handle::Holding;
+use crate::allocator::extent::record::{Hot, NIL, SpaceId, State as Extent};
+use crate::allocator::extent::space::Shard;
+use crate::allocator::graph::Pool;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::guarded::Guarding;
+use crate::allocator::report::PhysicalSegment;
+use crate::allocator::size::GRANULE;
+use crate::allocator::suspend::contents::Contents;
+use crate::allocator::suspend::host::HostCopy;
+use crate::allocator::suspend::{Parked, Suspension, Target, join};
+use crate::error::{Error, GraphPoolError};
+
+/// Handles, and the live bytes in them: addresses and bytes at home.
+type Choice = (Vec<Parked>, Vec<(u64, u64)>);
+
+/// A call under way keeps so many bytes.
+fn busy(count: u64, bytes: u64) -> Error {
+    let what = "call";
+    Error::InUse { what, count, bytes }
+}
+
+impl Heap {
+    /// Refuses requests while there is nothing for them.
+    #[inline]
+    pub(crate) fn refuse(&self) -> Result<(), Error> {
+        if self.closed {
+            return Err(Error::Closed);
+        }
+        match self.suspended.closed {
+            true => Err(Error::Suspended),
+            false => Ok(()),
+        }
+    }
+
+    /// Refuses requests of a pool while it is suspended.
+    pub(crate) fn refuse_pool(&self, pool: u64) -> Result<(), Error> {
+        match self.graphs.pools.get(&pool) {
+            Some(pool) if pool.suspended => Err(Error::Suspended),
+            _ => Ok(()),
+        }
+    }
+
+    /// [`segments`](Self::segments) of memory that is there.
+    pub(crate) fn present_segments(
+        &mut self,
+        ptr: u64,
+        bytes: u64,
+    ) -> Result<(Guarding, Vec<PhysicalSegment>), Error> {
+        self.refuse()?;
+        let (block, segments) = self.segments(ptr, bytes)?;
+        let mut places = segments.iter();
+        match places.any(|segment| self.suspended.covers(segment.address)) {
+            true => Err(Error::Suspended),
+            false => Ok((block, segments)),
+        }
+    }
+
+    // ---- closing -----------------------------------------------------------------------------------
+
+    /// Nobody gets memory of a target from here on, if nothing stands in the way.
+    pub(crate) fn close_target(&mut self, target: Target) -> Result<(), Error> {
+        match target {
+            Target::Arenas => self.close_arenas(),
+            Target::Pool(id) => self.close_pool(id),
+            Target::Stream(_) => self.refuse_guarded(),
+        }
+    }
+
+    /// Refuses while guards keep memory where it is, other than those of suspended memory.
+    pub(crate) fn refuse_guarded(&self) -> Result<(), Error> {
+        let own = self.suspended.of_streams().map(|away| away.blocks.len());
+        match self.guards.count() - own.sum::<usize>() as u64 {
+            0 => Ok(()),
+            guards => Err(Error::Guarded {
+                guards,
+                bytes: self.guards.bytes(),
+            }),
+        }
+    }
+
+    fn close_arenas(&mut self) -> Result<(), Error> {
+        self.refuse_guarded()?;
+        if self.suspended.of_streams().next().is_some() {
+            // Part of it is away already.
+            return Err(Error::Suspended);
+        }
+        let calls: u64 = self
+            .streams
+            .iter()
+            .map(|(_, slot)| u64::from(slot.calls))
+            .sum();
+        if calls > 0 {
+            return Err(busy(calls, 0));
+        }
+        self.suspended.closed = true;
+        self.open_caches();
+        self.empty_large_caches();
+        Ok(())
+    }
+
+    fn close_pool(&mut self, id: u64) -> Result<(), Error> {
+        let captures = self.graphs.captures.values();
+        let mut using = captures.filter(|capture| capture.may_use(id));
+        if let Some(capture) = using.next() {
+            let stream = capture.streams.first().map_or(0, |(user, _)| user.raw);
+            return Err(Error::Capturing { stream });
+        }
+        let Some(pool) = self.graphs.pools.get_mut(&id) else {
+            return Err(Error::GraphPool(GraphPoolError::Released));
+        };
+        if pool.calls > 0 {
+            return Err(busy(u64::from(pool.calls), pool.arena.held()));
+        }
+        pool.suspended = true;
+        self.graphs.recount();
+        Ok(())
+    }
+
+    /// A target serves again.
+    pub(crate) fn open_target(&mut self, target: Target) {
+        match target {
+            Target::Arenas => {
+                self.suspended.closed = false;
+                self.open_caches();
+            }
+            Target::Pool(id) => {
+                if let Some(pool) = self.graphs.pools.get_mut(&id) {
+                    pool.suspended = false;
+                }
+                self.graphs.recount();
+            }
+            Target::Stream(_) => {}
+        }
+    }
+
+    // ---- choosing ----------------------------------------------------------------------------------
+
+    /// What of a closed target is to be suspended.
+    pub(crate) fn park(&mut self, target: Target, contents: Contents) -> Result<Suspension, Error> {
+        let (mut claimed, mut blocks, mut left) = (Vec::new(), Vec::new(), 0);
+        let (handles, kept) = match target {
+            Target::Arenas => self.park_arenas()?,
+            Target::Pool(id) => {
+                let pool = self.graphs.pools.get(&id);
+                pool.map_or_else(Default::default, park_pool)
+            }
+            Target::Stream(stream) => {
+                let chosen = self.choose(stream);
+                left = chosen.left;
+                (claimed, blocks) = self.set_aside(&chosen);
+                (chosen.handles, chosen.kept)
+            }
+        };
+        let graphs = self.graphs.pools.values();
+        let spans = graphs.flat_map(|pool| {
+            pool.arena
+                .homes
+                .spans
+                .keys()
+                .chain(pool.arena.sites.spans.keys())
+        });
+        let mut bounds: Vec<u64> = spans.chain(self.physical.spans.keys()).copied().collect();
+        bounds.sort_unstable();
+        Ok(Suspension {
+            handles,
+            bounds,
+            kept: match contents {
+                Contents::Drop => Vec::new(),
+                Contents::Pinned | Contents::Host => kept,
+            },
+            contents,
+            copy: HostCopy::None,
+            lost: false,
+            away: false,
+            claimed,
+            blocks,
+            left,
+            counted: 0,
+        })
+    }
+
+    fn park_arenas(&mut self) -> Result<Choice, Error> {
+        let mut kept = Vec::new();
+        for space in [SpaceId::Large, SpaceId::Small] {
+            for (_, hot) in self.row(space) {
+                match hot.state {
+                    Extent::Busy => return Err(busy(1, hot.bytes())),
+                    Extent::Used if self.rules.caches() && space == SpaceId::Small => {
+                        kept.extend(self.used_in_page(&hot));
+                    }
+                    Extent::Used | Extent::Aliased => kept.push((hot.addr, hot.bytes())),
+                    _ => {}
+                }
+            }
+        }
+        let working = |view: &&crate::allocator::view::mapping::View| view.busy || view.calls > 0;
+        let views = self.views.map.values().filter(working).count() + self.views.segs_under_way;
+        if views > 0 {
+            return Err(busy(views as u64, 0));
+        }
+        kept.sort_unstable();
+        join(&mut kept, |_| false);
+        let apart = |home: &u64| {
+            let mut ids = self.physical.quarantined.iter();
+            ids.any(|id| self.extents.records[*id].addr == *home)
+        };
+        let holdings = self.physical.holdings.iter();
+        let mut handles: Vec<Parked> = holdings
+            .filter(|(home, _)| !apart(home))
+            .map(|(home, holding)| parked(*home, holding.bytes, holding.handle))
+            .collect();
+        for (base, view) in &self.views.map {
+            let mut at = *base;
+            for mapping in &view.mappings {
+                show(&mut handles, mapping.home, at);
+                at += u64::from(mapping.granules) * GRANULE;
+            }
+        }
+        mapped(&mut handles);
+        Ok((handles, kept))
+    }
+
+    /// The extents of an arena, by address.
+    fn row(&self, space: SpaceId) -> Vec<(u32, Hot)> {
+        let mut row = Vec::new();
+        let regions = self.extents.space(space).into_iter();
+        for region in regions.flat_map(|space| space.regions().values()) {
+            let mut at = region.first;
+            while at != NIL {
+                let hot = self.extents.records[at];
+                row.push((at, hot));
+                at = hot.next;
+            }
+        }
+        row
+    }
+
+    /// The live blocks in a page of a stream cache.
+    fn used_in_page(&self, page: &Hot) -> Vec<(u64, u64)> {
+        use crate::allocator::cache::stream_cache::Kind;
+        let Some((cache, number)) = self.caches.table.find(page.addr) else {
+            return Vec::new();
+        };
+        let runs = cache.lock().runs(number);
+        let used = runs.into_iter().filter(|run| run.kind == Kind::Used);
+        used.map(|run| (run.ptr, u64::from(run.granules) * GRANULE))
+            .collect()
+    }
+
+    /// The handles of large blocks of a stream in which nothing is of others, and nothing in a view.
+    fn choose(&mut self, stream: u64) -> Chosen {
+        // The heap is right about every block then.
+        self.clear_large_caches();
+        let mut chosen = Chosen::default();
+        let mut found: BTreeMap<u64, (bool, bool)> = BTreeMap::new();
+        let row = self.row(SpaceId::Large);
+        for (id, hot) in &row {
+            let own = match hot.state {
+                Extent::Unmapped => continue,
+                Extent::Free => self.over(*id),
+                Extent::Used => {
+                    self.streams[hot.stream].key.number() == stream
+                        && !self.guards.blocks.contains_key(id)
+                }
+                _ => false,
+            };
+            for (home, holding) in self.handles_of(hot) {
+                let (whole, any) = found.entry(home).or_insert((holding.views == 0, false));
+                *whole &= own;
+                *any |= own && hot.state == Extent::Used;
+            }
+        }
+        for (home, (whole, any)) in found {
+            let Some(holding) = self.physical.holdings.get(&home).filter(|_| any) else {
+                continue;
+            };
+            match whole {
+                true => chosen
+                    .handles
+                    .push(parked(home, holding.bytes, holding.handle)),
+                false => chosen.left += holding.bytes,
+            }
+        }
+        mapped(&mut chosen.handles);
+        for (id, hot) in &row {
+            let past = |h: &Parked| h.home + h.bytes <= hot.addr;
+            let first = chosen.handles.partition_point(past);
+            let handles = chosen.handles[first..].iter();
+            let handles = handles.take_while(|h| h.home < hot.end());
+            let parts = handles.map(|h| (hot.addr.max(h.home), hot.end().min(h.home + h.bytes)));
+            let parts: Vec<(u64, u64)> = parts.map(|(from, to)| (from, to - from)).collect();
+            match hot.state {
+                Extent::Free => chosen.free.extend(parts),
+                _ if !parts.is_empty() => {
+                    chosen.kept.extend(parts);
+                    chosen.blocks.push(*id);
+                }
+                _ => {}
+            }
+        }
+        chosen
+    }
+
+    /// Handles at home that an extent touches.
+    fn handles_of(&self, hot: &Hot) -> Vec<(u64, Holding)> {
+        let first = self.physical.holdings.range(..=hot.addr).next_back();
+        let first = first.map_or(hot.addr, |(home, _)| *home);
+        let holdings = self.physical.holdings.range(first..hot.end());
+        let touched = holdings.filter(|(home, holding)| *home + holding.bytes > hot.addr);
+        touched.map(|(home, holding)| (*home, *holding)).collect()
+    }
+
+    /// Takes what is chosen out of circulation: free memory at once, blocks when they are freed.
+    fn set_aside(&mut self, chosen: &Chosen) -> (Vec<(u32, Vec<Shard>)>, Vec<u32>) {
+        let mut claimed = Vec::new();
+        for (addr, bytes) in &chosen.free {
+            let Some(first) = self.extents.piece_around(SpaceId::Large, *addr) else {
+                continue;
+            };
+            let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
+            claimed.extend(self.claim(SpaceId::Large, first, skip, (bytes / GRANULE) as u32));
+        }
+        for id in &chosen.blocks {
+            self.guard(Guarding::Record(*id));
+        }
+        (claimed, chosen.blocks.clone())
+    }
+
+    /// Puts back what was taken out of circulation.
+    fn put_aside_back(&mut self, suspension: &mut Suspension) {
+        for (id, shards) in std::mem::take(&mut suspension.claimed) {
+            self.restore(SpaceId::Large, id, shards);
+        }
+        for id in std::mem::take(&mut suspension.blocks) {
+            self.unguard(id);
+        }
+    }
+
+    /// Takes out suspensions of streams all of whose blocks were freed.
+    pub(crate) fn take_freed(&mut self) -> Vec<(Target, Suspension)> {
+        let guards = &self.guards.blocks;
+        let freed = |id: &u32| guards.get(id).is_some_and(|guard| guard.freed.is_some());
+        let away = self.suspended.map.iter();
+        let over = away.filter(|(target, away)| {
+            matches!(target, Target::Stream(_)) && away.blocks.iter().all(freed)
+        });
+        let over: Vec<Target> = over.map(|(target, _)| *target).collect();
+        let over = over.into_iter();
+        over.filter_map(|target| Some((target, self.suspended.map.remove(&target)?)))
+            .collect()
+    }
+
+    // ---- coming back -------------------------------------------------------------------------------
+
+    /// Takes handles out of a suspension of the arenas, and out of the books, in which no block is live any more.
+    pub(crate) fn drop_unused(&mut self, suspension: &mut Suspension) {
+        self.empty_large_caches();
+        self.flush_caches();
+        for space in [SpaceId::Large, SpaceId::Small] {
+            for (home, bytes) in self.unused(space, |_| true) {
+                let away = |handle: &Parked| handle.home == home && handle.handle.is_none();
+                let Some(at) = suspension.handles.iter().position(away) else {
+                    continue;
+                };
+                let Some(release) = self.claim_holding(space, home) else {
+                    continue;
+                };
+                suspension.handles.swap_remove(at);
+                self.gone(&release);
+                self.unhold(bytes, space);
+            }
+        }
+    }
+
+    /// What a suspension has is there again.
+    pub(crate) fn woken(&mut self, target: Target, suspension: &mut Suspension) {
+        for parked in &suspension.handles {
+            let Some(handle) = parked.handle else {
+                continue;
+            };
+            match target {
+                Target::Arenas | Target::Stream(_) => {
+                    if let Some(holding) = self.physical.holdings.get_mut(&parked.home) {
+                        holding.handle = Some(handle);
+                    }
+                }
+                Target::Pool(id) => {
+                    let pool = self.graphs.pools.get_mut(&id);
+                    if let Some(held) = pool.and_then(|p| p.arena.handles.get_mut(&parked.home)) {
+                        held.handle = handle;
+                    }
+                }
+            }
+        }
+        self.put_aside_back(suspension);
+        self.suspended.count(suspension, 0);
+        self.open_target(target);
+    }
+
+    /// What a suspension had is the driver's, and nobody wants it again: no block is live, and no work under way.
+    pub(crate) fn forgotten(&mut self, target: Target, mut suspension: Suspension) {
+        self.put_aside_back(&mut suspension);
+        self.suspended.count(&mut suspension, 0);
+        self.open_target(target);
+        match target {
+            Target::Pool(id) => {
+                if let Some(pool) = self.graphs.pools.get_mut(&id) {
+                    pool.arena.forget_memory();
+                }
+                self.graphs.recount();
+            }
+            Target::Stream(_) => self.drop_unused(&mut suspension),
+            Target::Arenas => {
+                for base in self.idle_views(usize::MAX) {
+                    if let Some(view) = self.take_view(base) {
+                        let bytes = u64::from(view.granules) * GRANULE;
+                        self.extents.lookup.forget(base, bytes);
+                        self.view_gone(&view);
+                    }
+                }
+                self.drop_unused(&mut suspension);
+            }
+        }
+    }
+}
+
+/// What is chosen of a stream.
+#[derive(Debug, Default)]
+struct Chosen {
+    handles: Vec<Parked>,
+    kept: Vec<(u64, u64)>,
+    /// Parts of free pieces, each of one.
+    free: Vec<(u64, u64)>,
+    blocks: Vec<u32>,
+    left: u64,
+}
+
+fn park_pool(pool: &Pool) -> Choice {
+    let arena = &pool.arena;
+    let held = arena.handles.iter();
+    let mut handles: Vec<Parked> = held
+        .map(|(home, handle)| parked(*home, handle.bytes, Some(handle.handle)))
+        .collect();
+    for (base, view) in &arena.views {
+        let mut at = *base;
+        for (home, bytes) in &view.handles {
+            show(&mut handles, *home, at);
+            at += bytes;
+        }
+    }
+    mapped(&mut handles);
+    let parts = arena.live.values().flat_map(|live| &live.parts);
+    let mut kept: Vec<(u64, u64)> = parts
+        .map(|part| (part.home, u64::from(part.granules) * GRANULE))
+        .collect();
+    kept.sort_unstable();
+    join(&mut kept, |_| false);
+    (handles, kept)
+}
+
+fn parked(home: u64, bytes: u64, handle: Option<u64>) -> Parked {
+    Parked {
+        home,
+        bytes,
+        handle,
+        places: vec![home],
+        mapped: 0,
+    }
+}
+
+/// A handle is mapped in a view, too. Handles are in the order of their homes.
+fn show(handles: &mut [Parked], home: u64, at: u64) {
+    if let Ok(found) = handles.binary_search_by_key(&home, |handle| handle.home) {
+        handles[found].places.push(at);
+    }
+}
+
+fn mapped(handles: &mut [Parked]) {
+    for handle in handles {
+        handle.mapped = handle.places.len();
+    }
+}

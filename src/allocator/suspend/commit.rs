@@ -1,0 +1,159 @@
+//! The driver calls of suspensions: never with the heap's lock.
+//!
+//! Each handle knows how many of its mappings there are and whether it was released, so that whatever call fails,
+//! [`bring_back`] goes on from there, and so does the next attempt if that fails, too.
+
+use crate::allocator::physical::commit::Maker;
+use crate::allocator::suspend::host::HostCopy;
+use crate::allocator::suspend::{Parked, Suspension};
+use crate::driver::{DriverError, Entered, HostAllocation, Stream};
+use crate::error::Error;
+
+/// Copies what is kept to the host. After an error nothing has changed.
+pub(crate) fn save(
+    entered: &Entered<'_>,
+    stream: &Stream,
+    suspension: &mut Suspension,
+    spare: &mut Vec<HostAllocation>,
+) -> Result<(), Error> {
+    let bytes = suspension.kept_bytes();
+    suspension.copy = HostCopy::new(entered, suspension.contents, bytes, spare)?;
+    let pieces = suspension.copy.pieces(&suspension.kept);
+    let copied = pieces.into_iter().try_for_each(|(from, to, bytes)| {
+        // SAFETY: the memory is mapped, nobody writes there, and the host's is kept until the copy is over.
+        unsafe { entered.copy_device_to_host(to.cast(), from, bytes as usize, stream.raw()) }
+    });
+    let saved = waited(entered, stream, copied);
+    match saved {
+        Ok(()) => {}
+        Err(Unseen { seen: true, .. }) => {
+            spare.append(&mut std::mem::take(&mut suspension.copy).into_spare());
+        }
+        Err(_) => suspension.copy.leak(),
+    }
+    saved.map_err(|failed| failed.error.into())
+}
+
+/// A copy that failed, and whether its end was seen.
+struct Unseen {
+    error: DriverError,
+    seen: bool,
+}
+
+/// Waits for copies, by another way if one fails: it could be for earlier work.
+fn waited(
+    entered: &Entered<'_>,
+    stream: &Stream,
+    copied: Result<(), DriverError>,
+) -> Result<(), Unseen> {
+    let waited = stream.synchronize();
+    let seen = waited.is_ok() || entered.synchronize().is_ok();
+    copied.and(waited).map_err(|error| Unseen { error, seen })
+}
+
+/// Unmaps and releases the handles. Nobody uses the memory, and what is kept was saved.
+pub(crate) fn give_back(
+    entered: &Entered<'_>,
+    suspensions: &mut [Suspension],
+) -> Result<(), DriverError> {
+    for handle in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
+        unmap(entered, handle, 0)?;
+    }
+    for suspension in suspensions {
+        for parked in &mut suspension.handles {
+            if let Some(handle) = parked.handle {
+                // SAFETY: the handle is the allocator's and mapped nowhere any more.
+                unsafe { entered.mem_release(handle) }?;
+                parked.handle = None;
+                suspension.lost = true;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Unmaps a handle until so many of its mappings are left, the last first.
+fn unmap(entered: &Entered<'_>, parked: &mut Parked, left: usize) -> Result<(), DriverError> {
+    while parked.mapped > left {
+        let at = parked.places[parked.mapped - 1];
+        // SAFETY: a whole mapping of the allocator that nobody uses, as the caller of a suspension vouches for, and
+        // all work was waited for.
+        unsafe { entered.mem_unmap(at, parked.bytes as usize) }?;
+        parked.mapped -= 1;
+    }
+    Ok(())
+}
+
+/// Makes everything as it was: creates handles, maps them, gives all devices access, and copies back what was kept.
+/// After an error as little is there as before.
+pub(crate) fn bring_back(
+    maker: &Maker<'_>,
+    entered: &Entered<'_>,
+    stream: Option<&Stream>,
+    suspensions: &mut [Suspension],
+) -> Result<(), DriverError> {
+    let handles = suspensions.iter().flat_map(|s| &s.handles);
+    let before: Vec<(usize, bool)> = handles
+        .map(|handle| (handle.mapped, handle.handle.is_some()))
+        .collect();
+    let made = make(maker, entered, stream, suspensions);
+    // Under a copy that may not be over nothing is taken away.
+    if let Err(Unseen { seen: true, .. }) = made {
+        let handles = suspensions.iter_mut().flat_map(|s| &mut s.handles);
+        for (parked, (mapped, held)) in handles.zip(before) {
+            // What cannot be undone is there the next time.
+            if unmap(entered, parked, mapped).is_err() || held {
+                continue;
+            }
+            if let Some(handle) = parked.handle {
+                // SAFETY: made in this call, and mapped nowhere any more.
+                parked.handle = match unsafe { entered.mem_release(handle) } {
+                    Ok(()) => None,
+                    Err(_) => Some(handle),
+                };
+            }
+        }
+    }
+    made.map_err(|failed| failed.error)
+}
+
+fn make(
+    maker: &Maker<'_>,
+    entered: &Entered<'_>,
+    stream: Option<&Stream>,
+    suspensions: &mut [Suspension],
+) -> Result<(), Unseen> {
+    let seen = |error| Unseen { error, seen: true };
+    for parked in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
+        if parked.handle.is_none() {
+            let made = entered.mem_create(parked.bytes as usize, maker.properties);
+            parked.handle = Some(made.map_err(seen)?);
+        }
+    }
+    for parked in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
+        while let (Some(handle), Some(at)) = (parked.handle, parked.places.get(parked.mapped)) {
+            // SAFETY: the range is reserved for this handle, holds no mapping, and the handle is of this size.
+            unsafe { entered.mem_map(*at, parked.bytes as usize, handle) }.map_err(seen)?;
+            parked.mapped += 1;
+        }
+    }
+    for suspension in &mut *suspensions {
+        for (at, bytes) in suspension.ranges() {
+            // SAFETY: whole mappings, all of them there by now.
+            unsafe { entered.set_access(at, bytes as usize, maker.access) }.map_err(seen)?;
+        }
+    }
+    for suspension in suspensions.iter_mut().filter(|s| s.lost) {
+        let homes = suspension.homes();
+        let pieces = suspension.copy.pieces_in(&suspension.kept, &homes);
+        let Some(stream) = stream.filter(|_| !pieces.is_empty()) else {
+            continue;
+        };
+        let copied = pieces.into_iter().try_for_each(|(to, from, bytes)| {
+            // SAFETY: the memory is mapped and nobody else uses it; the host's is kept until the copy is over.
+            unsafe { entered.copy_host_to_device(to, from.cast(), bytes as usize, stream.raw()) }
+        });
+        waited(entered, stream, copied)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,201 @@
+//! Suspended memory: handles that were given back to the driver while their addresses stay reserved.
+//!
+//! A [`Suspension`] is what of one arena is away: its handles, where each is mapped, and the contents that are kept
+//! on the host. Here are its books, under the heap's lock; the calls of the driver are in [`commit`], and take a
+//! suspension out of the books for as long as they last.
+
+pub(crate) mod commit;
+pub(crate) mod contents;
+pub(crate) mod host;
+
+use std::collections::BTreeMap;
+
+use crate::allocator::extent::space::Shard;
+use crate::allocator::suspend::contents::Contents;
+use crate::allocator::suspend::host::HostCopy;
+use crate::block::Tag;
+
+/// Whose memory a suspension is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Target {
+    /// Everything outside of graph pools.
+    Arenas,
+    /// Whole handles of blocks of the stream with this number.
+    Stream(u64),
+    /// A graph pool.
+    Pool(u64),
+}
+
+/// A handle that is suspended, or about to be.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Parked {
+    pub home: u64,
+    pub bytes: u64,
+    /// None once it was released.
+    pub handle: Option<u64>,
+    /// Where it is to be mapped: at home, then in views.
+    pub places: Vec<u64>,
+    /// So many of these are mapped now, from the first on.
+    pub mapped: usize,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub(crate) struct Suspension {
+    pub handles: Vec<Parked>,
+    /// Where reservations of addresses begin: nothing that is given access at once goes across.
+    pub bounds: Vec<u64>,
+    /// Addresses and bytes of the live blocks whose contents are kept, where they lie at home, in order.
+    pub kept: Vec<(u64, u64)>,
+    pub contents: Contents,
+    /// The contents that are kept.
+    pub copy: HostCopy,
+    /// A handle was released: what was there is nowhere but in the copy.
+    pub lost: bool,
+    /// Nobody may use the memory: not all of it is there.
+    pub away: bool,
+    /// Free memory that is taken out of circulation meanwhile: the record, and what stood there.
+    pub claimed: Vec<(u32, Vec<Shard>)>,
+    /// Records of blocks whose frees wait.
+    pub blocks: Vec<u32>,
+    /// Bytes of handles with memory that was meant, where other memory is, too.
+    pub left: u64,
+    /// Bytes that do not count for the limit.
+    pub counted: u64,
+}
+
+impl Suspension {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.handles.iter().map(|handle| handle.bytes).sum()
+    }
+
+    /// Bytes of handles that are not there.
+    pub(crate) fn missing(&self) -> u64 {
+        let away = self.handles.iter().filter(|handle| handle.handle.is_none());
+        away.map(|handle| handle.bytes).sum()
+    }
+
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.kept.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Where the handles are at home, as few ranges as can be.
+    pub(crate) fn homes(&self) -> Vec<(u64, u64)> {
+        let handles = self.handles.iter();
+        let mut homes: Vec<(u64, u64)> = handles.map(|h| (h.home, h.bytes)).collect();
+        homes.sort_unstable();
+        join(&mut homes, |_| false);
+        homes
+    }
+
+    /// All addresses at which the handles are mapped, as few ranges as can be.
+    pub(crate) fn ranges(&self) -> Vec<(u64, u64)> {
+        let handles = self.handles.iter();
+        let places = handles.flat_map(|handle| handle.places.iter().map(|at| (*at, handle.bytes)));
+        let mut places: Vec<(u64, u64)> = places.collect();
+        places.sort_unstable();
+        join(&mut places, |at| self.bounds.binary_search(&at).is_ok());
+        places
+    }
+}
+
+/// Makes one what lies back to back, but for where something ends.
+pub(crate) fn join(ranges: &mut Vec<(u64, u64)>, ends: impl Fn(u64) -> bool) {
+    ranges.dedup_by(|next, last| {
+        let one = last.0 + last.1 == next.0 && !ends(next.0);
+        if one {
+            last.1 += next.1;
+        }
+        one
+    });
+}
+
+/// The suspensions of an allocator.
+#[derive(Debug, Default)]
+pub(crate) struct Suspensions {
+    pub map: BTreeMap<Target, Suspension>,
+    /// Nobody gets memory outside of graph pools, and nothing of it is given back.
+    pub closed: bool,
+    /// Calls of the driver for suspensions are under way.
+    pub working: bool,
+    /// Bytes that are suspended outside of graph pools while other memory there is in use.
+    pub absent: u64,
+    /// The tags of pools.
+    pub tags: BTreeMap<u64, Tag>,
+    /// Numbers of segments by their homes, as far as somebody was told of them.
+    ids: BTreeMap<u64, u64>,
+    count: u64,
+}
+
+impl Suspensions {
+    /// The number of the segment at an address, which it has until it dies.
+    pub(crate) fn id_of(&mut self, home: u64) -> u64 {
+        let count = &mut self.count;
+        *self.ids.entry(home).or_insert_with(|| {
+            *count += 1;
+            *count
+        })
+    }
+
+    /// The segment at an address is no more.
+    pub(crate) fn died(&mut self, home: u64) {
+        self.ids.remove(&home);
+    }
+
+    /// Says how many bytes of a suspension do not count for the limit.
+    pub(crate) fn count(&mut self, suspension: &mut Suspension, bytes: u64) {
+        self.absent = self.absent - suspension.counted + bytes;
+        suspension.counted = bytes;
+    }
+
+    /// Suspended memory of streams.
+    pub(crate) fn of_streams(&self) -> impl Iterator<Item = &Suspension> {
+        let map = self.map.iter();
+        map.filter_map(|(target, away)| matches!(target, Target::Stream(_)).then_some(away))
+    }
+
+    /// Whether a handle at this home is away.
+    pub(crate) fn covers(&self, address: u64) -> bool {
+        let mut handles = self.map.values().flat_map(|away| &away.handles);
+        handles.any(|handle| (handle.home..handle.home + handle.bytes).contains(&address))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn access_is_given_in_as_few_calls_as_reservations_allow() {
+        let parked = |home, places: &[u64]| Parked {
+            home,
+            bytes: 4,
+            handle: Some(1),
+            places: places.to_vec(),
+            mapped: places.len(),
+        };
+        let suspension = Suspension {
+            handles: vec![parked(0, &[0, 100]), parked(8, &[8]), parked(4, &[4, 104])],
+            bounds: vec![0, 8, 100],
+            kept: Vec::new(),
+            contents: Contents::Drop,
+            copy: HostCopy::None,
+            lost: false,
+            away: true,
+            claimed: Vec::new(),
+            blocks: Vec::new(),
+            left: 0,
+            counted: 0,
+        };
+        assert_eq!(suspension.ranges(), [(0, 8), (8, 4), (100, 8)]);
+    }
+
+    #[test]
+    fn a_segment_that_comes_again_has_another_number() {
+        let mut known = Suspensions::default();
+        let first = known.id_of(7);
+        assert_eq!(known.id_of(7), first);
+        known.died(7);
+        assert_ne!(known.id_of(7), first);
+    }
+}

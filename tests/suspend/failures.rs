@@ -1,0 +1,137 @@
+//! Every call of the driver fails in turn: what was to be suspended is wholly there, or wholly away.
+
+use super::support::*;
+use cualloc::driver::sys::CUresult;
+use cualloc::sim::FailPlan;
+
+const CALLS: [&str; 11] = [
+    "cuCtxSynchronize",
+    "cuStreamCreate",
+    "cuMemHostAlloc",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuStreamSynchronize",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+];
+
+/// One way to memory of both kinds, and into a graph pool.
+fn world(rig: &Rig) -> (World, GraphPool, Block) {
+    let world = World::of(rig, Config::new(), 3);
+    world.allocator.set_limit(None);
+    let pool = world.allocator.graph_pool().unwrap();
+    let scope = pool.enter(Scope::Thread).unwrap();
+    let block = world.allocator.allocate(4 * MIB, &world.stream).unwrap();
+    drop(scope);
+    rig.stamp(block.ptr(), 4 * MIB, 5, &world.stream);
+    world.stream.synchronize().unwrap();
+    (world, pool, block)
+}
+
+/// Fails a call in suspensions and their ends, later and later, so many times in a row; how many of both failed.
+fn fail_in_turn(call: &str, times: u64) -> (u32, u32) {
+    let failed = std::cell::Cell::new((0, 0));
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let (world, pool, block) = world(rig);
+        let allocator = &world.allocator;
+        let plan = |nth| {
+            let plan = FailPlan::call(call, CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap();
+            sim.fail(plan.nth(nth).times(times));
+        };
+        let intact = || {
+            allocator.check().unwrap();
+            world.assert_intact(rig);
+            assert_eq!(rig.mismatches(block.ptr(), 4 * MIB, 5, &world.stream), 0);
+        };
+        for nth in 1.. {
+            plan(nth);
+            let down = try_suspend(allocator, Select::Allocator, Contents::Pinned);
+            let left = sim.clear_failures();
+            if let Err(error) = &down {
+                assert!(!matches!(error, Error::Suspended), "{error:?}");
+                failed.update(|(down, up)| (down + 1, up));
+                if times == 1 {
+                    assert!(!is_suspended(allocator), "{call} {nth}: it was undone");
+                }
+            }
+            if is_suspended(allocator) {
+                let error = allocator.allocate(512, &world.stream).unwrap_err();
+                assert!(matches!(error, Error::Suspended), "{call} {nth}: {error:?}");
+                resume(allocator);
+            }
+            intact();
+            suspend(allocator, Contents::Pinned);
+            assert_eq!(held(rig), 0);
+            plan(nth);
+            let up = allocator.resume(Select::Allocator);
+            let right = sim.clear_failures();
+            if up.is_err() {
+                failed.update(|(down, up)| (down, up + 1));
+                assert!(is_suspended(allocator), "{call} {nth}: it is as it was");
+                resume(allocator);
+            }
+            intact();
+            if left > 0 && right > 0 {
+                break;
+            }
+        }
+        drop((block, pool));
+        world.close(rig);
+    });
+    failed.get()
+}
+
+#[test]
+fn a_call_that_fails_is_undone() {
+    for call in CALLS {
+        let (down, up) = fail_in_turn(call, 1);
+        eprintln!("{call}: {down} down, {up} up");
+        match call {
+            "cuMemUnmap" | "cuMemRelease" | "cuMemcpyDtoHAsync_v2" => assert!(down > 1),
+            "cuMemCreate" | "cuMemMap" | "cuMemSetAccess" | "cuMemcpyHtoDAsync_v2" => {
+                assert!(up > 1);
+            }
+            "cuStreamCreate" | "cuStreamSynchronize" => assert!(down > 0 && up > 0),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn calls_that_fail_while_others_are_undone_lose_nothing() {
+    for call in CALLS {
+        for times in [2, 100] {
+            fail_in_turn(call, times);
+        }
+    }
+}
+
+#[test]
+fn an_end_that_fails_can_be_tried_again() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let (world, pool, block) = world(rig);
+        suspend(&world.allocator, Contents::Drop);
+        // Something is there again that cannot be taken away: it goes with the allocator.
+        sim.fail(FailPlan::call("cuMemSetAccess", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
+        let unmap = FailPlan::call("cuMemUnmap", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap();
+        sim.fail(unmap.times(3));
+        assert!(world.allocator.resume(Select::Allocator).is_err());
+        sim.clear_failures();
+        assert!(held(rig) > 0 && is_suspended(&world.allocator));
+        drop((block, pool));
+        let World {
+            allocator,
+            blocks,
+            stream,
+        } = world;
+        drop((blocks, stream));
+        sim.fail(FailPlan::call("cuMemUnmap", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
+        assert!(allocator.close().is_err());
+        rig.close(&allocator);
+    });
+}

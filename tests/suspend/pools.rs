@@ -1,0 +1,183 @@
+//! Graph pools, by themselves and by their tags: graphs find everything where it was.
+
+use super::support::*;
+use cualloc::Tag;
+use cualloc::error::GraphPoolError;
+
+/// A graph that writes a word over its input, through memory of its own, into its output; and the output.
+fn program(rig: &Rig, allocator: &Allocator, pool: &GraphPool, stream: &Stream) -> (Graph, Block) {
+    let mut output = None;
+    let graph = capture(pool, stream, || {
+        let inner = allocator.allocate(6 * MIB, stream).unwrap();
+        rig.stamp(inner.ptr(), 6 * MIB, 77, stream);
+        let out = allocator.allocate(2 * MIB, stream).unwrap();
+        // SAFETY: both blocks are live, and the copy is captured.
+        unsafe { stream.memcpy(out.ptr(), inner.ptr(), 2 * MIB) }.unwrap();
+        drop(inner);
+        output = Some(out);
+    });
+    (graph, output.unwrap())
+}
+
+fn launch(exec: &mut GraphExec, stream: &Stream) {
+    // SAFETY: the simulator says what is wrong with the memory.
+    unsafe { exec.launch(stream) }.unwrap();
+    stream.synchronize().unwrap();
+}
+
+/// N13 as far as it goes here: launches after waking give what launches before gave.
+#[test]
+fn graphs_run_after_waking_as_before() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let (graph, output) = program(rig, &allocator, &pool, &stream);
+        let mut exec = graph.instantiate().unwrap();
+        launch(&mut exec, &stream);
+        let (physical, eager) = (pool.footprint().unwrap().physical, held(rig));
+        for contents in [Contents::Pinned, Contents::Host, Contents::Drop] {
+            let done = try_suspend(&allocator, Select::Pool(&pool), contents).unwrap();
+            assert_eq!((done.bytes, held(rig)), (physical, eager - physical));
+            let kept = if contents == Contents::Drop {
+                0
+            } else {
+                2 * MIB
+            };
+            assert_eq!(done.kept, kept as u64, "live bytes alone");
+            let refused = pool.launching().unwrap_err();
+            assert!(matches!(refused, Error::Suspended), "{refused:?}");
+            assert_eq!(pool.footprint().unwrap().physical, 0);
+            allocator.resume(Select::Pool(&pool)).unwrap();
+            pool.launching().unwrap();
+            assert_eq!(pool.footprint().unwrap().physical, physical);
+            if contents != Contents::Drop {
+                assert_eq!(rig.mismatches(output.ptr(), 2 * MIB, 77, &stream), 0);
+            }
+            rig.stamp(output.ptr(), 2 * MIB, 1, &stream);
+            launch(&mut exec, &stream);
+            assert_eq!(rig.mismatches(output.ptr(), 2 * MIB, 77, &stream), 0);
+        }
+        drop((exec, graph, output, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn other_memory_serves_while_a_pool_is_suspended() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let scope = pool.enter(Scope::Stream(&stream)).unwrap();
+        let inside = allocator.allocate(4 * MIB, &stream).unwrap();
+        let freed = allocator.allocate(4 * MIB, &stream).unwrap();
+        rig.stamp(inside.ptr(), 4 * MIB, 5, &stream);
+        try_suspend(&allocator, Select::Pool(&pool), Contents::Pinned).unwrap();
+        let other = rig.stream();
+        let eager = allocator.allocate(4 * MIB, &other).unwrap();
+        rig.stamp(eager.ptr(), 4 * MIB, 6, &other);
+        let refused = allocator.allocate(4 * MIB, &stream).unwrap_err();
+        assert!(matches!(refused, Error::Suspended), "{refused:?}");
+        let refused = try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap_err();
+        assert!(matches!(refused, Error::Suspended), "{refused:?}");
+        // Neither a free nor a trim touches what is away.
+        drop(freed);
+        allocator.trim(0).unwrap();
+        allocator.check().unwrap();
+        allocator.resume(Select::Pool(&pool)).unwrap();
+        assert_eq!(rig.mismatches(inside.ptr(), 4 * MIB, 5, &stream), 0);
+        assert_eq!(rig.mismatches(eager.ptr(), 4 * MIB, 6, &other), 0);
+        let again = allocator.allocate(4 * MIB, &stream).unwrap();
+        rig.stamp(again.ptr(), 4 * MIB, 7, &stream);
+        drop((again, inside, eager, scope, pool));
+        rig.settle(&stream);
+        rig.settle(&other);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn tags_say_what_is_suspended_and_what_is_kept() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let tags = ["weights", "cache", "cache"];
+        let pools = tags.map(|tag| allocator.graph_pool_for(tag).unwrap());
+        let blocks = pools.each_ref().map(|pool| {
+            let _scope = pool.enter(Scope::Thread).unwrap();
+            let block = allocator.allocate(4 * MIB, &stream).unwrap();
+            rig.stamp(block.ptr(), 4 * MIB, 9, &stream);
+            block
+        });
+        let keep = || Keep::from(Contents::Drop).tag("weights", Contents::Pinned);
+        let cache = Select::Tag(Tag::new("cache"));
+        let done = try_suspend(&allocator, cache, keep()).unwrap();
+        assert_eq!((done.bytes, done.kept), (8 * MIB as u64, 0));
+        // The rest.
+        let done = try_suspend(&allocator, Select::Allocator, keep()).unwrap();
+        assert_eq!((done.bytes, done.kept), (4 * MIB as u64, 4 * MIB as u64));
+        assert_eq!(held(rig), 0);
+        let weights = Select::Tag(Tag::new("weights"));
+        allocator.resume(weights).unwrap();
+        assert_eq!(rig.mismatches(blocks[0].ptr(), 4 * MIB, 9, &stream), 0);
+        assert!(!allocator.is_suspended(weights).unwrap());
+        assert!(allocator.is_suspended(cache).unwrap());
+        allocator.resume(Select::Allocator).unwrap();
+        assert!(!is_suspended(&allocator));
+        rig.stamp(blocks[2].ptr(), 4 * MIB, 3, &stream);
+        let unknown = Select::Tag(Tag::new("catch"));
+        match try_suspend(&allocator, unknown, Contents::Drop) {
+            Err(Error::GraphPool(GraphPoolError::UnknownTag { tag: "catch" })) => {}
+            other => panic!("{other:?}"),
+        }
+        drop(blocks);
+        drop(pools);
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_pool_is_not_suspended_in_a_capture_and_not_without_room() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.limited(16 * MIB), rig.stream());
+        let pool = allocator.graph_pool().unwrap();
+        let scope = pool.enter(Scope::NextCapture).unwrap();
+        stream.begin_capture(MODE).unwrap();
+        let block = allocator.allocate(12 * MIB, &stream).unwrap();
+        match try_suspend(&allocator, Select::Pool(&pool), Contents::Drop) {
+            Err(Error::Capturing { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+        let graph = stream.end_capture().unwrap();
+        scope.leave().unwrap();
+        try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
+        // The limit is of memory that is there.
+        let other = allocator.allocate(12 * MIB, &stream).unwrap();
+        match allocator.resume(Select::Pool(&pool)) {
+            Err(Error::OutOfMemory(why)) => assert_eq!(why.requested, 12 * MIB as u64),
+            other => panic!("{other:?}"),
+        }
+        drop(other);
+        stream.synchronize().unwrap();
+        // What nobody uses any more makes room.
+        allocator.resume(Select::Pool(&pool)).unwrap();
+        drop((block, graph, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let pool = allocator.graph_pool().unwrap();
+        let (graph, output) = program(rig, &allocator, &pool, &stream);
+        try_suspend(&allocator, Select::Pool(&pool), Contents::Pinned).unwrap();
+        drop((graph, output, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
+        let leaks = rig.sim().map(|sim| sim.leaks());
+        assert!(leaks.is_none_or(|leaks| leaks.reservations == 0 && leaks.host == 0));
+    });
+}

@@ -1,0 +1,118 @@
+//! What cannot be: errors with a type, and nothing changed.
+
+use super::support::*;
+
+fn is_suspended_error<T: std::fmt::Debug>(result: Result<T, Error>) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, Error::Suspended), "{error:?}");
+}
+
+#[test]
+fn no_request_gets_suspended_memory() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        let (allocator, stream) = (&world.allocator, &world.stream);
+        // What caches hold as well.
+        for bytes in [512, 4096, 100_000, 3 * MIB] {
+            drop(allocator.allocate(bytes, stream).unwrap());
+        }
+        suspend(allocator, Contents::Pinned);
+        let other = rig.stream();
+        for bytes in [512, 4096, 100_000, 3 * MIB, 40 * MIB] {
+            is_suspended_error(allocator.allocate(bytes, stream));
+            is_suspended_error(allocator.allocate(bytes, &other));
+            // SAFETY: the stream is alive.
+            is_suspended_error(unsafe { allocator.allocate_raw(bytes, stream.raw()) });
+        }
+        is_suspended_error(allocator.trim(0));
+        is_suspended_error(allocator.empty_cache());
+        let ptr = world.blocks[0].ptr();
+        is_suspended_error(allocator.guard(ptr, 512));
+        is_suspended_error(allocator.segments_of(ptr, 512));
+        is_suspended_error(try_suspend(allocator, Select::Allocator, Contents::Drop));
+        allocator.synchronize().unwrap();
+        assert_eq!(held(rig), 0);
+        resume(allocator);
+        let again = allocator.resume(Select::Allocator).unwrap_err();
+        assert!(matches!(again, Error::NotSuspended), "{again:?}");
+        drop(allocator.allocate(512, &other).unwrap());
+        assert!(allocator.guard(ptr, 512).is_ok());
+        world.assert_intact(rig);
+        world.close(rig);
+    });
+}
+
+#[test]
+fn guarded_memory_is_not_suspended() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        let small = world
+            .blocks
+            .iter()
+            .find(|b| b.requested() < 64 * KIB)
+            .unwrap();
+        for block in [&world.blocks[0], small] {
+            let calls = rig.memory_calls();
+            let guard = world.allocator.guard(block.ptr(), 512).unwrap();
+            match try_suspend(&world.allocator, Select::Allocator, Contents::Pinned) {
+                Err(Error::Guarded { guards: 1, .. }) => {}
+                other => panic!("{other:?}"),
+            }
+            assert_eq!(rig.memory_calls(), calls, "nothing is done");
+            drop(guard);
+            world.assert_intact(rig);
+        }
+        suspend(&world.allocator, Contents::Pinned);
+        resume(&world.allocator);
+        world.assert_intact(rig);
+        world.close(rig);
+    });
+}
+
+#[test]
+fn nothing_is_suspended_while_a_stream_captures() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        world.stream.begin_capture(MODE).unwrap();
+        match try_suspend(&world.allocator, Select::Allocator, Contents::Pinned) {
+            Err(Error::Capturing { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+        drop(world.stream.end_capture().unwrap());
+        world.assert_intact(rig);
+        drop(world.allocator.allocate(512, &world.stream).unwrap());
+        suspend(&world.allocator, Contents::Pinned);
+        resume(&world.allocator);
+        world.assert_intact(rig);
+        world.close(rig);
+    });
+}
+
+#[test]
+fn work_under_way_is_waited_for() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        let other = rig.stream();
+        let held = rig.busy(&other);
+        rig.stamp(world.blocks[0].ptr(), 5 * MIB, 1000, &other);
+        suspend(&world.allocator, Contents::Pinned);
+        drop(held);
+        resume(&world.allocator);
+        world.assert_intact(rig);
+        world.close(rig);
+    });
+}
+
+#[test]
+fn segments_of_the_classic_policy_cannot_be_suspended() {
+    only(Policy::Classic, |rig| {
+        let allocator = rig.allocator();
+        match try_suspend(&allocator, Select::Allocator, Contents::Drop) {
+            Err(Error::NotSupported { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+        let error = allocator.resume(Select::Allocator).unwrap_err();
+        assert!(matches!(error, Error::NotSuspended), "{error:?}");
+        rig.close(&allocator);
+    });
+}

@@ -1,0 +1,52 @@
+//! Other threads go on with what they may: they get memory that is there, or hear that it is not.
+
+use super::support::*;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+#[test]
+fn requests_beside_a_suspension_get_memory_or_an_error() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (over, first) = (AtomicBool::new(false), rig.stream());
+        let kept = allocator.allocate(3 * MIB, &first).unwrap();
+        rig.stamp(kept.ptr(), 3 * MIB, 4, &first);
+        std::thread::scope(|threads| {
+            for seed in 1..4 {
+                let (allocator, over, stream) = (&allocator, &over, rig.stream());
+                threads.spawn(move || {
+                    let (mut random, mut live) = (Random(seed), Vec::new());
+                    while !over.load(Ordering::Relaxed) {
+                        let bytes = [512, 3000, 70_000, 3 * MIB][random.below(4)];
+                        match allocator.allocate(bytes, &stream) {
+                            Ok(block) => live.push(block),
+                            Err(Error::Suspended) => std::thread::yield_now(),
+                            Err(error) => panic!("{error:?}"),
+                        }
+                        if live.len() > 20 {
+                            live.swap_remove(random.below(20));
+                        }
+                    }
+                });
+            }
+            let mut done = 0;
+            while done < 30 {
+                match try_suspend(&allocator, Select::Allocator, Contents::Pinned) {
+                    Ok(_) => {
+                        let refused = allocator.allocate(512, &first);
+                        assert!(matches!(refused, Err(Error::Suspended)));
+                        resume(&allocator);
+                        done += 1;
+                    }
+                    // A request is under way, and has memory in hand.
+                    Err(Error::InUse { what: "call", .. }) => std::thread::yield_now(),
+                    Err(error) => panic!("{error:?}"),
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(rig.mismatches(kept.ptr(), 3 * MIB, 4, &first), 0);
+        drop(kept);
+        rig.settle(&first);
+        rig.close(&allocator);
+    });
+}

@@ -1,0 +1,255 @@
+//! A whole allocator: what is kept, what is lost, and what happens meanwhile.
+
+use super::support::*;
+use cualloc::allocator::{Segment, SegmentChange, SegmentHook};
+use cualloc::sim::SimConfig;
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
+
+/// What a hook was told.
+type Told = (SegmentChange, Vec<Segment>);
+
+#[test]
+fn what_is_kept_comes_back_at_its_address() {
+    packed(|rig| {
+        for contents in [Contents::Pinned, Contents::Host] {
+            let world = World::new(rig, Config::new());
+            let addresses = world.addresses();
+            for _ in 0..3 {
+                let before = held(rig);
+                let done = suspend(&world.allocator, contents);
+                assert!(is_suspended(&world.allocator));
+                assert_eq!((held(rig), done.bytes), (0, before));
+                let live = world.allocator.stats().all.allocated.current;
+                assert_eq!(done.kept, live, "live bytes alone");
+                world.allocator.check().unwrap();
+                let back = resume(&world.allocator);
+                assert!(back.bytes <= before && back.kept == live);
+                assert_eq!(held(rig), world.allocator.stats().all.reserved.current);
+                world.allocator.check().unwrap();
+                assert_eq!(world.addresses(), addresses);
+                world.assert_intact(rig);
+                world.stamp(rig);
+            }
+            world.close(rig);
+        }
+    });
+}
+
+#[test]
+fn dropped_contents_need_no_host_memory_and_the_memory_can_be_written() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        let copies = rig.calls("cuMemcpyDtoHAsync_v2");
+        let done = suspend(&world.allocator, Contents::Drop);
+        assert_eq!(done.kept, 0);
+        resume(&world.allocator);
+        assert_eq!(rig.calls("cuMemcpyDtoHAsync_v2"), copies);
+        assert_eq!(rig.calls("cuMemHostAlloc"), 0);
+        world.stamp(rig);
+        world.assert_intact(rig);
+        world.close(rig);
+    });
+}
+
+/// N12: another allocator has the memory between.
+#[test]
+fn somebody_else_has_the_memory_between() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        let addresses = world.addresses();
+        for round in 0..50 {
+            suspend(&world.allocator, Contents::Pinned);
+            let other = rig.allocator();
+            // More than what this one left.
+            let all = other.allocate(8 * GIB - 4 * MIB, &world.stream).unwrap();
+            rig.stamp(all.ptr(), 4 * MIB, round, &world.stream);
+            drop(all);
+            rig.settle(&world.stream);
+            rig.close(&other);
+            resume(&world.allocator);
+            assert_eq!(world.addresses(), addresses);
+            world.assert_intact(rig);
+        }
+        assert!(
+            rig.calls("cuMemHostAlloc") <= 2,
+            "page-locked memory serves again"
+        );
+        world.close(rig);
+    });
+}
+
+/// N14: nobody comes back to less memory than there was.
+#[test]
+fn a_resume_without_memory_changes_nothing_and_may_be_tried_again() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let world = World::new(rig, Config::new());
+        suspend(&world.allocator, Contents::Host);
+        let free = rig.context.mem_info().unwrap().free;
+        sim.take_memory(0, free - 4 * MIB as u64);
+        for _ in 0..3 {
+            let before = held(rig);
+            match world.allocator.resume(Select::Allocator) {
+                Err(Error::OutOfMemory(why)) => assert!(why.requested > 40 * MIB as u64),
+                other => panic!("{other:?}"),
+            }
+            assert!(is_suspended(&world.allocator));
+            assert_eq!(held(rig), before);
+            let error = world.allocator.allocate(512, &world.stream).unwrap_err();
+            assert!(matches!(error, Error::Suspended), "{error:?}");
+        }
+        sim.take_memory(0, 0);
+        resume(&world.allocator);
+        world.assert_intact(rig);
+        world.close(rig);
+    });
+}
+
+#[test]
+fn blocks_are_freed_while_they_are_suspended() {
+    packed(|rig| {
+        let mut world = World::new(rig, Config::new());
+        suspend(&world.allocator, Contents::Pinned);
+        // Large ones, small ones, and the one in the view.
+        let gone: Vec<Block> = world.blocks.drain(5..).collect();
+        drop(gone);
+        world.allocator.check().unwrap();
+        assert_eq!(held(rig), 0);
+        let back = resume(&world.allocator);
+        assert!(
+            back.bytes < 30 * MIB as u64,
+            "{back:?}: only where blocks are"
+        );
+        assert_eq!(held(rig), world.allocator.stats().all.reserved.current);
+        world.allocator.check().unwrap();
+        world.assert_intact(rig);
+        // What nobody has any more can be had again.
+        let more: Vec<Block> = (0..4)
+            .map(|_| world.allocator.allocate(5 * MIB, &world.stream).unwrap())
+            .collect();
+        more.iter()
+            .for_each(|block| rig.stamp(block.ptr(), 5 * MIB, 7, &world.stream));
+        world.stream.synchronize().unwrap();
+        world.assert_intact(rig);
+        drop(more);
+        world.close(rig);
+    });
+}
+
+#[test]
+fn an_allocator_that_is_dropped_while_it_is_suspended_holds_nothing() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        suspend(&world.allocator, Contents::Pinned);
+        let World {
+            allocator,
+            blocks,
+            stream,
+        } = world;
+        drop(allocator);
+        drop(blocks);
+        drop(stream);
+        assert!(rig.all_given_back());
+        let leaks = rig.sim().map(|sim| sim.leaks());
+        assert!(leaks.is_none_or(|leaks| leaks.reservations == 0 && leaks.host == 0));
+        let world = World::new(rig, Config::new());
+        suspend(&world.allocator, Contents::Drop);
+        world.close(rig);
+    });
+}
+
+/// I8: all devices that had access have it again, in homes and views.
+#[test]
+fn peers_have_access_again() {
+    only_on(Policy::Packed, SimConfig::with_devices(3, 8 << 30), |rig| {
+        let world = World::new(rig, Config::new().peers([1]));
+        let devices: Vec<_> = (0..3).map(|n| rig.driver.device(n).unwrap()).collect();
+        let access = || {
+            let entered = rig.context.enter().unwrap();
+            let at = world.addresses().into_iter();
+            let asked = at.flat_map(|at| devices.iter().map(move |device| (at, device)));
+            let asked = asked.map(|(at, device)| entered.has_access(at, device).unwrap());
+            asked.collect::<Vec<bool>>()
+        };
+        let before = access();
+        assert_eq!(before[..3], [true, true, false]);
+        suspend(&world.allocator, Contents::Pinned);
+        resume(&world.allocator);
+        assert_eq!(access(), before);
+        world.assert_intact(rig);
+        world.close(rig);
+    });
+}
+
+#[test]
+fn hooks_hear_of_each_segment_without_locks() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        let heard = Arc::<Mutex<Vec<Told>>>::default();
+        let (told, inside, stream) = (heard.clone(), world.allocator.clone(), rig.stream());
+        let hook = SegmentHook::new("test", move |change, segments| {
+            told.lock().unwrap().push((change, segments.to_vec()));
+            // It may call the allocator.
+            let made = inside.allocate(3 * MIB, &stream);
+            assert_eq!(made.is_ok(), change == SegmentChange::Birth);
+            let again = inside.resume(Select::Allocator);
+            assert!(again.is_err());
+            inside.check().unwrap();
+        });
+        assert!(!world.allocator.add_segment_hook(hook));
+        for _ in 0..2 {
+            suspend(&world.allocator, Contents::Drop);
+            resume(&world.allocator);
+        }
+        assert!(world.allocator.remove_segment_hook("test"));
+        assert!(!world.allocator.remove_segment_hook("test"));
+        suspend(&world.allocator, Contents::Drop);
+        resume(&world.allocator);
+        let heard = std::mem::take(&mut *heard.lock().unwrap());
+        let [first_death, first_birth, second_death, second_birth] = &heard[..] else {
+            panic!("{heard:?}")
+        };
+        assert_eq!(first_death.0, SegmentChange::Death);
+        assert_eq!(first_birth.0, SegmentChange::Birth);
+        let ids = |segments: &[Segment]| segments.iter().map(|s| s.id).collect::<HashSet<u64>>();
+        assert!(ids(&first_death.1).is_disjoint(&ids(&first_birth.1)));
+        assert!(
+            ids(&second_death.1).is_superset(&ids(&first_birth.1)),
+            "an id stays until its segment dies"
+        );
+        assert!(ids(&second_birth.1).is_disjoint(&ids(&second_death.1)));
+        let bytes: u64 = first_birth.1.iter().map(|segment| segment.bytes).sum();
+        let homes: HashSet<u64> = first_death
+            .1
+            .iter()
+            .map(|segment| segment.address)
+            .collect();
+        assert!(bytes > 0 && first_birth.1.iter().all(|s| homes.contains(&s.address)));
+        world.close(rig);
+    });
+}
+
+#[test]
+fn a_hook_that_panics_does_no_harm() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        for change in [SegmentChange::Death, SegmentChange::Birth] {
+            let hook = SegmentHook::new("test", move |now, _| assert_ne!(now, change));
+            world.allocator.add_segment_hook(hook);
+            let round = || {
+                suspend(&world.allocator, Contents::Pinned);
+                resume(&world.allocator);
+            };
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(round)).is_err());
+            assert!(!is_suspended(&world.allocator));
+            world.assert_intact(rig);
+            drop(world.allocator.allocate(512, &world.stream).unwrap());
+        }
+        world.allocator.remove_segment_hook("test");
+        suspend(&world.allocator, Contents::Pinned);
+        resume(&world.allocator);
+        world.assert_intact(rig);
+        world.close(rig);
+    });
+}
