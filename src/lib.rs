@@ -20,6 +20,7 @@ pub mod error;
 mod event;
 pub mod exchange;
 mod locks;
+mod nvtx;
 pub mod pool;
 pub mod record;
 pub mod resource;
@@ -58,6 +59,7 @@ pub mod guide {
         configuration "../docs/configuration.md"
         contributing "../CONTRIBUTING.md"
         coverage "../docs/coverage.md"
+        debugging "../docs/debugging.md"
         efficiency "../docs/efficiency.md"
         experiments "../docs/experiments-2026-11.md"
         internals "../docs/internals.md"

@@ -32,6 +32,7 @@ use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
 use crate::error::Error;
+use crate::nvtx::{self, Tool};
 
 /// Marker failures are logged this often at most: the first, then at every power of two.
 #[derive(Debug, Default)]
@@ -116,8 +117,15 @@ impl Engine {
     pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
         config.validate()?;
         let (driver, device) = (context.driver(), context.device());
+        let tool = config.nvtx.then(nvtx::attach).flatten();
+        if tool.is_some() {
+            process::set_tool();
+        }
+        // compute-sanitizer refuses heaps in mapped memory.
+        let tracked = tool.is_some_and(Tool::tracks_memory) && config.peers.is_empty();
         let mapped = match config.policy {
             Policy::Classic => None,
+            Policy::Auto if tracked => None,
             Policy::Auto | Policy::Packed => trial::memory_of(context, config.policy)?,
         };
         let rules = match &mapped {
@@ -161,6 +169,7 @@ impl Engine {
                 config.tuning(),
             );
             heap.streams.watchful = config.capture_checks;
+            heap.tool = tool.filter(|_| !rules.maps());
             Engine {
                 id,
                 me: me.clone(),

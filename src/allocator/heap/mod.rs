@@ -44,6 +44,7 @@ use crate::allocator::stream::Streams;
 use crate::allocator::stream::finder::{Finder, Run};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::view::Views;
+use crate::nvtx::Tool;
 
 /// Bytes of pieces that streams other than their own may still use.
 fn mixed_bytes(shards: &[Shard]) -> u64 {
@@ -86,6 +87,8 @@ pub(crate) struct Heap {
     pub closed: bool,
     /// No allocator stands for the heap any more: the drop of the last block closes it.
     pub orphaned: bool,
+    /// The tool that is told of blocks, and the memory that they are cut from.
+    pub tool: Option<&'static Tool>,
 }
 
 impl Heap {
@@ -114,6 +117,7 @@ impl Heap {
             frees: 0,
             closed: false,
             orphaned: false,
+            tool: None,
         }
     }
 
