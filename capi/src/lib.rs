@@ -15,6 +15,7 @@ mod life;
 mod memory;
 mod message;
 mod options;
+mod record;
 mod results;
 mod shared;
 mod stats;
@@ -28,6 +29,7 @@ mod tests;
 pub use blocks::*;
 pub use life::*;
 pub use memory::*;
+pub use record::*;
 pub use results::*;
 pub use shared::*;
 pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
@@ -35,7 +37,7 @@ pub use torch::*;
 
 /// Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
 /// without a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 2;
+pub const CUALLOC_ABI_VERSION: u32 = 3;
 
 /// An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
 /// out.

@@ -36,6 +36,8 @@ pub const CUALLOC_UNSUPPORTED: i32 = 10;
 pub const CUALLOC_PANIC: i32 = 11;
 /// Blocks, guards or a call on another thread are in the way. Nothing was done.
 pub const CUALLOC_BUSY: i32 = 12;
+/// A file could not be made or written; the text says why.
+pub const CUALLOC_IO: i32 = 13;
 
 /// Why a call failed. Carries no text of its own, so that telling it takes no memory.
 #[derive(Debug)]
@@ -48,6 +50,8 @@ pub(crate) enum Failure {
     Library(Error),
     /// The library's lack of memory, in the words that users of PyTorch know.
     Torch(Box<OutOfMemory>),
+    /// The file system's error.
+    Io(std::io::Error),
 }
 
 impl Failure {
@@ -57,6 +61,7 @@ impl Failure {
             Failure::NoSuchDevice { .. } => CUALLOC_INVALID_ARGUMENT,
             Failure::Library(error) => code_of(error),
             Failure::Torch(_) => CUALLOC_OUT_OF_MEMORY,
+            Failure::Io(_) => CUALLOC_IO,
         }
     }
 }
@@ -70,6 +75,7 @@ impl fmt::Display for Failure {
             }
             Failure::Library(error) => error.fmt(f),
             Failure::Torch(error) => torch::write(error, f),
+            Failure::Io(error) => write!(f, "the recording cannot be written: {error}"),
         }
     }
 }

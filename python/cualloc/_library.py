@@ -8,7 +8,7 @@ import threading
 PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc.so")
 
 OK, OUT_OF_MEMORY, INVALID_ARGUMENT, NOT_OURS, NOT_LIVE, CAPTURING, CLOSED = range(7)
-NO_DRIVER, DRIVER, CONTEXT_LOST, UNSUPPORTED, PANIC, BUSY = range(7, 13)
+NO_DRIVER, DRIVER, CONTEXT_LOST, UNSUPPORTED, PANIC, BUSY, IO = range(7, 14)
 
 
 class Error(RuntimeError):
@@ -85,6 +85,11 @@ def _functions():
         "cualloc_stats": (code, [handle, to(Stats)]),
         "cualloc_reset_peaks": (code, [handle]),
         "cualloc_check": (code, [handle]),
+        "cualloc_record_start": (code, [text]),
+        "cualloc_record_dump": (code, [text]),
+        "cualloc_record_stop": (code, [to(number), to(number)]),
+        "cualloc_context": (ctypes.c_uint32, [text]),
+        "cualloc_set_context": (ctypes.c_uint32, [ctypes.c_uint32]),
     }
 
 
