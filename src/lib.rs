@@ -13,6 +13,7 @@ compile_error!("cualloc supports 64-bit targets only: the driver's API differs o
 pub mod allocator;
 mod block;
 pub mod buffer;
+mod clock;
 pub mod driver;
 mod dtype;
 mod environment;

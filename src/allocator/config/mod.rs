@@ -2,6 +2,8 @@
 
 mod text;
 
+use std::time::Duration;
+
 use crate::error::ConfigError;
 
 use crate::allocator::size::PHYSICAL_GRANULE;
@@ -97,6 +99,14 @@ pub struct Config {
     /// allocator that may loads it. Where the tool tracks memory, as compute-sanitizer does, [`Policy::Auto`] is the
     /// classic policy: such a tool takes no heaps in mapped memory. Nothing is loaded where the variable is not set.
     pub nvtx: bool,
+    /// How long memory for large blocks stays with the allocator that none of them has: what was too much for so long
+    /// goes back to the driver, at the latest when it was for twice as long, in a call that comes to the heap anyway: one that
+    /// waits for memory or frees a large block, or [`Allocator::decay`](crate::Allocator::decay). There is no thread
+    /// for it. By default memory stays until it is trimmed or needed elsewhere.
+    pub decay: Option<Duration>,
+    /// The part of it that stays with [`decay`](Self::decay): a share of the most bytes that blocks ever had at once,
+    /// from 0 to 1.
+    pub keep: Option<f64>,
 }
 
 /// What the packed policy is told beside its own rules.
@@ -127,6 +137,8 @@ impl Default for Config {
             profile: Profile::Dense,
             handle: None,
             nvtx: true,
+            decay: None,
+            keep: None,
         }
     }
 }
@@ -217,6 +229,18 @@ impl Config {
         self
     }
 
+    /// Gives back what has been idle for so long; `None` keeps it.
+    pub fn decay(mut self, idle: Option<Duration>) -> Self {
+        self.decay = idle;
+        self
+    }
+
+    /// Keeps idle memory up to a share of the most bytes that blocks ever had at once.
+    pub fn keep(mut self, share: f64) -> Self {
+        self.keep = Some(share);
+        self
+    }
+
     pub(crate) fn tuning(&self) -> Tuning {
         Tuning {
             slack: self.slack,
@@ -268,6 +292,11 @@ impl Config {
             (no_views && self.budget.is_some(), "views=off", "budget"),
             (self.handle_above_limit(), "limit", "handle"),
             (
+                self.keep.is_some() && self.decay.is_none(),
+                "keep",
+                "decay=off",
+            ),
+            (
                 self.capture_checks && !self.captures,
                 "captures=never",
                 "capture_checks=on",
@@ -282,6 +311,13 @@ impl Config {
             let key = key.into();
             Err(ConfigError::InvalidValue { key, value })
         };
+        match (self.decay, self.keep) {
+            (Some(Duration::ZERO), _) => return invalid("decay", "0s".into()),
+            (_, Some(share)) if !(0.0..=1.0).contains(&share) => {
+                return invalid("keep", share.to_string());
+            }
+            _ => {}
+        }
         match (self.slack, self.budget, self.handle) {
             (Some(share), ..) if !(0.0..=1.0).contains(&share) => {
                 return invalid("slack", share.to_string());

@@ -1,6 +1,7 @@
 //! The text of a configuration.
 
 use std::str::FromStr;
+use std::time::Duration;
 
 use crate::allocator::config::{Config, Limit, Policy, Profile};
 use crate::error::ConfigError;
@@ -8,7 +9,8 @@ use crate::error::ConfigError;
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
 /// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `views=on|off`,
 /// `capture_checks=on|off`, `captures=watched|never`, `checks=context|none`, `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
-/// `profile=dense|quick`, `handle=BYTES`, `nvtx=auto|off`.
+/// `profile=dense|quick`, `handle=BYTES`, `nvtx=auto|off`,
+/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -94,6 +96,16 @@ impl FromStr for Config {
                         _ => return Err(invalid()),
                     }
                 }
+                "decay" => {
+                    config.decay = match value {
+                        "off" => None,
+                        _ => Some(parse_time(value).ok_or_else(invalid)?),
+                    }
+                }
+                "keep" => match parse_limit(value) {
+                    Some(Limit::Fraction(share)) => config.keep = Some(share),
+                    _ => return Err(invalid()),
+                },
                 _ => return Err(ConfigError::UnknownKey(key.into())),
             }
         }
@@ -126,6 +138,21 @@ impl FromStr for Limit {
                 value: text.into(),
             })
     }
+}
+
+/// A number of milliseconds, seconds, minutes or hours, with its unit.
+fn parse_time(value: &str) -> Option<Duration> {
+    let unit = value.find(|c: char| c.is_ascii_alphabetic())?;
+    let (number, unit) = value.split_at(unit);
+    let factor = match unit {
+        "ms" => 0.001,
+        "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return None,
+    };
+    let number: f64 = number.parse().ok().filter(|number| *number > 0.0)?;
+    Duration::try_from_secs_f64(number * factor).ok()
 }
 
 fn parse_switch(value: &str) -> Option<bool> {
@@ -301,5 +328,28 @@ mod tests {
                 "{text}: {refused:?}"
             );
         }
+    }
+
+    #[test]
+    fn times_have_units() {
+        let parse = |text: &str| text.parse::<Config>();
+        let decay = |text: &str| parse(&format!("decay={text}")).map(|config| config.decay);
+        for (text, time) in [
+            ("500ms", Duration::from_millis(500)),
+            ("10s", Duration::from_secs(10)),
+            ("1.5m", Duration::from_secs(90)),
+            ("1h", Duration::from_secs(3600)),
+        ] {
+            assert_eq!(decay(text), Ok(Some(time)), "{text}");
+        }
+        assert_eq!(decay("off"), Ok(None));
+        for text in [
+            "10", "s", "-1s", "0s", "1d", "infs", "nans", "1e300h", "1 s",
+        ] {
+            assert!(decay(text).is_err(), "{text}");
+        }
+        let kept = parse("decay=10s,keep=20%").unwrap();
+        assert_eq!(kept.keep, Some(0.2));
+        assert!(parse("keep=20%").is_err() && parse("decay=10s,keep=2G").is_err());
     }
 }

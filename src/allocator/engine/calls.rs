@@ -194,6 +194,7 @@ impl Engine {
         if repays {
             self.repay(stream);
         }
+        self.tend();
         Ok(grant)
     }
 

@@ -130,6 +130,7 @@ impl Engine {
         let rest = self.rest_of_free(&heap, after);
         drop(heap);
         self.finish_free(rest);
+        self.tend();
         Ok(())
     }
 
@@ -148,6 +149,8 @@ impl Engine {
             heap.tell_free(id);
         }
         if heap.free_alone(id, generation) {
+            drop(heap);
+            self.tend();
             return true;
         }
         if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
@@ -157,6 +160,7 @@ impl Engine {
         let rest = self.rest_of_free(&heap, after);
         drop(heap);
         self.finish_free(rest);
+        self.tend();
         true
     }
 

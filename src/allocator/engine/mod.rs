@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod contexts;
+pub(crate) mod decay;
 pub(crate) mod free;
 pub(crate) mod hooks;
 pub(crate) mod large_cache;
@@ -26,6 +27,7 @@ use crate::sync::event::EventPools;
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
+use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
@@ -101,6 +103,8 @@ pub(crate) struct Engine {
     lost: OnceLock<DriverError>,
     /// The allocator's id as long as stream caches serve here and the context is not lost, then 0.
     at_once: AtomicU64,
+    /// When idle memory goes back, if it does so by itself.
+    pub decay: Option<Decay>,
     /// Blocks wait in the heap to be freed by a call that may.
     pub deferred: AtomicBool,
     /// It is known that the allocator outlives its handles for a capture's sake.
@@ -201,6 +205,7 @@ impl Engine {
                 } else {
                     0
                 }),
+                decay: Decay::of(config),
                 deferred: AtomicBool::new(false),
                 waits: AtomicBool::new(false),
                 told: AtomicU64::new(0),

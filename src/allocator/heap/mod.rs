@@ -80,6 +80,8 @@ pub(crate) struct Heap {
     pub mixed_peak: u64,
     /// Peak of live requested bytes since the last trim.
     pub peak_live: u64,
+    /// Most bytes that large blocks had at once, for a while: a peak is always followed by a free.
+    pub recent_peak: u64,
     /// Blocks that could not be freed when they were dropped: freed by the next call that may.
     pub deferred: Vec<Deferred>,
     /// Frees so far: the time by which idle memory is told apart.
@@ -114,6 +116,7 @@ impl Heap {
             mixed_peak: 0,
             peak_live: 0,
             deferred: Vec::new(),
+            recent_peak: 0,
             frees: 0,
             closed: false,
             orphaned: false,
@@ -433,6 +436,7 @@ impl Heap {
         let space = hot.space;
         hot.generation = hot.generation.wrapping_add(1);
         self.frees += 1;
+        self.note_peak();
         let cold = self.extents.records.cold_mut(id);
         cold.freed = self.frees;
         let (requested, in_view) = (cold.requested, !cold.home().is_empty());
@@ -473,6 +477,12 @@ impl Heap {
             self.complete_piece(space, piece);
         }
         after
+    }
+
+    /// A block is about to be freed.
+    #[inline(always)]
+    pub(crate) fn note_peak(&mut self) {
+        self.recent_peak = self.recent_peak.max(self.stats.large.allocated.current);
     }
 
     /// The last uses of a block that other streams used, which is counted as free already.
