@@ -13,6 +13,7 @@ compile_error!("cualloc supports 64-bit targets only: the driver's API differs o
 pub mod allocator;
 mod block;
 pub mod buffer;
+mod clock;
 pub mod driver;
 mod dtype;
 mod environment;
@@ -20,6 +21,7 @@ pub mod error;
 mod event;
 pub mod exchange;
 mod locks;
+mod nvtx;
 pub mod pool;
 pub mod record;
 pub mod resource;
@@ -58,6 +60,7 @@ pub mod guide {
         configuration "../docs/configuration.md"
         contributing "../CONTRIBUTING.md"
         coverage "../docs/coverage.md"
+        debugging "../docs/debugging.md"
         efficiency "../docs/efficiency.md"
         experiments "../docs/experiments-2026-11.md"
         graphs "../docs/graphs.md"

@@ -147,6 +147,25 @@ sanitized() {
     fi
 }
 
+# planted CASE WORDS...: under memcheck an error that is there on purpose is reported, in each of these words.
+planted() {
+    local case=$1 name="memcheck planted $1" words
+    shift
+    run "$name" "$sanitizer" --tool memcheck --leak-check full "$scratch/tests/c/planted" "$case"
+    if grep -qi 'device not supported' "$log"; then
+        refused "$name" "compute-sanitizer does not support this device"
+        return
+    fi
+    for words in "$@"; do
+        if ! grep -q -- "$words" "$log"; then
+            status="no \"$words\""
+            failed "$name"
+            return
+        fi
+    done
+    row "$name" ok "$took" "$*"
+}
+
 refused() {
     row "$1" REFUSED "${took:-0}" "$2"
     echo "!!! $1: $2"
@@ -164,9 +183,15 @@ if wanted sanitizer; then
             sanitized "memcheck replay $policy" "$gpu/cualloc" replay --device cuda \
                 --policy "$policy" --verify tests/data/serve_streams.csv.gz
         done
+        planted clean 'ended well' 'ERROR SUMMARY: 0 errors'
+        planted overrun 'Invalid __global__ write of size 1 bytes' 'is 1 bytes after the nearest allocation' \
+            'of size 63 bytes'
+        planted stale 'Invalid __global__ write of size 1 bytes'
+        planted leak 'Leaked 63 bytes' 'called planted;weights'
         # A part of one program. Its calls fail on purpose now and then. Under the sanitizer a stream's
         # destruction waits for its work, and in r25 that work waits for the destruction.
-        sanitized "memcheck reuse" --report-api-errors no "$scratch/tests/allocator" reuse:: \
+        # Kernels run there behind the frees of their blocks, so the tool is not told of blocks.
+        sanitized "memcheck reuse" --nvtx no --report-api-errors no "$scratch/tests/allocator" reuse:: \
             --test-threads=1 --skip r25_
         if ! grep -q '^test result: ok. [1-9]' "$log"; then
             failed "memcheck reuse: no test of that name"

@@ -145,6 +145,9 @@
  * Contents are kept in plain host memory.
  */
 #define CUALLOC_CONTENTS_HOST 2
+ * A file could not be made or written; the text says why.
+ */
+#define CUALLOC_IO 13
 
 /**
  * Options for a new allocator. A handle, as cualloc_t is.
@@ -592,6 +595,10 @@ void cualloc_options_free(struct cualloc_options_t *options);
  * slack (5%), budget, profile (dense, quick), handle. And device: cuda (the default), or sim, a simulated device of
  * 80 GiB in host memory, in a library that was built with the feature sim. Settings that contradict each other are
  * refused by cualloc_create.
+ * the device as 80%), views, capture_checks, self_test (on, off), checks (context, none), peers (1+3), slack (5%),
+ * budget, profile (dense, quick), handle, decay (10s), keep (20%), nvtx (auto, off). And device: cuda (the default), or
+ * sim, a simulated device of 80 GiB in host memory, in a library that was built with the feature sim. Settings that
+ * contradict each other are refused by cualloc_create.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
  * UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.
@@ -836,6 +843,72 @@ int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
  * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied. Of
  * these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be destroyed
  * without being retired.
+ * Begins to record all allocators of the process: to a file that is written until cualloc_record_stop, or, where path
+ * is null, to memory, of which cualloc_record_dump writes what is newest. What is live now is recorded as held. The
+ * file is new, for its owner alone, and replaces what stands there; `cualloc replay`, `view` and `export` read it.
+ * One recording runs in a process.
+ *
+ * Errors: CUALLOC_BUSY while one runs, also the one that CUALLOC_RECORD began; CUALLOC_IO if the file cannot be made;
+ * CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * Any thread, whatever context is current. A call under way on another thread may be missed.
+ *
+ * What the caller answers for:
+ * `path` is null or ends with a zero.
+ */
+int32_t cualloc_record_start(const char *path);
+
+/**
+ * Writes a file of what the recording's rings hold now: of one to memory the newest 32767 events of each stream cache,
+ * and as many others. The recording goes on. The file is made as by cualloc_record_start, when it is whole.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for null, or if no recording runs that cualloc_record_start began; CUALLOC_IO;
+ * CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `path` is null or ends with a zero.
+ */
+int32_t cualloc_record_dump(const char *path);
+
+/**
+ * Ends the recording, and its file. *events is how many the file has, 0 if there is none, and *lost how many the thread
+ * that writes it came too late for; either may be null.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT if no recording runs that cualloc_record_start began; CUALLOC_IO if the file could
+ * not be written: it is good as far as it goes, and the recording has ended; CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `events` and `lost` are null or may be written.
+ */
+int32_t cualloc_record_stop(uint64_t *events,
+                            uint64_t *lost);
+
+/**
+ * The number of a name for what a thread is doing, for cualloc_set_context. Parts between semicolons are a stack,
+ * outermost first: "train;forward". The same name has the same number. 0 if the name is null or not UTF-8, or 65536
+ * others are known already: a program keeps the numbers that it gets. Of a long name the first 4096 bytes count.
+ *
+ * Any thread, any time; takes a lock.
+ *
+ * What the caller answers for:
+ * `name` is null or ends with a zero.
+ */
+uint32_t cualloc_context(const char *name);
+
+/**
+ * Puts the calling thread into a context until it is put into another: what it allocates and frees carries the name in
+ * recordings, and in the reports of compute-sanitizer. 0 is none. Returns the context that it was in.
+ *
+ * Any thread, any time; each is in one of its own. Costs one store.
+ */
+uint32_t cualloc_set_context(uint32_t context);
+
+/**
+ * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied.
  *
  * Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
  * CUALLOC_CONTEXT_LOST in a forked child.

@@ -117,8 +117,22 @@ impl Options {
     /// [`config`](Self::config) of allocators that are shared with those who do not know of each other: nobody of
     /// them need say that a stream goes.
     pub(crate) fn shared_config(&self) -> Result<Config, Failure> {
-        let inherited = format!("unretired_streams=on,{}", Config::environment()?);
-        Ok(self.over(&inherited).parse::<Config>()?)
+        Ok(self
+            .over_shared(&Config::environment()?)
+            .parse::<Config>()?)
+    }
+
+    fn over_shared(&self, inherited: &str) -> String {
+        const OWN: &str = "unretired_streams";
+        let text = self.over(inherited);
+        let said = text
+            .split(',')
+            .any(|part| part.split('=').next().unwrap_or(part).trim() == OWN);
+        if said {
+            text
+        } else {
+            format!("{OWN}=on,{text}")
+        }
     }
 
     fn over(&self, inherited: &str) -> String {
@@ -163,6 +177,23 @@ mod tests {
             over("limit=1G,limit=1G,x", &[("views", "on")]),
             "limit=1G,limit=1G,x,views=on"
         );
+    }
+
+    #[test]
+    fn shared_allocators_take_streams_that_nobody_retires() {
+        let shared = |inherited: &str, own: &[(&str, &str)]| {
+            let own = own.iter();
+            let settings = own.map(|(key, value)| (key.to_string(), value.to_string()));
+            let options = Options {
+                settings: settings.collect(),
+                ..Options::default()
+            };
+            let config = options.over_shared(inherited).parse::<Config>().unwrap();
+            config.unretired_streams
+        };
+        assert!(shared("", &[]) && shared("limit=1G", &[("views", "off")]));
+        assert!(!shared("views=off, unretired_streams = off", &[]));
+        assert!(!shared("", &[("unretired_streams", "off")]));
     }
 
     #[test]

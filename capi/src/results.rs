@@ -40,6 +40,8 @@ pub const CUALLOC_PANIC: i32 = 11;
 pub const CUALLOC_BUSY: i32 = 12;
 /// The memory is suspended, or is not where it should be brought back. Nothing was done.
 pub const CUALLOC_SUSPENDED: i32 = 13;
+/// A file could not be made or written; the text says why.
+pub const CUALLOC_IO: i32 = 14;
 
 /// Why a call failed. Carries no text of its own, so that telling it takes no memory.
 #[derive(Debug)]
@@ -52,6 +54,8 @@ pub(crate) enum Failure {
     Library(Error),
     /// The library's lack of memory, in the words that users of PyTorch know.
     Torch(Box<OutOfMemory>),
+    /// The file system's error.
+    Io(std::io::Error),
 }
 
 impl Failure {
@@ -61,6 +65,7 @@ impl Failure {
             Failure::NoSuchDevice { .. } => CUALLOC_INVALID_ARGUMENT,
             Failure::Library(error) => code_of(error),
             Failure::Torch(_) => CUALLOC_OUT_OF_MEMORY,
+            Failure::Io(_) => CUALLOC_IO,
         }
     }
 }
@@ -74,6 +79,7 @@ impl fmt::Display for Failure {
             }
             Failure::Library(error) => error.fmt(f),
             Failure::Torch(error) => torch::write(error, f),
+            Failure::Io(error) => write!(f, "the recording cannot be written: {error}"),
         }
     }
 }

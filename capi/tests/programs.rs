@@ -172,6 +172,13 @@ fn calls_during_a_destroy_end_or_find_it_closed() {
 }
 
 #[test]
+fn recordings_are_begun_dumped_and_ended() {
+    let folder = folder("recordings");
+    let folder = folder.to_str().unwrap();
+    program("c11", "record.c", Linked::Shared, &[folder]);
+}
+
+#[test]
 fn a_forked_child_gets_an_answer() {
     program("c11", "forked.c", Linked::Shared, &[]);
 }

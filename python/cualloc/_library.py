@@ -8,7 +8,7 @@ import threading
 PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc.so")
 
 OK, OUT_OF_MEMORY, INVALID_ARGUMENT, NOT_OURS, NOT_LIVE, CAPTURING, CLOSED = range(7)
-NO_DRIVER, DRIVER, CONTEXT_LOST, UNSUPPORTED, PANIC, BUSY = range(7, 13)
+NO_DRIVER, DRIVER, CONTEXT_LOST, UNSUPPORTED, PANIC, BUSY, IO = range(7, 14)
 
 
 class Error(RuntimeError):
@@ -103,6 +103,11 @@ def _functions():
         "cualloc_pool_footprint": (code, [handle, to(Footprint)]),
         "cualloc_torch_pool": (handle, [ctypes.c_int32, PoolId]),
         "cualloc_torch_pool_abandon": (number, [number]),
+        "cualloc_record_start": (code, [text]),
+        "cualloc_record_dump": (code, [text]),
+        "cualloc_record_stop": (code, [to(number), to(number)]),
+        "cualloc_context": (ctypes.c_uint32, [text]),
+        "cualloc_set_context": (ctypes.c_uint32, [ctypes.c_uint32]),
     }
 
 

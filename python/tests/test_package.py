@@ -742,6 +742,37 @@ def rmm_has_a_resource():
     assert _library.stats(1).blocks.current == 0
 
 
+def recordings_have_contexts():
+    import tempfile
+
+    import cualloc
+    import cualloc.record as record
+    from cualloc import _library
+
+    driver()
+    raises(cualloc.Error, "no recording", record.stop)
+    raises(cualloc.Error, "cannot be written", record.start, "/no/such/folder/file")
+    with tempfile.TemporaryDirectory() as folder:
+        whole, newest = os.path.join(folder, "whole.rec"), os.path.join(folder, "newest.rec")
+        record.start(whole)
+        raises(cualloc.Error, "another recording", record.start)
+        with record.context("train;forward"):
+            address = _library.allocate(0, 1000, None)
+            with record.context("train;inner"):
+                pass
+        _library.checked(_library.LIBRARY.cualloc_free(_library.allocator(0), address))
+        events, lost = record.stop()
+        assert events >= 5 and lost == 0, (events, lost)
+        with open(whole, "rb") as file:
+            written = file.read()
+        assert written.startswith(b"cuallocR") and b"train;forward" in written
+        record.start()
+        record.dump(newest)
+        assert record.stop() == (0, 0)
+        assert os.path.getsize(newest) > 64
+    assert _library.LIBRARY.cualloc_set_context(0) == 0, "the thread is in none again"
+
+
 CASES = [
     *(hooks_and_devices, statistics_have_the_keys_of_pytorch, limits_and_fractions, wrong_settings_are_refused),
     *(out_of_memory_has_the_words_of_pytorch, streams_of_pytorch_are_adopted_and_others_are_not),
@@ -751,7 +782,7 @@ CASES = [
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
-    *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs),
+    *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),
     *(what_only_pytorchs_own_allocator_does_says_so, a_pytorch_with_other_hooks_has_no_graphs),
 ]
 

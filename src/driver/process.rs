@@ -1,4 +1,4 @@
-//! What happened to this process: forked children, process exit, stream captures, and recordings.
+//! What happened to this process: forked children, process exit, stream captures, recordings, and tools.
 //!
 //! A forked child may not use its parent's driver state, and handlers that run while the process
 //! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
@@ -13,6 +13,7 @@ const FORKED: u8 = 1;
 const EXITING: u8 = 2;
 const CAPTURES: u8 = 4;
 const RECORDS: u8 = 8;
+const TOOL: u8 = 16;
 
 /// Alone on its cache lines: it is read on every call, and written when captures come and go.
 #[repr(align(128))]
@@ -44,16 +45,27 @@ pub(crate) fn is_quiet() -> bool {
     STATE.0.load(Ordering::Relaxed) == 0
 }
 
-/// True as long as nothing but a recording keeps calls from their caches.
+/// True as long as nothing but a recording or a tool keeps calls from their caches.
 #[inline]
 pub(crate) fn is_calm() -> bool {
-    STATE.0.load(Ordering::Relaxed) & !RECORDS == 0
+    STATE.0.load(Ordering::Relaxed) & !(RECORDS | TOOL) == 0
 }
 
-/// True while a recording runs.
+/// True while somebody is told what blocks do: a recording, or a tool.
 #[inline(always)]
 pub(crate) fn is_recording() -> bool {
-    STATE.0.load(Ordering::Relaxed) & RECORDS != 0
+    STATE.0.load(Ordering::Relaxed) & (RECORDS | TOOL) != 0
+}
+
+/// True once a tool is told, too.
+#[inline(always)]
+pub(crate) fn has_tool() -> bool {
+    STATE.0.load(Ordering::Relaxed) & TOOL != 0
+}
+
+/// A tool is told from here on.
+pub(crate) fn set_tool() {
+    STATE.0.fetch_or(TOOL, Ordering::Release);
 }
 
 /// A recording begins, or has ended.

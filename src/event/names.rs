@@ -54,6 +54,12 @@ pub(crate) fn since(known: usize) -> Vec<(u32, String)> {
     })
 }
 
+/// The name with a number.
+pub(crate) fn name_of(number: u32) -> Option<String> {
+    let at = (number as usize).checked_sub(1)?;
+    with(|names| names.known.get(at).cloned())
+}
+
 /// Puts the thread in a context; the one before.
 pub(crate) fn set_context(number: u32) -> u32 {
     CONTEXT

@@ -113,6 +113,12 @@ impl Session {
         self.rings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The rings, as long as somebody else has them.
+    #[cfg(test)]
+    pub(crate) fn weak_rings(&self) -> Vec<std::sync::Weak<Ring>> {
+        self.rings().iter().map(Arc::downgrade).collect()
+    }
+
     fn new_ring(&self) -> Option<Arc<Ring>> {
         let ring = match &self.mapped {
             Some(file) => Ring::in_file(file)?,
@@ -192,6 +198,13 @@ static RARE: Mutex<Tap> = Mutex::new(Tap::NONE);
 
 fn locked(tap: &'static Mutex<Tap>) -> MutexGuard<'static, Tap> {
     tap.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lets go of the rings of those who have no tap of their own.
+pub(crate) fn clear() {
+    for tap in [&SHARED, &RARE] {
+        *locked(tap) = Tap::NONE;
+    }
 }
 
 /// Records an event of somebody who has no tap.

@@ -13,6 +13,14 @@ pub(super) trait Out {
     /// Two numbers as one value.
     fn pair(&mut self, first: u64, second: u64);
 
+    /// Writes a value again that was written under a number before, if this form has a way to say that.
+    fn again(&mut self, _number: u32) -> bool {
+        false
+    }
+
+    /// The value that was just written may be written again, under a number.
+    fn keep(&mut self, _number: u32) {}
+
     fn entry(&mut self, key: &str, number: u64) {
         self.text(key);
         self.number(number);

@@ -12,14 +12,19 @@ use crate::record::tree::{DEEPEST, Fault, Node, Tree};
 /// Bytes that grow.
 pub(super) struct Pickle {
     pub bytes: Vec<u8>,
-    memo: HashMap<String, u32>,
+    /// Places of texts, and of values by their numbers.
+    texts: HashMap<String, u32>,
+    values: HashMap<u32, u32>,
+    places: u32,
 }
 
 impl Default for Pickle {
     fn default() -> Pickle {
         Pickle {
             bytes: vec![0x80, 2],
-            memo: HashMap::new(),
+            texts: HashMap::new(),
+            values: HashMap::new(),
+            places: 0,
         }
     }
 }
@@ -28,6 +33,31 @@ impl Pickle {
     pub(super) fn end(mut self) -> Vec<u8> {
         self.bytes.push(b'.');
         self.bytes
+    }
+
+    /// Writes what stands at a place.
+    fn get(&mut self, place: u32) {
+        match u8::try_from(place) {
+            Ok(place) => self.bytes.extend_from_slice(&[b'h', place]),
+            Err(_) => {
+                self.bytes.push(b'j');
+                self.bytes.extend_from_slice(&place.to_le_bytes());
+            }
+        }
+    }
+
+    /// Gives a place to what was just written.
+    fn put(&mut self) -> u32 {
+        let place = self.places;
+        self.places += 1;
+        match u8::try_from(place) {
+            Ok(place) => self.bytes.extend_from_slice(&[b'q', place]),
+            Err(_) => {
+                self.bytes.push(b'r');
+                self.bytes.extend_from_slice(&place.to_le_bytes());
+            }
+        }
+        place
     }
 }
 
@@ -49,30 +79,27 @@ impl Out for Pickle {
     }
 
     fn text(&mut self, text: &str) {
-        if let Some(place) = self.memo.get(text) {
-            match u8::try_from(*place) {
-                Ok(place) => self.bytes.extend_from_slice(&[b'h', place]),
-                Err(_) => {
-                    self.bytes.push(b'j');
-                    self.bytes.extend_from_slice(&place.to_le_bytes());
-                }
-            }
-            return;
+        if let Some(place) = self.texts.get(text) {
+            return self.get(*place);
         }
         self.bytes.push(b'X');
         let length = u32::try_from(text.len()).unwrap_or(u32::MAX);
         self.bytes.extend_from_slice(&length.to_le_bytes());
         self.bytes
             .extend_from_slice(&text.as_bytes()[..length as usize]);
-        let place = self.memo.len() as u32;
-        match u8::try_from(place) {
-            Ok(place) => self.bytes.extend_from_slice(&[b'q', place]),
-            Err(_) => {
-                self.bytes.push(b'r');
-                self.bytes.extend_from_slice(&place.to_le_bytes());
-            }
-        }
-        self.memo.insert(text.to_owned(), place);
+        let place = self.put();
+        self.texts.insert(text.to_owned(), place);
+    }
+
+    fn again(&mut self, number: u32) -> bool {
+        let place = self.values.get(&number).copied();
+        place.into_iter().for_each(|place| self.get(place));
+        place.is_some()
+    }
+
+    fn keep(&mut self, number: u32) {
+        let place = self.put();
+        self.values.insert(number, place);
     }
 
     fn number(&mut self, number: u64) {

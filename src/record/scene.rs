@@ -8,6 +8,8 @@ use crate::record::snapshot::{Act, Block, Entry, Segment, Snapshot, State};
 
 /// Addresses and handles are below this, as readers need it that know numbers with a point alone.
 const HIGHEST: u64 = 1 << 53;
+/// Bytes of a context's name that are kept, from its end.
+const MOST_NAME: usize = 256;
 /// Most devices.
 const DEVICES: usize = 1024;
 
@@ -246,7 +248,7 @@ fn snapshot(recording: &Recording) -> Snapshot {
     let most = recording.contexts.keys().next_back().copied().unwrap_or(0);
     // Numbers of a recording that was tampered with may be anything.
     let most = most.min(1 << 16);
-    let name = |number| recording.context(number).unwrap_or_default().to_owned();
+    let name = |number| innermost(recording.context(number).unwrap_or_default()).to_owned();
     Snapshot {
         segments: devices
             .iter()
@@ -256,4 +258,11 @@ fn snapshot(recording: &Recording) -> Snapshot {
         traces: devices.into_iter().map(|device| device.entries).collect(),
         contexts: (1..=most).map(name).collect(),
     }
+}
+
+/// The end of a context's name: each block and event is written with it.
+fn innermost(name: &str) -> &str {
+    let from = name.len().saturating_sub(MOST_NAME);
+    let start = (from..=name.len()).find(|at| name.is_char_boundary(*at));
+    name.get(start.unwrap_or(0)..).unwrap_or_default()
 }

@@ -257,6 +257,9 @@ impl Snapshot {
     /// The innermost parts of a context's name between semicolons as a stack, innermost first.
     fn write_frames(&self, context: u32, out: &mut impl Out) {
         out.text("frames");
+        if out.again(context) {
+            return;
+        }
         out.open_list();
         let name = self.context(context);
         for part in name
@@ -270,6 +273,7 @@ impl Snapshot {
             out.close_dict();
         }
         out.close_list();
+        out.keep(context);
     }
 
     /// Reads a pickle of PyTorch's, or JSON with the same keys: a snapshot, or a bare list of segments. Nothing in it is

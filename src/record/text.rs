@@ -5,32 +5,87 @@ use std::fmt::Write;
 use crate::allocator::{Allocator, Counter, PoolStats, Stats};
 use crate::error::memory::Bytes;
 
-/// Samples of one figure: further labels, and the value.
+/// Samples of one figure: labels, and the value.
 type Samples = Vec<(String, String)>;
 /// A row of the summary: its name, the figure, and whether that is bytes.
 type Row = (&'static str, fn(&PoolStats) -> Counter, bool);
 
-/// The allocator's figures in the text format of OpenMetrics, for whoever serves them to Prometheus. All are of one
-/// instant but `cualloc_driver_calls_total`, which is of a later one and counts the calls of everything that uses the
-/// same driver. Labels are the device and the allocator's number. Amounts are bytes where the name says so, else numbers.
+/// A figure of OpenMetrics: its name, what kind of figure it is, what it says, and its values with their labels.
+struct Family {
+    name: &'static str,
+    kind: &'static str,
+    help: &'static str,
+    samples: Samples,
+}
+
+/// The figures of allocators in the text format of OpenMetrics, for whoever serves them to Prometheus. All of one
+/// allocator are of one instant but `cualloc_driver_calls_total`, which is of a later one and counts the calls of
+/// everything that uses the same driver. Labels are the device and the allocator's number. Amounts are bytes where the
+/// name says so, else numbers.
 ///
-/// The text is a whole answer of one allocator: the format has each name once and one end, so the texts of several
-/// allocators are to be served apart, and not one behind the other.
-pub fn metrics(allocator: &Allocator) -> String {
-    let stats = allocator.stats();
-    let device = allocator.context().device().ordinal();
-    let labels = format!("device=\"{device}\",allocator=\"{}\"", allocator.id());
+/// The text is a whole answer: the format has each name once and one end, so what has several allocators asks for all of
+/// them in one call.
+///
+/// ```
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
+/// # let context = sim.driver()?.context(0)?;
+/// let allocators = [
+///     Allocator::with_config(&context, Config::new())?,
+///     Allocator::with_config(&context, Config::new())?,
+/// ];
+/// let text = cualloc::record::metrics(&allocators);
+/// assert_eq!(text.matches("# TYPE cualloc_streams ").count(), 1);
+/// assert_eq!(text.matches("\ncualloc_streams{").count(), 2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn metrics<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> String {
+    let mut families: Vec<Family> = Vec::new();
+    for allocator in allocators {
+        for mut family in families_of(allocator) {
+            match families.iter_mut().find(|known| known.name == family.name) {
+                Some(known) => known.samples.append(&mut family.samples),
+                None => families.push(family),
+            }
+        }
+    }
     let mut text = String::new();
-    let mut add = |name: &str, kind: &str, help: &str, samples: &[(String, String)]| {
+    for Family {
+        name,
+        kind,
+        help,
+        samples,
+    } in &families
+    {
         let _ = writeln!(text, "# TYPE cualloc_{name} {kind}");
         if name.ends_with("_bytes") {
             let _ = writeln!(text, "# UNIT cualloc_{name} bytes");
         }
         let _ = writeln!(text, "# HELP cualloc_{name} {help}");
-        let end = if kind == "counter" { "_total" } else { "" };
-        for (more, value) in samples {
-            let _ = writeln!(text, "cualloc_{name}{end}{{{labels}{more}}} {value}");
+        let end = if *kind == "counter" { "_total" } else { "" };
+        for (labels, value) in samples {
+            let _ = writeln!(text, "cualloc_{name}{end}{{{labels}}} {value}");
         }
+    }
+    text.push_str("# EOF\n");
+    text
+}
+
+/// The figures of one allocator.
+fn families_of(allocator: &Allocator) -> Vec<Family> {
+    let stats = allocator.stats();
+    let device = allocator.context().device().ordinal();
+    let labels = format!("device=\"{device}\",allocator=\"{}\"", allocator.id());
+    let mut families = Vec::new();
+    let mut add = |name, kind, help, samples: &[(String, String)]| {
+        let samples = samples.iter();
+        let samples = samples.map(|(more, value)| (format!("{labels}{more}"), value.clone()));
+        families.push(Family {
+            name,
+            kind,
+            help,
+            samples: samples.collect(),
+        });
     };
     let pools = [("small", &stats.small), ("large", &stats.large)];
     let by_pool = |of: fn(&PoolStats) -> u64| -> Samples {
@@ -38,7 +93,7 @@ pub fn metrics(allocator: &Allocator) -> String {
         pools.into_iter().map(sample).collect()
     };
     let one = |value: u64| vec![(String::new(), value.to_string())];
-    let gauges: [(&str, &str, Samples); 11] = [
+    let gauges: [(&'static str, &'static str, Samples); 11] = [
         (
             "allocated_bytes",
             "Bytes of live blocks, after rounding.",
@@ -144,8 +199,7 @@ pub fn metrics(allocator: &Allocator) -> String {
         .map(|(name, count)| (format!(",call=\"{name}\""), count.to_string()))
         .collect();
     add("driver_calls", "counter", "Calls of the driver.", &calls);
-    text.push_str("# EOF\n");
-    text
+    families
 }
 
 /// A table of figures for people, in the manner of `torch.cuda.memory_summary`. Peaks that are upper bounds are those

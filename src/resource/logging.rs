@@ -12,9 +12,9 @@ use crate::driver::{Stream, process};
 use crate::locks::held::Locked;
 
 use super::block::RawBlock;
-use super::clock::Clock;
 use super::traits::MemoryResource;
 use crate::block::Tag;
+use crate::clock::Clock;
 use crate::error::{Error, Refused};
 
 /// Bytes of a message that are kept.

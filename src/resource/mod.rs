@@ -29,7 +29,6 @@ mod block;
 mod budget;
 mod caching;
 mod callback;
-mod clock;
 mod cuda_memory;
 mod dropped;
 mod foreign;
@@ -55,11 +54,11 @@ mod watchdog;
 
 pub use crate::allocator::ReliefHook;
 pub use crate::block::BlockState;
+#[doc(hidden)]
+pub use crate::clock::Clock;
 pub use block::{Access, RawBlock};
 pub use budget::Budget;
 pub use callback::FailureCallback;
-#[doc(hidden)]
-pub use clock::Clock;
 pub use cuda_memory::CudaMemory;
 pub use launch::{Launch, LaunchBuffer};
 pub use logging::{LogAction, LogRecord, LogSink, Logging, RingSink};

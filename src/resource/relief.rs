@@ -9,12 +9,12 @@ use crate::allocator::{Hooks, ReliefHook, Request};
 use crate::driver::{Stream, process};
 
 use super::block::RawBlock;
-use super::clock::{Clock, Wakeup};
 use super::dropped::give_back;
 use super::foreign::guarded;
 use super::traits::MemoryResource;
 use super::usage::Usage;
 use crate::block::Tag;
+use crate::clock::{Clock, Wakeup};
 use crate::error::{Error, Refused};
 
 /// How often the waiting policy looks.

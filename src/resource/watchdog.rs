@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::driver::process;
 use crate::locks::held::Locked;
 
-use super::clock::{Clock, Wakeup};
 use super::foreign::guarded;
+use crate::clock::{Clock, Wakeup};
 
 /// Looks at the device's free bytes at an interval, and pauses whoever asks while they are below a
 /// threshold. Stops when it is dropped.

@@ -12,6 +12,8 @@ mod first_capture;
 #[cfg(target_os = "linux")]
 mod loader;
 mod no_driver;
+#[cfg(all(feature = "sim", target_os = "linux"))]
+mod nvtx;
 #[cfg(feature = "sim")]
 mod safety;
 #[cfg(all(feature = "sim", target_os = "linux"))]

@@ -399,7 +399,7 @@ fn metrics_are_the_figures_in_the_form_of_openmetrics() {
     let stream = scene.stream();
     let _kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
     drop(scene.allocator.allocate(512, &stream).unwrap());
-    let text = record::metrics(&scene.allocator);
+    let text = record::metrics([&scene.allocator]);
     let stats = scene.allocator.stats();
     assert!(text.ends_with("# EOF\n"));
     let (mut sums, mut family) = (BTreeMap::<&str, f64>::new(), "");
@@ -492,6 +492,67 @@ fn metrics_are_parsed_by_prometheus_client() {
         let line = format!("{name} {figure}");
         assert!(said.lines().any(|said| said == line), "{line}\n{said}");
     }
+}
+
+#[test]
+fn metrics_of_several_allocators_are_one_text() {
+    let _alone = alone();
+    let scenes = [Scene::new(""), Scene::new("policy=classic,limit=1GiB")];
+    let stream = scenes[1].stream();
+    let _kept = scenes[1].allocator.allocate(3 * MIB, &stream).unwrap();
+    let text = record::metrics(scenes.iter().map(|scene| &scene.allocator));
+    assert_eq!(text.matches("# EOF").count(), 1);
+    let mut families = BTreeSet::new();
+    for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+        assert!(families.insert(line), "{line} comes twice");
+    }
+    let of = |name: &str, allocator: u64| {
+        let start = format!("cualloc_{name}{{device=\"0\",allocator=\"{allocator}\"");
+        let lines = text.lines().filter(|line| line.starts_with(&start));
+        let values = lines.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap());
+        values.collect::<Vec<f64>>()
+    };
+    let [first, second] = [&scenes[0], &scenes[1]].map(|scene| scene.allocator.id());
+    assert_eq!(of("blocks", first).iter().sum::<f64>(), 0.0);
+    assert_eq!(of("blocks", second).iter().sum::<f64>(), 1.0);
+    assert_eq!(of("limit_bytes", first), []);
+    assert_eq!(of("limit_bytes", second), [(1u64 << 30) as f64]);
+    // The samples of a family stand together.
+    let lines: Vec<&str> = text.lines().collect();
+    let streams = lines
+        .iter()
+        .position(|line| line.starts_with("cualloc_streams{"));
+    assert!(lines[streams.unwrap() + 1].starts_with("cualloc_streams{"));
+    assert_eq!(record::metrics([]), "# EOF\n");
+}
+
+#[test]
+fn a_long_context_costs_a_pickle_little_for_each_event() {
+    let _alone = alone();
+    let scene = Scene::new("policy=packed");
+    let stream = scene.stream();
+    let recorder = memory();
+    let parts: Vec<String> = (0..100)
+        .map(|part| format!("frame number {part:04}"))
+        .collect();
+    let before = Context::new(&parts.join(";")).enter();
+    let one = |count: usize| {
+        for _ in 0..count {
+            drop(scene.allocator.allocate(1000, &stream).unwrap());
+        }
+        let snapshot = Snapshot::of(&recorder.read().unwrap());
+        (snapshot.to_pickle(), snapshot.to_json())
+    };
+    let (few, _) = one(10);
+    let (many, json) = one(1000);
+    before.enter();
+    // Both events of a pair, with a stack of a dozen frames, in JSON each anew.
+    let each = (many.len() - few.len()) / 2000;
+    assert!(each <= 130, "{each} bytes an event");
+    // The innermost frames are kept, as far as 256 bytes go.
+    assert!(json.contains("frame number 0099") && json.contains("frame number 0086"));
+    assert!(!json.contains("frame number 0080"));
+    assert!(Snapshot::read(&many).is_ok());
 }
 
 #[test]

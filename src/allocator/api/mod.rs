@@ -11,6 +11,7 @@ use crate::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::clock::Clock;
 use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, process, sys};
 
 use crate::allocator::api::block::Block;
@@ -363,6 +364,26 @@ impl Allocator {
         self.engine
             .empty_cache()
             .inspect(|done| self.log_trim(done))
+    }
+
+    /// Gives back what [`Config::decay`] says is idle for long enough, if it is time to look; bytes that went back. For
+    /// programs that make no calls while they are idle: from a timer of theirs. Never waits. Without that setting, or
+    /// too early, it does nothing.
+    ///
+    /// # Errors
+    /// As [`trim`](Self::trim).
+    pub fn decay(&self) -> Result<u64, Error> {
+        match &self.engine.decay {
+            Some(decay) => self.engine.decay(decay),
+            None => Ok(0),
+        }
+    }
+
+    /// Has [`Config::decay`] go by another clock, from its time now on: for tests.
+    pub fn set_clock(&self, clock: Clock) {
+        if let Some(decay) = &self.engine.decay {
+            decay.set_clock(clock);
+        }
     }
 
     fn log_trim(&self, done: &Trimmed) {

@@ -17,6 +17,7 @@ use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::record::Recorded;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::stream::slot::StreamKey;
+use crate::event::Tap;
 
 /// Small blocks that were freed while other streams may still use them.
 #[derive(Debug)]
@@ -231,6 +232,13 @@ impl StreamCaches {
         own.flat_map(|held| held.uses.as_slice())
             .map(|u| u.stream)
             .collect()
+    }
+
+    /// Lets go of the rings of a recording that is over.
+    pub(crate) fn clear_taps(&self) {
+        for cache in &self.all {
+            cache.lock().tap = Tap::default();
+        }
     }
 
     pub(crate) fn lock_caches(&self) -> Vec<Locked<'static>> {

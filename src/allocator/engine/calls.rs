@@ -21,6 +21,7 @@ use crate::allocator::request::Request;
 use crate::allocator::size::PACKED_SMALL_LIMIT;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
+use crate::block::Tag;
 use crate::driver::process;
 use crate::error::Error;
 
@@ -78,7 +79,21 @@ impl Engine {
                 .0
                 .ok_or(Error::NotCached);
         }
-        self.allocate_missed(named, &checked)
+        let made = self.allocate_missed(named, &checked);
+        if process::has_tool() && request.tag != Tag::NONE {
+            self.tell_tag(&made, request.tag);
+        }
+        made
+    }
+
+    /// Gives a block its label in the reports of the tool.
+    #[cold]
+    fn tell_tag(&self, made: &Result<Grant, Error>, tag: Tag) {
+        if let Ok(grant) = made
+            && let Some(tool) = self.lock().tool
+        {
+            tool.name(grant.ptr(), tag.as_str());
+        }
     }
 
     /// Allocates what no cache had: out of the heap's free memory, or by making room.
@@ -188,6 +203,7 @@ impl Engine {
         if repays {
             self.repay(stream);
         }
+        self.tend();
         Ok(grant)
     }
 

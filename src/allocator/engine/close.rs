@@ -9,12 +9,14 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::report::Trimmed;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::error::Error;
+use crate::nvtx::{self, Category};
 use crate::sync::capture::is_of_capture;
 
 impl Engine {
     /// Gives unused memory back until no more than `keep` bytes of it are held. Never waits, unless to close
     /// others that a capture kept from it.
     pub(crate) fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+        let _span = nvtx::span(Category::Trim, || format!("{keep} bytes are kept"));
         process::do_postponed();
         self.free_deferred();
         let ours: Vec<(u32, StreamKey)> = {

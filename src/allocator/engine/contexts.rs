@@ -7,6 +7,7 @@ use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{Batch, Holder};
 use crate::driver::{Context, Stream};
 use crate::error::Error;
+use crate::nvtx::{self, Category};
 use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
@@ -89,6 +90,7 @@ impl Engine {
             let batches = working.iter().map(|s| heap.close_batch(*s));
             batches.collect()
         };
+        let span = nvtx::span(Category::Wait, || "for everything".to_owned());
         let waited = contexts.iter().try_for_each(|context| {
             match context.enter().and_then(|entered| entered.synchronize()) {
                 Ok(()) => Ok(()),
@@ -102,6 +104,7 @@ impl Engine {
                 Err(error) => Err(self.error(error)),
             }
         });
+        drop(span);
         drop(touched);
         let mut heap = self.lock();
         if let Err(error) = waited {

@@ -135,6 +135,7 @@ impl Engine {
         let rest = self.rest_of_free(&heap, after);
         drop(heap);
         self.finish_free(rest);
+        self.tend();
         Ok(())
     }
 
@@ -153,6 +154,8 @@ impl Engine {
             heap.tell_free(id);
         }
         if heap.free_alone(id, generation) {
+            drop(heap);
+            self.tend();
             return true;
         }
         if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
@@ -162,6 +165,7 @@ impl Engine {
         let rest = self.rest_of_free(&heap, after);
         drop(heap);
         self.finish_free(rest);
+        self.tend();
         true
     }
 

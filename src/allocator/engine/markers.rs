@@ -13,6 +13,7 @@ use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::is_per_thread;
 use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
 use crate::error::Error;
+use crate::nvtx::{self, Category};
 use crate::sync::capture::{is_of_capture, is_void_event};
 
 /// So many bytes, and such a part of all that is held, may be kept from other streams by those that may be gone.
@@ -491,7 +492,10 @@ impl Engine {
         event: Arc<Event>,
     ) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        let waited = entered.wait(&event);
+        let waited = {
+            let _span = nvtx::span(Category::Wait, || "for a stream".to_owned());
+            entered.wait(&event)
+        };
         if let Err(error) = &waited
             && self.is_gone(event.context(), error)
         {

@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod contexts;
+pub(crate) mod decay;
 pub(crate) mod free;
 pub(crate) mod graph;
 pub(crate) mod graph_pools;
@@ -31,6 +32,7 @@ use crate::sync::event::EventPools;
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
+use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::engine::segments::Suspender;
 use crate::allocator::heap::Heap;
@@ -38,6 +40,7 @@ use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
 use crate::error::Error;
+use crate::nvtx::{self, Tool};
 
 /// Marker failures are logged this often at most: the first, then at every power of two.
 #[derive(Debug, Default)]
@@ -111,6 +114,8 @@ pub(crate) struct Engine {
     at_once: AtomicU64,
     /// Open scopes of graph pools.
     pub scopes: AtomicU64,
+    /// When idle memory goes back, if it does so by itself.
+    pub decay: Option<Decay>,
     /// Blocks wait in the heap to be freed by a call that may.
     pub deferred: AtomicBool,
     /// It is known that the allocator outlives its handles for a capture's sake.
@@ -127,8 +132,15 @@ impl Engine {
     pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
         config.validate()?;
         let (driver, device) = (context.driver(), context.device());
+        let tool = config.nvtx.then(nvtx::attach).flatten();
+        if tool.is_some() {
+            process::set_tool();
+        }
+        // compute-sanitizer refuses heaps in mapped memory.
+        let tracked = tool.is_some_and(Tool::tracks_memory) && config.peers.is_empty();
         let mapped = match config.policy {
             Policy::Classic => None,
+            Policy::Auto if tracked => None,
             Policy::Auto | Policy::Packed => trial::memory_of(context, config.policy)?,
         };
         let rules = match &mapped {
@@ -173,6 +185,7 @@ impl Engine {
             );
             heap.streams.watchful = config.capture_checks;
             heap.streams.unretired = config.unretired_streams;
+            heap.tool = tool.filter(|_| !rules.maps());
             Engine {
                 id,
                 me: me.clone(),
@@ -207,6 +220,7 @@ impl Engine {
                     0
                 }),
                 scopes: AtomicU64::new(0),
+                decay: Decay::of(config),
                 deferred: AtomicBool::new(false),
                 waits: AtomicBool::new(false),
                 told: AtomicU64::new(0),

@@ -4,11 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 
 use crate::allocator::engine::Engine;
+use crate::allocator::heap::streams::clear_waiting_taps;
 use crate::driver::process;
 use crate::environment;
 use crate::event::file::Start;
 use crate::event::mapped::Mapped;
-use crate::event::session::Session;
+use crate::event::session::{self, Session};
 use crate::event::sink::Sink;
 
 /// The environment variable that has a program recorded.
@@ -102,6 +103,14 @@ impl Running {
     fn stop(&self) {
         process::set_recording(false);
         self.session.end();
+        // Rings live as long as somebody may write to them.
+        session::clear();
+        clear_waiting_taps();
+        for engine in engines() {
+            if let Some(heap) = engine.readable() {
+                heap.caches.clear_taps();
+            }
+        }
     }
 }
 
@@ -181,5 +190,33 @@ extern "C" fn write_last() {
         && let Some(sink) = begun.as_ref().and_then(|running| running.sink.as_ref())
     {
         sink.write_last();
+    }
+}
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tests {
+    use super::{Running, Target};
+    use crate::allocator::{Allocator, Config};
+    use crate::sim::{SimConfig, Simulator};
+
+    #[test]
+    fn rings_end_with_their_recording() {
+        let simulator = Simulator::new(SimConfig::default()).unwrap();
+        let context = simulator.driver().unwrap().context(0).unwrap();
+        let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+        let running = Running::begin(Target::Memory).unwrap();
+        let stream = allocator.create_stream().unwrap();
+        let left = allocator.create_stream().unwrap();
+        for stream in [&stream, &left] {
+            drop(allocator.allocate(1000, stream).unwrap());
+            drop(allocator.allocate(3 << 20, stream).unwrap());
+        }
+        // Its stream cache waits for another stream, with the ring.
+        allocator.retire(&left).unwrap();
+        let rings = running.session.weak_rings();
+        assert!(rings.len() >= 4, "two stream caches, and two shared ones");
+        drop(running);
+        assert!(rings.iter().all(|ring| ring.upgrade().is_none()));
+        drop(allocator.allocate(1000, &stream).unwrap());
     }
 }

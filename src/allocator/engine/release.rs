@@ -1,8 +1,9 @@
 //! What goes back to the driver: claimed before it is asked, and put back where it refuses.
 
-use crate::driver::{DriverError, Entered};
+use crate::driver::{DriverError, Entered, process};
 
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::decay::Decay;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::cut::Cut;
 use crate::allocator::physical::Release;
@@ -159,5 +160,63 @@ impl Engine {
         heap.cut_done(cut, gone, unmapped.is_ok());
         drop(heap);
         unmapped.map_err(|error| self.error(error))
+    }
+}
+
+impl Engine {
+    /// Gives back what has been idle for long, if it is time to look. A failure is left to the next time.
+    #[inline]
+    pub(crate) fn tend(&self) {
+        if let Some(decay) = &self.decay {
+            self.tend_now(decay);
+        }
+    }
+
+    #[cold]
+    fn tend_now(&self, decay: &Decay) {
+        if !process::is_calm() {
+            return;
+        }
+        match self.decay(decay) {
+            Ok(0) => {}
+            Ok(bytes) => log::debug!("allocator {}: {bytes} idle bytes released", self.id),
+            Err(error) => log::debug!("allocator {}: idle memory stays: {error}", self.id),
+        }
+    }
+
+    /// The same with its outcome: bytes that went back.
+    pub(crate) fn decay(&self, decay: &Decay) -> Result<u64, Error> {
+        if !decay.is_due() {
+            return Ok(0);
+        }
+        let ours = {
+            let mut heap = self.open()?;
+            heap.flush_caches();
+            heap.streams.kept_uncovered()
+        };
+        self.cover_all(&ours)?;
+        self.lock().streams.ask_again();
+        self.poll()?;
+        let mut heap = self.open()?;
+        heap.complete_uses();
+        // What was held back for streams that are done by now.
+        heap.flush_caches();
+        let views = decay.turn(heap.views.clock);
+        let (_, allocated) = heap.live_totals();
+        let all = &heap.stats.all;
+        let keep = (all.allocated.peak as f64 * decay.keep) as u64;
+        let spare = all.reserved.current.saturating_sub(allocated);
+        // What no block has had since the last look.
+        let held = heap.stats.large.reserved.current;
+        let idle = held.saturating_sub(heap.turn_recent_peak());
+        let idle = idle.min(spare.saturating_sub(keep));
+        if idle == 0 {
+            return Ok(0);
+        }
+        let unused = heap.idle_views_since(views);
+        drop(heap);
+        self.evict(&unused)?;
+        let plan = self.lock().plan_decay(idle);
+        self.release(plan)
     }
 }

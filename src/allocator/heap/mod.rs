@@ -48,6 +48,7 @@ use crate::allocator::stream::finder::{Finder, Run};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::suspend::Suspensions;
 use crate::allocator::view::Views;
+use crate::nvtx::Tool;
 
 /// Bytes of pieces that streams other than their own may still use.
 fn mixed_bytes(shards: &[Shard]) -> u64 {
@@ -87,6 +88,8 @@ pub(crate) struct Heap {
     pub mixed_peak: u64,
     /// Peak of live requested bytes since the last trim.
     pub peak_live: u64,
+    /// Most bytes that large blocks had at once, for a while: a peak is always followed by a free.
+    pub recent_peak: u64,
     /// Blocks that could not be freed when they were dropped: freed by the next call that may.
     pub deferred: Vec<Deferred>,
     /// Frees so far: the time by which idle memory is told apart.
@@ -94,6 +97,8 @@ pub(crate) struct Heap {
     pub closed: bool,
     /// No allocator stands for the heap any more: the drop of the last block closes it.
     pub orphaned: bool,
+    /// The tool that is told of blocks, and the memory that they are cut from.
+    pub tool: Option<&'static Tool>,
 }
 
 impl Heap {
@@ -121,9 +126,11 @@ impl Heap {
             mixed_peak: 0,
             peak_live: 0,
             deferred: Vec::new(),
+            recent_peak: 0,
             frees: 0,
             closed: false,
             orphaned: false,
+            tool: None,
         }
     }
 
@@ -440,6 +447,7 @@ impl Heap {
         let space = hot.space;
         hot.generation = hot.generation.wrapping_add(1);
         self.frees += 1;
+        self.note_peak();
         let cold = self.extents.records.cold_mut(id);
         cold.freed = self.frees;
         let (requested, in_view) = (cold.requested, !cold.home().is_empty());
@@ -480,6 +488,12 @@ impl Heap {
             self.complete_piece(space, piece);
         }
         after
+    }
+
+    /// A block is about to be freed.
+    #[inline(always)]
+    pub(crate) fn note_peak(&mut self) {
+        self.recent_peak = self.recent_peak.max(self.stats.large.allocated.current);
     }
 
     /// The last uses of a block that other streams used, which is counted as free already.

@@ -8,7 +8,8 @@ use crate::allocator::report::BlockState;
 use crate::allocator::stream::slot::StreamKey;
 use crate::driver::process;
 use crate::event::record::{MAPPED, SMALL};
-use crate::event::{Event, Kind, session};
+use crate::event::{Event, Kind, names, session};
+use crate::nvtx::Category;
 
 impl Heap {
     fn event(&self, kind: Kind, at: u64, bytes: u64, stream: u32) -> Event {
@@ -26,6 +27,27 @@ impl Heap {
     #[inline(never)]
     fn tell(&self, kind: Kind, at: u64, bytes: u64, stream: u32) {
         session::push(self.event(kind, at, bytes, stream));
+        self.tell_tool(kind, at, bytes);
+    }
+
+    /// Tells the tool, under the lock: the next block there must not come before the end of this one.
+    fn tell_tool(&self, kind: Kind, at: u64, bytes: u64) {
+        let Some(tool) = self.tool else {
+            return;
+        };
+        match kind {
+            Kind::Allocate => {
+                let name = names::name_of(names::context());
+                tool.born(at, bytes, name.as_deref());
+            }
+            Kind::Free => tool.gone(at),
+            Kind::Map => tool.heap(at, bytes),
+            Kind::Unmap => tool.heap_gone(at),
+            Kind::OutOfMemory => {
+                tool.mark(Category::OutOfMemory, &format!("{bytes} bytes"));
+            }
+            _ => {}
+        }
     }
 
     /// A block was handed out.

@@ -137,6 +137,34 @@ impl Heap {
         (releases, (later - now).min(excess))
     }
 
+    /// Claims what can be released up to so many bytes, what has been idle longest first.
+    pub(crate) fn plan_decay(&mut self, bytes: u64) -> Vec<Release> {
+        let mut found = self.releasable(SpaceId::Large, |id| self.over(id));
+        // From the top of the address space within one run of free memory.
+        found.sort_unstable_by_key(|(addr, _)| Reverse(*addr));
+        found.sort_by_cached_key(|(addr, bytes)| {
+            self.extents.freed_at(SpaceId::Large, *addr, *bytes)
+        });
+        let mut left = bytes;
+        let mut plan = Vec::new();
+        for (addr, bytes) in found {
+            // None goes that has to stay in part.
+            if bytes <= left
+                && let Some(release) = self.claim_holding(SpaceId::Large, addr)
+            {
+                left -= bytes;
+                plan.push(release);
+            }
+        }
+        plan
+    }
+
+    /// Most bytes that large blocks had at once since this was last asked.
+    pub(crate) fn turn_recent_peak(&mut self) -> u64 {
+        let now = self.stats.large.allocated.current;
+        std::mem::replace(&mut self.recent_peak, now).max(now)
+    }
+
     pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
         let holding = *self.physical.holdings.get(&addr)?;
         // The piece that the holding begins in.

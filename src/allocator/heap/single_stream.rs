@@ -93,6 +93,7 @@ impl Heap {
         slot.open_uses = slot.open_uses.saturating_add(1);
         slot.open_bytes += bytes;
         self.frees += 1;
+        self.note_peak();
         self.extents.records[id].generation = generation.wrapping_add(1);
         self.extents.lookup.remove(addr);
         self.caches.predictor.freed(id, granules);

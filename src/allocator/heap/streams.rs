@@ -12,6 +12,11 @@ use crate::error::Error;
 
 static POOL: StreamCachePool = StreamCachePool::new();
 
+/// Lets go of the rings that stream caches without a stream have kept from a recording.
+pub(crate) fn clear_waiting_taps() {
+    POOL.clear_taps();
+}
+
 /// Idle streams of the caller are forgotten above this number of known streams.
 const MANY_STREAMS: usize = 64;
 

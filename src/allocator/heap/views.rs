@@ -175,6 +175,13 @@ impl Heap {
         self.idle_of(bytes, |view| u64::from(view.room) * GRANULE)
     }
 
+    /// Idle views that have had no new block since the clock of views stood there.
+    pub(crate) fn idle_views_since(&self, clock: u64) -> Vec<u64> {
+        let views = self.views.map.iter();
+        let idle = views.filter(|(_, view)| view.stamp <= clock && view.is_over(&self.streams));
+        idle.map(|(base, _)| *base).collect()
+    }
+
     fn idle_of(&self, enough: u64, weigh: impl Fn(&View) -> u64) -> Vec<u64> {
         let views = self.views.map.iter();
         let idle = views.filter(|(_, view)| view.is_over(&self.streams));

@@ -22,6 +22,7 @@ use crate::allocator::reclaim::choice::{Answer, Reclaim, Step};
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::ViewRun;
 use crate::error::{Error, OutOfMemory};
+use crate::nvtx::{self, Category};
 
 /// So many markers that stand for nothing may stand in the way of a request.
 const VOID_WAITS: u32 = 16;
@@ -370,7 +371,8 @@ impl Engine {
     ) -> Result<Option<u32>, Error> {
         // Their events may have no other holder by the end, and are not destroyed under the lock.
         let waits = std::mem::take(&mut growth.waits);
-        match commit::map(&self.maker(), &growth.fresh) {
+        let made = grow_span(&growth.fresh, || commit::map(&self.maker(), &growth.fresh));
+        match made {
             Ok(handles) => {
                 self.log_growth(want, &growth.fresh);
                 // Before anything is cut: if one fails, each part is what it was.
@@ -395,7 +397,7 @@ impl Engine {
 
     /// Asks the driver for free memory.
     fn supply(&self, want: &Want, fresh: Fresh, reclaim: &mut Reclaim<'_>) -> Result<(), Error> {
-        match commit::map(&self.maker(), &fresh) {
+        match grow_span(&fresh, || commit::map(&self.maker(), &fresh)) {
             Ok(handles) => {
                 self.log_growth(want, &fresh);
                 self.lock().supplied(want, &fresh, &handles);
@@ -428,7 +430,7 @@ impl Engine {
         reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
         let bytes = fresh.bytes();
-        let made = commit::allocate(&self.context, bytes);
+        let made = grow_span(fresh, || commit::allocate(&self.context, bytes));
         if made.is_ok() {
             self.log_growth(want, fresh);
         }
@@ -533,4 +535,10 @@ impl Engine {
             Err(error) => log::debug!("less was repaid than planned: {error}"),
         }
     }
+}
+
+/// Makes memory, as a tool's time line shows it.
+fn grow_span<T>(fresh: &Fresh, make: impl FnOnce() -> T) -> T {
+    let _span = nvtx::span(Category::Grow, || format!("{} bytes", fresh.bytes()));
+    make()
 }

@@ -8,6 +8,7 @@ use crate::allocator::reclaim::choice::{Reclaim, VIEW_ADDRESSES};
 use crate::allocator::view::commit;
 use crate::allocator::view::mapping::Stitch;
 use crate::error::Error;
+use crate::nvtx::{self, Category};
 
 impl Engine {
     /// Maps what a stitch planned, and takes the block.
@@ -34,7 +35,10 @@ impl Engine {
             self.lock().not_stitched(want, stitch, 0, &[]);
             return Err(error);
         }
-        let outcome = commit::map(&self.maker(), &stitch);
+        let outcome = {
+            let _span = nvtx::span(Category::Stitch, || format!("{} mappings", stitch.maps()));
+            commit::map(&self.maker(), &stitch)
+        };
         let free = match &outcome {
             Ok(_) => 0,
             Err(failed) => self.driver_free(failed.error()),

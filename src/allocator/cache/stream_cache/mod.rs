@@ -115,6 +115,14 @@ impl StreamCachePool {
         })
     }
 
+    /// Lets go of the rings of a recording that is over.
+    pub(crate) fn clear_taps(&self) {
+        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        for cache in waiting.iter() {
+            cache.lock().tap = Tap::default();
+        }
+    }
+
     /// Takes back a stream cache whose stream is gone: it has no pages, and nothing live.
     pub(crate) fn give_back(&self, cache: &'static StreamCache) {
         let former = {

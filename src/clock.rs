@@ -8,7 +8,7 @@ use crate::locks::held::Locked;
 
 /// Something that a sleeping thread can be woken by before its time.
 #[derive(Debug, Default)]
-pub(super) struct Wakeup {
+pub(crate) struct Wakeup {
     /// How often it was woken.
     count: Mutex<u64>,
     condition: Condvar,
@@ -16,13 +16,13 @@ pub(super) struct Wakeup {
 
 impl Wakeup {
     /// Wakes all who wait.
-    pub(super) fn wake(&self) {
+    pub(crate) fn wake(&self) {
         *self.lock() += 1;
         self.condition.notify_all();
     }
 
     /// How often it was woken. To be asked before the condition that is waited for is checked.
-    pub(super) fn count(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         *self.lock()
     }
 
@@ -31,7 +31,7 @@ impl Wakeup {
     }
 }
 
-/// Where policies and the watchdog get their time from: the system's clock, which never goes back, or one that
+/// Where policies, the watchdog and the decay of idle memory get their time from: the system's clock, which never goes back, or one that
 /// stands still until a test tells it to go on. Clones show the same time.
 #[derive(Debug, Clone)]
 pub struct Clock(Arc<Kind>);
@@ -121,7 +121,7 @@ impl Clock {
     }
 
     /// Blocks until `deadline`, or until `wakeup` was woken more than `seen` times.
-    pub(super) fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64) {
+    pub(crate) fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64) {
         if process::is_forked_child() {
             // Nobody is there who could wake it.
             return;

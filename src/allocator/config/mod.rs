@@ -1,10 +1,12 @@
 //! Configuration: a builder, and one string for it.
 
-use std::str::FromStr;
+mod text;
+
+use std::time::Duration;
 
 use crate::error::ConfigError;
 
-use super::size::PHYSICAL_GRANULE;
+use crate::allocator::size::PHYSICAL_GRANULE;
 
 /// Where segments come from and how they are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -99,6 +101,18 @@ pub struct Config {
     /// Smaller ones are made for the rest of a growth and near the limit. By default 2 MiB to 32 MiB,
     /// as the pool grows, or a part of a very large request. Packed policy only.
     pub handle: Option<u64>,
+    /// Whether a tool that `NVTX_INJECTION64_PATH` names is told of blocks and of slow paths, on by default; the first
+    /// allocator that may loads it. Where the tool tracks memory, as compute-sanitizer does, [`Policy::Auto`] is the
+    /// classic policy: such a tool takes no heaps in mapped memory. Nothing is loaded where the variable is not set.
+    pub nvtx: bool,
+    /// How long memory for large blocks stays with the allocator that none of them has: what was too much for so long
+    /// goes back to the driver, at the latest when it was for twice as long, in a call that comes to the heap anyway: one that
+    /// waits for memory or frees a large block, or [`Allocator::decay`](crate::Allocator::decay). There is no thread
+    /// for it. By default memory stays until it is trimmed or needed elsewhere.
+    pub decay: Option<Duration>,
+    /// The part of it that stays with [`decay`](Self::decay): a share of the most bytes that blocks ever had at once,
+    /// from 0 to 1.
+    pub keep: Option<f64>,
 }
 
 /// What the packed policy is told beside its own rules.
@@ -129,6 +143,9 @@ impl Default for Config {
             budget: None,
             profile: Profile::Dense,
             handle: None,
+            nvtx: true,
+            decay: None,
+            keep: None,
         }
     }
 }
@@ -219,6 +236,24 @@ impl Config {
         self
     }
 
+    /// Tells an attached tool of blocks and slow paths, or does not look for one.
+    pub fn nvtx(mut self, on: bool) -> Self {
+        self.nvtx = on;
+        self
+    }
+
+    /// Gives back what has been idle for so long; `None` keeps it.
+    pub fn decay(mut self, idle: Option<Duration>) -> Self {
+        self.decay = idle;
+        self
+    }
+
+    /// Keeps idle memory up to a share of the most bytes that blocks ever had at once.
+    pub fn keep(mut self, share: f64) -> Self {
+        self.keep = Some(share);
+        self
+    }
+
     pub(crate) fn tuning(&self) -> Tuning {
         Tuning {
             slack: self.slack,
@@ -270,6 +305,11 @@ impl Config {
             (no_views && self.budget.is_some(), "views=off", "budget"),
             (self.handle_above_limit(), "limit", "handle"),
             (
+                self.keep.is_some() && self.decay.is_none(),
+                "keep",
+                "decay=off",
+            ),
+            (
                 self.capture_checks && !self.captures,
                 "captures=never",
                 "capture_checks=on",
@@ -284,6 +324,13 @@ impl Config {
             let key = key.into();
             Err(ConfigError::InvalidValue { key, value })
         };
+        match (self.decay, self.keep) {
+            (Some(Duration::ZERO), _) => return invalid("decay", "0s".into()),
+            (_, Some(share)) if !(0.0..=1.0).contains(&share) => {
+                return invalid("keep", share.to_string());
+            }
+            _ => {}
+        }
         match (self.slack, self.budget, self.handle) {
             (Some(share), ..) if !(0.0..=1.0).contains(&share) => {
                 return invalid("slack", share.to_string());
@@ -309,302 +356,6 @@ impl Config {
         match (self.handle, self.limit) {
             (Some(handle), Some(Limit::Bytes(limit))) => handle > limit,
             _ => false,
-        }
-    }
-}
-
-/// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
-/// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `views=on|off`,
-/// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
-/// `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`, `profile=dense|quick`, `handle=BYTES`.
-///
-/// ```
-/// use cualloc::allocator::{Config, Policy};
-/// let config: Config = "policy=packed,limit=12G".parse()?;
-/// assert_eq!(config, Config::new().policy(Policy::Packed).limit(Some(12 << 30)));
-/// assert!("polcy=packed".parse::<Config>().is_err());
-/// # Ok::<(), cualloc::error::ConfigError>(())
-/// ```
-impl FromStr for Config {
-    type Err = ConfigError;
-
-    fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let mut config = Config::default();
-        let mut seen: Vec<&str> = Vec::new();
-        for pair in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
-            let (key, value) = pair
-                .split_once('=')
-                .ok_or_else(|| ConfigError::NotAPair(pair.into()))?;
-            let (key, value) = (key.trim(), value.trim());
-            if seen.contains(&key) {
-                return Err(ConfigError::Repeated(key.into()));
-            }
-            seen.push(key);
-            let invalid = || ConfigError::InvalidValue {
-                key: key.into(),
-                value: value.into(),
-            };
-            match key {
-                "policy" => {
-                    config.policy = match value {
-                        "auto" => Policy::Auto,
-                        "packed" => Policy::Packed,
-                        "classic" => Policy::Classic,
-                        _ => return Err(invalid()),
-                    }
-                }
-                "limit" => config.limit = Some(parse_limit(value).ok_or_else(invalid)?),
-                "peers" => {
-                    config.peers = value
-                        .split('+')
-                        .map(|p| p.parse().map_err(|_| invalid()))
-                        .collect::<Result<_, _>>()?;
-                }
-                "views" => config.views = parse_switch(value).ok_or_else(invalid)?,
-                "capture_checks" => {
-                    config.capture_checks = parse_switch(value).ok_or_else(invalid)?;
-                }
-                "captures" => {
-                    config.captures = match value {
-                        "watched" => true,
-                        "never" => false,
-                        _ => return Err(invalid()),
-                    }
-                }
-                "unretired_streams" => {
-                    config.unretired_streams = parse_switch(value).ok_or_else(invalid)?;
-                }
-                "checks" => {
-                    config.context_checks = match value {
-                        "context" => true,
-                        "none" => false,
-                        _ => return Err(invalid()),
-                    }
-                }
-                "self_test" => config.self_test = parse_switch(value).ok_or_else(invalid)?,
-                "slack" => match parse_limit(value) {
-                    Some(Limit::Fraction(share)) => config.slack = Some(share),
-                    _ => return Err(invalid()),
-                },
-                "budget" => config.budget = Some(value.parse().map_err(|_| invalid())?),
-                "profile" => {
-                    config.profile = match value {
-                        "dense" => Profile::Dense,
-                        "quick" => Profile::Quick,
-                        _ => return Err(invalid()),
-                    }
-                }
-                "handle" => match parse_limit(value) {
-                    Some(Limit::Bytes(bytes)) => config.handle = Some(bytes),
-                    _ => return Err(invalid()),
-                },
-                _ => return Err(ConfigError::UnknownKey(key.into())),
-            }
-        }
-        config.validate()?;
-        Ok(config)
-    }
-}
-
-/// Parses a number of bytes above 0, or a share of the device's memory above 0 % and up to 100 %: `4096`, `512M`,
-/// `1.5GiB`, `99%`. The units `K`, `M`, `G`, `T` and `KiB` to `TiB` are powers of 1024, `KB` to `TB` powers of 1000;
-/// letters may be small.
-///
-/// ```
-/// use cualloc::allocator::Limit;
-/// assert_eq!("1.5G".parse(), Ok(Limit::Bytes(3 << 29)));
-/// assert_eq!("99%".parse(), Ok(Limit::Fraction(0.99)));
-/// ```
-impl FromStr for Limit {
-    type Err = ConfigError;
-
-    fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let valid = |limit: &Limit| match limit {
-            Limit::Bytes(bytes) => *bytes > 0,
-            Limit::Fraction(share) => *share > 0.0 && *share <= 1.0,
-        };
-        parse_limit(text)
-            .filter(valid)
-            .ok_or_else(|| ConfigError::InvalidValue {
-                key: "limit".into(),
-                value: text.into(),
-            })
-    }
-}
-
-fn parse_switch(value: &str) -> Option<bool> {
-    match value {
-        "on" => Some(true),
-        "off" => Some(false),
-        _ => None,
-    }
-}
-
-fn parse_limit(value: &str) -> Option<Limit> {
-    match value.strip_suffix('%') {
-        Some(percent) => percent
-            .parse::<f64>()
-            .ok()
-            .map(|p| Limit::Fraction(p / 100.0)),
-        None => parse_bytes(value).map(Limit::Bytes),
-    }
-}
-
-/// A number of bytes as people write it; what is no whole number of bytes is rounded down.
-fn parse_bytes(text: &str) -> Option<u64> {
-    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let end = text
-        .find(|c: char| !c.is_ascii_digit() && c != '.')
-        .unwrap_or(text.len());
-    let (number, unit) = text.split_at(end);
-    let unit = unit.trim_start().to_ascii_lowercase();
-    let base: u128 = match unit.get(1..).unwrap_or_default() {
-        "" | "ib" => 1024,
-        "b" => 1000,
-        _ => return None,
-    };
-    let factor = match unit.chars().next() {
-        None => 1,
-        Some('b') if unit == "b" => 1,
-        Some(letter) => base.pow("kmgt".find(letter)? as u32 + 1),
-    };
-    let (whole, part) = match number.split_once('.') {
-        // A part of a byte is no size, and more digits than a byte of any unit needs are none either.
-        Some((whole, part)) if factor > 1 && digits(part) && part.len() <= 18 => (whole, part),
-        Some(_) => return None,
-        None => (number, ""),
-    };
-    if !digits(whole) {
-        return None;
-    }
-    let whole = u128::from(whole.parse::<u64>().ok()?).checked_mul(factor)?;
-    let part = match part {
-        "" => 0,
-        part => u128::from(part.parse::<u64>().ok()?) * factor / 10u128.pow(part.len() as u32),
-    };
-    u64::try_from(whole + part).ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn unknown_and_contradicting_settings_are_errors() {
-        let parse = |text: &str| text.parse::<Config>();
-        assert_eq!(parse(""), Ok(Config::default()));
-        assert_eq!(
-            parse(" limit=512M , policy=auto"),
-            Ok(Config::new().limit(Some(512 << 20)))
-        );
-        assert_eq!(parse("limit=50%"), Ok(Config::new().limit_fraction(0.5)));
-        assert_eq!(parse("peers=1+3"), Ok(Config::new().peers([1, 3])));
-        assert_eq!(
-            parse("slack=2.5%,budget=200,handle=8M,self_test=off"),
-            Ok(Config::new()
-                .slack(0.025)
-                .budget(200)
-                .handle(8 << 20)
-                .self_test(false))
-        );
-        for (value, on) in [("context", true), ("none", false)] {
-            let expected = Config::new().context_checks(on);
-            assert_eq!(parse(&format!("checks={value}")), Ok(expected));
-        }
-        assert_eq!(Config::new().context_checks, cfg!(debug_assertions));
-        assert_eq!(parse("profile=dense"), Ok(Config::new()));
-        let quick = Config::new().profile(Profile::Quick);
-        assert_eq!(parse("profile=quick"), Ok(quick));
-        assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
-        assert_eq!(parse("captures=watched"), Ok(Config::new()));
-        assert_eq!(parse("policy"), Err(ConfigError::NotAPair("policy".into())));
-        assert_eq!(
-            parse("colour=red"),
-            Err(ConfigError::UnknownKey("colour".into()))
-        );
-        assert_eq!(
-            parse("limit=1,limit=2"),
-            Err(ConfigError::Repeated("limit".into()))
-        );
-        for bad in [
-            "limit=x",
-            "limit=0",
-            "limit=0%",
-            "limit=101%",
-            "limit=99999999999T",
-            "policy=torch",
-            "peers=a",
-            "views=yes",
-            "self_test=1",
-            "checks=on",
-            "captures=off",
-            "unretired_streams=yes",
-            "slack=2",
-            "slack=-1%",
-            "slack=101%",
-            "slack=NaN%",
-            "budget=0",
-            "budget=1.5",
-            "profile=fast",
-            "handle=0",
-            "handle=3M",
-            "handle=2G",
-            "handle=10%",
-        ] {
-            assert!(
-                matches!(parse(bad), Err(ConfigError::InvalidValue { .. })),
-                "{bad}: {:?}",
-                parse(bad)
-            );
-        }
-        for bad in [
-            "policy=classic,peers=1",
-            "policy=classic,slack=2%",
-            "policy=classic,budget=100",
-            "policy=classic,handle=4M",
-            "policy=classic,profile=quick",
-            "profile=quick,handle=4M",
-            "views=off,budget=100",
-            "captures=never,capture_checks=on",
-            "limit=2M,handle=4M",
-        ] {
-            assert!(
-                matches!(parse(bad), Err(ConfigError::Contradiction { .. })),
-                "{bad}: {:?}",
-                parse(bad)
-            );
-        }
-    }
-
-    #[test]
-    fn sizes_are_read_as_people_write_them() {
-        for (text, bytes) in [
-            ("4096", 4096),
-            ("512B", 512),
-            ("1k", 1 << 10),
-            ("6G", 6 << 30),
-            ("1.5G", 3 << 29),
-            ("12GiB", 12 << 30),
-            ("144 GiB", 144 << 30),
-            ("0.5t", 1 << 39),
-            ("2tib", 2 << 40),
-            ("3mb", 3_000_000),
-            ("80GB", 80_000_000_000),
-            ("0.1K", 102),
-            ("18446744073709551615", u64::MAX),
-        ] {
-            assert_eq!(text.parse(), Ok(Limit::Bytes(bytes)), "{text}");
-            assert_eq!(parse_limit(text), Some(Limit::Bytes(bytes)), "{text}");
-        }
-        assert_eq!("99%".parse(), Ok(Limit::Fraction(0.99)));
-        let bad = "0 0G 0.0G -1 +1 1.5 1. 1.G .5G G 1.2.3G 1e3 1GG 1iB 1Gi 1P 1x 0x10 1_000 16777216T \
-                   18446744073709551616 0% 101% -1% NaN% % １G";
-        for text in bad.split(' ').chain(["", "1 G G"]) {
-            let refused = text.parse::<Limit>();
-            assert!(
-                matches!(refused, Err(ConfigError::InvalidValue { .. })),
-                "{text}: {refused:?}"
-            );
         }
     }
 }

@@ -1,0 +1,176 @@
+//! Recordings of the process, and what a thread is doing.
+
+use std::ffi::{CStr, c_char};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cualloc::record::{Context, Recorder, RecorderError, Target};
+
+use crate::entry::{call, cleared};
+use crate::options;
+use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
+
+/// The recording that cualloc_record_start began.
+static RECORDER: Mutex<Option<Recorder>> = Mutex::new(None);
+
+/// The recording; a forked child has none, and a thread that it lacks may hold the lock.
+fn recorder() -> Result<MutexGuard<'static, Option<Recorder>>, Failure> {
+    options::refuse_child()?;
+    Ok(RECORDER.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+const NONE_RUNS: Failure = Failure::Said(
+    CUALLOC_INVALID_ARGUMENT,
+    "no recording runs that cualloc_record_start began",
+);
+
+impl From<RecorderError> for Failure {
+    fn from(error: RecorderError) -> Failure {
+        match error {
+            RecorderError::Io(error) => Failure::Io(error),
+            // What is written here is not read here.
+            _ => Failure::Said(CUALLOC_BUSY, "another recording runs in this process"),
+        }
+    }
+}
+
+/// # Safety
+/// `from` is null, or ends with a zero and stays as it is for as long as the result is used.
+unsafe fn path(from: *const c_char) -> Result<PathBuf, Failure> {
+    if from.is_null() {
+        return Err(NULL);
+    }
+    // SAFETY: the caller's contract.
+    let bytes = unsafe { CStr::from_ptr(from) };
+    #[cfg(unix)]
+    {
+        use std::os::unix::ffi::OsStrExt;
+        let text = std::ffi::OsStr::from_bytes(bytes.to_bytes());
+        Ok(Path::new(text).to_owned())
+    }
+    #[cfg(not(unix))]
+    {
+        let why = "a path is not UTF-8";
+        let refused = Failure::Said(CUALLOC_INVALID_ARGUMENT, why);
+        bytes
+            .to_str()
+            .map(|text| Path::new(text).to_owned())
+            .map_err(|_| refused)
+    }
+}
+
+/// Begins to record all allocators of the process: to a file that is written until cualloc_record_stop, or, where path
+/// is null, to memory, of which cualloc_record_dump writes what is newest. What is live now is recorded as held. The
+/// file is new, for its owner alone, and replaces what stands there; `cualloc replay`, `view` and `export` read it.
+/// One recording runs in a process.
+///
+/// Errors: CUALLOC_BUSY while one runs, also the one that CUALLOC_RECORD began; CUALLOC_IO if the file cannot be made;
+/// CUALLOC_CONTEXT_LOST in a forked child.
+///
+/// Any thread, whatever context is current. A call under way on another thread may be missed.
+///
+/// # Safety
+/// `path` is null or ends with a zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_record_start(path: *const c_char) -> i32 {
+    call(|| {
+        let mut recorder = recorder()?;
+        let file = match path.is_null() {
+            true => None,
+            // SAFETY: the caller's contract.
+            false => Some(unsafe { self::path(path) }?),
+        };
+        let target = file.as_deref().map_or(Target::Memory, Target::File);
+        *recorder = Some(Recorder::start(target)?);
+        Ok(())
+    })
+}
+
+/// Writes a file of what the recording's rings hold now: of one to memory the newest 32767 events of each stream cache,
+/// and as many others. The recording goes on. The file is made as by cualloc_record_start, when it is whole.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for null, or if no recording runs that cualloc_record_start began; CUALLOC_IO;
+/// CUALLOC_CONTEXT_LOST in a forked child.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// `path` is null or ends with a zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_record_dump(path: *const c_char) -> i32 {
+    call(|| {
+        // SAFETY: the caller's contract.
+        let path = unsafe { self::path(path) }?;
+        let recorder = recorder()?;
+        let running = recorder.as_ref().ok_or(NONE_RUNS)?;
+        running.dump(&path).map_err(Failure::Io)
+    })
+}
+
+/// Ends the recording, and its file. *events is how many the file has, 0 if there is none, and *lost how many the thread
+/// that writes it came too late for; either may be null.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT if no recording runs that cualloc_record_start began; CUALLOC_IO if the file could
+/// not be written: it is good as far as it goes, and the recording has ended; CUALLOC_CONTEXT_LOST in a forked child.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// `events` and `lost` are null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_record_stop(events: *mut u64, lost: *mut u64) -> i32 {
+    call(|| {
+        for out in [events, lost] {
+            if !out.is_null() {
+                // SAFETY: the caller's contract.
+                unsafe { cleared(out) }?;
+            }
+        }
+        let running = recorder()?.take().ok_or(NONE_RUNS)?;
+        let recorded = running.finish()?;
+        for (out, count) in [(events, recorded.events), (lost, recorded.lost)] {
+            if !out.is_null() {
+                // SAFETY: the caller's contract.
+                unsafe { out.write(count) };
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The number of a name for what a thread is doing, for cualloc_set_context. Parts between semicolons are a stack,
+/// outermost first: "train;forward". The same name has the same number. 0 if the name is null or not UTF-8, or 65536
+/// others are known already: a program keeps the numbers that it gets. Of a long name the first 4096 bytes count.
+///
+/// Any thread, any time; takes a lock.
+///
+/// # Safety
+/// `name` is null or ends with a zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_context(name: *const c_char) -> u32 {
+    let mut number = 0;
+    call(|| {
+        options::refuse_child()?;
+        if name.is_null() {
+            return Err(NULL);
+        }
+        // SAFETY: the caller's contract.
+        let name = unsafe { CStr::from_ptr(name) };
+        let why = "a name is not UTF-8";
+        let name = name
+            .to_str()
+            .map_err(|_| Failure::Said(CUALLOC_INVALID_ARGUMENT, why))?;
+        number = Context::new(name).id();
+        Ok(())
+    });
+    number
+}
+
+/// Puts the calling thread into a context until it is put into another: what it allocates and frees carries the name in
+/// recordings, and in the reports of compute-sanitizer. 0 is none. Returns the context that it was in.
+///
+/// Any thread, any time; each is in one of its own. Costs one store.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_set_context(context: u32) -> u32 {
+    Context::from_id(context).enter().id()
+}

@@ -1,0 +1,360 @@
+//! The text of a configuration.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::allocator::config::{Config, Limit, Policy, Profile};
+use crate::error::ConfigError;
+
+/// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
+/// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `views=on|off`,
+/// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
+/// `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
+/// `profile=dense|quick`, `handle=BYTES`, `nvtx=auto|off`,
+/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`.
+///
+/// ```
+/// use cualloc::allocator::{Config, Policy};
+/// let config: Config = "policy=packed,limit=12G".parse()?;
+/// assert_eq!(config, Config::new().policy(Policy::Packed).limit(Some(12 << 30)));
+/// assert!("polcy=packed".parse::<Config>().is_err());
+/// # Ok::<(), cualloc::error::ConfigError>(())
+/// ```
+impl FromStr for Config {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let mut config = Config::default();
+        let mut seen: Vec<&str> = Vec::new();
+        for pair in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+            let (key, value) = pair
+                .split_once('=')
+                .ok_or_else(|| ConfigError::NotAPair(pair.into()))?;
+            let (key, value) = (key.trim(), value.trim());
+            if seen.contains(&key) {
+                return Err(ConfigError::Repeated(key.into()));
+            }
+            seen.push(key);
+            let invalid = || ConfigError::InvalidValue {
+                key: key.into(),
+                value: value.into(),
+            };
+            match key {
+                "policy" => {
+                    config.policy = match value {
+                        "auto" => Policy::Auto,
+                        "packed" => Policy::Packed,
+                        "classic" => Policy::Classic,
+                        _ => return Err(invalid()),
+                    }
+                }
+                "limit" => config.limit = Some(parse_limit(value).ok_or_else(invalid)?),
+                "peers" => {
+                    config.peers = value
+                        .split('+')
+                        .map(|p| p.parse().map_err(|_| invalid()))
+                        .collect::<Result<_, _>>()?;
+                }
+                "views" => config.views = parse_switch(value).ok_or_else(invalid)?,
+                "capture_checks" => {
+                    config.capture_checks = parse_switch(value).ok_or_else(invalid)?;
+                }
+                "captures" => {
+                    config.captures = match value {
+                        "watched" => true,
+                        "never" => false,
+                        _ => return Err(invalid()),
+                    }
+                }
+                "unretired_streams" => {
+                    config.unretired_streams = parse_switch(value).ok_or_else(invalid)?;
+                }
+                "checks" => {
+                    config.context_checks = match value {
+                        "context" => true,
+                        "none" => false,
+                        _ => return Err(invalid()),
+                    }
+                }
+                "self_test" => config.self_test = parse_switch(value).ok_or_else(invalid)?,
+                "slack" => match parse_limit(value) {
+                    Some(Limit::Fraction(share)) => config.slack = Some(share),
+                    _ => return Err(invalid()),
+                },
+                "budget" => config.budget = Some(value.parse().map_err(|_| invalid())?),
+                "profile" => {
+                    config.profile = match value {
+                        "dense" => Profile::Dense,
+                        "quick" => Profile::Quick,
+                        _ => return Err(invalid()),
+                    }
+                }
+                "handle" => match parse_limit(value) {
+                    Some(Limit::Bytes(bytes)) => config.handle = Some(bytes),
+                    _ => return Err(invalid()),
+                },
+                "nvtx" => {
+                    config.nvtx = match value {
+                        "auto" => true,
+                        "off" => false,
+                        _ => return Err(invalid()),
+                    }
+                }
+                "decay" => {
+                    config.decay = match value {
+                        "off" => None,
+                        _ => Some(parse_time(value).ok_or_else(invalid)?),
+                    }
+                }
+                "keep" => match parse_limit(value) {
+                    Some(Limit::Fraction(share)) => config.keep = Some(share),
+                    _ => return Err(invalid()),
+                },
+                _ => return Err(ConfigError::UnknownKey(key.into())),
+            }
+        }
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+/// Parses a number of bytes above 0, or a share of the device's memory above 0 % and up to 100 %: `4096`, `512M`,
+/// `1.5GiB`, `99%`. The units `K`, `M`, `G`, `T` and `KiB` to `TiB` are powers of 1024, `KB` to `TB` powers of 1000;
+/// letters may be small.
+///
+/// ```
+/// use cualloc::allocator::Limit;
+/// assert_eq!("1.5G".parse(), Ok(Limit::Bytes(3 << 29)));
+/// assert_eq!("99%".parse(), Ok(Limit::Fraction(0.99)));
+/// ```
+impl FromStr for Limit {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let valid = |limit: &Limit| match limit {
+            Limit::Bytes(bytes) => *bytes > 0,
+            Limit::Fraction(share) => *share > 0.0 && *share <= 1.0,
+        };
+        parse_limit(text)
+            .filter(valid)
+            .ok_or_else(|| ConfigError::InvalidValue {
+                key: "limit".into(),
+                value: text.into(),
+            })
+    }
+}
+
+/// A number of milliseconds, seconds, minutes or hours, with its unit.
+fn parse_time(value: &str) -> Option<Duration> {
+    let unit = value.find(|c: char| c.is_ascii_alphabetic())?;
+    let (number, unit) = value.split_at(unit);
+    let factor = match unit {
+        "ms" => 0.001,
+        "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return None,
+    };
+    let number: f64 = number.parse().ok().filter(|number| *number > 0.0)?;
+    Duration::try_from_secs_f64(number * factor).ok()
+}
+
+fn parse_switch(value: &str) -> Option<bool> {
+    match value {
+        "on" => Some(true),
+        "off" => Some(false),
+        _ => None,
+    }
+}
+
+fn parse_limit(value: &str) -> Option<Limit> {
+    match value.strip_suffix('%') {
+        Some(percent) => percent
+            .parse::<f64>()
+            .ok()
+            .map(|p| Limit::Fraction(p / 100.0)),
+        None => parse_bytes(value).map(Limit::Bytes),
+    }
+}
+
+/// A number of bytes as people write it; what is no whole number of bytes is rounded down.
+fn parse_bytes(text: &str) -> Option<u64> {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let end = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let unit = unit.trim_start().to_ascii_lowercase();
+    let base: u128 = match unit.get(1..).unwrap_or_default() {
+        "" | "ib" => 1024,
+        "b" => 1000,
+        _ => return None,
+    };
+    let factor = match unit.chars().next() {
+        None => 1,
+        Some('b') if unit == "b" => 1,
+        Some(letter) => base.pow("kmgt".find(letter)? as u32 + 1),
+    };
+    let (whole, part) = match number.split_once('.') {
+        // A part of a byte is no size, and more digits than a byte of any unit needs are none either.
+        Some((whole, part)) if factor > 1 && digits(part) && part.len() <= 18 => (whole, part),
+        Some(_) => return None,
+        None => (number, ""),
+    };
+    if !digits(whole) {
+        return None;
+    }
+    let whole = u128::from(whole.parse::<u64>().ok()?).checked_mul(factor)?;
+    let part = match part {
+        "" => 0,
+        part => u128::from(part.parse::<u64>().ok()?) * factor / 10u128.pow(part.len() as u32),
+    };
+    u64::try_from(whole + part).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_and_contradicting_settings_are_errors() {
+        let parse = |text: &str| text.parse::<Config>();
+        assert_eq!(parse(""), Ok(Config::default()));
+        assert_eq!(
+            parse(" limit=512M , policy=auto"),
+            Ok(Config::new().limit(Some(512 << 20)))
+        );
+        assert_eq!(parse("limit=50%"), Ok(Config::new().limit_fraction(0.5)));
+        assert_eq!(parse("peers=1+3"), Ok(Config::new().peers([1, 3])));
+        assert_eq!(
+            parse("slack=2.5%,budget=200,handle=8M,self_test=off"),
+            Ok(Config::new()
+                .slack(0.025)
+                .budget(200)
+                .handle(8 << 20)
+                .self_test(false))
+        );
+        for (value, on) in [("context", true), ("none", false)] {
+            let expected = Config::new().context_checks(on);
+            assert_eq!(parse(&format!("checks={value}")), Ok(expected));
+        }
+        assert_eq!(Config::new().context_checks, cfg!(debug_assertions));
+        assert_eq!(parse("profile=dense"), Ok(Config::new()));
+        let quick = Config::new().profile(Profile::Quick);
+        assert_eq!(parse("profile=quick"), Ok(quick));
+        assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
+        assert_eq!(parse("captures=watched"), Ok(Config::new()));
+        assert_eq!(parse("policy"), Err(ConfigError::NotAPair("policy".into())));
+        assert_eq!(
+            parse("colour=red"),
+            Err(ConfigError::UnknownKey("colour".into()))
+        );
+        assert_eq!(
+            parse("limit=1,limit=2"),
+            Err(ConfigError::Repeated("limit".into()))
+        );
+        for bad in [
+            "limit=x",
+            "limit=0",
+            "limit=0%",
+            "limit=101%",
+            "limit=99999999999T",
+            "policy=torch",
+            "peers=a",
+            "views=yes",
+            "self_test=1",
+            "checks=on",
+            "captures=off",
+            "unretired_streams=yes",
+            "slack=2",
+            "slack=-1%",
+            "slack=101%",
+            "slack=NaN%",
+            "budget=0",
+            "budget=1.5",
+            "profile=fast",
+            "handle=0",
+            "handle=3M",
+            "handle=2G",
+            "handle=10%",
+        ] {
+            assert!(
+                matches!(parse(bad), Err(ConfigError::InvalidValue { .. })),
+                "{bad}: {:?}",
+                parse(bad)
+            );
+        }
+        for bad in [
+            "policy=classic,peers=1",
+            "policy=classic,slack=2%",
+            "policy=classic,budget=100",
+            "policy=classic,handle=4M",
+            "policy=classic,profile=quick",
+            "profile=quick,handle=4M",
+            "views=off,budget=100",
+            "captures=never,capture_checks=on",
+            "limit=2M,handle=4M",
+        ] {
+            assert!(
+                matches!(parse(bad), Err(ConfigError::Contradiction { .. })),
+                "{bad}: {:?}",
+                parse(bad)
+            );
+        }
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, bytes) in [
+            ("4096", 4096),
+            ("512B", 512),
+            ("1k", 1 << 10),
+            ("6G", 6 << 30),
+            ("1.5G", 3 << 29),
+            ("12GiB", 12 << 30),
+            ("144 GiB", 144 << 30),
+            ("0.5t", 1 << 39),
+            ("2tib", 2 << 40),
+            ("3mb", 3_000_000),
+            ("80GB", 80_000_000_000),
+            ("0.1K", 102),
+            ("18446744073709551615", u64::MAX),
+        ] {
+            assert_eq!(text.parse(), Ok(Limit::Bytes(bytes)), "{text}");
+            assert_eq!(parse_limit(text), Some(Limit::Bytes(bytes)), "{text}");
+        }
+        assert_eq!("99%".parse(), Ok(Limit::Fraction(0.99)));
+        let bad = "0 0G 0.0G -1 +1 1.5 1. 1.G .5G G 1.2.3G 1e3 1GG 1iB 1Gi 1P 1x 0x10 1_000 16777216T \
+                   18446744073709551616 0% 101% -1% NaN% % １G";
+        for text in bad.split(' ').chain(["", "1 G G"]) {
+            let refused = text.parse::<Limit>();
+            assert!(
+                matches!(refused, Err(ConfigError::InvalidValue { .. })),
+                "{text}: {refused:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn times_have_units() {
+        let parse = |text: &str| text.parse::<Config>();
+        let decay = |text: &str| parse(&format!("decay={text}")).map(|config| config.decay);
+        for (text, time) in [
+            ("500ms", Duration::from_millis(500)),
+            ("10s", Duration::from_secs(10)),
+            ("1.5m", Duration::from_secs(90)),
+            ("1h", Duration::from_secs(3600)),
+        ] {
+            assert_eq!(decay(text), Ok(Some(time)), "{text}");
+        }
+        assert_eq!(decay("off"), Ok(None));
+        for text in [
+            "10", "s", "-1s", "0s", "1d", "infs", "nans", "1e300h", "1 s",
+        ] {
+            assert!(decay(text).is_err(), "{text}");
+        }
+        let kept = parse("decay=10s,keep=20%").unwrap();
+        assert_eq!(kept.keep, Some(0.2));
+        assert!(parse("keep=20%").is_err() && parse("decay=10s,keep=2G").is_err());
+    }
+}

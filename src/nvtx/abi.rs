@@ -1,0 +1,180 @@
+//! What NVTX version 3 hands to a tool: the layouts of its core and of its memory extension, as far as they are used.
+
+use std::ffi::{c_char, c_int, c_void};
+
+/// The version of NVTX that these layouts are of.
+pub(super) const VERSION: u16 = 3;
+/// The memory extension's number, and the version of its layouts.
+pub(super) const MEMORY: u16 = 1;
+pub(super) const COMPATIBLE: u16 = 0x0102;
+/// Functions of the memory extension that a tool may fill in.
+pub(super) const SLOTS: usize = 63;
+/// Functions of domains, with the one that has no meaning.
+pub(super) const DOMAIN_FUNCTIONS: usize = 16;
+/// The module of them.
+pub(super) const DOMAINS: c_int = 5;
+/// Tables that a tool asks for.
+pub(super) const CALLBACKS: u32 = 1;
+pub(super) const VERSION_INFO: u32 = 3;
+
+/// Places of functions in the table of domains.
+pub(super) const DOMAIN_MARK: usize = 1;
+pub(super) const DOMAIN_PUSH: usize = 4;
+pub(super) const DOMAIN_POP: usize = 5;
+pub(super) const DOMAIN_CATEGORY: usize = 8;
+pub(super) const DOMAIN_CREATE: usize = 12;
+
+/// Places of functions of the memory extension.
+pub(super) const HEAP_REGISTER: usize = 0;
+pub(super) const HEAP_UNREGISTER: usize = 1;
+pub(super) const REGIONS_REGISTER: usize = 3;
+pub(super) const REGIONS_UNREGISTER: usize = 5;
+pub(super) const REGIONS_NAME: usize = 6;
+
+/// A heap out of which regions are handed out.
+pub(super) const SUBALLOCATOR: u32 = 1;
+/// Memory by virtual addresses; also a region that is named by its address.
+pub(super) const BY_ADDRESS: u32 = 1;
+/// A text that ends with a zero.
+pub(super) const TEXT: u32 = 1;
+
+/// What a tool or a domain gives for a thing of its own.
+pub(super) type Handle = *mut c_void;
+
+pub(super) type DomainCreate = unsafe extern "C" fn(*const c_char) -> Handle;
+pub(super) type DomainCategory = unsafe extern "C" fn(Handle, u32, *const c_char);
+pub(super) type DomainMark = unsafe extern "C" fn(Handle, *const Attributes);
+pub(super) type DomainPush = unsafe extern "C" fn(Handle, *const Attributes) -> c_int;
+pub(super) type DomainPop = unsafe extern "C" fn(Handle) -> c_int;
+pub(super) type HeapRegister = unsafe extern "C" fn(Handle, *const HeapDescription) -> Handle;
+pub(super) type HeapUnregister = unsafe extern "C" fn(Handle, Handle);
+pub(super) type RegionsRegister = unsafe extern "C" fn(Handle, *const Register);
+pub(super) type RegionsUnregister = unsafe extern "C" fn(Handle, *const Unregister);
+pub(super) type RegionsName = unsafe extern "C" fn(Handle, *const Names);
+
+pub(super) type ExportTable = unsafe extern "C" fn(u32) -> *const c_void;
+/// How a library takes part in the core: 0 if it does not.
+pub(super) type Attach = unsafe extern "C" fn(ExportTable) -> c_int;
+/// The same of an extension.
+pub(super) type AttachExtension = unsafe extern "C" fn(*mut Module) -> c_int;
+
+/// The table by which a tool finds the functions of a module.
+#[repr(C)]
+pub(super) struct Callbacks {
+    pub bytes: usize,
+    pub table: unsafe extern "C" fn(c_int, *mut *const *mut usize, *mut u32) -> c_int,
+}
+
+/// The table that says which version of NVTX this is.
+#[repr(C)]
+pub(super) struct Version {
+    pub bytes: usize,
+    pub version: u32,
+    pub reserved: u32,
+    pub told: unsafe extern "C" fn(u32),
+}
+
+/// Functions of an extension, for a tool to fill in.
+#[repr(C)]
+pub(super) struct Segment {
+    pub number: usize,
+    pub slots: usize,
+    pub functions: *mut usize,
+}
+
+/// An extension.
+#[repr(C)]
+pub(super) struct Module {
+    pub version: u16,
+    pub bytes: u16,
+    pub module: u16,
+    pub compatible: u16,
+    pub segments: usize,
+    pub first: *mut Segment,
+    pub export: usize,
+    pub info: usize,
+}
+
+/// A mark or a range.
+#[repr(C)]
+pub(super) struct Attributes {
+    pub version: u16,
+    pub bytes: u16,
+    pub category: u32,
+    pub color_type: i32,
+    pub color: u32,
+    pub payload_type: i32,
+    pub reserved: i32,
+    pub payload: u64,
+    pub text_type: i32,
+    pub text: *const c_char,
+}
+
+/// Bytes from an address on.
+#[repr(C)]
+pub(super) struct Range {
+    pub bytes: usize,
+    pub at: *const c_void,
+}
+
+/// A heap.
+#[repr(C)]
+pub(super) struct HeapDescription {
+    pub compatible: u16,
+    pub bytes: u16,
+    pub reserved: u32,
+    pub usage: u32,
+    pub memory: u32,
+    pub range_bytes: usize,
+    pub range: *const Range,
+    pub category: u32,
+    pub text_type: u32,
+    pub text: *const c_char,
+}
+
+/// Regions of a heap that are handed out.
+#[repr(C)]
+pub(super) struct Register {
+    pub compatible: u16,
+    pub bytes: u16,
+    pub memory: u32,
+    pub heap: Handle,
+    pub count: usize,
+    pub element: usize,
+    pub ranges: *const Range,
+    pub handles: *mut Handle,
+}
+
+/// Regions that are taken back.
+#[repr(C)]
+pub(super) struct Unregister {
+    pub compatible: u16,
+    pub bytes: u16,
+    pub by: u32,
+    pub count: usize,
+    pub element: usize,
+    pub regions: *const *const c_void,
+}
+
+/// A region's name.
+#[repr(C)]
+pub(super) struct Name {
+    pub by: u32,
+    pub text_type: u32,
+    pub region: *const c_void,
+    pub text: *const c_char,
+    pub category: u32,
+    pub reserved: u32,
+}
+
+/// Names of regions.
+#[repr(C)]
+pub(super) struct Names {
+    pub compatible: u16,
+    pub bytes: u16,
+    pub reserved: u32,
+    pub count: usize,
+    pub element: usize,
+    pub names: *const Name,
+    pub reserved_end: usize,
+}

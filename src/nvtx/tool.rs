@@ -1,0 +1,448 @@
+//! The tool that is attached to the process by NVTX's own variable, and what it is told.
+
+use std::collections::BTreeMap;
+use std::ffi::{CString, OsString, c_char, c_int, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use libloading::Library;
+
+use super::abi::{self, Handle};
+use crate::environment;
+
+/// The variable by which a tool has itself loaded.
+pub(crate) const VARIABLE: &str = "NVTX_INJECTION64_PATH";
+
+/// Functions of the memory extension, 0 where the tool has none. It may fill them in at any time.
+static MEMORY_FUNCTIONS: [AtomicUsize; abi::SLOTS] = [const { AtomicUsize::new(0) }; abi::SLOTS];
+
+/// Functions of domains, as the tool filled them in.
+static DOMAIN_FUNCTIONS: [AtomicUsize; abi::DOMAIN_FUNCTIONS] =
+    [const { AtomicUsize::new(0) }; abi::DOMAIN_FUNCTIONS];
+
+/// What a mark or a range is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Category {
+    /// Memory is taken from the driver.
+    Grow = 1,
+    /// A view is made.
+    Stitch = 2,
+    /// The host waits for the device.
+    Wait = 3,
+    /// Memory goes back to the driver.
+    Trim = 4,
+    /// A request found no memory.
+    OutOfMemory = 5,
+}
+
+impl Category {
+    const ALL: [Category; 5] = [
+        Category::Grow,
+        Category::Stitch,
+        Category::Wait,
+        Category::Trim,
+        Category::OutOfMemory,
+    ];
+
+    fn name(self) -> &'static std::ffi::CStr {
+        match self {
+            Category::Grow => c"grow",
+            Category::Stitch => c"stitch",
+            Category::Wait => c"wait",
+            Category::Trim => c"trim",
+            Category::OutOfMemory => c"oom",
+        }
+    }
+}
+
+/// A tool that listens.
+#[derive(Debug)]
+pub(crate) struct Tool {
+    /// The domain of everything that is told, null if the tool makes no domains.
+    domain: usize,
+    /// Heaps by their first bytes: how many bytes, and the tool's handle.
+    heaps: Mutex<BTreeMap<u64, (u64, usize)>>,
+}
+
+unsafe extern "C" fn export(table: u32) -> *const c_void {
+    static CALLBACKS: abi::Callbacks = abi::Callbacks {
+        bytes: size_of::<abi::Callbacks>(),
+        table: module,
+    };
+    static VERSION: abi::Version = abi::Version {
+        bytes: size_of::<abi::Version>(),
+        version: abi::VERSION as u32,
+        reserved: 0,
+        told: ignore,
+    };
+    match table {
+        abi::CALLBACKS => ptr::from_ref(&CALLBACKS).cast(),
+        abi::VERSION_INFO => ptr::from_ref(&VERSION).cast(),
+        _ => ptr::null(),
+    }
+}
+
+unsafe extern "C" fn ignore(_: u32) {}
+
+/// Places for functions, as a tool gets them: pointers to words, and a null behind them.
+struct Places([*mut usize; abi::DOMAIN_FUNCTIONS + 1]);
+
+// SAFETY: the pointers are to atomics, which anybody may write to as such; they never change themselves.
+unsafe impl Sync for Places {}
+
+static PLACES: Places = Places({
+    let mut places = [ptr::null_mut(); abi::DOMAIN_FUNCTIONS + 1];
+    let mut at = 1;
+    while at < abi::DOMAIN_FUNCTIONS {
+        places[at] = DOMAIN_FUNCTIONS[at].as_ptr();
+        at += 1;
+    }
+    places
+});
+
+/// The places of a module's functions; those of domains are all that is used here.
+unsafe extern "C" fn module(
+    module: c_int,
+    table: *mut *const *mut usize,
+    count: *mut u32,
+) -> c_int {
+    if module != abi::DOMAINS {
+        return 0;
+    }
+    // SAFETY: the tool passes places for both results, or null for those that it does not want.
+    unsafe {
+        if let Some(table) = table.as_mut() {
+            *table = PLACES.0.as_ptr();
+        }
+        if let Some(count) = count.as_mut() {
+            *count = abi::DOMAIN_FUNCTIONS as u32;
+        }
+    }
+    1
+}
+
+impl Tool {
+    /// The tool that the environment names; none where it names none, or one that does not work.
+    pub(crate) fn load() -> Option<Tool> {
+        let path = environment::variable(VARIABLE).filter(|path| !path.is_empty())?;
+        match Tool::open(&path) {
+            Ok(tool) => tool,
+            Err(error) => {
+                log::warn!("the tool that {VARIABLE} names was not attached: {error}");
+                None
+            }
+        }
+    }
+
+    fn open(path: &OsString) -> Result<Option<Tool>, libloading::Error> {
+        // SAFETY: whoever set the variable vouches for the library, as for any program with NVTX in it.
+        let library = unsafe { Library::new(path) }?;
+        // SAFETY: NVTX says what the functions of these names are.
+        let core =
+            unsafe { library.get::<abi::Attach>(c"InitializeInjectionNvtx2".to_bytes_with_nul()) };
+        // A tool may know domains, or memory, or both.
+        let core = core.map(|attach| *attach);
+        // SAFETY: as above.
+        let memory = unsafe {
+            library.get::<abi::AttachExtension>(
+                c"InitializeInjectionNvtxExtension".to_bytes_with_nul(),
+            )
+        };
+        let memory = memory.map(|attach| *attach);
+        if let (Err(error), Err(_)) = (&core, &memory) {
+            log::debug!("a tool without NVTX: {error}");
+            return Ok(None);
+        }
+        // The tool stays: it may have threads, and its functions are called from here on.
+        std::mem::forget(library);
+        // SAFETY: the function is called once here, with a function that lives as long as the process.
+        let domains = core.is_ok_and(|attach| unsafe { attach(export) } != 0);
+        if let Ok(attach) = memory
+            && !attach_memory(attach)
+        {
+            MEMORY_FUNCTIONS
+                .iter()
+                .for_each(|word| word.store(0, Ordering::Release));
+        }
+        let mut tool = Tool {
+            domain: 0,
+            heaps: Mutex::default(),
+        };
+        if domains {
+            tool.make_domain();
+        }
+        let listens = tool.tracks_memory() || tool.domain != 0;
+        Ok(listens.then_some(tool))
+    }
+
+    /// Whether heaps and regions are of use to it.
+    pub(crate) fn tracks_memory(&self) -> bool {
+        let has = |place: usize| MEMORY_FUNCTIONS[place].load(Ordering::Acquire) != 0;
+        has(abi::HEAP_REGISTER) && has(abi::REGIONS_REGISTER)
+    }
+
+    fn make_domain(&mut self) {
+        // SAFETY: the tool put a function of this type there.
+        let create = unsafe { domain_function::<abi::DomainCreate>(abi::DOMAIN_CREATE) };
+        let Some(create) = create else {
+            return;
+        };
+        // SAFETY: the name is a text that ends with a zero.
+        self.domain = unsafe { create(c"cualloc".as_ptr()) }.expose_provenance();
+        // SAFETY: as above.
+        let name = unsafe { domain_function::<abi::DomainCategory>(abi::DOMAIN_CATEGORY) };
+        if let Some(name) = name {
+            for category in Category::ALL {
+                // SAFETY: the domain was made by this tool, and the name ends with a zero.
+                unsafe { name(self.domain(), category as u32, category.name().as_ptr()) };
+            }
+        }
+    }
+
+    fn domain(&self) -> Handle {
+        ptr::with_exposed_provenance_mut(self.domain)
+    }
+
+    fn heaps(&self) -> MutexGuard<'_, BTreeMap<u64, (u64, usize)>> {
+        self.heaps.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    // ---- memory -------------------------------------------------------------------------------
+
+    /// Memory out of which blocks are handed out from here on.
+    pub(crate) fn heap(&self, at: u64, bytes: u64) {
+        // SAFETY: the tool put a function of this type there.
+        let Some(register) = (unsafe { memory_function::<abi::HeapRegister>(abi::HEAP_REGISTER) })
+        else {
+            return;
+        };
+        let range = range(at, bytes);
+        let heap = abi::HeapDescription {
+            compatible: abi::COMPATIBLE,
+            bytes: size_of::<abi::HeapDescription>() as u16,
+            reserved: 0,
+            usage: abi::SUBALLOCATOR,
+            memory: abi::BY_ADDRESS,
+            range_bytes: size_of::<abi::Range>(),
+            range: &range,
+            category: 0,
+            text_type: abi::TEXT,
+            text: c"cualloc".as_ptr(),
+        };
+        // SAFETY: what the description points to lives through the call.
+        let handle = unsafe { register(self.domain(), &heap) };
+        if !handle.is_null() {
+            self.heaps().insert(at, (bytes, handle.expose_provenance()));
+        }
+    }
+
+    /// The memory from an address on is no heap any more.
+    pub(crate) fn heap_gone(&self, at: u64) {
+        let Some((_, handle)) = self.heaps().remove(&at) else {
+            return;
+        };
+        // SAFETY: the tool put a function of this type there.
+        if let Some(unregister) =
+            unsafe { memory_function::<abi::HeapUnregister>(abi::HEAP_UNREGISTER) }
+        {
+            // SAFETY: the handle is the tool's, and was registered once.
+            unsafe { unregister(self.domain(), ptr::with_exposed_provenance_mut(handle)) };
+        }
+    }
+
+    /// A block was handed out.
+    pub(crate) fn born(&self, at: u64, bytes: u64, name: Option<&str>) {
+        // SAFETY: the tool put a function of this type there.
+        let Some(register) =
+            (unsafe { memory_function::<abi::RegionsRegister>(abi::REGIONS_REGISTER) })
+        else {
+            return;
+        };
+        let heap = self
+            .heaps()
+            .range(..=at)
+            .next_back()
+            .map(|(at, heap)| (*at, *heap));
+        let inside = heap.filter(|(start, (bytes, _))| at - start < *bytes);
+        let Some((_, (_, handle))) = inside else {
+            return;
+        };
+        let range = range(at, bytes);
+        let regions = abi::Register {
+            compatible: abi::COMPATIBLE,
+            bytes: size_of::<abi::Register>() as u16,
+            memory: abi::BY_ADDRESS,
+            heap: ptr::with_exposed_provenance_mut(handle),
+            count: 1,
+            element: size_of::<abi::Range>(),
+            ranges: &range,
+            handles: ptr::null_mut(),
+        };
+        // SAFETY: what the batch points to lives through the call.
+        unsafe { register(self.domain(), &regions) };
+        if let Some(name) = name {
+            self.name(at, name);
+        }
+    }
+
+    /// A block has a name.
+    pub(crate) fn name(&self, at: u64, name: &str) {
+        // SAFETY: the tool put a function of this type there.
+        let Some(rename) = (unsafe { memory_function::<abi::RegionsName>(abi::REGIONS_NAME) })
+        else {
+            return;
+        };
+        let text = text(name);
+        let element = abi::Name {
+            by: abi::BY_ADDRESS,
+            text_type: abi::TEXT,
+            region: ptr::without_provenance(at as usize),
+            text: text.as_ptr(),
+            category: 0,
+            reserved: 0,
+        };
+        let names = abi::Names {
+            compatible: abi::COMPATIBLE,
+            bytes: size_of::<abi::Names>() as u16,
+            reserved: 0,
+            count: 1,
+            element: size_of::<abi::Name>(),
+            names: &element,
+            reserved_end: 0,
+        };
+        // SAFETY: what the batch points to lives through the call.
+        unsafe { rename(self.domain(), &names) };
+    }
+
+    /// A block was freed.
+    pub(crate) fn gone(&self, at: u64) {
+        // SAFETY: the tool put a function of this type there.
+        let Some(unregister) =
+            (unsafe { memory_function::<abi::RegionsUnregister>(abi::REGIONS_UNREGISTER) })
+        else {
+            return;
+        };
+        let region: *const c_void = ptr::without_provenance(at as usize);
+        let regions = abi::Unregister {
+            compatible: abi::COMPATIBLE,
+            bytes: size_of::<abi::Unregister>() as u16,
+            by: abi::BY_ADDRESS,
+            count: 1,
+            element: size_of::<*const c_void>(),
+            regions: &region,
+        };
+        // SAFETY: what the batch points to lives through the call.
+        unsafe { unregister(self.domain(), &regions) };
+    }
+
+    // ---- the time line --------------------------------------------------------------------------
+
+    /// Something happened.
+    pub(crate) fn mark(&self, category: Category, what: &str) {
+        // SAFETY: the tool put a function of this type there.
+        if let Some(mark) = unsafe { domain_function::<abi::DomainMark>(abi::DOMAIN_MARK) } {
+            let text = text(what);
+            let attributes = attributes(category, text.as_ptr());
+            // SAFETY: what the attributes point to lives through the call.
+            unsafe { mark(self.domain(), &attributes) };
+        }
+    }
+
+    /// Something begins on this thread; it ends with [`pop`](Self::pop).
+    pub(crate) fn push(&self, category: Category, what: &str) {
+        // SAFETY: the tool put a function of this type there.
+        if let Some(push) = unsafe { domain_function::<abi::DomainPush>(abi::DOMAIN_PUSH) } {
+            let text = text(what);
+            let attributes = attributes(category, text.as_ptr());
+            // SAFETY: what the attributes point to lives through the call.
+            unsafe { push(self.domain(), &attributes) };
+        }
+    }
+
+    /// What began last on this thread is over.
+    pub(crate) fn pop(&self) {
+        // SAFETY: the tool put a function of this type there.
+        if let Some(pop) = unsafe { domain_function::<abi::DomainPop>(abi::DOMAIN_POP) } {
+            // SAFETY: a function of the domain alone.
+            unsafe { pop(self.domain()) };
+        }
+    }
+}
+
+/// A function of the memory extension.
+///
+/// # Safety
+/// `F` is the type of the function at that place.
+unsafe fn memory_function<F: Copy>(place: usize) -> Option<F> {
+    // SAFETY: as the caller says.
+    unsafe { as_function(MEMORY_FUNCTIONS[place].load(Ordering::Acquire)) }
+}
+
+/// A function of domains.
+///
+/// # Safety
+/// `F` is the type of the function at that place.
+unsafe fn domain_function<F: Copy>(place: usize) -> Option<F> {
+    // SAFETY: as the caller says.
+    unsafe { as_function(DOMAIN_FUNCTIONS[place].load(Ordering::Acquire)) }
+}
+
+/// # Safety
+/// The word is 0, or a function of type `F`.
+unsafe fn as_function<F: Copy>(word: usize) -> Option<F> {
+    const { assert!(size_of::<F>() == size_of::<*const c_void>()) };
+    let word: *const c_void = ptr::with_exposed_provenance(word);
+    // SAFETY: as the caller says; a function is as long as a pointer.
+    (!word.is_null()).then(|| unsafe { std::mem::transmute_copy(&word) })
+}
+
+/// Has a tool fill in its functions of the memory extension; whether it did.
+fn attach_memory(attach: abi::AttachExtension) -> bool {
+    let mut segment = abi::Segment {
+        number: 1,
+        slots: abi::SLOTS,
+        functions: MEMORY_FUNCTIONS[0].as_ptr(),
+    };
+    let mut module = abi::Module {
+        version: abi::VERSION,
+        bytes: size_of::<abi::Module>() as u16,
+        module: abi::MEMORY,
+        compatible: abi::COMPATIBLE,
+        segments: 1,
+        first: &mut segment,
+        export: 0,
+        info: 0,
+    };
+    // SAFETY: what the module points to lives through the call, and the places for functions for ever.
+    unsafe { attach(&mut module) != 0 }
+}
+
+fn range(at: u64, bytes: u64) -> abi::Range {
+    abi::Range {
+        bytes: bytes as usize,
+        at: ptr::without_provenance(at as usize),
+    }
+}
+
+/// A text as C has it: up to the first zero.
+fn text(text: &str) -> CString {
+    let end = text.find('\0').unwrap_or(text.len());
+    CString::new(&text[..end]).unwrap_or_default()
+}
+
+fn attributes(category: Category, text: *const c_char) -> abi::Attributes {
+    abi::Attributes {
+        version: abi::VERSION,
+        bytes: size_of::<abi::Attributes>() as u16,
+        category: category as u32,
+        color_type: 0,
+        color: 0,
+        payload_type: 0,
+        reserved: 0,
+        payload: 0,
+        text_type: abi::TEXT as i32,
+        text,
+    }
+}
