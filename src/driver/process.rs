@@ -56,6 +56,12 @@ pub(crate) fn is_recording() -> bool {
     STATE.0.load(Ordering::Relaxed) & RECORDS != 0
 }
 
+/// True while a recording runs, and nothing else keeps calls from their caches.
+#[inline(always)]
+pub(crate) fn only_records() -> bool {
+    STATE.0.load(Ordering::Relaxed) == RECORDS
+}
+
 /// A recording begins, or has ended.
 pub(crate) fn set_recording(on: bool) {
     match on {

@@ -83,14 +83,16 @@ impl Engine {
         named: &Named<'_>,
         request: &Checked,
     ) -> Result<Grant, Error> {
-        if !self.unwatched() {
+        let unwatched = self.unwatched();
+        if !unwatched {
             self.usable()?;
         }
         self.refuse_capture(named)?;
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
-        if self.watchful()
+        if !unwatched
+            && self.watchful()
             && let Some(grant) = self.hit_asked(named.key, request)
         {
             return Ok(grant);
