@@ -86,7 +86,7 @@ impl Found {
     }
 
     /// A stream does not capture.
-    #[inline]
+    #[inline(always)]
     pub(super) fn remove(&self, stream: CUstream) {
         if self.bits.load(Ordering::Relaxed) & bit(stream as usize) != 0 {
             self.drop_all(|finding| finding.is_of(stream as usize));

@@ -68,6 +68,12 @@ pub(crate) fn set_tool() {
     STATE.0.fetch_or(TOOL, Ordering::Release);
 }
 
+/// True while a recording runs, and nothing else keeps calls from their caches.
+#[inline(always)]
+pub(crate) fn only_records() -> bool {
+    STATE.0.load(Ordering::Relaxed) == RECORDS
+}
+
 /// A recording begins, or has ended.
 pub(crate) fn set_recording(on: bool) {
     match on {

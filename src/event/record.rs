@@ -52,17 +52,44 @@ const BYTES_BITS: u32 = 48;
 const BYTES_MASK: u64 = (1 << BYTES_BITS) - 1;
 const SHORT: u32 = u16::MAX as u32;
 
+/// What all records about one stream of an allocator have: the bits of both in the last two words.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Whose([u64; 2]);
+
+impl Whose {
+    pub(crate) const NOBODY: Whose = Whose([0; 2]);
+
+    /// A number that does not fit is the largest that does.
+    #[inline(always)]
+    pub(crate) fn new(stream: u32, allocator: u64) -> Whose {
+        let stream = u64::from(stream.min(SHORT));
+        let allocator = allocator & u64::from(SHORT);
+        Whose([stream << BYTES_BITS, allocator << 32])
+    }
+
+    /// The record of what happened at an address, with so many bytes, at a time in a context.
+    #[inline(always)]
+    pub(crate) fn record(
+        self,
+        (kind, at, bytes): (Kind, u64, u64),
+        (ticks, context): (u64, u32),
+    ) -> Record {
+        let [stream, allocator] = self.0;
+        [
+            ticks,
+            (at & !KIND_MASK) | kind as u64,
+            bytes.min(BYTES_MASK) | stream,
+            u64::from(context) | allocator,
+        ]
+    }
+}
+
 impl Event {
     /// The event as a record; a number that does not fit is the largest that does.
     #[inline(always)]
     pub(crate) fn at_time(&self, ticks: u64, context: u32) -> Record {
-        let stream = u64::from(self.stream.min(SHORT));
-        [
-            ticks,
-            (self.at & !KIND_MASK) | self.kind as u64,
-            self.bytes.min(BYTES_MASK) | stream << BYTES_BITS,
-            u64::from(context) | (self.allocator & u64::from(SHORT)) << 32,
-        ]
+        let whose = Whose::new(self.stream, self.allocator);
+        whose.record((self.kind, self.at, self.bytes), (ticks, context))
     }
 }
 

@@ -21,6 +21,8 @@ pub(crate) struct Ring {
     /// In `_own` or in `_file`: the head's line, and then the records.
     words: *const AtomicU64,
     mask: u64,
+    /// Half of the records less one.
+    half: u64,
     /// Told when the ring is half full again.
     reader: Option<Thread>,
     _own: Box<[AtomicU64]>,
@@ -51,6 +53,7 @@ impl Ring {
         Ring {
             words: words.as_ptr(),
             mask: capacity as u64 - 1,
+            half: capacity as u64 / 2 - 1,
             reader,
             _own: words,
             _file: None,
@@ -63,6 +66,7 @@ impl Ring {
         Some(Ring {
             words,
             mask: capacity as u64 - 1,
+            half: capacity as u64 / 2 - 1,
             reader: None,
             _own: Box::default(),
             _file: Some(Arc::clone(file)),
@@ -82,18 +86,37 @@ impl Ring {
     /// Writes a record over the oldest. One thread at a time calls this: who holds the tap.
     #[inline(always)]
     pub(crate) fn push(&self, record: Record) {
-        let index = self.word(0).load(Ordering::Relaxed);
+        let number = self.word(0).load(Ordering::Relaxed);
+        self.put(number, record);
+        if self.wakes(number) {
+            self.wake();
+        }
+    }
+
+    /// The number of the next record, if the reader is not to be woken for it.
+    #[inline(always)]
+    pub(crate) fn next(&self) -> Option<u64> {
+        let number = self.word(0).load(Ordering::Relaxed);
+        (!self.wakes(number)).then_some(number)
+    }
+
+    /// Whether the ring is half full with a record.
+    #[inline(always)]
+    fn wakes(&self, number: u64) -> bool {
+        (number + 1) & self.half == 0
+    }
+
+    /// Writes the record with a number, which is the next one, over the oldest.
+    #[inline(always)]
+    pub(crate) fn put(&self, number: u64, record: Record) {
         // A reader that sees any of the words below sees the head that was stored last, too.
         fence(Ordering::Release);
-        let slot = self.slot(index);
+        let slot = self.slot(number);
         self.word(slot).store(record[0], Ordering::Relaxed);
         self.word(slot + 1).store(record[1], Ordering::Relaxed);
         self.word(slot + 2).store(record[2], Ordering::Relaxed);
         self.word(slot + 3).store(record[3], Ordering::Relaxed);
-        self.word(0).store(index + 1, Ordering::Release);
-        if index & (self.mask >> 1) == self.mask >> 1 {
-            self.wake();
-        }
+        self.word(0).store(number + 1, Ordering::Release);
     }
 
     #[cold]
@@ -148,6 +171,19 @@ mod tests {
         ring.push([7; 4]);
         let found = ring.read(found.next);
         assert_eq!((found.records, found.lost), (vec![[7; 4]], 0));
+    }
+
+    #[test]
+    fn a_record_that_wakes_the_reader_is_none_to_put_at_once() {
+        let ring = Ring::new(8, None);
+        let mut refused = Vec::new();
+        for number in 0..16 {
+            if ring.next() != Some(number) {
+                refused.push(number);
+            }
+            ring.push([number; 4]);
+        }
+        assert_eq!(refused, [3, 7, 11, 15]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::event::clock;
 use crate::event::file::Start;
 use crate::event::mapped::Mapped;
 use crate::event::names;
-use crate::event::record::{Event, Kind, Record};
+use crate::event::record::{Event, Kind, Record, Whose};
 use crate::event::ring::Ring;
 
 /// The number of the recording that runs; 0 for none.
@@ -239,13 +239,53 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
 pub(crate) struct Tap {
     number: u64,
     ring: Option<Arc<Ring>>,
+    /// Of a writer that has events of one stream alone.
+    whose: Whose,
+}
+
+/// What a writer's next record is, before there is anything to say.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Next {
+    number: u64,
+    context: u32,
 }
 
 impl Tap {
     const NONE: Tap = Tap {
         number: 0,
         ring: None,
+        whose: Whose::NOBODY,
     };
+
+    /// The writer has events of this stream alone from here on.
+    pub(crate) fn set_whose(&mut self, stream: u32, allocator: u64) {
+        self.whose = Whose::new(stream, allocator);
+    }
+
+    /// Records an event of the writer's own stream now, in the thread's context: its kind, address and bytes.
+    #[inline(always)]
+    pub(crate) fn push_own(&mut self, event: (Kind, u64, u64)) {
+        let now = (clock::ticks(), names::context());
+        self.write(self.whose.record(event, now));
+    }
+
+    /// The writer's next record, in a context, if it has a ring in the recording that runs and no reader is to be woken
+    /// for it: then [`put_own`](Self::put_own) is all that there is to do.
+    #[inline(always)]
+    pub(crate) fn next(&self, context: u32) -> Option<Next> {
+        let number = self.ring.as_ref()?.next()?;
+        let current = self.number == NUMBER.load(Ordering::Relaxed);
+        current.then_some(Next { number, context })
+    }
+
+    /// [`push_own`](Self::push_own) as what [`next`](Self::next) gave a moment ago.
+    #[inline(always)]
+    pub(crate) fn put_own(&mut self, next: Next, event: (Kind, u64, u64)) {
+        let now = (clock::ticks(), next.context);
+        if let Some(ring) = &self.ring {
+            ring.put(next.number, self.whose.record(event, now));
+        }
+    }
 
     /// Records an event now, in the thread's context.
     #[inline]
@@ -256,11 +296,16 @@ impl Tap {
     /// Records an event of a time that has been, in a context.
     #[inline]
     pub(crate) fn push_at(&mut self, ticks: u64, event: Event, context: u32) {
+        self.write(event.at_time(ticks, context));
+    }
+
+    #[inline(always)]
+    fn write(&mut self, record: Record) {
         if self.number != NUMBER.load(Ordering::Relaxed) {
             self.renew();
         }
         match &self.ring {
-            Some(ring) => ring.push(event.at_time(ticks, context)),
+            Some(ring) => ring.push(record),
             None => self.miss(),
         }
     }

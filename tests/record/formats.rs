@@ -470,7 +470,7 @@ fn metrics_are_parsed_by_prometheus_client() {
         Ok(python) => python,
         Err(error) => return eprintln!("SKIPPED: no python3 ({error})"),
     };
-    let text = record::metrics(&scene.allocator);
+    let text = record::metrics([&scene.allocator]);
     // It may end before it has read everything.
     let _ = python.stdin.take().unwrap().write_all(text.as_bytes());
     let output = python.wait_with_output().unwrap();

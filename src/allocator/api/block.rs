@@ -188,11 +188,15 @@ impl Block {
     }
 
     /// Frees a block that is not small. Blocks of stream caches that serve keep the engine as well.
-    #[inline(always)]
-    fn drop_large(&self, id: u32) {
+    #[inline(never)]
+    fn drop_large(&self) {
+        let Some(id) = self.place.record() else {
+            return;
+        };
         let engine = self.engine();
         let done = if engine.unwatched() {
-            self.free_large() || engine.free_in_heap(id, self.place.generation)
+            (self.place.cached().is_some() && self.free_large())
+                || engine.free_in_heap(id, self.place.generation)
         } else {
             !engine.watchful() && self.free_large()
         };
@@ -201,20 +205,22 @@ impl Block {
         }
     }
 
+    /// Frees a small block that a recording is told of, or that cannot be freed at once.
     #[inline(never)]
-    fn drop_slowly(&self) {
-        if let Some(id) = self.place.record() {
-            return self.drop_large(id);
+    fn drop_slowly(&self, node: Node) {
+        match process::is_calm() {
+            true if process::is_recording() => self.drop_recorded(node),
+            true => self.drop_with_care(self.place.home().lock(), node),
+            false => self.drop_watched(node),
         }
-        match self.place.node() {
-            Some(node) if process::is_calm() => {
-                let mut inner = self.place.home().lock();
-                if !process::is_recording() || !inner.free_seen(node, self.life()) {
-                    self.drop_with_care(inner, node);
-                }
-            }
-            Some(node) => self.drop_watched(node),
-            None => {}
+    }
+
+    /// Frees a small block while a recording runs, and nothing else keeps calls from their caches.
+    #[inline(never)]
+    fn drop_recorded(&self, node: Node) {
+        let home = self.place.home();
+        if let Err(inner) = home.free_recorded(node, self.life(), self.place.ptr) {
+            self.drop_with_care(inner, node);
         }
     }
 
@@ -222,7 +228,7 @@ impl Block {
     #[inline(never)]
     fn drop_watched(&self, node: Node) {
         let engine = self.engine();
-        if !engine.free_watched(self.place.home(), node, self.life()) {
+        if !engine.free_watched(self.place.home(), (node, self.place.ptr), self.life()) {
             engine.drop_block(self.lifetime());
         }
     }
@@ -250,8 +256,10 @@ impl Block {
 impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
-        if let Some(node) = self.place.node()
-            && process::is_quiet()
+        let Some(node) = self.place.node() else {
+            return self.drop_large();
+        };
+        if process::is_quiet()
             && let Some(mut inner) = self.place.home().try_lock()
         {
             if !inner.free_at_once(node, self.life()) {
@@ -259,7 +267,7 @@ impl Drop for Block {
             }
             return;
         }
-        self.drop_slowly();
+        self.drop_slowly(node);
     }
 }
 

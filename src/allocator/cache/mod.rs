@@ -138,8 +138,8 @@ impl StreamCaches {
         let caches = own.map(std::mem::take).unwrap_or_default();
         for cache in &caches {
             let inner = cache.lock();
-            self.limit -= inner.accounts.allocated.limit();
-            for (gone, total) in self.gone.iter_mut().zip(inner.accounts.totals()) {
+            self.limit -= inner.runs.accounts.allocated.limit();
+            for (gone, total) in self.gone.iter_mut().zip(inner.runs.accounts.totals()) {
                 *gone += total;
             }
             self.reused += inner.large_cache.reused();
@@ -194,7 +194,7 @@ impl StreamCaches {
         for cache in self.of(stream) {
             let inner = cache.lock();
             blocks += inner.runs.page_count() as u64;
-            blocks += inner.accounts.blocks.current() + u64::from(inner.waiting);
+            blocks += inner.runs.accounts.blocks.current() + u64::from(inner.waiting);
             recorded += inner.recorded;
         }
         blocks + u64::try_from(recorded).unwrap_or(0)
@@ -284,7 +284,7 @@ pub(crate) type SmallTotals = [u64; QUANTITIES];
 pub(crate) fn totals(locked: &[Locked<'_>]) -> SmallTotals {
     let mut totals = [0; QUANTITIES];
     for inner in locked {
-        for (total, own) in totals.iter_mut().zip(inner.accounts.current()) {
+        for (total, own) in totals.iter_mut().zip(inner.runs.accounts.current()) {
             *total += own;
         }
     }

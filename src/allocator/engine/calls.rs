@@ -103,7 +103,8 @@ impl Engine {
         named: &Named<'_>,
         request: &Checked,
     ) -> Result<Grant, Error> {
-        if !self.unwatched() {
+        let unwatched = self.unwatched();
+        if !unwatched {
             self.usable()?;
             if self.is_scoped()
                 && let Some(grant) = self.allocate_in_pool(named, request, false)?
@@ -118,7 +119,8 @@ impl Engine {
         if self.deferred.load(Ordering::Relaxed) {
             self.free_deferred();
         }
-        if self.watchful()
+        if !unwatched
+            && self.watchful()
             && let Some(grant) = self.hit_asked(named.key, request)
         {
             return Ok(grant);

@@ -85,7 +85,7 @@ impl Engine {
     fn free_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
         if let Some((cache, node)) = self.small_at(ptr) {
-            if self.watchful() && self.free_watched(cache, node, Life::At(ptr)) {
+            if self.watchful() && self.free_watched(cache, (node, ptr), Life::At(ptr)) {
                 return Ok(());
             }
             return self.free_small(cache, node, ptr, None);

@@ -16,6 +16,7 @@ use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{StreamKey, is_special};
 use crate::error::Error;
+use crate::event::{Kind, names};
 
 /// A request that no stream cache served at once: the stream cache that was tried, still locked if nobody else was
 /// at it.
@@ -70,14 +71,20 @@ impl Engine {
         }
     }
 
-    /// [`hit`](Self::hit) while a recording runs.
+    /// [`hit`](Self::hit) while a recording runs, if that is told with a few words.
     #[inline(always)]
-    fn hit_seen(&self, key: u64, bytes: usize) -> Option<Grant> {
+    fn hit_recorded(&self, key: u64, bytes: usize) -> Option<Grant> {
         let request = unaligned(bytes)?;
+        // Before anything that would have to be kept meanwhile.
+        let context = names::context();
         let cache = thread::find(key)?;
         let mut inner = cache.try_lock()?;
+        let record = inner.tap.next(context)?;
         let taken = inner.take_anywhere(self.owner(key), request)?;
-        inner.tell_taken(&taken, request.requested);
+        inner.tap.put_own(
+            record,
+            (Kind::Allocate, taken.ptr, request.requested.into()),
+        );
         Some(Grant::small(cache, taken, request.granules))
     }
 
@@ -154,7 +161,12 @@ impl Engine {
     /// to ask, the stream does not capture, and nothing else stands in the way. False, with nothing changed, if more
     /// is to be done for it.
     #[inline(always)]
-    pub(crate) fn free_watched(&self, cache: &'static StreamCache, node: Node, life: Life) -> bool {
+    pub(crate) fn free_watched(
+        &self,
+        cache: &'static StreamCache,
+        (node, ptr): (Node, u64),
+        life: Life,
+    ) -> bool {
         if self.is_past_use() {
             return false;
         }
@@ -166,7 +178,7 @@ impl Engine {
         let uncaptured = unsafe { self.driver().is_uncaptured(raw) };
         let mut inner = cache.lock();
         inner.asking -= 1;
-        uncaptured && inner.free_seen(node, life)
+        uncaptured && inner.free_told(node, life, ptr)
     }
 
     /// [`hit`](Self::hit) at one address alone: where the block lay that the stream cache took back last of all with so
@@ -192,18 +204,49 @@ impl Engine {
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
+        match missed {
+            Missed(None) if process::only_records() => self.miss_recorded(bytes, stream),
+            Missed(None) if bytes as u64 > PACKED_SMALL_LIMIT => self.miss_large(bytes, stream),
+            Missed(None) if !process::is_quiet() => self.miss_watched(bytes, stream),
+            missed => self.miss_small(bytes, stream, missed),
+        }
+    }
+
+    #[inline(never)]
+    fn miss_recorded(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
+        match self.hit_recorded(stream.id_at_hand(), bytes) {
+            Some(grant) => Ok(grant),
+            None => self.miss_small(bytes, stream, Missed(None)),
+        }
+    }
+
+    #[inline(never)]
+    fn miss_large(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
+        if self.unwatched()
+            && self.in_large_caches.load(Ordering::Relaxed) != 0
+            && let Some(grant) = self.hit_large(stream.id_at_hand(), bytes)
+        {
+            return Ok(grant);
+        }
+        self.miss_caches(bytes, stream)
+    }
+
+    #[inline(never)]
+    fn miss_small(&self, bytes: usize, stream: &Stream, missed: Missed) -> Result<Grant, Error> {
         if !self.watchful() {
-            let key = stream.id_at_hand();
-            let seen = process::is_recording()
-                .then(|| self.hit_seen(key, bytes))
-                .flatten();
-            return match seen.or_else(|| self.hit_slowly(key, bytes, missed)) {
+            return match self.hit_slowly(stream.id_at_hand(), bytes, missed) {
                 Some(grant) => Ok(grant),
                 None => self.miss_caches(bytes, stream),
             };
         }
         // The cache may be locked in it.
         drop(missed);
+        self.miss_watched(bytes, stream)
+    }
+
+    /// Allocates while calls look out for captures.
+    #[inline(never)]
+    fn miss_watched(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
         match self.hit_watched(stream, bytes) {
             Some(grant) => Ok(grant),
             None => self.miss_caches(bytes, stream),
@@ -211,7 +254,7 @@ impl Engine {
     }
 
     /// Allocates what no stream cache served.
-    #[inline(never)]
+    #[inline(always)]
     fn miss_caches(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
         let request = Checked::new(bytes, 1)?;
         self.same_driver(stream)?;

@@ -410,7 +410,7 @@ impl Heap {
                         live[2] += 1;
                     }
                 }
-                for (count, live) in inner.accounts.current().into_iter().zip(live) {
+                for (count, live) in inner.runs.accounts.current().into_iter().zip(live) {
                     same("a stream cache counts what is live in it", live, count)?;
                 }
                 same(

@@ -66,8 +66,8 @@ impl Heap {
         self.caches.limit = 0;
         for (inner, busy) in locked.iter_mut().zip(&busy) {
             let room = if *busy { room / sharers } else { 0 };
-            inner.accounts.allocated.set_room(room);
-            self.caches.limit += inner.accounts.allocated.limit();
+            inner.runs.accounts.allocated.set_room(room);
+            self.caches.limit += inner.runs.accounts.allocated.limit();
         }
         let row: Arc<[&'static StreamCache]> = (self.caches.all.iter().zip(&busy))
             .filter(|(_, busy)| **busy)
@@ -92,7 +92,7 @@ impl Heap {
         self.caches.high = [all.requested.current, all.allocations.current];
         self.caches.requested = 0;
         for inner in locked {
-            let accounts = &mut inner.accounts;
+            let accounts = &mut inner.runs.accounts;
             accounts.requested.reset_peak();
             accounts.blocks.reset_peak();
             self.caches.requested += accounts.requested.current();
@@ -110,8 +110,8 @@ impl Heap {
     fn bounds(&self, locked: &[Locked<'_>]) -> ([u64; 2], [u64; 2]) {
         let mut own = [0; 2];
         for inner in locked {
-            own[0] += inner.accounts.requested.peak();
-            own[1] += inner.accounts.blocks.peak();
+            own[0] += inner.runs.accounts.requested.peak();
+            own[1] += inner.runs.accounts.blocks.peak();
         }
         let past = |pool: &PoolStats| [pool.requested.peak, pool.allocations.peak];
         let (mut small, mut all) = (past(&self.stats.small), past(&self.stats.all));
@@ -129,7 +129,7 @@ impl Heap {
         let (mut pending, mut quick, mut free) = (0, 0, 0);
         let mut pending_peak = self.caches.pending_peak;
         for inner in &locked {
-            for (total, own) in totals.iter_mut().zip(inner.accounts.totals()) {
+            for (total, own) in totals.iter_mut().zip(inner.runs.accounts.totals()) {
                 *total += own;
             }
             pending += inner.pending_bytes();
@@ -206,8 +206,8 @@ impl Heap {
         self.caches.pending_peak = 0;
         for inner in &mut locked {
             inner.pending_peak = inner.pending_bytes();
-            inner.accounts.requested.reset_peak();
-            inner.accounts.blocks.reset_peak();
+            inner.runs.accounts.requested.reset_peak();
+            inner.runs.accounts.blocks.reset_peak();
         }
         let all = &self.stats.all;
         self.caches.high = [all.requested.current, all.allocations.current];
@@ -217,7 +217,9 @@ impl Heap {
     /// What the stream caches may count to never passes a peak.
     pub(crate) fn check_limits(&self) -> Result<(), Error> {
         let locked = self.caches.lock_caches();
-        let limits = locked.iter().map(|inner| inner.accounts.allocated.limit());
+        let limits = locked
+            .iter()
+            .map(|inner| inner.runs.accounts.allocated.limit());
         let limit: u64 = limits.sum();
         same(
             "limits of stream caches are known",
@@ -271,7 +273,7 @@ fn held(locked: &[Locked<'_>]) -> SmallTotals {
 fn small_bytes(locked: &[Locked<'_>]) -> u64 {
     let bytes = locked
         .iter()
-        .map(|inner| inner.accounts.allocated.current());
+        .map(|inner| inner.runs.accounts.allocated.current());
     bytes.sum()
 }
 

@@ -4,7 +4,7 @@
 
 use crate::driver::DriverError;
 
-use crate::allocator::extent::handle::{BACK, Borders, Handles};
+use crate::allocator::extent::handle::{BACK, Borders, Handles, WHOLE};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
@@ -35,6 +35,8 @@ pub(crate) struct View {
     pub mappings: Vec<Mapping>,
     /// Granules of the handles.
     pub granules: u32,
+    /// Granules of the largest handle that it has, or had.
+    largest: u32,
     /// Calls under way that keep it.
     pub calls: u32,
     /// Where the blocks lie: granules from the base, to their start and to their end.
@@ -123,6 +125,7 @@ impl View {
             range,
             room,
             granules: mappings.iter().map(|mapping| mapping.granules).sum(),
+            largest: largest(&mappings),
             mappings,
             calls: 0,
             blocks: Vec::new(),
@@ -133,33 +136,74 @@ impl View {
         }
     }
 
+    /// Enters what was mapped behind the handles that it has.
+    pub(crate) fn extend(&mut self, mappings: Vec<Mapping>) {
+        self.granules += mappings.iter().map(|mapping| mapping.granules).sum::<u32>();
+        self.largest = self.largest.max(largest(&mappings));
+        self.mappings.extend(mappings);
+    }
+
     /// The smallest run that holds a request, goes over more than one handle or touches an end of
     /// one, and is open at home: where the request begins in it, and its length, in granules.
     pub(crate) fn tightest(&self, base: u64, borders: &Borders, want: &Want) -> Option<(u32, u32)> {
+        // Such a run has so many whole handles in a row: what is open of those beside them is less than the largest.
+        let row = (want.granules / self.largest.max(1)).saturating_sub(1) as usize;
+        let of = |mapping: &Mapping| borders.of(mapping.handle);
         let mut best: Option<(u32, u32)> = None;
-        let (mut offset, mut run) = (0u32, 0u32);
-        let mut found = |end: u32, run: u32| {
-            if run < want.granules || best.is_some_and(|(_, length)| run >= length) {
-                return;
+        // The first `counted` handles end at `offset`.
+        let (mut at, mut counted, mut offset) = (0, 0, 0u32);
+        while let Some(first) = self.row_from(at, row, borders.touch()) {
+            let (mut end, mut run) = (first, 0);
+            while let Some(mapping) = self.mappings.get(end)
+                && is_open(mapping, borders.touch()) == WHOLE
+            {
+                (end, run) = (end + 1, run + mapping.granules);
             }
-            let start = end - run;
+            at = end + 1;
+            let before = first
+                .checked_sub(1)
+                .and_then(|last| self.mappings.get(last));
+            let before = before.map_or(0, |last| of(last).1);
+            run += before + self.mappings.get(end).map_or(0, |next| of(next).0);
+            if run < want.granules || best.is_some_and(|(_, length)| run >= length) {
+                continue;
+            }
+            let passed = self.mappings.get(counted..first).unwrap_or_default();
+            offset += passed.iter().map(|mapping| mapping.granules).sum::<u32>();
+            counted = first;
+            let start = offset - before;
             let skip = want.skip(base + u64::from(start) * GRANULE);
             if run - want.granules >= skip {
                 best = Some((start + skip, run));
             }
-        };
-        for mapping in &self.mappings {
-            let (cache, back) = borders.of(mapping.handle);
-            if cache < mapping.granules {
-                found(offset + cache, run + cache);
-                run = back;
-            } else {
-                run += mapping.granules;
-            }
-            offset += mapping.granules;
         }
-        found(offset, run);
         best
+    }
+
+    /// Where so many whole handles lie in a row next, from a place on that lies behind one that is not whole; where
+    /// none are asked for, where anything is open.
+    fn row_from(&self, mut at: usize, row: usize, touch: &[u8]) -> Option<usize> {
+        if row == 0 {
+            let before = at.checked_sub(1).and_then(|last| self.mappings.get(last));
+            if before.is_some_and(|last| is_open(last, touch) & BACK != 0) {
+                return Some(at);
+            }
+            let rest = self.mappings.get(at..)?.iter();
+            return Some(at + rest.map(|m| is_open(m, touch)).position(|open| open != 0)?);
+        }
+        loop {
+            // Where the last of so many is closed none of them begins a row.
+            let mut last = at + row - 1;
+            while is_open(self.mappings.get(last)?, touch) != WHOLE {
+                last += row;
+            }
+            at = last + 1 - row;
+            let mut others = self.mappings.get(at..last)?.iter();
+            match others.rposition(|mapping| is_open(mapping, touch) != WHOLE) {
+                Some(closed) => at += closed + 1,
+                None => return Some(at),
+            }
+        }
     }
 
     /// Open bytes at the view's end.
@@ -194,6 +238,18 @@ impl View {
         }
         parts
     }
+}
+
+/// Which ends of a mapping's handle are open, by all handles' numbers.
+#[inline(always)]
+fn is_open(mapping: &Mapping, touch: &[u8]) -> u8 {
+    touch.get(mapping.handle as usize).copied().unwrap_or(0)
+}
+
+/// Granules of the largest handle.
+fn largest(mappings: &[Mapping]) -> u32 {
+    let granules = mappings.iter().map(|mapping| mapping.granules);
+    granules.max().unwrap_or(0)
 }
 
 /// Adds a home range to a list; one that continues the last range extends it.
@@ -289,5 +345,93 @@ impl Unmapped {
             Unmapped::Undone(error) | Unmapped::Stuck(error, ..) => *error,
             Unmapped::NotMade(failure) => failure.error,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::allocator::extent::record::SpaceId;
+    use crate::allocator::size::PHYSICAL_GRANULE;
+
+    const UNIT: u32 = (PHYSICAL_GRANULE / GRANULE) as u32;
+
+    /// The smallest run by a look at every handle.
+    fn by_all(view: &View, base: u64, borders: &Borders, want: &Want) -> Option<(u32, u32)> {
+        let (mut runs, mut offset, mut run) = (Vec::new(), 0, 0);
+        for mapping in &view.mappings {
+            let (front, back) = borders.of(mapping.handle);
+            if front < mapping.granules {
+                runs.push((offset - run, run + front));
+                run = back;
+            } else {
+                run += mapping.granules;
+            }
+            offset += mapping.granules;
+        }
+        runs.push((offset - run, run));
+        let fits = |(start, run): (u32, u32)| {
+            let skip = want.skip(base + u64::from(start) * GRANULE);
+            (run >= want.granules + skip).then_some((start + skip, run))
+        };
+        runs.into_iter()
+            .filter_map(fits)
+            .min_by_key(|(_, run)| *run)
+    }
+
+    #[test]
+    fn the_tightest_run_is_that_of_a_look_at_every_handle() {
+        let mut seed = 1u32;
+        let mut random = |below: u32| {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (seed >> 8) % below
+        };
+        let (mut found, mut none) = (0, 0);
+        for round in 0..400 {
+            let (mut handles, mut open) = (Handles::default(), Vec::new());
+            let (mut mappings, mut home) = (Vec::new(), PHYSICAL_GRANULE);
+            for _ in 0..random(60) {
+                let granules = UNIT * (1 + random(1 + round % 4));
+                let handle = handles.add(home, granules);
+                mappings.push(Mapping {
+                    home,
+                    granules,
+                    handle,
+                });
+                let end = home + u64::from(granules) * GRANULE;
+                match random(6) {
+                    0 => {}
+                    1 => open.push((home, home + GRANULE)),
+                    2 => open.push((end - GRANULE, end)),
+                    3 => open.extend([(home, home + GRANULE), (end - GRANULE, end)]),
+                    _ => open.push((home, end)),
+                }
+                home = end + PHYSICAL_GRANULE;
+            }
+            let borders = Borders::new(&handles, &open);
+            let mut view = View::new(0, 1 << 20, mappings.split_off(mappings.len() / 2));
+            view.extend(mappings);
+            for _ in 0..8 {
+                let granules = 1 + random(12 * UNIT);
+                let want = Want {
+                    space: SpaceId::Large,
+                    stream: 0,
+                    granules,
+                    align: [1, UNIT / 2][random(2) as usize],
+                    requested: u64::from(granules) * GRANULE,
+                    single: false,
+                    views: true,
+                };
+                let tightest = view.tightest(1 << 40, &borders, &want);
+                assert_eq!(
+                    tightest,
+                    by_all(&view, 1 << 40, &borders, &want),
+                    "{want:?}"
+                );
+                found += u32::from(tightest.is_some());
+                none += u32::from(tightest.is_none());
+            }
+        }
+        assert!(found > 500 && none > 500, "{found} found, {none} not");
     }
 }

@@ -117,8 +117,7 @@ impl Views {
     /// Enters what was mapped into a view behind the handles that it has.
     pub(crate) fn extend_view(&mut self, base: u64, mappings: Vec<Mapping>) {
         if let Some(view) = self.map.get_mut(&base) {
-            view.granules += mappings.iter().map(|mapping| mapping.granules).sum::<u32>();
-            view.mappings.extend(mappings);
+            view.extend(mappings);
         }
     }
 

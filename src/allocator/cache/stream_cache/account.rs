@@ -89,12 +89,13 @@ impl Account {
 
 /// Another quantity of one stream cache, with a peak of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C)]
 pub(crate) struct Gauge {
     /// Everything that was ever added and this together are the lot: below 0 when that is used up.
     left: u64,
-    lot: u64,
     /// How far below its peak it is: what is more than that raises the peak.
     below: u64,
+    lot: u64,
     peak: u64,
 }
 

@@ -90,7 +90,7 @@ impl Inner {
     /// Free bytes in the pages.
     pub(crate) fn free_bytes(&self) -> u64 {
         let pages = self.runs.page_count() as u64 * u64::from(PAGE_GRANULES) * GRANULE;
-        pages - self.accounts.allocated.current() - self.pending_bytes()
+        pages - self.runs.accounts.allocated.current() - self.pending_bytes()
     }
 
     /// All open batches, or those of one stream: they are closed by this.

@@ -33,7 +33,7 @@ fn cache(rank: u32, base: u64, room: u64) -> &'static StreamCache {
         generation: 1,
         number: 1,
     });
-    inner.accounts.allocated.set_room(room * GRANULE);
+    inner.runs.accounts.allocated.set_room(room * GRANULE);
     drop(inner);
     cache
 }
@@ -63,7 +63,7 @@ fn interleavings_of_a_free_by_another_thread() {
         let (mine, next) = mine.zip(next).expect("there is room for three");
         assert!(mine.ptr + 1024 <= next.ptr || next.ptr + 1024 <= mine.ptr);
         let inner = cache.lock();
-        assert_eq!(inner.accounts.blocks.current(), 2);
+        assert_eq!(inner.runs.accounts.blocks.current(), 2);
         assert_eq!(inner.runs.check(), Ok(()));
     });
 }
@@ -103,7 +103,9 @@ fn take_with_help(cache: &'static StreamCache, granules: u32) -> Option<Taken> {
 }
 
 fn limits(caches: &[&'static StreamCache]) -> u64 {
-    let limits = caches.iter().map(|f| f.lock().accounts.allocated.limit());
+    let limits = caches
+        .iter()
+        .map(|f| f.lock().runs.accounts.allocated.limit());
     limits.sum::<u64>() / GRANULE
 }
 
@@ -121,7 +123,7 @@ fn interleavings_of_lent_room() {
         assert!(mine || theirs, "one of them has enough");
         assert!(!(mine && theirs), "there is not enough for both");
         assert_eq!(limits(&caches), 6);
-        let current = |cache: &StreamCache| cache.lock().accounts.allocated.current();
+        let current = |cache: &StreamCache| cache.lock().runs.accounts.allocated.current();
         assert_eq!(current(left) + current(right), 4 * GRANULE);
     });
 }
@@ -143,7 +145,7 @@ fn interleavings_of_pooled_room() {
         assert!(theirs || pooled, "one of them came first");
         assert_eq!(mine.is_some(), pooled, "what was pooled is there");
         assert_eq!(limits(&caches), 4);
-        let accounts = [left, right].map(|cache| cache.lock().accounts.allocated);
+        let accounts = [left, right].map(|cache| cache.lock().runs.accounts.allocated);
         let [mine, theirs] = accounts.map(|account| account.current() + account.room());
         assert_eq!(mine + theirs, 4 * GRANULE);
     });
@@ -159,7 +161,7 @@ fn interleavings_of_room_and_a_retirement() {
         let other = thread::spawn(move || {
             let mut inner = right.lock();
             inner.set_fast(false);
-            inner.accounts.allocated.room()
+            inner.runs.accounts.allocated.room()
         });
         let mine = take_with_help(left, 2);
         let room = other.join().unwrap_or(0);
@@ -184,7 +186,7 @@ fn interleavings_of_room_and_the_end_of_a_row() {
             for cache in [left, right] {
                 cache.lock().set_fast(false);
             }
-            let limits = [left, right].map(|cache| cache.lock().accounts.allocated.limit());
+            let limits = [left, right].map(|cache| cache.lock().runs.accounts.allocated.limit());
             limits.iter().sum::<u64>() / GRANULE
         });
         let (inner, _) = right.borrow_room(right.lock(), 2 * GRANULE);
@@ -223,7 +225,7 @@ fn interleavings_of_a_retirement() {
         let other = thread::spawn(move || {
             let mut inner = cache.lock();
             inner.set_fast(false);
-            inner.accounts.blocks.current()
+            inner.runs.accounts.blocks.current()
         });
         let mine = cache.lock().take_anywhere(OWNER, request(1));
         let seen = other.join().unwrap_or(0);
@@ -277,7 +279,7 @@ fn interleavings_of_a_split() {
         assert!(mine.is_some_and(|mine| free(old, &mine)));
         for cache in [old, new] {
             let inner = cache.lock();
-            assert_eq!(inner.accounts.blocks.current(), 0);
+            assert_eq!(inner.runs.accounts.blocks.current(), 0);
             assert_eq!(inner.runs.check(), Ok(()));
         }
     });

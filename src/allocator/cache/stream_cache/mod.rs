@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::locks::lock::{AtomicPtr, pause};
 pub(crate) use crate::locks::lock::{Held, Lock};
-pub(crate) use account::{Accounts, QUANTITIES};
+pub(crate) use account::QUANTITIES;
 pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
 pub(crate) use large_cache::{Amounts, CachedBlock, LargeCache};
@@ -148,7 +148,6 @@ pub(crate) struct Inner {
     open: u64,
     /// the stream's number in it: who may come in then.
     pub key: u64,
-    pub accounts: Accounts,
     pub runs: Runs,
     /// Number of the allocator, 0 for none.
     pub allocator: u64,
@@ -196,8 +195,6 @@ pub(crate) type Others = Arc<[&'static StreamCache]>;
 
 impl Default for Inner {
     fn default() -> Self {
-        let mut accounts = Accounts::default();
-        accounts.blocks.allow(granule::LIVES);
         Inner {
             owner: None,
             allocator: 0,
@@ -208,7 +205,6 @@ impl Default for Inner {
             open: CLOSED,
             runs: Runs::default(),
             large_cache: LargeCache::default(),
-            accounts,
             batches: Vec::new(),
             waiting: 0,
             returned: Vec::new(),
@@ -354,7 +350,7 @@ impl Inner {
     /// Lets the stream cache work without a look at the heap, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = match fast {
-            true if self.accounts.blocks.is_used_up() => USED_UP,
+            true if self.runs.accounts.blocks.is_used_up() => USED_UP,
             true => self.allocator,
             false => CLOSED,
         };
@@ -381,7 +377,7 @@ impl Inner {
     #[inline(always)]
     pub(crate) fn take_anywhere(&mut self, owner: Owner, request: Small) -> Option<Taken> {
         let bytes = request.bytes();
-        if !self.serves(owner) || !self.accounts.allocated.fits(bytes) {
+        if !self.serves(owner) || !self.runs.accounts.allocated.fits(bytes) {
             return None;
         }
         let (granules, requested) = (request.granules, request.requested);
@@ -393,7 +389,7 @@ impl Inner {
     /// Takes a request.
     pub(crate) fn take(&mut self, request: Small) -> Allocated {
         let bytes = request.bytes();
-        if !self.accounts.allocated.fits(bytes) {
+        if !self.runs.accounts.allocated.fits(bytes) {
             return Allocated::NoRoom;
         }
         let (granules, align) = (request.granules, request.align);
@@ -408,7 +404,7 @@ impl Inner {
     /// Adds a block to the sums.
     #[inline(always)]
     fn account(&mut self, bytes: u64, requested: u32) {
-        if self.accounts.add(bytes, u64::from(requested)) {
+        if self.runs.accounts.add(bytes, u64::from(requested)) {
             let inner = anew(self);
             if inner.open != CLOSED {
                 inner.open = USED_UP;
@@ -423,7 +419,7 @@ impl Inner {
         if !aligned {
             return Allocated::NoRun;
         }
-        if !self.accounts.allocated.fits(bytes) {
+        if !self.runs.accounts.allocated.fits(bytes) {
             return Allocated::NoRoom;
         }
         match self
@@ -441,7 +437,7 @@ impl Inner {
 
     /// Takes a request whatever it does to the peak, which is the caller's to look at.
     pub(crate) fn take_beyond(&mut self, request: Small) -> Allocated {
-        self.accounts.allocated.extend(request.bytes());
+        self.runs.accounts.allocated.extend(request.bytes());
         self.take(request)
     }
 
@@ -471,16 +467,20 @@ impl Inner {
     /// Frees a block if nothing stands in the way; with a generation only that life of it.
     #[inline(always)]
     pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
-        let Some(live) = self.live_in(node, life) else {
-            return false;
-        };
+        self.freed_at_once(node, life).is_some()
+    }
+
+    /// [`free_at_once`](Self::free_at_once), with what the block was.
+    #[inline(always)]
+    fn freed_at_once(&mut self, node: Node, life: Life) -> Option<Live> {
+        let live = self.live_in(node, life)?;
         // A stream cache that was stopped keeps no quick runs: its blocks come no further than this.
         if live.using != Using::NONE || !self.runs.put_quick(node, live.granules) {
-            return false;
+            return None;
         }
         debug_assert!(self.is_fast(), "else there is no room for quick runs");
         self.account_free(live);
-        true
+        Some(live)
     }
 
     /// Frees a block in this life of it that [`free_at_once`](Self::free_at_once) did not, if that was for
@@ -556,18 +556,18 @@ impl Inner {
     #[inline(always)]
     pub(crate) fn account_free(&mut self, live: Live) {
         let bytes = u64::from(live.granules) * GRANULE;
-        self.accounts.sub(bytes, u64::from(live.requested));
+        self.runs.accounts.sub(bytes, u64::from(live.requested));
     }
 
     /// Whether the stream cache handed nothing out, also from its large-block cache, since this was last asked.
     pub(crate) fn take_quiet(&mut self) -> bool {
-        let total = self.accounts.blocks.total() + self.large_cache.reused().blocks;
+        let total = self.runs.accounts.blocks.total() + self.large_cache.reused().blocks;
         std::mem::replace(&mut self.asked_at, total) == total
     }
 
     /// Whether the stream cache handed anything out lately. `now` is the number of the sharing.
     pub(crate) fn busy(&mut self, now: u64) -> bool {
-        let total = self.accounts.blocks.total();
+        let total = self.runs.accounts.blocks.total();
         if total != self.shared_at {
             self.shared_at = total;
             self.busy_at = now;

@@ -1,20 +1,40 @@
 //! What a recording is told of a stream cache.
 
-use crate::allocator::cache::stream_cache::{CachedBlock, Inner, Life, Node, Taken};
+use crate::allocator::cache::stream_cache::{
+    CachedBlock, Held, Inner, Life, Node, StreamCache, Taken,
+};
 use crate::driver::process;
-use crate::event::{Event, Kind};
+use crate::event::{Kind, names};
+
+impl StreamCache {
+    /// [`free_told`](Inner::free_told) while a recording runs, if that is told with a few words. Else the stream cache
+    /// is still locked, and the block live.
+    #[inline(always)]
+    pub(crate) fn free_recorded(
+        &self,
+        node: Node,
+        life: Life,
+        at: u64,
+    ) -> Result<(), Held<'_, Inner>> {
+        // Before anything that would have to be kept meanwhile.
+        let context = names::context();
+        let mut inner = self.lock();
+        let Some(record) = inner.tap.next(context) else {
+            return Err(inner);
+        };
+        let Some(live) = inner.freed_at_once(node, life) else {
+            return Err(inner);
+        };
+        let freed = (Kind::Free, at, live.requested.into());
+        inner.tap.put_own(record, freed);
+        Ok(())
+    }
+}
 
 impl Inner {
-    #[inline]
+    #[inline(always)]
     fn tell(&mut self, kind: Kind, at: u64, bytes: u64) {
-        let (stream, allocator) = (self.slot, self.allocator);
-        self.tap.push(Event {
-            kind,
-            at,
-            bytes,
-            stream,
-            allocator,
-        });
+        self.tap.push_own((kind, at, bytes));
     }
 
     /// A block was taken.
@@ -41,19 +61,14 @@ impl Inner {
         }
     }
 
-    /// [`free_at_once`](Inner::free_at_once) while a recording may run.
-    #[inline]
-    pub(crate) fn free_seen(&mut self, node: Node, life: Life) -> bool {
-        let live = match process::is_recording() {
-            true => self.live_in(node, life),
-            false => None,
-        };
-        let freed = self.free_at_once(node, life);
-        if freed && let Some(live) = live {
-            let at = self.runs.address(node);
+    /// [`free_at_once`](Inner::free_at_once) of a block at an address while a recording may run.
+    #[inline(always)]
+    pub(crate) fn free_told(&mut self, node: Node, life: Life, at: u64) -> bool {
+        let freed = self.freed_at_once(node, life);
+        if let Some(live) = freed {
             self.tell_freed(at, live.requested);
         }
-        freed
+        freed.is_some()
     }
 
     /// Takes a live large block back into the large-block cache, with a generation only that life of it. `None` if

@@ -59,8 +59,8 @@ impl StreamCache {
             };
             let same = inner.open != CLOSED && theirs.open == inner.open;
             let (from, to) = (
-                &mut theirs.accounts.allocated,
-                &mut inner.accounts.allocated,
+                &mut theirs.runs.accounts.allocated,
+                &mut inner.runs.accounts.allocated,
             );
             if same && from.lend(to, bytes) {
                 return (inner, true);
@@ -84,7 +84,7 @@ impl StreamCache {
             .map(|cache| (std::ptr::eq(*cache, self), cache.lock()))
             .filter(|(_, inner)| inner.open == open)
             .collect();
-        let rooms = locked.iter().map(|(_, i)| i.accounts.allocated.room());
+        let rooms = locked.iter().map(|(_, i)| i.runs.accounts.allocated.room());
         let (room, count) = (rooms.sum::<u64>(), locked.len() as u64);
         if room < bytes || !locked.iter().any(|(own, _)| *own) {
             return false;
@@ -93,7 +93,7 @@ impl StreamCache {
         for (own, inner) in &mut locked {
             let rest = room - each * (count - 1);
             let room = if *own { rest } else { each };
-            inner.accounts.allocated.set_room(room);
+            inner.runs.accounts.allocated.set_room(room);
         }
         true
     }

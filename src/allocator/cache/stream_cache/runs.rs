@@ -6,10 +6,10 @@
 //! for the *quick* runs: the last ones that were freed, kept apart by length and handed out again as
 //! they are, the latest first.
 
-use super::account::rarely;
+use super::account::{Accounts, rarely};
 use super::granule::{
-    Bits, FREE, GRANULES, Granule, Kind, LIVE, Live, NIL, Node, PAGE_GRANULES, Page, PageInfo,
-    Taken, Using,
+    Bits, FREE, GRANULES, Granule, Kind, LIVE, LIVES, Live, NIL, Node, PAGE_GRANULES, Page,
+    PageInfo, Taken, Using,
 };
 use crate::allocator::size::GRANULE;
 
@@ -73,6 +73,8 @@ pub(crate) struct Runs {
     pub(super) quick_room: u32,
     /// so many in all.
     pub(super) cap: u32,
+    /// What is counted of the blocks: here, since a pair of allocation and free touches it together with what is above.
+    pub accounts: Accounts,
     /// None are kept.
     merges_all: bool,
     /// Pages that are one free run.
@@ -95,10 +97,13 @@ pub(crate) struct Runs {
 
 impl Default for Runs {
     fn default() -> Self {
+        let mut accounts = Accounts::default();
+        accounts.blocks.allow(LIVES);
         Runs {
             pages: Vec::new(),
             quick_room: 0,
             cap: 0,
+            accounts,
             merges_all: false,
             whole: 0,
             idle: 0,

@@ -75,7 +75,7 @@ fn r24_a_stopped_front_takes_no_block_back_at_once() {
         ..Inner::default()
     };
     inner.set_fast(true);
-    inner.accounts.allocated.extend(1 << 20);
+    inner.runs.accounts.allocated.extend(1 << 20);
     let owner = Owner {
         allocator: 1,
         key: 7,
@@ -113,7 +113,7 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
         ..Inner::default()
     };
     inner.set_fast(true);
-    inner.accounts.allocated.extend(1 << 20);
+    inner.runs.accounts.allocated.extend(1 << 20);
     let request = Small {
         granules: 3,
         align: 1,
@@ -127,10 +127,10 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
     inner.runs.set_using(block.node, Using::MANY);
     assert_eq!(inner.free_merged(block.node, generation), None);
     inner.runs.set_using(block.node, Using::NONE);
-    assert_eq!(inner.accounts.current(), [1536, 1500, 1]);
+    assert_eq!(inner.runs.accounts.current(), [1536, 1500, 1]);
     assert_eq!(inner.free_merged(block.node, generation), Some(false));
     assert_eq!(inner.free_merged(block.node, generation), None);
-    assert_eq!(inner.accounts.current(), [0; 3]);
+    assert_eq!(inner.runs.accounts.current(), [0; 3]);
     assert_eq!((inner.runs.whole_pages(), inner.free_bytes()), (1, 1 << 16));
     assert_eq!(inner.runs.check(), Ok(()));
 }
@@ -212,7 +212,7 @@ fn generations_a_cache_looks_for_worn_pages_before_they_are_used_up() {
             ..Inner::default()
         };
         inner.set_fast(true);
-        inner.accounts.allocated.extend(1 << 20);
+        inner.runs.accounts.allocated.extend(1 << 20);
         let request = |granules| Small {
             granules,
             align: 1,
@@ -229,9 +229,9 @@ fn generations_a_cache_looks_for_worn_pages_before_they_are_used_up() {
             inner.set_fast(true);
         }
         assert!(inner.take_anywhere(owner, request(1)).is_none());
-        let total = inner.accounts.blocks.total();
+        let total = inner.runs.accounts.blocks.total();
         inner.look_for_worn();
-        assert_eq!(inner.accounts.blocks.total(), total);
+        assert_eq!(inner.runs.accounts.blocks.total(), total);
         let worn = generation == WORN;
         assert_eq!(inner.runs.is_worn(), worn);
         let third = inner.take_anywhere(owner, request(1));

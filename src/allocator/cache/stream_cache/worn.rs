@@ -13,7 +13,7 @@ impl Inner {
     /// Looks for worn pages if it is time to.
     #[inline]
     pub(crate) fn look_for_worn(&mut self) {
-        if self.accounts.blocks.is_used_up() {
+        if self.runs.accounts.blocks.is_used_up() {
             self.wear_out();
         }
     }
@@ -22,7 +22,7 @@ impl Inner {
     #[inline(never)]
     fn wear_out(&mut self) {
         self.runs.wear_out();
-        self.accounts.blocks.allow(LIVES);
+        self.runs.accounts.blocks.allow(LIVES);
         if self.is_fast() {
             self.open = self.allocator;
         }
@@ -116,6 +116,6 @@ impl Inner {
     /// looks.
     pub(crate) fn age(&mut self, generation: u32, blocks: u64) {
         self.runs.age(generation);
-        self.accounts.blocks.allow(blocks);
+        self.runs.accounts.blocks.allow(blocks);
     }
 }
