@@ -415,3 +415,40 @@ fn a_use_that_is_recorded_meanwhile_counts() {
         rig.close(&allocator);
     });
 }
+
+/// A raw stream that used blocks of a pool is destroyed without a word, and they are freed afterwards: nobody asks it,
+/// and the memory waits until everything was waited for.
+#[test]
+fn blocks_are_freed_after_their_stream_is_gone() {
+    packed(|rig| {
+        let allocator = rig.allocator_with(Config::new().unretired_streams(true));
+        let (pool, other) = (allocator.graph_pool().unwrap(), rig.stream());
+        let (owner, reader) = (RawStream::new(rig), RawStream::new(rig));
+        let scope = pool.enter(Scope::Thread).unwrap();
+        // SAFETY: the stream is alive until it is destroyed below, where nothing is submitted any more.
+        let own = unsafe { allocator.allocate_raw(2 * MIB, owner.raw()) }.unwrap();
+        let read = allocator.allocate(2 * MIB, &other).unwrap();
+        // SAFETY: as above.
+        unsafe { allocator.record_stream_raw(read.ptr(), reader.raw()) }.unwrap();
+        assert_eq!(footprint(&allocator, &pool).blocks, 2);
+        owner.destroy();
+        reader.destroy();
+        // SAFETY: nothing uses the memory.
+        unsafe { allocator.free_raw(own) }.unwrap();
+        drop(read);
+        assert_eq!(footprint(&allocator, &pool).blocks, 0);
+        let next = [
+            allocator.allocate(2 * MIB, &other).unwrap(),
+            allocator.allocate(2 * MIB, &other).unwrap(),
+        ];
+        assert_eq!(footprint(&allocator, &pool).physical, 8 * MIB as u64);
+        drop(next);
+        drop(scope);
+        drop(pool);
+        rig.settle(&other);
+        allocator.trim(0).unwrap();
+        allocator.synchronize().unwrap();
+        allocator.trim(0).unwrap();
+        rig.close(&allocator);
+    });
+}

@@ -5,7 +5,9 @@ use std::process::{Command, Output};
 
 use crate::common::Folder;
 use crate::scene::{MIB, Scene, alone, memory};
+use cualloc::Error;
 use cualloc::allocator::Request;
+use cualloc::driver::sys;
 use cualloc::record::{Action, Context, Event, Recorder, RecorderError, Recording, Target};
 use cualloc::trace::{Replay, Trace};
 
@@ -473,4 +475,35 @@ fn a_mapped_ring_outlives_an_abort() {
     let trace = recording.to_trace("run", None).unwrap();
     assert_eq!(trace.rows().len(), 101);
     assert_eq!(trace.requested_peak(), 3 * MIB as u64);
+}
+
+/// A recording tells of small blocks by ways of its own: none of them leads past a capture.
+#[test]
+fn a_stream_that_captures_gets_nothing_while_a_recording_runs() {
+    let _alone = alone();
+    let scene = Scene::new("policy=packed");
+    let (allocator, stream) = (&scene.allocator, scene.stream());
+    let recorder = memory();
+    drop(allocator.allocate(1000, &stream).unwrap());
+    drop(allocator.allocate(3 * MIB, &stream).unwrap());
+    stream
+        .begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)
+        .unwrap();
+    for bytes in [1000, 3 * MIB] {
+        let request = Request::new(bytes);
+        // SAFETY: the stream is alive, and there is no memory to use.
+        let raw = unsafe { allocator.allocate_raw(bytes, stream.raw()) };
+        let answers = [
+            allocator.allocate(bytes, &stream).map(drop),
+            allocator.allocate_with(request, &stream).map(drop),
+            raw.map(drop),
+        ];
+        for answer in answers {
+            assert!(matches!(answer, Err(Error::Capturing { .. })), "{answer:?}");
+        }
+    }
+    drop(stream.end_capture().unwrap());
+    drop(allocator.allocate(1000, &stream).unwrap());
+    assert_eq!(allocator.stats().all.allocated.current, 0);
+    recorder.finish().unwrap();
 }

@@ -76,8 +76,8 @@ pub struct Config {
     /// Whether the owners of raw streams may destroy them without [`retire_raw`](crate::Allocator::retire_raw), off by
     /// default. With it the handle of a stream that is neither this crate's nor adopted is used in calls that name the
     /// stream alone, never in frees. Others get memory that was freed on it when a later call names it, or when the
-    /// context was synchronised, which is done before much of it is held back. Needs a driver with stream ids (CUDA 12);
-    /// on others a new stream under the handle of an old one counts as that.
+    /// context was synchronised, which is done before much of it is held back. With a driver that
+    /// has no stream ids (before CUDA 12) it changes nothing.
     pub unretired_streams: bool,
     /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while
     /// another context than the allocator's is current is

@@ -72,6 +72,7 @@ impl Engine {
         self.refuse_captures(&contexts, once)?;
         let refuted = self.found_capturing(&self.lock());
         let mut retired = Vec::new();
+        let mut unasked = Vec::new();
         let bounds: Vec<Batch> = {
             let mut heap = self.lock();
             let streams = heap.streams.iter();
@@ -87,6 +88,7 @@ impl Engine {
                     working.push(stream);
                 }
             }
+            unasked.extend(&heap.graphs.unasked);
             let batches = working.iter().map(|s| heap.close_batch(*s));
             batches.collect()
         };
@@ -119,7 +121,12 @@ impl Engine {
         }
         heap.streams.pool_spent();
         heap.complete_uses();
+        let done = match unasked.is_empty() {
+            true => Vec::new(),
+            false => heap.graphs.completed(&unasked),
+        };
         drop(heap);
+        drop(done);
         // The driver waits for no context in which something captures.
         for (_, number) in refuted {
             self.driver().not_capturing(number);

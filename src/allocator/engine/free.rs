@@ -370,6 +370,9 @@ impl Engine {
             }
         }
         self.refuse_capture(named)?;
+        if self.unretired {
+            self.mark_while_named(named);
+        }
         let (mut heap, stream) = self.slot(self.open()?, named)?;
         let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
         if let StreamKey::Id(key) = named.key {

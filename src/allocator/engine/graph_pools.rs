@@ -33,6 +33,10 @@ impl Engine {
             heap.graphs.uses_of(&changes)
         };
         for (user, bytes) in &ceasing {
+            if self.may_be_gone(user) {
+                let bytes = *bytes;
+                return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
+            }
             let over = match self.capture_of(user) {
                 Ok(None) => self.end_of(user)?.is_complete(),
                 Ok(Some(_)) | Err(Error::Capturing { .. }) => Ok(false),
@@ -108,7 +112,8 @@ impl Engine {
     /// Waits for what pools wait for, and gives all their memory back. No graph has a lease any more.
     pub(crate) fn close_pools(&self) -> Result<(), Error> {
         let (pools, untold) = self.lock().graphs.end();
-        if untold {
+        let unasked = !self.lock().graphs.unasked.is_empty();
+        if untold || unasked {
             self.synchronise(true)?;
             self.lock().graphs.told();
         }

@@ -20,6 +20,8 @@ use crate::error::Error;
 struct LastUses {
     captured: Vec<Reached>,
     ends: Vec<(u64, Pooled)>,
+    /// One of them may be gone, and is not asked.
+    unasked: bool,
 }
 
 impl Engine {
@@ -54,6 +56,9 @@ impl Engine {
         for (stream, event) in uses.ends {
             pending.push(heap.graphs.add_event(stream, event));
         }
+        if uses.unasked {
+            pending.push(heap.graphs.add_unasked());
+        }
         let Some(tag) = heap.graphs.tag(pool, uses.captured, pending) else {
             return Err(Error::Capturing { stream: 0 });
         };
@@ -72,6 +77,15 @@ impl Engine {
     /// [`Error::Capturing`] while that cannot be said: what the stream did with the block before its present capture
     /// has no end that an event could be recorded behind, and a graph that another thread builds is not asked.
     fn last_use(&self, pool: u64, user: &User, uses: &mut LastUses) -> Result<(), Error> {
+        if self.may_be_gone(user) {
+            // While a capture in which it used the block is under way, a free is behind no node that is known.
+            let captures = |capture| self.lock().graphs.captures.contains_key(&capture);
+            if user.since.is_some_and(captures) {
+                return Err(Error::Capturing { stream: user.raw });
+            }
+            uses.unasked = true;
+            return Ok(());
+        }
         let Some(info) = self.capture_of(user)? else {
             let event = self.end_of(user)?;
             self.open()?.graphs.notice(user, None);
@@ -97,6 +111,12 @@ impl Engine {
         }
         uses.captured.push(self.advance(user, &info)?);
         Ok(())
+    }
+
+    /// Whether the owner of a stream that no call under way names may have destroyed it.
+    pub(crate) fn may_be_gone(&self, user: &User) -> bool {
+        let raw = user.stream.is_none() && user.raw > 2;
+        self.unretired && raw && !self.lock().streams.has_lasting(user.raw)
     }
 
     /// An event behind everything that a stream outside of captures was given so far.

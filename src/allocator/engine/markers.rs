@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::driver::sys::CUstream;
-use crate::driver::{Context, Current, Event, Stream};
+use crate::driver::{Context, Current, Event, Stream, process};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
@@ -290,6 +290,10 @@ impl Engine {
     /// Waits for the context before streams that may be gone keep more than a part of the memory from the others.
     #[cold]
     pub(crate) fn settle_unretired(&self) -> Result<(), Error> {
+        // One that is not known of would be spoilt.
+        if process::has_captured() || self.is_scoped() {
+            return Ok(());
+        }
         let much = {
             let heap = self.lock();
             let most = (heap.held() / LEFT_BEHIND_SHARE).max(LEFT_BEHIND);

@@ -26,7 +26,7 @@ pub(crate) mod trial;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use crate::driver::{Context, Device, Driver, DriverError, MemoryProperties, process};
+use crate::driver::{Context, Device, Driver, DriverError, Feature, MemoryProperties, process};
 use crate::sync::event::EventPools;
 
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
@@ -171,6 +171,8 @@ impl Engine {
             Limit::Fraction(share) => (total_memory as f64 * share) as u64,
         });
         let properties = mapped.unwrap_or(MemoryProperties::plain(device));
+        // Without ids a stream cannot be told from one that had its handle before.
+        let unretired = config.unretired_streams && driver.has(Feature::StreamIds);
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let pages = Arc::new(PageTable::new());
@@ -184,7 +186,7 @@ impl Engine {
                 config.tuning(),
             );
             heap.streams.watchful = config.capture_checks;
-            heap.streams.unretired = config.unretired_streams;
+            heap.streams.unretired = unretired;
             heap.tool = tool.filter(|_| !rules.maps());
             Engine {
                 id,
@@ -207,7 +209,7 @@ impl Engine {
                 retirements: AtomicU64::new(0),
                 ask_captures: config.capture_checks,
                 no_captures: !config.captures,
-                unretired: config.unretired_streams,
+                unretired,
                 context_checks: config.context_checks,
                 in_large_caches: Arc::clone(&heap.caches.in_large_caches),
                 unfinished: Mutex::default(),

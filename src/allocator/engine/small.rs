@@ -286,7 +286,7 @@ impl Engine {
         let (cache, inner) = match missed.0 {
             Some(missed) => missed,
             // Nobody has asked the cache: a recording sees what it hands out.
-            None if process::is_recording() => {
+            None if process::is_recording() && self.unwatched() => {
                 let cache = thread::find(key)?;
                 (cache, Some(cache.lock()))
             }

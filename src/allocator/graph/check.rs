@@ -15,7 +15,8 @@ impl Graphs {
         self.pools
             .values()
             .try_for_each(|pool| self.check_pool(pool))?;
-        let known = |number: &u64| self.events.contains_key(number);
+        let known =
+            |number: &u64| self.events.contains_key(number) || self.unasked.contains(number);
         let pools = self.pools.values().map(|pool| &pool.arena);
         for arena in pools {
             holds(

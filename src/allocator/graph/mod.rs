@@ -20,11 +20,11 @@ pub(crate) mod plan;
 pub(crate) mod scope;
 pub(crate) mod user;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::allocator::extent::hash::Mixed;
-use crate::allocator::graph::arena::{Arena, Fit, Live, Mark, Pending, Place, Tag};
+use crate::allocator::graph::arena::{Arena, Fit, Live, Mark, NO_STREAM, Pending, Place, Tag};
 use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::lease::Lease;
@@ -41,6 +41,8 @@ pub(crate) struct Graphs {
     pub scopes: Scopes,
     /// What uses outside of captures end with, by number.
     pub events: BTreeMap<u64, Arc<Pooled>>,
+    /// Uses that end with the streams of which nobody may ask any more: complete when everything was waited for.
+    pub unasked: BTreeSet<u64>,
     /// Bytes that all pools hold from the driver, and that growth under way will add.
     pub held: u64,
     /// Streams by their handles that were retired, each with the count at the time. Only kept once there are
@@ -126,6 +128,16 @@ impl Graphs {
         self.events.insert(number, Arc::new(event));
         Pending {
             stream,
+            event: number,
+        }
+    }
+
+    /// Notes a use by a stream that may be gone.
+    pub(crate) fn add_unasked(&mut self) -> Pending {
+        let number = self.number();
+        self.unasked.insert(number);
+        Pending {
+            stream: NO_STREAM,
             event: number,
         }
     }
@@ -324,6 +336,7 @@ impl Graphs {
             }
             awaited.extend(arena.pending().map(|used| used.event));
         }
+        self.unasked.retain(|number| awaited.contains(number));
         let known = self.events.keys().copied();
         let done: Vec<u64> = known.filter(|number| !awaited.contains(number)).collect();
         let done = done.iter();

@@ -29,6 +29,9 @@ use crate::error::{Error, StreamMisuse};
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
 const FEW_MARKERS: usize = 8;
+/// A stream that may be gone is waited for when nobody has spoken of it for so many large requests.
+const SILENT: u64 = 16;
+
 /// All streams of an allocator.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
@@ -424,10 +427,21 @@ impl Streams {
             .collect()
     }
 
-    /// Bytes that were freed on streams which may be gone, and that no marker covers.
+    /// Whether a handle is that of a stream which lives until it is retired.
+    pub(crate) fn has_lasting(&self, raw: usize) -> bool {
+        self.iter()
+            .any(|(_, slot)| slot.raw == raw && slot.named && slot.holder.is_lasting())
+    }
+
+    /// Bytes that were freed on streams which may be gone, of which nobody spoke for some time, and that no marker
+    /// covers.
     pub(crate) fn left_behind(&self) -> u64 {
-        let slots = self.iter().filter(|(_, slot)| slot.may_be_gone());
-        slots.map(|(_, slot)| slot.open_bytes).sum()
+        let silent = |slot: &Slot| self.requests >= slot.told_at.saturating_add(SILENT);
+        let slots = self.iter();
+        slots
+            .filter(|(_, slot)| slot.may_be_gone() && silent(slot))
+            .map(|(_, slot)| slot.open_bytes)
+            .sum()
     }
 
     /// Why a stream that a call names is not known.
