@@ -122,6 +122,11 @@
 #define CUALLOC_SUSPENDED 13
 
 /**
+ * A file could not be made or written; the text says why.
+ */
+#define CUALLOC_IO 14
+
+/**
  * Everything that the allocator has; `which` is not looked at.
  */
 #define CUALLOC_SELECT_ALL 0
@@ -145,9 +150,6 @@
  * Contents are kept in plain host memory.
  */
 #define CUALLOC_CONTENTS_HOST 2
- * A file could not be made or written; the text says why.
- */
-#define CUALLOC_IO 13
 
 /**
  * Options for a new allocator. A handle, as cualloc_t is.
@@ -591,14 +593,10 @@ void cualloc_options_free(struct cualloc_options_t *options);
  * Sets one option; the last value of a key counts.
  *
  * Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
- * the device as 80%), views, capture_checks, unretired_streams, self_test (on, off), checks (context, none), peers (1+3),
- * slack (5%), budget, profile (dense, quick), handle. And device: cuda (the default), or sim, a simulated device of
- * 80 GiB in host memory, in a library that was built with the feature sim. Settings that contradict each other are
- * refused by cualloc_create.
- * the device as 80%), views, capture_checks, self_test (on, off), checks (context, none), peers (1+3), slack (5%),
- * budget, profile (dense, quick), handle, decay (10s), keep (20%), nvtx (auto, off). And device: cuda (the default), or
- * sim, a simulated device of 80 GiB in host memory, in a library that was built with the feature sim. Settings that
- * contradict each other are refused by cualloc_create.
+ * the device as 80%), views, capture_checks, unretired_streams, self_test (on, off), checks (context, none), peers
+ * (1+3), slack (5%), budget, profile (dense, quick), handle, decay (10s), keep (20%), nvtx (auto, off). And device: cuda
+ * (the default), or sim, a simulated device of 80 GiB in host memory, in a library that was built with the feature sim.
+ * Settings that contradict each other are refused by cualloc_create.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
  * UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.
@@ -840,9 +838,6 @@ int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
                             void *graph);
 
 /**
- * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied. Of
- * these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be destroyed
- * without being retired.
  * Begins to record all allocators of the process: to a file that is written until cualloc_record_stop, or, where path
  * is null, to memory, of which cualloc_record_dump writes what is newest. What is live now is recorded as held. The
  * file is new, for its owner alone, and replaces what stands there; `cualloc replay`, `view` and `export` read it.
@@ -908,7 +903,9 @@ uint32_t cualloc_context(const char *name);
 uint32_t cualloc_set_context(uint32_t context);
 
 /**
- * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied.
+ * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied. Of
+ * these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be destroyed
+ * without being retired.
  *
  * Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
  * CUALLOC_CONTEXT_LOST in a forked child.

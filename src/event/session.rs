@@ -262,6 +262,14 @@ impl Tap {
         self.whose = Whose::new(stream, allocator);
     }
 
+    /// Lets go of the ring of a recording that is over. Whose the writer is stays.
+    pub(crate) fn clear(&mut self) {
+        *self = Tap {
+            whose: self.whose,
+            ..Tap::NONE
+        };
+    }
+
     /// Records an event of the writer's own stream now, in the thread's context: its kind, address and bytes.
     #[inline(always)]
     pub(crate) fn push_own(&mut self, event: (Kind, u64, u64)) {

@@ -60,7 +60,7 @@ impl Allocator {
 /// use cualloc::sim::{SimConfig, Simulator};
 ///
 /// # fn main() -> cualloc::Result {
-/// let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30));
+/// let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
 /// let context = Context::primary(&sim.driver()?.device(0)?)?;
 /// let allocator = Allocator::with_config(&context, Config::new().policy(Policy::Packed))?;
 /// let (pool, stream) = (allocator.graph_pool()?, allocator.create_stream()?);

@@ -17,7 +17,6 @@ use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::record::Recorded;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::stream::slot::StreamKey;
-use crate::event::Tap;
 
 /// Small blocks that were freed while other streams may still use them.
 #[derive(Debug)]
@@ -237,7 +236,7 @@ impl StreamCaches {
     /// Lets go of the rings of a recording that is over.
     pub(crate) fn clear_taps(&self) {
         for cache in &self.all {
-            cache.lock().tap = Tap::default();
+            cache.lock().tap.clear();
         }
     }
 

@@ -339,7 +339,7 @@ impl Engine {
 
     /// Gives up what is suspended of streams all of whose blocks there were freed.
     pub(crate) fn discard_freed(&self) -> Result<(), Error> {
-        let away = self.lock().take_freed();
+        let away = self.open()?.take_freed();
         self.discard(away)
     }
 

@@ -119,7 +119,7 @@ impl StreamCachePool {
     pub(crate) fn clear_taps(&self) {
         let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         for cache in waiting.iter() {
-            cache.lock().tap = Tap::default();
+            cache.lock().tap.clear();
         }
     }
 
