@@ -312,6 +312,9 @@ def a_graph_has_a_pool():
         return
     torch, ours, call = at.torch, at.ours, at.call
     assert ours.capabilities()["cuda_graphs"] and not ours.capabilities()["cudagraph_trees"]
+    # A stream of PyTorch's own: that of another owner is not asked at a free whether it captures.
+    torch.cuda.handles = iter([at.mine])
+    torch.cuda.Stream()
     eager = call["alloc"](LAYER, 0, at.mine)
     made = torch.cuda.CUDAGraph()
     with torch.cuda.graph(made):
