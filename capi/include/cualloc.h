@@ -137,6 +137,11 @@
 #define CUALLOC_SELECT_STREAM 1
 
 /**
+ * The memory of a graph pool; `which` is its handle (cualloc_pool_create).
+ */
+#define CUALLOC_SELECT_POOL 2
+
+/**
  * Contents are lost: nobody may read them afterwards before they are written.
  */
 #define CUALLOC_CONTENTS_DROP 0
@@ -765,12 +770,15 @@ int32_t cualloc_pool_create(struct cualloc_t *allocator,
  * capture counts, else of its stream, of a predicate, of its thread; and among equals the one that was entered last.
  * A capture whose scopes were all left gets no more memory of the pool, so leave after cuStreamEndCapture.
  *
- * With a predicate: where this fails, neither it nor done is called. Else done is called, on whichever thread, when
- * the scope was left, or ended with the pool or the allocator, and nobody will call the predicate any more.
+ * With a predicate: where this fails done is not called, and nobody will call the predicate any more, but threads may
+ * have called it meanwhile. Else done is called, on whichever thread, when the scope was left, or ended with the pool
+ * or the allocator, and nobody will call the predicate any more.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null pool, which, when or scope, a struct_size smaller than that of the first
  * version, an unknown kind, or a stream of another device; CUALLOC_CLOSED for a pool that was released;
- * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is 0 then.
+ * CUALLOC_CAPTURING for CUALLOC_SCOPE_STREAM with a stream that is being captured already, for which there are the
+ * other kinds; CUALLOC_BUSY for CUALLOC_SCOPE_WHEN inside a predicate; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is
+ * 0 then.
  *
  * Any thread.
  *
@@ -944,15 +952,15 @@ struct cualloc_t *cualloc_shared_made(int32_t device);
  *
  * Errors: CUALLOC_SUSPENDED if it is suspended already, CUALLOC_BUSY while a guard keeps memory or a call on another
  * thread holds some, CUALLOC_CAPTURING, CUALLOC_UNSUPPORTED under the classic policy, CUALLOC_INVALID_ARGUMENT for a
- * null handle or bytes or an unknown number, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Nothing is
- * suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
+ * null handle or bytes, an unknown number or a pool of another allocator, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
+ * CUALLOC_DRIVER. Nothing is suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
  * suspended, and cualloc_resume brings it back.
  *
  * Any thread, whatever context is current.
  *
  * What the caller answers for:
  * Until cualloc_resume has succeeded nobody gives a device work that uses the memory. Contents that are not kept are
- * not read before they are written. `which` is a live stream, or null, 1 or 2, where it is looked at; `bytes` is null
+ * not read before they are written. `which` is, where a stream is looked for, a live one, or null, 1 or 2; `bytes` is null
  * or may be written.
  */
 int32_t cualloc_suspend(struct cualloc_t *allocator,
@@ -967,13 +975,13 @@ int32_t cualloc_suspend(struct cualloc_t *allocator,
  *
  * Errors: CUALLOC_OUT_OF_MEMORY: the text says how many bytes are missing; CUALLOC_SUSPENDED if nothing of it is
  * suspended, CUALLOC_BUSY while a call on another thread suspends or resumes, CUALLOC_INVALID_ARGUMENT for a null
- * handle or bytes or an unknown number, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. It is suspended as
- * before then, and may be tried again.
+ * handle or bytes, an unknown number or a pool of another allocator, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
+ * CUALLOC_DRIVER. It is suspended as before then, and may be tried again.
  *
  * Any thread, whatever context is current.
  *
  * What the caller answers for:
- * `which` is a live stream, or null, 1 or 2, where it is looked at; `bytes` is null or may be written.
+ * `which` is, where a stream is looked for, a live one, or null, 1 or 2; `bytes` is null or may be written.
  */
 int32_t cualloc_resume(struct cualloc_t *allocator,
                        int32_t select,
@@ -999,8 +1007,8 @@ void *cualloc_torch_alloc(size_t bytes,
 
 /**
  * Frees what cualloc_torch_alloc returned. Never waits and never fails aloud: a null pointer, and memory of a context
- * that is gone, of a forked child or of a process that ends, are left alone. A block that cannot be freed because a
- * stream is being captured is freed by a later call.
+ * that is gone, of a forked child or of a process that ends, are left alone. A block that cannot be freed now, because
+ * a stream is being captured say, is freed by a later call.
  *
  * Any thread, whatever context is current.
  *
@@ -1106,13 +1114,27 @@ int32_t cualloc_torch_pool_release(int32_t device,
                                    struct cualloc_torch_pool_id_t id);
 
 /**
- * For captures that failed, of which PyTorch says nothing: ends and releases the last ones that the calling thread has
- * begun and not ended, until so many are left. How many there are then: with UINT64_MAX nothing is done but to count.
- * 0 in a forked child.
+ * The number of what the calling thread has begun last of all that it has begun and not ended; 0 if there is none, and
+ * in a forked child. Numbers grow, and are never used again.
+ *
+ * Any thread.
+ */
+uint64_t cualloc_torch_pool_newest(void);
+
+/**
+ * For captures of which PyTorch says nothing, since they failed or nobody has ended them: ends and releases what was
+ * begun with this number (cualloc_torch_pool_newest). Nothing is done if its predicate says yes to the stream, since
+ * the capture goes on then; with null it is not asked. What was ended before is CUALLOC_OK.
+ *
+ * Errors: CUALLOC_CONTEXT_LOST in a forked child.
  *
  * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `stream` is null or a live stream.
  */
-uint64_t cualloc_torch_pool_abandon(uint64_t keep);
+int32_t cualloc_torch_pool_abandon(uint64_t number,
+                                   void *stream);
 
 /**
  * The graph pool that PyTorch's pool with this id is now, for cualloc_pool_footprint; null if there is none. It is

@@ -1,6 +1,7 @@
 //! Graph pools by their handles, and the scopes of them that are open, by numbers that are never used again.
 
 use std::collections::BTreeMap;
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cualloc::allocator::{GraphPool, PoolScope};
@@ -8,7 +9,7 @@ use cualloc::error::GraphPoolError;
 use cualloc::{Allocator, Error};
 
 use crate::pools::Predicate;
-use crate::results::{CUALLOC_CLOSED, Failure, NULL};
+use crate::results::{CUALLOC_CLOSED, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::{cualloc_pool_t, cualloc_t, handles, options};
 
 /// No address of a 64-bit processor begins so, and no other handle.
@@ -69,6 +70,11 @@ const GONE: Failure = Failure::Said(
     "the handle is that of no graph pool: it was released, its allocator was destroyed, or it never was one",
 );
 
+const FOREIGN: Failure = Failure::Said(
+    CUALLOC_INVALID_ARGUMENT,
+    "the graph pool is one of another allocator",
+);
+
 /// Makes a pool of an allocator.
 pub(crate) fn add(allocator: *mut cualloc_t) -> Result<*mut cualloc_pool_t, Failure> {
     drop(known()?);
@@ -109,6 +115,22 @@ pub(crate) fn with<T>(
     done.map_err(|error| handles::judged(entered.allocator(), error))
 }
 
+/// The same where a pool is to be one of an allocator.
+pub(crate) fn with_of<T>(
+    allocator: *mut cualloc_t,
+    handle: *mut cualloc_pool_t,
+    run: impl FnOnce(&Allocator, &GraphPool) -> Result<T, Error>,
+) -> Result<T, Failure> {
+    let found = known()?
+        .by_handle
+        .get(&(handle as u64))
+        .map(|kept| kept.allocator);
+    match found {
+        Some(owner) if owner != allocator as u64 => Err(FOREIGN),
+        _ => with(handle, |pool, allocator| run(allocator, pool)),
+    }
+}
+
 /// Keeps an open scope of a pool; its number.
 pub(crate) fn keep(handle: *mut cualloc_pool_t, scope: Opened) -> Result<u64, Failure> {
     let mut known = known()?;
@@ -141,6 +163,15 @@ pub(crate) fn leave(handle: *mut cualloc_pool_t, scope: u64) -> Result<(), Failu
     })
 }
 
+/// Whether the predicate of a scope says yes to a stream. It is asked without the lock.
+pub(crate) fn says_yes(handle: u64, scope: u64, stream: *mut c_void) -> bool {
+    let predicate = known().ok().and_then(|known| {
+        let opened = known.by_handle.get(&handle)?.open.get(&scope)?;
+        opened.predicate.clone()
+    });
+    predicate.is_some_and(|predicate| predicate.ask(stream))
+}
+
 /// Ends a pool's handle, its open scopes with it: no further capture comes.
 pub(crate) fn release(handle: *mut cualloc_pool_t) -> Result<(), Failure> {
     with(handle, |_, _| {
@@ -148,9 +179,9 @@ pub(crate) fn release(handle: *mut cualloc_pool_t) -> Result<(), Failure> {
         let removed = removed.and_then(|mut known| known.by_handle.remove(&(handle as u64)));
         match removed {
             Some(kept) => {
-                let released = kept.pool.release();
-                drop(kept);
-                released
+                // Its scopes first: requests that fit one would find a pool that was released.
+                drop(kept.open);
+                kept.pool.release()
             }
             // Another thread was faster.
             None => Err(GraphPoolError::Released.into()),

@@ -2,7 +2,8 @@
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 use std::thread;
 
@@ -214,6 +215,41 @@ fn leaving_a_scope_waits_for_who_is_in_its_predicate() {
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
 }
 
+/// A stream that predicates of the tests do not look at.
+const A_STREAM: usize = 64;
+
+fn abandon(number: u64, stream: usize) -> i32 {
+    // SAFETY: nobody looks at the stream.
+    unsafe { cualloc_torch_pool_abandon(number, stream as *mut c_void) }
+}
+
+fn shared_is_simulated() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let options = cualloc_options_new();
+        // SAFETY: texts end with a zero.
+        let set = unsafe { cualloc_options_set(options, c"device".as_ptr(), c"sim".as_ptr()) };
+        assert_eq!(
+            (set, cualloc_shared_options(options)),
+            (CUALLOC_OK, CUALLOC_OK)
+        );
+        cualloc_options_free(options);
+    });
+}
+
+fn torch_id(second: u64) -> cualloc_torch_pool_id_t {
+    cualloc_torch_pool_id_t { first: 0, second }
+}
+
+/// What the thread has begun, by its number.
+fn torch_begin(id: cualloc_torch_pool_id_t, asked: &Asked) -> u64 {
+    let data = std::ptr::from_ref(asked).cast_mut().cast();
+    // SAFETY: what the predicate looks at outlives the scopes.
+    let code = unsafe { cualloc_torch_pool_begin(0, id, Some(asks), Some(ends), data) };
+    assert_eq!(code, CUALLOC_OK);
+    cualloc_torch_pool_newest()
+}
+
 fn torch_footprint(id: cualloc_torch_pool_id_t) -> Option<cualloc_footprint_t> {
     let pool = cualloc_torch_pool(0, id);
     let mut out = cualloc_footprint_t {
@@ -229,49 +265,49 @@ fn torch_footprint(id: cualloc_torch_pool_id_t) -> Option<cualloc_footprint_t> {
 #[test]
 fn pools_of_pytorch_go_with_their_last_release_and_failed_captures_with_their_abandonment() {
     let _one = world();
-    let options = cualloc_options_new();
-    // SAFETY: texts end with a zero.
-    let set = unsafe { cualloc_options_set(options, c"device".as_ptr(), c"sim".as_ptr()) };
-    assert_eq!(
-        (set, cualloc_shared_options(options)),
-        (CUALLOC_OK, CUALLOC_OK)
-    );
-    cualloc_options_free(options);
+    shared_is_simulated();
     let asked = Asked::default();
-    let data = std::ptr::from_ref(&asked).cast_mut().cast();
-    let begin = |id| {
-        // SAFETY: what the predicate looks at outlives the scopes.
-        let code = unsafe { cualloc_torch_pool_begin(0, id, Some(asks), Some(ends), data) };
-        assert_eq!(code, CUALLOC_OK);
-    };
-    let open = || cualloc_torch_pool_abandon(u64::MAX);
-    let id = |second| cualloc_torch_pool_id_t { first: 0, second };
-    let (shared, own) = (id(1), id(2));
+    let begin = |id| torch_begin(id, &asked);
+    let (shared, own) = (torch_id(1), torch_id(2));
     asked.answer.store(true, Ordering::Relaxed);
+    let mut last = 0;
     for _ in 0..2 {
-        begin(shared);
-        assert_eq!(open(), 1);
+        let number = begin(shared);
+        assert!(number > last, "{number} after {last}");
+        last = number;
         assert_eq!(torch_block(), CUALLOC_OK, "the shared allocator lives");
         assert_eq!(torch_footprint(shared).map(|now| now.peak), Some(1 << 20));
         assert_eq!(cualloc_torch_pool_end(0, shared), CUALLOC_OK);
-        assert_eq!(open(), 0);
+        assert_eq!(cualloc_torch_pool_newest(), 0);
     }
     assert_eq!(asked.ended.load(Ordering::Relaxed), 2);
     assert_eq!(cualloc_torch_pool_release(0, shared), CUALLOC_OK);
     assert!(torch_footprint(shared).is_some(), "a second graph has it");
-    // One inside another; both fail, the inner one first.
-    begin(shared);
-    begin(own);
-    // Another thread has begun nothing.
-    let theirs = thread::spawn(|| cualloc_torch_pool_abandon(0))
-        .join()
-        .unwrap();
-    assert_eq!((theirs, open()), (0, 2));
-    assert_eq!(cualloc_torch_pool_abandon(1), 1);
-    assert!(torch_footprint(own).is_none() && torch_footprint(shared).is_some());
+    // Two beside each other. Another thread has begun nothing.
+    let (first, second) = (begin(shared), begin(own));
+    let theirs = thread::spawn(|| cualloc_torch_pool_newest());
+    assert_eq!(theirs.join().unwrap(), 0);
+    // The end of the second one has failed, and it goes on.
+    assert_eq!(abandon(second, A_STREAM), CUALLOC_OK);
+    assert_eq!(cualloc_torch_pool_newest(), second);
+    assert!(torch_footprint(own).is_some());
+    // The first one fails on another thread, and is over.
+    asked.answer.store(false, Ordering::Relaxed);
+    let ended = thread::spawn(move || abandon(first, A_STREAM));
+    assert_eq!(ended.join().unwrap(), CUALLOC_OK);
+    assert_eq!(cualloc_torch_pool_newest(), second);
     assert_eq!(asked.ended.load(Ordering::Relaxed), 3);
-    assert_eq!(cualloc_torch_pool_abandon(0), 0);
-    assert!(torch_footprint(shared).is_some(), "as before they began");
+    assert!(torch_footprint(own).is_some(), "the second one goes on");
+    assert!(torch_footprint(shared).is_some(), "as before it began");
+    // The second one is never ended.
+    asked.answer.store(true, Ordering::Relaxed);
+    assert_eq!(abandon(second, 0), CUALLOC_OK);
+    assert!(torch_footprint(own).is_none() && torch_footprint(shared).is_some());
+    assert_eq!(cualloc_torch_pool_newest(), 0);
+    for number in [0, first, second, u64::MAX] {
+        assert_eq!(abandon(number, 0), CUALLOC_OK);
+        assert_eq!(abandon(number, A_STREAM), CUALLOC_OK);
+    }
     assert_eq!(cualloc_torch_pool_release(0, shared), CUALLOC_OK);
     assert!(torch_footprint(shared).is_none());
     assert_eq!(cualloc_torch_pool_end(0, shared), CUALLOC_OK);
@@ -290,4 +326,124 @@ fn torch_block() -> i32 {
         cualloc_torch_free(made, 1 << 20, 0, null_mut());
     }
     CUALLOC_OK
+}
+
+#[test]
+fn what_another_thread_cannot_free_is_freed_by_a_later_call() {
+    let _one = world();
+    shared_is_simulated();
+    let (asked, id) = (Asked::default(), torch_id(3));
+    asked.answer.store(true, Ordering::Relaxed);
+    torch_begin(id, &asked);
+    let per_thread = 2 as *mut c_void;
+    // SAFETY: the stream is the thread's own.
+    let block = unsafe { cualloc_torch_alloc(1 << 20, 0, per_thread) };
+    assert!(!block.is_null());
+    assert_eq!(cualloc_torch_pool_end(0, id), CUALLOC_OK);
+    let blocks = || torch_footprint(id).map(|now| now.blocks);
+    let address = block as usize;
+    let freed = thread::spawn(move || {
+        // SAFETY: nobody uses it.
+        unsafe { cualloc_torch_free(address as *mut c_void, 1 << 20, 0, 2 as *mut c_void) };
+    });
+    freed.join().unwrap();
+    assert_eq!(blocks(), Some(1), "its stream means another one there");
+    assert_eq!(torch_block(), CUALLOC_OK);
+    assert_eq!(blocks(), Some(0));
+    assert_eq!(cualloc_torch_pool_release(0, id), CUALLOC_OK);
+    assert_eq!(blocks(), None);
+}
+
+/// What asks for memory when its scope ends, and what comes of it.
+struct Requests {
+    allocator: *mut cualloc_t,
+    code: AtomicI32,
+}
+
+unsafe extern "C" fn requests(data: *mut c_void) {
+    // SAFETY: it outlives the scope.
+    let requests = unsafe { &*data.cast::<Requests>() };
+    let mut out = 0;
+    // SAFETY: the pointer is to a local, and nobody uses the block.
+    unsafe {
+        let code = cualloc_alloc(requests.allocator, 1 << 20, null_mut(), &mut out);
+        requests.code.store(code, Ordering::Relaxed);
+        cualloc_free(requests.allocator, out);
+    }
+}
+
+unsafe extern "C" fn never(_: *mut c_void, _: *mut c_void) -> bool {
+    false
+}
+
+#[test]
+fn requests_go_on_while_a_pool_is_released() {
+    let _one = world();
+    let (allocator, asked) = (allocator(), Asked::default());
+    let pool = pool_of(allocator);
+    let found = Requests {
+        allocator,
+        code: AtomicI32::new(-1),
+    };
+    let mut first = scope(CUALLOC_SCOPE_WHEN, &asked);
+    first.when = Some(never);
+    first.done = Some(requests);
+    first.data = std::ptr::from_ref(&found).cast_mut().cast();
+    assert_eq!(enter(pool, &first).0, CUALLOC_OK);
+    // The one that ends last.
+    let second = enter(pool, &scope(CUALLOC_SCOPE_THREAD, &asked));
+    assert_eq!(second.0, CUALLOC_OK);
+    assert_eq!(cualloc_pool_release(pool), CUALLOC_OK);
+    assert_eq!(found.code.load(Ordering::Relaxed), CUALLOC_OK);
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+}
+
+#[test]
+fn a_pool_is_suspended_by_its_handle() {
+    let _one = world();
+    let (own, other, asked) = (allocator(), allocator(), Asked::default());
+    let (pool, theirs) = (pool_of(own), pool_of(other));
+    let (code, number) = enter(pool, &scope(CUALLOC_SCOPE_THREAD, &asked));
+    assert_eq!(code, CUALLOC_OK);
+    let select = CUALLOC_SELECT_POOL;
+    let alloc = |bytes| {
+        let mut out = 1;
+        // SAFETY: the pointer is to a local.
+        let code = unsafe { cualloc_alloc(own, bytes, null_mut(), &mut out) };
+        (code, out)
+    };
+    let suspend = |pool: *mut cualloc_pool_t| {
+        let mut bytes = 1;
+        let how = CUALLOC_CONTENTS_DROP;
+        // SAFETY: nothing uses the memory, and the pointer is to a local.
+        let code = unsafe { cualloc_suspend(own, select, pool.cast(), how, &mut bytes) };
+        (code, bytes)
+    };
+    let resume = |pool: *mut cualloc_pool_t| {
+        let mut bytes = 1;
+        // SAFETY: the pointer is to a local.
+        let code = unsafe { cualloc_resume(own, select, pool.cast(), &mut bytes) };
+        (code, bytes)
+    };
+    let (code, block) = alloc(5 << 20);
+    assert_eq!(code, CUALLOC_OK);
+    assert_eq!(resume(pool), (CUALLOC_SUSPENDED, 0));
+    let (code, bytes) = suspend(pool);
+    assert_eq!(code, CUALLOC_OK);
+    assert!(bytes >= 5 << 20, "{bytes}");
+    assert_eq!(suspend(pool), (CUALLOC_SUSPENDED, 0));
+    assert_eq!(alloc(512), (CUALLOC_SUSPENDED, 0));
+    assert_eq!(resume(pool), (CUALLOC_OK, bytes));
+    for (wrong, code) in [
+        (theirs, CUALLOC_INVALID_ARGUMENT),
+        (null_mut(), CUALLOC_INVALID_ARGUMENT),
+        (own.cast(), CUALLOC_CLOSED),
+    ] {
+        assert_eq!((suspend(wrong), resume(wrong)), ((code, 0), (code, 0)));
+    }
+    // SAFETY: nobody uses it.
+    assert_eq!(unsafe { cualloc_free(own, block) }, CUALLOC_OK);
+    assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
+    assert_eq!(cualloc_destroy(own), CUALLOC_OK);
+    assert_eq!(cualloc_destroy(other), CUALLOC_OK);
 }

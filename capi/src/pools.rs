@@ -11,7 +11,7 @@ use cualloc::{Allocator, Error};
 
 use crate::entry::{call, cleared};
 use crate::pool_table::{self, Opened};
-use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
+use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::stats::{self, room, write};
 use crate::{cualloc_pool_t, cualloc_t};
 
@@ -122,12 +122,15 @@ pub unsafe extern "C" fn cualloc_pool_create(
 /// capture counts, else of its stream, of a predicate, of its thread; and among equals the one that was entered last.
 /// A capture whose scopes were all left gets no more memory of the pool, so leave after cuStreamEndCapture.
 ///
-/// With a predicate: where this fails, neither it nor done is called. Else done is called, on whichever thread, when
-/// the scope was left, or ended with the pool or the allocator, and nobody will call the predicate any more.
+/// With a predicate: where this fails done is not called, and nobody will call the predicate any more, but threads may
+/// have called it meanwhile. Else done is called, on whichever thread, when the scope was left, or ended with the pool
+/// or the allocator, and nobody will call the predicate any more.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null pool, which, when or scope, a struct_size smaller than that of the first
 /// version, an unknown kind, or a stream of another device; CUALLOC_CLOSED for a pool that was released;
-/// CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is 0 then.
+/// CUALLOC_CAPTURING for CUALLOC_SCOPE_STREAM with a stream that is being captured already, for which there are the
+/// other kinds; CUALLOC_BUSY for CUALLOC_SCOPE_WHEN inside a predicate; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is
+/// 0 then.
 ///
 /// Any thread.
 ///
@@ -170,6 +173,11 @@ pub(crate) unsafe fn enter(
             CUALLOC_SCOPE_THREAD => pool.enter(Scope::Thread)?,
             // SAFETY: the caller's contract.
             CUALLOC_SCOPE_STREAM => unsafe { enter_stream(pool, allocator, which.stream) }?,
+            // If it failed later nobody could wait for the threads that are in it.
+            CUALLOC_SCOPE_WHEN if ASKING.get() => {
+                kept = Err(Failure::Said(CUALLOC_BUSY, "the thread is in a predicate"));
+                return Ok(());
+            }
             CUALLOC_SCOPE_WHEN => match which.when {
                 Some(when) => {
                     let made = Arc::new(Predicate {
@@ -247,7 +255,7 @@ thread_local! {
 }
 
 impl Predicate {
-    fn ask(&self, stream: *mut c_void) -> bool {
+    pub(crate) fn ask(&self, stream: *mut c_void) -> bool {
         // A predicate that asks for memory would ask itself for ever.
         if ASKING.replace(true) {
             return false;

@@ -16,11 +16,12 @@ use crate::device::Source;
 use crate::entry::call;
 use crate::memory::cualloc_empty_cache;
 use crate::results::{
-    CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_OURS, CUALLOC_OK, Failure,
+    CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
+    CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
 };
 use crate::{cualloc_t, handles, options, shared, torch_pools};
 
-/// Blocks that could not be freed because something was being captured: the allocator's handle and the address.
+/// Blocks that could not be freed, because something was being captured as a rule: the allocator's handle and the address.
 static LATER: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 /// Whether there are any.
 static SOME_LATER: AtomicBool = AtomicBool::new(false);
@@ -49,10 +50,22 @@ fn free_later() {
 }
 
 fn free(allocator: *mut cualloc_t, ptr: u64) {
+    if allocator.is_null() {
+        return;
+    }
     // SAFETY: PyTorch gives the device no more work with memory that it frees.
     let freed = unsafe { cualloc_free(allocator, ptr) };
-    // Any other failure means that there is nothing to give back to, or never was such a block.
-    if freed == CUALLOC_CAPTURING {
+    // With these there is nothing to give back to, or no such block; what anything else has refused is still live.
+    let over = matches!(
+        freed,
+        CUALLOC_OK
+            | CUALLOC_NOT_LIVE
+            | CUALLOC_NOT_OURS
+            | CUALLOC_PANIC
+            | CUALLOC_CLOSED
+            | CUALLOC_CONTEXT_LOST
+    );
+    if !over {
         let mut later = LATER.lock().unwrap_or_else(PoisonError::into_inner);
         later.push((allocator as u64, ptr));
         SOME_LATER.store(true, Ordering::Relaxed);
@@ -115,8 +128,8 @@ fn worded(failure: Failure, bytes: usize, device: i32) -> Failure {
 }
 
 /// Frees what cualloc_torch_alloc returned. Never waits and never fails aloud: a null pointer, and memory of a context
-/// that is gone, of a forked child or of a process that ends, are left alone. A block that cannot be freed because a
-/// stream is being captured is freed by a later call.
+/// that is gone, of a forked child or of a process that ends, are left alone. A block that cannot be freed now, because
+/// a stream is being captured say, is freed by a later call.
 ///
 /// Any thread, whatever context is current.
 ///

@@ -2,7 +2,8 @@
 //! allocators.
 //!
 //! PyTorch begins before a capture and ends after it, both with the id of a pool, and releases the pool once for each
-//! begin, when a graph goes. After a capture that failed it does neither: `cualloc_torch_pool_abandon` is for that.
+//! begin, when a graph goes. After a capture that failed, or that nobody has ended, it does neither:
+//! `cualloc_torch_pool_abandon` is for that.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -189,33 +190,55 @@ fn release(name: Name) -> Result<(), Failure> {
     })
 }
 
-/// For captures that failed, of which PyTorch says nothing: ends and releases the last ones that the calling thread has
-/// begun and not ended, until so many are left. How many there are then: with UINT64_MAX nothing is done but to count.
-/// 0 in a forked child.
+/// The number of what the calling thread has begun last of all that it has begun and not ended; 0 if there is none, and
+/// in a forked child. Numbers grow, and are never used again.
+///
+/// Any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_pool_newest() -> u64 {
+    let (mut newest, thread) = (0, thread::current().id());
+    call(|| {
+        let known = known()?;
+        let own = known.open.iter().rfind(|open| open.thread == thread);
+        newest = own.map_or(0, |open| open.scope);
+        Ok(())
+    });
+    newest
+}
+
+/// For captures of which PyTorch says nothing, since they failed or nobody has ended them: ends and releases what was
+/// begun with this number (cualloc_torch_pool_newest). Nothing is done if its predicate says yes to the stream, since
+/// the capture goes on then; with null it is not asked. What was ended before is CUALLOC_OK.
+///
+/// Errors: CUALLOC_CONTEXT_LOST in a forked child.
 ///
 /// Any thread, whatever context is current.
+///
+/// # Safety
+/// `stream` is null or a live stream.
 #[unsafe(no_mangle)]
-pub extern "C" fn cualloc_torch_pool_abandon(keep: u64) -> u64 {
-    let (mut left, thread) = (0, thread::current().id());
+pub unsafe extern "C" fn cualloc_torch_pool_abandon(number: u64, stream: *mut c_void) -> i32 {
     call(|| {
-        loop {
-            let abandoned = {
-                let mut known = known()?;
-                let own = |open: &Open| open.thread == thread;
-                left = known.open.iter().filter(|open| own(open)).count() as u64;
-                if left <= keep {
-                    return Ok(());
-                }
-                let last = known.open.iter().rposition(own);
-                last.map(|at| known.open.remove(at))
+        let at = |known: &Known| known.open.iter().position(|open| open.scope == number);
+        if !stream.is_null() {
+            let handle = {
+                let known = known()?;
+                at(&known).map(|at| known.open[at].handle)
             };
-            if let Some(open) = abandoned {
-                // What is gone already needs no end.
-                let _ended = end(&open).and(release(open.name));
+            if handle.is_some_and(|handle| pool_table::says_yes(handle, number, stream)) {
+                return Ok(());
             }
         }
-    });
-    left
+        let abandoned = {
+            let mut known = known()?;
+            at(&known).map(|at| known.open.remove(at))
+        };
+        if let Some(open) = abandoned {
+            // What is gone already needs no end.
+            let _ended = end(&open).and(release(open.name));
+        }
+        Ok(())
+    })
 }
 
 /// The graph pool that PyTorch's pool with this id is now, for cualloc_pool_footprint; null if there is none. It is

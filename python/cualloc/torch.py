@@ -197,23 +197,39 @@ def _adopt(device, handle):
 
 
 def _end_failed_captures():
-    """PyTorch says nothing when a capture fails to begin or to end, so what it has begun with us is ended here."""
-    kind = torch.cuda.CUDAGraph
-    for name, ends in (("capture_begin", 0), ("capture_end", 1)):
-        setattr(kind, name, _abandoning(getattr(kind, name), ends))
+    """PyTorch says nothing when a capture fails, or goes without an end, so what it has begun with us is ended here."""
+    kind, library = torch.cuda.CUDAGraph, _library.LIBRARY
+    begin, end, goes = kind.capture_begin, kind.capture_end, getattr(kind, "__del__", None)
+    newest, abandon = library.cualloc_torch_pool_newest, library.cualloc_torch_pool_abandon
 
-
-def _abandoning(original, ends):
-    @functools.wraps(original)
-    def call(*arguments, **named):
-        begun = _library.LIBRARY.cualloc_torch_pool_abandon(_library.NO_LIMIT)
+    @functools.wraps(begin)
+    def capture_begin(self, *arguments, **named):
+        before = newest()
         try:
-            return original(*arguments, **named)
+            begin(self, *arguments, **named)
         except BaseException:
-            _library.LIBRARY.cualloc_torch_pool_abandon(max(begun - ends, 0))
+            if newest() > before:
+                abandon(newest(), None)
+            raise
+        if newest() > before:
+            self._cualloc_begun = newest(), torch.cuda.current_stream().cuda_stream
+
+    @functools.wraps(end)
+    def capture_end(self):
+        try:
+            end(self)
+        except BaseException:
+            # On a wrong stream it fails and the capture goes on. Then the stream is still in it.
+            abandon(*getattr(self, "_cualloc_begun", (0, None)))
             raise
 
-    return call
+    # Before the destructor, behind which nobody may ask the capture's filter. A weak reference's callback comes later.
+    def __del__(self):
+        abandon(getattr(self, "_cualloc_begun", (0, None))[0], None)
+        if goes is not None:
+            goes(self)
+
+    kind.capture_begin, kind.capture_end, kind.__del__ = capture_begin, capture_end, __del__
 
 
 _NO_TREES = (

@@ -373,7 +373,7 @@ def spoilt_capture():
         except RuntimeError:
             # PyTorch goes on with the stream that was captured.
             torch.cuda.set_stream(current)
-        assert cualloc._library.LIBRARY.cualloc_torch_pool_abandon(cualloc._library.NO_LIMIT) == 0
+        assert cualloc._library.LIBRARY.cualloc_torch_pool_newest() == 0
         del x, graph
         good, _, out = captured(lambda: torch.full((MIB,), float(turn), device="cuda") + 1)
         good.replay()

@@ -286,7 +286,7 @@ def graphs(**settings):
     fake.fake_driver(simulated.cuStreamGetCaptureInfo_v2)
     torch.cuda.graphs.driver, torch.cuda.graphs.fake = simulated, fake
     mine, other = stream(simulated), stream(simulated)
-    torch.cuda.graphs.current = mine
+    torch.cuda.graphs.current.stream = mine
     return SimpleNamespace(
         torch=torch, ours=ours, call=call, driver=simulated, filters=fake.fake_filters, mine=mine, other=other
     )
@@ -312,6 +312,9 @@ def a_graph_has_a_pool():
         return
     torch, ours, call = at.torch, at.ours, at.call
     assert ours.capabilities()["cuda_graphs"] and not ours.capabilities()["cudagraph_trees"]
+    # A stream of PyTorch's own: that of another owner is not asked at a free whether it captures.
+    torch.cuda.handles = iter([at.mine])
+    torch.cuda.Stream()
     eager = call["alloc"](LAYER, 0, at.mine)
     made = torch.cuda.CUDAGraph()
     with torch.cuda.graph(made):
@@ -394,13 +397,11 @@ def threads_capture_beside_each_other():
 
     def work(number):
         at.driver.cuCtxSetCurrent(context)
-        mine = stream(at.driver)
+        mine = torch.cuda.graphs.current.stream = stream(at.driver)
         for turn in range(20):
             made = torch.cuda.CUDAGraph()
             made_in = pool if number % 2 == 0 and turn % 2 == 0 else None
-            with torch.cuda.graphs.lock:
-                torch.cuda.graphs.current = mine
-                made.capture_begin(made_in)
+            made.capture_begin(made_in)
             blocks = [call["alloc"](LAYER, 0, mine) for _ in range(3)]
             inside = ours.graph_pool(made.id)["blocks"]
             for block in blocks:
@@ -413,7 +414,6 @@ def threads_capture_beside_each_other():
 
     context = ctypes.c_void_p()
     at.driver.cuCtxGetCurrent(ctypes.byref(context))
-    torch.cuda.graphs.lock = threading.Lock()
     crowd = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     [thread.start() for thread in crowd]
     [thread.join() for thread in crowd]
@@ -465,6 +465,74 @@ def captures_that_fail_leave_nothing():
     # The graph object is gone, and nobody asks its filter.
     del made, inner
     assert call["alloc"](LAYER, 0, at.other) and at.filters() == 0
+    ours.check()
+
+
+def captures_beside_each_other_fail_alone():
+    import threading
+
+    at = graphs()
+    if at is None:
+        return
+    torch, ours, call = at.torch, at.ours, at.call
+    current, driver = torch.cuda.graphs.current, at.driver
+
+    def over(stream):
+        graph = ctypes.c_void_p()
+        assert driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph)) == 0
+
+    def begun(stream, pool=None):
+        made, current.stream = torch.cuda.CUDAGraph(), stream
+        made.capture_begin(pool)
+        return made
+
+    # The one that was begun first fails: the other one goes on.
+    first, second = begun(at.mine), begun(at.other)
+    over(at.mine)
+    current.stream = at.mine
+    raises(RuntimeError, "end", first.capture_end)
+    assert at.filters() == 1 and ours.graph_pool(first.id) is None
+    current.stream = at.other
+    kept = call["alloc"](LAYER, 0, at.other)
+    assert ours.graph_pool(second.id)["blocks"] == 1
+    second.capture_end()
+    call["free"](kept, LAYER, 0, at.other)
+    second.reset()
+    assert at.filters() == 0 and ours.graph_pool(second.id) is None
+    # One fails on another thread.
+    first, context = begun(at.mine), ctypes.c_void_p()
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+    over(at.mine)
+
+    def ends():
+        driver.cuCtxSetCurrent(context)
+        current.stream = at.mine
+        raises(RuntimeError, "end", first.capture_end)
+
+    thread = threading.Thread(target=ends)
+    thread.start()
+    thread.join()
+    assert at.filters() == 0 and ours.graph_pool(first.id) is None
+    # One goes without an end.
+    first = begun(at.mine)
+    pool = first.id
+    assert at.filters() == 1
+    del first
+    assert at.filters() == 0 and ours.graph_pool(pool) is None
+    over(at.mine)
+    # An end on a wrong stream ends nothing, so that all of a shared pool's graphs release it once.
+    first = begun(at.mine)
+    first.capture_end()
+    second = begun(at.mine, first.id)
+    current.stream = at.other
+    raises(RuntimeError, "same stream", second.capture_end)
+    assert at.filters() == 1 and call["alloc"](LAYER, 0, at.mine)
+    current.stream = at.mine
+    second.capture_end()
+    second.reset()
+    assert at.filters() == 0 and ours.graph_pool(first.id) is not None
+    first.reset()
+    assert ours.graph_pool(first.id) is None
     ours.check()
 
 
@@ -783,6 +851,7 @@ CASES = [
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
     *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),
+    captures_beside_each_other_fail_alone,
     *(what_only_pytorchs_own_allocator_does_says_so, a_pytorch_with_other_hooks_has_no_graphs),
 ]
 

@@ -244,9 +244,8 @@ impl Tool {
             return;
         };
         // SAFETY: the tool put a function of this type there.
-        if let Some(unregister) =
-            unsafe { memory_function::<abi::HeapUnregister>(abi::HEAP_UNREGISTER) }
-        {
+        let unregister = unsafe { memory_function::<abi::HeapUnregister>(abi::HEAP_UNREGISTER) };
+        if let Some(unregister) = unregister {
             // SAFETY: the handle is the tool's, and was registered once.
             unsafe { unregister(self.domain(), ptr::with_exposed_provenance_mut(handle)) };
         }

@@ -1,8 +1,9 @@
 //! Which requests go to a pool, and that all others go on as if nobody captured.
 
 use super::support::*;
-use std::sync::Arc;
+use cualloc::allocator::PoolScope;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 #[test]
 fn without_a_scope_a_capture_is_refused_as_ever() {
@@ -198,6 +199,30 @@ fn a_filter_is_asked_without_a_lock_and_for_streams_alone() {
         assert!(asked.load(Ordering::Relaxed) > 0);
         assert_eq!(footprint(&allocator, &pool).physical, 0);
         drop((scope, pool));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_scope_that_was_left_meanwhile_serves_no_capture() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let entered = Arc::new(Mutex::new(None::<PoolScope>));
+        let own = Arc::clone(&entered);
+        // The scope's end comes between its answer and the request's memory.
+        let when = move |_| {
+            let scope = own.lock().unwrap().take();
+            scope.is_some_and(|scope| scope.leave().is_ok())
+        };
+        *entered.lock().unwrap() = Some(pool.enter(Scope::When(Box::new(when))).unwrap());
+        stream.begin_capture(MODE).unwrap();
+        let error = allocator.allocate(MIB, &stream).unwrap_err();
+        assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        drop(stream.end_capture().unwrap());
+        assert!(entered.lock().unwrap().is_none());
+        assert_eq!(footprint(&allocator, &pool).physical, 0);
+        drop(pool);
         rig.close(&allocator);
     });
 }

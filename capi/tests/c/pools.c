@@ -226,13 +226,18 @@ struct asked {
 
 static bool when(void *data, void *stream) {
     struct asked *asked = (struct asked *)data;
-    uint64_t at = 0;
+    cualloc_scope_t other = scope_of(CUALLOC_SCOPE_WHEN);
+    uint64_t at = 0, number = 1;
     asked->asked++;
     CHECK(asked->done == 0);
     /* It may call anything; its own requests go to no pool by a predicate. */
     EXPECT(CUALLOC_OK, cualloc_alloc(gpu, LAYER, asked->stream, &at));
     CHECK(!is_of(asked->pool, at));
     EXPECT(CUALLOC_BUSY, cualloc_destroy(gpu));
+    other.when = when;
+    other.data = data;
+    EXPECT(CUALLOC_BUSY, cualloc_pool_enter(asked->pool, &other, &number));
+    CHECK(number == 0);
     if (asked->leaves) {
         EXPECT(CUALLOC_OK, cualloc_pool_leave(asked->pool, asked->scope));
         EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_pool_leave(asked->pool, asked->scope));

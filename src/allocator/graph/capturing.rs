@@ -129,9 +129,12 @@ impl Graphs {
         self.add_lease(pool, lease);
     }
 
-    /// A capture gets memory of a pool by a scope, after its graph has a lease. False if the scopes by which it got
-    /// memory of the pool before were left.
+    /// A capture gets memory of a pool by a scope, after its graph has a lease. False if the scope was left since the
+    /// request was sent to it, or those were by which the capture got memory of the pool before.
     pub(crate) fn serve(&mut self, capture: u64, scope: u64, pool: u64) -> bool {
+        if !self.scopes.is_open(scope) {
+            return false;
+        }
         let known = self.capture(capture);
         if known.left.contains(&pool) {
             return false;

@@ -76,6 +76,10 @@ impl Scopes {
         number
     }
 
+    pub(crate) fn is_open(&self, number: u64) -> bool {
+        self.open.iter().any(|scope| scope.number == number)
+    }
+
     /// The scope, if it was open. It may be the last to hold a filter of the user's, so it is dropped without the
     /// heap's lock.
     #[must_use = "a filter is not dropped under the lock"]

@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
 from torch import _C
-from torch.cuda import memory
+from torch.cuda import graphs, memory
 from torch.cuda.graphs import CUDAGraph, graph, graph_pool_handle
 
 # A stream of PyTorch's own pool, which lives for ever, has a handle of the driver; tests say which.
@@ -24,6 +24,10 @@ class ExternalStream(Stream):
 class MemPool:
     def __init__(self, allocator=None, use_on_oom=False):
         self.allocator, self.use_on_oom = allocator, use_on_oom
+
+
+def current_stream():
+    return SimpleNamespace(cuda_stream=graphs.current.stream)
 
 
 def is_initialized():

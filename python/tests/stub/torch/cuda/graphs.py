@@ -2,13 +2,14 @@
 
 import ctypes
 import itertools
+import threading
 
 from torch import _C
 
 # The simulated driver and the C++ part (fake_graphs.cpp), of which tests say where they are.
 driver = fake = None
-# The stream that is current, a handle.
-current = None
+# The stream that is current on each thread, a handle.
+current = threading.local()
 
 _ids = itertools.count(1)
 _GLOBAL, _THREAD_LOCAL = 0, 1
@@ -26,9 +27,10 @@ def done(code, what):
 class CUDAGraph:
     def __init__(self):
         self.made, self.exec, self.ended = ctypes.c_void_p(fake.fake_graph_new()), ctypes.c_void_p(), False
+        self.stream = ctypes.c_void_p(current.stream)
 
     def capture_begin(self, pool=None, capture_error_mode="global", device=0):
-        self.stream, self.device, self.id = ctypes.c_void_p(current), device, pool or (next(_ids), 0)
+        self.stream, self.device, self.id = ctypes.c_void_p(current.stream), device, pool or (next(_ids), 0)
         text = ctypes.create_string_buffer(4096)
         hook = _C.current.functions["set_begin_allocate_to_pool"]
         if fake.fake_graph_begin(self.made, hook, device, *map(ctypes.c_uint64, self.id), text, ctypes.c_size_t(4096)):
@@ -37,6 +39,8 @@ class CUDAGraph:
         done(fake.fake_graph_captures(self.made, self.stream), "info")
 
     def capture_end(self):
+        if current.stream != self.stream.value:
+            raise RuntimeError("Capture must end on the same stream it began on.")
         made = ctypes.c_void_p()
         done(driver.cuStreamEndCapture(self.stream, ctypes.byref(made)), "end")
         _C.current.functions["set_end_allocate_to_pool_fn"](self.device, _C.PoolId(*self.id))
