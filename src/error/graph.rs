@@ -25,4 +25,7 @@ pub enum GraphPoolError {
     /// The checkpoint is another pool's, or the pool gave its addresses back since.
     #[error("the checkpoint is not of the graph pool's present addresses")]
     ForeignCheckpoint,
+    /// The pool is another allocator's.
+    #[error("the graph pool is of another allocator")]
+    ForeignPool,
 }

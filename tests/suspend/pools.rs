@@ -2,7 +2,9 @@
 
 use super::support::*;
 use cualloc::Tag;
+use cualloc::allocator::{Segment, SegmentHook};
 use cualloc::error::GraphPoolError;
+use std::sync::{Arc, Mutex};
 
 /// A graph that writes a word over its input, through memory of its own, into its output; and the output.
 fn program(rig: &Rig, allocator: &Allocator, pool: &GraphPool, stream: &Stream) -> (Graph, Block) {
@@ -179,5 +181,95 @@ fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
         rig.close(&allocator);
         let leaks = rig.sim().map(|sim| sim.leaks());
         assert!(leaks.is_none_or(|leaks| leaks.reservations == 0 && leaks.host == 0));
+    });
+}
+
+#[test]
+fn a_pool_of_another_allocator_is_refused() {
+    packed(|rig| {
+        let allocators = [rig.allocator(), rig.allocator()];
+        let pools = allocators.each_ref().map(|a| a.graph_pool().unwrap());
+        let foreign = Select::Pool(&pools[1]);
+        let errors = [
+            try_suspend(&allocators[0], foreign, Contents::Drop).map(drop),
+            allocators[0].resume(foreign).map(drop),
+            allocators[0].is_suspended(foreign).map(drop),
+        ];
+        for error in errors {
+            match error {
+                Err(Error::GraphPool(GraphPoolError::ForeignPool)) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        drop(pools);
+        allocators.iter().for_each(|a| rig.close(a));
+    });
+}
+
+#[test]
+fn a_pool_counts_until_it_is_away() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.limited(16 * MIB), rig.stream());
+        let pool = allocator.graph_pool().unwrap();
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = allocator.allocate(12 * MIB, &stream).unwrap();
+        scope.leave().unwrap();
+        let (inside, other) = (allocator.clone(), rig.stream());
+        let hook = SegmentHook::new("test", move |_, _| {
+            let more = inside.allocate(12 * MIB, &other);
+            assert!(matches!(more, Err(Error::OutOfMemory(_))), "{more:?}");
+        });
+        allocator.add_segment_hook(hook);
+        try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
+        allocator.remove_segment_hook("test");
+        let more = allocator.allocate(12 * MIB, &stream).unwrap();
+        let ooms = allocator.stats().ooms;
+        assert!(allocator.resume(Select::Pool(&pool)).is_err());
+        assert_eq!(allocator.stats().ooms, ooms, "no request was made");
+        drop(more);
+        stream.synchronize().unwrap();
+        allocator.resume(Select::Pool(&pool)).unwrap();
+        drop((block, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn memory_that_a_pool_gave_back_keeps_no_number() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let heard = Arc::<Mutex<Vec<Segment>>>::default();
+        let told = heard.clone();
+        let hook = SegmentHook::new("test", move |_, segments| {
+            told.lock().unwrap().extend_from_slice(segments);
+        });
+        allocator.add_segment_hook(hook);
+        let pool = allocator.graph_pool().unwrap();
+        let mut seen: Vec<Segment> = Vec::new();
+        for _ in 0..2 {
+            let scope = pool.enter(Scope::Thread).unwrap();
+            let block = allocator.allocate(4 * MIB, &stream).unwrap();
+            scope.leave().unwrap();
+            try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
+            allocator.resume(Select::Pool(&pool)).unwrap();
+            let now = std::mem::take(&mut *heard.lock().unwrap());
+            let known = |segment: &Segment| seen.iter().any(|old| old.id == segment.id);
+            assert!(
+                !now.is_empty() && !now.iter().any(known),
+                "{now:?} {seen:?}"
+            );
+            let at = |segment: &Segment| seen.iter().any(|old| old.address == segment.address);
+            assert!(
+                seen.is_empty() || now.iter().any(at),
+                "at the same addresses"
+            );
+            seen = now;
+            drop(block);
+            rig.settle(&stream);
+            allocator.empty_cache().unwrap();
+        }
+        drop(pool);
+        rig.close(&allocator);
     });
 }

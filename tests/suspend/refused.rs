@@ -116,3 +116,20 @@ fn segments_of_the_classic_policy_cannot_be_suspended() {
         rig.close(&allocator);
     });
 }
+
+#[test]
+fn page_locked_memory_goes_with_a_trim_that_is_refused() {
+    packed(|rig| {
+        let world = World::new(rig, Config::new());
+        suspend(&world.allocator, Contents::Pinned);
+        resume(&world.allocator);
+        let pinned = || rig.sim().map_or(0, |sim| sim.leaks().host);
+        assert!(pinned() > 0 || rig.sim().is_none());
+        suspend(&world.allocator, Contents::Drop);
+        is_suspended_error(world.allocator.trim(0));
+        assert_eq!(pinned(), 0);
+        resume(&world.allocator);
+        world.stamp(rig);
+        world.close(rig);
+    });
+}

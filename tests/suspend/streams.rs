@@ -1,6 +1,7 @@
 //! Blocks of one stream, while the memory of others serves on.
 
 use super::support::*;
+use cualloc::allocator::{SegmentChange, SegmentHook};
 
 /// Blocks of two streams, apart from each other in handles of their own, and one of each in one handle.
 struct Two {
@@ -152,5 +153,123 @@ fn an_allocator_ends_while_blocks_of_a_stream_are_suspended() {
             }
             assert!(rig.all_given_back());
         }
+    });
+}
+
+#[test]
+fn a_stream_is_not_suspended_while_everything_is() {
+    packed(|rig| {
+        let two = two(rig);
+        let select = Select::Stream(&two.own);
+        suspend(&two.allocator, Contents::Pinned);
+        let again = try_suspend(&two.allocator, select, Contents::Pinned).unwrap_err();
+        assert!(matches!(again, Error::Suspended), "{again:?}");
+        resume(&two.allocator);
+        assert!(!is_suspended(&two.allocator));
+        two.assert_intact(rig);
+        two.close(rig);
+    });
+}
+
+#[test]
+fn nobody_guards_what_is_about_to_go() {
+    packed(|rig| {
+        let two = two(rig);
+        let (inside, ptr) = (two.allocator.clone(), two.blocks[0].ptr());
+        let hook = SegmentHook::new("test", move |change, _| {
+            let guard = inside.guard(ptr, 512);
+            match change {
+                SegmentChange::Death => {
+                    assert!(matches!(guard, Err(Error::Suspended)), "{guard:?}")
+                }
+                _ => assert!(guard.is_ok(), "{guard:?}"),
+            }
+        });
+        two.allocator.add_segment_hook(hook);
+        let select = Select::Stream(&two.own);
+        try_suspend(&two.allocator, select, Contents::Pinned).unwrap();
+        two.allocator.resume(select).unwrap();
+        two.allocator.remove_segment_hook("test");
+        two.assert_intact(rig);
+        two.close(rig);
+    });
+}
+
+#[test]
+fn an_old_refusal_of_the_driver_keeps_nothing_away() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let mut two = two(rig);
+        let (allocator, select) = (&two.allocator, Select::Stream(&two.own));
+        let mut gaps = Vec::new();
+        for _ in 0..4 {
+            two.others
+                .push(allocator.allocate(6 * MIB, &two.other).unwrap());
+            gaps.push(allocator.allocate(6 * MIB, &two.other).unwrap());
+        }
+        for block in &two.others {
+            rig.stamp(block.ptr(), block.requested(), 8, &two.other);
+        }
+        two.other.synchronize().unwrap();
+        try_suspend(allocator, select, Contents::Pinned).unwrap();
+        sim.take_memory(0, rig.context.mem_info().unwrap().free);
+        drop(gaps);
+        // The driver refuses, and what is scattered serves.
+        let retries = allocator.stats().retries;
+        let view = allocator.allocate(18 * MIB, &two.other).unwrap();
+        assert!(allocator.stats().retries > retries);
+        sim.take_memory(0, 0);
+        allocator.resume(select).unwrap();
+        drop(view);
+        two.assert_intact(rig);
+        two.close(rig);
+    });
+}
+
+#[test]
+fn what_is_away_is_not_asked_to_make_room() {
+    packed(|rig| {
+        let two = two(rig);
+        let small: Vec<Block> = (0..64)
+            .map(|_| two.allocator.allocate(100_000, &two.other).unwrap())
+            .collect();
+        let select = Select::Stream(&two.own);
+        let limit = held(rig);
+        two.allocator.set_limit(Some(limit));
+        let done = try_suspend(&two.allocator, select, Contents::Pinned).unwrap();
+        drop(small);
+        two.other.synchronize().unwrap();
+        // Free pages of small blocks are enough for what is missing.
+        let bytes = done.bytes as usize + 4 * MIB;
+        let more = two.allocator.allocate(bytes, &two.other).unwrap();
+        assert!(held(rig) <= limit);
+        two.other.synchronize().unwrap();
+        drop(more);
+        two.allocator.set_limit(None);
+        two.allocator.resume(select).unwrap();
+        two.assert_intact(rig);
+        two.close(rig);
+    });
+}
+
+#[test]
+fn a_suspension_of_nothing_is_none() {
+    packed(|rig| {
+        let mut two = two(rig);
+        let idle = rig.stream();
+        let select = Select::Stream(&idle);
+        let done = try_suspend(&two.allocator, select, Contents::Pinned).unwrap();
+        assert_eq!((done.bytes, done.handles), (0, 0));
+        assert!(!two.allocator.is_suspended(select).unwrap());
+        suspend(&two.allocator, Contents::Pinned);
+        resume(&two.allocator);
+        // Nor does one stand in the way whose blocks were all freed.
+        try_suspend(&two.allocator, Select::Stream(&two.own), Contents::Pinned).unwrap();
+        two.blocks.clear();
+        suspend(&two.allocator, Contents::Pinned);
+        assert_eq!(held(rig), 0);
+        resume(&two.allocator);
+        two.assert_intact(rig);
+        two.close(rig);
     });
 }

@@ -7,7 +7,7 @@ use crate::allocator::engine::suspend::{Resumed, Selected, Suspended};
 use crate::allocator::suspend::contents::Keep;
 use crate::block::Tag;
 use crate::driver::Stream;
-use crate::error::Error;
+use crate::error::{Error, GraphPoolError};
 
 /// Which memory of an allocator is meant.
 #[derive(Debug, Clone, Copy)]
@@ -25,10 +25,14 @@ pub enum Select<'a> {
 }
 
 impl Select<'_> {
-    fn of(self) -> Result<Selected, Error> {
+    fn of(self, allocator: &Allocator) -> Result<Selected, Error> {
         Ok(match self {
             Select::Allocator => Selected::Allocator,
             Select::Stream(stream) => Selected::Stream(stream.id()?),
+            // Pools of several allocators have the same numbers.
+            Select::Pool(pool) if pool.allocator().id() != allocator.id() => {
+                return Err(GraphPoolError::ForeignPool.into());
+            }
             Select::Pool(pool) => Selected::Pool(pool.id()),
             Select::Tag(tag) => Selected::Tag(tag),
         })
@@ -58,15 +62,16 @@ impl Allocator {
     ///
     /// Requests that would need suspended memory are [`Error::Suspended`], and so are [`trim`](Self::trim),
     /// [`guard`](Self::guard) and [`segments_of`](Self::segments_of) while it is that outside of graph pools.
-    /// [`Select::Allocator`] suspends what is not suspended yet. Waits for all work of the contexts involved.
+    /// [`Select::Allocator`] suspends what is not suspended yet, and is refused while memory of a stream is away. Waits for all work of the contexts involved.
     /// Page-locked memory of [`Contents::Pinned`](crate::allocator::Contents::Pinned) is kept for the next time, until
-    /// a trim. Figures count what is suspended outside of graph pools as reserved.
+    /// a trim, also one that is refused because of a suspension. A suspension of a stream that finds no handles is none:
+    /// there is nothing to resume. Figures count what is suspended outside of graph pools as reserved.
     ///
     /// # Errors
     /// Nothing is suspended, and it may be tried again: [`Error::Guarded`] while guards keep memory outside of graph
     /// pools where it is (for an export or a registration), [`Error::Capturing`], [`Error::InUse`] while a call is
     /// under way on another thread, [`Error::Suspended`] if all of it is suspended already,
-    /// [`GraphPoolError::UnknownTag`](crate::error::GraphPoolError::UnknownTag), [`Error::HostMemory`],
+    /// [`GraphPoolError::UnknownTag`], [`GraphPoolError::ForeignPool`], [`Error::HostMemory`],
     /// [`Error::NotSupported`] under the classic policy, driver errors. If the driver refuses a call, everything that
     /// was done is undone; if it refuses that as well, the memory is suspended, as
     /// [`is_suspended`](Self::is_suspended) says, and can be resumed.
@@ -80,7 +85,7 @@ impl Allocator {
         select: Select<'_>,
         keep: impl Into<Keep>,
     ) -> Result<Suspended, Error> {
-        self.engine().suspend(select.of()?, &keep.into())
+        self.engine().suspend(select.of(self)?, &keep.into())
     }
 
     /// Brings suspended memory back to its addresses, with access for the allocator's device and all its peers, and
@@ -90,17 +95,18 @@ impl Allocator {
     /// # Errors
     /// It is suspended as before, and may be tried again: [`Error::OutOfMemory`], whose
     /// [`requested`](crate::error::OutOfMemory::requested) says how many bytes are missing,
-    /// [`Error::NotSuspended`], [`Error::InUse`] while a call is under way on another thread, driver errors.
+    /// [`Error::NotSuspended`], [`GraphPoolError::ForeignPool`], [`Error::InUse`] while a call is under way on another
+    /// thread, driver errors.
     pub fn resume(&self, select: Select<'_>) -> Result<Resumed, Error> {
-        self.engine().resume(select.of()?)
+        self.engine().resume(select.of(self)?)
     }
 
-    /// Whether memory is suspended: with [`Select::Allocator`] any, with a tag that of any of its pools.
+    /// Whether memory is suspended, or a suspension or its end is under way: with [`Select::Allocator`] any, with a tag that of any of its pools.
     ///
     /// # Errors
-    /// [`Error::Closed`], [`GraphPoolError::UnknownTag`](crate::error::GraphPoolError::UnknownTag), a lost context.
+    /// [`Error::Closed`], [`GraphPoolError::UnknownTag`], [`GraphPoolError::ForeignPool`], a lost context.
     pub fn is_suspended(&self, select: Select<'_>) -> Result<bool, Error> {
-        self.engine().is_suspended(select.of()?)
+        self.engine().is_suspended(select.of(self)?)
     }
 
     /// Adds a hook that is told of segments which are suspended or come back. Replaces a hook of the same name;

@@ -19,13 +19,13 @@ impl Engine {
         let _span = nvtx::span(Category::Trim, || format!("{keep} bytes are kept"));
         process::do_postponed();
         self.free_deferred();
+        self.suspender.drop_spare();
         let ours: Vec<(u32, StreamKey)> = {
             let mut heap = self.open()?;
             heap.refuse()?;
             heap.flush_caches();
             heap.streams.kept_uncovered()
         };
-        self.suspender.drop_spare();
         self.cover_all(&ours)?;
         let retried = self.retry_orphaned_handles();
         let finished = self.finish_tests(false)?;

@@ -149,12 +149,17 @@ impl Engine {
         let (mut released, mut first) = (0, Ok(()));
         for (pool, mut arena) in taken {
             let held = arena.held();
+            let homes: Vec<u64> = arena.handles.keys().copied().collect();
             let done = commit::dissolve(&self.context, &mut arena);
             first = first.and(done);
             let addresses = arena.take_addresses();
             released += held - arena.held();
             {
                 let mut heap = self.lock();
+                let gone = homes
+                    .iter()
+                    .filter(|home| !arena.handles.contains_key(home));
+                gone.for_each(|home| heap.suspended.died(*home));
                 for (base, bytes) in &addresses {
                     heap.extents.lookup.forget(*base, *bytes);
                 }

@@ -8,6 +8,7 @@ use crate::allocator::engine::segments::{Segment, SegmentChange};
 use crate::allocator::heap::Heap;
 use crate::allocator::suspend::commit;
 use crate::allocator::suspend::contents::{Contents, Keep};
+use crate::allocator::suspend::host::HostCopy;
 use crate::allocator::suspend::{Suspension, Target};
 use crate::block::Tag;
 use crate::driver::{Stream, process};
@@ -109,6 +110,8 @@ impl<'a> Work<'a> {
         if suspended {
             let map = &mut heap.suspended.map;
             parked.extend(targets.iter().filter_map(|target| map.remove(target)));
+            let homes = parked.iter().flat_map(Suspension::homes);
+            heap.suspended.under_way = homes.collect();
         } else {
             for (at, target) in targets.iter().enumerate() {
                 if let Err(error) = heap.close_target(*target) {
@@ -162,27 +165,39 @@ impl<'a> Work<'a> {
 
 impl Drop for Work<'_> {
     fn drop(&mut self) {
-        let mut spare = Vec::new();
+        let mut copies = Vec::new();
         let mut parked = std::mem::take(&mut self.parked).into_iter();
         let mut heap = self.engine.lock();
         for target in std::mem::take(&mut self.targets) {
             match parked.next() {
-                Some(mut suspension) if suspension.away => {
-                    if matches!(target, Target::Stream(_)) {
-                        let missing = suspension.missing();
-                        heap.suspended.count(&mut suspension, missing);
+                Some(mut suspension) if suspension.away && !suspension.is_of_nothing(target) => {
+                    match target {
+                        Target::Stream(_) => {
+                            let missing = suspension.missing();
+                            heap.suspended.count(&mut suspension, missing);
+                        }
+                        Target::Pool(id) => {
+                            if let Some(pool) = heap.graphs.pools.get_mut(&id) {
+                                pool.away = true;
+                            }
+                        }
+                        Target::Arenas => {}
                     }
                     heap.suspended.map.insert(target, suspension);
                 }
                 Some(mut suspension) => {
                     heap.woken(target, &mut suspension);
-                    spare.extend(std::mem::take(&mut suspension.copy).into_spare());
+                    copies.push(suspension.copy);
                 }
                 None => heap.open_target(target),
             }
         }
-        heap.suspended.working = false;
+        heap.graphs.recount();
+        (heap.suspended.working, heap.suspended.coming) = (false, 0);
+        heap.suspended.under_way.clear();
         drop(heap);
+        // Plain memory goes without the lock.
+        let mut spare = copies.into_iter().flat_map(HostCopy::into_spare).collect();
         process::lock(&self.engine.suspender.spare).append(&mut spare);
     }
 }
@@ -199,6 +214,9 @@ impl Engine {
         process::do_postponed();
         self.free_deferred();
         self.review_pool_captures();
+        if matches!(selected, Selected::Allocator) {
+            self.discard_freed()?;
+        }
         if matches!(selected, Selected::Allocator | Selected::Stream(_)) {
             // They would only have to be mapped again.
             let idle = self.open()?.idle_views(usize::MAX);
@@ -211,6 +229,7 @@ impl Engine {
             for target in &work.targets {
                 let contents = heap.contents(*target, keep);
                 let parked = heap.park(*target, contents)?;
+                heap.suspended.under_way.extend(parked.homes());
                 work.parked.push(parked);
             }
         }
@@ -245,6 +264,8 @@ impl Engine {
         let mut work = Work::begin(self, selected, true)?;
         let missing = {
             let mut heap = self.lock();
+            // What an earlier refusal told is of another time, and requests cannot ask anew.
+            heap.physical.full_at = None;
             for (target, parked) in work.targets.iter().zip(&mut work.parked) {
                 if matches!(target, Target::Arenas) {
                     heap.drop_unused(parked);
@@ -255,11 +276,11 @@ impl Engine {
             let parked = parked.filter(|(target, _)| !matches!(target, Target::Arenas));
             parked.map(|(_, parked)| parked.missing()).sum::<u64>()
         };
-        if self.lock().room() < missing {
+        if !self.lock().announce_back(missing) {
             self.spare_memory()?;
             let mut heap = self.lock();
-            if heap.room() < missing {
-                let error = heap.out_of_memory(missing);
+            if !heap.announce_back(missing) {
+                let error = heap.short_of(missing);
                 drop(heap);
                 return Err(self.out_of_memory(error, None));
             }
@@ -274,7 +295,7 @@ impl Engine {
             drop(work);
             return Err(match error.driver_error() {
                 Some(cause) if cause.is_out_of_memory() => {
-                    let error = self.lock().out_of_memory(missing);
+                    let error = self.lock().short_of(missing);
                     self.out_of_memory(error, Some(cause))
                 }
                 _ => error,
@@ -339,7 +360,16 @@ impl Engine {
 
     /// Gives up what is suspended of streams all of whose blocks there were freed.
     pub(crate) fn discard_freed(&self) -> Result<(), Error> {
-        let away = self.open()?.take_freed();
+        let away = {
+            let mut heap = self.open()?;
+            if heap.suspended.working {
+                // Who needs them gone is refused because of that.
+                return Ok(());
+            }
+            let away = heap.take_freed();
+            heap.suspended.working = !away.is_empty();
+            away
+        };
         self.discard(away)
     }
 
@@ -366,6 +396,7 @@ impl Engine {
                 Err(_) => drop(heap.suspended.map.insert(target, suspension)),
             }
         }
+        heap.suspended.working = false;
         drop(heap);
         drop(copies);
         given.map_err(|e| self.error(e))
@@ -375,7 +406,7 @@ impl Engine {
     pub(crate) fn is_suspended(&self, selected: Selected) -> Result<bool, Error> {
         let heap = self.open()?;
         match selected {
-            Selected::Allocator => Ok(!heap.suspended.map.is_empty()),
+            Selected::Allocator => Ok(heap.suspended.working || !heap.suspended.map.is_empty()),
             named => match named.targets(&heap, true) {
                 Ok(_) => Ok(true),
                 Err(Error::NotSuspended) => Ok(false),

@@ -60,8 +60,10 @@ pub(crate) struct Pool {
     /// Nobody begins to capture with it any more.
     pub released: bool,
     pub leases: Vec<Lease>,
-    /// Its memory is not there: nobody gets any of it.
+    /// Its memory is not there, or is about to go: nobody gets any of it.
     pub suspended: bool,
+    /// Its memory is not there, and does not count.
+    pub away: bool,
     /// A graph may use it of whose end the driver tells nobody.
     pub untold: bool,
     /// Calls that work on it without the lock,
@@ -152,7 +154,7 @@ impl Graphs {
 
     /// Counts the bytes that pools hold anew.
     pub(crate) fn recount(&mut self) {
-        let pools = self.pools.values().filter(|pool| !pool.suspended);
+        let pools = self.pools.values().filter(|pool| !pool.away);
         self.held = pools.map(|pool| pool.arena.held() + pool.planned).sum();
     }
 
@@ -418,7 +420,7 @@ impl Graphs {
             blocks: arena.live.len() as u64,
             free: arena.free_bytes(),
             peak: pool.peak,
-            physical: if pool.suspended { 0 } else { arena.held() },
+            physical: if pool.away { 0 } else { arena.held() },
             leases,
         }
     }

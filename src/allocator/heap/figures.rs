@@ -94,6 +94,11 @@ impl Heap {
     pub(crate) fn out_of_memory(&mut self, requested: u64) -> OutOfMemory {
         self.stats.misses += 1;
         self.stats.ooms += 1;
+        self.short_of(requested)
+    }
+
+    /// The picture of an allocator that lacks so many bytes, where no request is to be counted.
+    pub(crate) fn short_of(&mut self, requested: u64) -> OutOfMemory {
         let (_, allocated) = self.live_totals();
         OutOfMemory {
             requested,

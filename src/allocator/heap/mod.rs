@@ -152,10 +152,14 @@ impl Heap {
         self.stats.all.reserved.current + self.physical.planned
     }
 
+    /// Bytes that are there, those of graph pools too.
+    pub(crate) fn present(&self) -> u64 {
+        self.held() + self.graphs.held - self.suspended.absent
+    }
+
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
-        let held = self.held() + self.graphs.held;
-        self.physical.room(held - self.suspended.absent)
+        self.physical.room(self.present() + self.suspended.coming)
     }
 
     /// Bytes that growth should not pass while anything else helps.
@@ -171,7 +175,8 @@ impl Heap {
 
     /// Whether so many bytes more leave the bounds in force of what one allocation may map.
     pub(crate) fn bounds_hold(&self, more: u64) -> bool {
-        self.physical.bounds_hold(self.held().saturating_add(more))
+        let held = self.held() - self.suspended.absent;
+        self.physical.bounds_hold(held.saturating_add(more))
     }
 
     // ---- blocks ----------------------------------------------------------------------------

@@ -67,7 +67,11 @@ impl Heap {
         match target {
             Target::Arenas => self.close_arenas(),
             Target::Pool(id) => self.close_pool(id),
-            Target::Stream(_) => self.refuse_guarded(),
+            Target::Stream(_) => {
+                // Its handles may be away with all others.
+                self.refuse()?;
+                self.refuse_guarded()
+            }
         }
     }
 
@@ -117,7 +121,6 @@ impl Heap {
             return Err(busy(u64::from(pool.calls), pool.arena.held()));
         }
         pool.suspended = true;
-        self.graphs.recount();
         Ok(())
     }
 
@@ -130,7 +133,7 @@ impl Heap {
             }
             Target::Pool(id) => {
                 if let Some(pool) = self.graphs.pools.get_mut(&id) {
-                    pool.suspended = false;
+                    (pool.suspended, pool.away) = (false, false);
                 }
                 self.graphs.recount();
             }
@@ -356,6 +359,15 @@ impl Heap {
     }
 
     // ---- coming back -------------------------------------------------------------------------------
+
+    /// Counts what a resume will take from the driver, if there is room for it.
+    pub(crate) fn announce_back(&mut self, bytes: u64) -> bool {
+        let fits = bytes <= self.room();
+        if fits {
+            self.suspended.coming = bytes;
+        }
+        fits
+    }
 
     /// Takes handles out of a suspension of the arenas, and out of the books, in which no block is live any more.
     pub(crate) fn drop_unused(&mut self, suspension: &mut Suspension) {

@@ -469,7 +469,7 @@ impl Engine {
             return Err(self.error(error));
         }
         heap.stats.retries += 1;
-        heap.physical.full_at = Some(heap.held() + free);
+        heap.physical.full_at = Some(heap.present() + free);
         reclaim.answer = Answer::Refused(error);
         Ok(())
     }

@@ -75,6 +75,11 @@ impl Suspension {
         away.map(|handle| handle.bytes).sum()
     }
 
+    /// Whether no handle of a stream was found.
+    pub(crate) fn is_of_nothing(&self, target: Target) -> bool {
+        matches!(target, Target::Stream(_)) && self.handles.is_empty()
+    }
+
     pub(crate) fn kept_bytes(&self) -> u64 {
         self.kept.iter().map(|(_, bytes)| bytes).sum()
     }
@@ -118,6 +123,10 @@ pub(crate) struct Suspensions {
     pub closed: bool,
     /// Calls of the driver for suspensions are under way.
     pub working: bool,
+    /// The homes and bytes of handles that these calls are about.
+    pub under_way: Vec<(u64, u64)>,
+    /// Bytes that a resume under way will take from the driver.
+    pub coming: u64,
     /// Bytes that are suspended outside of graph pools while other memory there is in use.
     pub absent: u64,
     /// The tags of pools.
@@ -154,10 +163,12 @@ impl Suspensions {
         map.filter_map(|(target, away)| matches!(target, Target::Stream(_)).then_some(away))
     }
 
-    /// Whether a handle at this home is away.
+    /// Whether a handle at this home is away, goes, or comes back.
     pub(crate) fn covers(&self, address: u64) -> bool {
-        let mut handles = self.map.values().flat_map(|away| &away.handles);
-        handles.any(|handle| (handle.home..handle.home + handle.bytes).contains(&address))
+        let handles = self.map.values().flat_map(|away| &away.handles);
+        let away = handles.map(|handle| (handle.home, handle.bytes));
+        let mut homes = away.chain(self.under_way.iter().copied());
+        homes.any(|(home, bytes)| (home..home + bytes).contains(&address))
     }
 }
 
