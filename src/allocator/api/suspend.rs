@@ -101,7 +101,8 @@ impl Allocator {
         self.engine().resume(select.of(self)?)
     }
 
-    /// Whether memory is suspended, or a suspension or its end is under way: with [`Select::Allocator`] any, with a tag that of any of its pools.
+    /// Whether memory is suspended: with [`Select::Allocator`] any, also while a suspension or its end is under way; with
+    /// a tag that of any of its pools.
     ///
     /// # Errors
     /// [`Error::Closed`], [`GraphPoolError::UnknownTag`], [`GraphPoolError::ForeignPool`], a lost context.
