@@ -287,6 +287,9 @@ def graphs(**settings):
     torch.cuda.graphs.driver, torch.cuda.graphs.fake = simulated, fake
     mine, other = stream(simulated), stream(simulated)
     torch.cuda.graphs.current.stream = mine
+    # A stream of PyTorch's own: that of another owner is not asked at a free whether it captures.
+    torch.cuda.handles = iter([mine])
+    torch.cuda.Stream()
     return SimpleNamespace(
         torch=torch, ours=ours, call=call, driver=simulated, filters=fake.fake_filters, mine=mine, other=other
     )
@@ -312,9 +315,6 @@ def a_graph_has_a_pool():
         return
     torch, ours, call = at.torch, at.ours, at.call
     assert ours.capabilities()["cuda_graphs"] and not ours.capabilities()["cudagraph_trees"]
-    # A stream of PyTorch's own: that of another owner is not asked at a free whether it captures.
-    torch.cuda.handles = iter([at.mine])
-    torch.cuda.Stream()
     eager = call["alloc"](LAYER, 0, at.mine)
     made = torch.cuda.CUDAGraph()
     with torch.cuda.graph(made):

@@ -273,7 +273,7 @@ impl Config {
     /// it is not set.
     ///
     /// # Errors
-    /// As [`FromStr`]; also if the variable is not Unicode.
+    /// As [`FromStr`](std::str::FromStr); also if the variable is not Unicode.
     pub fn from_env() -> Result<Self, ConfigError> {
         Self::environment()?.parse()
     }

@@ -77,12 +77,7 @@ impl Engine {
     /// [`Error::Capturing`] while that cannot be said: what the stream did with the block before its present capture
     /// has no end that an event could be recorded behind, and a graph that another thread builds is not asked.
     fn last_use(&self, pool: u64, user: &User, uses: &mut LastUses) -> Result<(), Error> {
-        if self.may_be_gone(user) {
-            // While a capture in which it used the block is under way, a free is behind no node that is known.
-            let captures = |capture| self.lock().graphs.captures.contains_key(&capture);
-            if user.since.is_some_and(captures) {
-                return Err(Error::Capturing { stream: user.raw });
-            }
+        if self.may_be_gone(user) && !self.lock().graphs.serves_capture_of(user, pool) {
             uses.unasked = true;
             return Ok(());
         }

@@ -33,7 +33,7 @@ type Told = dyn Fn(SegmentChange, &[Segment]) + Send + Sync;
 /// Is told when memory is suspended and when it comes back, so that registrations and exports can be renewed.
 ///
 /// Runs without any lock held, on the thread that suspends or resumes, once for all segments. It may allocate where
-/// memory is left, and free; to suspend or resume there is [`Error::InUse`]. Where a suspension fails, the segments
+/// memory is left, and free; to suspend or resume there is [`Error::InUse`](crate::Error::InUse). Where a suspension fails, the segments
 /// are born again. Cheap to clone.
 ///
 /// ```

@@ -144,6 +144,12 @@ impl Graphs {
         }
     }
 
+    /// Whether the capture in which a stream became a user gets memory of a pool still: its stream is alive then.
+    pub(crate) fn serves_capture_of(&self, user: &User, pool: u64) -> bool {
+        let capture = user.since.and_then(|capture| self.captures.get(&capture));
+        capture.is_some_and(|capture| !capture.left.contains(&pool))
+    }
+
     /// Live blocks of all pools and their bytes.
     pub(crate) fn live_totals(&self) -> (u64, u64) {
         let arenas = self.pools.values().map(|pool| &pool.arena);
