@@ -16,20 +16,16 @@ fn addresses_live_as_long_as_a_launch_may_use_them() {
         pool.release().unwrap();
         drop(pool);
         allocator.trim(0).unwrap();
-        assert_eq!(
-            rig.driver_held(),
-            Some(6 * MIB as u64),
-            "the executable has it"
-        );
+        assert_held(rig, 6 * MIB, "the executable has it");
         let held = rig.hold(&stream);
         launch(&mut exec, &stream);
         drop(exec);
         allocator.trim(0).unwrap();
-        assert_eq!(rig.driver_held(), Some(6 * MIB as u64), "the launch has it");
+        assert_held(rig, 6 * MIB, "the launch has it");
         held.release();
         rig.settle(&stream);
         allocator.trim(0).unwrap();
-        assert_eq!(rig.driver_held(), Some(0));
+        assert_held(rig, 0, "nobody has it");
         rig.close(&allocator);
     });
 }
@@ -79,11 +75,11 @@ fn a_block_keeps_the_memory_of_a_pool_that_was_released() {
         });
         drop((graph, pool));
         allocator.trim(0).unwrap();
-        assert_eq!(rig.driver_held(), Some(2 * MIB as u64));
+        assert_held(rig, 2 * MIB, "a graph has it");
         drop(output);
         rig.settle(&stream);
         allocator.trim(0).unwrap();
-        assert_eq!(rig.driver_held(), Some(0));
+        assert_held(rig, 0, "nobody has it");
         rig.close(&allocator);
     });
 }
@@ -97,7 +93,7 @@ fn an_allocator_without_handles_goes_with_the_last_graph() {
             drop(used(rig, &allocator, 2 * MIB, &stream));
         });
         drop((pool, allocator));
-        assert_eq!(rig.driver_held(), Some(2 * MIB as u64));
+        assert_held(rig, 2 * MIB, "a graph has it");
         drop(graph);
         // Any later call of any allocator looks.
         drop(rig.allocator());
@@ -127,7 +123,7 @@ fn a_thousand_captures_leave_nothing_behind() {
                 reserved = rig.calls("cuMemAddressReserve");
             }
         }
-        assert_eq!(rig.driver_held(), Some(0));
+        assert_held(rig, 0, "nobody has it");
         assert_eq!(
             rig.calls("cuMemAddressReserve"),
             reserved,

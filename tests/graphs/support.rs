@@ -52,3 +52,11 @@ pub fn graph_pool_error(error: Error) -> GraphPoolError {
         error => panic!("{error:?}"),
     }
 }
+
+/// What the device has given away, which only the simulated one tells for this process alone.
+pub fn assert_held(rig: &Rig, bytes: usize, why: &str) {
+    match rig.driver_held() {
+        Some(held) => assert_eq!(held, bytes as u64, "{why}"),
+        None => eprintln!("SKIPPED in part on cuda: the device's memory is not asked"),
+    }
+}

@@ -163,6 +163,9 @@ fn an_allocator_that_is_dropped_while_it_is_suspended_holds_nothing() {
 #[test]
 fn peers_have_access_again() {
     only_on(Policy::Packed, SimConfig::with_devices(3, 8 << 30), |rig| {
+        if rig.driver.device_count().unwrap() < 3 {
+            return eprintln!("SKIPPED: needs three devices");
+        }
         let world = World::new(rig, Config::new().peers([1]));
         let devices: Vec<_> = (0..3).map(|n| rig.driver.device(n).unwrap()).collect();
         let access = || {
