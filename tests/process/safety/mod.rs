@@ -219,10 +219,16 @@ fn d10_a_column_of_a_threads_own_stream_stays_there() {
             let wrong = |error: Error| matches!(error, Error::Stream(StreamMisuse::WrongThread));
             assert!(wrong(values::<f32>(&column).unwrap_err()));
             assert!(wrong(set(&mut column, &[1.0f32; 1000]).unwrap_err()));
-            // Lending and taking back is in order all the same, and so is who comes back kept from it.
+            // Lending and taking back is in order all the same, and so is who comes back kept from it: what no
+            // event of this thread could follow is waited for.
+            assert!(
+                !world.sim.pending().is_empty(),
+                "the thread's own work waits"
+            );
             let tensor = column
                 .to_dlpack::<DLManagedTensor>(&Peer::on(&other))
                 .unwrap();
+            assert!(world.sim.pending().is_empty(), "nothing of it is left");
             let seen = Tensor::from_dlpack(tensor, &other, ordered()).unwrap();
             assert!(wrong(values::<f32>(&seen).unwrap_err()));
         });
