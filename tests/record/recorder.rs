@@ -284,6 +284,11 @@ fn a_second_recording_is_refused_and_a_later_one_is_not() {
     assert_eq!(blocks(&second.read().unwrap(), &scene), []);
     drop(scene.allocator.allocate(512, &stream).unwrap());
     assert_eq!(blocks(&second.read().unwrap(), &scene).len(), 2);
+    // Nor if nothing happens between one and the next.
+    drop(second);
+    let third = memory();
+    drop(scene.allocator.allocate(512, &stream).unwrap());
+    assert_eq!(blocks(&third.read().unwrap(), &scene).len(), 2);
 }
 
 #[test]

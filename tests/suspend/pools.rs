@@ -215,7 +215,12 @@ fn a_pool_counts_until_it_is_away() {
         let block = allocator.allocate(12 * MIB, &stream).unwrap();
         scope.leave().unwrap();
         let (inside, other) = (allocator.clone(), rig.stream());
+        let beside = allocator.graph_pool().unwrap();
         let hook = SegmentHook::new("test", move |_, _| {
+            // What pools hold is counted anew.
+            let scope = beside.enter(Scope::Thread).unwrap();
+            drop(inside.allocate(MIB, &other).unwrap());
+            scope.leave().unwrap();
             let more = inside.allocate(12 * MIB, &other);
             assert!(matches!(more, Err(Error::OutOfMemory(_))), "{more:?}");
         });

@@ -211,7 +211,7 @@ fn an_old_refusal_of_the_driver_keeps_nothing_away() {
             rig.stamp(block.ptr(), block.requested(), 8, &two.other);
         }
         two.other.synchronize().unwrap();
-        try_suspend(allocator, select, Contents::Pinned).unwrap();
+        let away = try_suspend(allocator, select, Contents::Pinned).unwrap();
         sim.take_memory(0, rig.context.mem_info().unwrap().free);
         drop(gaps);
         // The driver refuses, and what is scattered serves.
@@ -219,7 +219,10 @@ fn an_old_refusal_of_the_driver_keeps_nothing_away() {
         let view = allocator.allocate(18 * MIB, &two.other).unwrap();
         assert!(allocator.stats().retries > retries);
         sim.take_memory(0, 0);
+        let free = || rig.context.mem_info().unwrap().free;
+        let before = free();
         allocator.resume(select).unwrap();
+        assert_eq!(before - free(), away.bytes, "what is idle stays");
         drop(view);
         two.assert_intact(rig);
         two.close(rig);

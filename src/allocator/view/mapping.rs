@@ -399,11 +399,14 @@ mod tests {
                     handle,
                 });
                 let end = home + u64::from(granules) * GRANULE;
+                let mut edge = || u64::from(1 + random(granules / 2)) * GRANULE;
+                let (low, high) = ((home, home + edge()), (end - edge(), end));
                 match random(6) {
                     0 => {}
-                    1 => open.push((home, home + GRANULE)),
-                    2 => open.push((end - GRANULE, end)),
-                    3 => open.extend([(home, home + GRANULE), (end - GRANULE, end)]),
+                    1 => open.push(low),
+                    2 => open.push(high),
+                    // Together they may be the whole handle.
+                    3 if low.1 < high.0 => open.extend([low, high]),
                     _ => open.push((home, end)),
                 }
                 home = end + PHYSICAL_GRANULE;
