@@ -233,8 +233,8 @@ fn an_old_refusal_of_the_driver_keeps_nothing_away() {
 fn what_is_away_is_not_asked_to_make_room() {
     packed(|rig| {
         let two = two(rig);
-        let small: Vec<Block> = (0..64)
-            .map(|_| two.allocator.allocate(100_000, &two.other).unwrap())
+        let small: Vec<Block> = (0..256)
+            .map(|_| two.allocator.allocate(50_000, &two.other).unwrap())
             .collect();
         let select = Select::Stream(&two.own);
         let limit = held(rig);
@@ -243,7 +243,7 @@ fn what_is_away_is_not_asked_to_make_room() {
         drop(small);
         two.other.synchronize().unwrap();
         // Free pages of small blocks are enough for what is missing.
-        let bytes = done.bytes as usize + 4 * MIB;
+        let bytes = done.bytes as usize + 8 * MIB;
         let more = two.allocator.allocate(bytes, &two.other).unwrap();
         assert!(held(rig) <= limit);
         two.other.synchronize().unwrap();
