@@ -36,10 +36,11 @@ fn graphs_run_after_waking_as_before() {
         let (graph, output) = program(rig, &allocator, &pool, &stream);
         let mut exec = graph.instantiate().unwrap();
         launch(&mut exec, &stream);
-        let (physical, eager) = (pool.footprint().unwrap().physical, held(rig));
+        let (physical, eager) = (pool.footprint().unwrap().physical, reserved(&allocator));
         for contents in [Contents::Pinned, Contents::Host, Contents::Drop] {
             let done = try_suspend(&allocator, Select::Pool(&pool), contents).unwrap();
-            assert_eq!((done.bytes, held(rig)), (physical, eager - physical));
+            assert_eq!(done.bytes, physical);
+            assert_held(rig, eager);
             let kept = if contents == Contents::Drop {
                 0
             } else {
@@ -117,7 +118,7 @@ fn tags_say_what_is_suspended_and_what_is_kept() {
         // The rest.
         let done = try_suspend(&allocator, Select::Allocator, keep()).unwrap();
         assert_eq!((done.bytes, done.kept), (4 * MIB as u64, 4 * MIB as u64));
-        assert_eq!(held(rig), 0);
+        assert_held(rig, 0);
         let weights = Select::Tag(Tag::new("weights"));
         allocator.resume(weights).unwrap();
         assert_eq!(rig.mismatches(blocks[0].ptr(), 4 * MIB, 9, &stream), 0);
@@ -144,13 +145,13 @@ fn a_pool_is_not_suspended_in_a_capture_and_not_without_room() {
         let (allocator, stream) = (rig.limited(16 * MIB), rig.stream());
         let pool = allocator.graph_pool().unwrap();
         let scope = pool.enter(Scope::NextCapture).unwrap();
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         let block = allocator.allocate(12 * MIB, &stream).unwrap();
         match try_suspend(&allocator, Select::Pool(&pool), Contents::Drop) {
             Err(Error::Capturing { .. }) => {}
             other => panic!("{other:?}"),
         }
-        let graph = stream.end_capture().unwrap();
+        let graph = under_way.end().unwrap();
         scope.leave().unwrap();
         try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
         // The limit is of memory that is there.
