@@ -185,6 +185,40 @@ fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
     });
 }
 
+/// Nobody has to bring a pool back that nobody can use.
+#[test]
+fn a_pool_that_nobody_can_use_is_not_brought_back() {
+    packed(|rig| {
+        for all in [false, true] {
+            let (allocator, stream) = (rig.allocator(), rig.stream());
+            let pool = allocator.graph_pool().unwrap();
+            let (graph, output) = program(rig, &allocator, &pool, &stream);
+            let select = match all {
+                true => Select::Allocator,
+                false => Select::Pool(&pool),
+            };
+            try_suspend(&allocator, select, Contents::Pinned).unwrap();
+            drop((graph, output));
+            let begun = std::time::Instant::now();
+            while pool.footprint().unwrap().leases > 0 {
+                assert!(begun.elapsed() < std::time::Duration::from_secs(60));
+                std::thread::yield_now();
+            }
+            drop(pool);
+            if all {
+                // With the rest nothing comes back either.
+                assert_eq!(resume(&allocator).bytes, 0);
+            }
+            assert!(!is_suspended(&allocator));
+            allocator.trim(0).unwrap();
+            let host = rig.maybe_sim().map(|sim| sim.leaks().host);
+            assert!(host.is_none_or(|bytes| bytes == 0));
+            assert_held(rig, 0);
+            rig.close(&allocator);
+        }
+    });
+}
+
 #[test]
 fn a_pool_of_another_allocator_is_refused() {
     packed(|rig| {

@@ -162,6 +162,7 @@ impl Engine {
     /// Gives the memory of pools that nothing uses back to the driver: of all, or of those that were released. The
     /// bytes that went.
     pub(crate) fn dissolve_pools(&self, all: bool) -> Result<u64, Error> {
+        self.discard_pools()?;
         let taken = {
             let mut heap = self.lock();
             match heap.graphs.pools.is_empty() {

@@ -119,6 +119,15 @@ impl Pool {
         self.arena.live.is_empty() && self.arena.has_memory()
     }
 
+    /// Whether it is suspended for nobody: no capture comes, no graph can use it, and there is no block.
+    pub(crate) fn is_unused(&self) -> bool {
+        self.released
+            && self.away
+            && self.calls == 0
+            && !self.is_leased()
+            && self.arena.live.is_empty()
+    }
+
     /// Whether a graph holds a lease.
     pub(crate) fn has_leases(&self) -> bool {
         self.leases.iter().any(|lease| !lease.is_over())
