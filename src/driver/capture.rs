@@ -350,6 +350,11 @@ impl Driver {
     ) -> Result<(), DriverError> {
         type Flags = sys::CUstreamUpdateCaptureDependencies_flags;
         let (mut nodes, edges) = Dependency::apart(dependencies);
+        // An empty vector has an address, where nothing lies.
+        let (list, data) = match dependencies.is_empty() {
+            true => (ptr::null_mut(), ptr::null()),
+            false => (nodes.as_mut_ptr(), edges.as_ptr()),
+        };
         let flags = match add {
             true => Flags::CU_STREAM_ADD_CAPTURE_DEPENDENCIES,
             false => Flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES,
@@ -360,9 +365,9 @@ impl Driver {
                 self,
                 cuStreamUpdateCaptureDependencies_v2(
                     stream,
-                    nodes.as_mut_ptr(),
-                    edges.as_ptr(),
-                    nodes.len(),
+                    list,
+                    data,
+                    dependencies.len(),
                     flags.0
                 )
             )

@@ -93,6 +93,9 @@ pub struct SimConfig {
     /// every later call on it returns `CUDA_ERROR_ILLEGAL_ADDRESS`, whatever that call is about, and its
     /// other work does nothing. Off: the work is reported, no more.
     pub sticky_errors: bool,
+    /// The function of a user object runs on another thread, some time after its last holder is gone, as that of
+    /// a real driver does. Off: before the call returns that took the last holder away.
+    pub late_destructors: bool,
     /// Handles that are mapped a second time show other memory there: a device that does not keep
     /// memory the same through two addresses.
     pub broken_aliasing: bool,
@@ -117,6 +120,7 @@ impl Default for SimConfig {
             strict_unmap: true,
             strict_free: true,
             sticky_errors: true,
+            late_destructors: false,
             broken_aliasing: false,
             races: true,
             row_nanos: 1000,

@@ -145,6 +145,7 @@ impl State {
                     function: *function,
                     data: *data,
                     alone: false,
+                    late: false,
                 });
                 // The host is told that everything before it is complete.
                 self.observe(queue, op.seq - 1, &op.clock);

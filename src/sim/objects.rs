@@ -5,6 +5,7 @@ use super::hooks;
 use crate::driver::sys::{CUhostFn, CUmemAllocationHandleType};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::thread;
 
 /// A host function to run once the lock is released.
 pub(super) struct Callback {
@@ -12,6 +13,8 @@ pub(super) struct Callback {
     pub(super) data: usize,
     /// Whether it is a user object's, in which no call of the driver is let through.
     pub(super) alone: bool,
+    /// Whether a thread of its own runs it, while whoever caused it goes on.
+    pub(super) late: bool,
 }
 
 impl Callback {
@@ -19,10 +22,11 @@ impl Callback {
         if let Some(function) = self.function {
             // SAFETY: whoever passed the function to the driver vouches that it may be called with
             // this argument.
-            let run = || unsafe { function(self.data as *mut std::ffi::c_void) };
-            match self.alone {
-                true => hooks::as_callback(run),
-                false => run(),
+            let run = move || unsafe { function(self.data as *mut std::ffi::c_void) };
+            match (self.alone, self.late) {
+                (true, true) => drop(thread::spawn(move || hooks::as_callback(run))),
+                (true, false) => hooks::as_callback(run),
+                (false, _) => run(),
             }
         }
     }

@@ -63,9 +63,9 @@ fn a_stream_that_captures_leases_nothing() {
         let stream = rig.stream();
         let pool = WorkspacePool::new(&allocator);
         let slab = pool.lease(&stream, 4096).unwrap().as_device_ptr();
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         capturing(pool.lease(&stream, 4096).map(drop), &stream);
-        drop(stream.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         assert_eq!(pool.lease(&stream, 4096).unwrap().as_device_ptr(), slab);
         drop(pool);
         rig.close(&allocator);

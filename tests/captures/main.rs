@@ -164,7 +164,7 @@ fn r38_capture_leaves_no_stale_events() {
         let recorded = allocator.allocate(BLOCK, &b).unwrap();
         recorded.record_stream(&a).unwrap();
         let (own_ptr, recorded_ptr) = (own.ptr(), recorded.ptr());
-        a.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&a, MODE);
         let refused = allocator.allocate(512, &a).unwrap_err();
         assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
         let failed = own.free().unwrap_err();
@@ -174,7 +174,7 @@ fn r38_capture_leaves_no_stale_events() {
         assert_eq!(rig.calls("cuEventRecord") - allocator.stats().markers, 0);
         // Other streams go on.
         drop(allocator.allocate(4 * MIB, &b).unwrap());
-        let graph = a.end_capture().unwrap();
+        let graph = under_way.end().unwrap();
         drop(graph);
         let blocks = [0, 1].map(|_| allocator.allocate(BLOCK, &a).unwrap());
         assert_eq!(allocator.stats().all.allocations.current, 2);
@@ -510,10 +510,10 @@ fn g3_work_on_other_streams_leaves_a_strict_capture_alone() {
             let allocator = rig.allocator();
             let [stream, capturing] = rig.streams();
             let capture = |work: &dyn Fn()| {
-                capturing.begin_capture(mode).unwrap();
+                let under_way = Capturing::begin(&capturing, mode);
                 work();
                 // A capture that was spoilt ends with an error.
-                drop(capturing.end_capture().unwrap());
+                drop(under_way.end().unwrap());
             };
             if elsewhere {
                 let ([begun, begins], [done, ends]) = (channel(), channel());

@@ -90,7 +90,7 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
             assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
             // SAFETY: the stream was made just now.
             let captured = unsafe { Stream::from_raw(context, blocking) }.unwrap();
-            captured.begin_capture(MODE).unwrap();
+            let under_way = Capturing::begin(&captured, MODE);
             is_capturing(allocator.allocate(4 * MIB, suffers));
             is_capturing(beside.record_stream(suffers));
             let block = block.free().unwrap_err();
@@ -98,7 +98,7 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
             drop(allocator.allocate(4 * MIB, free).unwrap());
             block.value.record_stream(free).unwrap();
             beside.free().unwrap();
-            drop(captured.end_capture().unwrap());
+            drop(under_way.end().unwrap());
             drop(*block.value);
             // SAFETY: as above, and not used again.
             assert_eq!(unsafe { destroy(blocking) }, sys::CUresult::CUDA_SUCCESS);

@@ -377,13 +377,13 @@ fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
         let own = Stream::per_thread(&rig.context);
         let block = allocator.allocate(MIB, &own).unwrap();
         let entered = rig.context.enter().unwrap();
-        own.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&own, MODE);
         let error = allocator.allocate(MIB, &own).unwrap_err();
         assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
         // SAFETY: the handle is always valid.
         let error = unsafe { allocator.allocate_raw(MIB, own.raw()) }.unwrap_err();
         assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
-        drop(own.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         drop(entered);
         drop(block);
         rig.close(&allocator);

@@ -1,7 +1,7 @@
 //! Captures, begun and ended through the crate or as others would.
 
 use cualloc::allocator::Allocator;
-use cualloc::driver::{Stream, sys};
+use cualloc::driver::{DriverError, Graph, Stream, sys};
 
 use super::{MIB, RawStream, Rig};
 
@@ -11,10 +11,38 @@ pub const MODE: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode::CU_STREAM_C
 pub fn captured(rig: &Rig, stream: sys::CUstream, act: impl FnOnce()) {
     // SAFETY: the caller's stream is alive.
     let stream = unsafe { Stream::from_raw(&rig.context, stream) }.unwrap();
-    stream.begin_capture(MODE).unwrap();
+    let capturing = Capturing::begin(&stream, MODE);
     act();
     // A capture that was spoilt ends with an error.
-    drop(stream.end_capture().unwrap());
+    drop(capturing.end().unwrap());
+}
+
+/// A capture that ends with its test, also where that panics: one that is left open keeps all other tests on the
+/// device from waiting for the context.
+pub struct Capturing(Option<Stream>);
+
+impl Capturing {
+    pub fn begin(stream: &Stream, mode: sys::CUstreamCaptureMode) -> Capturing {
+        stream.begin_capture(mode).unwrap();
+        Capturing::begun(stream)
+    }
+
+    /// For a capture that was begun otherwise.
+    pub fn begun(stream: &Stream) -> Capturing {
+        Capturing(Some(stream.clone()))
+    }
+
+    pub fn end(mut self) -> Result<Graph, DriverError> {
+        self.0.take().unwrap().end_capture()
+    }
+}
+
+impl Drop for Capturing {
+    fn drop(&mut self) {
+        if let Some(stream) = self.0.take() {
+            drop(stream.end_capture());
+        }
+    }
 }
 
 /// A free on a raw stream that no marker covers: closing needs the whole context.

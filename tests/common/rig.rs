@@ -267,11 +267,16 @@ impl Rig {
         }
     }
 
-    fn spin(&self, stream: &Stream, nanos: u64) {
-        let entered = self.context.enter().unwrap();
+    /// The kernels that the simulator knows, too.
+    pub fn words(&self) -> Module {
         let text = concat!(include_str!("../../src/driver/words.ptx"), "\0");
         let text = CStr::from_bytes_with_nul(text.as_bytes()).unwrap();
-        let module = Module::from_ptx(&self.context, text).unwrap();
+        Module::from_ptx(&self.context, text).unwrap()
+    }
+
+    fn spin(&self, stream: &Stream, nanos: u64) {
+        let entered = self.context.enter().unwrap();
+        let module = self.words();
         let kernel = module.function(c"cualloc_spin").unwrap();
         let mut nanos = nanos;
         let mut parameters = [(&raw mut nanos).cast::<c_void>()];

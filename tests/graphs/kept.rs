@@ -14,7 +14,7 @@ fn a_capture_whose_scope_was_left_gets_no_more_memory() {
         let allocator = rig.allocator();
         let pool = allocator.graph_pool().unwrap();
         let [main, side] = rig.streams();
-        main.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&main, MODE);
         let id = main.capture_id().unwrap().unwrap();
         let scope = pool.enter(Scope::Capture(id)).unwrap();
         let first = used(rig, &allocator, 4 * MIB, &main);
@@ -25,7 +25,7 @@ fn a_capture_whose_scope_was_left_gets_no_more_memory() {
         let again = pool.enter(Scope::Capture(id)).unwrap();
         is_capturing(allocator.allocate(4 * MIB, &main));
         main.wait_for(&side).unwrap();
-        let graph = main.end_capture().unwrap();
+        let graph = under_way.end().unwrap();
         drop((again, first));
         let next = capture(&pool, &main, || {
             drop(used(rig, &allocator, 4 * MIB, &main));
@@ -50,7 +50,7 @@ fn a_capture_that_only_frees_or_records_has_a_lease() {
             });
             let reader = rig.stream();
             let by = if records { &reader } else { &stream };
-            by.begin_capture(MODE).unwrap();
+            let under_way = Capturing::begin(by, MODE);
             let block = output.take().unwrap();
             rig.stamp(block.ptr(), 2 * MIB, 1, by);
             if records {
@@ -58,16 +58,16 @@ fn a_capture_that_only_frees_or_records_has_a_lease() {
                 assert_eq!(footprint(&allocator, &pool).leases, 2);
             }
             drop(block);
-            let two = by.end_capture().unwrap();
+            let two = under_way.end().unwrap();
             drop(one);
-            assert_eq!(footprint(&allocator, &pool).leases, 1);
+            await_leases(&allocator, &pool, 1);
             rig.settle(&stream);
             assert_eq!(allocator.trim(0).unwrap().released, 0);
             run(&two, by);
             drop(two);
             allocator.trim(0).unwrap();
             rig.settle(&stream);
-            assert_eq!(footprint(&allocator, &pool).leases, 0);
+            await_leases(&allocator, &pool, 0);
             allocator.trim(0).unwrap();
             assert_eq!(footprint(&allocator, &pool).physical, 0);
         }
@@ -87,9 +87,9 @@ fn what_a_stream_did_before_it_captured_is_waited_for() {
         let at = block.ptr();
         let held = rig.hold(&stream);
         rig.stamp(at, 4 * MIB, 1, &stream);
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         drop(block);
-        drop(stream.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         let beside = used(rig, &allocator, 4 * MIB, &other);
         assert_ne!(beside.ptr(), at, "its kernel has not begun");
         held.release();
@@ -199,13 +199,13 @@ fn a_checkpoint_is_not_restored_over_blocks_in_use() {
         }
         assert_eq!(restore().unwrap().ceased, [block.ptr()]);
         std::mem::forget(block.free().unwrap_err());
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         let block = used(rig, &allocator, MIB, &stream);
         let second = used(rig, &allocator, MIB, &stream);
         // The pool as a whole is refused, and not the first block.
         refused(2 * MIB);
         drop((block, second));
-        drop(stream.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         drop(scope);
         assert!(restore().unwrap().ceased.is_empty());
         drop(pool);
@@ -239,9 +239,10 @@ fn a_capture_into_a_graph_with_nodes_gets_no_memory() {
         let scope = pool.enter(Scope::Thread).unwrap();
         // SAFETY: no node is named.
         unsafe { other.begin_capture_into(graph, &[], MODE) }.unwrap();
+        let under_way = Capturing::begun(&other);
         let error = allocator.allocate(2 * MIB, &other).unwrap_err();
         assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
-        let graph = other.end_capture().unwrap();
+        let graph = under_way.end().unwrap();
         drop(scope);
         run(&graph, &stream);
         drop((graph, pool));

@@ -2,7 +2,7 @@
 
 use super::support::*;
 use cualloc::allocator::{Checkpoint, PoolScope};
-use cualloc::driver::{Dependency, sys};
+use cualloc::driver::{Dependency, Function, sys};
 use std::cell::Cell;
 
 /// How many operations a run has; the full checks set more.
@@ -28,7 +28,7 @@ impl Random {
     }
 }
 
-/// What lets the next node begin while the last one runs.
+/// What lets the next node begin while the last one runs, where both are kernels.
 const EARLY: sys::CUgraphEdgeData = sys::CUgraphEdgeData {
     from_port: 1,
     to_port: 0,
@@ -38,6 +38,7 @@ const EARLY: sys::CUgraphEdgeData = sys::CUgraphEdgeData {
 
 /// A capture under way.
 struct Capture {
+    under_way: Capturing,
     scope: Option<PoolScope>,
     /// Streams that are in it.
     joined: Vec<usize>,
@@ -52,6 +53,7 @@ struct Program<'a> {
     pool: &'a GraphPool,
     random: Random,
     streams: [Stream; 4],
+    fill: &'a Function,
     /// Blocks and the stream that uses each.
     live: Vec<(Block, usize)>,
     /// Blocks that a request outside of captures got from the pool, with what is in them.
@@ -85,8 +87,8 @@ impl Program<'_> {
     fn capture(&mut self) {
         let scope = self.pool.enter(Scope::NextCapture).unwrap();
         let main = self.random.below(4);
-        self.streams[main].begin_capture(MODE).unwrap();
         let mut capture = Capture {
+            under_way: Capturing::begin(&self.streams[main], MODE),
             scope: Some(scope),
             joined: vec![main],
             own: Vec::new(),
@@ -95,7 +97,12 @@ impl Program<'_> {
             self.operations += 1;
             self.captured(&mut capture);
         }
-        let Capture { scope, joined, own } = capture;
+        let Capture {
+            under_way,
+            scope,
+            joined,
+            own,
+        } = capture;
         let fails = joined.len() > 1 && self.random.below(8) == 0;
         let left = if fails { main } else { usize::MAX };
         for stream in joined.iter().copied().filter(|stream| *stream != left) {
@@ -103,7 +110,7 @@ impl Program<'_> {
                 self.streams[main].wait_for(&self.streams[stream]).unwrap();
             }
         }
-        match self.streams[main].end_capture() {
+        match under_way.end() {
             Ok(graph) => self.execs.extend(graph.instantiate()),
             Err(error) => assert!(fails, "{error}"),
         }
@@ -116,7 +123,9 @@ impl Program<'_> {
 
     /// Something in a capture.
     fn captured(&mut self, capture: &mut Capture) {
-        let Capture { scope, joined, own } = capture;
+        let Capture {
+            scope, joined, own, ..
+        } = capture;
         let stream = joined[self.random.below(joined.len())];
         match self.random.below(16) {
             0..=4 if scope.is_some() => {
@@ -193,28 +202,45 @@ impl Program<'_> {
         unsafe { self.rig.driver.set_capture_dependencies(raw, on, add) }.unwrap();
     }
 
-    /// Another stream goes on while the last node of this one, which used freed memory, may run.
+    /// A block that a kernel writes, the only kind of node behind which others may begin early.
+    fn used_by_kernel(&self, bytes: usize, stream: usize) -> Block {
+        let stream = &self.streams[stream];
+        let block = self.allocator.allocate(bytes, stream).unwrap();
+        let (ptr, words, seed) = (block.ptr(), bytes as u64 / 4, bytes as u32);
+        // SAFETY: the kernel writes the block, and its module outlives the program.
+        unsafe {
+            self.fill
+                .launch(stream, [8, 1, 1], [256, 1, 1], 0, &[&ptr, &words, &seed])
+        }
+        .unwrap();
+        block
+    }
+
+    /// A kernel of another stream begins while one of this stream, which used freed memory, may run.
     fn early(&mut self, joined: &mut Vec<usize>, stream: usize) {
-        let bytes = self.bytes();
-        drop(used(self.rig, self.allocator, bytes, &self.streams[stream]));
-        let last = self.present(stream);
-        let early: Vec<_> = last.iter().map(|on| on.with_edge(EARLY)).collect();
-        self.depend(stream, &early, false);
-        let other = self.random.below(4);
+        let (bytes, other) = (self.bytes(), self.random.below(4));
         if other != stream {
             self.streams[other].wait_for(&self.streams[stream]).unwrap();
             if !joined.contains(&other) {
                 joined.push(other);
             }
-            drop(used(self.rig, self.allocator, bytes, &self.streams[other]));
+        }
+        drop(self.used_by_kernel(bytes, stream));
+        if other != stream {
+            let last = self.present(stream);
+            let early: Vec<_> = last.iter().map(|on| on.with_edge(EARLY)).collect();
+            self.depend(other, &early, true);
+            drop(self.used_by_kernel(bytes, other));
             self.seen.early += 1;
         }
-        self.depend(stream, &last, false);
     }
 
     /// A stream is set back, so that what it did last runs beside what it does next; then it is behind both.
     fn set_back(&mut self, stream: usize) {
         let before = self.present(stream);
+        if before.is_empty() {
+            return;
+        }
         let bytes = self.bytes();
         drop(used(self.rig, self.allocator, bytes, &self.streams[stream]));
         let branch = self.present(stream);
@@ -340,6 +366,8 @@ impl Program<'_> {
 fn program(seed: u64) -> Seen {
     let seen = Cell::new(Seen::default());
     packed(|rig| {
+        let module = rig.words();
+        let fill = module.function(c"cualloc_fill").unwrap();
         let allocator = rig.allocator();
         let pool = allocator.graph_pool().unwrap();
         let raw = RawStream::new(rig);
@@ -350,6 +378,7 @@ fn program(seed: u64) -> Seen {
             pool: &pool,
             random: Random(seed),
             streams: [one, two, three, raw.borrowed()],
+            fill: &fill,
             live: Vec::new(),
             outside: Vec::new(),
             points: Vec::new(),

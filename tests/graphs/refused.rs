@@ -10,12 +10,12 @@ fn a_pool_that_was_released_is_refused() {
         let allocator = rig.allocator();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let scope = pool.enter(Scope::NextCapture).unwrap();
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         drop(allocator.allocate(MIB, &stream).unwrap());
         pool.release().unwrap();
         let released = |error| assert_eq!(graph_pool_error(error), GraphPoolError::Released);
         released(allocator.allocate(MIB, &stream).unwrap_err());
-        drop(stream.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         released(pool.release().unwrap_err());
         released(pool.enter(Scope::Thread).unwrap_err());
         released(pool.footprint().unwrap_err());
@@ -60,13 +60,13 @@ fn a_capture_that_failed_leaves_its_memory() {
         let pool = allocator.graph_pool().unwrap();
         let [stream, side] = rig.streams();
         let scope = pool.enter(Scope::NextCapture).unwrap();
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         drop(used(rig, &allocator, 2 * MIB, &stream));
         let live = used(rig, &allocator, MIB, &stream);
         side.wait_for(&stream).unwrap();
         rig.stamp(live.ptr(), MIB, 1, &side);
         // The side stream was never joined.
-        assert!(stream.end_capture().is_err());
+        assert!(under_way.end().is_err());
         scope.leave().unwrap();
         assert_eq!(footprint(&allocator, &pool).live, MIB as u64);
         let graph = capture(&pool, &stream, || {
@@ -194,6 +194,7 @@ fn what_fails_outside_of_captures_is_tried_again() {
             assert_eq!(footprint(&allocator, &pool).physical, 6 * MIB as u64);
             held.release();
             rig.settle(&stream);
+            await_leases(&allocator, &pool, 0);
             if call.starts_with("cuMem") {
                 sim.fail(FailPlan::call(call, code).unwrap());
                 allocator.trim(0).unwrap_err();
@@ -205,6 +206,7 @@ fn what_fails_outside_of_captures_is_tried_again() {
                 run(&graph, &other);
                 allocator.check().unwrap();
             }
+            await_leases(&allocator, &pool, 0);
             allocator.trim(0).unwrap();
             assert_eq!(footprint(&allocator, &pool).physical, 0, "{call}");
             drop(pool);

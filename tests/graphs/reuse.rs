@@ -120,6 +120,7 @@ fn graphs_of_any_sizes_in_any_order_share_what_the_largest_needs() {
                 let graph = batch(34, &streams[0]);
                 alone = footprint(&allocator, &pool).physical;
                 drop(graph);
+                await_leases(&allocator, &pool, 0);
                 allocator.trim(0).unwrap();
                 assert_eq!(footprint(&allocator, &pool).physical, 0);
             }

@@ -10,12 +10,12 @@ fn without_a_scope_a_capture_is_refused_as_ever() {
     packed(|rig| {
         let allocator = rig.allocator();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         for bytes in [512, MIB] {
             let error = allocator.allocate(bytes, &stream).unwrap_err();
             assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
         }
-        drop(stream.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         assert_eq!(footprint(&allocator, &pool).physical, 0);
         drop(pool);
         rig.close(&allocator);
@@ -36,7 +36,7 @@ fn each_scope_sends_its_own_requests_to_its_pool() {
             assert_eq!(of(pool) - before, block.size(), "{bytes} bytes");
             block
         };
-        capturing.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&capturing, MODE);
         let id = capturing.capture_id().unwrap().unwrap();
         let scopes = [
             pools[0].enter(Scope::Thread).unwrap(),
@@ -52,7 +52,7 @@ fn each_scope_sends_its_own_requests_to_its_pool() {
             drop(ask(&named, &pools[2], bytes));
             drop(ask(&capturing, &pools[3], bytes));
         }
-        drop(capturing.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         let [thread, when, stream, capture] = scopes;
         // The thread's is what is left.
         drop((when, stream, capture));
@@ -65,9 +65,9 @@ fn each_scope_sends_its_own_requests_to_its_pool() {
         let next = pools[4].enter(Scope::NextCapture).unwrap();
         drop(allocator.allocate(MIB, &plain).unwrap());
         assert_eq!(of(&pools[4]), 0, "nothing captures");
-        plain.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&plain, MODE);
         drop(ask(&plain, &pools[4], MIB));
-        drop(plain.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         drop((next, eager));
         allocator.check().unwrap();
         drop(pools);
@@ -163,7 +163,7 @@ fn others_go_on_as_if_nobody_captured() {
             let (pool, capturing) = (allocator.graph_pool().unwrap(), rig.stream());
             let streams = rig.streams();
             let scope = pool.enter(Scope::NextCapture).unwrap();
-            capturing.begin_capture(mode).unwrap();
+            let under_way = Capturing::begin(&capturing, mode);
             let block = used(rig, &allocator, 48 * MIB, &capturing);
             let beside = std::thread::scope(|scope| {
                 let beside = scope.spawn(|| eager(&allocator, &streams));
@@ -174,7 +174,7 @@ fn others_go_on_as_if_nobody_captured() {
             assert_eq!(beside.1, alone.1);
             drop(block);
             drop(used(rig, &allocator, 50 * MIB, &capturing));
-            let graph = capturing.end_capture().unwrap();
+            let graph = under_way.end().unwrap();
             drop(scope);
             run(&graph, &capturing);
             drop((graph, pool));
@@ -216,10 +216,10 @@ fn a_scope_that_was_left_meanwhile_serves_no_capture() {
             scope.is_some_and(|scope| scope.leave().is_ok())
         };
         *entered.lock().unwrap() = Some(pool.enter(Scope::When(Box::new(when))).unwrap());
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         let error = allocator.allocate(MIB, &stream).unwrap_err();
         assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
-        drop(stream.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         assert!(entered.lock().unwrap().is_none());
         assert_eq!(footprint(&allocator, &pool).physical, 0);
         drop(pool);

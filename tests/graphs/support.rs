@@ -1,23 +1,46 @@
 //! What these tests share.
 
-pub use super::common::capturing::MODE;
+pub use super::common::capturing::{Capturing, MODE};
 pub use super::common::*;
 pub use cualloc::Error;
 pub use cualloc::allocator::{Allocator, Block, Config, Footprint, GraphPool, Policy, Scope};
 pub use cualloc::driver::{Graph, GraphExec, Stream};
 pub use cualloc::error::GraphPoolError;
+use cualloc::sim::SimConfig;
+use std::time::{Duration, Instant};
 
-/// Graph pools are packed memory.
+/// Graph pools are packed memory. The simulator tells the end of a graph as late as a driver.
 pub fn packed(test: impl Fn(&Rig)) {
-    only(Policy::Packed, test);
+    let config = SimConfig {
+        late_destructors: true,
+        ..SimConfig::with_devices(1, 8 << 30)
+    };
+    only_on(Policy::Packed, config, test);
+}
+
+/// Waits for what is true some time after a graph has gone.
+pub fn in_time(what: &str, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// Waits until so many graphs have memory of a pool.
+pub fn await_leases(allocator: &Allocator, pool: &GraphPool, count: u64) {
+    let leases = || footprint(allocator, pool).leases;
+    in_time("graphs that were destroyed have no leases", || {
+        leases() == count
+    });
 }
 
 /// Captures what a closure gives the stream, with memory of a pool.
 pub fn capture(pool: &GraphPool, stream: &Stream, work: impl FnOnce()) -> Graph {
     let scope = pool.enter(Scope::NextCapture).unwrap();
-    stream.begin_capture(MODE).unwrap();
+    let under_way = Capturing::begin(stream, MODE);
     work();
-    let graph = stream.end_capture().unwrap();
+    let graph = under_way.end().unwrap();
     scope.leave().unwrap();
     graph
 }
@@ -59,4 +82,12 @@ pub fn assert_held(rig: &Rig, bytes: usize, why: &str) {
         Some(held) => assert_eq!(held, bytes as u64, "{why}"),
         None => eprintln!("SKIPPED in part on cuda: the device's memory is not asked"),
     }
+}
+
+/// Trims until the device has everything back, where it can be asked.
+pub fn assert_trimmed(rig: &Rig, allocator: &Allocator) {
+    in_time("nobody has memory of a pool", || {
+        allocator.trim(0).unwrap();
+        rig.driver_held().is_none_or(|held| held == 0)
+    });
 }

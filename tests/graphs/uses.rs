@@ -44,6 +44,7 @@ fn work_outside_gets_no_memory_that_a_launch_would_write() {
         assert_ne!(used(rig, &allocator, 4 * MIB, &stream).ptr(), own);
         drop((graph, large));
         // No launch comes any more.
+        await_leases(&allocator, &pool, 0);
         rig.settle(&stream);
         let first = used(rig, &allocator, 4 * MIB, &stream);
         let second = used(rig, &allocator, 4 * MIB, &stream);
@@ -64,10 +65,10 @@ fn a_block_that_a_capture_recorded_is_a_graphs_from_then_on() {
         let block = used(rig, &allocator, 2 * MIB, &stream);
         let at = block.ptr();
         rig.settle(&stream);
-        reader.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&reader, MODE);
         rig.stamp(at, 2 * MIB, 1, &reader);
         block.record_stream(&reader).unwrap();
-        let graph = reader.end_capture().unwrap();
+        let graph = under_way.end().unwrap();
         drop(block);
         rig.settle(&stream);
         rig.settle(&reader);
@@ -330,7 +331,7 @@ fn a_stream_that_is_retired_ends_what_is_known_of_its_capture() {
         });
         let block = output.take().unwrap();
         let borrowed = raw.borrowed();
-        borrowed.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&borrowed, MODE);
         let scope = pool.enter(Scope::When(Box::new(|_| false))).unwrap();
         // SAFETY: the stream is alive until it is retired.
         unsafe { allocator.record_stream_raw(block.ptr(), raw.raw()) }.unwrap();
@@ -338,12 +339,13 @@ fn a_stream_that_is_retired_ends_what_is_known_of_its_capture() {
         // SAFETY: as above.
         let refused = unsafe { allocator.retire_raw(raw.raw()) }.unwrap_err();
         assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
-        let two = borrowed.end_capture().unwrap();
+        let two = under_way.end().unwrap();
         drop((one, two, scope));
         rig.settle(&stream);
         // SAFETY: as above.
         unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
         raw.destroy();
+        await_leases(&allocator, &pool, 0);
         allocator.trim(0).unwrap();
         assert_eq!(footprint(&allocator, &pool).physical, 0);
         drop(pool);

@@ -4,6 +4,7 @@ mod capture;
 #[cfg(unix)]
 #[path = "../common/mod.rs"]
 mod common;
+mod edges;
 mod faults;
 mod graphs;
 #[cfg(unix)]

@@ -65,7 +65,7 @@ fn fail_in_turn(call: &str, times: u64) -> (u32, u32) {
             }
             intact();
             suspend(allocator, Contents::Pinned);
-            assert_eq!(held(rig), 0);
+            assert_held(rig, 0);
             plan(nth);
             let up = allocator.resume(Select::Allocator);
             let right = sim.clear_failures();
@@ -87,6 +87,9 @@ fn fail_in_turn(call: &str, times: u64) -> (u32, u32) {
 
 #[test]
 fn a_call_that_fails_is_undone() {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: no call of a real driver fails when asked to");
+    }
     for call in CALLS {
         let (down, up) = fail_in_turn(call, 1);
         eprintln!("{call}: {down} down, {up} up");
@@ -122,7 +125,7 @@ fn an_end_that_fails_can_be_tried_again() {
         sim.fail(unmap.times(3));
         assert!(world.allocator.resume(Select::Allocator).is_err());
         sim.clear_failures();
-        assert!(held(rig) > 0 && is_suspended(&world.allocator));
+        assert!(sim.memory_in_use(0) > 0 && is_suspended(&world.allocator));
         drop((block, pool));
         let World {
             allocator,

@@ -36,10 +36,11 @@ fn graphs_run_after_waking_as_before() {
         let (graph, output) = program(rig, &allocator, &pool, &stream);
         let mut exec = graph.instantiate().unwrap();
         launch(&mut exec, &stream);
-        let (physical, eager) = (pool.footprint().unwrap().physical, held(rig));
+        let (physical, eager) = (pool.footprint().unwrap().physical, reserved(&allocator));
         for contents in [Contents::Pinned, Contents::Host, Contents::Drop] {
             let done = try_suspend(&allocator, Select::Pool(&pool), contents).unwrap();
-            assert_eq!((done.bytes, held(rig)), (physical, eager - physical));
+            assert_eq!(done.bytes, physical);
+            assert_held(rig, eager);
             let kept = if contents == Contents::Drop {
                 0
             } else {
@@ -117,7 +118,7 @@ fn tags_say_what_is_suspended_and_what_is_kept() {
         // The rest.
         let done = try_suspend(&allocator, Select::Allocator, keep()).unwrap();
         assert_eq!((done.bytes, done.kept), (4 * MIB as u64, 4 * MIB as u64));
-        assert_eq!(held(rig), 0);
+        assert_held(rig, 0);
         let weights = Select::Tag(Tag::new("weights"));
         allocator.resume(weights).unwrap();
         assert_eq!(rig.mismatches(blocks[0].ptr(), 4 * MIB, 9, &stream), 0);
@@ -144,13 +145,13 @@ fn a_pool_is_not_suspended_in_a_capture_and_not_without_room() {
         let (allocator, stream) = (rig.limited(16 * MIB), rig.stream());
         let pool = allocator.graph_pool().unwrap();
         let scope = pool.enter(Scope::NextCapture).unwrap();
-        stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
         let block = allocator.allocate(12 * MIB, &stream).unwrap();
         match try_suspend(&allocator, Select::Pool(&pool), Contents::Drop) {
             Err(Error::Capturing { .. }) => {}
             other => panic!("{other:?}"),
         }
-        let graph = stream.end_capture().unwrap();
+        let graph = under_way.end().unwrap();
         scope.leave().unwrap();
         try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
         // The limit is of memory that is there.
@@ -181,6 +182,40 @@ fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
         rig.close(&allocator);
         let leaks = rig.sim().map(|sim| sim.leaks());
         assert!(leaks.is_none_or(|leaks| leaks.reservations == 0 && leaks.host == 0));
+    });
+}
+
+/// Nobody has to bring a pool back that nobody can use.
+#[test]
+fn a_pool_that_nobody_can_use_is_not_brought_back() {
+    packed(|rig| {
+        for all in [false, true] {
+            let (allocator, stream) = (rig.allocator(), rig.stream());
+            let pool = allocator.graph_pool().unwrap();
+            let (graph, output) = program(rig, &allocator, &pool, &stream);
+            let select = match all {
+                true => Select::Allocator,
+                false => Select::Pool(&pool),
+            };
+            try_suspend(&allocator, select, Contents::Pinned).unwrap();
+            drop((graph, output));
+            let begun = std::time::Instant::now();
+            while pool.footprint().unwrap().leases > 0 {
+                assert!(begun.elapsed() < std::time::Duration::from_secs(60));
+                std::thread::yield_now();
+            }
+            drop(pool);
+            if all {
+                // With the rest nothing comes back either.
+                assert_eq!(resume(&allocator).bytes, 0);
+            }
+            assert!(!is_suspended(&allocator));
+            allocator.trim(0).unwrap();
+            let host = rig.maybe_sim().map(|sim| sim.leaks().host);
+            assert!(host.is_none_or(|bytes| bytes == 0));
+            assert_held(rig, 0);
+            rig.close(&allocator);
+        }
     });
 }
 

@@ -31,7 +31,7 @@ fn no_request_gets_suspended_memory() {
         is_suspended_error(allocator.segments_of(ptr, 512));
         is_suspended_error(try_suspend(allocator, Select::Allocator, Contents::Drop));
         allocator.synchronize().unwrap();
-        assert_eq!(held(rig), 0);
+        assert_held(rig, 0);
         resume(allocator);
         let again = allocator.resume(Select::Allocator).unwrap_err();
         assert!(matches!(again, Error::NotSuspended), "{again:?}");
@@ -73,12 +73,12 @@ fn guarded_memory_is_not_suspended() {
 fn nothing_is_suspended_while_a_stream_captures() {
     packed(|rig| {
         let world = World::new(rig, Config::new());
-        world.stream.begin_capture(MODE).unwrap();
+        let under_way = Capturing::begin(&world.stream, MODE);
         match try_suspend(&world.allocator, Select::Allocator, Contents::Pinned) {
             Err(Error::Capturing { .. }) => {}
             other => panic!("{other:?}"),
         }
-        drop(world.stream.end_capture().unwrap());
+        drop(under_way.end().unwrap());
         world.assert_intact(rig);
         drop(world.allocator.allocate(512, &world.stream).unwrap());
         suspend(&world.allocator, Contents::Pinned);

@@ -16,16 +16,17 @@ fn what_is_kept_comes_back_at_its_address() {
             let world = World::new(rig, Config::new());
             let addresses = world.addresses();
             for _ in 0..3 {
-                let before = held(rig);
+                let before = reserved(&world.allocator);
                 let done = suspend(&world.allocator, contents);
                 assert!(is_suspended(&world.allocator));
-                assert_eq!((held(rig), done.bytes), (0, before));
+                assert_held(rig, 0);
+                assert_eq!(done.bytes, before);
                 let live = world.allocator.stats().all.allocated.current;
                 assert_eq!(done.kept, live, "live bytes alone");
                 world.allocator.check().unwrap();
                 let back = resume(&world.allocator);
                 assert!(back.bytes <= before && back.kept == live);
-                assert_eq!(held(rig), world.allocator.stats().all.reserved.current);
+                assert_held(rig, reserved(&world.allocator));
                 world.allocator.check().unwrap();
                 assert_eq!(world.addresses(), addresses);
                 world.assert_intact(rig);
@@ -89,13 +90,13 @@ fn a_resume_without_memory_changes_nothing_and_may_be_tried_again() {
         let free = rig.context.mem_info().unwrap().free;
         sim.take_memory(0, free - 4 * MIB as u64);
         for _ in 0..3 {
-            let before = held(rig);
+            let before = sim.memory_in_use(0);
             match world.allocator.resume(Select::Allocator) {
                 Err(Error::OutOfMemory(why)) => assert!(why.requested > 40 * MIB as u64),
                 other => panic!("{other:?}"),
             }
             assert!(is_suspended(&world.allocator));
-            assert_eq!(held(rig), before);
+            assert_held(rig, before);
             let error = world.allocator.allocate(512, &world.stream).unwrap_err();
             assert!(matches!(error, Error::Suspended), "{error:?}");
         }
@@ -115,13 +116,13 @@ fn blocks_are_freed_while_they_are_suspended() {
         let gone: Vec<Block> = world.blocks.drain(5..).collect();
         drop(gone);
         world.allocator.check().unwrap();
-        assert_eq!(held(rig), 0);
+        assert_held(rig, 0);
         let back = resume(&world.allocator);
         assert!(
             back.bytes < 30 * MIB as u64,
             "{back:?}: only where blocks are"
         );
-        assert_eq!(held(rig), world.allocator.stats().all.reserved.current);
+        assert_held(rig, reserved(&world.allocator));
         world.allocator.check().unwrap();
         world.assert_intact(rig);
         // What nobody has any more can be had again.

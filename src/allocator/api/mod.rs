@@ -354,7 +354,8 @@ impl Allocator {
 
     /// Gives all memory that nobody uses back to the driver, and waits on the host where only a wait tells that
     /// nobody does: for the markers that the allocator recorded on streams which do not capture, and for all work
-    /// of their contexts if memory without a marker is left and nothing there is known to capture.
+    /// of their contexts if memory without a marker is left and nothing there is known to capture. Of graph pools
+    /// that were released, graphs that are just gone are waited for, for 5 ms at most.
     ///
     /// What a capture keeps from being waited for is no error: it is pending in the result, with its streams.
     ///
@@ -438,6 +439,9 @@ impl Allocator {
     /// markers, and for the whole context where a raw stream left work without one. On an error the
     /// allocator stays open and owns what could not be given back.
     ///
+    /// The driver tells the end of a graph some time after it was destroyed, so a graph that has memory of a
+    /// [`GraphPool`] is waited for, for a tenth of a second at most.
+    ///
     /// Dropping the last handle does the same, as soon as no block is live; what a capture or the driver refuses
     /// is done when a capture was ended through this crate, or by a later call of any allocator.
     /// After a lost context, in a forked child and while the process exits nothing is touched.
@@ -449,7 +453,7 @@ impl Allocator {
     /// this call cannot give back: nothing is lost, and a close after that trim finds it gone.
     pub fn close(&self) -> Result<(), Error> {
         process::do_postponed();
-        self.engine.close()
+        self.engine.close_after_graphs()
     }
 
     // ---- observation -----------------------------------------------------------------------

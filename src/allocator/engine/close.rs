@@ -1,16 +1,21 @@
 //! Giving memory back, and the end.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::driver::{StreamKind, process};
 
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::graph_pools::SOON;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::report::Trimmed;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::error::Error;
 use crate::nvtx::{self, Category};
 use crate::sync::capture::is_of_capture;
+
+/// How long a close waits for the driver to say that graphs are gone. It does so about 0.1 ms after they are.
+const LATE: Duration = Duration::from_millis(100);
 
 impl Engine {
     /// Gives unused memory back until no more than `keep` bytes of it are held. Never waits, unless to close
@@ -67,6 +72,8 @@ impl Engine {
     /// Gives all unused memory back, with waits for what only a wait can tell: first for the allocator's own
     /// markers, then for the contexts, if memory without a marker is left and nothing is known to capture there.
     pub(crate) fn empty_cache(&self) -> Result<Trimmed, Error> {
+        // Only of these somebody says that they are not needed any more.
+        self.await_leases(SOON, |pool| pool.released);
         let mut done = self.trim(0)?;
         for contexts in [false, true] {
             if done.pending == 0 && self.lock().caches.held_back.is_empty() {
@@ -115,6 +122,15 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// [`close`](Self::close), which waits a little for graphs that are just gone.
+    pub(crate) fn close_after_graphs(&self) -> Result<(), Error> {
+        self.free_deferred();
+        if self.open()?.live_totals().0 == 0 {
+            self.await_leases(LATE, |_| true);
+        }
+        self.close()
     }
 
     /// Waits for the allocator's markers, gives everything back, and refuses further calls. After

@@ -1,15 +1,20 @@
 //! Graph pools as wholes: what they hold, earlier layouts of theirs, and their way back to the driver.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::graph::usable_pool;
-use crate::allocator::graph::Footprint;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
 use crate::allocator::graph::user::User;
+use crate::allocator::graph::{Footprint, Pool};
 use crate::allocator::heap::graph::Restoration;
+use crate::clock::Clock;
 use crate::error::{Error, GraphPoolError};
+
+/// How long the driver may take to say that graphs are gone, where it is well if they are and they may not be.
+pub(crate) const SOON: Duration = Duration::from_millis(5);
 
 impl Engine {
     /// The live blocks of a pool.
@@ -107,6 +112,24 @@ impl Engine {
         pools.try_for_each(|pool| self.ask_pool_events(pool, false))
     }
 
+    /// Waits until no graph holds a lease of these pools, or for so long: the driver tells the end of a graph on a thread
+    /// of its own, some time after whoever destroyed it went on.
+    pub(crate) fn await_leases(&self, limit: Duration, of: impl Fn(&Pool) -> bool) {
+        let (clock, ended) = (Clock::default(), Arc::clone(&self.lock().graphs.ended));
+        loop {
+            let seen = ended.count();
+            let leased = {
+                let heap = self.lock();
+                let mut pools = heap.graphs.pools.values();
+                pools.any(|pool| of(pool) && pool.has_leases())
+            };
+            if !leased || clock.now() >= limit {
+                return;
+            }
+            clock.wait(limit, &ended, seen);
+        }
+    }
+
     // ---- giving back ------------------------------------------------------------------------------------
 
     /// Waits for what pools wait for, and gives all their memory back. No graph has a lease any more.
@@ -139,6 +162,7 @@ impl Engine {
     /// Gives the memory of pools that nothing uses back to the driver: of all, or of those that were released. The
     /// bytes that went.
     pub(crate) fn dissolve_pools(&self, all: bool) -> Result<u64, Error> {
+        self.discard_pools()?;
         let taken = {
             let mut heap = self.lock();
             match heap.graphs.pools.is_empty() {

@@ -217,12 +217,14 @@ impl Engine {
         if matches!(selected, Selected::Allocator) {
             self.discard_freed()?;
         }
-        if matches!(selected, Selected::Allocator | Selected::Stream(_)) {
-            // They would only have to be mapped again.
-            let idle = self.open()?.idle_views(usize::MAX);
-            self.evict(&idle)?;
-        }
         let mut work = Work::begin(self, selected, false)?;
+        // They would only have to be mapped again, or keep handles from going.
+        let idle = match selected {
+            Selected::Allocator => self.lock().idle_views(usize::MAX),
+            Selected::Stream(stream) => self.lock().idle_views_over(stream),
+            Selected::Pool(_) | Selected::Tag(_) => Vec::new(),
+        };
+        self.evict(&idle)?;
         self.synchronise(true)?;
         {
             let mut heap = self.lock();
@@ -261,6 +263,8 @@ impl Engine {
     pub(crate) fn resume(&self, selected: Selected) -> Result<Resumed, Error> {
         self.usable()?;
         self.free_deferred();
+        // Nothing is made for what nobody can use.
+        self.discard_pools()?;
         let mut work = Work::begin(self, selected, true)?;
         let missing = {
             let mut heap = self.lock();
@@ -367,6 +371,20 @@ impl Engine {
                 return Ok(());
             }
             let away = heap.take_freed();
+            heap.suspended.working = !away.is_empty();
+            away
+        };
+        self.discard(away)
+    }
+
+    /// Gives up what is suspended of pools that nobody can use any more.
+    pub(crate) fn discard_pools(&self) -> Result<(), Error> {
+        let away = {
+            let mut heap = self.lock();
+            if heap.suspended.working || heap.suspended.map.is_empty() {
+                return Ok(());
+            }
+            let away = heap.take_unused_pools();
             heap.suspended.working = !away.is_empty();
             away
         };

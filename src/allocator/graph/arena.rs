@@ -379,8 +379,12 @@ impl Arena {
     /// All handles are the driver's, and nothing is mapped any more but what failed calls left behind.
     pub(crate) fn forget_memory(&mut self) {
         self.free.clear();
-        self.handles.clear();
-        self.views.clear();
+        for (home, handle) in std::mem::take(&mut self.handles) {
+            self.homes.put(home, handle.bytes);
+        }
+        for (base, view) in std::mem::take(&mut self.views) {
+            self.sites.put(base, view.bytes());
+        }
     }
 
     /// The addresses of an arena that gave all its memory back: base and bytes. None while anything is mapped there.
@@ -538,6 +542,17 @@ mod tests {
         };
         let refused = arena.plan(fit(3 * GRANULES), &runs, &none).unwrap_err();
         assert_eq!(refused, Lacking::Memory(PHYSICAL_GRANULE));
+    }
+
+    #[test]
+    fn addresses_without_memory_serve_again() {
+        let mut arena = arena();
+        let blocks = [(); 3].map(|()| block(&mut arena, GRANULES, true));
+        let _ = [0, 2].map(|at: usize| free(&mut arena, &blocks[at]));
+        assert_eq!(block(&mut arena, 2 * GRANULES, true).parts.len(), 2);
+        arena.forget_memory();
+        let whole = [&arena.homes, &arena.sites].map(|at| at.lowest(64 * PHYSICAL_GRANULE));
+        assert_eq!(whole, [Some(1 << 40), Some(1 << 41)]);
     }
 
     #[test]

@@ -1,5 +1,8 @@
 //! The driver calls of graph pools: over plans of their books, never with the heap's lock.
 
+use std::sync::Arc;
+
+use crate::clock::Wakeup;
 use crate::driver::{Context, DriverError, Entered, sys};
 
 use crate::allocator::extent::record::{NIL, SpaceId};
@@ -82,12 +85,16 @@ fn show(maker: &Maker<'_>, plan: &Plan, fresh: &[u64]) -> Result<(), (DriverErro
     })
 }
 
-/// Has a graph, all executables made of it and their launches keep a lease.
+/// Has a graph, all executables made of it and their launches keep a lease. Its end wakes who waits for `ended`.
 ///
 /// # Safety
 /// `graph` must be live, and nobody uses it meanwhile.
-pub(crate) unsafe fn retain(context: &Context, graph: sys::CUgraph) -> Result<Lease, DriverError> {
-    let lease = Lease::new();
+pub(crate) unsafe fn retain(
+    context: &Context,
+    graph: sys::CUgraph,
+    ended: &Arc<Wakeup>,
+) -> Result<Lease, DriverError> {
+    let lease = Lease::new(ended);
     let entered = context.enter()?;
     let held = lease.clone().into_driver();
     // SAFETY: the caller vouches for the graph; the reference is good for the function, which calls nothing.

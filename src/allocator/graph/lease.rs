@@ -4,22 +4,36 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Holds until the driver says that the graph and all executables made of it are gone and none of them runs.
+use crate::clock::Wakeup;
+
+/// Holds until the driver says that the graph and all executables made of it are gone and none of them runs, which it
+/// does on a thread of its own some time after that is so.
 #[derive(Debug, Clone)]
-pub(crate) struct Lease(Arc<AtomicBool>);
+pub(crate) struct Lease(Arc<Term>);
+
+#[derive(Debug)]
+struct Term {
+    over: AtomicBool,
+    /// Woken when it is over.
+    ended: Arc<Wakeup>,
+}
 
 impl Lease {
-    pub(crate) fn new() -> Lease {
-        Lease(Arc::default())
+    pub(crate) fn new(ended: &Arc<Wakeup>) -> Lease {
+        Lease(Arc::new(Term {
+            over: AtomicBool::new(false),
+            ended: Arc::clone(ended),
+        }))
     }
 
     pub(crate) fn is_over(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.over.load(Ordering::Acquire)
     }
 
     /// Nobody holds it any more.
     pub(crate) fn end(&self) {
-        self.0.store(true, Ordering::Release);
+        self.0.over.store(true, Ordering::Release);
+        self.0.ended.wake();
     }
 
     /// A reference for the driver, which gives it to [`ended`].
@@ -44,12 +58,13 @@ mod tests {
 
     #[test]
     fn the_drivers_word_ends_a_lease_and_lets_go_of_it() {
-        let lease = Lease::new();
+        let wakeup = Arc::<Wakeup>::default();
+        let lease = Lease::new(&wakeup);
         let driver = lease.clone().into_driver();
         assert!(!lease.is_over());
         // SAFETY: made just now, and not used again.
         unsafe { ended(driver) };
-        assert!(lease.is_over());
+        assert!(lease.is_over() && wakeup.count() == 1);
         assert_eq!(Arc::strong_count(&lease.0), 1);
     }
 }

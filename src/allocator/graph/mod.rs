@@ -31,6 +31,7 @@ use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::scope::Scopes;
 use crate::allocator::graph::user::User;
+use crate::clock::Wakeup;
 use crate::sync::event::Pooled;
 
 /// The pools of an allocator, the captures that use them, and who gets memory of which.
@@ -45,6 +46,8 @@ pub(crate) struct Graphs {
     pub unasked: BTreeSet<u64>,
     /// Bytes that all pools hold from the driver, and that growth under way will add.
     pub held: u64,
+    /// Woken when a lease is over.
+    pub ended: Arc<Wakeup>,
     /// Streams by their handles that were retired, each with the count at the time. Only kept once there are
     /// checkpoints, which may name them.
     departed: Vec<(u64, User)>,
@@ -108,7 +111,26 @@ pub(crate) enum Asker {
 impl Pool {
     /// Whether a graph may use it.
     pub(crate) fn is_leased(&self) -> bool {
-        self.untold || self.leases.iter().any(|lease| !lease.is_over())
+        self.untold || self.has_leases()
+    }
+
+    /// Whether it has memory, and no live block.
+    pub(crate) fn has_only_free(&self) -> bool {
+        self.arena.live.is_empty() && self.arena.has_memory()
+    }
+
+    /// Whether it is suspended for nobody: no capture comes, no graph can use it, and there is no block.
+    pub(crate) fn is_unused(&self) -> bool {
+        self.released
+            && self.away
+            && self.calls == 0
+            && !self.is_leased()
+            && self.arena.live.is_empty()
+    }
+
+    /// Whether a graph holds a lease.
+    pub(crate) fn has_leases(&self) -> bool {
+        self.leases.iter().any(|lease| !lease.is_over())
     }
 }
 
@@ -378,8 +400,7 @@ impl Graphs {
 
     /// Whether a graph holds a lease.
     pub(crate) fn are_leased(&self) -> bool {
-        let mut leases = self.pools.values().flat_map(|pool| &pool.leases);
-        leases.any(|lease| !lease.is_over())
+        self.pools.values().any(Pool::has_leases)
     }
 
     /// A graph has a lease of a pool from here on, or the driver tells nobody of its end.

@@ -1,6 +1,6 @@
 //! Suspended memory in the books: what is chosen, what is refused, and what comes back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::allocator::extent::handle::Holding;
 use crate::allocator::extent::record::{Hot, NIL, SpaceId, State as Extent};
@@ -146,7 +146,7 @@ impl Heap {
     /// What of a closed target is to be suspended.
     pub(crate) fn park(&mut self, target: Target, contents: Contents) -> Result<Suspension, Error> {
         let (mut claimed, mut blocks, mut left) = (Vec::new(), Vec::new(), 0);
-        let (handles, kept) = match target {
+        let (handles, mut kept) = match target {
             Target::Arenas => self.park_arenas()?,
             Target::Pool(id) => {
                 let pool = self.graphs.pools.get(&id);
@@ -169,6 +169,7 @@ impl Heap {
         });
         let mut bounds: Vec<u64> = spans.chain(self.physical.spans.keys()).copied().collect();
         bounds.sort_unstable();
+        join(&mut kept, |at| bounds.binary_search(&at).is_ok());
         Ok(Suspension {
             handles,
             bounds,
@@ -207,7 +208,6 @@ impl Heap {
             return Err(busy(views as u64, 0));
         }
         kept.sort_unstable();
-        join(&mut kept, |_| false);
         let apart = |home: &u64| {
             let mut ids = self.physical.quarantined.iter();
             ids.any(|id| self.extents.records[*id].addr == *home)
@@ -309,6 +309,23 @@ impl Heap {
         chosen
     }
 
+    /// Idle views of handles with large blocks of a stream.
+    pub(crate) fn idle_views_over(&mut self, stream: u64) -> Vec<u64> {
+        self.clear_large_caches();
+        let mut homes = BTreeSet::new();
+        for (_, hot) in self.row(SpaceId::Large) {
+            if hot.state == Extent::Used && self.streams[hot.stream].key.number() == stream {
+                homes.extend(self.handles_of(&hot).into_iter().map(|(home, _)| home));
+            }
+        }
+        let mut idle = self.idle_views(usize::MAX);
+        idle.retain(|base| {
+            let shown = &self.views.map[base].mappings;
+            shown.iter().any(|part| homes.contains(&part.home))
+        });
+        idle
+    }
+
     /// Handles at home that an extent touches.
     fn handles_of(&self, hot: &Hot) -> Vec<(u64, Holding)> {
         let first = self.physical.holdings.range(..=hot.addr).next_back();
@@ -353,6 +370,19 @@ impl Heap {
             matches!(target, Target::Stream(_)) && away.blocks.iter().all(freed)
         });
         let over: Vec<Target> = over.map(|(target, _)| *target).collect();
+        let over = over.into_iter();
+        over.filter_map(|target| Some((target, self.suspended.map.remove(&target)?)))
+            .collect()
+    }
+
+    /// Takes out suspensions of pools that were released, of which there is no block, and that no graph can use.
+    pub(crate) fn take_unused_pools(&mut self) -> Vec<(Target, Suspension)> {
+        let away: Vec<Target> = self.suspended.map.keys().copied().collect();
+        let over = away.into_iter().filter(|target| match target {
+            Target::Pool(id) => self.graphs.pools.get(id).is_some_and(Pool::is_unused),
+            Target::Arenas | Target::Stream(_) => false,
+        });
+        let over: Vec<Target> = over.collect();
         let over = over.into_iter();
         over.filter_map(|target| Some((target, self.suspended.map.remove(&target)?)))
             .collect()
@@ -471,7 +501,6 @@ fn park_pool(pool: &Pool) -> Choice {
         .map(|part| (part.home, u64::from(part.granules) * GRANULE))
         .collect();
     kept.sort_unstable();
-    join(&mut kept, |_| false);
     (handles, kept)
 }
 

@@ -10,6 +10,7 @@
 use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
 
+use crate::allocator::engine::graph_pools::SOON;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
@@ -183,6 +184,7 @@ impl Engine {
                     let spared;
                     (heap, spared) = self.unlocked(heap, || {
                         self.ask_pools()?;
+                        self.await_leases(SOON, |pool| pool.has_only_free());
                         self.dissolve_pools(true)
                     })?;
                     if spared > 0 {

@@ -43,7 +43,7 @@ pub(crate) struct Parked {
 #[derive(Debug)]
 pub(crate) struct Suspension {
     pub handles: Vec<Parked>,
-    /// Where reservations of addresses begin: nothing that is given access at once goes across.
+    /// Where reservations of addresses begin: nothing that is given access or copied at once goes across.
     pub bounds: Vec<u64>,
     /// Addresses and bytes of the live blocks whose contents are kept, where they lie at home, in order.
     pub kept: Vec<(u64, u64)>,

@@ -128,6 +128,10 @@ impl State {
             label: self.threads[self.thread].label,
             ctx: self.queues[queue as usize].ctx,
         };
+        let kernel = task.kind() == CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL;
+        if !kernel && links.iter().any(Link::is_programmatic) {
+            return fail(INVALID);
+        }
         let graph = self.graphs.captures.get(&id).map_or(0, |c| c.graph);
         let node = self.graphs.add_node(graph, Some(task), links.to_vec())?;
         if let Some(capture) = self.graphs.captures.get_mut(&id) {

@@ -48,6 +48,21 @@ impl Link {
         (self.from_port, self.to_port, self.kind) != (0, 0, 0)
     }
 
+    /// Whether the next node may begin while the node, a kernel, runs, which it has to be a kernel for.
+    pub(super) fn is_programmatic(&self) -> bool {
+        self.kind == 1
+    }
+
+    /// Whether an edge may have this data if it leaves a kernel, or another node. As the driver's header says:
+    /// ports are those of kernels, and the port at which a kernel lets others begin needs a programmatic edge.
+    pub(super) fn may_leave(&self, kernel: bool) -> bool {
+        match (self.kind, self.from_port, self.to_port) {
+            (0, 0, 0) => true,
+            (0, 2, 0) | (1, 1 | 2, 0) => kernel,
+            _ => false,
+        }
+    }
+
     /// Whether the node is complete before the next begins.
     pub(super) fn is_whole(&self) -> bool {
         self.kind == 0 && self.from_port == 0

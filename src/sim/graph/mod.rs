@@ -115,6 +115,10 @@ pub(super) struct Node {
 }
 
 impl Node {
+    fn is_kernel(&self) -> bool {
+        self.kind() == CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL
+    }
+
     fn kind(&self) -> CUgraphNodeType {
         let task = self.task.as_ref();
         task.map_or(CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY, Task::kind)
@@ -220,11 +224,11 @@ impl Graphs {
         Ok(node)
     }
 
-    /// Whether all of these are nodes of the graph.
+    /// Whether all of these are nodes of the graph, which edges with this data may leave.
     fn belong(&self, graph: u64, links: &[Link]) -> bool {
         let inside = |link: &Link| {
             let node = self.nodes.get(link.node);
-            node.is_some_and(|node| node.graph == graph)
+            node.is_some_and(|node| node.graph == graph && link.may_leave(node.is_kernel()))
         };
         links.iter().all(inside)
     }

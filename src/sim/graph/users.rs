@@ -71,6 +71,7 @@ impl State {
                 function: destroy,
                 data: pointer as usize,
                 alone: true,
+                late: self.config.late_destructors,
             },
         });
         object.set(value as CUuserObject)
