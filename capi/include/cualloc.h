@@ -300,6 +300,11 @@ typedef struct cualloc_stats_t {
    * The part of it all that other blocks have.
    */
   struct cualloc_pool_stats_t large_pool;
+  /**
+   * Bytes that graph pools hold from the driver, those that were released and still have them among them. No other
+   * figure here counts them; the limit does.
+   */
+  uint64_t graph_pools;
 } cualloc_stats_t;
 
 /**

@@ -279,6 +279,17 @@ pub(crate) fn write(picture: &OutOfMemory, f: &mut fmt::Formatter<'_>) -> fmt::R
     if let Some(limit) = picture.limit {
         write!(f, "; {} allowed", Size(limit))?;
     }
+    if let Some(others) = picture.others().filter(|others| *others > 0) {
+        let others = Size(others);
+        write!(
+            f,
+            ". Others hold {others}: other processes, other allocators of this one, and CUDA itself"
+        )?;
+    }
+    if picture.graph_pools > 0 {
+        let pools = Size(picture.graph_pools);
+        write!(f, ". {pools} is held by the pools of CUDA graphs")?;
+    }
     write!(
         f,
         ". Of the allocated memory {} is allocated by PyTorch, and {} is reserved by PyTorch but unallocated. \

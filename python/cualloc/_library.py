@@ -52,6 +52,7 @@ class Stats(ctypes.Structure):
         ),
         ("small_pool", PoolStats),
         ("large_pool", PoolStats),
+        ("graph_pools", ctypes.c_uint64),
     ]
 
 

@@ -274,7 +274,8 @@ def _device(device):
 def stats(device=None):
     """The figures of a device's allocator (the current device's, unless one is given), as dictionaries: bytes asked for
     (`requested`), handed out (`allocated`) and held from the driver (`reserved`), each with `current`, `peak` and
-    `total`; numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h)."""
+    `total`; numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h).
+    `graph_pools` is what pools of graphs hold, which no other figure counts."""
     return _library.plain(_library.stats(_device(device)))
 
 
@@ -321,7 +322,7 @@ def graph_pool(pool, device=None):
     """What a pool of CUDA graphs holds on a device, by its id (`torch.cuda.graph_pool_handle()`, or `pool()` of a
     graph), as a dictionary of bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical` held from the
     driver; and numbers: live `blocks`, and `leases` of graphs. None if no graph was captured with it, or all were reset.
-    `stats()` and `torch.cuda.memory_*` do not count what pools of graphs hold."""
+    `torch.cuda.memory_*` do not count what pools of graphs hold; `stats()` has the sum of it as `graph_pools`."""
     return _library.graph_pool(_device(device), pool)
 
 

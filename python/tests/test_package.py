@@ -175,7 +175,14 @@ def out_of_memory_has_the_words_of_pytorch():
     assert code == 1 and said.startswith(begin), said
     for part in ("is free; 1024.00 MiB allowed", "512.00 MiB is allocated by PyTorch", "out of memory on device 0"):
         assert part in said, said
+    assert "Others hold" not in said, said
     assert torch._C._cuda_memoryStats(0)["num_ooms"] == 1
+    # Somebody else on the device.
+    others, handle = driver(), ctypes.c_uint64()
+    assert others.cuMemAlloc_v2(ctypes.byref(handle), ctypes.c_size_t(70 << 30)) == 0
+    said = text(2 << 30)[0]
+    assert "Others hold 70.00 GiB: other processes, " in said and ", others hold 70.00 GiB" in said, said
+    assert others.cuMemFree_v2(handle) == 0
     assert "Tried to allocate 800000000.00 GiB. GPU 0" in text(800000000 << 30)[0]
     assert text(8000000000 << 30) == ("CUDA out of memory. Tried to allocate more than 1EB memory.", 1)
     said, code = text(1, 2)

@@ -554,6 +554,7 @@ impl crate::allocator::heap::Heap {
             .unwrap_or(0);
         stats.nodes = self.extents.records.len() as u64;
         stats.limit = self.physical.limit;
+        stats.graph_pools = self.graphs.held;
         self.add_caches(&mut stats);
         stats.packing = self.packing();
         stats
