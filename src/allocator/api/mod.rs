@@ -354,7 +354,8 @@ impl Allocator {
 
     /// Gives all memory that nobody uses back to the driver, and waits on the host where only a wait tells that
     /// nobody does: for the markers that the allocator recorded on streams which do not capture, and for all work
-    /// of their contexts if memory without a marker is left and nothing there is known to capture.
+    /// of their contexts if memory is left on which only their owners could record one (raw streams that were not
+    /// adopted), nothing there is known to capture, and no scope of a graph pool waits for captures.
     ///
     /// What a capture keeps from being waited for is no error: it is pending in the result, with its streams.
     ///
