@@ -346,12 +346,8 @@ def sleep_and_wake():
 
     for turn in range(20):
         y.zero_()
-        free = torch.cuda.mem_get_info()[0]
         assert ours.sleep(keep="weights", pinned=turn % 4 != 3) >= tagged
         assert ours.stats()["graph_pools"] == captured_with
-        if turn == 0:
-            # Others have it at once; other processes may have taken some of it.
-            assert torch.cuda.mem_get_info()[0] > free
         # Meanwhile the memory is used otherwise.
         filler = [torch.full((64 << 20,), -1.0, device="cuda") for _ in range(2)]
         assert all(float(one.max()) == -1.0 for one in filler)
