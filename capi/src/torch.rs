@@ -121,6 +121,19 @@ fn worded(failure: Failure, bytes: usize, device: i32) -> Failure {
             let mut picture = OutOfMemory::default();
             picture.requested = bytes as u64;
             picture.device = usize::try_from(device).unwrap_or_default();
+            // The rest of the picture is as good as the allocator and the driver can be asked.
+            let _asked = handles::with(shared::made(device), |allocator| {
+                let stats = allocator.stats();
+                picture.limit = stats.limit;
+                picture.reserved = stats.all.reserved.current;
+                picture.allocated = stats.all.allocated.current;
+                picture.cached = stats.cached();
+                picture.graph_pools = stats.graph_pools;
+                let info = allocator.context().mem_info()?;
+                picture.driver_free = Some(info.free);
+                picture.driver_total = Some(info.total);
+                Ok(())
+            });
             Failure::Torch(Box::new(picture))
         }
         failure => failure,

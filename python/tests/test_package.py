@@ -183,7 +183,7 @@ def out_of_memory_has_the_words_of_pytorch():
     said = text(2 << 30)[0]
     assert "Others hold 70.00 GiB: other processes, " in said and ", others hold 70.00 GiB" in said, said
     assert others.cuMemFree_v2(handle) == 0
-    assert "Tried to allocate 800000000.00 GiB. GPU 0" in text(800000000 << 30)[0]
+    assert "Tried to allocate 800000000.00 GiB. GPU 0 has a total capacity of 80.00 GiB" in text(800000000 << 30)[0]
     assert text(8000000000 << 30) == ("CUDA out of memory. Tried to allocate more than 1EB memory.", 1)
     said, code = text(1, 2)
     assert code == 2 and "there is no device 2" in said
@@ -640,6 +640,51 @@ def tags_need_the_allocator():
     assert cualloc.torch.sleep() == 0 and not cualloc.torch.capabilities()["sleep"]
 
 
+def tests_of_pytorch_are_chosen_by_name():
+    import tempfile
+
+    program = '''
+import unittest
+import torch
+
+class TestCuda(unittest.TestCase):
+    def test_graph_is_right(self):
+        assert torch._C.current is not None
+
+    def test_graph_is_wrong(self):
+        self.assertEqual(1, 2)
+
+    def test_graph_skips(self):
+        self.skipTest("no reason")
+
+    def test_graph_memory_stats_and_use_result_after_destroy_graph(self):
+        raise AssertionError("left out")
+
+    def test_of_nothing_like_it(self):
+        raise AssertionError("no graph")
+
+class TestMemPool(unittest.TestCase):
+    def test_graph_capture_reclaim_2_streams(self):
+        pass
+
+    def test_mempool_with_graph(self):
+        raise AssertionError("left out")
+'''
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "test_cuda.py")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(program)
+        command = [sys.executable, "-B", os.path.join(HERE, "gpu_pytorch_tests.py"), path]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(program.replace("assertEqual(1, 2)", "assertEqual(2, 2)"))
+        right = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and "failed    TestCuda.test_graph_is_wrong" in ended.stdout, ended
+    assert "2 well, 1 skipped by themselves, 1 failed, 2 left out" in ended.stdout, ended.stdout
+    assert right.returncode == 0 and "3 well, 1 skipped by themselves, 0 failed, 2 left out" in right.stdout, right
+    assert "test_of_nothing" not in ended.stdout and "left out  TestMemPool.test_mempool_with_graph: " in ended.stdout
+
+
 def the_classic_policy_has_no_graphs():
     at = graphs(config="policy=classic")
     if at is None:
@@ -957,6 +1002,7 @@ CASES = [
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
     *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),
     *(captures_beside_each_other_fail_alone, tags_sleep_and_wake, tags_need_the_allocator),
+    tests_of_pytorch_are_chosen_by_name,
     *(what_only_pytorchs_own_allocator_does_says_so, a_pytorch_with_other_hooks_has_no_graphs),
 ]
 

@@ -97,10 +97,9 @@ fn an_emptied_cache_spoils_no_capture_that_nobody_knows() {
         let foreign = RawStream::new(rig);
         let late = allocator.allocate(BLOCK, &long).unwrap();
         rig.stamp(late.ptr(), BLOCK, 2, &long);
-        let holds = [
-            rig.busy_for(&short, NANOS),
-            rig.busy_for(&long, 1000 * NANOS),
-        ];
+        // One is at work twice as long.
+        let streams = [&short, &long, &long];
+        let holds = streams.map(|stream| rig.busy_for(stream, NANOS));
         freed_in_use(rig, &allocator, &short);
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
         begin_in(rig, foreign.raw(), mode)();
