@@ -20,7 +20,7 @@
  * Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
  * without a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 3
+#define CUALLOC_ABI_VERSION 4
 
 /**
  * Requests of the capture with the id that cualloc_scope_t.capture has, on all its streams.
@@ -140,6 +140,12 @@
  * The memory of a graph pool; `which` is its handle (cualloc_pool_create).
  */
 #define CUALLOC_SELECT_POOL 2
+
+/**
+ * The memory of all graph pools with a tag (cualloc_pool_create_tagged); `which` is the tag's text, which ends with a
+ * zero.
+ */
+#define CUALLOC_SELECT_TAG 3
 
 /**
  * Contents are lost: nobody may read them afterwards before they are written.
@@ -300,6 +306,11 @@ typedef struct cualloc_stats_t {
    * The part of it all that other blocks have.
    */
   struct cualloc_pool_stats_t large_pool;
+  /**
+   * Bytes that graph pools hold from the driver, those that were released and still have them among them. No other
+   * figure here counts them; the limit does.
+   */
+  uint64_t graph_pools;
 } cualloc_stats_t;
 
 /**
@@ -687,7 +698,9 @@ int32_t cualloc_trim(struct cualloc_t *allocator,
 
 /**
  * cualloc_trim of everything, which waits on the host for the work of streams that do not capture. What a capture
- * keeps from being waited for is pending, and no error.
+ * keeps from being waited for is pending, and no error. It waits for whole contexts, which spoils captures of which the
+ * allocator cannot know, only for memory of streams that were neither made by the library nor adopted
+ * (cualloc_adopt_stream), and while no scope of a graph pool is open for captures.
  *
  * Errors: as cualloc_trim.
  *
@@ -764,6 +777,22 @@ int32_t cualloc_check(struct cualloc_t *allocator);
  */
 int32_t cualloc_pool_create(struct cualloc_t *allocator,
                             struct cualloc_pool_t **out);
+
+/**
+ * cualloc_pool_create of a pool with a tag, a text by which all pools that have it are suspended together
+ * (CUALLOC_SELECT_TAG). No handle of the driver has memory of two pools. A process keeps the texts of its tags, 65536
+ * at most.
+ *
+ * Errors: as cualloc_pool_create; CUALLOC_INVALID_ARGUMENT also for a tag that is null or not UTF-8, or one too many.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `tag` is null or ends with a zero; `out` is null or may be written.
+ */
+int32_t cualloc_pool_create_tagged(struct cualloc_t *allocator,
+                                   const char *tag,
+                                   struct cualloc_pool_t **out);
 
 /**
  * Sends requests to a pool from here on, until *scope is left. Of several scopes that fit a request that of its
@@ -952,16 +981,16 @@ struct cualloc_t *cualloc_shared_made(int32_t device);
  *
  * Errors: CUALLOC_SUSPENDED if it is suspended already, CUALLOC_BUSY while a guard keeps memory or a call on another
  * thread holds some, CUALLOC_CAPTURING, CUALLOC_UNSUPPORTED under the classic policy, CUALLOC_INVALID_ARGUMENT for a
- * null handle or bytes, an unknown number or a pool of another allocator, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
- * CUALLOC_DRIVER. Nothing is suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
+ * null handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has, CUALLOC_CLOSED,
+ * CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Nothing is suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
  * suspended, and cualloc_resume brings it back.
  *
  * Any thread, whatever context is current.
  *
  * What the caller answers for:
  * Until cualloc_resume has succeeded nobody gives a device work that uses the memory. Contents that are not kept are
- * not read before they are written. `which` is, where a stream is looked for, a live one, or null, 1 or 2; `bytes` is null
- * or may be written.
+ * not read before they are written. `which` is, where a stream is looked for, a live one, or null, 1 or 2, and where a tag
+ * is, null or a text that ends with a zero; `bytes` is null or may be written.
  */
 int32_t cualloc_suspend(struct cualloc_t *allocator,
                         int32_t select,
@@ -975,13 +1004,14 @@ int32_t cualloc_suspend(struct cualloc_t *allocator,
  *
  * Errors: CUALLOC_OUT_OF_MEMORY: the text says how many bytes are missing; CUALLOC_SUSPENDED if nothing of it is
  * suspended, CUALLOC_BUSY while a call on another thread suspends or resumes, CUALLOC_INVALID_ARGUMENT for a null
- * handle or bytes, an unknown number or a pool of another allocator, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
- * CUALLOC_DRIVER. It is suspended as before then, and may be tried again.
+ * handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has, CUALLOC_CLOSED,
+ * CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. It is suspended as before then, and may be tried again.
  *
  * Any thread, whatever context is current.
  *
  * What the caller answers for:
- * `which` is, where a stream is looked for, a live one, or null, 1 or 2; `bytes` is null or may be written.
+ * `which` is, where a stream is looked for, a live one, or null, 1 or 2, and where a tag is, null or a text that ends
+ * with a zero; `bytes` is null or may be written.
  */
 int32_t cualloc_resume(struct cualloc_t *allocator,
                        int32_t select,

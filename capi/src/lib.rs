@@ -22,6 +22,7 @@ mod results;
 mod shared;
 mod stats;
 mod suspend;
+mod tags;
 mod torch;
 mod torch_pools;
 
@@ -47,7 +48,7 @@ pub use torch_pools::*;
 
 /// Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
 /// without a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 3;
+pub const CUALLOC_ABI_VERSION: u32 = 4;
 
 /// An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
 /// out.

@@ -29,7 +29,9 @@ pub unsafe extern "C" fn cualloc_trim(
 }
 
 /// cualloc_trim of everything, which waits on the host for the work of streams that do not capture. What a capture
-/// keeps from being waited for is pending, and no error.
+/// keeps from being waited for is pending, and no error. It waits for whole contexts, which spoils captures of which the
+/// allocator cannot know, only for memory of streams that were neither made by the library nor adopted
+/// (cualloc_adopt_stream), and while no scope of a graph pool is open for captures.
 ///
 /// Errors: as cualloc_trim.
 ///

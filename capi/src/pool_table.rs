@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cualloc::allocator::{GraphPool, PoolScope};
 use cualloc::error::GraphPoolError;
-use cualloc::{Allocator, Error};
+use cualloc::{Allocator, Error, Tag};
 
 use crate::pools::Predicate;
 use crate::results::{CUALLOC_CLOSED, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
@@ -75,11 +75,17 @@ const FOREIGN: Failure = Failure::Said(
     "the graph pool is one of another allocator",
 );
 
-/// Makes a pool of an allocator.
-pub(crate) fn add(allocator: *mut cualloc_t) -> Result<*mut cualloc_pool_t, Failure> {
+/// Makes a pool of an allocator, with a tag or without.
+pub(crate) fn add(
+    allocator: *mut cualloc_t,
+    tag: Option<Tag>,
+) -> Result<*mut cualloc_pool_t, Failure> {
     drop(known()?);
     let entered = handles::enter(allocator)?;
-    let pool = entered.allocator().graph_pool();
+    let pool = match tag {
+        Some(tag) => entered.allocator().graph_pool_for(tag),
+        None => entered.allocator().graph_pool(),
+    };
     let pool = pool.map_err(|error| handles::judged(entered.allocator(), error))?;
     // The allocator is in this call, so a destroy that begins now finds the pool here.
     let mut known = known()?;

@@ -447,3 +447,67 @@ fn a_pool_is_suspended_by_its_handle() {
     assert_eq!(cualloc_destroy(own), CUALLOC_OK);
     assert_eq!(cualloc_destroy(other), CUALLOC_OK);
 }
+
+#[test]
+fn a_tag_selects_its_pools() {
+    let _one = world();
+    let (own, asked) = (allocator(), Asked::default());
+    let tagged = |tag: &std::ffi::CStr| {
+        let mut made = null_mut();
+        // SAFETY: the text ends with a zero, and the pointer is to a local.
+        let code = unsafe { cualloc_pool_create_tagged(own, tag.as_ptr(), &mut made) };
+        assert_eq!(code, CUALLOC_OK);
+        made
+    };
+    let blocks = [c"some weights", c"a cache", c"a cache"].map(|tag| {
+        let pool = tagged(tag);
+        let (code, number) = enter(pool, &scope(CUALLOC_SCOPE_THREAD, &asked));
+        assert_eq!(code, CUALLOC_OK);
+        let mut out = 0;
+        // SAFETY: the pointer is to a local.
+        let code = unsafe { cualloc_alloc(own, 5 << 20, null_mut(), &mut out) };
+        assert_eq!(code, CUALLOC_OK);
+        assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
+        out
+    });
+    let suspend = |tag: *const std::ffi::c_char, how| {
+        let (mut bytes, which) = (1, tag.cast_mut().cast());
+        // SAFETY: nothing uses the memory, texts end with a zero, and the pointer is to a local.
+        let code = unsafe { cualloc_suspend(own, CUALLOC_SELECT_TAG, which, how, &mut bytes) };
+        (code, bytes)
+    };
+    let resume = |tag: *const std::ffi::c_char| {
+        let (mut bytes, which) = (1, tag.cast_mut().cast());
+        // SAFETY: as above.
+        let code = unsafe { cualloc_resume(own, CUALLOC_SELECT_TAG, which, &mut bytes) };
+        (code, bytes)
+    };
+    let (weights, cache) = (c"some weights".as_ptr(), c"a cache".as_ptr());
+    let (code, kept) = suspend(weights, CUALLOC_CONTENTS_PINNED);
+    assert_eq!(code, CUALLOC_OK);
+    // Two pools have the other one.
+    assert_eq!(
+        suspend(cache, CUALLOC_CONTENTS_DROP),
+        (CUALLOC_OK, 2 * kept)
+    );
+    assert_eq!(
+        suspend(cache, CUALLOC_CONTENTS_DROP),
+        (CUALLOC_SUSPENDED, 0)
+    );
+    assert_eq!(resume(weights), (CUALLOC_OK, kept));
+    assert_eq!(resume(weights), (CUALLOC_SUSPENDED, 0));
+    assert_eq!(resume(cache), (CUALLOC_OK, 2 * kept));
+    for wrong in [c"nobody's".as_ptr(), c"\xff".as_ptr(), std::ptr::null()] {
+        let refused = (CUALLOC_INVALID_ARGUMENT, 0);
+        assert_eq!((suspend(wrong, 0), resume(wrong)), (refused, refused));
+    }
+    let mut made = own.cast();
+    // SAFETY: the pointer is to a local.
+    let code = unsafe { cualloc_pool_create_tagged(own, std::ptr::null(), &mut made) };
+    assert_eq!((code, made), (CUALLOC_INVALID_ARGUMENT, null_mut()));
+    for block in blocks {
+        // SAFETY: nobody uses it.
+        assert_eq!(unsafe { cualloc_free(own, block) }, CUALLOC_OK);
+    }
+    assert_eq!(cualloc_destroy(own), CUALLOC_OK);
+}

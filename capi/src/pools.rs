@@ -1,7 +1,7 @@
 //! Graph pools: memory for stream captures.
 
 use std::cell::Cell;
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -13,7 +13,7 @@ use crate::entry::{call, cleared};
 use crate::pool_table::{self, Opened};
 use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::stats::{self, room, write};
-use crate::{cualloc_pool_t, cualloc_t};
+use crate::{cualloc_pool_t, cualloc_t, tags};
 
 /// Requests of the capture with the id that cualloc_scope_t.capture has, on all its streams.
 pub const CUALLOC_SCOPE_CAPTURE: i32 = 1;
@@ -111,7 +111,35 @@ pub unsafe extern "C" fn cualloc_pool_create(
     call(|| {
         // SAFETY: a pointer is cleared as a number is: a null handle is 0.
         unsafe { cleared(out.cast::<usize>()) }?;
-        let made = pool_table::add(allocator)?;
+        let made = pool_table::add(allocator, None)?;
+        // SAFETY: the caller's contract.
+        unsafe { out.write(made) };
+        Ok(())
+    })
+}
+
+/// cualloc_pool_create of a pool with a tag, a text by which all pools that have it are suspended together
+/// (CUALLOC_SELECT_TAG). No handle of the driver has memory of two pools. A process keeps the texts of its tags, 65536
+/// at most.
+///
+/// Errors: as cualloc_pool_create; CUALLOC_INVALID_ARGUMENT also for a tag that is null or not UTF-8, or one too many.
+///
+/// Any thread.
+///
+/// # Safety
+/// `tag` is null or ends with a zero; `out` is null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_pool_create_tagged(
+    allocator: *mut cualloc_t,
+    tag: *const c_char,
+    out: *mut *mut cualloc_pool_t,
+) -> i32 {
+    call(|| {
+        // SAFETY: a pointer is cleared as a number is: a null handle is 0.
+        unsafe { cleared(out.cast::<usize>()) }?;
+        // SAFETY: the caller's contract.
+        let tag = unsafe { tags::of(tag) }?;
+        let made = pool_table::add(allocator, Some(tag))?;
         // SAFETY: the caller's contract.
         unsafe { out.write(made) };
         Ok(())

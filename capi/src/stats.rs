@@ -82,6 +82,9 @@ pub struct cualloc_stats_t {
     pub small_pool: cualloc_pool_stats_t,
     /// The part of it all that other blocks have.
     pub large_pool: cualloc_pool_stats_t,
+    /// Bytes that graph pools hold from the driver, those that were released and still have them among them. No other
+    /// figure here counts them; the limit does.
+    pub graph_pools: u64,
 }
 
 impl From<&Counter> for cualloc_counter_t {
@@ -130,6 +133,7 @@ pub(crate) fn of(allocator: &Allocator) -> cualloc_stats_t {
         streams: stats.streams,
         small_pool: (&stats.small).into(),
         large_pool: (&stats.large).into(),
+        graph_pools: stats.graph_pools,
     }
 }
 

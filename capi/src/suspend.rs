@@ -8,7 +8,7 @@ use cualloc::driver::Stream;
 
 use crate::entry::{call, cleared};
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure};
-use crate::{cualloc_t, handles, pool_table};
+use crate::{cualloc_t, handles, pool_table, tags};
 
 /// Everything that the allocator has; `which` is not looked at.
 pub const CUALLOC_SELECT_ALL: i32 = 0;
@@ -17,6 +17,10 @@ pub const CUALLOC_SELECT_STREAM: i32 = 1;
 
 /// The memory of a graph pool; `which` is its handle (cualloc_pool_create).
 pub const CUALLOC_SELECT_POOL: i32 = 2;
+
+/// The memory of all graph pools with a tag (cualloc_pool_create_tagged); `which` is the tag's text, which ends with a
+/// zero.
+pub const CUALLOC_SELECT_TAG: i32 = 3;
 
 /// Contents are lost: nobody may read them afterwards before they are written.
 pub const CUALLOC_CONTENTS_DROP: i32 = 0;
@@ -61,6 +65,11 @@ unsafe fn selected<T>(
                 run(allocator, Select::Pool(pool))
             });
         }
+        CUALLOC_SELECT_TAG => {
+            // SAFETY: the caller's contract.
+            let tag = unsafe { tags::known(which.cast_const().cast()) }?;
+            run(allocator, Select::Tag(tag))
+        }
         _ => {
             let why = "an unknown selection of memory";
             return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
@@ -75,16 +84,16 @@ unsafe fn selected<T>(
 ///
 /// Errors: CUALLOC_SUSPENDED if it is suspended already, CUALLOC_BUSY while a guard keeps memory or a call on another
 /// thread holds some, CUALLOC_CAPTURING, CUALLOC_UNSUPPORTED under the classic policy, CUALLOC_INVALID_ARGUMENT for a
-/// null handle or bytes, an unknown number or a pool of another allocator, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
-/// CUALLOC_DRIVER. Nothing is suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
+/// null handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has, CUALLOC_CLOSED,
+/// CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Nothing is suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
 /// suspended, and cualloc_resume brings it back.
 ///
 /// Any thread, whatever context is current.
 ///
 /// # Safety
 /// Until cualloc_resume has succeeded nobody gives a device work that uses the memory. Contents that are not kept are
-/// not read before they are written. `which` is, where a stream is looked for, a live one, or null, 1 or 2; `bytes` is null
-/// or may be written.
+/// not read before they are written. `which` is, where a stream is looked for, a live one, or null, 1 or 2, and where a tag
+/// is, null or a text that ends with a zero; `bytes` is null or may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_suspend(
     allocator: *mut cualloc_t,
@@ -122,13 +131,14 @@ pub unsafe extern "C" fn cualloc_suspend(
 ///
 /// Errors: CUALLOC_OUT_OF_MEMORY: the text says how many bytes are missing; CUALLOC_SUSPENDED if nothing of it is
 /// suspended, CUALLOC_BUSY while a call on another thread suspends or resumes, CUALLOC_INVALID_ARGUMENT for a null
-/// handle or bytes, an unknown number or a pool of another allocator, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
-/// CUALLOC_DRIVER. It is suspended as before then, and may be tried again.
+/// handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has, CUALLOC_CLOSED,
+/// CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. It is suspended as before then, and may be tried again.
 ///
 /// Any thread, whatever context is current.
 ///
 /// # Safety
-/// `which` is, where a stream is looked for, a live one, or null, 1 or 2; `bytes` is null or may be written.
+/// `which` is, where a stream is looked for, a live one, or null, 1 or 2, and where a tag is, null or a text that ends
+/// with a zero; `bytes` is null or may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_resume(
     allocator: *mut cualloc_t,

@@ -405,7 +405,7 @@ fn memory_is_suspended_by_number() {
         assert_eq!(resume(select), (CUALLOC_OK, 6 << 20), "{}", text());
     }
     assert_eq!(
-        suspend(3, CUALLOC_CONTENTS_DROP),
+        suspend(4, CUALLOC_CONTENTS_DROP),
         (CUALLOC_INVALID_ARGUMENT, 0)
     );
     assert_eq!(

@@ -121,6 +121,19 @@ fn worded(failure: Failure, bytes: usize, device: i32) -> Failure {
             let mut picture = OutOfMemory::default();
             picture.requested = bytes as u64;
             picture.device = usize::try_from(device).unwrap_or_default();
+            // The rest of the picture is as good as the allocator and the driver can be asked.
+            let _asked = handles::with(shared::made(device), |allocator| {
+                let stats = allocator.stats();
+                picture.limit = stats.limit;
+                picture.reserved = stats.all.reserved.current;
+                picture.allocated = stats.all.allocated.current;
+                picture.cached = stats.cached();
+                picture.graph_pools = stats.graph_pools;
+                let info = allocator.context().mem_info()?;
+                picture.driver_free = Some(info.free);
+                picture.driver_total = Some(info.total);
+                Ok(())
+            });
             Failure::Torch(Box::new(picture))
         }
         failure => failure,
@@ -278,6 +291,17 @@ pub(crate) fn write(picture: &OutOfMemory, f: &mut fmt::Formatter<'_>) -> fmt::R
     }
     if let Some(limit) = picture.limit {
         write!(f, "; {} allowed", Size(limit))?;
+    }
+    if let Some(others) = picture.others().filter(|others| *others > 0) {
+        let others = Size(others);
+        write!(
+            f,
+            ". Others hold {others}: other processes, other allocators of this one, and CUDA itself"
+        )?;
+    }
+    if picture.graph_pools > 0 {
+        let pools = Size(picture.graph_pools);
+        write!(f, ". {pools} is held by the pools of CUDA graphs")?;
     }
     write!(
         f,

@@ -97,7 +97,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_begin(
                     pool.handle
                 }
                 None => {
-                    let handle = pool_table::add(allocator)? as u64;
+                    let handle = pool_table::add(allocator, None)? as u64;
                     known.pools.insert(name, Pool { handle, begun: 1 });
                     handle
                 }

@@ -8,7 +8,7 @@ import threading
 PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc.so")
 
 OK, OUT_OF_MEMORY, INVALID_ARGUMENT, NOT_OURS, NOT_LIVE, CAPTURING, CLOSED = range(7)
-NO_DRIVER, DRIVER, CONTEXT_LOST, UNSUPPORTED, PANIC, BUSY, IO = range(7, 14)
+NO_DRIVER, DRIVER, CONTEXT_LOST, UNSUPPORTED, PANIC, BUSY, SUSPENDED, IO = range(7, 15)
 
 
 class Error(RuntimeError):
@@ -24,6 +24,9 @@ class OutOfMemory(Error, MemoryError):
 
 
 NO_LIMIT = 2**64 - 1
+
+SELECT_TAG, SCOPE_THREAD = 3, 5
+CONTENTS_DROP, CONTENTS_PINNED, CONTENTS_HOST = range(3)
 
 
 class Counter(ctypes.Structure):
@@ -52,6 +55,7 @@ class Stats(ctypes.Structure):
         ),
         ("small_pool", PoolStats),
         ("large_pool", PoolStats),
+        ("graph_pools", ctypes.c_uint64),
     ]
 
 
@@ -61,6 +65,17 @@ class Footprint(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         *((name, ctypes.c_uint64) for name in ("live", "blocks", "free_bytes", "peak", "physical", "leases")),
+    ]
+
+
+class Scope(ctypes.Structure):
+    """cualloc_scope_t."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("kind", ctypes.c_int32),
+        ("capture", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("stream", "when", "done", "data")),
     ]
 
 
@@ -100,7 +115,12 @@ def _functions():
         "cualloc_stats": (code, [handle, to(Stats)]),
         "cualloc_reset_peaks": (code, [handle]),
         "cualloc_check": (code, [handle]),
+        "cualloc_pool_create_tagged": (code, [handle, text, to(handle)]),
+        "cualloc_pool_enter": (code, [handle, to(Scope), to(number)]),
+        "cualloc_pool_leave": (code, [handle, number]),
         "cualloc_pool_footprint": (code, [handle, to(Footprint)]),
+        "cualloc_suspend": (code, [handle, ctypes.c_int32, text, ctypes.c_int32, to(number)]),
+        "cualloc_resume": (code, [handle, ctypes.c_int32, text, to(number)]),
         "cualloc_torch_pool": (handle, [ctypes.c_int32, PoolId]),
         "cualloc_torch_pool_newest": (number, []),
         "cualloc_torch_pool_abandon": (code, [number, pointer]),
@@ -244,6 +264,53 @@ def graph_pool(device, id):
         return None
     checked(code)
     return plain(figures)
+
+
+# The pools that hold what is tagged, by device and tag. They live as long as the process.
+_tagged = {}
+
+
+def tags():
+    """Devices and tags of all memory that is tagged."""
+    with _lock:
+        return list(_tagged)
+
+
+@contextlib.contextmanager
+def tagged(device, tag):
+    """What the thread allocates on a device within is memory of a tag."""
+    with _lock:
+        pool = _tagged.get((device, tag))
+        if pool is None:
+            made = ctypes.c_void_p()
+            checked(LIBRARY.cualloc_pool_create_tagged(allocator(device), tag.encode(), ctypes.byref(made)))
+            pool = _tagged[device, tag] = made.value
+    which, number = Scope(struct_size=ctypes.sizeof(Scope), kind=SCOPE_THREAD), ctypes.c_uint64()
+    checked(LIBRARY.cualloc_pool_enter(pool, ctypes.byref(which), ctypes.byref(number)))
+    try:
+        yield
+    finally:
+        checked(LIBRARY.cualloc_pool_leave(pool, number))
+
+
+def suspend(device, tag, contents):
+    """Suspends the memory of a tag. The bytes that the driver has back; none if it is suspended already."""
+    bytes = ctypes.c_uint64()
+    code = LIBRARY.cualloc_suspend(allocator(device), SELECT_TAG, tag.encode(), contents, ctypes.byref(bytes))
+    if code == SUSPENDED:
+        return None
+    checked(code)
+    return bytes.value
+
+
+def resume(device, tag):
+    """Brings the memory of a tag back. The bytes that are there again; none if it is not suspended."""
+    bytes = ctypes.c_uint64()
+    code = LIBRARY.cualloc_resume(allocator(device), SELECT_TAG, tag.encode(), ctypes.byref(bytes))
+    if code == SUSPENDED:
+        return None
+    checked(code)
+    return bytes.value
 
 
 def reset_peaks(device):

@@ -8,6 +8,7 @@ before anything uses CUDA. From then on `torch.cuda.memory_*` say what cualloc h
 `torch.OutOfMemoryError`. `capabilities()` says what works and what does not.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -274,7 +275,8 @@ def _device(device):
 def stats(device=None):
     """The figures of a device's allocator (the current device's, unless one is given), as dictionaries: bytes asked for
     (`requested`), handed out (`allocated`) and held from the driver (`reserved`), each with `current`, `peak` and
-    `total`; numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h)."""
+    `total`; numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h).
+    `graph_pools` is what pools of graphs hold, which no other figure counts."""
     return _library.plain(_library.stats(_device(device)))
 
 
@@ -321,8 +323,72 @@ def graph_pool(pool, device=None):
     """What a pool of CUDA graphs holds on a device, by its id (`torch.cuda.graph_pool_handle()`, or `pool()` of a
     graph), as a dictionary of bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical` held from the
     driver; and numbers: live `blocks`, and `leases` of graphs. None if no graph was captured with it, or all were reset.
-    `stats()` and `torch.cuda.memory_*` do not count what pools of graphs hold."""
+    `torch.cuda.memory_*` do not count what pools of graphs hold; `stats()` has the sum of it as `graph_pools`."""
     return _library.graph_pool(_device(device), pool)
+
+
+# ---- sleep ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def tag(name, device=None):
+    """What this thread allocates within, on a device (the current one, unless another is given), has a tag: a name by
+    which `sleep` and `wake` know it.
+
+        with cualloc.torch.tag("weights"):
+            model = Model().cuda()
+
+    Each tag of a device is memory apart. What is freed there serves its tag alone, and goes back to the driver by
+    `trim()` and `torch.cuda.empty_cache()` when nothing of it is in use. Inside of another tag the inner one counts; a
+    captured graph's own memory has none. Threads that autograd or others start are not within."""
+    if _current is None:
+        raise RuntimeError("memory is tagged where cualloc is PyTorch's allocator: call cualloc.torch.install() before")
+    with _library.tagged(_device(device), str(name)):
+        yield
+
+
+def sleep(tags=None, keep=False, pinned=True):
+    """Gives tagged memory back to the driver, on all devices, so that other programs can have it until `wake`. Tensors stay
+    where they are, at their addresses, and so does what graphs know of them. The bytes that the driver has got.
+
+    `tags` are those meant (one, or several; all, unless some are given). `keep` are those whose contents come back: one
+    or several tags, True for all, or False. Others' are lost: what wakes must be written before it is read. Contents are
+    kept in page-locked host memory, which is kept for the next time until a `trim`; with `pinned=False` in plain memory.
+
+    `sleep(keep="weights")` is what vLLM calls level 1, and `sleep()` level 2. Free memory that has no tag goes back too.
+
+    It waits for all work of the devices. Until `wake` nothing may use the tensors, on any stream, nor a graph that was
+    captured with them; they may be freed. An unknown tag is a ValueError, and one that sleeps already stays as it is.
+    Where something fails, as with a capture under way, the tags before it sleep, and `wake` brings them back."""
+    known = _library.tags()
+    meant = _meant(tags, known)
+    kept = _meant(None if keep is True else keep or (), known)
+    how = _library.CONTENTS_PINNED if pinned else _library.CONTENTS_HOST
+    bytes = 0
+    for device, name in meant:
+        contents = how if (device, name) in kept else _library.CONTENTS_DROP
+        bytes += _library.suspend(device, name, contents) or 0
+    for device in {device for device, _ in meant}:
+        bytes += _library.trim(device, 0)[0]
+    return bytes
+
+
+def wake(tags=None):
+    """Brings memory back that `sleep` gave away, at its addresses: all of it, or that of one or several tags. The bytes that
+    are there again. Without memory it is a cualloc.OutOfMemory, which says how much lacks, and what sleeps still may be
+    woken later. An unknown tag is a ValueError; one that is awake stays so."""
+    return sum(_library.resume(device, name) or 0 for device, name in _meant(tags, _library.tags()))
+
+
+def _meant(tags, known):
+    """The devices and tags that are meant, of those that are known."""
+    if tags is None:
+        return known
+    names = {tags} if isinstance(tags, str) else set(tags)
+    there = {name for _, name in known}
+    if lacking := sorted(names - there):
+        raise ValueError(f"no memory has the tag {lacking[0]!r}; tags that there are: {sorted(there)}")
+    return [(device, name) for device, name in known if name in names]
 
 
 def check(device=None):
@@ -361,6 +427,7 @@ def capabilities():
         "record_stream": True,
         "mem_pool_segments": hasattr(torch.cuda, "MemPool"),
         "cuda_graphs": _takes_graphs,
+        "sleep": installed(),
         # What PyTorch asks a pluggable allocator for and none can answer.
         "cudagraph_trees": False,
         "memory_snapshot": False,

@@ -312,6 +312,58 @@ def statistics():
     assert issubclass(cualloc.OutOfMemory, RuntimeError)
 
 
+def sleep_and_wake():
+    """Rounds of both of vLLM's levels: tensors, and graphs that were captured, give what they gave before."""
+    torch, ours = installed()
+    x, words = torch.randn(256, 4096, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    # Workspaces of libraries come first, without a tag.
+    torch.mm(x, x.t())
+    with ours.tag("weights"):
+        layers = [torch.nn.Linear(4096, 4096) for _ in range(4)]
+        model = torch.nn.Sequential(*layers).cuda().eval().requires_grad_(False)
+    with ours.tag("cache"):
+        cache = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        model(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        y = model(x)
+        words.copy_(cache[: 1 << 20])
+    graph.replay()
+    expected, eager = y.clone(), model(x)
+    addresses = [weight.data_ptr() for weight in (*model.parameters(), cache)]
+    tagged = sum(weight.nbytes for weight in (*model.parameters(), cache))
+    kept = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    captured_with = ours.graph_pool(graph.pool())["physical"]
+
+    def right(turn):
+        cache.fill_(turn)
+        graph.replay()
+        assert torch.equal(y, expected) and torch.equal(model(x), eager), turn
+        assert float(words.min()) == float(words.max()) == turn
+        assert [weight.data_ptr() for weight in (*model.parameters(), cache)] == addresses
+
+    for turn in range(20):
+        y.zero_()
+        assert ours.sleep(keep="weights", pinned=turn % 4 != 3) >= tagged
+        assert ours.stats()["graph_pools"] == captured_with
+        # Meanwhile the memory is used otherwise.
+        filler = [torch.full((64 << 20,), -1.0, device="cuda") for _ in range(2)]
+        assert all(float(one.max()) == -1.0 for one in filler)
+        del filler
+        assert ours.wake("weights") > 0 and torch.equal(model(x), eager)
+        assert ours.wake("cache") > 0 and ours.wake() == 0
+        right(turn + 1)
+        y.zero_()
+        assert ours.sleep() >= tagged and ours.sleep() <= 4 << 20 and ours.wake() >= tagged
+        model.load_state_dict(kept)
+        right(turn + 100)
+    assert ours.sleep("cache", keep=True) > 0 and ours.wake() > 0
+    assert int(cache.min()) == int(cache.max()) == 119
+    ours.check()
+
+
 def late():
     import torch
 
@@ -554,7 +606,7 @@ def documents():
 
 CASES = [
     *(out_of_memory, external_stream, retired_stream, forgotten_stream, record_stream, captures, first_captures),
-    *(two_processes, statistics, late, mem_pool, workers, threads, exit_with_tensors, second_device, fallback, cupy),
+    *(two_processes, statistics, sleep_and_wake, late, mem_pool, workers, threads, exit_with_tensors, second_device, fallback, cupy),
     *(jax, rmm, documents),
 ]
 

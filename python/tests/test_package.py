@@ -175,8 +175,15 @@ def out_of_memory_has_the_words_of_pytorch():
     assert code == 1 and said.startswith(begin), said
     for part in ("is free; 1024.00 MiB allowed", "512.00 MiB is allocated by PyTorch", "out of memory on device 0"):
         assert part in said, said
+    assert "Others hold" not in said, said
     assert torch._C._cuda_memoryStats(0)["num_ooms"] == 1
-    assert "Tried to allocate 800000000.00 GiB. GPU 0" in text(800000000 << 30)[0]
+    # Somebody else on the device.
+    others, handle = driver(), ctypes.c_uint64()
+    assert others.cuMemAlloc_v2(ctypes.byref(handle), ctypes.c_size_t(70 << 30)) == 0
+    said = text(2 << 30)[0]
+    assert "Others hold 70.00 GiB: other processes, " in said and ", others hold 70.00 GiB" in said, said
+    assert others.cuMemFree_v2(handle) == 0
+    assert "Tried to allocate 800000000.00 GiB. GPU 0 has a total capacity of 80.00 GiB" in text(800000000 << 30)[0]
     assert text(8000000000 << 30) == ("CUDA out of memory. Tried to allocate more than 1EB memory.", 1)
     said, code = text(1, 2)
     assert code == 2 and "there is no device 2" in said
@@ -536,12 +543,155 @@ def captures_beside_each_other_fail_alone():
     ours.check()
 
 
+def tags_sleep_and_wake():
+    at = graphs()
+    if at is None:
+        return
+    torch, ours, call = at.torch, at.ours, at.call
+    from cualloc import _library
+
+    def fill(address, value):
+        place, stream = ctypes.c_uint64(address), ctypes.c_void_p(at.mine)
+        assert at.driver.cuMemsetD8Async(place, value, ctypes.c_size_t(LAYER), stream) == 0
+
+    def holds(address, value):
+        seen, stream = (ctypes.c_ubyte * LAYER)(), ctypes.c_void_p(at.mine)
+        assert at.driver.cuMemcpyDtoHAsync_v2(seen, ctypes.c_uint64(address), ctypes.c_size_t(LAYER), stream) == 0
+        assert at.driver.cuStreamSynchronize(stream) == 0
+        return bytes(seen) == bytes([value]) * LAYER
+
+    def free():
+        left, total = ctypes.c_size_t(), ctypes.c_size_t()
+        assert at.driver.cuMemGetInfo_v2(ctypes.byref(left), ctypes.byref(total)) == 0
+        return left.value
+
+    assert ours.sleep() == 0 == ours.wake()
+    raises(ValueError, "no memory has the tag 'weights'", ours.sleep, "weights")
+    with ours.tag("weights"):
+        weights = call["alloc"](LAYER, 0, at.mine)
+        with ours.tag("cache"):
+            cache = call["alloc"](LAYER, 0, at.mine)
+        more = call["alloc"](LAYER, 0, at.mine)
+        with ours.tag("weights", device="cuda:1"):
+            # The default stream is that of the current context, or of the device's own if there is none.
+            context = ctypes.c_void_p()
+            assert at.driver.cuCtxGetCurrent(ctypes.byref(context)) == 0 == at.driver.cuCtxSetCurrent(None)
+            second = call["alloc"](LAYER, 1, None)
+            assert at.driver.cuCtxSetCurrent(context) == 0
+    plain = call["alloc"](LAYER, 0, at.mine)
+    for number, block in enumerate((weights, cache, more, plain)):
+        fill(block, number + 1)
+    made = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(made):
+        copied = ctypes.c_uint64(plain), ctypes.c_uint64(weights), ctypes.c_size_t(LAYER), ctypes.c_void_p(at.mine)
+        assert at.driver.cuMemcpyDtoDAsync_v2(*copied) == 0
+    raises(ValueError, "no memory has the tag 'caches'", ours.sleep, ["weights", "caches"])
+    raises(ValueError, "no memory has the tag 'wheights'", ours.sleep, keep="wheights")
+    raises(ValueError, "no memory has the tag 'caches'", ours.wake, "caches")
+    assert ours.stats()["graph_pools"] == 3 * LAYER and ours.stats(1)["graph_pools"] == LAYER
+    torch._C._cuda_emptyCache()
+    for turn, keep in enumerate(("weights", ["weights", "cache"], True)):
+        before = free()
+        assert ours.sleep(keep=keep, pinned=turn != 1) == 4 * LAYER
+        assert free() - before == 3 * LAYER and ours.stats()["graph_pools"] == 0
+        # What sleeps already goes on sleeping, and nobody gets its memory.
+        assert ours.sleep("weights") == 0
+        with ours.tag("cache"):
+            alloc = _library.LIBRARY.cualloc_torch_alloc
+            alloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+            assert alloc(LAYER, 0, at.mine) == 0 and _library.LIBRARY.cualloc_last_code() == _library.SUSPENDED
+        assert holds(plain, 4 if turn == 0 else 1)
+        assert ours.wake("weights") == 3 * LAYER and ours.wake(("weights",)) == 0
+        assert holds(weights, 1) and holds(more, 3)
+        made.replay()
+        assert holds(plain, 1)
+        assert ours.wake() == LAYER and free() == before
+        if turn > 0:
+            assert holds(cache, 2)
+        fill(cache, 2)
+    # Without contents, by one tag; and the blocks are freed meanwhile.
+    assert ours.sleep("cache") == LAYER
+    call["free"](cache, LAYER, 0, at.mine)
+    assert ours.wake("cache") == LAYER
+    with ours.tag("cache"):
+        assert call["alloc"](LAYER, 0, at.mine) == cache
+    ours.sleep(keep=True)
+    # There is no room any more.
+    taken, room = ctypes.c_uint64(), free()
+    assert at.driver.cuMemAlloc_v2(ctypes.byref(taken), ctypes.c_size_t(room - LAYER)) == 0
+    raises(ours._library.OutOfMemory, "out of memory", ours.wake, "weights")
+    assert ours.wake("cache") == LAYER
+    assert at.driver.cuMemFree_v2(taken) == 0
+    assert ours.wake() == 3 * LAYER and holds(weights, 1)
+    for block, device in ((weights, 0), (cache, 0), (more, 0), (plain, 0), (second, 1)):
+        call["free"](block, LAYER, device, at.mine if device == 0 else None)
+    made.reset()
+    torch._C._cuda_emptyCache()
+    assert ours.stats()["graph_pools"] == 0 == ours.stats(1)["graph_pools"]
+    ours.check()
+    ours.check(1)
+
+
+def tags_need_the_allocator():
+    import cualloc.torch
+
+    with_tag = lambda: cualloc.torch.tag("weights").__enter__()
+    raises(RuntimeError, "cualloc.torch.install()", with_tag)
+    assert cualloc.torch.sleep() == 0 and not cualloc.torch.capabilities()["sleep"]
+
+
+def tests_of_pytorch_are_chosen_by_name():
+    import tempfile
+
+    program = '''
+import unittest
+import torch
+
+class TestCuda(unittest.TestCase):
+    def test_graph_is_right(self):
+        assert torch._C.current is not None
+
+    def test_graph_is_wrong(self):
+        self.assertEqual(1, 2)
+
+    def test_graph_skips(self):
+        self.skipTest("no reason")
+
+    def test_graph_memory_stats_and_use_result_after_destroy_graph(self):
+        raise AssertionError("left out")
+
+    def test_of_nothing_like_it(self):
+        raise AssertionError("no graph")
+
+class TestMemPool(unittest.TestCase):
+    def test_graph_capture_reclaim_2_streams(self):
+        pass
+
+    def test_mempool_with_graph(self):
+        raise AssertionError("left out")
+'''
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "test_cuda.py")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(program)
+        command = [sys.executable, "-B", os.path.join(HERE, "gpu_pytorch_tests.py"), path]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(program.replace("assertEqual(1, 2)", "assertEqual(2, 2)"))
+        right = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and "failed    TestCuda.test_graph_is_wrong" in ended.stdout, ended
+    assert "2 well, 1 skipped by themselves, 1 failed, 2 left out" in ended.stdout, ended.stdout
+    assert right.returncode == 0 and "3 well, 1 skipped by themselves, 0 failed, 2 left out" in right.stdout, right
+    assert "test_of_nothing" not in ended.stdout and "left out  TestMemPool.test_mempool_with_graph: " in ended.stdout
+
+
 def the_classic_policy_has_no_graphs():
     at = graphs(config="policy=classic")
     if at is None:
         return
     made = at.torch.cuda.CUDAGraph()
     raises(RuntimeError, "graph pools without virtual memory management", made.capture_begin)
+    raises(RuntimeError, "graph pools without virtual memory management", at.ours.tag("weights").__enter__)
     assert at.filters() == 0 and at.ours.graph_pool(made.id) is None
     assert at.call["alloc"](LAYER, 0, at.mine)
 
@@ -851,7 +1001,8 @@ CASES = [
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
     *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),
-    captures_beside_each_other_fail_alone,
+    *(captures_beside_each_other_fail_alone, tags_sleep_and_wake, tags_need_the_allocator),
+    tests_of_pytorch_are_chosen_by_name,
     *(what_only_pytorchs_own_allocator_does_says_so, a_pytorch_with_other_hooks_has_no_graphs),
 ]
 

@@ -53,7 +53,10 @@ impl OutOfMemory {
 
     /// Bytes that the allocator could hold at most: of its limit, or of what the device has left for it.
     fn bound(&self) -> u64 {
-        let bounds = self.limit.into_iter().chain(self.device_bound());
+        let limit = self
+            .limit
+            .map(|limit| limit.saturating_sub(self.graph_pools));
+        let bounds = limit.into_iter().chain(self.device_bound());
         bounds.min().unwrap_or(self.reserved)
     }
 
@@ -68,6 +71,7 @@ impl OutOfMemory {
                 _ => Cause::Fragmented,
             };
         }
+        let need = need.saturating_add(self.graph_pools);
         let total = self.driver_total.unwrap_or(u64::MAX);
         let fits_device = need <= total;
         let fits_limit = self.limit.is_none_or(|limit| need <= limit);
@@ -83,13 +87,15 @@ impl OutOfMemory {
         let need = self.allocated.saturating_add(self.requested);
         match self.cause() {
             Cause::Limit => {
+                let need = need.saturating_add(self.graph_pools);
                 let raise = format!(
                     "Raise the limit to at least {need} bytes ({}), by Allocator::set_limit or limit= in the settings, \
                      or free {} of what is live.",
                     Bytes(need),
                     Bytes(need.saturating_sub(self.limit.unwrap_or(need))),
                 );
-                match self.device_bound() {
+                let bound = self.device_bound();
+                match bound.map(|bound| bound.saturating_add(self.graph_pools)) {
                     Some(bound) if bound < need => {
                         format!("{raise} {}", self.others_advice(need - bound))
                     }
@@ -126,7 +132,10 @@ impl OutOfMemory {
             ),
             Cause::Device => format!(
                 "The device lacks {}: ask for less at once, free what is live, or take a device with more memory.",
-                Bytes(need.saturating_sub(self.driver_total.unwrap_or(need))),
+                Bytes(
+                    need.saturating_add(self.graph_pools)
+                        .saturating_sub(self.driver_total.unwrap_or(need))
+                ),
             ),
         }
     }
@@ -141,10 +150,18 @@ impl OutOfMemory {
         )
     }
 
-    /// Bytes of the device that neither this allocator holds nor anybody has free.
-    fn others(&self) -> Option<u64> {
+    /// Bytes of the device that neither this allocator holds nor anybody has free: of other processes, of other
+    /// allocators, and of the driver itself. None if the driver could not be asked.
+    pub fn others(&self) -> Option<u64> {
         let (free, total) = (self.driver_free?, self.driver_total?);
-        Some(total.saturating_sub(free).saturating_sub(self.reserved))
+        let ours = self.reserved.saturating_add(self.graph_pools);
+        Some(total.saturating_sub(free).saturating_sub(ours))
+    }
+
+    /// The same where it is so much that it is worth a word: more than contexts and modules take.
+    pub(crate) fn much_of_others(&self) -> Option<u64> {
+        let total = self.driver_total?;
+        self.others().filter(|others| *others > total / 16)
     }
 
     fn bounding_blocks(&self) -> String {
@@ -199,6 +216,10 @@ impl OutOfMemory {
                 "device",
                 format!("{free} free of {total}, others hold {others}"),
             );
+        }
+        if self.graph_pools > 0 {
+            let held = format!("{} held by them", Bytes(self.graph_pools));
+            line("graph pools", held);
         }
         for hole in &self.holes {
             let side = |block: Option<u64>| match block {
@@ -265,7 +286,7 @@ impl OutOfMemory {
             concat!(
                 r#"{{"schema":"cualloc.out_of_memory.1","device":{},"requested":{},"limit":{},"reserved":{},"#,
                 r#""allocated":{},"cached":{},"largest_free":{},"largest_run":{},"in_views":{},"guarded":{},"#,
-                r#""driver_free":{},"driver_total":{},"holes":{},"pinned":{},"pending":{},"cause":"{}","advice":"{}"}}"#
+                r#""graph_pools":{},"driver_free":{},"driver_total":{},"holes":{},"pinned":{},"pending":{},"cause":"{}","advice":"{}"}}"#
             ),
             self.device,
             self.requested,
@@ -277,6 +298,7 @@ impl OutOfMemory {
             self.largest_run,
             self.in_views,
             self.guarded,
+            self.graph_pools,
             optional(self.driver_free),
             optional(self.driver_total),
             list(holes.collect()),

@@ -82,6 +82,8 @@ pub struct OutOfMemory {
     pub in_views: u64,
     /// In freed blocks that guards keep.
     pub guarded: u64,
+    /// Held from the driver by graph pools of the allocator; not part of `reserved`. The limit counts it.
+    pub graph_pools: u64,
     /// Free memory that waits for streams, most first.
     pub pending: Vec<StreamBytes>,
     /// The longest runs of adjacent free memory, longest first; a few.
@@ -118,6 +120,12 @@ impl fmt::Display for OutOfMemory {
         }
         if let (Some(free), Some(total)) = (self.driver_free, self.driver_total) {
             write!(f, ", device {} free of {}", Bytes(free), Bytes(total))?;
+        }
+        if self.graph_pools > 0 {
+            write!(f, ", graph pools hold {}", Bytes(self.graph_pools))?;
+        }
+        if let Some(others) = self.much_of_others() {
+            write!(f, ", others hold {}", Bytes(others))?;
         }
         for pending in &self.pending {
             write!(

@@ -1,7 +1,7 @@
 //! What goes back to the driver at once, what after a wait, and what a capture keeps.
 
-use cualloc::allocator::{Allocator, Trimmed};
-use cualloc::driver::Stream;
+use cualloc::allocator::{Allocator, Policy, Scope, Trimmed};
+use cualloc::driver::{Stream, sys};
 
 use crate::common::capturing::*;
 use crate::common::*;
@@ -84,6 +84,72 @@ fn an_emptied_cache_waits_for_the_context_where_no_marker_is() {
         // SAFETY: the stream is alive.
         unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
         raw.destroy();
+        rig.close(&allocator);
+    });
+}
+
+/// A capture of a stream that the allocator never saw, in the mode in which unsafe calls of every thread spoil it.
+#[test]
+fn an_emptied_cache_spoils_no_capture_that_nobody_knows() {
+    each_with_interludes(|rig, _| {
+        let allocator = rig.allocator();
+        let [short, long] = [rig.stream(), rig.stream()];
+        let foreign = RawStream::new(rig);
+        let late = allocator.allocate(BLOCK, &long).unwrap();
+        rig.stamp(late.ptr(), BLOCK, 2, &long);
+        // One is at work twice as long.
+        let streams = [&short, &long, &long];
+        let holds = streams.map(|stream| rig.busy_for(stream, NANOS));
+        freed_in_use(rig, &allocator, &short);
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        begin_in(rig, foreign.raw(), mode)();
+        // Another thread frees it when all that was freed before has its marker.
+        interlude::after("cuEventQuery", move || drop(late));
+        let (_, contexts) = host_waits(rig);
+        let emptied = allocator.empty_cache().unwrap();
+        assert!(!interlude::is_due());
+        assert_eq!(pending(&emptied), (0, vec![]));
+        assert_eq!(emptied.released, 2 * BLOCK as u64);
+        assert_eq!(host_waits(rig).1, contexts);
+        drop(allocator.trim(0).unwrap());
+        assert_eq!(end(rig, foreign.raw())(), sys::CUresult::CUDA_SUCCESS);
+        holds.into_iter().for_each(Hold::release);
+        rig.close(&allocator);
+        foreign.destroy();
+    });
+}
+
+/// Between the opening of a scope and the first request of its capture nobody can know of the capture.
+#[test]
+fn an_emptied_cache_waits_for_no_context_while_a_scope_waits_for_captures() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator();
+        let pool = allocator.graph_pool().unwrap();
+        let (captures, raw) = (RawStream::new(rig), RawStream::new(rig));
+        leave_work(&allocator, &raw);
+        let all = Scope::When(Box::new(|_| true));
+        for (scope, waits) in [(Scope::Thread, 1), (Scope::NextCapture, 0), (all, 0)] {
+            let scope = pool.enter(scope).unwrap();
+            let (_, contexts) = host_waits(rig);
+            if waits == 0 && rig.sim().is_some() {
+                begin(rig, captures.raw())();
+            }
+            let emptied = allocator.empty_cache().unwrap();
+            assert_eq!(host_waits(rig).1, contexts + waits);
+            assert_eq!(emptied.pending > 0, waits == 0);
+            if waits == 0 && rig.sim().is_some() {
+                let ended = end(rig, captures.raw())();
+                assert_eq!(ended, sys::CUresult::CUDA_SUCCESS);
+            }
+            drop(scope);
+            drop(allocator.empty_cache().unwrap());
+            leave_work(&allocator, &raw);
+        }
+        // SAFETY: the stream is alive.
+        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
+        raw.destroy();
+        captures.destroy();
+        drop(pool);
         rig.close(&allocator);
     });
 }

@@ -56,12 +56,22 @@ pub fn leave_work(allocator: &Allocator, stream: &RawStream) {
 
 /// Begins a capture by the table's own function, as code outside of the crate would.
 pub fn begin(rig: &Rig, stream: sys::CUstream) -> impl FnOnce() + 'static {
+    begin_in(rig, stream, MODE)
+}
+
+/// [`begin`] in a mode.
+#[allow(dead_code)]
+pub fn begin_in(
+    rig: &Rig,
+    stream: sys::CUstream,
+    mode: sys::CUstreamCaptureMode,
+) -> impl FnOnce() + 'static {
     let functions = rig.sim().unwrap().functions();
     let stream = stream as usize;
     move || {
         let begin = functions.cuStreamBeginCapture_v2.unwrap();
         // SAFETY: the caller's stream is alive.
-        let code = unsafe { begin(stream as sys::CUstream, MODE) };
+        let code = unsafe { begin(stream as sys::CUstream, mode) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
     }
 }

@@ -4,7 +4,7 @@ use crate::common::capturing::{captured, leave_work};
 use crate::common::{RawStream, Rig};
 use crate::scene::{MIB, Scene, alone};
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Config, Policy};
+use cualloc::allocator::{Allocator, Block, Config, Policy, Scope};
 use cualloc::driver::Stream;
 use cualloc::error::{Cause, OutOfMemory};
 use cualloc::sim::SimConfig;
@@ -107,9 +107,41 @@ fn others_on_the_device() {
         "{}",
         picture.advice()
     );
+    assert_eq!(picture.others(), Some(180 * MIB as u64));
+    let text = picture.to_string();
+    assert!(text.contains(", others hold 180.00 MiB"), "{text}");
     drop(theirs);
     other.empty_cache().unwrap();
     drop(scene.allocator.allocate(120 * MIB, &stream).unwrap());
+}
+
+/// What graph pools hold is the allocator's own, and counts in the limit.
+#[test]
+fn memory_of_graph_pools() {
+    let _alone = alone();
+    let scene = Scene::on(SimConfig::with_devices(1, 256 << 20), "limit=128MiB");
+    let stream = scene.stream();
+    let pool = scene.allocator.graph_pool().unwrap();
+    let scope = pool.enter(Scope::Thread).unwrap();
+    let inside = scene.allocator.allocate(100 * MIB, &stream).unwrap();
+    drop(scope);
+    let picture = refused(&scene.allocator, 64 * MIB, &stream);
+    named(&picture, Cause::Limit);
+    let held = scene.allocator.stats().graph_pools;
+    assert_eq!(held, pool.footprint().unwrap().physical);
+    assert_eq!((picture.graph_pools, picture.others()), (held, Some(0)));
+    let need = held + 64 * MIB as u64;
+    let advice = picture.advice();
+    assert!(
+        advice.contains(&format!("at least {need} bytes")),
+        "{advice}"
+    );
+    let text = picture.to_string();
+    assert!(text.contains(", graph pools hold 100.00 MiB"), "{text}");
+    assert!(!text.contains("others hold"), "{text}");
+    scene.allocator.set_limit(Some(need));
+    drop(scene.allocator.allocate(64 * MIB, &stream).unwrap());
+    drop(inside);
 }
 
 #[test]

@@ -354,8 +354,9 @@ impl Allocator {
 
     /// Gives all memory that nobody uses back to the driver, and waits on the host where only a wait tells that
     /// nobody does: for the markers that the allocator recorded on streams which do not capture, and for all work
-    /// of their contexts if memory without a marker is left and nothing there is known to capture. Of graph pools
-    /// that were released, graphs that are just gone are waited for, for 5 ms at most.
+    /// of their contexts if memory is left on which only their owners could record one (raw streams that were not
+    /// adopted), nothing there is known to capture, and no scope of a graph pool waits for captures. Of
+    /// graph pools that were released, graphs that are just gone are waited for, for 5 ms at most.
     ///
     /// What a capture keeps from being waited for is no error: it is pending in the result, with its streams.
     ///
@@ -558,6 +559,7 @@ impl crate::allocator::heap::Heap {
             .unwrap_or(0);
         stats.nodes = self.extents.records.len() as u64;
         stats.limit = self.physical.limit;
+        stats.graph_pools = self.graphs.held;
         self.add_caches(&mut stats);
         stats.packing = self.packing();
         stats

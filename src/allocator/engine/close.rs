@@ -70,19 +70,26 @@ impl Engine {
     }
 
     /// Gives all unused memory back, with waits for what only a wait can tell: first for the allocator's own
-    /// markers, then for the contexts, if memory without a marker is left and nothing is known to capture there.
+    /// markers, then for the contexts, if there is memory that no marker will ever cover and nothing is known to
+    /// capture there. What others free meanwhile is not waited for so: a capture of streams that the allocator never
+    /// saw would be spoilt.
     pub(crate) fn empty_cache(&self) -> Result<Trimmed, Error> {
         // Only of these somebody says that they are not needed any more.
         self.await_leases(SOON, |pool| pool.released);
         let mut done = self.trim(0)?;
-        for contexts in [false, true] {
-            if done.pending == 0 && self.lock().caches.held_back.is_empty() {
-                break;
-            }
-            let waited = if contexts {
-                self.synchronise(false)
-            } else {
-                self.wait_for_markers()
+        for last in [false, true] {
+            let contexts = {
+                let heap = self.lock();
+                if done.pending == 0 && heap.caches.held_back.is_empty() {
+                    break;
+                }
+                let mut slots = heap.streams.iter();
+                last && slots.any(|(_, slot)| slot.lacks_markers())
+                    && !heap.graphs.scopes.await_captures()
+            };
+            let waited = match contexts {
+                true => self.synchronise(false),
+                false => self.wait_for_markers(),
             };
             match waited {
                 // What a capture keeps from its end stays pending.

@@ -76,6 +76,18 @@ impl Scopes {
         number
     }
 
+    /// Whether a scope was opened for captures of which some may not have asked for memory yet: nobody knows their
+    /// streams.
+    pub(crate) fn await_captures(&self) -> bool {
+        let awaits = |kind: &Kind| {
+            matches!(
+                kind,
+                Kind::Capture(_) | Kind::NextCapture(_) | Kind::When(_)
+            )
+        };
+        self.open.iter().any(|scope| awaits(&scope.kind))
+    }
+
     pub(crate) fn is_open(&self, number: u64) -> bool {
         self.open.iter().any(|scope| scope.number == number)
     }

@@ -115,6 +115,7 @@ impl Heap {
             largest_run: self.extents.largest_run(),
             in_views: self.views.aliased_bytes,
             guarded: self.guards.bytes(),
+            graph_pools: self.graphs.held,
             pending: self.pending_bytes(),
             pinned: self.pinned(),
             holes: self.holes(),

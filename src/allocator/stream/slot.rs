@@ -170,6 +170,12 @@ impl Slot {
         bound + 1 >= self.open && self.open_uses == 0
     }
 
+    /// Whether only a wait for the whole context tells when something freed on the stream is complete: it has no
+    /// marker, and nobody but the stream's owner may record one.
+    pub(crate) fn lacks_markers(&self) -> bool {
+        !self.covered() && (!self.holder.is_lasting() || is_per_thread(self.raw))
+    }
+
     /// Whether frees left something for a marker of a stream that may be gone.
     pub(crate) fn was_left(&self) -> bool {
         let bound = self
