@@ -47,9 +47,11 @@ impl Memory {
         let owner = match from.as_allocator() {
             Some(allocator) => Owner::Block(allocator.allocate_with(request, stream)?),
             None => {
+                // Before the block is there, which is moved once then.
+                let (resource, home) = (from.shared(), stream.clone());
                 let block = from.allocate_block(&request, stream)?;
-                let resource = from.shared();
-                Owner::Resource(Lent { resource, block })
+                let owner = Owner::Resource(Lent { resource, block });
+                return Ok(Memory::new(owner, home, stream_id));
             }
         };
         Ok(Memory::new(owner, stream.clone(), stream_id))
@@ -332,17 +334,10 @@ impl Memory {
 
     /// # Safety
     /// This is the drop, or there is none.
+    #[inline(never)]
     unsafe fn end(&mut self, contexts: Vec<Context>) {
         if process::is_gone() {
             // In a forked child a lock may be held by a thread that does not exist there.
-            return;
-        }
-        if !*self.astray.get_mut() && self.owner.end_at_once() {
-            // SAFETY: this is the drop, and the memory is not the owner's any more; it goes before its stream.
-            unsafe {
-                ManuallyDrop::drop(&mut self.owner);
-                ManuallyDrop::drop(&mut self.stream);
-            }
             return;
         }
         let told = self.tell_uses();
@@ -363,7 +358,17 @@ impl Memory {
 }
 
 impl Drop for Memory {
+    #[inline]
     fn drop(&mut self) {
+        let at_once = !process::is_gone() && !*self.astray.get_mut();
+        if at_once && self.owner.end_at_once() {
+            // SAFETY: this is the drop, and the memory is not the owner's any more; it goes before its stream.
+            unsafe {
+                ManuallyDrop::take(&mut self.owner).forget();
+                ManuallyDrop::drop(&mut self.stream);
+            }
+            return;
+        }
         // SAFETY: this is the drop.
         unsafe { self.end(Vec::new()) }
     }

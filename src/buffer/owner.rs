@@ -158,6 +158,19 @@ impl Owner {
         }
     }
 
+    /// Lets go of memory that was [given back](Self::end_at_once).
+    #[inline(always)]
+    pub(super) fn forget(self) {
+        match self {
+            // Mostly there is nothing in the block to drop.
+            Owner::Resource(Lent { resource, block }) if block.is_bare() => {
+                std::mem::forget(block);
+                drop(resource);
+            }
+            owner => drop(owner),
+        }
+    }
+
     /// Gives memory back that nobody can name from here on.
     #[inline]
     pub(super) fn end(self) {

@@ -4,7 +4,6 @@
 #![forbid(unsafe_code)]
 
 use std::any::TypeId;
-use std::collections::VecDeque;
 use std::hash::BuildHasher;
 
 use crate::allocator::Mixed;
@@ -17,7 +16,7 @@ use super::recent::Recent;
 const SHARDS: usize = 16;
 /// Returned addresses to try for one request.
 pub(super) const TRIES: usize = 4;
-/// Returned addresses that are remembered for a stream and size; the oldest are forgotten first.
+/// Returned addresses that are remembered for a stream and size, at most; beyond them the older half is forgotten.
 const REMEMBERED: usize = 1024;
 /// Streams and sizes of which a shard remembers returns; beyond them it begins anew.
 const KEYS: usize = 64;
@@ -98,7 +97,7 @@ struct Shard {
     live: Vec<Live>,
     vacant: Vec<u32>,
     /// Addresses of returned memory, the last returned at the end.
-    returned: Recent<Key, VecDeque<sys::CUdeviceptr>>,
+    returned: Recent<Key, Vec<sys::CUdeviceptr>>,
     counts: Counts,
 }
 
@@ -152,8 +151,8 @@ impl Table {
         let mut shard = self.shards[live.home as usize].lock();
         let (address, taken) = match shard.returned.get(&live.key) {
             Some(returned) => {
-                let taken = take(returned.back().copied())?;
-                returned.pop_back();
+                let taken = take(returned.last().copied())?;
+                returned.pop();
                 taken
             }
             None => take(None)?,
@@ -203,7 +202,6 @@ impl Table {
     }
 
     /// A block goes: takes its entry out, and remembers where it was. `None` if the entry is not its own.
-    #[inline]
     pub fn leave(&self, slot: Slot, address: sys::CUdeviceptr) -> Option<Live> {
         let mut shard = self.shards.get(slot.shard as usize)?.lock();
         let live = shard.leave(slot.at, address)?;
@@ -215,6 +213,33 @@ impl Table {
             home.remember(&live.key, address);
         }
         Some(live)
+    }
+
+    /// [`leave`](Self::leave) of a block that `free` gives back under the shard's lock, so that nobody takes the hint
+    /// before. False, with the entry as it was, if that cannot, or the block is to be remembered in another shard.
+    #[inline]
+    pub fn leave_at_once(
+        &self,
+        slot: Slot,
+        address: sys::CUdeviceptr,
+        free: impl FnOnce() -> bool,
+    ) -> bool {
+        let Some(shard) = self.shards.get(slot.shard as usize) else {
+            return false;
+        };
+        let mut shard = shard.lock();
+        let live = shard.live.get(slot.at as usize);
+        let own = live.filter(|live| live.address == address && live.home == slot.shard);
+        let Some(Live { key, .. }) = own else {
+            return false;
+        };
+        let key = *key;
+        if !free() {
+            return false;
+        }
+        shard.vacate(slot.at);
+        shard.remember(&key, address);
+        true
     }
 
     /// After a [`leave`](Self::leave) the block could not be freed.
@@ -284,17 +309,22 @@ impl Shard {
         Slot { shard, at }
     }
 
-    #[inline(always)]
     fn leave(&mut self, at: u32, address: sys::CUdeviceptr) -> Option<Live> {
-        let live = self.live.get_mut(at as usize)?;
+        let live = *self.live.get(at as usize)?;
         if live.address != address {
             return None;
         }
-        let left = *live;
-        // No block begins there.
-        (live.address, live.capacity) = (0, 0);
-        self.vacant.push(at);
-        Some(left)
+        self.vacate(at);
+        Some(live)
+    }
+
+    #[inline(always)]
+    fn vacate(&mut self, at: u32) {
+        if let Some(live) = self.live.get_mut(at as usize) {
+            // No block begins there.
+            (live.address, live.capacity) = (0, 0);
+            self.vacant.push(at);
+        }
     }
 
     #[inline(always)]
@@ -304,9 +334,9 @@ impl Shard {
             return self.remember_first(key, address);
         };
         if returned.len() == REMEMBERED {
-            returned.pop_front();
+            returned.drain(..REMEMBERED / 2);
         }
-        returned.push_back(address);
+        returned.push(address);
     }
 
     #[cold]
@@ -314,7 +344,7 @@ impl Shard {
         if self.returned.len() >= KEYS {
             self.returned.clear();
         }
-        self.returned.insert(*key, VecDeque::from([address]));
+        self.returned.insert(*key, vec![address]);
     }
 
     fn forget(&mut self, key: &Key, address: sys::CUdeviceptr) {
@@ -399,6 +429,26 @@ mod tests {
         assert_eq!(table.live(512, TypeId::of::<u8>()).len(), 3);
         let counts = table.counts();
         assert_eq!((counts.entered, counts.returns, counts.live), (3, 0, 3));
+    }
+
+    /// S2.2
+    #[test]
+    fn a_block_that_cannot_be_freed_at_once_stays_entered() {
+        let table = Table::default();
+        let slot = table.enter(live(1));
+        assert!(!table.leave_at_once(slot, 2, || true), "another's entry");
+        assert!(!table.leave_at_once(Slot::of(u64::MAX), 1, || true));
+        assert!(!table.leave_at_once(slot, 1, || false));
+        let elsewhere = (8..40).find(|stream| shard_of(&(*stream, 512)) != shard_of(&KEY));
+        table.return_on(slot, elsewhere.unwrap());
+        assert!(!table.leave_at_once(slot, 1, || true), "another shard's");
+        table.return_on(slot, KEY.0);
+        assert!(table.hints(&KEY).as_slice().is_empty());
+        assert_eq!(table.live(512, TypeId::of::<u8>()), [1]);
+        assert!(table.leave_at_once(slot, 1, || true));
+        assert_eq!(table.hints(&KEY).as_slice(), [1]);
+        let counts = table.counts();
+        assert_eq!((counts.returns, counts.live), (1, 0));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, LazyLock};
 
-use crate::allocator::{Allocator, Config, Counter, Element, Grant, Request, size};
+use crate::allocator::{Allocator, Config, Counter, Element, Engine, Grant, Request, size};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
@@ -222,12 +222,13 @@ fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
             let len = request.bytes() / bytes;
             let capacity = TypedPool::round_len(len);
             let rounded = capacity.checked_mul(bytes);
-            let rounded = rounded.filter(|rounded| isize::try_from(*rounded).is_ok());
-            let too_large = InvalidArgument::TooLarge {
-                len,
-                element_bytes: bytes,
+            let Some(rounded) = rounded.filter(|rounded| isize::try_from(*rounded).is_ok()) else {
+                return Err(Error::Invalid(InvalidArgument::TooLarge {
+                    len,
+                    element_bytes: bytes,
+                }));
             };
-            (rounded.ok_or(Error::Invalid(too_large))?, capacity, id)
+            (rounded, capacity, id)
         }
         None => (request.bytes(), 0, TypeId::of::<()>()),
     };
@@ -236,6 +237,12 @@ fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
         return Err(Error::Invalid(InvalidArgument::Size { bytes }));
     }
     Ok(Live::new((stream.id()?, bytes), capacity, element))
+}
+
+/// A block that is at hand, wherever it lies. Out of line: mostly a return is remembered.
+#[cold]
+fn hit_anywhere(engine: &Engine, stream: u64, bytes: usize) -> Option<Grant> {
+    engine.hit(stream, bytes).ok()
 }
 
 impl Inner {
@@ -248,13 +255,17 @@ impl Inner {
             return None;
         }
         let (id, bytes) = (stream.id_at_hand(), live.key.1);
-        self.table.hit(live, |last| {
-            let grant = match last {
-                Some(address) => engine.hit_at(id, bytes, address),
-                None => engine.hit(id, bytes).ok(),
-            }?;
-            Some((grant.ptr(), grant))
-        })
+        self.table.hit(
+            live,
+            #[inline(always)]
+            |last| {
+                let grant = match last {
+                    Some(address) => engine.hit_at(id, bytes, address),
+                    None => hit_anywhere(engine, id, bytes),
+                }?;
+                Some((grant.ptr(), grant))
+            },
+        )
     }
 
     /// A cached block near the addresses of the last returns, else a new one.
@@ -334,16 +345,13 @@ unsafe impl MemoryResource for Inner {
         if block.size() as u64 > size::PACKED_SMALL_LIMIT || is_retired(&self.allocator, block) {
             return false;
         }
-        let slot = Slot::of(block.note());
-        let Some(left) = self.table.leave(slot, block.ptr()) else {
-            return false;
-        };
-        if !free_at_once(&self.allocator, block) {
-            block.set_note(self.table.stay(left).note());
-            return false;
+        let (slot, at) = (Slot::of(block.note()), block.ptr());
+        let free = || free_at_once(&self.allocator, block);
+        let freed = self.table.leave_at_once(slot, at, free);
+        if freed {
+            self.surplus.release(&self.allocator, false);
         }
-        self.surplus.release(&self.allocator, false);
-        true
+        freed
     }
 
     fn ordinal(&self) -> usize {

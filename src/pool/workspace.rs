@@ -179,6 +179,8 @@ impl State {
     }
 
     /// Removes a slab that is neither idle nor handed out, for its block to be freed without the lock.
+    #[cold]
+    #[inline(never)]
     fn remove(&mut self, place: u32) -> Option<(Block, (u64, usize))> {
         let removed = self.slabs.remove(place);
         let bytes = removed.as_ref().map_or(0, |(_, (_, bytes))| *bytes);

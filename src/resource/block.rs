@@ -208,11 +208,17 @@ impl RawBlock {
     #[inline]
     pub(crate) fn attach(&mut self, charge: Charge) {
         // Mostly there is one, which needs no allocation.
-        if self.first.is_none() && self.more.is_none() {
+        if self.is_bare() {
             self.first = Some(charge);
         } else {
             self.more.get_or_insert_default().push(charge);
         }
+    }
+
+    /// Whether no charges are tied to it.
+    #[inline]
+    pub(crate) fn is_bare(&self) -> bool {
+        self.first.is_none() && self.more.is_none()
     }
 
     #[inline]

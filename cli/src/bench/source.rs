@@ -137,9 +137,9 @@ impl Source for Stack<'_> {
     #[inline]
     fn allocate(&self, bytes: usize, stream: &Stream) -> Result<RawBlock, Failure> {
         const TAG: Tag = Tag::new("benchmark");
-        Ok(self
-            .resource
-            .allocate_block(&Request::new(bytes).tag(TAG), stream)?)
+        self.resource
+            .allocate_block(&Request::new(bytes).tag(TAG), stream)
+            .map_err(failed)
     }
 
     #[inline]
@@ -171,7 +171,7 @@ impl Source for Workspaces<'_> {
 
     #[inline]
     fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
-        Ok(self.pool.lease(stream, bytes)?)
+        self.pool.lease(stream, bytes).map_err(failed)
     }
 
     #[inline]
@@ -204,11 +204,8 @@ impl Source for Typed<'_> {
 
     #[inline]
     fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
-        Ok(DeviceBuffer::<f32>::uninit(
-            &self.pool,
-            bytes / size_of::<f32>(),
-            stream,
-        )?)
+        let len = bytes / size_of::<f32>();
+        DeviceBuffer::<f32>::uninit(&self.pool, len, stream).map_err(failed)
     }
 
     #[inline]
