@@ -21,7 +21,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::event::clock;
-use crate::event::sample::UNIT;
 
 pub(crate) const MAGIC: [u8; 8] = *b"cuallocR";
 pub(crate) const VERSION: u32 = 1;
@@ -30,6 +29,8 @@ pub(crate) const HEADER: usize = 64;
 pub(crate) const MISSED: usize = 56;
 /// Where a header has the bytes between two samples of stacks.
 pub(crate) const SAMPLING: usize = 52;
+/// The bytes between two samples are a multiple of this.
+pub(crate) const UNIT: u64 = 512;
 pub(crate) const CHUNKS: u32 = 0;
 pub(crate) const RINGS: u32 = 1;
 pub(crate) const CHUNK_HEADER: usize = 16;

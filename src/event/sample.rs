@@ -13,9 +13,6 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use crate::event::{Event, Kind, names, session, stack};
 
-/// The bytes between two samples are a multiple of this, as the file says them.
-pub(crate) const UNIT: u64 = 512;
-
 /// What says where a program is, instead of the stack of the thread: the number of a context, 0 for none.
 pub(crate) type Source = Arc<dyn Fn() -> u32 + Send + Sync>;
 

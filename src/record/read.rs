@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::event::Kind;
 use crate::event::file;
+use crate::event::file::UNIT;
 use crate::event::names::LONGEST;
 use crate::event::record::{self, MAPPED, SMALL};
-use crate::event::sample::UNIT;
 use crate::record::recording::{Action, Event, RecordedStream, Recording};
 
 /// Most streams of a recording: as many as a trace can have.

@@ -8,7 +8,7 @@ use crate::allocator::cache::deferred::User;
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
 use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node};
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::debug::Debug;
+use crate::allocator::engine::debug_books::Debug;
 use crate::allocator::size;
 use crate::error::{Error, Refused};
 

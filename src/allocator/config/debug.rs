@@ -1,13 +1,10 @@
 //! What an allocator looks for in the program that uses it.
 
-use crate::allocator::config::Limit;
-use crate::allocator::config::text::parse_limit;
-
 /// What an allocator looks for in the program that uses it: errors that hardware lets pass. Everything is off by default,
 /// and costs nothing then. With anything on, blocks come from the heap alone, without caches, and each free waits for the streams
 /// that use the block. While a capture is known blocks are neither filled nor checked.
 ///
-/// What is found is logged as an error, and kept for [`Allocator::findings`](crate::Allocator::findings).
+/// What is found is logged as an error, on stderr in a program without a logger, and kept for [`Allocator::findings`](crate::Allocator::findings).
 ///
 /// ```
 /// use cualloc::allocator::{Config, DebugModes};
@@ -34,9 +31,6 @@ pub struct DebugModes {
 }
 
 impl DebugModes {
-    /// Bytes in quarantine where it is not said how many.
-    pub(crate) const QUARANTINE: u64 = 64 << 20;
-
     /// Everything off.
     pub fn new() -> DebugModes {
         DebugModes::default()
@@ -69,35 +63,5 @@ impl DebugModes {
     /// Whether anything is on.
     pub fn is_any(&self) -> bool {
         *self != DebugModes::default()
-    }
-
-    /// Reads modes with `+` between them, or `off`.
-    pub(super) fn parse(text: &str) -> Option<DebugModes> {
-        let mut modes = DebugModes::new();
-        if text == "off" {
-            return Some(modes);
-        }
-        for mode in text.split('+') {
-            let before = modes;
-            match mode.split_once(':') {
-                None => match mode {
-                    "guard" => modes.guard = true,
-                    "poison" => modes.poison = true,
-                    "quarantine" => modes.quarantine = Self::QUARANTINE,
-                    "leaks" => modes.leaks = true,
-                    _ => return None,
-                },
-                Some(("quarantine", size)) if before.quarantine == 0 => match parse_limit(size) {
-                    Some(Limit::Bytes(bytes)) => modes.quarantine = bytes,
-                    _ => return None,
-                },
-                Some(_) => return None,
-            }
-            // Said twice, or nothing.
-            if modes == before {
-                return None;
-            }
-        }
-        Some(modes)
     }
 }

@@ -111,7 +111,7 @@ impl FromStr for Config {
                     Some(Limit::Fraction(share)) => config.keep = Some(share),
                     _ => return Err(invalid()),
                 },
-                "debug" => config.debug = DebugModes::parse(value).ok_or_else(invalid)?,
+                "debug" => config.debug = parse_debug(value).ok_or_else(invalid)?,
                 _ => return Err(ConfigError::UnknownKey(key.into())),
             }
         }
@@ -146,6 +146,39 @@ impl FromStr for Limit {
     }
 }
 
+/// Bytes in quarantine where it is not said how many.
+const QUARANTINE: u64 = 64 << 20;
+
+/// Reads modes with `+` between them, or `off`.
+fn parse_debug(text: &str) -> Option<DebugModes> {
+    let mut modes = DebugModes::new();
+    if text == "off" {
+        return Some(modes);
+    }
+    for mode in text.split('+') {
+        let before = modes;
+        match mode.split_once(':') {
+            None => match mode {
+                "guard" => modes.guard = true,
+                "poison" => modes.poison = true,
+                "quarantine" => modes.quarantine = QUARANTINE,
+                "leaks" => modes.leaks = true,
+                _ => return None,
+            },
+            Some(("quarantine", size)) if before.quarantine == 0 => match parse_limit(size) {
+                Some(Limit::Bytes(bytes)) => modes.quarantine = bytes,
+                _ => return None,
+            },
+            Some(_) => return None,
+        }
+        // Said twice, or nothing.
+        if modes == before {
+            return None;
+        }
+    }
+    Some(modes)
+}
+
 /// A number of milliseconds, seconds, minutes or hours, with its unit.
 fn parse_time(value: &str) -> Option<Duration> {
     let unit = value.find(|c: char| c.is_ascii_alphabetic())?;
@@ -169,7 +202,7 @@ fn parse_switch(value: &str) -> Option<bool> {
     }
 }
 
-pub(super) fn parse_limit(value: &str) -> Option<Limit> {
+fn parse_limit(value: &str) -> Option<Limit> {
     match value.strip_suffix('%') {
         Some(percent) => percent
             .parse::<f64>()

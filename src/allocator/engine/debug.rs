@@ -3,15 +3,13 @@
 //! An allocator with any mode on has no caches, so that each block and each free comes by here. No driver call is made
 //! under the lock of [`Debug`], and none at all while a capture is known: blocks of that time are not checked.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::collections::BTreeMap;
 
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::config::DebugModes;
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::debug_books::{Debug, MOST_FINDINGS, Watched, say};
 use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::request::Checked;
-use crate::allocator::stream::slot::StreamKey;
 use crate::block::Tag;
 use crate::driver::{Stream, StreamKind, process};
 use crate::error::{Error, Finding, Misuse};
@@ -22,44 +20,8 @@ const POISON: u8 = 0xDD;
 const GUARD: u8 = 0xFD;
 /// Bytes that are copied to the host at once.
 const PART: u64 = 1 << 20;
-/// Most findings that are kept, and most lines of a list of live blocks.
-const MOST_FINDINGS: usize = 1000;
+/// Most lines of a list of live blocks.
 const MOST_LINES: usize = 20;
-
-/// The debug modes of an allocator, and what they know.
-#[derive(Debug)]
-pub(crate) struct Debug {
-    modes: DebugModes,
-    books: Mutex<Books>,
-    /// Fills and copies of blocks that nobody uses any more.
-    stream: OnceLock<Stream>,
-}
-
-#[derive(Debug, Default)]
-struct Books {
-    live: BTreeMap<u64, Watched>,
-    /// Freed blocks that are held back, the oldest first.
-    freed: VecDeque<(u64, Watched)>,
-    freed_bytes: u64,
-    findings: Vec<Finding>,
-}
-
-/// A block of the program.
-#[derive(Debug, Clone)]
-struct Watched {
-    requested: u64,
-    /// Bytes of the block.
-    bytes: u64,
-    tag: Tag,
-    context: u32,
-    handle: usize,
-    /// The streams that use it: its own first.
-    users: Vec<(StreamKey, Stream)>,
-    /// A stream that uses it cannot be waited for by its handle.
-    everything: bool,
-    /// What is behind the requested bytes was filled.
-    guarded: bool,
-}
 
 /// What is left to do for a free.
 pub(crate) enum Checkup {
@@ -67,76 +29,6 @@ pub(crate) enum Checkup {
     Done,
     /// It is held back.
     Held,
-}
-
-impl Debug {
-    /// None if everything is off.
-    pub(crate) fn of(modes: DebugModes) -> Option<Debug> {
-        modes.is_any().then(|| Debug {
-            modes,
-            books: Mutex::default(),
-            stream: OnceLock::new(),
-        })
-    }
-
-    fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether nothing is usable behind the bytes that were asked for.
-    pub(crate) fn guards(&self) -> bool {
-        self.modes.guard
-    }
-
-    /// Whether a freed block that begins at an address is held back.
-    pub(crate) fn holds(&self, ptr: u64) -> bool {
-        self.books().freed.iter().any(|(held, _)| *held == ptr)
-    }
-
-    /// A block has a label.
-    pub(crate) fn name(&self, ptr: u64, tag: Tag) {
-        if let Some(watched) = self.books().live.get_mut(&ptr) {
-            watched.tag = tag;
-        }
-    }
-
-    /// A stream's handle may not be used any more.
-    pub(crate) fn retired(&self, key: StreamKey) {
-        for watched in self.books().live.values_mut() {
-            let before = watched.users.len();
-            // Streams of this crate are kept with the block.
-            watched
-                .users
-                .retain(|(user, stream)| *user != key || stream.kind() == StreamKind::Owned);
-            watched.everything |= watched.users.len() < before;
-        }
-    }
-
-    pub(crate) fn findings(&self) -> Vec<Finding> {
-        self.books().findings.clone()
-    }
-
-    fn found(&self, finding: Finding) {
-        log::error!("{finding}");
-        let mut books = self.books();
-        if books.findings.len() < MOST_FINDINGS {
-            books.findings.push(finding);
-        }
-    }
-}
-
-impl Watched {
-    fn finding(&self, misuse: Misuse, address: u64, offset: u64) -> Finding {
-        Finding {
-            misuse,
-            address,
-            requested: self.requested,
-            offset,
-            tag: self.tag.as_str(),
-            context: names::name_of(self.context),
-            stream: self.handle,
-        }
-    }
 }
 
 impl Engine {
@@ -486,7 +378,7 @@ impl Engine {
                 lines.len() - MOST_LINES
             );
         }
-        log::error!("{text}");
+        say(&text);
         let mut books = debug.books();
         // Those of an earlier try to close are told again.
         books
