@@ -395,6 +395,15 @@ typedef struct cualloc_footprint_t {
 } cualloc_footprint_t;
 
 /**
+ * Where the program is: a context (cualloc_context) whose name is a stack, outermost function first with semicolons
+ * between, or 0 for the stack of the thread. With the data that was given with it.
+ *
+ * Called by threads that were just given a block, without any lock held, by several at once. It must not throw. What it
+ * allocates itself is not sampled.
+ */
+typedef uint32_t (*cualloc_stack_source_t)(void *data);
+
+/**
  * PyTorch's name of a pool, as its functions pass it by value (MempoolId_t).
  */
 typedef struct cualloc_torch_pool_id_t {
@@ -754,7 +763,8 @@ int32_t cualloc_reset_peaks(struct cualloc_t *allocator);
  * costs grows with the number of blocks.
  *
  * Errors: CUALLOC_PANIC if something does not agree, which is a defect of the library: the text says what;
- * CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
+ * CUALLOC_INVALID_ARGUMENT for a null handle, and for a block that the program wrote behind, where debug=guard looks for
+ * that; CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
  *
  * Any thread, also beside calls of others.
  */
@@ -889,6 +899,34 @@ int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
  * `path` is null or ends with a zero.
  */
 int32_t cualloc_record_start(const char *path);
+
+/**
+ * As cualloc_record_start, with the stacks of some allocations: one for each `bytes` that are asked for, on the average
+ * (rounded up to a multiple of 512; 0 for none). With some hundreds of KiB it can stay on: a stack takes microseconds,
+ * and milliseconds at its first time. `cualloc export --to pprof` and `view` tell from them who holds how much.
+ *
+ * Errors: as cualloc_record_start.
+ *
+ * Any thread, whatever context is current. A call under way on another thread may be missed.
+ *
+ * What the caller answers for:
+ * `path` is null or ends with a zero.
+ */
+int32_t cualloc_record_start_with_stacks(const char *path,
+                                         uint64_t bytes);
+
+/**
+ * Has samples of stacks (cualloc_record_start_with_stacks, CUALLOC_RECORD=stacks:SIZE:FILE) ask a function for the place
+ * in the program; with null they take the stack of the thread again. The function and its data must stay until every
+ * call that was under way when another one was set is over.
+ *
+ * Any thread, any time.
+ *
+ * What the caller answers for:
+ * The function may be called as it says, by any thread.
+ */
+void cualloc_set_stack_source(cualloc_stack_source_t source,
+                              void *data);
 
 /**
  * Writes a file of what the recording's rings hold now: of one to memory the newest 32767 events of each stream cache,

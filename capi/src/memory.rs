@@ -137,7 +137,8 @@ pub extern "C" fn cualloc_reset_peaks(allocator: *mut cualloc_t) -> i32 {
 /// costs grows with the number of blocks.
 ///
 /// Errors: CUALLOC_PANIC if something does not agree, which is a defect of the library: the text says what;
-/// CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
+/// CUALLOC_INVALID_ARGUMENT for a null handle, and for a block that the program wrote behind, where debug=guard looks for
+/// that; CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
 ///
 /// Any thread, also beside calls of others.
 #[unsafe(no_mangle)]

@@ -1,10 +1,10 @@
 //! Recordings of the process, and what a thread is doing.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, c_char, c_void};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cualloc::record::{Context, Recorder, RecorderError, Target};
+use cualloc::record::{Context, Recorder, RecorderError, Target, set_stack_source};
 
 use crate::entry::{call, cleared};
 use crate::options;
@@ -73,17 +73,81 @@ unsafe fn path(from: *const c_char) -> Result<PathBuf, Failure> {
 /// `path` is null or ends with a zero.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_record_start(path: *const c_char) -> i32 {
-    call(|| {
-        let mut recorder = recorder()?;
-        let file = match path.is_null() {
-            true => None,
+    // SAFETY: the caller's contract.
+    call(|| unsafe { start(path, 0) })
+}
+
+/// As cualloc_record_start, with the stacks of some allocations: one for each `bytes` that are asked for, on the average
+/// (rounded up to a multiple of 512; 0 for none). With some hundreds of KiB it can stay on: a stack takes microseconds,
+/// and milliseconds at its first time. `cualloc export --to pprof` and `view` tell from them who holds how much.
+///
+/// Errors: as cualloc_record_start.
+///
+/// Any thread, whatever context is current. A call under way on another thread may be missed.
+///
+/// # Safety
+/// `path` is null or ends with a zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_record_start_with_stacks(path: *const c_char, bytes: u64) -> i32 {
+    // SAFETY: the caller's contract.
+    call(|| unsafe { start(path, bytes) })
+}
+
+/// # Safety
+/// `path` is null or ends with a zero.
+unsafe fn start(path: *const c_char, bytes: u64) -> Result<(), Failure> {
+    let mut recorder = recorder()?;
+    let file = match path.is_null() {
+        true => None,
+        // SAFETY: the caller's contract.
+        false => Some(unsafe { self::path(path) }?),
+    };
+    let target = file.as_deref().map_or(Target::Memory, Target::File);
+    *recorder = Some(Recorder::start_with_stacks(target, bytes)?);
+    Ok(())
+}
+
+/// Where the program is: a context (cualloc_context) whose name is a stack, outermost function first with semicolons
+/// between, or 0 for the stack of the thread. With the data that was given with it.
+///
+/// Called by threads that were just given a block, without any lock held, by several at once. It must not throw. What it
+/// allocates itself is not sampled.
+pub type cualloc_stack_source_t = Option<unsafe extern "C" fn(data: *mut c_void) -> u32>;
+
+/// The data of a source.
+struct Data(*mut c_void);
+
+// SAFETY: the data goes to the caller's function alone, which may be called by any thread.
+unsafe impl Send for Data {}
+// SAFETY: as above.
+unsafe impl Sync for Data {}
+
+impl Data {
+    fn pointer(&self) -> *mut c_void {
+        self.0
+    }
+}
+
+/// Has samples of stacks (cualloc_record_start_with_stacks, CUALLOC_RECORD=stacks:SIZE:FILE) ask a function for the place
+/// in the program; with null they take the stack of the thread again. The function and its data must stay until every
+/// call that was under way when another one was set is over.
+///
+/// Any thread, any time.
+///
+/// # Safety
+/// The function may be called as it says, by any thread.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_set_stack_source(
+    source: cualloc_stack_source_t,
+    data: *mut c_void,
+) {
+    let data = Data(data);
+    set_stack_source(
+        source.map(|source| -> Arc<dyn Fn() -> Context + Send + Sync> {
             // SAFETY: the caller's contract.
-            false => Some(unsafe { self::path(path) }?),
-        };
-        let target = file.as_deref().map_or(Target::Memory, Target::File);
-        *recorder = Some(Recorder::start(target)?);
-        Ok(())
-    })
+            Arc::new(move || Context::from_id(unsafe { source(data.pointer()) }))
+        }),
+    );
 }
 
 /// Writes a file of what the recording's rings hold now: of one to memory the newest 32767 events of each stream cache,

@@ -127,6 +127,7 @@ fn code_of(error: &Error) -> i32 {
         Error::InUse { .. } | Error::Guarded { .. } | Error::StillHeld { .. } => CUALLOC_BUSY,
         Error::Suspended | Error::NotSuspended => CUALLOC_SUSPENDED,
         Error::Inconsistent { .. } => CUALLOC_PANIC,
+        Error::Misused(_) => CUALLOC_INVALID_ARGUMENT,
         Error::Invalid(_)
         | Error::InvalidConfig(_)
         | Error::InvalidDevice { .. }

@@ -76,8 +76,16 @@ fn made(format: FormatChoice, recording: &Recording) -> Vec<u8> {
     match format {
         FormatChoice::Pytorch => Snapshot::of(recording).to_pickle(),
         FormatChoice::PytorchJson => Snapshot::of(recording).to_json().into_bytes(),
-        FormatChoice::Pprof => Profile::of(recording).to_pprof(),
-        FormatChoice::Collapsed => Profile::of(recording).to_collapsed().into_bytes(),
+        FormatChoice::Pprof => profile(recording).to_pprof(),
+        FormatChoice::Collapsed => profile(recording).to_collapsed().into_bytes(),
         FormatChoice::Csv => Vec::new(),
+    }
+}
+
+/// By stacks if the recording has them, else by contexts.
+fn profile(recording: &Recording) -> Profile {
+    match recording.sampling() {
+        0 => Profile::of(recording),
+        _ => Profile::of_stacks(recording),
     }
 }

@@ -1,7 +1,7 @@
 //! Traces, recordings and snapshots: opening, decompressing, telling apart, naming.
 
 use crate::text;
-use cualloc::record::{ReadError, Recording, Snapshot, SnapshotError};
+use cualloc::record::{Profile, ReadError, Recording, Snapshot, SnapshotError};
 use cualloc::trace::{Trace, TraceError};
 use flate2::bufread::MultiGzDecoder;
 use std::fs::File;
@@ -140,11 +140,15 @@ pub fn recording(path: &Path, rows: u64) -> Result<Option<Recording>, InputError
     }
 }
 
-/// The trace of a recording or of a snapshot. Of a snapshot it is that of the first device that has one.
-fn converted(path: &Path, kind: &Kind, bytes: &[u8], rows: u64) -> Result<Trace, InputError> {
+/// The trace of a recording or of a snapshot, and who holds memory by the stacks of a recording that has any. Of a
+/// snapshot it is that of the first device that has one.
+fn converted(path: &Path, kind: &Kind, bytes: &[u8], rows: u64) -> Result<Input, InputError> {
     let name = name(path);
+    let mut stacks = None;
     let trace = if *kind == Kind::Recording {
-        read_recording(path, bytes, rows)?.to_trace(&name, None)
+        let recording = read_recording(path, bytes, rows)?;
+        stacks = (recording.sampling() > 0).then(|| Profile::of_stacks(&recording));
+        recording.to_trace(&name, None)
     } else {
         let snapshot = Snapshot::read(bytes).map_err(|error| InputError::Snapshot {
             path: path.to_owned(),
@@ -157,15 +161,26 @@ fn converted(path: &Path, kind: &Kind, bytes: &[u8], rows: u64) -> Result<Trace,
         let found = traces.find(|trace| !empty(trace));
         found.unwrap_or_else(|| Trace::from_rows(name.as_str(), []))
     };
-    trace.map_err(|error| InputError::Trace {
-        path: path.to_owned(),
-        error,
-    })
+    match trace {
+        Ok(trace) => Ok((trace, stacks)),
+        Err(error) => Err(InputError::Trace {
+            path: path.to_owned(),
+            error,
+        }),
+    }
 }
 
 /// Reads a trace of at most so many rows from a plain or gzip file: a trace, a recording, or a PyTorch snapshot, told
 /// apart by their first bytes; from stdin if it is called `-`.
 pub fn read(path: &Path, rows: u64) -> Result<Trace, InputError> {
+    read_with_stacks(path, rows).map(|(trace, _)| trace)
+}
+
+/// A trace, and who holds memory by stacks.
+pub type Input = (Trace, Option<Profile>);
+
+/// [`read`], and who holds memory at the end, by the stacks of a recording that has any.
+pub fn read_with_stacks(path: &Path, rows: u64) -> Result<Input, InputError> {
     let file = open(path)?;
     if !file.buffer().starts_with(&GZIP_MAGIC) {
         let kind = Kind::of(file.buffer());
@@ -173,10 +188,11 @@ pub fn read(path: &Path, rows: u64) -> Result<Trace, InputError> {
             return converted(path, &kind, &whole(path, file, rows)?, rows);
         }
         let trace = Trace::read(name(path), Bounded::new(file, rows));
-        return trace.map_err(|error| InputError::Trace {
+        let trace = trace.map_err(|error| InputError::Trace {
             path: path.to_owned(),
             error,
         });
+        return Ok((trace?, None));
     }
     let mut text = decompressed(file);
     let kind = match text.fill_buf() {
@@ -187,7 +203,8 @@ pub fn read(path: &Path, rows: u64) -> Result<Trace, InputError> {
         return converted(path, &kind, &whole(path, text, rows)?, rows);
     }
     let trace = Trace::read(name(path), Bounded::new(&mut text, rows));
-    trace.map_err(|error| told(path, error, &mut text))
+    let trace = trace.map_err(|error| told(path, error, &mut text));
+    Ok((trace?, None))
 }
 
 /// Why a compressed trace cannot be read.

@@ -85,6 +85,9 @@ class PoolId(ctypes.Structure):
     _fields_ = [("first", ctypes.c_uint64), ("second", ctypes.c_uint64)]
 
 
+STACK_SOURCE = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p)
+
+
 def plain(structure):
     """A structure as dictionaries of numbers, without its size."""
     fields = ((name, getattr(structure, name)) for name, _ in structure._fields_ if name != "struct_size")
@@ -125,6 +128,8 @@ def _functions():
         "cualloc_torch_pool_newest": (number, []),
         "cualloc_torch_pool_abandon": (code, [number, pointer]),
         "cualloc_record_start": (code, [text]),
+        "cualloc_record_start_with_stacks": (code, [text, number]),
+        "cualloc_set_stack_source": (None, [STACK_SOURCE, pointer]),
         "cualloc_record_dump": (code, [text]),
         "cualloc_record_stop": (code, [to(number), to(number)]),
         "cualloc_context": (ctypes.c_uint32, [text]),

@@ -9,18 +9,26 @@
 to it, but without contexts.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
+import sys
 
 from cualloc import _library as _l
 
 __all__ = ["start", "stop", "dump", "context"]
 
 
-def start(path=None):
-    """Begins to record to a file, or to memory, of which `dump` writes what is newest. One recording runs at a time."""
-    _l.checked(_l.LIBRARY.cualloc_record_start(None if path is None else os.fsencode(path)))
+def start(path=None, stacks=0):
+    """Begins to record to a file, or to memory, of which `dump` writes what is newest. One recording runs at a time.
+
+    With `stacks` about one allocation in each so many bytes is recorded with the stack of its thread: Python's functions,
+    or native ones where there are none. Some hundreds of KiB can stay on."""
+    path = None if path is None else os.fsencode(path)
+    _l.checked(_l.LIBRARY.cualloc_record_start_with_stacks(path, stacks))
+    if stacks:
+        _l.LIBRARY.cualloc_set_stack_source(_SOURCE, None)
 
 
 def dump(path):
@@ -31,8 +39,44 @@ def dump(path):
 def stop():
     """Ends the recording. Returns how many events its file has (0 without one), and how many came too fast for it."""
     events, lost = ctypes.c_uint64(), ctypes.c_uint64()
+    _without_source()
     _l.checked(_l.LIBRARY.cualloc_record_stop(ctypes.byref(events), ctypes.byref(lost)))
     return events.value, lost.value
+
+
+_MOST_FRAMES = 64
+_known = {}
+
+
+def _where(_):
+    """The context that stands for the Python functions of the thread; 0 if there are none."""
+    try:
+        frame, place = sys._getframe(1), []
+        while frame is not None and len(place) < _MOST_FRAMES:
+            place.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        if not place:
+            return 0
+        place = tuple(place)
+        if place not in _known:
+            names = [f"{os.path.basename(code.co_filename)}:{line}:{code.co_name}" for code, line in place]
+            name = ";".join(part.replace(";", ",") for part in reversed(names)).encode(errors="replace")
+            # The innermost functions count, and no character is cut in two.
+            name = name[-4096:].decode(errors="ignore").encode()
+            _known[place] = _l.LIBRARY.cualloc_context(name)
+        return _known[place]
+    except ValueError:
+        # The thread has no Python function.
+        return 0
+
+
+_SOURCE = _l.STACK_SOURCE(_where)
+
+
+@atexit.register
+def _without_source():
+    """Nothing of Python may be called when it is about to end."""
+    _l.LIBRARY.cualloc_set_stack_source(_l.STACK_SOURCE(), None)
 
 
 @contextlib.contextmanager

@@ -984,6 +984,16 @@ def recordings_have_contexts():
         with open(whole, "rb") as file:
             written = file.read()
         assert written.startswith(b"cuallocR") and b"train;forward" in written
+        stacks = os.path.join(folder, "stacks.rec")
+        record.start(stacks, stacks=1)
+        addresses = [_library.allocate(0, 100_000, None) for _ in range(2)]
+        for address in addresses:
+            _library.checked(_library.LIBRARY.cualloc_free(_library.allocator(0), address))
+        record.stop()
+        with open(stacks, "rb") as file:
+            written = file.read()
+        # Functions of Python, the innermost last, and each place once.
+        assert written.count(b":recordings_have_contexts;_library.py:") == 1 and b":allocate" in written
         record.start()
         record.dump(newest)
         assert record.stop() == (0, 0)

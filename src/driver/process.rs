@@ -104,6 +104,11 @@ pub(crate) fn unwatch(captures: usize) {
     }
 }
 
+/// True while a capture is known that is not over.
+pub(crate) fn is_watching() -> bool {
+    STATE.0.load(Ordering::Relaxed) & CAPTURES != 0
+}
+
 /// Whether streams were captured in this process: their owners may do so again at any time.
 #[inline]
 pub(crate) fn has_captured() -> bool {

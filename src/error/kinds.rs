@@ -7,6 +7,7 @@ use crate::driver::{DriverError, LoadError};
 
 use super::argument::{InvalidArgument, StreamMisuse};
 use super::config::ConfigError;
+use super::finding::Finding;
 use super::graph::GraphPoolError;
 use super::import::ImportFault;
 use super::memory::OutOfMemory;
@@ -262,6 +263,9 @@ pub enum Error {
     /// A graph pool cannot do what was asked for.
     #[error(transparent)]
     GraphPool(#[from] GraphPoolError),
+    /// The debug modes of an allocator found an error of the program.
+    #[error(transparent)]
+    Misused(#[from] Box<Finding>),
     /// The structures of an allocator do not agree with each other.
     #[error("inconsistent heap: {what} (expected {expected}, found {found})")]
     Inconsistent {
@@ -373,6 +377,7 @@ impl Error {
             Error::Unseen(_) => "unseen",
             Error::Rejected { .. } => "rejected buffer",
             Error::Overlap { .. } => "overlap",
+            Error::Misused(_) => "misused",
             Error::Inconsistent { .. } => "inconsistent",
         }
     }

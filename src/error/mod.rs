@@ -6,6 +6,7 @@
 mod argument;
 pub(crate) mod cause;
 mod config;
+mod finding;
 mod graph;
 mod import;
 pub(crate) mod kinds;
@@ -14,6 +15,7 @@ pub(crate) mod memory;
 pub use argument::{InvalidArgument, StreamMisuse};
 pub use cause::Cause;
 pub use config::ConfigError;
+pub use finding::{Finding, Misuse};
 pub use graph::GraphPoolError;
 pub use import::ImportFault;
 pub(crate) use kinds::{Error, Refused};

@@ -2,7 +2,7 @@
 //!
 //! Every number is little-endian. A file begins with [`HEADER`] bytes: [`MAGIC`]; `u32` version; `u32` form;
 //! `u64` ticks in a second; `u64` ticks at the start; `u64` nanoseconds since 1970 at the start; then of the form
-//! [`RINGS`] `u32` rings, `u32` records of a ring, `u32` bytes for names; four zeros; `u64` events
+//! [`RINGS`] `u32` rings, `u32` records of a ring, `u32` bytes for names; then `u32` bytes between two samples of stacks in units of 512, 0 if there are none; `u64` events
 //! that no ring was left for.
 //!
 //! Form [`CHUNKS`]: chunks until the end, each with `u32` kind, `u32` number, `u64` bytes that follow. [`RECORDS`] of
@@ -27,6 +27,10 @@ pub(crate) const VERSION: u32 = 1;
 pub(crate) const HEADER: usize = 64;
 /// Where a header of the form [`RINGS`] has the number of events that no ring was left for.
 pub(crate) const MISSED: usize = 56;
+/// Where a header has the bytes between two samples of stacks.
+pub(crate) const SAMPLING: usize = 52;
+/// The bytes between two samples are a multiple of this.
+pub(crate) const UNIT: u64 = 512;
 pub(crate) const CHUNKS: u32 = 0;
 pub(crate) const RINGS: u32 = 1;
 pub(crate) const CHUNK_HEADER: usize = 16;
@@ -45,16 +49,21 @@ pub(crate) struct Start {
     pub per_second: u64,
     /// Nanoseconds since 1970.
     pub unix: u64,
+    /// Bytes between two samples of stacks, a multiple of [`UNIT`]; 0 if there are none.
+    pub sampling: u64,
 }
 
 impl Start {
-    pub(crate) fn now() -> Start {
+    pub(crate) fn now(sampling: u64) -> Start {
         let per_second = clock::per_second();
         let unix = SystemTime::now().duration_since(UNIX_EPOCH);
         Start {
             ticks: clock::ticks(),
             per_second,
             unix: unix.map_or(0, |since| since.as_nanos() as u64),
+            sampling: sampling
+                .min(u64::from(u32::MAX) * UNIT)
+                .next_multiple_of(UNIT),
         }
     }
 
@@ -75,6 +84,8 @@ impl Start {
         for number in rings.into_iter().flatten() {
             put(&number.to_le_bytes());
         }
+        let sampling = (self.sampling / UNIT) as u32;
+        header[SAMPLING..SAMPLING + 4].copy_from_slice(&sampling.to_le_bytes());
         header
     }
 }

@@ -10,8 +10,10 @@ pub(crate) mod mapped;
 pub(crate) mod names;
 pub(crate) mod record;
 pub(crate) mod ring;
+pub(crate) mod sample;
 pub(crate) mod session;
 pub(crate) mod sink;
+pub(crate) mod stack;
 
 pub(crate) use record::{Event, Kind};
 pub(crate) use session::Tap;

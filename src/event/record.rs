@@ -22,6 +22,8 @@ pub(crate) enum Kind {
     Stream = 8,
     /// An allocator: the device are the bytes.
     Source = 9,
+    /// The stack of the allocation before at the address was taken: its context is the stack.
+    Sample = 10,
 }
 
 /// Of [`Kind::Map`] and [`Kind::Unmap`], in the place of the stream: the memory is of the small pool.

@@ -209,13 +209,18 @@ pub(crate) fn clear() {
 
 /// Records an event of somebody who has no tap.
 pub(crate) fn push(event: Event) {
+    push_in(event, names::context());
+}
+
+/// [`push`] in a context that is not the thread's.
+pub(crate) fn push_in(event: Event, context: u32) {
     let tap = match event.kind {
         Kind::Source | Kind::Stream | Kind::Map | Kind::Unmap => &RARE,
         _ => &SHARED,
     };
     // The ring's order is that of time: what waits for the lock is later.
     let mut tap = locked(tap);
-    tap.push(event);
+    tap.push_at(clock::ticks(), event, context);
 }
 
 /// Records what was there at a time, which nobody's context has to do with: what explains other events, and the blocks
@@ -293,12 +298,6 @@ impl Tap {
         if let Some(ring) = &self.ring {
             ring.put(next.number, self.whose.record(event, now));
         }
-    }
-
-    /// Records an event now, in the thread's context.
-    #[inline]
-    pub(crate) fn push(&mut self, event: Event) {
-        self.push_at(clock::ticks(), event, names::context());
     }
 
     /// Records an event of a time that has been, in a context.

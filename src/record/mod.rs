@@ -22,7 +22,7 @@ mod tree;
 
 pub use profile::{Profile, Share};
 pub use read::ReadError;
-pub use recorder::{Context, Recorded, Recorder, RecorderError, Target};
+pub use recorder::{Context, Recorded, Recorder, RecorderError, Target, set_stack_source};
 pub use recording::{Action, Event, RecordedStream, Recording};
 pub use snapshot::{Snapshot, SnapshotError};
 pub use text::{metrics, summary};

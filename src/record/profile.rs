@@ -7,6 +7,8 @@ use crate::record::recording::{Action, Recording};
 
 /// The context of what has none.
 const NAMELESS: &str = "untagged";
+/// The stack of what was live when the recording began.
+const HELD: &str = "held";
 
 /// Figures of one context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -69,6 +71,58 @@ impl Profile {
         }
         Profile {
             shares: named,
+            start: recording.start(),
+        }
+    }
+
+    /// What a recording comes to by the stacks that were [sampled](crate::record::Recorder::start_with_stacks), each
+    /// standing for all that was not: figures are estimates, whose expectation is what [`of`](Self::of) adds up to.
+    /// What was live when the recording began has no stack and is called "held"; it is counted as it is. Without
+    /// stacks this is all that there is.
+    pub fn of_stacks(recording: &Recording) -> Profile {
+        let mean = recording.sampling().max(1) as f64;
+        let mut shares: BTreeMap<&str, [f64; 4]> = BTreeMap::new();
+        let mut live: HashMap<(u16, u64), (&str, f64, u64)> = HashMap::new();
+        for event in recording.events() {
+            let place = (event.allocator, event.address);
+            let (name, weight) = match event.action {
+                Action::Held if live.contains_key(&place) => continue,
+                Action::Held => (HELD, 1.0),
+                Action::Sample => {
+                    let name = recording.context(event.context).unwrap_or_default();
+                    let name = if name.is_empty() { NAMELESS } else { name };
+                    (name, -1.0 / (-(event.bytes as f64) / mean).exp_m1())
+                }
+                _ => ("", 0.0),
+            };
+            let is_over = matches!(event.action, Action::Allocate | Action::Free) || weight > 0.0;
+            if is_over && let Some((name, weight, bytes)) = live.remove(&place) {
+                let share = shares.entry(name).or_default();
+                share[2] -= weight;
+                share[3] -= weight * bytes as f64;
+            }
+            // The chance of a block of no bytes is none.
+            if weight > 0.0 && weight.is_finite() {
+                let (share, bytes) = (shares.entry(name).or_default(), event.bytes as f64);
+                for (sum, of) in share.iter_mut().zip([1.0, bytes, 1.0, bytes]) {
+                    *sum += weight * of;
+                }
+                live.insert(place, (name, weight, event.bytes));
+            }
+        }
+        let rounded = |(name, share): (&str, [f64; 4])| {
+            // Numbers below 0, which rounding leaves, are 0.
+            let [allocations, allocated, live, live_bytes] = share.map(|sum| sum.round() as u64);
+            let share = Share {
+                allocations,
+                allocated,
+                live,
+                live_bytes,
+            };
+            (name.to_owned(), share)
+        };
+        Profile {
+            shares: shares.into_iter().map(rounded).collect(),
             start: recording.start(),
         }
     }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::event::Kind;
 use crate::event::file;
+use crate::event::file::UNIT;
 use crate::event::names::LONGEST;
 use crate::event::record::{self, MAPPED, SMALL};
 use crate::record::recording::{Action, Event, RecordedStream, Recording};
@@ -165,6 +166,7 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
     let (per_second, first, start) = (u64()?, u64()?, u64()?);
     let mut u32 = || header.u32().ok_or(short.clone());
     let sizes = [u32()?, u32()?, u32()?];
+    let sampling = u64::from(u32()?) * UNIT;
     if per_second == 0 {
         return Err(ReadError::Damaged {
             at: 16,
@@ -188,7 +190,9 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
             });
         }
     };
-    Ok(merge(parts, (per_second, first, start)))
+    let mut recording = merge(parts, (per_second, first, start));
+    recording.sampling = sampling;
+    Ok(recording)
 }
 
 /// The file that a thread wrote. It may break off anywhere.
@@ -320,12 +324,13 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
         let time = u128::from(ticks) * 1_000_000_000 / u128::from(per_second);
         let pool = u32::from(slot);
         let (small, mapped) = (pool & SMALL != 0, pool & MAPPED != 0);
-        const KINDS: [(Kind, Option<Action>); 6] = [
+        const KINDS: [(Kind, Option<Action>); 7] = [
             (Kind::Allocate, Some(Action::Allocate)),
             (Kind::Free, Some(Action::Free)),
             (Kind::Use, Some(Action::Use)),
             (Kind::Held, Some(Action::Held)),
             (Kind::OutOfMemory, Some(Action::OutOfMemory)),
+            (Kind::Sample, Some(Action::Sample)),
             (Kind::Source, None),
         ];
         let known = KINDS.iter().find(|(known, _)| *known as u64 == kind);

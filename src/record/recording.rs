@@ -32,6 +32,8 @@ pub enum Action {
     },
     /// A request found no memory.
     OutOfMemory,
+    /// The stack of the block at the address was taken, which was just handed out: the context is the stack.
+    Sample,
 }
 
 /// One event of a recording.
@@ -74,6 +76,7 @@ pub struct Recording {
     pub(super) start: u64,
     pub(super) lost: u64,
     pub(super) complete: bool,
+    pub(super) sampling: u64,
 }
 
 impl Recording {
@@ -118,6 +121,11 @@ impl Recording {
     /// Whether the recording was ended, and not broken off.
     pub fn is_complete(&self) -> bool {
         self.complete
+    }
+
+    /// Bytes that were asked for between two stacks, on the average; 0 if none were taken.
+    pub fn sampling(&self) -> u64 {
+        self.sampling
     }
 
     /// The allocations and frees as a trace that can be replayed: of one allocator, or of all of them. What was live

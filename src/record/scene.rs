@@ -242,7 +242,7 @@ fn snapshot(recording: &Recording) -> Snapshot {
             }
             Action::Unmap { .. } => device.let_go(event, start),
             Action::OutOfMemory => device.add(Act::Oom, event, start, (event.bytes, 0)),
-            Action::Use => {}
+            Action::Use | Action::Sample => {}
         }
     }
     let most = recording.contexts.keys().next_back().copied().unwrap_or(0);

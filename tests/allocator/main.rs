@@ -9,6 +9,7 @@ mod carving;
 #[path = "../common/mod.rs"]
 mod common;
 mod contention;
+mod debug;
 mod decay;
 mod exact;
 mod figures;

@@ -14,6 +14,8 @@ mod readers;
 mod recorder;
 #[cfg(feature = "sim")]
 mod rings;
+#[cfg(feature = "sim")]
+mod stacks;
 
 #[cfg(feature = "sim")]
 mod scene {

@@ -21,6 +21,13 @@ static int holds(const char *name, const char *text) {
     return 0;
 }
 
+static int asked = 0;
+
+static uint32_t where(void *data) {
+    ++*(int *)data;
+    return cualloc_context("script;line 7");
+}
+
 int main(int argc, char **argv) {
     cualloc_t *allocator = new_allocator();
     uint64_t ptr, events = 7, lost = 7;
@@ -48,6 +55,18 @@ int main(int argc, char **argv) {
     /* The two, the allocator, its stream, and memory of the driver. */
     CHECK(events >= 5 && lost == 0);
     CHECK(holds(file(argv[1], "whole.rec"), "cuallocR") && holds(path, "model;weights"));
+
+    /* A byte between two samples: each block is one. */
+    EXPECT(CUALLOC_OK, cualloc_record_start_with_stacks(file(argv[1], "stacks.rec"), 1));
+    cualloc_set_stack_source(where, &asked);
+    EXPECT(CUALLOC_OK, cualloc_alloc(allocator, 100000, 0, &ptr));
+    EXPECT(CUALLOC_OK, cualloc_free(allocator, ptr));
+    cualloc_set_stack_source(0, 0);
+    EXPECT(CUALLOC_OK, cualloc_alloc(allocator, 100000, 0, &ptr));
+    EXPECT(CUALLOC_OK, cualloc_free(allocator, ptr));
+    EXPECT(CUALLOC_OK, cualloc_record_stop(&events, &lost));
+    CHECK(asked == 1 && lost == 0);
+    CHECK(holds(file(argv[1], "stacks.rec"), "script;line 7") && holds(path, ";main"));
 
     EXPECT(CUALLOC_OK, cualloc_record_start(0));
     EXPECT(CUALLOC_OK, cualloc_alloc(allocator, 1000, 0, &ptr));

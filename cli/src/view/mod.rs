@@ -19,6 +19,7 @@ use crate::{Failure, Outcome, text};
 use contexts::Contexts;
 use cualloc::Error;
 use cualloc::driver::Context;
+use cualloc::record::Profile;
 use cualloc::trace::{Replay, ReplayReport, Trace};
 use difference::Side;
 use film::Film;
@@ -61,6 +62,8 @@ struct Frame<'a> {
     limit: Option<u64>,
     memory: u64,
     config: Option<&'a str>,
+    /// Who holds memory at the end of a recording, by stacks.
+    stacks: Option<&'a Profile>,
 }
 
 pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -> Outcome {
@@ -76,13 +79,13 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     };
     let mut traces = Vec::with_capacity(options.files.len());
     for path in &options.files {
-        match input::read(path, options.max_rows) {
-            Ok(trace) => traces.push((path, trace)),
+        match input::read_with_stacks(path, options.max_rows) {
+            Ok(read) => traces.push((path, read)),
             Err(error) => return failed(path, output, &error.into()),
         }
     }
     // The last one is shown, and what changed from the first to it.
-    let Some((path, trace)) = traces.pop() else {
+    let Some((path, (trace, stacks))) = traces.pop() else {
         return Ok(true);
     };
     let memory = machine.memory()?;
@@ -93,7 +96,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     let replay =
         |trace| Replay::new(trace).config(settings.config().clone().limit(limit_of(trace)));
     let mut before = None;
-    for (path, trace) in &traces {
+    for (path, (trace, _)) in &traces {
         let ground = machine.context(options.lag)?;
         let bar = output.progress(trace.rows().len() as u64, trace.name());
         let replay = replay(trace).on_progress(|done| bar.set_position(done));
@@ -117,6 +120,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         limit: limit_of(&trace),
         memory,
         config: settings.text(),
+        stacks: stacks.as_ref(),
     };
     let bar = output.progress(trace.rows().len() as u64, trace.name());
     let replay = replay(&trace).on_progress(|done| bar.set_position(done));
@@ -210,9 +214,39 @@ fn page(
         "error": error,
         "out_of_memory": picture,
         "difference": difference,
+        "stacks": frame.stacks.map(by_stack),
         "columns": columns.counts,
     });
     Ok(Page { meta, columns })
+}
+
+/// Most stacks that are shown; others are one line.
+const STACKS: usize = 200;
+
+/// The stacks that hold the most, or asked for the most: name, blocks and bytes that are live, bytes of all.
+fn by_stack(profile: &Profile) -> Vec<Value> {
+    let mut shares: Vec<_> = profile.shares().collect();
+    shares.sort_by_key(|(_, share)| std::cmp::Reverse((share.live_bytes, share.allocated)));
+    let mut rest = [0u64; 3];
+    for (_, share) in shares.iter().skip(STACKS) {
+        let figures = [share.live, share.live_bytes, share.allocated];
+        for (sum, figure) in rest.iter_mut().zip(figures) {
+            *sum = sum.saturating_add(figure);
+        }
+    }
+    let line = |name: &str, figures: [u64; 3]| {
+        let [live, live_bytes, allocated] = figures.map(|figure| figure.min(encode::MOST));
+        json!([name, live, live_bytes, allocated])
+    };
+    let shown = shares.iter().take(STACKS).map(|(name, share)| {
+        let figures = [share.live, share.live_bytes, share.allocated];
+        line(&contexts::shortened(name), figures)
+    });
+    let mut lines: Vec<Value> = shown.collect();
+    if shares.len() > STACKS {
+        lines.push(line("other stacks", rest));
+    }
+    lines
 }
 
 impl Page {

@@ -362,6 +362,11 @@ async function main() {
   listen();
   drawOutOfMemory();
   showFiles();
+  if (meta.stacks) {
+    $('stacks').hidden = false;
+    table($('stacks-table'), 'Estimates, the most bytes first', ['stack', 'live blocks', 'live bytes', 'bytes asked for in all'],
+      meta.stacks.map(([name, blocks, live, all]) => [name, blocks, bytes(live), bytes(all)]));
+  }
   select(meta.error !== null ? rows - 1 : rows ? peakRow(0, rows) : 0);
   // What tests and other scripts may ask.
   window.__view = {

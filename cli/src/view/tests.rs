@@ -1,11 +1,12 @@
 use super::contexts::Contexts;
 use super::difference::{self, Side};
 use super::film::Film;
-use super::{Frame, page};
+use super::{Frame, STACKS, by_stack, page};
 use crate::machine::simulator;
 use cualloc::allocator::{BlockState, Config};
-use cualloc::record::Snapshot;
+use cualloc::record::{Profile, Recording, Snapshot};
 use cualloc::trace::{Op, Replay, Row, Trace};
+use serde_json::json;
 
 /// A trace of blocks of growing and shrinking sizes on two streams.
 fn trace(name: &str, blocks: usize) -> Trace {
@@ -38,6 +39,7 @@ fn written(trace: &Trace, limit: Option<u64>) -> String {
         limit,
         memory: 8 << 30,
         config: Some("limit=</script><img src=x onerror=alert(1)>"),
+        stacks: None,
     };
     let context = simulator.context(0).unwrap();
     let page = page(
@@ -234,4 +236,76 @@ fn a_difference_adds_up_however_many_groups_there_are() {
     assert_eq!(said["after"]["requested"], sum(&after));
     let curve = said["after"]["curve"].as_array().unwrap();
     assert_eq!(curve.last(), Some(&sum(&after).into()));
+}
+
+/// A recording with a stack for each allocation, as a stranger may write it.
+fn recording_of_stacks(names: &[String]) -> Recording {
+    let mut bytes = b"cuallocR".to_vec();
+    bytes.extend([1u32, 0].iter().flat_map(|number| number.to_le_bytes()));
+    bytes.extend(
+        [1_000u64, 0, 0]
+            .iter()
+            .flat_map(|number| number.to_le_bytes()),
+    );
+    // A stack for each 512 bytes, so that a block of many of them stands for itself alone.
+    bytes.extend(
+        [0u32, 0, 0, 1, 0, 0]
+            .iter()
+            .flat_map(|number| number.to_le_bytes()),
+    );
+    let mut chunk = |kind: u32, number: u32, content: &[u8]| {
+        bytes.extend(kind.to_le_bytes());
+        bytes.extend(number.to_le_bytes());
+        bytes.extend((content.len() as u64).to_le_bytes());
+        bytes.extend(content);
+    };
+    let mut records = vec![0u64];
+    for (at, name) in names.iter().enumerate() {
+        let number = at as u64 + 1;
+        chunk(2, number as u32, name.as_bytes());
+        let (address, size) = (number << 30, number << 20);
+        records.extend([number, address | 1, size, 0]);
+        records.extend([number, address | 10, size, number]);
+    }
+    let records: Vec<u8> = records.iter().flat_map(|word| word.to_le_bytes()).collect();
+    chunk(1, 0, &records);
+    chunk(3, 0, &[]);
+    Recording::read(&bytes).unwrap()
+}
+
+#[test]
+fn stacks_are_a_table_with_the_most_bytes_first_and_all_of_them_in_it() {
+    let names: Vec<String> = (0..STACKS + 5)
+        .map(|at| format!("main;holder{at}"))
+        .collect();
+    let recording = recording_of_stacks(&names);
+    let lines = by_stack(&Profile::of_stacks(&recording));
+    assert_eq!(lines.len(), STACKS + 1);
+    let most = (STACKS as u64 + 5) << 20;
+    assert_eq!(lines[0], json!([names[STACKS + 4], 1, most, most]));
+    let rest = (1 + 2 + 3 + 4 + 5) << 20;
+    assert_eq!(lines[STACKS], json!(["other stacks", 5, rest, rest]));
+}
+
+#[test]
+fn hostile_stacks_are_text() {
+    let hostile = "a;</script><script>alert(1)</script>".to_owned();
+    let profile = Profile::of_stacks(&recording_of_stacks(&[hostile]));
+    let trace = trace("hostile", 20);
+    let simulator = simulator(8 << 30).unwrap();
+    let frame = Frame {
+        trace: &trace,
+        before: None,
+        limit: None,
+        memory: 8 << 30,
+        config: None,
+        stacks: Some(&profile),
+    };
+    let context = simulator.context(0).unwrap();
+    let page = page(&frame, Replay::new(&trace), 3, &context).unwrap();
+    assert_eq!(page.meta["stacks"][0][1], 1);
+    let mut text = Vec::new();
+    page.write(&mut text).unwrap();
+    let text = String::from_utf8(text).unwrap();
+    assert!(text.contains("alert(1)") && !text.contains("</script><script>alert"));
 }

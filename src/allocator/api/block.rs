@@ -8,6 +8,7 @@ use crate::allocator::cache::deferred::User;
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
 use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node};
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::debug_books::Debug;
 use crate::allocator::size;
 use crate::error::{Error, Refused};
 
@@ -45,8 +46,12 @@ impl Block {
         self.place.ptr
     }
 
-    /// Usable bytes: the request, rounded up.
+    /// Usable bytes: the request, rounded up, unless [`DebugModes::guard`](crate::allocator::DebugModes::guard) has
+    /// what is behind it.
     pub fn size(&self) -> u64 {
+        if self.engine().debug.as_ref().is_some_and(Debug::guards) {
+            return self.requested as u64;
+        }
         match self.place.record() {
             Some(id) if self.place.wide() => self
                 .engine()

@@ -7,7 +7,7 @@ pub(crate) mod guard;
 pub(crate) mod raw;
 pub(crate) mod suspend;
 
-use crate::error::Error;
+use crate::error::{Error, Finding};
 use std::fmt;
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, proce
 use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::config::{Config, Policy};
+use crate::allocator::engine::debug_books::Debug;
 use crate::allocator::engine::hooks::ReliefHook;
 use crate::allocator::engine::recorded;
 use crate::allocator::engine::{Engine, Shared};
@@ -323,7 +324,11 @@ impl Allocator {
         }
         let id = heap.large_around(ptr)?;
         let hot = &heap.extents.records[id];
-        (hot.addr == ptr).then(|| hot.bytes())
+        let bytes = match self.engine.debug.as_ref().is_some_and(Debug::guards) {
+            true => heap.extents.records.cold(id).requested,
+            false => hot.bytes(),
+        };
+        (hot.addr == ptr).then_some(bytes)
     }
 
     // ---- memory ----------------------------------------------------------------------------
@@ -510,13 +515,23 @@ impl Allocator {
         (heap.statistics(), heap.snapshot())
     }
 
+    /// What the [debug modes](Config::debug) have found, the oldest first; the first thousand.
+    pub fn findings(&self) -> Vec<Finding> {
+        let debug = self.engine.debug.as_ref();
+        debug
+            .filter(|_| !process::is_forked_child())
+            .map_or_else(Vec::new, Debug::findings)
+    }
+
     /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
     /// cost grows with the number of blocks. At any time and from any thread: what other threads have
     /// under way is counted as that.
     ///
     /// # Errors
-    /// The first thing that does not agree. In a forked child there is nothing to look at, which is one.
+    /// The first thing that does not agree. [`Error::Misused`] for a live block with bytes written behind its end, where
+    /// [`Config::debug`] guards them: the streams that use each block are waited for then. In a forked child there is nothing to look at, which is one.
     pub fn check(&self) -> Result<(), Error> {
+        self.engine.check_guards()?;
         match self.engine.readable() {
             Some(heap) => heap.check(),
             None => crate::allocator::extent::invariant::holds("the heap of a forked child", false),

@@ -93,14 +93,18 @@ impl Allocator {
         (raw, key): (sys::CUstream, u64),
         missed: Missed,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if let Some(grant) = self.engine.hit_slowly(key, bytes, missed) {
-            return Ok(grant.ptr());
-        }
-        let request = Checked::new(bytes, 1)?;
-        let key = StreamKey::Id(key);
-        let stream = None;
-        let named = Named { key, raw, stream };
-        Ok(self.engine.allocate_missed(&named, &request)?.ptr())
+        let made = match self.engine.hit_slowly(key, bytes, missed) {
+            Some(grant) => Ok(grant),
+            None => {
+                let request = Checked::new(bytes, 1)?;
+                let key = StreamKey::Id(key);
+                let stream = None;
+                let named = Named { key, raw, stream };
+                self.engine.allocate_missed(&named, &request)
+            }
+        };
+        self.engine.sample(&made, bytes);
+        made.map(|grant| grant.ptr())
     }
 
     /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or

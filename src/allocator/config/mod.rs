@@ -1,6 +1,9 @@
 //! Configuration: a builder, and one string for it.
 
+mod debug;
 mod text;
+
+pub use debug::DebugModes;
 
 use std::time::Duration;
 
@@ -113,6 +116,8 @@ pub struct Config {
     /// The part of it that stays with [`decay`](Self::decay): a share of the most bytes that blocks ever had at once,
     /// from 0 to 1.
     pub keep: Option<f64>,
+    /// What the allocator looks for in the program that uses it; nothing by default.
+    pub debug: DebugModes,
 }
 
 /// What the packed policy is told beside its own rules.
@@ -146,6 +151,7 @@ impl Default for Config {
             nvtx: true,
             decay: None,
             keep: None,
+            debug: DebugModes::new(),
         }
     }
 }
@@ -251,6 +257,12 @@ impl Config {
     /// Keeps idle memory up to a share of the most bytes that blocks ever had at once.
     pub fn keep(mut self, share: f64) -> Self {
         self.keep = Some(share);
+        self
+    }
+
+    /// Looks for errors of the program that uses the memory.
+    pub fn debug(mut self, modes: DebugModes) -> Self {
+        self.debug = modes;
         self
     }
 

@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use crate::allocator::config::{Config, Limit, Policy, Profile};
+use crate::allocator::config::{Config, DebugModes, Limit, Policy, Profile};
 use crate::error::ConfigError;
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
@@ -11,7 +11,8 @@ use crate::error::ConfigError;
 /// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
 /// `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
 /// `profile=dense|quick`, `handle=BYTES`, `nvtx=auto|off`,
-/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`.
+/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
+/// `debug=guard+poison+quarantine:SIZE+leaks|off` (any of them).
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -110,6 +111,7 @@ impl FromStr for Config {
                     Some(Limit::Fraction(share)) => config.keep = Some(share),
                     _ => return Err(invalid()),
                 },
+                "debug" => config.debug = parse_debug(value).ok_or_else(invalid)?,
                 _ => return Err(ConfigError::UnknownKey(key.into())),
             }
         }
@@ -142,6 +144,39 @@ impl FromStr for Limit {
                 value: text.into(),
             })
     }
+}
+
+/// Bytes in quarantine where it is not said how many.
+const QUARANTINE: u64 = 64 << 20;
+
+/// Reads modes with `+` between them, or `off`.
+fn parse_debug(text: &str) -> Option<DebugModes> {
+    let mut modes = DebugModes::new();
+    if text == "off" {
+        return Some(modes);
+    }
+    for mode in text.split('+') {
+        let before = modes;
+        match mode.split_once(':') {
+            None => match mode {
+                "guard" => modes.guard = true,
+                "poison" => modes.poison = true,
+                "quarantine" => modes.quarantine = QUARANTINE,
+                "leaks" => modes.leaks = true,
+                _ => return None,
+            },
+            Some(("quarantine", size)) if before.quarantine == 0 => match parse_limit(size) {
+                Some(Limit::Bytes(bytes)) => modes.quarantine = bytes,
+                _ => return None,
+            },
+            Some(_) => return None,
+        }
+        // Said twice, or nothing.
+        if modes == before {
+            return None;
+        }
+    }
+    Some(modes)
 }
 
 /// A number of milliseconds, seconds, minutes or hours, with its unit.
@@ -244,6 +279,9 @@ mod tests {
         assert_eq!(parse("profile=quick"), Ok(quick));
         assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
         assert_eq!(parse("captures=watched"), Ok(Config::new()));
+        assert_eq!(parse("debug=off"), Ok(Config::new()));
+        let held = Config::new().debug(DebugModes::new().quarantine(64 << 20));
+        assert_eq!(parse("debug=quarantine"), Ok(held));
         assert_eq!(parse("policy"), Err(ConfigError::NotAPair("policy".into())));
         assert_eq!(
             parse("colour=red"),
@@ -277,6 +315,12 @@ mod tests {
             "handle=3M",
             "handle=2G",
             "handle=10%",
+            "debug=on",
+            "debug=guard+guard",
+            "debug=guard:1M",
+            "debug=quarantine:0",
+            "debug=quarantine:1M+quarantine:2M",
+            "debug=",
         ] {
             assert!(
                 matches!(parse(bad), Err(ConfigError::InvalidValue { .. })),

@@ -55,6 +55,13 @@ impl Engine {
     /// Allocates on a stream.
     #[inline]
     pub(crate) fn allocate(&self, named: &Named<'_>, request: &Request) -> Result<Grant, Error> {
+        let made = self.allocate_as(named, request);
+        self.sample(&made, request.bytes());
+        made
+    }
+
+    #[inline]
+    fn allocate_as(&self, named: &Named<'_>, request: &Request) -> Result<Grant, Error> {
         let checked = Checked::of(request)?;
         if request.is_plain()
             && let StreamKey::Id(key) = named.key
@@ -80,16 +87,22 @@ impl Engine {
                 .ok_or(Error::NotCached);
         }
         let made = self.allocate_missed(named, &checked);
-        if process::has_tool() && request.tag != Tag::NONE {
+        if request.tag != Tag::NONE && (process::has_tool() || self.debug.is_some()) {
             self.tell_tag(&made, request.tag);
         }
         made
     }
 
-    /// Gives a block its label in the reports of the tool.
+    /// Gives a block its label in the reports of the tool and of debug modes.
     #[cold]
     fn tell_tag(&self, made: &Result<Grant, Error>, tag: Tag) {
-        if let Ok(grant) = made
+        let Ok(grant) = made else {
+            return;
+        };
+        if let Some(debug) = &self.debug {
+            debug.name(grant.ptr(), tag);
+        }
+        if process::has_tool()
             && let Some(tool) = self.lock().tool
         {
             tool.name(grant.ptr(), tag.as_str());
@@ -99,6 +112,19 @@ impl Engine {
     /// Allocates what no cache had: out of the heap's free memory, or by making room.
     #[inline(never)]
     pub(crate) fn allocate_missed(
+        &self,
+        named: &Named<'_>,
+        request: &Checked,
+    ) -> Result<Grant, Error> {
+        match &self.debug {
+            None => self.allocate_unwatched(named, request),
+            Some(debug) => self.allocate_watched(debug, named, request),
+        }
+    }
+
+    /// [`allocate_missed`](Self::allocate_missed) without a look at debug modes.
+    #[inline]
+    pub(crate) fn allocate_unwatched(
         &self,
         named: &Named<'_>,
         request: &Checked,
@@ -227,6 +253,7 @@ impl Engine {
         drop(self.open()?);
         self.refuse_capture(named)?;
         self.free_deferred();
+        let request = &self.with_guard(request)?;
         // Nothing is announced before there is a block: a request for cached memory may find none.
         let (heap, call) = self.begin(self.open()?, named, 0)?;
         let (stream, cache) = (call.stream, call.cache);
@@ -247,6 +274,10 @@ impl Engine {
             }
         };
         call.end(&mut heap);
+        drop(heap);
+        if let (Some(debug), Some(grant)) = (&self.debug, &found) {
+            self.watch_block(debug, grant, named, request.requested);
+        }
         Ok((found, free))
     }
 

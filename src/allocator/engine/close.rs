@@ -144,6 +144,7 @@ impl Engine {
     /// an error the allocator is open again and owns what could not be given back.
     pub(crate) fn close(&self) -> Result<(), Error> {
         self.free_deferred();
+        self.release_quarantine(0);
         self.discard_freed()?;
         {
             let mut heap = self.open()?;
@@ -168,6 +169,11 @@ impl Engine {
             heap.empty_large_caches();
             let (blocks, bytes) = heap.shut(calls);
             if blocks > 0 {
+                let orphaned = heap.orphaned;
+                drop(heap);
+                if !orphaned {
+                    self.report_leaks();
+                }
                 return Err(Error::InUse {
                     what: "block",
                     count: blocks,

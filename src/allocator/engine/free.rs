@@ -11,6 +11,7 @@ use crate::allocator::cache::deferred::{Deferred, User};
 use crate::allocator::cache::grant::{Lifetime, Place};
 use crate::allocator::cache::stream_cache;
 use crate::allocator::cache::stream_cache::{Life, SMALL_ID, page_of};
+use crate::allocator::engine::debug::Checkup;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::extent::record::Recorded;
@@ -90,6 +91,11 @@ impl Engine {
             }
             return self.free_small(cache, node, ptr, None);
         }
+        self.free_at(ptr)
+    }
+
+    /// Frees the live large block that begins at an address.
+    pub(crate) fn free_at(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.free_record(ptr, |heap| Ok((live(heap, ptr)?, None)))
     }
 
@@ -101,6 +107,18 @@ impl Engine {
     ) -> Result<(), Error> {
         let mut heap = self.open()?;
         let (id, generation) = find(&mut heap)?;
+        if let Some(debug) = &self.debug {
+            let of_record = heap.extents.records[id].generation;
+            let live = heap.is_live((id, generation.unwrap_or(of_record)));
+            drop(heap);
+            if debug.holds(ptr) {
+                return Err(Error::NotLive { ptr });
+            }
+            if live && let Checkup::Held = self.check_up(debug, ptr)? {
+                return Ok(());
+            }
+            heap = self.open()?;
+        }
         if !self.watchful()
             && let Some(freed) = heap.free_into_cache(id, generation)
         {
@@ -411,6 +429,10 @@ impl Engine {
                     return Err(Error::NotLive { ptr });
                 }
             }
+        }
+        drop(heap);
+        if let Some(debug) = &self.debug {
+            self.watch_use(debug, ptr, named);
         }
         Ok(())
     }

@@ -339,6 +339,9 @@ impl Engine {
         };
         self.refuse_capture(named)?;
         self.leave_pools(named)?;
+        if let Some(debug) = &self.debug {
+            debug.retired(named.key);
+        }
         for stream in slots {
             self.retire_slot(stream, named.key)?;
         }

@@ -4,6 +4,8 @@ pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod contexts;
+pub(crate) mod debug;
+pub(crate) mod debug_books;
 pub(crate) mod decay;
 pub(crate) mod free;
 pub(crate) mod graph;
@@ -32,6 +34,7 @@ use crate::sync::event::EventPools;
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
+use crate::allocator::engine::debug_books::Debug;
 use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::engine::segments::Suspender;
@@ -116,6 +119,8 @@ pub(crate) struct Engine {
     pub scopes: AtomicU64,
     /// When idle memory goes back, if it does so by itself.
     pub decay: Option<Decay>,
+    /// What looks for errors of the program, if anything does.
+    pub debug: Option<Debug>,
     /// Blocks wait in the heap to be freed by a call that may.
     pub deferred: AtomicBool,
     /// It is known that the allocator outlives its handles for a capture's sake.
@@ -175,6 +180,9 @@ impl Engine {
         let unretired = config.unretired_streams && driver.has(Feature::StreamIds);
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let debug = Debug::of(config.debug);
+        // Nothing is served or taken back without a look at the stream then.
+        let ask_captures = config.capture_checks || debug.is_some();
         let pages = Arc::new(PageTable::new());
         let engine = Arc::new_cyclic(|me| {
             let mut heap = Heap::new(
@@ -185,7 +193,7 @@ impl Engine {
                 limit,
                 config.tuning(),
             );
-            heap.streams.watchful = config.capture_checks;
+            heap.streams.watchful = ask_captures;
             heap.streams.unretired = unretired;
             heap.tool = tool.filter(|_| !rules.maps());
             Engine {
@@ -207,7 +215,7 @@ impl Engine {
                 log: RareLog::default(),
                 handles: AtomicUsize::new(1),
                 retirements: AtomicU64::new(0),
-                ask_captures: config.capture_checks,
+                ask_captures,
                 no_captures: !config.captures,
                 unretired,
                 context_checks: config.context_checks,
@@ -216,13 +224,14 @@ impl Engine {
                 heap: OwnCacheLine(Lock::new(heap)),
                 pages,
                 lost: OnceLock::new(),
-                at_once: AtomicU64::new(if rules.caches() && !config.capture_checks {
+                at_once: AtomicU64::new(if rules.caches() && !ask_captures {
                     id
                 } else {
                     0
                 }),
                 scopes: AtomicU64::new(0),
                 decay: Decay::of(config),
+                debug,
                 deferred: AtomicBool::new(false),
                 waits: AtomicBool::new(false),
                 told: AtomicU64::new(0),
@@ -266,6 +275,11 @@ impl Engine {
     pub(crate) fn abandon(&self) {
         if self.usable().is_err() || self.handles.load(Ordering::Acquire) > 0 {
             return;
+        }
+        if self.debug.is_some() && !self.lock().orphaned {
+            self.free_deferred();
+            self.release_quarantine(0);
+            self.report_leaks();
         }
         {
             let mut heap = self.lock();

@@ -3,14 +3,19 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::config::Limit;
 use crate::allocator::engine::Engine;
 use crate::allocator::heap::streams::clear_waiting_taps;
 use crate::driver::process;
 use crate::environment;
+use crate::error::Error;
 use crate::event::file::Start;
 use crate::event::mapped::Mapped;
+use crate::event::sample;
 use crate::event::session::{self, Session};
 use crate::event::sink::Sink;
+use crate::event::{Event, Kind};
 
 /// The environment variable that has a program recorded.
 pub(crate) const RECORD_VARIABLE: &str = "CUALLOC_RECORD";
@@ -58,12 +63,13 @@ impl From<std::io::Error> for Refusal {
 }
 
 impl Running {
-    /// Begins a recording of all allocators of the process.
-    pub(crate) fn begin(target: Target<'_>) -> Result<Running, Refusal> {
+    /// Begins a recording of all allocators of the process, with a stack for about each so many bytes that are asked
+    /// for, or none with 0.
+    pub(crate) fn begin(target: Target<'_>, sampling: u64) -> Result<Running, Refusal> {
         if Session::is_running() {
             return Err(Refusal::Busy);
         }
-        let start = Start::now();
+        let start = Start::now(sampling);
         let (capacity, mapped) = match target {
             Target::Mapped(path) => (FILE_RING, Some(Mapped::create(path, FILE_RING, &start)?)),
             _ => (RING, None),
@@ -79,6 +85,7 @@ impl Running {
         }
         running.session.write_names();
         process::set_recording(true);
+        sample::set_mean(start.sampling);
         for engine in engines() {
             if let Some(mut heap) = engine.readable() {
                 heap.tell_all(start.ticks);
@@ -101,6 +108,7 @@ impl Running {
     }
 
     fn stop(&self) {
+        sample::set_mean(0);
         process::set_recording(false);
         self.session.end();
         // Rings live as long as somebody may write to them.
@@ -129,6 +137,32 @@ fn engines() -> Vec<Arc<Engine>> {
 }
 
 impl Engine {
+    /// A call of a program has its block, and no lock is held: the stack may be wanted.
+    #[inline(always)]
+    pub(crate) fn sample(&self, made: &Result<Grant, Error>, bytes: usize) {
+        if sample::is_on()
+            && let Ok(grant) = made
+        {
+            let bytes = bytes as u64;
+            sample::allocated(bytes, || self.sampled(grant, bytes));
+        }
+    }
+
+    /// What the record of a block's stack says.
+    fn sampled(&self, grant: &Grant, bytes: u64) -> Event {
+        let stream = match grant.place.record() {
+            Some(id) => self.lock().extents.records[id].stream,
+            None => grant.place.home().lock().slot,
+        };
+        Event {
+            kind: Kind::Sample,
+            at: grant.ptr(),
+            bytes,
+            stream,
+            allocator: self.id,
+        }
+    }
+
     /// Enters an allocator among those that a recording is told of when it begins, and tells one that runs.
     pub(crate) fn enrol(self: &Arc<Self>) {
         if process::is_forked_child() {
@@ -161,15 +195,20 @@ pub(crate) fn begin_by_environment() {
             return log::warn!("{RECORD_VARIABLE} is not Unicode: nothing is recorded");
         };
         let text = text.replace("%p", &std::process::id().to_string());
-        let (path, mapped) = match text.strip_prefix("ring:") {
+        let Some((sampling, place)) = stacks(&text) else {
+            return log::warn!(
+                "{RECORD_VARIABLE}={text}: no size after `stacks:`; nothing is recorded"
+            );
+        };
+        let (path, mapped) = match place.strip_prefix("ring:") {
             Some(path) => (PathBuf::from(path), true),
-            None => (PathBuf::from(text), false),
+            None => (PathBuf::from(place), false),
         };
         let target = match mapped {
             true => Target::Mapped(&path),
             false => Target::File(&path),
         };
-        match Running::begin(target) {
+        match Running::begin(target, sampling) {
             Ok(running) => {
                 log::info!("recording to {}", path.display());
                 *BEGUN.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
@@ -181,6 +220,19 @@ pub(crate) fn begin_by_environment() {
             }
         }
     });
+}
+
+/// The bytes between two samples of stacks, and where the recording goes: `stacks:512K:run.rec`, or without the first
+/// part. `None` if that has no size.
+fn stacks(text: &str) -> Option<(u64, &str)> {
+    let Some(rest) = text.strip_prefix("stacks:") else {
+        return Some((0, text));
+    };
+    let (size, place) = rest.split_once(':')?;
+    match size.parse() {
+        Ok(Limit::Bytes(bytes)) if !place.is_empty() => Some((bytes, place)),
+        _ => None,
+    }
 }
 
 /// Writes what is left of the recording that the environment asked for.
@@ -195,16 +247,31 @@ extern "C" fn write_last() {
 
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
-    use super::{Running, Target};
+    use super::{Running, Target, stacks};
     use crate::allocator::{Allocator, Config};
     use crate::sim::{SimConfig, Simulator};
+
+    #[test]
+    fn a_variable_says_how_often_stacks_are_taken() {
+        assert_eq!(stacks("run.rec"), Some((0, "run.rec")));
+        assert_eq!(stacks("stacks:512K:ring:a"), Some((512 << 10, "ring:a")));
+        for bad in [
+            "stacks:512K",
+            "stacks:512K:",
+            "stacks:50%:a",
+            "stacks:x:a",
+            "stacks:0:a",
+        ] {
+            assert_eq!(stacks(bad), None, "{bad}");
+        }
+    }
 
     #[test]
     fn rings_end_with_their_recording() {
         let simulator = Simulator::new(SimConfig::default()).unwrap();
         let context = simulator.driver().unwrap().context(0).unwrap();
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
-        let running = Running::begin(Target::Memory).unwrap();
+        let running = Running::begin(Target::Memory, 0).unwrap();
         let stream = allocator.create_stream().unwrap();
         let left = allocator.create_stream().unwrap();
         for stream in [&stream, &left] {

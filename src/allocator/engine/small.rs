@@ -42,7 +42,7 @@ impl Engine {
     /// The request to a stream cache, if stream caches serve it here.
     #[inline]
     pub(crate) fn small_request(&self, request: &Checked) -> Option<Small> {
-        if self.rules.caches() {
+        if self.rules.caches() && self.debug.is_none() {
             request.small()
         } else {
             None
@@ -204,6 +204,13 @@ impl Engine {
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
+        let made = self.served(bytes, stream, missed);
+        self.sample(&made, bytes);
+        made
+    }
+
+    #[inline(always)]
+    fn served(&self, bytes: usize, stream: &Stream, missed: Missed) -> Result<Grant, Error> {
         match missed {
             Missed(None) if process::only_records() => self.miss_recorded(bytes, stream),
             Missed(None) if bytes as u64 > PACKED_SMALL_LIMIT => self.miss_large(bytes, stream),

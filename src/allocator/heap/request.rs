@@ -56,6 +56,16 @@ impl Checked {
         Ok(checked)
     }
 
+    /// The request with room for a guard behind the bytes that are asked for.
+    pub(crate) fn with_guard(&self) -> Result<Self, Error> {
+        const LEAST: u64 = 16;
+        let bytes = self.requested;
+        let rounded = usize::try_from(bytes + LEAST).ok().and_then(round_size);
+        let rounded = rounded.ok_or(Error::Invalid(InvalidArgument::Size { bytes }))?;
+        let granules = u32::try_from(rounded / GRANULE).unwrap_or(u32::MAX);
+        Ok(Checked { granules, ..*self })
+    }
+
     /// Whether the block may lie anywhere.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {

@@ -1,0 +1,390 @@
+//! Debug modes: guards behind blocks, poison, quarantine of freed blocks, and the list of those that are left.
+//!
+//! An allocator with any mode on has no caches, so that each block and each free comes by here. No driver call is made
+//! under the lock of [`Debug`], and none at all while a capture is known: blocks of that time are not checked.
+
+use std::collections::BTreeMap;
+
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::debug_books::{Debug, MOST_FINDINGS, Watched, say};
+use crate::allocator::engine::naming::Named;
+use crate::allocator::heap::request::Checked;
+use crate::block::Tag;
+use crate::driver::{Stream, StreamKind, process};
+use crate::error::{Error, Finding, Misuse};
+use crate::event::names;
+
+/// What new and freed blocks are filled with, and what stands behind live ones.
+const POISON: u8 = 0xDD;
+const GUARD: u8 = 0xFD;
+/// Bytes that are copied to the host at once.
+const PART: u64 = 1 << 20;
+/// Most lines of a list of live blocks.
+const MOST_LINES: usize = 20;
+
+/// What is left to do for a free.
+pub(crate) enum Checkup {
+    /// The block goes to the heap.
+    Done,
+    /// It is held back.
+    Held,
+}
+
+impl Engine {
+    /// The request, with room for a guard if there are any.
+    pub(crate) fn with_guard(&self, request: &Checked) -> Result<Checked, Error> {
+        match &self.debug {
+            Some(debug) if debug.modes.guard => request.with_guard(),
+            _ => Ok(*request),
+        }
+    }
+
+    /// [`allocate_missed`](Self::allocate_missed) of an allocator with debug modes.
+    #[cold]
+    pub(crate) fn allocate_watched(
+        &self,
+        debug: &Debug,
+        named: &Named<'_>,
+        request: &Checked,
+    ) -> Result<Grant, Error> {
+        let wide = self.with_guard(request)?;
+        let made = match self.allocate_unwatched(named, &wide) {
+            Err(Error::OutOfMemory(_)) if self.release_quarantine(0) => {
+                self.allocate_unwatched(named, &wide)
+            }
+            made => made,
+        };
+        let grant = made?;
+        self.watch_block(debug, &grant, named, request.requested);
+        Ok(grant)
+    }
+
+    /// A block was made: fills it, and enters it in the books.
+    pub(crate) fn watch_block(
+        &self,
+        debug: &Debug,
+        grant: &Grant,
+        named: &Named<'_>,
+        requested: u64,
+    ) {
+        let (ptr, bytes) = (grant.ptr(), grant.bytes());
+        // A block without a way to wait for its stream waits for everything.
+        let stream = self.stream_of(named);
+        let mut guarded = debug.modes.guard && !process::is_watching();
+        if let Some(stream) = &stream
+            && !process::is_watching()
+        {
+            // SAFETY: the block was just given to the stream, and nobody has it yet.
+            let filled = unsafe {
+                let filled = match debug.modes.poison {
+                    true => stream.memset(ptr, POISON, requested as usize),
+                    false => Ok(()),
+                };
+                match guarded {
+                    true => filled.and_then(|()| {
+                        stream.memset(ptr + requested, GUARD, (bytes - requested) as usize)
+                    }),
+                    false => filled,
+                }
+            };
+            if let Err(error) = filled {
+                guarded = false;
+                log::warn!("a new block cannot be filled: {error}");
+            }
+        }
+        guarded &= stream.is_some();
+        let mine = stream.filter(|stream| self.lasts(stream));
+        let watched = Watched {
+            requested,
+            bytes,
+            tag: Tag::NONE,
+            context: names::context(),
+            handle: named.raw as usize,
+            everything: mine.is_none(),
+            users: mine.map(|stream| (named.key, stream)).into_iter().collect(),
+            guarded,
+        };
+        let old = debug.books().live.insert(ptr, watched);
+        debug_assert!(old.is_none(), "a live block is handed out again");
+        // What goes with it is dropped outside the lock.
+        drop(old);
+    }
+
+    /// Another stream uses the block around an address.
+    #[cold]
+    pub(crate) fn watch_use(&self, debug: &Debug, ptr: u64, named: &Named<'_>) {
+        let stream = self.stream_of(named);
+        let stream = stream.filter(|stream| self.lasts(stream));
+        let mut books = debug.books();
+        let Some((at, watched)) = books.live.range_mut(..=ptr).next_back() else {
+            return;
+        };
+        if ptr - at >= watched.bytes || watched.users.iter().any(|(key, _)| *key == named.key) {
+            return;
+        }
+        watched.everything |= stream.is_none();
+        watched
+            .users
+            .extend(stream.map(|stream| (named.key, stream)));
+    }
+
+    /// The stream that a call names, for the time of the call.
+    fn stream_of(&self, named: &Named<'_>) -> Option<Stream> {
+        if let Some(stream) = named.stream {
+            return Some(stream.clone());
+        }
+        let context = self.context_of(named).ok()?;
+        // SAFETY: whoever made the name vouched for the stream, which is alive until it is retired, and given away with
+        // the call where nobody promises that.
+        unsafe { Stream::from_raw(&context, named.raw) }.ok()
+    }
+
+    /// Whether a stream's handle means that stream until it is retired.
+    fn lasts(&self, stream: &Stream) -> bool {
+        match stream.kind() {
+            StreamKind::Owned | StreamKind::LegacyDefault => true,
+            StreamKind::PerThreadDefault => false,
+            StreamKind::Borrowed => !self.unretired,
+        }
+    }
+
+    /// Looks at a live block that is about to be freed. After an error the block is live.
+    #[cold]
+    pub(crate) fn check_up(&self, debug: &Debug, ptr: u64) -> Result<Checkup, Error> {
+        // One of two threads that free it has it.
+        let Some(watched) = debug.books().live.remove(&ptr) else {
+            return Ok(Checkup::Done);
+        };
+        if let Err(error) = self.refuse_captures_of(&watched) {
+            debug.books().live.insert(ptr, watched);
+            return Err(error);
+        }
+        if process::is_watching() {
+            return Ok(Checkup::Done);
+        }
+        match self.retire_block(debug, ptr, &watched) {
+            Ok(()) => {}
+            Err(error @ (Error::ContextLost(_) | Error::Capturing { .. })) => {
+                debug.books().live.insert(ptr, watched);
+                return Err(error);
+            }
+            Err(error) => {
+                log::warn!("a freed block cannot be checked: {error}");
+                return Ok(Checkup::Done);
+            }
+        }
+        if debug.modes.quarantine == 0 || self.lock().orphaned {
+            return Ok(Checkup::Done);
+        }
+        let mut books = debug.books();
+        books.freed_bytes += watched.bytes;
+        books.freed.push_back((ptr, watched));
+        drop(books);
+        self.release_quarantine(debug.modes.quarantine);
+        Ok(Checkup::Held)
+    }
+
+    fn refuse_captures_of(&self, watched: &Watched) -> Result<(), Error> {
+        watched.users.iter().try_for_each(|(key, stream)| {
+            self.refuse_capture(&Named {
+                key: *key,
+                raw: stream.raw(),
+                stream: Some(stream),
+            })
+        })
+    }
+
+    /// Waits for the uses that are known.
+    fn wait_for_users(&self, watched: &Watched) -> Result<(), Error> {
+        if watched.everything {
+            self.synchronise(true)?;
+        }
+        let mut users = watched.users.iter();
+        users
+            .try_for_each(|(_, stream)| stream.synchronize())
+            .map_err(|error| self.error(error))
+    }
+
+    /// Checks what is behind a block that nobody uses any more, and fills it.
+    fn retire_block(&self, debug: &Debug, ptr: u64, watched: &Watched) -> Result<(), Error> {
+        self.wait_for_users(watched)?;
+        if let Some(finding) = self.overrun(debug, ptr, watched)? {
+            debug.found(finding);
+        }
+        if debug.modes.poison || debug.modes.quarantine > 0 {
+            let stream = self.debug_stream(debug)?;
+            // SAFETY: the block is live, and all known uses of it are over.
+            unsafe { stream.memset(ptr, POISON, watched.bytes as usize) }
+                .and_then(|()| stream.synchronize())
+                .map_err(|error| self.error(error))?;
+        }
+        Ok(())
+    }
+
+    /// What is wrong behind a block, all uses of which are over.
+    fn overrun(
+        &self,
+        debug: &Debug,
+        ptr: u64,
+        watched: &Watched,
+    ) -> Result<Option<Finding>, Error> {
+        if !watched.guarded {
+            return Ok(None);
+        }
+        let guard = (watched.requested, watched.bytes);
+        let wrong = self.first_unlike(debug, ptr, guard, GUARD)?;
+        Ok(wrong.map(|offset| watched.finding(Misuse::Overrun, ptr, offset)))
+    }
+
+    /// The first of these bytes of a block that is not the one that was filled in.
+    fn first_unlike(
+        &self,
+        debug: &Debug,
+        ptr: u64,
+        (from, to): (u64, u64),
+        byte: u8,
+    ) -> Result<Option<u64>, Error> {
+        let stream = self.debug_stream(debug)?;
+        let entered = self.context.enter().map_err(|error| self.error(error))?;
+        let mut at = from;
+        while at < to {
+            let bytes = (to - at).min(PART) as usize;
+            let mut copy = vec![0; bytes];
+            // SAFETY: the block is live, and the host's memory is kept until the copy is over.
+            let copied = unsafe {
+                entered.copy_device_to_host(copy.as_mut_ptr().cast(), ptr + at, bytes, stream.raw())
+            };
+            if let Err(error) = copied.and(stream.synchronize()) {
+                // The copy may still be under way.
+                std::mem::forget(copy);
+                return Err(self.error(error));
+            }
+            if let Some(wrong) = copy.iter().position(|found| *found != byte) {
+                return Ok(Some(at + wrong as u64));
+            }
+            at += bytes as u64;
+        }
+        Ok(None)
+    }
+
+    fn debug_stream<'a>(&self, debug: &'a Debug) -> Result<&'a Stream, Error> {
+        if let Some(stream) = debug.stream.get() {
+            return Ok(stream);
+        }
+        let made = Stream::new(&self.context).map_err(|error| self.error(error))?;
+        Ok(debug.stream.get_or_init(|| made))
+    }
+
+    /// Lets blocks go, the oldest first, until no more than so many bytes are held back; whether there were any.
+    pub(crate) fn release_quarantine(&self, keep: u64) -> bool {
+        let Some(debug) = self.debug.as_ref().filter(|_| self.usable().is_ok()) else {
+            return false;
+        };
+        let mut out = Vec::new();
+        {
+            let mut books = debug.books();
+            while books.freed_bytes > keep
+                && let Some(oldest) = books.freed.pop_front()
+            {
+                books.freed_bytes -= oldest.1.bytes;
+                out.push(oldest);
+            }
+        }
+        let any = !out.is_empty();
+        for (ptr, watched) in out {
+            if !process::is_watching() {
+                let whole = (0, watched.bytes);
+                match self.first_unlike(debug, ptr, whole, POISON) {
+                    Ok(None) => {}
+                    Ok(Some(offset)) => {
+                        debug.found(watched.finding(Misuse::UseAfterFree, ptr, offset));
+                    }
+                    Err(error) => log::warn!("a freed block cannot be checked: {error}"),
+                }
+            }
+            if let Err(error) = self.free_at(ptr) {
+                log::warn!("a block that was held back is not freed: {error}");
+            }
+        }
+        any
+    }
+
+    /// Checks what is behind all live blocks.
+    pub(crate) fn check_guards(&self) -> Result<(), Error> {
+        let Some(debug) = self.debug.as_ref().filter(|_| self.usable().is_ok()) else {
+            return Ok(());
+        };
+        if !debug.modes.guard || process::is_watching() {
+            return Ok(());
+        }
+        let mut next = 0;
+        loop {
+            // A copy of what the books say: a free meanwhile waits for nothing.
+            let (ptr, watched) = {
+                let books = debug.books();
+                let Some((ptr, watched)) = books.live.range(next..).next() else {
+                    return Ok(());
+                };
+                (*ptr, watched.clone())
+            };
+            next = ptr + 1;
+            self.refuse_captures_of(&watched)?;
+            self.wait_for_users(&watched)?;
+            if let Some(finding) = self.overrun(debug, ptr, &watched)? {
+                // Of a block that was freed meanwhile it says nothing.
+                if debug.books().live.contains_key(&ptr) {
+                    debug.found(finding.clone());
+                    return Err(Error::Misused(Box::new(finding)));
+                }
+            }
+        }
+    }
+
+    /// Lists the blocks that are live at the end.
+    pub(crate) fn report_leaks(&self) {
+        let Some(debug) = self.debug.as_ref().filter(|debug| debug.modes.leaks) else {
+            return;
+        };
+        let mut sums: BTreeMap<(&'static str, Option<String>), (u64, u64)> = BTreeMap::new();
+        let leaks: Vec<Finding> = {
+            let books = debug.books();
+            let live = books.live.iter();
+            live.map(|(ptr, watched)| watched.finding(Misuse::Leak, *ptr, 0))
+                .collect()
+        };
+        if leaks.is_empty() {
+            return;
+        }
+        for leak in &leaks {
+            let sum = sums.entry((leak.tag, leak.context.clone())).or_default();
+            *sum = (sum.0 + 1, sum.1 + leak.requested);
+        }
+        let mut lines: Vec<_> = sums.into_iter().collect();
+        lines.sort_by_key(|(_, (_, bytes))| std::cmp::Reverse(*bytes));
+        let bytes: u64 = leaks.iter().map(|leak| leak.requested).sum();
+        let mut text = format!(
+            "allocator {}: {} blocks of {bytes} bytes are live at its end",
+            self.id,
+            leaks.len()
+        );
+        for ((tag, context), (blocks, bytes)) in lines.iter().take(MOST_LINES) {
+            let context = context.as_deref().unwrap_or("none");
+            text += &format!("\n  {blocks} blocks, {bytes} bytes: tag {tag}, context {context}");
+        }
+        if lines.len() > MOST_LINES {
+            text += &format!(
+                "\n  and {} other tags and contexts",
+                lines.len() - MOST_LINES
+            );
+        }
+        say(&text);
+        let mut books = debug.books();
+        // Those of an earlier try to close are told again.
+        books
+            .findings
+            .retain(|finding| finding.misuse != Misuse::Leak);
+        let room = MOST_FINDINGS.saturating_sub(books.findings.len());
+        books.findings.extend(leaks.into_iter().take(room));
+    }
+}

@@ -1,0 +1,63 @@
+//! What the debug modes of an allocator find.
+
+use std::fmt;
+
+/// What is wrong with a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Misuse {
+    /// Bytes behind those that were asked for were written.
+    Overrun,
+    /// The block was written after its free: by work that was queued later, or by a stream that was not recorded on it.
+    UseAfterFree,
+    /// The block is live when the allocator is closed.
+    Leak,
+}
+
+/// What a debug mode of an allocator found about a block.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub struct Finding {
+    /// What is wrong.
+    pub misuse: Misuse,
+    /// The first byte of the block.
+    pub address: u64,
+    /// Bytes as they were asked for.
+    pub requested: u64,
+    /// The first byte that is wrong, counted from the block's first one; 0 for a leak.
+    pub offset: u64,
+    /// The label of the request; "untagged" without one.
+    pub tag: &'static str,
+    /// The name of the context that the thread was in when it asked for the block.
+    pub context: Option<String>,
+    /// The handle of the stream that the block was asked for on.
+    pub stream: usize,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (requested, offset) = (self.requested, self.offset);
+        match self.misuse {
+            Misuse::Overrun => write!(
+                f,
+                "overrun: byte {offset} was written, {} behind the end of",
+                offset - requested.min(offset) + 1
+            )?,
+            Misuse::UseAfterFree => write!(
+                f,
+                "use after free: byte {offset} was written after the free, or by a stream that was not recorded, of"
+            )?,
+            Misuse::Leak => f.write_str("leak:")?,
+        }
+        let (address, stream) = (self.address, self.stream);
+        write!(
+            f,
+            " the block of {requested} bytes at {address:#x}, tag {}",
+            self.tag
+        )?;
+        if let Some(context) = &self.context {
+            write!(f, ", context {context}")?;
+        }
+        write!(f, ", stream {stream:#x}")
+    }
+}

@@ -1,0 +1,296 @@
+//! Debug modes: errors that are planted, and what is found of them.
+
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Block, Config, Request};
+use cualloc::driver::Stream;
+use cualloc::error::{Finding, Misuse};
+use cualloc::record::Context;
+use cualloc::sim::{Mode, SimConfig, Simulator};
+
+const MIB: usize = 1 << 20;
+
+struct Scene {
+    simulator: Simulator,
+    allocator: Allocator,
+    stream: Stream,
+}
+
+impl Scene {
+    fn new(settings: &str) -> Scene {
+        let simulator = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
+        let context = simulator.driver().unwrap().context(0).unwrap();
+        let config: Config = settings.parse().unwrap();
+        let allocator = Allocator::with_config(&context, config).unwrap();
+        let stream = Stream::new(&context).unwrap();
+        Scene {
+            simulator,
+            allocator,
+            stream,
+        }
+    }
+
+    fn take(&self, bytes: usize) -> Block {
+        self.allocator.allocate(bytes, &self.stream).unwrap()
+    }
+
+    fn write(&self, at: u64, bytes: usize, stream: &Stream) {
+        // SAFETY: the simulator checks what is written where; an error is what the tests plant.
+        unsafe { stream.memset(at, 7, bytes) }.unwrap();
+    }
+
+    fn only(&self) -> Finding {
+        let found = self.allocator.findings();
+        assert_eq!(found.len(), 1, "{found:?}");
+        found[0].clone()
+    }
+}
+
+/// Under both policies, with these modes.
+fn each(modes: &str, test: impl Fn(&Scene)) {
+    for policy in ["packed", "classic"] {
+        test(&Scene::new(&format!("policy={policy},debug={modes}")));
+    }
+}
+
+#[test]
+fn one_byte_behind_a_block_is_found_at_its_free_and_by_a_check() {
+    each("guard", |scene| {
+        for (bytes, tag) in [
+            (63, "small"),
+            (512, "whole"),
+            (3 * MIB, "large"),
+            (3 * MIB + 5, "odd"),
+        ] {
+            let before = scene.allocator.findings().len();
+            let context = Context::new("train;forward").enter();
+            let request = Request::new(bytes).tag(tag);
+            let block = scene
+                .allocator
+                .allocate_with(request, &scene.stream)
+                .unwrap();
+            context.enter();
+            assert_eq!(block.size(), bytes as u64);
+            assert_eq!(scene.allocator.usable_size(block.ptr()), Some(bytes as u64));
+            scene.write(block.ptr(), bytes, &scene.stream);
+            scene.allocator.check().unwrap();
+            scene.write(block.ptr() + bytes as u64, 1, &scene.stream);
+            let Err(Error::Misused(finding)) = scene.allocator.check() else {
+                panic!("the byte behind {bytes} was not found");
+            };
+            assert_eq!(
+                (finding.misuse, finding.offset),
+                (Misuse::Overrun, bytes as u64)
+            );
+            assert_eq!((finding.address, finding.tag), (block.ptr(), tag));
+            assert_eq!(finding.context.as_deref(), Some("train;forward"));
+            assert_eq!(finding.requested, bytes as u64);
+            let text = finding.to_string();
+            let said =
+                format!("byte {bytes} was written, 1 behind the end of the block of {bytes} bytes");
+            assert!(text.contains(&said), "{text}");
+            drop(block);
+            let found = scene.allocator.findings();
+            assert_eq!(found.len(), before + 2, "by the check and at the free");
+            assert_eq!(found[before], found[before + 1]);
+        }
+        scene.allocator.check().unwrap();
+        scene.allocator.close().unwrap();
+    });
+}
+
+#[test]
+fn a_write_after_the_free_is_found_when_the_block_is_let_go() {
+    each("quarantine:4M", |scene| {
+        let block = scene.take(MIB);
+        let at = block.ptr();
+        let raw = block.into_raw();
+        // SAFETY: the block's only owner frees it here.
+        unsafe { scene.allocator.free_raw(raw) }.unwrap();
+        // SAFETY: as above; it is freed a second time, which is refused.
+        let again = unsafe { scene.allocator.free_raw(raw) };
+        assert!(matches!(again, Err(Error::NotLive { ptr }) if ptr == at));
+        scene.write(at + 100_000, 1, &scene.stream);
+        scene.stream.synchronize().unwrap();
+        for _ in 0..3 {
+            let other = scene.take(MIB);
+            assert_ne!(other.ptr(), at, "it is held back");
+        }
+        assert!(scene.allocator.findings().is_empty());
+        let others = [scene.take(2 * MIB), scene.take(2 * MIB)];
+        drop(others);
+        let finding = scene.only();
+        assert_eq!(
+            (finding.misuse, finding.address),
+            (Misuse::UseAfterFree, at)
+        );
+        assert_eq!((finding.offset, finding.requested), (100_000, MIB as u64));
+        assert!(
+            finding
+                .to_string()
+                .starts_with("use after free: byte 100000 was written")
+        );
+        scene.allocator.close().unwrap();
+        assert_eq!(
+            scene.allocator.findings().len(),
+            1,
+            "nothing else was written"
+        );
+    });
+}
+
+#[test]
+fn work_of_a_stream_that_was_not_recorded_is_a_use_after_free() {
+    each("quarantine", |scene| {
+        let side = scene.allocator.create_stream().unwrap();
+        for recorded in [true, false] {
+            let block = scene.take(MIB);
+            scene.simulator.set_mode(Mode::Manual);
+            scene.write(block.ptr(), MIB, &side);
+            if recorded {
+                block.record_stream(&side).unwrap();
+            }
+            drop(block);
+            scene.simulator.complete_all();
+        }
+        assert!(scene.allocator.findings().is_empty());
+        scene.allocator.close().unwrap();
+        assert_eq!(scene.only().misuse, Misuse::UseAfterFree);
+    });
+}
+
+#[test]
+fn memory_in_quarantine_is_let_go_before_memory_runs_out() {
+    each("quarantine:1G", |scene| {
+        scene.allocator.set_limit(Some(64 << 20));
+        for _ in 0..20 {
+            drop(scene.take(20 * MIB));
+        }
+        assert!(scene.allocator.stats().all.allocated.current > 0);
+        scene.allocator.close().unwrap();
+        assert!(scene.allocator.findings().is_empty());
+    });
+}
+
+#[test]
+fn new_and_freed_blocks_are_poisoned() {
+    each("poison", |scene| {
+        let block = scene.take(5000);
+        let at = block.ptr();
+        scene.stream.synchronize().unwrap();
+        let read = || scene.simulator.read_memory(at, 5000).unwrap();
+        assert_eq!(read(), [0xDD; 5000]);
+        scene.write(at, 5000, &scene.stream);
+        scene.stream.synchronize().unwrap();
+        assert_eq!(read(), [7; 5000]);
+        drop(block);
+        assert_eq!(read(), [0xDD; 5000]);
+        scene.allocator.close().unwrap();
+    });
+}
+
+#[test]
+fn blocks_that_are_left_are_listed_with_their_tags() {
+    each("leaks+quarantine", |scene| {
+        drop(scene.take(MIB));
+        let tagged = Request::new(3000).tag("weights");
+        let left = scene
+            .allocator
+            .allocate_with(tagged, &scene.stream)
+            .unwrap();
+        let context = Context::new("serve;cache").enter();
+        let other = scene.take(2 * MIB);
+        context.enter();
+        for _ in 0..2 {
+            let refused = scene.allocator.close();
+            assert!(matches!(refused, Err(Error::InUse { count: 2, .. })));
+            let mut found = scene.allocator.findings();
+            found.sort_by_key(|finding| finding.requested);
+            assert_eq!(found.len(), 2, "each once, however often it is tried");
+            assert!(found.iter().all(|finding| finding.misuse == Misuse::Leak));
+            assert_eq!((found[0].address, found[0].tag), (left.ptr(), "weights"));
+            assert_eq!((found[1].address, found[1].tag), (other.ptr(), "untagged"));
+            assert_eq!(found[1].context.as_deref(), Some("serve;cache"));
+        }
+        drop((left, other));
+        scene.allocator.close().unwrap();
+    });
+}
+
+#[test]
+fn streams_that_are_retired_and_raw_ones_are_waited_for_all_the_same() {
+    each("guard+quarantine:1M+poison+leaks", |scene| {
+        let raw = scene.allocator.create_stream().unwrap();
+        // SAFETY: the stream lives until the end, and the block is freed once.
+        unsafe {
+            let ptr = scene.allocator.allocate_raw(1000, raw.raw()).unwrap();
+            let default = scene
+                .allocator
+                .allocate_raw(1000, std::ptr::null_mut())
+                .unwrap();
+            let thread = scene
+                .allocator
+                .allocate_raw(1000, std::ptr::without_provenance_mut(2))
+                .unwrap();
+            scene
+                .allocator
+                .record_stream_raw(default, raw.raw())
+                .unwrap();
+            scene
+                .allocator
+                .record_use_raw(thread + 5, raw.raw())
+                .unwrap();
+            scene.allocator.synchronize().unwrap();
+            scene.simulator.busy(raw.raw(), 1_000_000).unwrap();
+            scene.write(ptr, 1000, &raw);
+            scene.write(default, 1000, &raw);
+            scene.allocator.retire_raw(raw.raw()).unwrap();
+            for block in [ptr, default, thread] {
+                scene.allocator.free_raw(block).unwrap();
+            }
+        }
+        assert_eq!(scene.allocator.findings(), []);
+        scene.allocator.close().unwrap();
+        assert_eq!(scene.allocator.findings(), []);
+        assert!(
+            scene.simulator.reports().is_empty(),
+            "{:?}",
+            scene.simulator.reports()
+        );
+    });
+}
+
+#[test]
+fn a_program_without_errors_has_no_findings() {
+    each("guard+quarantine:3M+poison+leaks", |scene| {
+        let mut kept: Vec<Block> = Vec::new();
+        let side = scene.allocator.create_stream().unwrap();
+        for round in 0..300usize {
+            let bytes = 1 + (round * 7919) % 97 * ((round % 5) * 9000 + 100);
+            let on = if round % 3 == 0 { &side } else { &scene.stream };
+            let block = scene.allocator.allocate(bytes, on).unwrap();
+            scene.write(block.ptr(), bytes, on);
+            if round % 7 == 0 {
+                block.record_stream(&side).unwrap();
+                block.record_use(&scene.stream).unwrap();
+            }
+            kept.push(block);
+            if kept.len() > 20 {
+                drop(kept.swap_remove(round % 20));
+            }
+            if round % 50 == 0 {
+                scene.allocator.check().unwrap();
+                scene.allocator.trim(0).unwrap();
+            }
+        }
+        let stats = scene.allocator.stats();
+        assert!(stats.all.requested.current > 0);
+        drop(kept);
+        scene.allocator.close().unwrap();
+        assert_eq!(scene.allocator.findings(), []);
+        assert!(
+            scene.simulator.reports().is_empty(),
+            "{:?}",
+            scene.simulator.reports()
+        );
+    });
+}

@@ -1,0 +1,174 @@
+//! Stacks of some allocations, and what they tell of all.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::common::Folder;
+use crate::scene::{MIB, Scene, alone};
+use cualloc::allocator::{Allocator, Block};
+use cualloc::driver::Stream;
+use cualloc::record::{
+    Action, Context, Profile, Recorder, Recording, Share, Target, set_stack_source,
+};
+
+const MEAN: u64 = 64 << 10;
+
+/// Numbers that look random, always the same ones.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005);
+        self.0 = self.0.wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 33
+    }
+}
+
+#[inline(never)]
+fn planted_cache(allocator: &Allocator, bytes: usize, stream: &Stream) -> Block {
+    std::hint::black_box(allocator.allocate(bytes, stream).unwrap())
+}
+
+#[inline(never)]
+fn planted_weights(allocator: &Allocator, bytes: usize, stream: &Stream) -> Block {
+    std::hint::black_box(allocator.allocate(bytes, stream).unwrap())
+}
+
+/// The sum of the shares whose stack has a function.
+fn share(profile: &Profile, function: &str) -> Share {
+    let mut sum = Share::default();
+    for (_, share) in profile.shares().filter(|(name, _)| name.contains(function)) {
+        sum.allocations += share.allocations;
+        sum.allocated += share.allocated;
+        sum.live += share.live;
+        sum.live_bytes += share.live_bytes;
+    }
+    sum
+}
+
+fn within(part: f64, found: u64, exact: u64) -> bool {
+    (found as f64 / exact as f64 - 1.0).abs() <= part
+}
+
+#[test]
+fn estimates_are_within_a_twentieth_and_name_the_functions() {
+    let _alone = alone();
+    let scene = Scene::new("policy=packed");
+    let (allocator, stream) = (&scene.allocator, scene.stream());
+    let held = allocator.allocate(3 * MIB, &stream).unwrap();
+    let folder = Folder::new("stacks");
+    let file = folder.file("stacks.rec");
+    let recorder = Recorder::start_with_stacks(Target::File(&file), MEAN).unwrap();
+    let mut numbers = Numbers(11);
+    let (mut cache, mut weights) = (Vec::new(), Vec::new());
+    let (mut asked, mut calls) = (BTreeMap::new(), 0);
+    for round in 0..100_000u64 {
+        let bytes = 1 + (1usize << (numbers.next() % 17)) + numbers.next() as usize % 3000;
+        let (kept, block, name) = match round % 3 {
+            0 => {
+                let block = planted_weights(allocator, bytes, &stream);
+                (&mut weights, block, "planted_weights")
+            }
+            _ => {
+                let block = planted_cache(allocator, bytes, &stream);
+                (&mut cache, block, "planted_cache")
+            }
+        };
+        *asked.entry(name).or_insert(0) += bytes as u64;
+        calls += 1;
+        kept.push(block);
+        if kept.len() > 4000 {
+            let gone = numbers.next() as usize % kept.len();
+            drop(kept.swap_remove(gone));
+        }
+    }
+    let live = |blocks: &[Block]| blocks.iter().map(|b| b.requested() as u64).sum::<u64>();
+    recorder.finish().unwrap();
+    let recording = Recording::read(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!((recording.sampling(), recording.lost()), (MEAN, 0));
+    let profile = Profile::of_stacks(&recording);
+    for (name, kept) in [("planted_cache", &cache), ("planted_weights", &weights)] {
+        let found = share(&profile, name);
+        let all = asked[name];
+        assert!(
+            within(0.05, found.allocated, all),
+            "{name}: {found:?}, {all}"
+        );
+        // A part of them alone is seen, so the error is larger.
+        let live = live(kept);
+        assert!(
+            within(0.15, found.live_bytes, live),
+            "{name}: {found:?}, {live}"
+        );
+    }
+    let whole = share(&profile, "");
+    let exact = live(&cache) + live(&weights) + held.requested() as u64;
+    assert!(within(0.05, whole.live_bytes, exact), "{whole:?}, {exact}");
+    let samples = recording.events().iter();
+    let samples = samples
+        .filter(|event| event.action == Action::Sample)
+        .count();
+    let bytes: u64 = asked.values().sum();
+    // A block of many times the mean is one sample, too.
+    assert!(
+        samples > 2_000 && (samples as u64) < bytes / MEAN,
+        "{samples} of {calls}"
+    );
+    assert_eq!(share(&profile, "held").live_bytes, held.requested() as u64);
+    // The same figures are in what other programs read.
+    let collapsed = profile.to_collapsed();
+    let sum = collapsed.lines().filter_map(|line| line.rsplit_once(' '));
+    let sum: u64 = sum.map(|(_, bytes)| bytes.parse::<u64>().unwrap()).sum();
+    assert_eq!(sum, whole.live_bytes);
+    drop((cache, weights));
+}
+
+#[test]
+fn a_source_says_where_the_program_is() {
+    let _alone = alone();
+    let scene = Scene::new("policy=packed");
+    let (allocator, stream) = (scene.allocator.clone(), scene.stream());
+    let python = Context::new("train.py:7:step;model.py:3:forward");
+    let asked = Arc::new(AtomicU64::new(0));
+    let (count, inner, of) = (Arc::clone(&asked), allocator.clone(), stream.clone());
+    set_stack_source(Some(Arc::new(move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        // It is not asked about what it allocates itself.
+        drop(inner.allocate(5 * MIB, &of).unwrap());
+        python
+    })));
+    let recorder = Recorder::start_with_stacks(Target::Memory, 1).unwrap();
+    // Every door is one byte wide: each block is far more than the mean.
+    let large = allocator.allocate(2 * MIB, &stream).unwrap();
+    let small = allocator.allocate(40_000, &stream).unwrap();
+    let again = allocator.allocate(40_000, &stream).unwrap();
+    let request = cualloc::Request::new(50_000).align(4096);
+    let wished = allocator.allocate_with(request, &stream).unwrap();
+    // SAFETY: the stream is alive, and nothing runs on it.
+    let raw = unsafe { allocator.allocate_raw(60_000, stream.raw()) }.unwrap();
+    // SAFETY: the address was given just now.
+    unsafe { allocator.free_raw(raw) }.unwrap();
+    set_stack_source(None);
+    let recording = recorder.read().unwrap();
+    let profile = Profile::of_stacks(&recording);
+    drop(recorder);
+    let found = share(&profile, "model.py:3:forward");
+    let sizes = [2 * MIB, 40_000, 40_000, 50_000];
+    assert_eq!(found.allocations, 5);
+    assert_eq!(found.live, 4);
+    assert_eq!(found.live_bytes, sizes.iter().sum::<usize>() as u64);
+    assert_eq!(asked.load(Ordering::Relaxed), 5);
+    // Without stacks nobody is asked.
+    let recorder = Recorder::start(Target::Memory).unwrap();
+    drop(allocator.allocate(2 * MIB, &stream).unwrap());
+    let recording = recorder.read().unwrap();
+    assert_eq!(recording.sampling(), 0);
+    assert!(
+        recording
+            .events()
+            .iter()
+            .all(|event| event.action != Action::Sample)
+    );
+    drop((recorder, large, small, again, wished));
+}
