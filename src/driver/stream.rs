@@ -219,10 +219,16 @@ impl Stream {
     /// None at present.
     #[inline]
     pub fn id(&self) -> Result<u64, DriverError> {
-        Ok(match self.0.id {
+        Ok(self.own_id())
+    }
+
+    /// [`id`](Self::id), which every stream has.
+    #[inline]
+    pub(crate) fn own_id(&self) -> u64 {
+        match self.0.id {
             NO_ID => self.0.context.per_thread_id(),
             id => id,
-        })
+        }
     }
 
     /// The stream's id, if it is known without a question to the driver.

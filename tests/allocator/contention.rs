@@ -262,6 +262,8 @@ fn uses_recorded_by_two_threads_at_once_are_both_kept() {
             };
             thread::scope(|scope| {
                 scope.spawn(|| {
+                    // From here on the thread knows the stream's cache, and notes its uses there, beside the heap's lock.
+                    drop(allocator.allocate(KIB, &one).unwrap());
                     for (at, block) in blocks.iter().enumerate() {
                         together(at + 1);
                         block.record_stream(&one).unwrap();

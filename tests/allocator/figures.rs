@@ -498,7 +498,7 @@ fn s1_19_small_blocks_count_as_free_blocks_and_records() {
     each(|rig| {
         let allocator = rig.allocator();
         let streams: [Stream; 2] = rig.streams();
-        let compare = |what: &str| {
+        let compare = |allocator: &Allocator, what: &str| {
             let (stats, segments) = allocator.stats_and_snapshot();
             let blocks = segments.iter().flat_map(|segment| &segment.blocks);
             let live = blocks.clone().filter(|b| b.state == BlockState::Live);
@@ -523,19 +523,27 @@ fn s1_19_small_blocks_count_as_free_blocks_and_records() {
                 )
             })
             .collect();
-        let before = compare("all live");
+        let before = compare(&allocator, "all live");
         blocks.iter_mut().step_by(2).for_each(|block| *block = None);
-        assert!(compare("every second one free") > before + 200);
+        assert!(compare(&allocator, "every second one free") > before + 200);
         for block in blocks.iter().flatten().step_by(3) {
             block.record_stream(&streams[0]).unwrap();
         }
         blocks.clear();
-        compare("some pending");
+        compare(&allocator, "some pending");
         drop(allocator.allocate(3 * MIB, &streams[0]).unwrap());
-        compare("a large one free");
+        compare(&allocator, "a large one free");
         allocator.empty_cache().unwrap();
-        compare("cache empty");
+        compare(&allocator, "cache empty");
         rig.close(&allocator);
+        // So many that the heap has nothing beside them, which would be longer.
+        let full = rig.limited(2 * MIB);
+        let next = || full.allocate(8 * KIB, &streams[0]).ok();
+        let mut blocks: Vec<Option<Block>> = std::iter::from_fn(next).map(Some).collect();
+        blocks.iter_mut().step_by(2).for_each(|block| *block = None);
+        assert_eq!(compare(&full, "the heap full"), 128);
+        blocks.clear();
+        rig.close(&full);
     });
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::driver::sys::CUstream;
-use crate::driver::{Context, Current, Event, Stream, process};
+use crate::driver::{Context, Current, Event, process};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
@@ -123,14 +123,7 @@ impl Engine {
         if unsafe { self.captures_now(stream) }? {
             return Ok(false);
         }
-        if !is_per_thread(raw) {
-            return Ok(true);
-        }
-        match Stream::per_thread(context).id() {
-            Ok(own) => Ok(StreamKey::Id(own) == key),
-            Err(error) if is_of_capture(error.code()) => Ok(false),
-            Err(error) => Err(self.error(error)),
-        }
+        Ok(!is_per_thread(raw) || StreamKey::Id(context.per_thread_id()) == key)
     }
 
     /// Whether a stream is being captured, or the legacy stream stands behind one that is.

@@ -24,9 +24,8 @@ impl Engine {
     pub(crate) fn named<'a>(&self, stream: &'a Stream) -> Result<Named<'a>, Error> {
         self.usable()?;
         self.same_driver(stream)?;
-        let id = stream.id().map_err(|e| self.unnamed(stream.raw(), e))?;
         Ok(Named {
-            key: StreamKey::Id(id),
+            key: StreamKey::Id(stream.own_id()),
             raw: stream.raw(),
             stream: Some(stream),
         })

@@ -157,14 +157,8 @@ impl Heap {
         run: &Run,
         new: Option<Recorded>,
     ) -> bool {
-        let using = {
-            let mut inner = cache.lock();
-            let Some(live) = inner.live(run.node, run.ptr, None) else {
-                return false;
-            };
-            // In one step with reading it: another thread may be noting a use of its own there.
-            inner.runs.set_using(run.node, Using::MANY);
-            live.using
+        let Some(using) = cache.lock().leave_to_heap(run.node, run.ptr) else {
+            return false;
         };
         let mut known = self.recorded_uses(run.ptr, using);
         if let Some(new) = new {

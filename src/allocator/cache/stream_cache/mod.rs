@@ -455,6 +455,14 @@ impl Inner {
             .then_some(live)
     }
 
+    /// Leaves to the heap what is noted on a live block: what was, or `None` if the block is gone. Reading it and saying
+    /// so are one step, since another thread may be about to note a use of its own.
+    pub(crate) fn leave_to_heap(&mut self, node: Node, ptr: u64) -> Option<Using> {
+        let live = self.runs.live(node, ptr)?;
+        self.runs.set_using(node, Using::MANY);
+        Some(live.using)
+    }
+
     #[inline(always)]
     fn live_in(&self, node: Node, life: Life) -> Option<Live> {
         match life {

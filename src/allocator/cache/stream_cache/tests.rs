@@ -135,6 +135,38 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
     assert_eq!(inner.runs.check(), Ok(()));
 }
 
+/// S1.13: from the moment on that the heap has what is noted on a block, nobody notes anything there beside the heap,
+/// or frees the block.
+#[test]
+fn s1_13_what_is_noted_is_left_to_the_heap_in_one_step() {
+    let mut inner = Inner {
+        runs: runs(1),
+        ..Inner::default()
+    };
+    inner.set_fast(true);
+    inner.runs.accounts.allocated.extend(1 << 20);
+    let Some(one) = Using::one(3) else {
+        panic!("a slot's number is short");
+    };
+    for noted in [Using::NONE, one] {
+        let request = Small {
+            granules: 1,
+            align: 1,
+            requested: 512,
+        };
+        let Allocated::Taken(block) = inner.take(request) else {
+            panic!("there is room");
+        };
+        assert_eq!(inner.leave_to_heap(block.node, block.ptr + 512), None);
+        inner.runs.set_using(block.node, noted);
+        assert_eq!(inner.leave_to_heap(block.node, block.ptr), Some(noted));
+        let now = inner.live(block.node, block.ptr, None);
+        assert_eq!(now.map(|live| live.using), Some(Using::MANY));
+        assert!(!inner.free_at_once(block.node, Life::At(block.ptr)));
+    }
+    assert_eq!(inner.runs.check(), Ok(()));
+}
+
 /// R61: a page that was in use meanwhile is one that the stream cache needs, also if it is free again.
 #[test]
 fn r61_pages_used_meanwhile_are_needed() {
