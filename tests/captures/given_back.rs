@@ -1,5 +1,6 @@
 //! What goes back to the driver at once, what after a wait, and what a capture keeps.
 
+use cualloc::Error;
 use cualloc::allocator::{Allocator, Policy, Scope, Trimmed};
 use cualloc::driver::{Stream, sys};
 
@@ -198,6 +199,48 @@ fn an_emptied_cache_does_not_wait_for_a_stream_that_captures() {
         });
         assert_eq!(allocator.empty_cache().unwrap().pending, 0);
         hold.release();
+        rig.close(&allocator);
+    });
+}
+
+/// An adopted stream may be asked at any time, so that a capture of it is over is seen by who waits for everything.
+#[test]
+fn the_end_of_a_capture_of_an_adopted_stream_is_seen_by_the_next_wait() {
+    each(|rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        let allocator = rig.allocator();
+        let stream = RawStream::new(rig);
+        // SAFETY: the stream lives until it is retired.
+        unsafe { allocator.adopt_raw(stream.raw()) }.unwrap();
+        begin(rig, stream.raw())();
+        // SAFETY: the stream is alive.
+        let refused = unsafe { allocator.allocate_raw(4 * MIB, stream.raw()) };
+        assert!(
+            matches!(refused, Err(Error::Capturing { .. })),
+            "{refused:?}"
+        );
+        let refused = allocator.synchronize();
+        assert!(
+            matches!(refused, Err(Error::Capturing { .. })),
+            "{refused:?}"
+        );
+        assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
+        allocator.synchronize().unwrap();
+        begin(rig, stream.raw())();
+        // SAFETY: as above.
+        let refused = unsafe { allocator.allocate_raw(4 * MIB, stream.raw()) };
+        assert!(
+            matches!(refused, Err(Error::Capturing { .. })),
+            "{refused:?}"
+        );
+        assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
+        // Nobody was told of it yet, and nobody is.
+        allocator.synchronize().unwrap();
+        // SAFETY: the stream is alive, and named no more.
+        unsafe { allocator.retire_raw(stream.raw()) }.unwrap();
+        drop(stream);
         rig.close(&allocator);
     });
 }

@@ -47,6 +47,12 @@ fn share(profile: &Profile, function: &str) -> Share {
     sum
 }
 
+/// Whether not even a function of this program that is surely there has a name.
+fn is_stripped() -> bool {
+    let stack = std::backtrace::Backtrace::force_capture().to_string();
+    !stack.contains("is_stripped")
+}
+
 fn within(part: f64, found: u64, exact: u64) -> bool {
     (found as f64 / exact as f64 - 1.0).abs() <= part
 }
@@ -88,6 +94,13 @@ fn estimates_are_within_a_twentieth_and_name_the_functions() {
     let recording = Recording::read(&std::fs::read(&file).unwrap()).unwrap();
     assert_eq!((recording.sampling(), recording.lost()), (MEAN, 0));
     let profile = Profile::of_stacks(&recording);
+    let named = profile
+        .shares()
+        .any(|(stack, _)| stack.contains("planted_"));
+    if !named && is_stripped() {
+        println!("SKIPPED: this program was stripped of its symbols, so functions have no names");
+        return;
+    }
     for (name, kept) in [("planted_cache", &cache), ("planted_weights", &weights)] {
         let found = share(&profile, name);
         let all = asked[name];

@@ -1,5 +1,6 @@
 //! Waiting for whole contexts, and refusing to while something in them captures.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::allocator::engine::Engine;
@@ -11,17 +12,34 @@ use crate::nvtx::{self, Category};
 use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
-    /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the
-    /// streams that we keep alive are asked, and those of captures that use graph pools, the legacy stream answers for all blocking streams of
-    /// its context, and of the caller's own streams it counts what was found when one was asked last.
-    /// That can be out of date, and nobody may ask a stream that its owner may have destroyed. So with
-    /// `once` it is told once, and the next time the driver has to say it.
+    /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the streams that we
+    /// keep alive are asked, and those of captures that use graph pools, and adopted ones that were found capturing; the
+    /// legacy stream answers for all blocking streams of its context; and of the caller's other streams it counts what
+    /// was found when one was asked last. That can be out of date, and nobody may ask a stream that its owner may have
+    /// destroyed. So with `once` it is told once, and the next time the driver has to say it.
     pub(crate) fn refuse_captures(&self, contexts: &[Context], once: bool) -> Result<(), Error> {
-        let (kept, found) = {
+        let (kept, mut found, adopted) = {
             let heap = self.lock();
             let kept: Vec<Stream> = heap.streams.kept().cloned().collect();
-            (kept, self.found_capturing(&heap))
+            let found = self.found_capturing(&heap);
+            let mut adopted = Vec::new();
+            for (_, slot) in heap.streams.iter() {
+                if let Holder::Adopted(token) = &slot.holder
+                    && found.iter().any(|(stream, _)| *stream == slot.raw)
+                {
+                    adopted.push((slot.raw, Arc::clone(token)));
+                }
+            }
+            (kept, found, adopted)
         };
+        // They may be captured no more, and nothing has named them since.
+        for (raw, _token) in adopted {
+            let handle = std::ptr::with_exposed_provenance_mut(raw);
+            // SAFETY: an adopted stream lives until it is retired, which waits for the token.
+            if matches!(unsafe { self.driver().is_capturing(handle) }, Ok(false)) {
+                found.retain(|(stream, _)| *stream != raw);
+            }
+        }
         let told = self.told.load(Ordering::Relaxed);
         if let Some((stream, _)) = found.iter().find(|(_, number)| *number > told || !once) {
             if once {
