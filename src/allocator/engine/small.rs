@@ -16,7 +16,7 @@ use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{StreamKey, is_special};
 use crate::error::Error;
-use crate::event::{Kind, names};
+use crate::event::{Kind, names, sample};
 
 /// A request that no stream cache served at once: the stream cache that was tried, still locked if nobody else was
 /// at it.
@@ -204,6 +204,16 @@ impl Engine {
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
+        match sample::is_on() {
+            true => self.miss_sampled(bytes, stream, missed),
+            // As the last thing, so that the result needs no copy here either.
+            false => self.served(bytes, stream, missed),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn miss_sampled(&self, bytes: usize, stream: &Stream, missed: Missed) -> Result<Grant, Error> {
         let made = self.served(bytes, stream, missed);
         self.sample(&made, bytes);
         made
