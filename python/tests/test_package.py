@@ -986,8 +986,9 @@ def recordings_have_contexts():
         assert written.startswith(b"cuallocR") and b"train;forward" in written
         stacks = os.path.join(folder, "stacks.rec")
         record.start(stacks, stacks=1)
-        addresses = [_library.allocate(0, 100_000, None) for _ in range(2)]
-        for address in addresses:
+        for _ in range(2):
+            # Each from the same place: comprehensions are functions of their own before Python 3.12.
+            address = _library.allocate(0, 100_000, None)
             _library.checked(_library.LIBRARY.cualloc_free(_library.allocator(0), address))
         record.stop()
         with open(stacks, "rb") as file:

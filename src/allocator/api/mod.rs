@@ -446,7 +446,7 @@ impl Allocator {
     /// allocator stays open and owns what could not be given back.
     ///
     /// The driver tells the end of a graph some time after it was destroyed, so a graph that has memory of a
-    /// [`GraphPool`](crate::GraphPool) is waited for, for a tenth of a second at most.
+    /// [`GraphPool`](crate::allocator::GraphPool) is waited for, for a tenth of a second at most.
     ///
     /// Dropping the last handle does the same, as soon as no block is live; what a capture or the driver refuses
     /// is done when a capture was ended through this crate, or by a later call of any allocator.
