@@ -14,6 +14,8 @@ const EXITING: u8 = 2;
 const CAPTURES: u8 = 4;
 const RECORDS: u8 = 8;
 const TOOL: u8 = 16;
+/// With [`RECORDS`]: stacks, too.
+const SAMPLES: u8 = 32;
 
 /// Alone on its cache lines: it is read on every call, and written when captures come and go.
 #[repr(align(128))]
@@ -48,7 +50,7 @@ pub(crate) fn is_quiet() -> bool {
 /// True as long as nothing but a recording or a tool keeps calls from their caches.
 #[inline]
 pub(crate) fn is_calm() -> bool {
-    STATE.0.load(Ordering::Relaxed) & !(RECORDS | TOOL) == 0
+    STATE.0.load(Ordering::Relaxed) & !(RECORDS | SAMPLES | TOOL) == 0
 }
 
 /// True while somebody is told what blocks do: a recording, or a tool.
@@ -68,17 +70,43 @@ pub(crate) fn set_tool() {
     STATE.0.fetch_or(TOOL, Ordering::Release);
 }
 
-/// True while a recording runs, and nothing else keeps calls from their caches.
+/// What this module tells apart, as it was in one moment.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Now(u8);
+
+/// What there is now.
 #[inline(always)]
-pub(crate) fn only_records() -> bool {
-    STATE.0.load(Ordering::Relaxed) == RECORDS
+pub(crate) fn now() -> Now {
+    Now(STATE.0.load(Ordering::Relaxed))
 }
 
-/// A recording begins, or has ended.
-pub(crate) fn set_recording(on: bool) {
-    match on {
-        true => STATE.0.fetch_or(RECORDS, Ordering::Release),
-        false => STATE.0.fetch_and(!RECORDS, Ordering::Release),
+impl Now {
+    /// [`is_quiet`].
+    #[inline(always)]
+    pub(crate) fn is_quiet(self) -> bool {
+        self.0 == 0
+    }
+
+    /// True while a recording runs, and nothing else keeps calls from their caches.
+    #[inline(always)]
+    pub(crate) fn only_records(self) -> bool {
+        !self.is_quiet() && self.0 & !(RECORDS | SAMPLES) == 0
+    }
+
+    /// True while a recording without stacks runs, and nothing else keeps calls from their caches.
+    #[inline(always)]
+    pub(crate) fn only_records_blocks(self) -> bool {
+        // By its bits, or compilers compare it with this before they compare it with 0.
+        !self.is_quiet() && self.0 & !RECORDS == 0
+    }
+}
+
+/// A recording begins, with stacks or without, or has ended.
+pub(crate) fn set_recording(on: bool, stacks: bool) {
+    match (on, stacks) {
+        (true, true) => STATE.0.fetch_or(RECORDS | SAMPLES, Ordering::Release),
+        (true, false) => STATE.0.fetch_or(RECORDS, Ordering::Release),
+        (false, _) => STATE.0.fetch_and(!(RECORDS | SAMPLES), Ordering::Release),
     };
 }
 

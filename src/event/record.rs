@@ -69,17 +69,18 @@ impl Whose {
         Whose([stream << BYTES_BITS, allocator << 32])
     }
 
-    /// The record of what happened at an address, with so many bytes, at a time in a context.
+    /// The record of what happened at an address, a multiple of 512, with so many bytes, at a time in a context.
     #[inline(always)]
     pub(crate) fn record(
         self,
         (kind, at, bytes): (Kind, u64, u64),
         (ticks, context): (u64, u32),
     ) -> Record {
+        debug_assert!(at & KIND_MASK == 0, "a block is not in its place");
         let [stream, allocator] = self.0;
         [
             ticks,
-            (at & !KIND_MASK) | kind as u64,
+            at | kind as u64,
             bytes.min(BYTES_MASK) | stream,
             u64::from(context) | allocator,
         ]
@@ -91,7 +92,8 @@ impl Event {
     #[inline(always)]
     pub(crate) fn at_time(&self, ticks: u64, context: u32) -> Record {
         let whose = Whose::new(self.stream, self.allocator);
-        whose.record((self.kind, self.at, self.bytes), (ticks, context))
+        let at = self.at & !KIND_MASK;
+        whose.record((self.kind, at, self.bytes), (ticks, context))
     }
 }
 

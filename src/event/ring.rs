@@ -84,39 +84,15 @@ impl Ring {
     }
 
     /// Writes a record over the oldest. One thread at a time calls this: who holds the tap.
-    #[inline(always)]
     pub(crate) fn push(&self, record: Record) {
         let number = self.word(0).load(Ordering::Relaxed);
-        self.put(number, record);
-        if self.wakes(number) {
+        let slot = self.slot(number);
+        let slot = [0, 1, 2, 3].map(|at| self.word(slot + at));
+        write(slot, self.word(0), record);
+        // It is half full.
+        if (number + 1) & self.half == 0 {
             self.wake();
         }
-    }
-
-    /// The number of the next record, if the reader is not to be woken for it.
-    #[inline(always)]
-    pub(crate) fn next(&self) -> Option<u64> {
-        let number = self.word(0).load(Ordering::Relaxed);
-        (!self.wakes(number)).then_some(number)
-    }
-
-    /// Whether the ring is half full with a record.
-    #[inline(always)]
-    fn wakes(&self, number: u64) -> bool {
-        (number + 1) & self.half == 0
-    }
-
-    /// Writes the record with a number, which is the next one, over the oldest.
-    #[inline(always)]
-    pub(crate) fn put(&self, number: u64, record: Record) {
-        // A reader that sees any of the words below sees the head that was stored last, too.
-        fence(Ordering::Release);
-        let slot = self.slot(number);
-        self.word(slot).store(record[0], Ordering::Relaxed);
-        self.word(slot + 1).store(record[1], Ordering::Relaxed);
-        self.word(slot + 2).store(record[2], Ordering::Relaxed);
-        self.word(slot + 3).store(record[3], Ordering::Relaxed);
-        self.word(0).store(number + 1, Ordering::Release);
     }
 
     #[cold]
@@ -151,6 +127,91 @@ impl Ring {
     }
 }
 
+/// Writes the next record over the oldest, whose words these are.
+#[inline(always)]
+fn write(slot: [&AtomicU64; WORDS], head: &AtomicU64, record: Record) {
+    // A reader that sees any of the words below sees the head that was stored last, too.
+    fence(Ordering::Release);
+    slot[0].store(record[0], Ordering::Relaxed);
+    slot[1].store(record[1], Ordering::Relaxed);
+    slot[2].store(record[2], Ordering::Relaxed);
+    slot[3].store(record[3], Ordering::Relaxed);
+    head.store(head.load(Ordering::Relaxed) + 1, Ordering::Release);
+}
+
+/// The one writer of a ring, if it has one, and where it goes on: mostly it need not look at the ring for that.
+#[derive(Debug)]
+pub(crate) struct Writer {
+    /// The words of the next record,
+    at: *const AtomicU64,
+    /// and of the first one that is not written [quickly](Self::put): for it the reader is woken, or the ring begins anew.
+    stop: *const AtomicU64,
+    head: *const AtomicU64,
+    ring: Option<Arc<Ring>>,
+}
+
+// SAFETY: the words are atomics, in memory that the ring keeps.
+unsafe impl Send for Writer {}
+// SAFETY: as above.
+unsafe impl Sync for Writer {}
+
+impl Writer {
+    /// Without a ring.
+    pub(crate) const NONE: Writer = Writer {
+        at: std::ptr::null(),
+        stop: std::ptr::null(),
+        head: std::ptr::null(),
+        ring: None,
+    };
+
+    pub(crate) fn new(ring: Arc<Ring>) -> Writer {
+        let mut writer = Writer {
+            ring: Some(ring),
+            ..Writer::NONE
+        };
+        writer.look();
+        writer
+    }
+
+    /// Whether the next record may be written by [`put`](Self::put).
+    #[inline(always)]
+    pub(crate) fn is_ready(&self) -> bool {
+        self.at != self.stop
+    }
+
+    /// Writes the next record.
+    ///
+    /// # Safety
+    /// The writer [is ready](Self::is_ready).
+    #[inline(always)]
+    pub(crate) unsafe fn put(&mut self, record: Record) {
+        debug_assert!(self.is_ready());
+        // SAFETY: a writer that is ready has a ring, and between `at` and `stop` there are whole records of it.
+        let (slot, head) = unsafe { (&*self.at.cast::<[AtomicU64; WORDS]>(), &*self.head) };
+        write(slot.each_ref(), head, record);
+        self.at = self.at.wrapping_add(WORDS);
+    }
+
+    /// Writes the next record, whichever it is. False if there is no ring.
+    pub(crate) fn push(&mut self, record: Record) -> bool {
+        let Some(ring) = &self.ring else {
+            return false;
+        };
+        ring.push(record);
+        self.look();
+        true
+    }
+
+    /// Finds where the ring goes on. The last record of either half is for [`push`](Self::push).
+    fn look(&mut self) {
+        let Some(ring) = &self.ring else { return };
+        let number = ring.word(0).load(Ordering::Relaxed);
+        self.head = ring.word(0);
+        self.at = ring.word(ring.slot(number));
+        self.stop = ring.word(ring.slot(number | ring.half));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,15 +236,51 @@ mod tests {
 
     #[test]
     fn a_record_that_wakes_the_reader_is_none_to_put_at_once() {
-        let ring = Ring::new(8, None);
+        let ring = Arc::new(Ring::new(8, None));
+        let mut writer = Writer::new(Arc::clone(&ring));
         let mut refused = Vec::new();
-        for number in 0..16 {
-            if ring.next() != Some(number) {
+        for number in 0..20 {
+            if writer.is_ready() {
+                // SAFETY: it is ready.
+                unsafe { writer.put([number; 4]) };
+            } else {
                 refused.push(number);
+                assert!(writer.push([number; 4]));
             }
+            let found = ring.read(number);
+            assert_eq!((found.records, found.lost), (vec![[number; 4]], 0));
+        }
+        assert_eq!(refused, [3, 7, 11, 15, 19]);
+    }
+
+    #[test]
+    fn a_writer_goes_on_where_its_ring_is() {
+        let ring = Arc::new(Ring::new(8, None));
+        for number in 0..5 {
             ring.push([number; 4]);
         }
-        assert_eq!(refused, [3, 7, 11, 15]);
+        let mut writer = Writer::new(Arc::clone(&ring));
+        for number in 5..7 {
+            assert!(writer.is_ready());
+            // SAFETY: it is ready.
+            unsafe { writer.put([number; 4]) };
+        }
+        assert!(!writer.is_ready());
+        let times: Vec<u64> = ring.read(0).records.iter().map(|it| it[0]).collect();
+        assert_eq!(times, [0, 1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn a_writer_without_a_ring_is_never_ready() {
+        let mut writer = Writer::NONE;
+        assert!(!writer.is_ready());
+        assert!(!writer.push([1; 4]));
+        // Nor one of a ring of which every record wakes the reader.
+        let mut writer = Writer::new(Arc::new(Ring::new(2, None)));
+        for number in 0..5 {
+            assert!(!writer.is_ready());
+            assert!(writer.push([number; 4]));
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::event::file::Start;
 use crate::event::mapped::Mapped;
 use crate::event::names;
 use crate::event::record::{Event, Kind, Record, Whose};
-use crate::event::ring::Ring;
+use crate::event::ring::{Ring, Writer};
 
 /// The number of the recording that runs; 0 for none.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -240,25 +240,24 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
 }
 
 /// Where one writer writes: a ring of its own in the recording that runs. It lies under the writer's lock.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Tap {
     number: u64,
-    ring: Option<Arc<Ring>>,
+    writer: Writer,
     /// Of a writer that has events of one stream alone.
     whose: Whose,
 }
 
-/// What a writer's next record is, before there is anything to say.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Next {
-    number: u64,
-    context: u32,
+impl Default for Tap {
+    fn default() -> Tap {
+        Tap::NONE
+    }
 }
 
 impl Tap {
     const NONE: Tap = Tap {
         number: 0,
-        ring: None,
+        writer: Writer::NONE,
         whose: Whose::NOBODY,
     };
 
@@ -276,28 +275,28 @@ impl Tap {
     }
 
     /// Records an event of the writer's own stream now, in the thread's context: its kind, address and bytes.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn push_own(&mut self, event: (Kind, u64, u64)) {
         let now = (clock::ticks(), names::context());
         self.write(self.whose.record(event, now));
     }
 
-    /// The writer's next record, in a context, if it has a ring in the recording that runs and no reader is to be woken
-    /// for it: then [`put_own`](Self::put_own) is all that there is to do.
+    /// Whether the writer has a ring in the recording that runs, and no reader is to be woken for its next record: then
+    /// [`put_own`](Self::put_own) is all that there is to do.
     #[inline(always)]
-    pub(crate) fn next(&self, context: u32) -> Option<Next> {
-        let number = self.ring.as_ref()?.next()?;
-        let current = self.number == NUMBER.load(Ordering::Relaxed);
-        current.then_some(Next { number, context })
+    pub(crate) fn is_ready(&self) -> bool {
+        self.number == NUMBER.load(Ordering::Relaxed) && self.writer.is_ready()
     }
 
-    /// [`push_own`](Self::push_own) as what [`next`](Self::next) gave a moment ago.
+    /// [`push_own`](Self::push_own) in a context, without a look at anything else.
+    ///
+    /// # Safety
+    /// The tap [is ready](Self::is_ready).
     #[inline(always)]
-    pub(crate) fn put_own(&mut self, next: Next, event: (Kind, u64, u64)) {
-        let now = (clock::ticks(), next.context);
-        if let Some(ring) = &self.ring {
-            ring.put(next.number, self.whose.record(event, now));
-        }
+    pub(crate) unsafe fn put_own(&mut self, event: (Kind, u64, u64), context: u32) {
+        let record = self.whose.record(event, (clock::ticks(), context));
+        // SAFETY: the writer is ready, as the caller knows.
+        unsafe { self.writer.put(record) };
     }
 
     /// Records an event of a time that has been, in a context.
@@ -306,14 +305,12 @@ impl Tap {
         self.write(event.at_time(ticks, context));
     }
 
-    #[inline(always)]
     fn write(&mut self, record: Record) {
         if self.number != NUMBER.load(Ordering::Relaxed) {
             self.renew();
         }
-        match &self.ring {
-            Some(ring) => ring.push(record),
-            None => self.miss(),
+        if !self.writer.push(record) {
+            self.miss();
         }
     }
 
@@ -328,7 +325,8 @@ impl Tap {
             // Asked no more while the parent's number stands.
             None => NUMBER.load(Ordering::Relaxed),
         };
-        self.ring = session.and_then(|session| session.new_ring());
+        let ring = session.and_then(|session| session.new_ring());
+        self.writer = ring.map_or(Writer::NONE, Writer::new);
     }
 
     /// Counts an event that there is no ring for.

@@ -121,7 +121,7 @@ impl<'a> Kernels<'a> {
         };
         let stream = Stream::new(self.stage.own())?;
         // SAFETY: one word, that `new` allocated.
-        let count = unsafe { self.entered.read_words(word, 1, stream.raw()) }?;
+        let count = unsafe { self.entered.read_words(word, vec![0], stream.raw()) }?;
         self.free_word()?;
         Ok(Some(count.into_iter().map(u64::from).sum()))
     }

@@ -4,8 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 
 use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::{rarely, thread};
 use crate::allocator::config::Limit;
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::small::{Missed, unaligned};
 use crate::allocator::heap::streams::clear_waiting_taps;
 use crate::driver::process;
 use crate::environment;
@@ -84,7 +86,7 @@ impl Running {
             running.sink = Some(Sink::start(&running.session, path)?);
         }
         running.session.write_names();
-        process::set_recording(true);
+        process::set_recording(true, start.sampling > 0);
         sample::set_mean(start.sampling);
         for engine in engines() {
             if let Some(mut heap) = engine.readable() {
@@ -109,7 +111,7 @@ impl Running {
 
     fn stop(&self) {
         sample::set_mean(0);
-        process::set_recording(false);
+        process::set_recording(false, false);
         self.session.end();
         // Rings live as long as somebody may write to them.
         session::clear();
@@ -137,6 +139,30 @@ fn engines() -> Vec<Arc<Engine>> {
 }
 
 impl Engine {
+    /// [`hit`](Self::hit), and while nothing but a recording without stacks runs what that is told with a few words.
+    #[inline(always)]
+    pub(crate) fn hit_told(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
+        let now = process::now();
+        if !now.is_quiet() {
+            rarely();
+            let hit = match now.only_records_blocks() {
+                true => self.hit_recorded(key, bytes),
+                false => None,
+            };
+            return hit.ok_or(Missed(None));
+        }
+        self.hit_unseen(key, bytes)
+    }
+
+    #[inline(always)]
+    fn hit_recorded(&self, key: u64, bytes: usize) -> Option<Grant> {
+        let request = unaligned(bytes)?;
+        let cache = thread::find(key)?;
+        let mut inner = cache.try_lock()?;
+        let taken = inner.take_recorded(self.owner(key), request)?;
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
     /// A call of a program has its block, and no lock is held: the stack may be wanted.
     #[inline(always)]
     pub(crate) fn sample(&self, made: &Result<Grant, Error>, bytes: usize) {
