@@ -266,18 +266,17 @@ impl Entered<'_> {
         ) = cuMemcpyPeerAsync(to, to_context.raw(), from, from_context.raw(), bytes, stream);
     }
 
-    /// Words of the device, after everything that the stream was given. Waits for the stream. Host memory
-    /// that the copy may still write to, since no wait succeeded, is leaked.
+    /// As many words of the device as there are in `read`, after everything that the stream was given. Waits for the
+    /// stream. Host memory that the copy may still write to, since no wait succeeded, is leaked.
     ///
     /// # Safety
     /// The contract of stream-ordered operations above.
     pub(crate) unsafe fn read_words(
         &self,
         from: CUdeviceptr,
-        words: usize,
+        mut read: Vec<u32>,
         stream: CUstream,
     ) -> Result<Vec<u32>, DriverError> {
-        let mut read = vec![0u32; words];
         let (to, bytes) = (read.as_mut_ptr().cast(), size_of_val(&read[..]));
         // SAFETY: the caller vouches for the source and the stream. The target has as many bytes, and is
         // kept until the stream was waited for, also if the copy failed: that may be for earlier work.

@@ -6,7 +6,7 @@ use super::event::Event;
 use super::owed::Owed;
 use super::process;
 use super::registry::Entry;
-use super::symbols::Feature;
+use super::symbols::{Call, Feature};
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
 use super::table::{Driver, call, query, thin};
 use std::fmt;
@@ -467,8 +467,8 @@ impl Driver {
             let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
             return Err(DriverError::new("cuStreamGetId", code));
         }
-        // SAFETY: the caller's contract.
-        unsafe { self.uncaptured_id(stream) }
+        // SAFETY: as above.
+        unsafe { self.known_id(stream) }
     }
 
     /// [`stream_id`](Self::stream_id) of a stream that does not capture: one question instead of two.
@@ -486,6 +486,13 @@ impl Driver {
         if !self.has(Feature::StreamIds) {
             return Ok(None);
         }
+        // SAFETY: the caller's contract.
+        unsafe { self.known_id(stream) }
+    }
+
+    /// [`uncaptured_id`](Self::uncaptured_id) of a driver that has ids.
+    #[inline(always)]
+    unsafe fn known_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
         let mut id = 0;
         // SAFETY: the caller vouches for the stream; the pointer is to a local integer.
         unsafe { query!(self, cuStreamGetId(stream, &mut id)) }?;
@@ -499,21 +506,29 @@ impl Driver {
     /// The stream is alive, or special with its context current.
     #[inline(always)]
     pub(crate) unsafe fn is_uncaptured(&self, stream: sys::CUstream) -> bool {
+        // SAFETY: the caller's contract.
+        unsafe { self.ask_capture(stream) == Ok(false) }
+    }
+
+    /// [`is_capturing`](Self::is_capturing) with the bare code of a refusal, which costs less than an error.
+    #[inline(always)]
+    unsafe fn ask_capture(&self, stream: sys::CUstream) -> Result<bool, sys::CUresult> {
         let Some(ask) = self.functions().cuStreamIsCapturing else {
-            return false;
+            return Err(sys::CUresult::CUDA_ERROR_NOT_FOUND);
         };
-        if process::is_gone() {
-            return false;
+        if process::is_forked_child() {
+            return Err(sys::CUresult::CUDA_ERROR_NOT_INITIALIZED);
         }
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the caller vouches for the stream; the pointer is to a local.
-        let code = unsafe { ask(stream, &mut status) };
-        let none = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let uncaptured = code == sys::CUresult::CUDA_SUCCESS && status == none;
-        if uncaptured {
-            self.answered(stream, false);
+        match unsafe { ask(stream, &mut status) } {
+            sys::CUresult::CUDA_SUCCESS => {
+                let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+                self.answered(stream, capturing);
+                Ok(capturing)
+            }
+            code => Err(code),
         }
-        uncaptured
     }
 
     /// True if the stream is being captured into a graph, also if the capture is invalid. Not
@@ -521,12 +536,9 @@ impl Driver {
     /// context is captured.
     #[inline]
     pub unsafe fn is_capturing(&self, stream: sys::CUstream) -> Result<bool, DriverError> {
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the caller vouches for the stream; the pointer is to a local.
-        unsafe { query!(self, cuStreamIsCapturing(stream, &mut status)) }?;
-        let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        self.answered(stream, capturing);
-        Ok(capturing)
+        // SAFETY: the caller's contract.
+        unsafe { self.ask_capture(stream) }
+            .map_err(|code| self.failed(Call::cuStreamIsCapturing, code))
     }
 
     /// Notes what the driver said of a stream.

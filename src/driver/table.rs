@@ -362,7 +362,7 @@ impl Driver {
     }
 
     #[cold]
-    fn failed(&self, call: Call, code: CUresult) -> DriverError {
+    pub(super) fn failed(&self, call: Call, code: CUresult) -> DriverError {
         let error = DriverError::new(name_of(call), code);
         if error.loses_driver() && !self.0.state.lost.swap(true, Ordering::Relaxed) {
             log::error!("the CUDA driver's contexts are lost: {error}");
