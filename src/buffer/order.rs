@@ -361,12 +361,10 @@ impl Drop for Memory {
     #[inline]
     fn drop(&mut self) {
         let at_once = !process::is_gone() && !*self.astray.get_mut();
-        if at_once && self.owner.end_at_once() {
-            // SAFETY: this is the drop, and the memory is not the owner's any more; it goes before its stream.
-            unsafe {
-                ManuallyDrop::take(&mut self.owner).forget();
-                ManuallyDrop::drop(&mut self.stream);
-            }
+        // SAFETY: this is the drop, in which the owner is used no more if that is true.
+        if at_once && unsafe { self.owner.end_at_once() } {
+            // SAFETY: as above; memory goes before its stream.
+            unsafe { ManuallyDrop::drop(&mut self.stream) };
             return;
         }
         // SAFETY: this is the drop.

@@ -148,27 +148,27 @@ impl Owner {
         }
     }
 
-    /// Gives the memory back, if its resource takes it without a look at anything else. False, with the memory as it
-    /// was, if not.
+    /// Gives the memory back and drops the owner where it is, if its resource takes the memory without a look at
+    /// anything else. False, with all as it was, if not.
+    ///
+    /// # Safety
+    /// If it is true, the owner is used no more, and not dropped again.
     #[inline]
-    pub(super) fn end_at_once(&mut self) -> bool {
-        match self {
-            Owner::Resource(lent) => (*lent.resource).take_back_at_once(&mut lent.block),
-            Owner::Block(_) | Owner::Foreign(_) => false,
+    pub(super) unsafe fn end_at_once(&mut self) -> bool {
+        let Owner::Resource(lent) = self else {
+            return false;
+        };
+        if !(*lent.resource).take_back_at_once(&mut lent.block) {
+            return false;
         }
-    }
-
-    /// Lets go of memory that was [given back](Self::end_at_once).
-    #[inline(always)]
-    pub(super) fn forget(self) {
-        match self {
-            // Mostly there is nothing in the block to drop.
-            Owner::Resource(Lent { resource, block }) if block.is_bare() => {
-                std::mem::forget(block);
-                drop(resource);
-            }
-            owner => drop(owner),
+        // Mostly there is nothing in the block to drop.
+        if !lent.block.is_bare() {
+            // SAFETY: the caller's contract.
+            unsafe { std::ptr::drop_in_place(&mut lent.block) };
         }
+        // SAFETY: as above.
+        unsafe { std::ptr::drop_in_place(&mut lent.resource) };
+        true
     }
 
     /// Gives memory back that nobody can name from here on.

@@ -38,6 +38,13 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         self.entries.get_mut(self.last).map(|(_, value)| value)
     }
 
+    /// The value of the key that was found last, if it is this one.
+    #[inline(always)]
+    pub fn again(&mut self, key: &K) -> Option<&mut V> {
+        let (last, value) = self.entries.get_mut(self.last)?;
+        (last == key).then_some(value)
+    }
+
     #[inline(never)]
     fn find(&self, key: &K) -> Option<usize> {
         self.places.get(key).copied()

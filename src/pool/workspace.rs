@@ -4,7 +4,7 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, Block, ReliefHook, Request, Trimmed, size};
+use crate::allocator::{Allocator, Block, Counter, Gauge, ReliefHook, Request, Trimmed, size};
 use crate::block::{BlockId, BlockState};
 use crate::buffer::DeviceBuffer;
 use crate::driver::{Context, Stream, process, sys};
@@ -23,7 +23,14 @@ const CAP: usize = 4;
 #[derive(Default)]
 struct State {
     slabs: Slabs,
-    usage: Usage,
+    /// Leases, and the bytes of their requests and of their slabs.
+    leases: Gauge,
+    requested: Gauge,
+    used: Gauge,
+    /// Bytes of all slabs.
+    reserved: Counter,
+    /// Leases that needed a new slab.
+    misses: u64,
     /// Idle slabs to keep of each size.
     cap: usize,
 }
@@ -158,23 +165,21 @@ impl State {
     /// Takes the slab of a size that was returned last on a stream.
     #[inline(always)]
     fn take(&mut self, stream: u64, bytes: usize) -> Option<u32> {
-        let place = self.slabs.take(stream, bytes)?;
-        self.usage.cached_blocks -= 1;
-        Some(place)
+        self.slabs.take(stream, bytes)
     }
 
     /// Hands out a slab: its address, and the generation of its block.
     #[inline(always)]
     fn lend(&mut self, place: u32, requested: usize, bytes: usize) -> (sys::CUdeviceptr, u64) {
-        self.usage.blocks.add(1);
-        self.usage.requested.add(requested as u64);
-        self.usage.used.add(bytes as u64);
+        self.leases.add(1);
+        self.requested.add(requested as u64);
+        self.used.add(bytes as u64);
         self.slabs.hand_out(place, requested)
     }
 
     /// Enters a slab that is new to the pool.
     fn add(&mut self, block: Block, of: (u64, usize), retirements: u64) -> u32 {
-        self.usage.reserved.add(of.1 as u64);
+        self.reserved.add(of.1 as u64);
         self.slabs.add(block, of, retirements)
     }
 
@@ -184,18 +189,54 @@ impl State {
     fn remove(&mut self, place: u32) -> Option<(Block, (u64, usize))> {
         let removed = self.slabs.remove(place);
         let bytes = removed.as_ref().map_or(0, |(_, (_, bytes))| *bytes);
-        self.usage.reserved.sub(bytes as u64);
+        self.reserved.sub(bytes as u64);
         removed
     }
 
     /// Takes a slab back; its block if it is too many.
-    #[inline(always)]
     fn give(&mut self, place: u32) -> Option<Block> {
         if self.slabs.give(place, self.cap) {
-            self.usage.cached_blocks += 1;
             return None;
         }
         self.remove(place).map(|(block, _)| block)
+    }
+
+    /// Counts the end of a lease.
+    #[inline(always)]
+    fn count_returned(&mut self, requested: usize, bytes: usize) {
+        self.leases.sub(1);
+        self.requested.sub(requested as u64);
+        self.used.sub(bytes as u64);
+    }
+
+    /// Ends a lease whose slab is kept, if that takes no look at anything else.
+    #[inline(always)]
+    fn take_back_at_once(&mut self, generation: u64) -> bool {
+        let Some((requested, bytes)) = self.slabs.returned_at_once(generation, self.cap) else {
+            return false;
+        };
+        self.count_returned(requested, bytes);
+        true
+    }
+
+    /// Bytes of idle slabs.
+    fn cached_bytes(&self) -> u64 {
+        self.reserved.current - self.used.current()
+    }
+
+    fn usage(&self) -> Usage {
+        let requests = self.leases.total();
+        Usage {
+            requested: self.requested.counter(),
+            used: self.used.counter(),
+            reserved: self.reserved,
+            blocks: self.leases.counter(),
+            cached_blocks: self.slabs.idle() as u64,
+            requests,
+            hits: requests - self.misses,
+            misses: self.misses,
+            ..Usage::default()
+        }
     }
 }
 
@@ -232,7 +273,6 @@ impl Inner {
                 self.look_again(place, retirements);
                 continue;
             }
-            state.usage.hits += 1;
             break state.lend(place, bytes, slab_bytes);
         };
         let ordinal = self.allocator.engine().device.ordinal();
@@ -257,9 +297,28 @@ impl Inner {
             let maximum = Slabs::MAXIMUM;
             return Err(Error::Exhausted { what, maximum });
         }
-        state.usage.misses += 1;
+        state.misses += 1;
         let place = state.add(block, (id, slab_bytes), retirements);
         Ok(state.lend(place, bytes, slab_bytes))
+    }
+
+    /// Takes back a lease; false if there is no such one.
+    #[inline(never)]
+    fn take_back(&self, generation: u64) -> bool {
+        let mut state = self.state.lock();
+        let Some((place, back)) = state.slabs.returned(generation) else {
+            return false;
+        };
+        state.count_returned(back.requested, back.bytes);
+        let surplus = if back.shared {
+            state.remove(place).map(|(block, _)| block)
+        } else {
+            state.give(place)
+        };
+        drop(state);
+        // Freed without the lock.
+        drop(surplus);
+        true
     }
 
     /// Some stream was retired since a slab was taken: if it was the slab's it goes to the allocator, which
@@ -300,17 +359,14 @@ impl Inner {
         if process::is_forked_child() {
             return Usage::default();
         }
-        self.change(|state| Usage {
-            requests: state.usage.hits + state.usage.misses,
-            ..state.usage
-        })
+        self.change(|state| state.usage())
     }
 
     fn shrink_by(&self, bytes: u64) -> u64 {
         if process::is_forked_child() {
             return 0;
         }
-        let idle = self.change(|state| state.usage.cached_bytes());
+        let idle = self.change(|state| state.cached_bytes());
         self.shrink_to(idle.saturating_sub(bytes))
     }
 
@@ -324,7 +380,7 @@ impl Inner {
             keys.sort_unstable_by_key(|(stream, bytes)| (std::cmp::Reverse(*bytes), *stream));
             let mut gone = Vec::new();
             for (stream, bytes) in keys {
-                while state.usage.cached_bytes() > keep
+                while state.cached_bytes() > keep
                     && let Some(place) = state.take(stream, bytes)
                 {
                     gone.extend(state.remove(place));
@@ -382,22 +438,12 @@ unsafe impl MemoryResource for Inner {
         if process::is_forked_child() || block.keepers() > 0 || id.source() != self.source {
             return false;
         }
-        let mut state = self.state.lock();
-        let Some((place, back)) = state.slabs.returned(id.generation()) else {
-            return false;
-        };
-        state.usage.blocks.sub(1);
-        state.usage.requested.sub(back.requested as u64);
-        state.usage.used.sub(back.bytes as u64);
-        let surplus = if back.shared {
-            state.remove(place).map(|(block, _)| block)
-        } else {
-            state.give(place)
-        };
-        drop(state);
-        // Freed without the lock.
-        drop(surplus);
-        true
+        if let Some(mut state) = self.state.try_lock()
+            && state.take_back_at_once(id.generation())
+        {
+            return true;
+        }
+        self.take_back(id.generation())
     }
 
     fn ordinal(&self) -> usize {
@@ -429,11 +475,10 @@ unsafe impl MemoryResource for Inner {
     fn reset_peak_stats(&self) {
         if !process::is_forked_child() {
             self.change(|state| {
-                let usage = &mut state.usage;
-                usage.blocks.reset_peak();
-                usage.requested.reset_peak();
-                usage.used.reset_peak();
-                usage.reserved.reset_peak();
+                state.leases.reset_peak();
+                state.requested.reset_peak();
+                state.used.reset_peak();
+                state.reserved.reset_peak();
             });
         }
     }

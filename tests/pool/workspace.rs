@@ -32,7 +32,7 @@ fn s4_2_s4_3_slabs_come_back_up_to_the_cap() {
         let leases: Vec<_> = (0..6).map(|_| pool.lease(&stream, 1500).unwrap()).collect();
         drop(leases);
         assert_eq!(usage(&pool).cached_blocks, 4, "the default");
-        for (cap, kept) in [(0, 1), (1, 1), (4, 4)] {
+        for (cap, kept) in [(0, 1), (1, 1), (2, 2), (4, 4)] {
             let pool = pool_of(rig, WorkspacePool::new, cap);
             let stream = rig.stream();
             let leases: Vec<_> = (0..6).map(|_| pool.lease(&stream, 1500).unwrap()).collect();
