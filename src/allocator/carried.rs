@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::size::GRANULE;
 use super::{Allocator, Config, Policy, Request};
 use crate::Block;
-use crate::allocator::extent::record::SpaceId;
+use crate::allocator::extent::record::{COMPLETE, SpaceId};
 use crate::allocator::extent::uses::Use;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::stream::Streams;
@@ -190,6 +190,67 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     assert_eq!(picture(), before);
     rig.sim.complete_all();
     drop(row);
+    rig.end()
+}
+
+/// What became complete while it was claimed is everybody's once it is put back.
+#[test]
+fn d1_a_claim_is_put_back_as_complete_as_it_is_by_then() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
+    let [a, b] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let other = allocator.allocate(2 * MIB, &b)?;
+    let block = allocator.allocate(2 * MIB, &a)?;
+    let ptr = block.ptr();
+    drop(block);
+    let engine = allocator.engine();
+    let mut heap = engine.lock();
+    let class = heap.streams.find(StreamKey::Id(a.id()?)).ok_or("no slot")?;
+    let piece = heap.extents.piece_around(SpaceId::Large, ptr);
+    let piece = piece.ok_or("no piece")?;
+    assert_eq!(heap.extents.records[piece].stream, class);
+    let claimed = heap.claim(SpaceId::Large, piece, 0, (2 * MIB as u64 / GRANULE) as u32);
+    let (id, shards) = claimed.ok_or("not claimed")?;
+    let batch = heap.close_batch(class);
+    heap.streams.batch_complete(&batch);
+    heap.complete_advanced();
+    heap.restore(SpaceId::Large, id, shards);
+    let piece = heap.extents.piece_around(SpaceId::Large, ptr);
+    let stream = piece.map(|piece| heap.extents.records[piece].stream);
+    assert_eq!(stream, Some(COMPLETE));
+    drop(heap);
+    drop(other);
+    allocator.check()?;
+    rig.end()
+}
+
+/// A stream takes what another one freed behind a wait, and from then on without one, as far as that reaches.
+#[test]
+fn what_a_stream_follows_is_ready_for_it() -> Outcome {
+    let bytes = 12 * MIB;
+    let config = Config::new().policy(Policy::Packed).views(false);
+    let rig = Rig::new(config.limit(Some(3 * bytes as u64)))?;
+    let [a, b] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let row: Result<Vec<Block>, _> = (0..3).map(|_| allocator.allocate(bytes, &a)).collect();
+    rig.sim.set_mode(Mode::Manual);
+    let [first, kept, second] = <[Block; 3]>::try_from(row?).map_err(|_| "not three")?;
+    for block in [&first, &second] {
+        rig.write(block.ptr(), bytes, &a)?;
+    }
+    drop((first, second));
+    let waits = || {
+        let reclaim = allocator.stats().reclaim;
+        (reclaim.waited + reclaim.tighter, reclaim.host_waits)
+    };
+    let taken = allocator.allocate(bytes, &b)?;
+    assert_eq!(waits(), (1, 0));
+    // The same marker was behind the other one.
+    let again = allocator.allocate(bytes, &b)?;
+    assert_eq!(waits(), (1, 0));
+    drop((taken, again, kept));
+    allocator.check()?;
+    rig.sim.complete_all();
     rig.end()
 }
 

@@ -33,6 +33,7 @@ pub use api::guard::RangeGuard;
 pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
+pub(crate) use cache::stream_cache::Gauge;
 pub use config::{CONFIG_VARIABLE, Config, DebugModes, Limit, Policy, Profile};
 pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;

@@ -120,6 +120,54 @@ fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
     Ok(())
 }
 
+/// What a silent stream left is settled so many requests after the last word of it, wherever they are counted from,
+/// and long before it rests.
+#[test]
+fn a_silent_stream_is_settled_before_it_rests() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let (mut streams, [a, b]) = known(&rig);
+    let silent = |streams: &mut Streams, count: usize| -> Vec<u32> {
+        (0..count).flat_map(|_| streams.silent(a)).collect()
+    };
+    assert!(silent(&mut streams, 100).is_empty());
+    assert!(!streams.count_use(b, 1));
+    assert!(silent(&mut streams, 511).is_empty());
+    assert_eq!(silent(&mut streams, 1), [b]);
+    // Somebody was late: it is tried again, and it does not rest.
+    assert!(!streams.rest_if_due(b));
+    assert_eq!(silent(&mut streams, 512), [b]);
+    let batch = streams.close_batch(b);
+    streams.batch_complete(&batch);
+    assert!(silent(&mut streams, 1023).is_empty());
+    assert!(!streams.rest_if_due(b) && streams.several());
+    assert_eq!(silent(&mut streams, 1), [b]);
+    assert!(streams.rest_if_due(b) && !streams.several());
+    assert!(silent(&mut streams, 2048).is_empty());
+    rig.end()
+}
+
+/// Another stream's open batch is completed without a request of it, so that its pieces are everybody's.
+#[test]
+fn what_a_silent_stream_left_is_everybodys() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let [a, b] = rig.streams()?;
+    drop(rig.allocator.allocate(512 * KIB, &b)?);
+    let (slot, _) = slot_of(&rig, &b)?;
+    let covered = || rig.allocator.engine().lock().streams[slot].covered();
+    // No word of a stream that asks is one of another.
+    large_requests(&rig, &a, 128)?;
+    assert!(!covered());
+    large_requests(&rig, &a, 256)?;
+    assert!(covered());
+    let heap = rig.allocator.engine().lock();
+    assert!(heap.streams.several() && !heap.streams.rests(slot));
+    let large = heap.extents.large.index(slot);
+    assert!(large.is_none_or(|pieces| pieces.is_empty()));
+    drop(heap);
+    rig.allocator.check()?;
+    rig.end()
+}
+
 /// A stream with work that is not seen complete does not rest, and one that comes back does so later the next time.
 #[test]
 fn r34_a_stream_that_is_waited_for_does_not_rest() -> Outcome {

@@ -1,5 +1,6 @@
 //! Debug modes: errors that are planted, and what is found of them.
 
+use super::common::{each_with_interludes, interlude};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, Config, Request};
 use cualloc::driver::Stream;
@@ -292,5 +293,31 @@ fn a_program_without_errors_has_no_findings() {
             "{:?}",
             scene.simulator.reports()
         );
+    });
+}
+
+#[test]
+fn a_check_says_nothing_of_a_block_that_is_freed_meanwhile() {
+    each_with_interludes(|rig, _| {
+        let config: Config = "debug=guard".parse().unwrap();
+        let allocator = rig.allocator_with(config);
+        let stream = rig.stream();
+        let block = allocator.allocate(3 * MIB - 400, &stream).unwrap();
+        let (at, others) = (block.ptr(), allocator.clone());
+        interlude::after("cuStreamSynchronize", move || {
+            drop(block);
+            let next = others.allocate(3 * MIB - 20, &stream).unwrap();
+            assert_eq!(next.ptr(), at);
+            // SAFETY: the block has so many bytes.
+            unsafe { stream.memset(at, 7, 3 * MIB - 20) }.unwrap();
+            stream.synchronize().unwrap();
+            std::mem::forget(next);
+        });
+        allocator.check().unwrap();
+        assert!(!interlude::is_due());
+        // SAFETY: its owner was forgotten.
+        unsafe { allocator.free_raw(at) }.unwrap();
+        assert_eq!(allocator.findings(), []);
+        rig.close(&allocator);
     });
 }

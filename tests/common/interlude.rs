@@ -37,6 +37,7 @@ hooked! {
     cuEventRecord(event: CUevent, stream: CUstream);
     cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
     cuStreamQuery(stream: CUstream);
+    cuStreamSynchronize(stream: CUstream);
     cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
     cuEventQuery(event: CUevent);
     cuMemsetD32Async(to: CUdeviceptr, value: u32, words: usize, stream: CUstream);

@@ -249,3 +249,37 @@ fn a_capture_into_a_graph_with_nodes_gets_no_memory() {
         rig.close(&allocator);
     });
 }
+
+#[test]
+fn debug_modes_leave_memory_of_pools_alone() {
+    packed(|rig| {
+        let config: Config = "debug=guard+quarantine:64M+poison+leaks".parse().unwrap();
+        let allocator = rig.allocator_with(config);
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let kept = [700, 3 * MIB - 20].map(|bytes| used(rig, &allocator, bytes, &stream));
+        scope.leave().unwrap();
+        let live = footprint(&allocator, &pool).live;
+        let granule = 512;
+        let blocks = kept.iter().map(|block| block.requested() as u64);
+        // No more than what was asked for, rounded up.
+        assert_eq!(
+            live,
+            blocks.map(|bytes| bytes.next_multiple_of(granule)).sum()
+        );
+        let graph = capture(&pool, &stream, || drop(used(rig, &allocator, MIB, &stream)));
+        run(&graph, &stream);
+        // A byte behind the end is a graph's business.
+        // SAFETY: the pool's memory is larger.
+        unsafe { stream.memset(kept[1].ptr() + 3 * MIB as u64 - 20, 7, 1) }.unwrap();
+        allocator.check().unwrap();
+        drop(kept);
+        assert_eq!(footprint(&allocator, &pool).live, 0, "nothing is held back");
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let again = [700, 3 * MIB - 20].map(|bytes| allocator.allocate(bytes, &stream).unwrap());
+        drop((again, scope, graph, pool));
+        allocator.check().unwrap();
+        rig.close(&allocator);
+        assert_eq!(allocator.findings(), []);
+    });
+}

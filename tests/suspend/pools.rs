@@ -185,6 +185,35 @@ fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
     });
 }
 
+/// What is away of a pool is for `resume` alone, also when its last block was dropped meanwhile.
+#[test]
+fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let pool = allocator.graph_pool().unwrap();
+        let scope = pool.enter(Scope::Stream(&stream)).unwrap();
+        let block = allocator.allocate(4 * MIB, &stream).unwrap();
+        let physical = pool.footprint().unwrap().physical;
+        try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
+        drop(block);
+        stream.synchronize().unwrap();
+        allocator.trim(0).unwrap();
+        allocator.check().unwrap();
+        assert!(allocator.is_suspended(Select::Pool(&pool)).unwrap());
+        let resumed = allocator.resume(Select::Pool(&pool)).unwrap();
+        assert_eq!(resumed.bytes, physical);
+        assert_eq!(pool.footprint().unwrap().physical, physical);
+        let block = allocator.allocate(4 * MIB, &stream).unwrap();
+        rig.stamp(block.ptr(), 4 * MIB, 9, &stream);
+        assert_eq!(rig.mismatches(block.ptr(), 4 * MIB, 9, &stream), 0);
+        drop(block);
+        scope.leave().unwrap();
+        drop(pool);
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
 /// Nobody has to bring a pool back that nobody can use.
 #[test]
 fn a_pool_that_nobody_can_use_is_not_brought_back() {

@@ -210,22 +210,21 @@ impl Block {
         }
     }
 
-    /// Frees a small block that a recording is told of, or that cannot be freed at once.
-    #[inline(never)]
-    fn drop_slowly(&self, node: Node) {
-        match process::is_calm() {
-            true if process::is_recording() => self.drop_recorded(node),
-            true => self.drop_with_care(self.place.home().lock(), node),
-            false => self.drop_watched(node),
-        }
-    }
-
     /// Frees a small block while a recording runs, and nothing else keeps calls from their caches.
     #[inline(never)]
     fn drop_recorded(&self, node: Node) {
-        let home = self.place.home();
-        if let Err(inner) = home.free_recorded(node, self.life(), self.place.ptr) {
-            self.drop_with_care(inner, node);
+        let (home, life) = (self.place.home(), self.life());
+        if !home.free_recorded(node, life, self.place.ptr) {
+            self.drop_slowly(node);
+        }
+    }
+
+    /// Frees a small block that cannot be freed at once.
+    #[inline(never)]
+    fn drop_slowly(&self, node: Node) {
+        match process::is_calm() {
+            true => self.drop_with_care(self.place.home().lock(), node),
+            false => self.drop_watched(node),
         }
     }
 
@@ -264,15 +263,19 @@ impl Drop for Block {
         let Some(node) = self.place.node() else {
             return self.drop_large();
         };
-        if process::is_quiet()
-            && let Some(mut inner) = self.place.home().try_lock()
+        let (home, now) = (self.place.home(), process::now());
+        if now.is_quiet()
+            && let Some(mut inner) = home.try_lock()
         {
             if !inner.free_at_once(node, self.life()) {
                 self.drop_small(inner, node);
             }
             return;
         }
-        self.drop_slowly(node);
+        match now.only_records() {
+            true => self.drop_recorded(node),
+            false => self.drop_slowly(node),
+        }
     }
 }
 

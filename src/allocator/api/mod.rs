@@ -175,7 +175,7 @@ impl Allocator {
     /// of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
-        let grant = match self.engine.hit(stream.id_at_hand(), bytes) {
+        let grant = match self.engine.hit_told(stream.id_at_hand(), bytes) {
             Ok(grant) => grant,
             Err(missed) => self.engine.miss(bytes, stream, missed)?,
         };

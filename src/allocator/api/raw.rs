@@ -3,12 +3,13 @@
 use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
-use crate::allocator::cache::stream_cache::thread;
+use crate::allocator::cache::stream_cache::{StreamCache, thread};
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::Missed;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::BlockInfo;
 use crate::allocator::request::Request;
+use crate::allocator::size::PACKED_SMALL_LIMIT;
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::stream::slot::is_special;
 use crate::error::Error;
@@ -45,7 +46,7 @@ impl Allocator {
             return match self.engine.hit_by_handle(cache, stream as usize, bytes) {
                 Some(grant) => Ok(grant.ptr()),
                 // SAFETY: the caller's contract.
-                None => unsafe { self.allocate_raw_with(Request::new(bytes), stream) },
+                None => unsafe { self.allocate_adopted(bytes, stream, cache) },
             };
         }
         if !self.engine.unwatched() {
@@ -84,6 +85,28 @@ impl Allocator {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         Ok(self.engine.allocate(&named, &request)?.ptr())
+    }
+
+    /// Allocates on a stream whose handle lasts what its stream cache did not serve at once.
+    ///
+    /// # Safety
+    /// As [`allocate_raw`](Self::allocate_raw).
+    #[inline(never)]
+    unsafe fn allocate_adopted(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+        cache: &'static StreamCache,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        if bytes as u64 > PACKED_SMALL_LIMIT
+            && let Some(grant) = (self.engine).hit_large_by_handle(cache, stream as usize, bytes)
+        {
+            let made = Ok(grant);
+            self.engine.sample(&made, bytes);
+            return made.map(|grant| grant.ptr());
+        }
+        // SAFETY: the caller's contract.
+        unsafe { self.allocate_raw_with(Request::new(bytes), stream) }
     }
 
     #[inline(never)]

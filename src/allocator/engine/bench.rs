@@ -54,6 +54,11 @@ pub(crate) struct Bench<'a> {
     pub(crate) kernels: Option<&'a (Function, Function)>,
 }
 
+/// Without a way out of the loop, which vectors have none of.
+fn all_are(found: &[u32], word: u32) -> bool {
+    found.iter().fold(0, |wrong, found| wrong | (found ^ word)) == 0
+}
+
 impl Bench<'_> {
     /// Whether every word that was written through one side was read through the other.
     pub(crate) fn run(&self) -> Result<bool, DriverError> {
@@ -61,13 +66,14 @@ impl Bench<'_> {
         // SAFETY: the memory is the test's, and that large.
         unsafe { self.entered.memset_d32(self.sides[0], 0, all, self.stream) }?;
         let mut good = true;
+        let mut found = vec![0; WORDS];
         let mut word = 0x5eed_0000;
         for _ in 0..ROUNDS {
             for (write, read) in [(0, 1), (1, 0)] {
                 word += 1;
                 let (write, read) = (self.sides[write], self.sides[read]);
-                good &= self.copies(write, read, word)?;
-                good &= self.moves(write, read, word ^ 0xffff)?;
+                good &= self.copies(write, read, word, &mut found)?;
+                good &= self.moves(write, read, word ^ 0xffff, &mut found)?;
                 if let Some((fill, check)) = self.kernels {
                     good &= self.launches(fill, check, write, read, word)?;
                 }
@@ -76,19 +82,34 @@ impl Bench<'_> {
         Ok(good)
     }
 
-    pub(crate) fn read(&self, from: u64, words: usize) -> Result<Vec<u32>, DriverError> {
+    pub(crate) fn read(&self, from: u64, found: &mut Vec<u32>) -> Result<(), DriverError> {
+        let read = std::mem::take(found);
         // SAFETY: the memory is the test's, and has as many words; the stream is alive.
-        unsafe { self.entered.read_words(from, words, self.stream) }
+        *found = unsafe { self.entered.read_words(from, read, self.stream) }?;
+        Ok(())
     }
 
-    pub(crate) fn copies(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
-        self.read(read, WORDS)?;
+    pub(crate) fn copies(
+        &self,
+        write: u64,
+        read: u64,
+        word: u32,
+        found: &mut Vec<u32>,
+    ) -> Result<bool, DriverError> {
+        self.read(read, found)?;
         // SAFETY: the memory is the test's, and has as many words.
         unsafe { self.entered.memset_d32(write, word, WORDS, self.stream) }?;
-        Ok(self.read(read, WORDS)?.iter().all(|found| *found == word))
+        self.read(read, found)?;
+        Ok(all_are(found, word))
     }
 
-    pub(crate) fn moves(&self, write: u64, read: u64, word: u32) -> Result<bool, DriverError> {
+    pub(crate) fn moves(
+        &self,
+        write: u64,
+        read: u64,
+        word: u32,
+        found: &mut Vec<u32>,
+    ) -> Result<bool, DriverError> {
         let half = WORDS / 2;
         // SAFETY: the memory is the test's; the halves do not overlap.
         unsafe {
@@ -97,7 +118,8 @@ impl Bench<'_> {
             self.entered
                 .copy_device_to_device(behind, read, half * 4, self.stream)?;
         }
-        Ok(self.read(write, WORDS)?.iter().all(|found| *found == word))
+        self.read(write, found)?;
+        Ok(all_are(found, word))
     }
 
     pub(crate) fn launches(
@@ -122,7 +144,8 @@ impl Bench<'_> {
         ];
         self.launch(fill, &mut parameters)?;
         self.check(check, read, seed, count)?;
-        let wrong = self.read(count, 1)?;
+        let mut wrong = vec![0];
+        self.read(count, &mut wrong)?;
         Ok(wrong == [0])
     }
 

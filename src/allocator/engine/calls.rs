@@ -130,14 +130,34 @@ impl Engine {
         request: &Checked,
     ) -> Result<Grant, Error> {
         let unwatched = self.unwatched();
-        if !unwatched {
-            self.usable()?;
-            if self.is_scoped()
-                && let Some(grant) = self.allocate_in_pool(named, request, false)?
-            {
-                return Ok(grant);
-            }
+        if !unwatched && let Some(grant) = self.allocate_scoped(named, request)? {
+            return Ok(grant);
         }
+        self.allocate_in_heap(named, request, unwatched)
+    }
+
+    /// Allocates from a graph pool if there are scopes, and the request belongs to one.
+    #[inline]
+    pub(crate) fn allocate_scoped(
+        &self,
+        named: &Named<'_>,
+        request: &Checked,
+    ) -> Result<Option<Grant>, Error> {
+        self.usable()?;
+        match self.is_scoped() {
+            true => self.allocate_in_pool(named, request, false),
+            false => Ok(None),
+        }
+    }
+
+    /// Allocates what belongs to no graph pool.
+    #[inline(always)]
+    pub(crate) fn allocate_in_heap(
+        &self,
+        named: &Named<'_>,
+        request: &Checked,
+        unwatched: bool,
+    ) -> Result<Grant, Error> {
         self.refuse_capture(named)?;
         if self.unretired {
             self.mark_while_named(named);

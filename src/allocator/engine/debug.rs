@@ -49,15 +49,46 @@ impl Engine {
         request: &Checked,
     ) -> Result<Grant, Error> {
         let wide = self.with_guard(request)?;
-        let made = match self.allocate_unwatched(named, &wide) {
-            Err(Error::OutOfMemory(_)) if self.release_quarantine(0) => {
-                self.allocate_unwatched(named, &wide)
-            }
-            made => made,
+        let make = || match self.allocate_scoped(named, request)? {
+            Some(pooled) => Ok((pooled, true)),
+            None => Ok((self.allocate_in_heap(named, &wide, false)?, false)),
         };
-        let grant = made?;
-        self.watch_block(debug, &grant, named, request.requested);
+        let (grant, pooled) = match make() {
+            Err(Error::OutOfMemory(_)) if self.release_quarantine(0) => make(),
+            made => made,
+        }?;
+        // Graphs use blocks of pools when nobody looks.
+        if !pooled {
+            self.watch_block(debug, &grant, named, request.requested);
+        }
         Ok(grant)
+    }
+
+    /// Fills or reads memory, unless that would spoil a capture or the memory is suspended.
+    fn touch<R>(
+        &self,
+        debug: &Debug,
+        (ptr, bytes): (u64, u64),
+        run: impl FnOnce() -> R,
+    ) -> Option<R> {
+        let _touching = debug.touching();
+        let there = !process::is_watching() && self.lock().suspended.leaves(ptr, bytes);
+        there.then(run)
+    }
+
+    /// Memory is about to be suspended: nothing is filled or read any more, nor held back.
+    pub(crate) fn stop_debugging(&self) {
+        if let Some(debug) = &self.debug {
+            drop(debug.untouched());
+            self.release_quarantine(0);
+        }
+    }
+
+    /// The contents of suspended memory are lost: of one stream's, or of all.
+    pub(crate) fn lose_guards(&self, stream: Option<u64>) {
+        if let Some(debug) = &self.debug {
+            debug.lose_guards(stream);
+        }
     }
 
     /// A block was made: fills it, and enters it in the books.
@@ -71,31 +102,26 @@ impl Engine {
         let (ptr, bytes) = (grant.ptr(), grant.bytes());
         // A block without a way to wait for its stream waits for everything.
         let stream = self.stream_of(named);
-        let mut guarded = debug.modes.guard && !process::is_watching();
-        if let Some(stream) = &stream
-            && !process::is_watching()
-        {
+        let filled = stream.as_ref().and_then(|stream| {
             // SAFETY: the block was just given to the stream, and nobody has it yet.
-            let filled = unsafe {
-                let filled = match debug.modes.poison {
-                    true => stream.memset(ptr, POISON, requested as usize),
-                    false => Ok(()),
-                };
-                match guarded {
-                    true => filled.and_then(|()| {
-                        stream.memset(ptr + requested, GUARD, (bytes - requested) as usize)
-                    }),
-                    false => filled,
+            self.touch(debug, (ptr, bytes), || unsafe {
+                if debug.modes.poison {
+                    stream.memset(ptr, POISON, requested as usize)?;
                 }
-            };
-            if let Err(error) = filled {
-                guarded = false;
-                log::warn!("a new block cannot be filled: {error}");
-            }
+                match debug.modes.guard {
+                    true => stream.memset(ptr + requested, GUARD, (bytes - requested) as usize),
+                    false => Ok(()),
+                }
+            })
+        });
+        if let Some(Err(error)) = &filled {
+            log::warn!("a new block cannot be filled: {error}");
         }
-        guarded &= stream.is_some();
+        let guarded = debug.modes.guard && matches!(filled, Some(Ok(())));
         let mine = stream.filter(|stream| self.lasts(stream));
+        let mut books = debug.books();
         let watched = Watched {
+            life: books.next_life(),
             requested,
             bytes,
             tag: Tag::NONE,
@@ -105,7 +131,8 @@ impl Engine {
             users: mine.map(|stream| (named.key, stream)).into_iter().collect(),
             guarded,
         };
-        let old = debug.books().live.insert(ptr, watched);
+        let old = books.live.insert(ptr, watched);
+        drop(books);
         debug_assert!(old.is_none(), "a live block is handed out again");
         // What goes with it is dropped outside the lock.
         drop(old);
@@ -153,7 +180,7 @@ impl Engine {
     #[cold]
     pub(crate) fn check_up(&self, debug: &Debug, ptr: u64) -> Result<Checkup, Error> {
         // One of two threads that free it has it.
-        let Some(watched) = debug.books().live.remove(&ptr) else {
+        let Some(watched) = debug.take_live(ptr) else {
             return Ok(Checkup::Done);
         };
         if let Err(error) = self.refuse_captures_of(&watched) {
@@ -164,7 +191,8 @@ impl Engine {
             return Ok(Checkup::Done);
         }
         match self.retire_block(debug, ptr, &watched) {
-            Ok(()) => {}
+            Ok(true) => {}
+            Ok(false) => return Ok(Checkup::Done),
             Err(error @ (Error::ContextLost(_) | Error::Capturing { .. })) => {
                 debug.books().live.insert(ptr, watched);
                 return Err(error);
@@ -177,10 +205,7 @@ impl Engine {
         if debug.modes.quarantine == 0 || self.lock().orphaned {
             return Ok(Checkup::Done);
         }
-        let mut books = debug.books();
-        books.freed_bytes += watched.bytes;
-        books.freed.push_back((ptr, watched));
-        drop(books);
+        debug.books().hold(ptr, watched);
         self.release_quarantine(debug.modes.quarantine);
         Ok(Checkup::Held)
     }
@@ -206,20 +231,27 @@ impl Engine {
             .map_err(|error| self.error(error))
     }
 
-    /// Checks what is behind a block that nobody uses any more, and fills it.
-    fn retire_block(&self, debug: &Debug, ptr: u64, watched: &Watched) -> Result<(), Error> {
+    /// Checks what is behind a block that nobody uses any more, and fills it. False if it cannot be touched now.
+    fn retire_block(&self, debug: &Debug, ptr: u64, watched: &Watched) -> Result<bool, Error> {
         self.wait_for_users(watched)?;
-        if let Some(finding) = self.overrun(debug, ptr, watched)? {
+        let looked = self.touch(debug, (ptr, watched.bytes), || -> Result<_, Error> {
+            let finding = self.overrun(debug, ptr, watched)?;
+            if debug.modes.poison || debug.modes.quarantine > 0 {
+                let stream = self.debug_stream(debug)?;
+                // SAFETY: the block is live, and all known uses of it are over.
+                unsafe { stream.memset(ptr, POISON, watched.bytes as usize) }
+                    .and_then(|()| stream.synchronize())
+                    .map_err(|error| self.error(error))?;
+            }
+            Ok(finding)
+        });
+        let Some(finding) = looked.transpose()? else {
+            return Ok(false);
+        };
+        if let Some(finding) = finding {
             debug.found(finding);
         }
-        if debug.modes.poison || debug.modes.quarantine > 0 {
-            let stream = self.debug_stream(debug)?;
-            // SAFETY: the block is live, and all known uses of it are over.
-            unsafe { stream.memset(ptr, POISON, watched.bytes as usize) }
-                .and_then(|()| stream.synchronize())
-                .map_err(|error| self.error(error))?;
-        }
-        Ok(())
+        Ok(true)
     }
 
     /// What is wrong behind a block, all uses of which are over.
@@ -281,27 +313,22 @@ impl Engine {
         let Some(debug) = self.debug.as_ref().filter(|_| self.usable().is_ok()) else {
             return false;
         };
-        let mut out = Vec::new();
-        {
+        let out: Vec<_> = {
             let mut books = debug.books();
-            while books.freed_bytes > keep
-                && let Some(oldest) = books.freed.pop_front()
-            {
-                books.freed_bytes -= oldest.1.bytes;
-                out.push(oldest);
-            }
-        }
+            std::iter::from_fn(|| books.let_go(keep)).collect()
+        };
         let any = !out.is_empty();
         for (ptr, watched) in out {
-            if !process::is_watching() {
-                let whole = (0, watched.bytes);
-                match self.first_unlike(debug, ptr, whole, POISON) {
-                    Ok(None) => {}
-                    Ok(Some(offset)) => {
-                        debug.found(watched.finding(Misuse::UseAfterFree, ptr, offset));
-                    }
-                    Err(error) => log::warn!("a freed block cannot be checked: {error}"),
+            let whole = (0, watched.bytes);
+            let looked = self.touch(debug, (ptr, watched.bytes), || {
+                self.first_unlike(debug, ptr, whole, POISON)
+            });
+            match looked {
+                None | Some(Ok(None)) => {}
+                Some(Ok(Some(offset))) => {
+                    debug.found(watched.finding(Misuse::UseAfterFree, ptr, offset));
                 }
+                Some(Err(error)) => log::warn!("a freed block cannot be checked: {error}"),
             }
             if let Err(error) = self.free_at(ptr) {
                 log::warn!("a block that was held back is not freed: {error}");
@@ -320,7 +347,7 @@ impl Engine {
         }
         let mut next = 0;
         loop {
-            // A copy of what the books say: a free meanwhile waits for nothing.
+            // A copy of what the books say: a free meanwhile does not wait for the block's streams.
             let (ptr, watched) = {
                 let books = debug.books();
                 let Some((ptr, watched)) = books.live.range(next..).next() else {
@@ -331,12 +358,17 @@ impl Engine {
             next = ptr + 1;
             self.refuse_captures_of(&watched)?;
             self.wait_for_users(&watched)?;
-            if let Some(finding) = self.overrun(debug, ptr, &watched)? {
-                // Of a block that was freed meanwhile it says nothing.
-                if debug.books().live.contains_key(&ptr) {
-                    debug.found(finding.clone());
-                    return Err(Error::Misused(Box::new(finding)));
+            let looked = self.touch(debug, (ptr, watched.bytes), || {
+                let life = debug.books().live.get(&ptr).map(|block| block.life);
+                // It may have been freed meanwhile, and another lie there.
+                match life == Some(watched.life) {
+                    true => self.overrun(debug, ptr, &watched),
+                    false => Ok(None),
                 }
+            });
+            if let Some(finding) = looked.transpose()?.flatten() {
+                debug.found(finding.clone());
+                return Err(Error::Misused(Box::new(finding)));
             }
         }
     }

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Write;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{
+    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 
 use crate::allocator::config::DebugModes;
 use crate::allocator::stream::slot::StreamKey;
@@ -19,6 +21,9 @@ pub(crate) const MOST_FINDINGS: usize = 1000;
 pub(crate) struct Debug {
     pub(crate) modes: DebugModes,
     books: Mutex<Books>,
+    /// Read while the driver fills or reads memory for a debug mode. Who holds it takes no block back, and calls no
+    /// code of the program.
+    touched: RwLock<()>,
     /// Fills and copies of blocks that nobody uses any more.
     pub(crate) stream: OnceLock<Stream>,
 }
@@ -26,15 +31,20 @@ pub(crate) struct Debug {
 #[derive(Debug, Default)]
 pub(crate) struct Books {
     pub(crate) live: BTreeMap<u64, Watched>,
-    /// Freed blocks that are held back, the oldest first.
-    pub(crate) freed: VecDeque<(u64, Watched)>,
-    pub(crate) freed_bytes: u64,
+    /// Freed blocks that are held back.
+    held: BTreeMap<u64, Watched>,
+    /// Their addresses, the oldest first.
+    order: VecDeque<u64>,
+    held_bytes: u64,
+    lives: u64,
     pub(crate) findings: Vec<Finding>,
 }
 
 /// A block of the program.
 #[derive(Debug, Clone)]
 pub(crate) struct Watched {
+    /// Tells blocks apart that lie at one address one after the other.
+    pub(crate) life: u64,
     pub(crate) requested: u64,
     /// Bytes of the block.
     pub(crate) bytes: u64,
@@ -55,12 +65,40 @@ impl Debug {
         modes.is_any().then(|| Debug {
             modes,
             books: Mutex::default(),
+            touched: RwLock::default(),
             stream: OnceLock::new(),
         })
     }
 
     pub(crate) fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Memory stays what it is as long as this is held.
+    pub(crate) fn touching(&self) -> RwLockReadGuard<'_, ()> {
+        self.touched.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nothing is filled or read as long as this is held.
+    pub(crate) fn untouched(&self) -> RwLockWriteGuard<'_, ()> {
+        self.touched.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A block is about to be freed: it is nobody's any more, and nobody looks at it.
+    pub(crate) fn take_live(&self, ptr: u64) -> Option<Watched> {
+        let _untouched = self.untouched();
+        self.books().live.remove(&ptr)
+    }
+
+    /// What is behind live blocks is lost: those of one stream, or all.
+    pub(crate) fn lose_guards(&self, stream: Option<u64>) {
+        for watched in self.books().live.values_mut() {
+            let key = watched.users.first().map(|(key, _)| key.number());
+            // Without its key the block may be any stream's.
+            if stream.is_none() || key.is_none() || key == stream {
+                watched.guarded = false;
+            }
+        }
     }
 
     /// Whether nothing is usable behind the bytes that were asked for.
@@ -70,7 +108,7 @@ impl Debug {
 
     /// Whether a freed block that begins at an address is held back.
     pub(crate) fn holds(&self, ptr: u64) -> bool {
-        self.books().freed.iter().any(|(held, _)| *held == ptr)
+        self.books().held.contains_key(&ptr)
     }
 
     /// A block has a label.
@@ -112,6 +150,31 @@ pub(crate) fn say(what: &dyn std::fmt::Display) {
     } else {
         // Where nobody listens there is nobody to tell.
         let _ = writeln!(std::io::stderr(), "cualloc: {what}");
+    }
+}
+
+impl Books {
+    pub(crate) fn next_life(&mut self) -> u64 {
+        self.lives += 1;
+        self.lives
+    }
+
+    /// Holds a freed block back.
+    pub(crate) fn hold(&mut self, ptr: u64, watched: Watched) {
+        self.held_bytes += watched.bytes;
+        self.order.push_back(ptr);
+        self.held.insert(ptr, watched);
+    }
+
+    /// The oldest of the blocks that are held back, if they are more than so many bytes.
+    pub(crate) fn let_go(&mut self, keep: u64) -> Option<(u64, Watched)> {
+        if self.held_bytes <= keep {
+            return None;
+        }
+        let ptr = self.order.pop_front()?;
+        let watched = self.held.remove(&ptr)?;
+        self.held_bytes -= watched.bytes;
+        Some((ptr, watched))
     }
 }
 

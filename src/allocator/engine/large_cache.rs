@@ -4,8 +4,10 @@
 //! know more of a large block than its place takes it off first, and whoever needs memory that is not ready
 //! takes everything off that nobody holds.
 
+use std::sync::atomic::Ordering;
+
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::cache::stream_cache::thread;
+use crate::allocator::cache::stream_cache::{Held, Inner, StreamCache, thread};
 use crate::allocator::engine::Engine;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
@@ -16,9 +18,39 @@ impl Engine {
     /// stream.
     #[inline(never)]
     pub(crate) fn hit_large(&self, key: u64, bytes: usize) -> Option<Grant> {
-        let granules = u32::try_from((bytes as u64).div_ceil(GRANULE)).ok()?;
         let cache = thread::find(key)?;
-        let mut inner = cache.lock();
+        self.take_large(cache, cache.lock(), key, bytes)
+    }
+
+    /// [`hit_large`](Self::hit_large) by the handle of a stream, if that handle lasts and no call looks out for
+    /// captures.
+    #[inline(never)]
+    pub(crate) fn hit_large_by_handle(
+        &self,
+        cache: &'static StreamCache,
+        raw: usize,
+        bytes: usize,
+    ) -> Option<Grant> {
+        if !self.unwatched() || self.in_large_caches.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let inner = cache.lock();
+        if !cache.is_of_handle(raw) {
+            return None;
+        }
+        let key = inner.key;
+        self.take_large(cache, inner, key, bytes)
+    }
+
+    #[inline(always)]
+    fn take_large(
+        &self,
+        cache: &'static StreamCache,
+        mut inner: Held<'static, Inner>,
+        key: u64,
+        bytes: usize,
+    ) -> Option<Grant> {
+        let granules = u32::try_from((bytes as u64).div_ceil(GRANULE)).ok()?;
         if !inner.serves(self.owner(key)) {
             return None;
         }

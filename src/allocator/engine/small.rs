@@ -7,7 +7,7 @@ use crate::driver::{REVIEW, Stream, process};
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::{
-    Allocated, Freed, Held, Inner, Life, Node, Owner, PAGE_GRANULES, Small, Using, thread,
+    Allocated, Freed, Held, Inner, Life, Node, Owner, PAGE_GRANULES, Small, Using, rarely, thread,
 };
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
@@ -16,11 +16,11 @@ use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{StreamKey, is_special};
 use crate::error::Error;
-use crate::event::{Kind, names, sample};
+use crate::event::sample;
 
 /// A request that no stream cache served at once: the stream cache that was tried, still locked if nobody else was
 /// at it.
-pub(crate) struct Missed(Option<(&'static StreamCache, Option<Locked>)>);
+pub(crate) struct Missed(pub(super) Option<(&'static StreamCache, Option<Locked>)>);
 
 type Locked = Held<'static, Inner>;
 
@@ -32,7 +32,7 @@ const ROUNDS: u32 = 4;
 pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
     let last = bytes.wrapping_sub(1);
     (last < PACKED_SMALL_LIMIT as usize).then(|| Small {
-        granules: (last / GRANULE as usize) as u32 + 1,
+        granules: (last / GRANULE as usize + 1) as u32,
         align: 1,
         requested: bytes as u32,
     })
@@ -55,10 +55,18 @@ impl Engine {
     /// without a look at anything else.
     #[inline(always)]
     pub(crate) fn hit(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
-        let Some(request) = unaligned(bytes).filter(|_| process::is_quiet()) else {
+        if !process::is_quiet() {
             return Err(Missed(None));
-        };
-        let Some(cache) = thread::find(key) else {
+        }
+        self.hit_unseen(key, bytes)
+    }
+
+    /// [`hit`](Self::hit) in a process that is quiet.
+    #[inline(always)]
+    pub(super) fn hit_unseen(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
+        let known = unaligned(bytes).and_then(|small| Some((small, thread::find(key)?)));
+        let Some((request, cache)) = known else {
+            rarely();
             return Err(Missed(None));
         };
         let owner = self.owner(key);
@@ -69,23 +77,6 @@ impl Engine {
             Some(taken) => Ok(Grant::small(cache, taken, request.granules)),
             None => Err(Missed(Some((cache, Some(inner))))),
         }
-    }
-
-    /// [`hit`](Self::hit) while a recording runs, if that is told with a few words.
-    #[inline(always)]
-    fn hit_recorded(&self, key: u64, bytes: usize) -> Option<Grant> {
-        let request = unaligned(bytes)?;
-        // Before anything that would have to be kept meanwhile.
-        let context = names::context();
-        let cache = thread::find(key)?;
-        let mut inner = cache.try_lock()?;
-        let record = inner.tap.next(context)?;
-        let taken = inner.take_anywhere(self.owner(key), request)?;
-        inner.tap.put_own(
-            record,
-            (Kind::Allocate, taken.ptr, request.requested.into()),
-        );
-        Some(Grant::small(cache, taken, request.granules))
     }
 
     /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that handle lasts.
@@ -204,37 +195,49 @@ impl Engine {
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
-        match sample::is_on() {
-            true => self.miss_sampled(bytes, stream, missed),
+        match missed.0 {
+            None => self.miss_seen(bytes, stream),
+            missed if sample::is_on() => self.miss_sampled(bytes, stream, Missed(missed)),
             // As the last thing, so that the result needs no copy here either.
-            false => self.served(bytes, stream, missed),
+            missed => self.miss_small(bytes, stream, Missed(missed)),
         }
     }
 
     #[cold]
     #[inline(never)]
     fn miss_sampled(&self, bytes: usize, stream: &Stream, missed: Missed) -> Result<Grant, Error> {
-        let made = self.served(bytes, stream, missed);
+        let made = match missed {
+            Missed(None) => self.miss_at_all(bytes, stream),
+            missed => self.miss_small(bytes, stream, missed),
+        };
         self.sample(&made, bytes);
         made
     }
 
+    /// Allocates what no stream cache was tried for.
     #[inline(always)]
-    fn served(&self, bytes: usize, stream: &Stream, missed: Missed) -> Result<Grant, Error> {
-        match missed {
-            Missed(None) if process::only_records() => self.miss_recorded(bytes, stream),
-            Missed(None) if bytes as u64 > PACKED_SMALL_LIMIT => self.miss_large(bytes, stream),
-            Missed(None) if !process::is_quiet() => self.miss_watched(bytes, stream),
-            missed => self.miss_small(bytes, stream, missed),
+    fn miss_seen(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
+        match sample::is_on() {
+            true => self.miss_sampled(bytes, stream, Missed(None)),
+            false => self.miss_at_all(bytes, stream),
+        }
+    }
+
+    #[inline(always)]
+    fn miss_at_all(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
+        let now = process::now();
+        if bytes as u64 > PACKED_SMALL_LIMIT {
+            self.miss_large(bytes, stream)
+        } else if now.is_quiet() || now.only_records() {
+            self.miss_told(bytes, stream)
+        } else {
+            self.miss_watched(bytes, stream)
         }
     }
 
     #[inline(never)]
-    fn miss_recorded(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
-        match self.hit_recorded(stream.id_at_hand(), bytes) {
-            Some(grant) => Ok(grant),
-            None => self.miss_small(bytes, stream, Missed(None)),
-        }
+    fn miss_told(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
+        self.miss_small(bytes, stream, Missed(None))
     }
 
     #[inline(never)]

@@ -213,11 +213,13 @@ impl Engine {
         self.usable()?;
         process::do_postponed();
         self.free_deferred();
+        self.release_quarantine(0);
         self.review_pool_captures();
         if matches!(selected, Selected::Allocator) {
             self.discard_freed()?;
         }
         let mut work = Work::begin(self, selected, false)?;
+        self.stop_debugging();
         // They would only have to be mapped again, or keep handles from going.
         let idle = match selected {
             Selected::Allocator => self.lock().idle_views(usize::MAX),
@@ -233,6 +235,13 @@ impl Engine {
                 let parked = heap.park(*target, contents)?;
                 heap.suspended.under_way.extend(parked.homes());
                 work.parked.push(parked);
+            }
+        }
+        for (target, parked) in work.targets.iter().zip(&work.parked) {
+            match (parked.contents, target) {
+                (Contents::Drop, Target::Arenas) => self.lose_guards(None),
+                (Contents::Drop, Target::Stream(number)) => self.lose_guards(Some(*number)),
+                _ => {}
             }
         }
         let dying = work.segments(SegmentChange::Death);

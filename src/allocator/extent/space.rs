@@ -109,12 +109,6 @@ impl Space {
         }
     }
 
-    /// The indexes of pieces that somebody may still use: each stream, then several.
-    pub(crate) fn pending(&self) -> impl Iterator<Item = &FreeIndex> {
-        let all = self.pending.iter().chain([&self.mixed]);
-        all.filter(|index| !index.is_empty())
-    }
-
     /// Streams that have pieces pending on them alone.
     pub(crate) fn pending_streams(&self) -> impl Iterator<Item = u32> + '_ {
         (0u32..)

@@ -118,6 +118,12 @@ impl Heap {
                         if hot.stream == MIXED {
                             sums.mixed[usize::from(space.id == SpaceId::Large)] += hot.bytes();
                         }
+                        if let [only] = cold.uses.as_slice() {
+                            holds(
+                                "what is complete is everybody's, where memory changes streams",
+                                space.merge_own || !self.streams.complete(only),
+                            )?;
+                        }
                         for u in cold.uses.as_slice() {
                             holds(
                                 "no ticket is above the open one",

@@ -298,8 +298,15 @@ impl Heap {
         self.stats
             .on_pool(space != SpaceId::Large, |pool| pool.active.put_back(bytes));
         self.note_mixed();
+        let uses = shards.iter().flat_map(|shard| shard.uses.as_slice());
+        let over = uses.filter(|u| self.streams.complete(u));
+        let over: Vec<u32> = over.map(|u| u.stream).collect();
         let (at, records) = self.extents.parts(space);
         at.restore(records, id, shards);
+        // What became complete meanwhile is everybody's.
+        for class in over {
+            self.complete_class(space, class);
+        }
     }
 
     /// Counts freed bytes that several streams may still use.
@@ -477,15 +484,15 @@ impl Heap {
         let Some(uses) = self.unless_guarded(id, uses) else {
             return after;
         };
+        let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
         if in_view {
             for piece in self.view_block_freed(id, &uses) {
-                if shared {
+                if shared || over {
                     self.complete_piece(SpaceId::Large, piece);
                 }
             }
             return after;
         }
-        let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
         let (at, records) = self.extents.parts(space);
         let piece = at.release(records, id, uses);
         if shared || (over && space == SpaceId::Large) {

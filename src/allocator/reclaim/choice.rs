@@ -16,7 +16,7 @@ use crate::allocator::heap::{Heap, Part};
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::physical::{Fresh, LEVELS, Release};
 use crate::allocator::size::{GRANULE, PAGE};
-use crate::allocator::stream::finder::Run;
+use crate::allocator::stream::finder::{Reach, Run};
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::view::mapping::{Openings, Stitch, ViewRun};
 use crate::driver::{DriverError, Event};
@@ -496,10 +496,16 @@ fn spares_handles(heap: &Heap, want: &Want) -> bool {
 /// A fitting extent: ready, or much tighter behind a wait.
 fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
     let finder = heap.finder(want.space, want.stream)?;
-    let mut ready = finder.ready_run(want)?;
-    if spares_handles(heap, want) {
-        ready = finder.handle_preserving_run(want, ready, &heap.physical.handles);
-    }
+    let best = finder.ready_run(want)?;
+    let ready = match spares_handles(heap, want) {
+        true => finder.handle_preserving_run(want, best, &heap.physical.handles),
+        false => best,
+    };
+    // Where handles are left whole, a tighter run counts whether it needs a wait or not.
+    let reach = match ready == best {
+        true => Reach::Waits,
+        false => Reach::Any,
+    };
     let provisional = |tight: u64| {
         ready.granules > (1 + TOLERANCES[heap.physical.level]) * tight + TOLERANCE_SLACK
     };
@@ -507,7 +513,7 @@ fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
     if heap.rules.maps()
         && heap.streams.several()
         && provisional(u64::from(want.granules))
-        && let Some(tight) = finder.tightest_run(want, ready.granules)
+        && let Some(tight) = finder.tightest_run(want, ready.granules, reach)
         && provisional(tight.granules)
     {
         heap.stats.reclaim.tighter += 1;

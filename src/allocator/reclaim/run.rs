@@ -69,10 +69,10 @@ impl Engine {
         self.lock()
     }
 
-    /// Lets streams rest of which nobody has spoken for long: completes what they left, and serves the others
-    /// as if they were alone once that is done.
-    fn rest_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
-        let silent = heap.streams.long_silent(stream);
+    /// Completes what streams left of which nobody has spoken for some time. Those that were silent for long rest
+    /// then, and the others are served as if they were alone.
+    fn settle_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
+        let silent = heap.streams.silent(stream);
         if silent.is_empty() {
             return Ok(heap);
         }
@@ -86,7 +86,7 @@ impl Engine {
         }
         let mut rested = false;
         for stream in silent {
-            rested |= heap.streams.rest(stream);
+            rested |= heap.streams.rest_if_due(stream);
         }
         if rested {
             heap.streams_changed();
@@ -108,7 +108,7 @@ impl Engine {
             (heap, ()) = self.unlocked(heap, || self.settle_unretired())?;
         }
         if heap.streams.several() {
-            heap = self.rest_others(heap, want.stream)?;
+            heap = self.settle_others(heap, want.stream)?;
         }
         if heap.streams.several() {
             heap = self.poll_before(heap, want.stream)?;

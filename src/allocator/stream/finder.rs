@@ -51,6 +51,17 @@ impl Run {
     }
 }
 
+/// Which pieces a request may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// Those that its stream may use without a wait.
+    Ready,
+    /// Those that it may use after waits which can be made, in runs that need one,
+    Waits,
+    /// and in others.
+    Any,
+}
+
 /// The view of one request on the free pieces.
 pub(crate) struct Finder<'a> {
     pub records: &'a Records,
@@ -129,7 +140,7 @@ impl Finder<'_> {
             best = Some(run);
         }
         let most = best.map_or(u64::MAX, |best: Run| best.granules);
-        self.best_pending(want, best, most, |id| self.ready(id))
+        self.best_pending(want, best, most, Reach::Ready)
     }
 
     /// Of the ready runs around the shortest pieces that hold the request, the one in which it takes the
@@ -180,8 +191,8 @@ impl Finder<'_> {
     }
 
     /// The best run of at most so many granules that can be used after waits, by size, then address.
-    pub(crate) fn tightest_run(&self, want: &Want, most: u64) -> Option<Run> {
-        self.best_pending(want, None, most, |id| self.reachable(id))
+    pub(crate) fn tightest_run(&self, want: &Want, most: u64, reach: Reach) -> Option<Run> {
+        self.best_pending(want, None, most, reach)
     }
 
     /// The best of a run and those of usable pieces, of at most so many granules.
@@ -190,9 +201,9 @@ impl Finder<'_> {
         want: &Want,
         mut best: Option<Run>,
         most: u64,
-        usable: impl Fn(u32) -> bool,
+        reach: Reach,
     ) -> Option<Run> {
-        self.pending_runs(want, most, usable, |run| {
+        self.pending_runs(want, most, reach, |run| {
             let better = run.better(best);
             best = Some(better);
             better.granules
@@ -203,39 +214,61 @@ impl Finder<'_> {
     /// The run that can be used after waits of which the newest marker is the oldest.
     pub(crate) fn oldest_run(&self, want: &Want) -> Option<Run> {
         let mut oldest: Option<(u64, Run)> = None;
-        self.pending_runs(
-            want,
-            u64::MAX,
-            |id| self.reachable(id),
-            |run| {
-                let age = self.newest_marker(run, want.skip(run.addr) + want.granules);
-                if oldest
-                    .is_none_or(|(a, r)| (age, run.granules, run.addr) < (a, r.granules, r.addr))
-                {
-                    oldest = Some((age, run));
-                }
-                u64::MAX
-            },
-        );
+        self.pending_runs(want, u64::MAX, Reach::Waits, |run| {
+            let age = self.newest_marker(run, want.skip(run.addr) + want.granules);
+            if oldest.is_none_or(|(a, r)| (age, run.granules, run.addr) < (a, r.granules, r.addr)) {
+                oldest = Some((age, run));
+            }
+            u64::MAX
+        });
         oldest.map(|(_, run)| run)
     }
 
+    /// Whether a piece that is pending on one stream alone may be usable. What is complete there is everybody's
+    /// already, unless memory never changes streams.
+    fn may_reach(&self, class: u32, reach: Reach) -> bool {
+        let streams = self.streams;
+        let completed = streams[class].completed;
+        let known = streams[self.stream].row.get(class as usize);
+        self.is_sought(class, reach)
+            && (class == self.stream
+                || self.space.merge_own
+                || known.is_some_and(|known| *known > completed)
+                || reach != Reach::Ready && streams[class].newest().is_some())
+    }
+
+    /// Whether runs are found by their pieces of a class. Those of complete pieces alone are found without a walk,
+    /// and those that need no wait were looked at before others are.
+    fn is_sought(&self, class: u32, reach: Reach) -> bool {
+        class != COMPLETE && (reach != Reach::Waits || class != self.stream)
+    }
+
     /// Looks at the runs of at most so many granules that hold a request, and have a piece in them that
-    /// is not complete. `look` says how many granules are of interest from then on.
+    /// is sought. `look` says how many granules are of interest from then on.
     fn pending_runs(
         &self,
         want: &Want,
         mut most: u64,
-        usable: impl Fn(u32) -> bool,
+        reach: Reach,
         mut look: impl FnMut(Run) -> u64,
     ) {
-        for index in self.space.pending() {
+        let usable = |id: u32| match reach {
+            Reach::Ready => self.ready(id),
+            Reach::Waits | Reach::Any => self.reachable(id),
+        };
+        let sought = |id: u32| self.is_sought(self.records[id].stream, reach);
+        let classes = self.space.pending_streams();
+        let classes = classes.filter(|class| self.may_reach(*class, reach));
+        for class in classes.chain([MIXED]) {
+            let Some(index) = self.space.index(class) else {
+                continue;
+            };
             index.look_at_each(|entry| {
                 // A run is as long as each of its pieces at least, and these come by length.
                 if u64::from(entry.granules) > most {
                     return false;
                 }
-                if let Some(run) = self.run_led_by(entry.id, &usable)
+                if let Some(run) = self.run_led_by(entry.id, usable, sought)
                     && run.granules <= most
                     && run.holds(want)
                 {
@@ -264,9 +297,14 @@ impl Finder<'_> {
         }
     }
 
-    /// The run around a piece that is not complete, if that piece is the first such of the run (so
-    /// that every run is looked at once).
-    fn run_led_by(&self, id: u32, usable: impl Fn(u32) -> bool) -> Option<Run> {
+    /// The run around a piece that is sought, if that piece is the first such of the run (so that every run is
+    /// looked at once).
+    fn run_led_by(
+        &self,
+        id: u32,
+        usable: impl Fn(u32) -> bool,
+        sought: impl Fn(u32) -> bool,
+    ) -> Option<Run> {
         if !usable(id) {
             return None;
         }
@@ -275,7 +313,7 @@ impl Finder<'_> {
             && prev != NIL
             && usable(prev)
         {
-            if self.records[prev].stream != COMPLETE {
+            if sought(prev) {
                 return None;
             }
             first = prev;

@@ -19,18 +19,15 @@ use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Use;
 use crate::allocator::stream::poll::{Outcome, Poll};
-use crate::allocator::stream::slot::is_per_thread;
-use crate::allocator::stream::slot::{AfterFree, PendingWait};
 use crate::allocator::stream::slot::{
-    BACKOFF, BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, Slot, StreamKey,
+    AfterFree, BACKOFF, BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, PendingWait, Slot, StreamKey,
+    is_per_thread,
 };
 use crate::error::{Error, StreamMisuse};
 
 /// As many again, at least, once more markers than this are not complete: a stream without work is done
 /// with the last of them within microseconds.
 const FEW_MARKERS: usize = 8;
-/// A stream that may be gone is waited for when nobody has spoken of it for so many large requests.
-const SILENT: u64 = 16;
 
 /// All streams of an allocator.
 #[derive(Debug, Default)]
@@ -45,6 +42,8 @@ pub(crate) struct Streams {
     pub(crate) woken: bool,
     /// Large requests while several streams were about.
     requests: u64,
+    /// With which of them silent streams are looked for again.
+    look_at: u64,
     orders: u64,
     /// Streams of which more is complete than when this was last taken.
     advanced: Vec<u32>,
@@ -431,17 +430,6 @@ impl Streams {
     pub(crate) fn has_lasting(&self, raw: usize) -> bool {
         self.iter()
             .any(|(_, slot)| slot.raw == raw && slot.named && slot.holder.is_lasting())
-    }
-
-    /// Bytes that were freed on streams which may be gone, of which nobody spoke for some time, and that no marker
-    /// covers.
-    pub(crate) fn left_behind(&self) -> u64 {
-        let silent = |slot: &Slot| self.requests >= slot.told_at.saturating_add(SILENT);
-        let slots = self.iter();
-        slots
-            .filter(|(_, slot)| slot.may_be_gone() && silent(slot))
-            .map(|(_, slot)| slot.open_bytes)
-            .sum()
     }
 
     /// Why a stream that a call names is not known.

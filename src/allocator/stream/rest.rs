@@ -1,3 +1,5 @@
+//! Streams of which nobody has spoken for some time. What they left is settled; later they rest.
+//!
 //! Streams that rest: of which nobody has spoken for long, and all of whose work is complete. The others do as if they
 //! did not exist, so one that is alone then is served as if it had always been.
 //!
@@ -5,25 +7,63 @@
 //! spoken of in the meantime is only found later.
 
 use crate::allocator::stream::Streams;
+use crate::allocator::stream::slot::Slot;
 
 /// Large requests without a word of a stream before it rests: twice as many each time that it comes back, up to this.
 const RESTS_AFTER_MOST: u64 = 1 << 20;
-/// Large requests between two looks for streams that may rest.
-const REST_ROUND: u64 = 64;
+/// What a stream left is settled once so many large requests have passed without a word of it, long before it rests.
+const SETTLES_AFTER: u64 = 512;
+/// A stream that may be gone is waited for when nobody has spoken of it for so many large requests.
+const SILENT: u64 = 16;
 
 impl Streams {
-    /// Counts a large request. The streams that may rest since nobody spoke of them for long, but for the one
-    /// that asks; mostly it is not the time to look.
-    pub(crate) fn long_silent(&mut self, stream: u32) -> Vec<u32> {
+    /// Counts a large request. The streams of which nobody spoke for some time and that have something to settle, or
+    /// for so long that they may rest, but for the one that asks; mostly it is not the time to look.
+    pub(crate) fn silent(&mut self, stream: u32) -> Vec<u32> {
         self.requests += 1;
-        if !self.requests.is_multiple_of(REST_ROUND) {
+        if self.requests < self.look_at {
             return Vec::new();
         }
-        let now = self.requests;
-        let silent = self.iter().filter(|(at, slot)| {
-            *at != stream && !slot.resting && now - slot.told_at >= slot.rests_after
-        });
-        silent.map(|(at, _)| at).collect()
+        let mut silent = Vec::new();
+        let mut next = self.requests + SETTLES_AFTER;
+        for (at, slot) in self.iter().filter(|(_, slot)| !slot.resting) {
+            // Counted from the last word of it, so that work which repeats finds the same each time.
+            if self.silence(slot) < SETTLES_AFTER {
+                next = next.min(slot.told_at + SETTLES_AFTER);
+            } else if at != stream && slot.is_settled() && !self.is_due(slot) {
+                next = next.min(slot.told_at + slot.rests_after);
+            } else if at != stream {
+                silent.push(at);
+            }
+        }
+        self.look_at = next;
+        silent
+    }
+
+    /// Large requests since the heap was last told of a stream.
+    fn silence(&self, slot: &Slot) -> u64 {
+        self.requests - slot.told_at
+    }
+
+    /// Whether nobody has spoken of a stream for so long that it may rest.
+    fn is_due(&self, slot: &Slot) -> bool {
+        self.silence(slot) >= slot.rests_after
+    }
+
+    /// [`rest`](Self::rest) if it is time.
+    pub(crate) fn rest_if_due(&mut self, stream: u32) -> bool {
+        self.is_due(&self[stream]) && self.rest(stream)
+    }
+
+    /// Bytes that were freed on streams which may be gone, of which nobody spoke for some time, and that no marker
+    /// covers.
+    pub(crate) fn left_behind(&self) -> u64 {
+        let silent = |slot: &Slot| self.silence(slot) >= SILENT;
+        let slots = self.iter();
+        slots
+            .filter(|(_, slot)| slot.may_be_gone() && silent(slot))
+            .map(|(_, slot)| slot.open_bytes)
+            .sum()
     }
 
     /// A stream rests, if it has nothing to wait for. Whether it does.

@@ -165,10 +165,19 @@ impl Suspensions {
 
     /// Whether a handle at this home is away, goes, or comes back.
     pub(crate) fn covers(&self, address: u64) -> bool {
+        self.meets(address, 1)
+    }
+
+    /// Whether all of a block outside of graph pools is there, and nothing is about to go.
+    pub(crate) fn leaves(&self, address: u64, bytes: u64) -> bool {
+        !self.closed && !self.working && !self.meets(address, bytes)
+    }
+
+    fn meets(&self, address: u64, bytes: u64) -> bool {
         let handles = self.map.values().flat_map(|away| &away.handles);
         let away = handles.map(|handle| (handle.home, handle.bytes));
         let mut homes = away.chain(self.under_way.iter().copied());
-        homes.any(|(home, bytes)| (home..home + bytes).contains(&address))
+        homes.any(|(home, size)| home < address + bytes && address < home + size)
     }
 }
 

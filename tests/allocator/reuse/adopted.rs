@@ -10,12 +10,12 @@ use cualloc::driver::{Context, Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::sim::{Mode, Simulator};
 
-/// Allocates by the handle and frees at once, so many times.
-fn pairs(allocator: &Allocator, stream: sys::CUstream, count: usize) {
+/// Allocates so many bytes by the handle and frees them at once, so many times.
+fn pairs(bytes: usize, allocator: &Allocator, stream: sys::CUstream, count: usize) {
     for _ in 0..count {
         // SAFETY: the callers' streams are alive, and nothing uses the memory.
         unsafe {
-            let ptr = allocator.allocate_raw(4 * KIB, stream).unwrap();
+            let ptr = allocator.allocate_raw(bytes, stream).unwrap();
             allocator.free_raw(ptr).unwrap();
         }
     }
@@ -37,47 +37,69 @@ fn calls_of(sim: &Simulator, act: impl FnOnce()) -> u64 {
 /// the handle of the next stream do, whatever its value.
 #[test]
 fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else { return };
-        let allocator = rig.allocator();
-        let stream = RawStream::new(rig);
-        let raw = stream.raw();
-        let id = stream.borrowed().id().unwrap();
-        pairs(&allocator, raw, 2);
-        let here = || pairs(&allocator, raw, 8);
-        assert!(calls_of(sim, here) > 0);
-        // SAFETY: it is alive until it is retired.
-        unsafe { allocator.adopt_raw(raw) }.unwrap();
-        pairs(&allocator, raw, 1);
-        let handle = raw as usize;
-        let there = || {
-            pairs(&allocator, std::ptr::without_provenance_mut(handle), 1);
-            calls_of(sim, || {
-                pairs(&allocator, std::ptr::without_provenance_mut(handle), 8);
-            })
-        };
-        let there = std::thread::scope(|scope| scope.spawn(there).join().unwrap());
-        // A capture of another test in this process may be looked out for.
-        let asks = [calls_of(sim, here), there];
-        assert!(asks.iter().all(|calls| *calls <= 16), "{asks:?}");
-        // SAFETY: as above, and nobody uses it any more.
-        unsafe { allocator.retire_raw(raw) }.unwrap();
-        stream.destroy();
-        let others: Vec<RawStream> = (0..8).map(|_| RawStream::new(rig)).collect();
-        for other in &others {
-            // SAFETY: the stream is alive, and nothing uses the memory.
-            unsafe {
-                let ptr = allocator.allocate_raw(4 * KIB, other.raw()).unwrap();
-                let owner = allocator.block_of(ptr).unwrap().stream;
-                assert_eq!(owner, Some(other.borrowed().id().unwrap()));
-                assert_ne!(owner, Some(id));
-                allocator.free_raw(ptr).unwrap();
-                allocator.retire_raw(other.raw()).unwrap();
+    for bytes in [4 * KIB, 4 * MIB] {
+        only(Policy::Packed, |rig| {
+            let Some(sim) = rig.sim() else { return };
+            let allocator = rig.allocator();
+            let stream = RawStream::new(rig);
+            let raw = stream.raw();
+            let id = stream.borrowed().id().unwrap();
+            pairs(bytes, &allocator, raw, 2);
+            let here = || pairs(bytes, &allocator, raw, 8);
+            assert!(calls_of(sim, here) > 0);
+            // SAFETY: it is alive until it is retired.
+            unsafe { allocator.adopt_raw(raw) }.unwrap();
+            pairs(bytes, &allocator, raw, 1);
+            let handle = raw as usize;
+            let there = || {
+                pairs(
+                    bytes,
+                    &allocator,
+                    std::ptr::without_provenance_mut(handle),
+                    1,
+                );
+                calls_of(sim, || {
+                    pairs(
+                        bytes,
+                        &allocator,
+                        std::ptr::without_provenance_mut(handle),
+                        8,
+                    );
+                })
+            };
+            let there = std::thread::scope(|scope| scope.spawn(there).join().unwrap());
+            // A capture of another test in this process may be looked out for.
+            let asks = [calls_of(sim, here), there];
+            assert!(asks.iter().all(|calls| *calls <= 16), "{asks:?}");
+            // SAFETY: as above, and nobody uses it any more.
+            unsafe { allocator.retire_raw(raw) }.unwrap();
+            // What the thread remembers by the first one's handle may serve this one now.
+            let second = RawStream::new(rig);
+            // SAFETY: as above.
+            unsafe { allocator.adopt_raw(second.raw()) }.unwrap();
+            pairs(bytes, &allocator, second.raw(), 2);
+            stream.destroy();
+            let others: Vec<RawStream> = (0..8).map(|_| RawStream::new(rig)).collect();
+            for other in &others {
+                // SAFETY: the stream is alive, and nothing uses the memory.
+                unsafe {
+                    let ptr = allocator.allocate_raw(bytes, other.raw()).unwrap();
+                    let owner = allocator.block_of(ptr).unwrap().stream;
+                    assert_eq!(owner, Some(other.borrowed().id().unwrap()));
+                    assert_ne!(owner, Some(id));
+                    allocator.free_raw(ptr).unwrap();
+                    allocator.retire_raw(other.raw()).unwrap();
+                }
             }
-        }
-        others.into_iter().for_each(RawStream::destroy);
-        rig.close(&allocator);
-    });
+            // SAFETY: as above.
+            unsafe { allocator.retire_raw(second.raw()) }.unwrap();
+            others
+                .into_iter()
+                .chain([second])
+                .for_each(RawStream::destroy);
+            rig.close(&allocator);
+        });
+    }
 }
 
 /// What was freed on an adopted stream gets its marker in calls that do not name it. It is asked whether it is

@@ -8,6 +8,8 @@
 //! Of all else each stream cache keeps a peak of its own. Their sum is no less than the peak of the sum, and
 //! just that as long as one stream cache works alone.
 
+use crate::allocator::stats::Counter;
+
 /// Bytes of one stream cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Account {
@@ -148,6 +150,17 @@ impl Gauge {
         self.peak = self.current();
         self.below = 0;
     }
+
+    /// All of it.
+    pub(crate) fn counter(&self) -> Counter {
+        let (current, total) = (self.current(), self.total());
+        Counter {
+            current,
+            peak: self.peak,
+            total_allocated: total,
+            total_freed: total - current,
+        }
+    }
 }
 
 /// What is read through this is read from memory, so that what mostly happens needs no register for it; and
@@ -161,7 +174,7 @@ pub(super) fn anew<T>(value: &mut T) -> &mut T {
 /// Marks what seldom happens.
 #[cold]
 #[inline]
-pub(super) fn rarely() {}
+pub(crate) fn rarely() {}
 
 /// What a stream cache counts: bytes of blocks, bytes as asked for, and blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::locks::lock::{AtomicPtr, pause};
 pub(crate) use crate::locks::lock::{Held, Lock};
-pub(crate) use account::QUANTITIES;
+pub(crate) use account::{Gauge, QUANTITIES};
 pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
 pub(crate) use large_cache::{Amounts, CachedBlock, LargeCache};
@@ -39,6 +39,7 @@ pub(crate) use runs::Runs;
 use crate::allocator::size::GRANULE;
 use crate::event::Tap;
 use account::anew;
+pub(crate) use account::rarely;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// No allocator: every call needs the heap.

@@ -1,37 +1,51 @@
 //! What a recording is told of a stream cache.
 
 use crate::allocator::cache::stream_cache::{
-    CachedBlock, Held, Inner, Life, Node, StreamCache, Taken,
+    CachedBlock, Inner, Life, Node, Owner, Small, StreamCache, Taken,
 };
 use crate::driver::process;
 use crate::event::{Kind, names};
 
 impl StreamCache {
-    /// [`free_told`](Inner::free_told) while a recording runs, if that is told with a few words. Else the stream cache
-    /// is still locked, and the block live.
+    /// [`free_told`](Inner::free_told) while a recording runs, if nobody is at the stream cache and the recording is
+    /// told with a few words. Else the block is live still.
     #[inline(always)]
-    pub(crate) fn free_recorded(
-        &self,
-        node: Node,
-        life: Life,
-        at: u64,
-    ) -> Result<(), Held<'_, Inner>> {
+    pub(crate) fn free_recorded(&self, node: Node, life: Life, at: u64) -> bool {
         // Before anything that would have to be kept meanwhile.
         let context = names::context();
-        let mut inner = self.lock();
-        let Some(record) = inner.tap.next(context) else {
-            return Err(inner);
+        let Some(mut inner) = self.try_lock() else {
+            return false;
         };
+        if !inner.tap.is_ready() {
+            return false;
+        }
         let Some(live) = inner.freed_at_once(node, life) else {
-            return Err(inner);
+            return false;
         };
         let freed = (Kind::Free, at, live.requested.into());
-        inner.tap.put_own(record, freed);
-        Ok(())
+        // SAFETY: it is ready: nobody else was at it since.
+        unsafe { inner.tap.put_own(freed, context) };
+        true
     }
 }
 
 impl Inner {
+    /// [`take_anywhere`](Self::take_anywhere) of a run at hand while a recording runs, if that is told with a few words.
+    #[inline(always)]
+    pub(crate) fn take_recorded(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+        let bytes = request.bytes();
+        let fits = self.serves(owner) && self.runs.accounts.allocated.fits(bytes);
+        if !fits || !self.tap.is_ready() {
+            return None;
+        }
+        let taken = self.runs.take_quick(request.granules, request.requested)?;
+        self.account(bytes, request.requested);
+        let event = (Kind::Allocate, taken.ptr, request.requested.into());
+        // SAFETY: it is ready: nobody else was at it since.
+        unsafe { self.tap.put_own(event, names::context()) };
+        Some(taken)
+    }
+
     #[inline(always)]
     fn tell(&mut self, kind: Kind, at: u64, bytes: u64) {
         self.tap.push_own((kind, at, bytes));

@@ -280,7 +280,8 @@ impl Runs {
         let quick = &mut self.quick[granules as usize % LISTS];
         let (Some(page), Some(room)) = (
             self.pages.get_mut(node.page()),
-            self.quick_room.checked_sub(granules),
+            // In the width of the index, so that compilers keep the length in that alone.
+            (self.quick_room as usize).checked_sub(granules as usize),
         ) else {
             return false;
         };
@@ -294,7 +295,7 @@ impl Runs {
         }
         page.granules[node.place()].a = quick.head;
         quick.head = node.0;
-        self.quick_room = room;
+        self.quick_room = room as u32;
         true
     }
 

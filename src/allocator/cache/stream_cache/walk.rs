@@ -1,7 +1,7 @@
 //! Walks over the runs of a stream cache: what lies where, and whether all of it agrees.
 
-use super::granule::{GRANULES, Kind, NIL, Node, PAGE_GRANULES, PageInfo, Run};
-use super::runs::{NO_QUICK, Runs};
+use super::granule::{GRANULES, Kind, NIL, Node, PAGE_GRANULES, PageInfo, Run, Taken};
+use super::runs::{LISTS, NO_QUICK, Runs};
 use crate::allocator::size::GRANULE;
 
 impl Runs {
@@ -43,6 +43,19 @@ impl Runs {
         // There is no page for `NIL`.
         let page = self.pages.get(node.page())?;
         Some(page.info.base + node.place() as u64 * GRANULE)
+    }
+
+    /// Takes the quick run of just so many granules that was freed last.
+    #[inline(always)]
+    pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
+        let quick = &mut self.quick[granules as usize % LISTS];
+        let node = Node(quick.head);
+        // There is no page for `NIL`.
+        let page = self.pages.get_mut(node.page())?;
+        quick.head = page.granules[node.place()].a;
+        quick.left += 1;
+        self.quick_room += granules;
+        Some(page.hand_out(node, requested))
     }
 
     /// The run around an address in a page.
