@@ -24,6 +24,8 @@
 #                   streams: of one thread with three streams, of four threads with two each; the driver's calls are
 #                   those of 1000 operations, also by name, and NAME.held is the most that was held, in percent of
 #                   the most that was asked for at a time
+#   replay, replay_after   a row of a made-up program's second replay on one stream, the latter after other streams
+#                   were used that are there still; replay_after_streams is the latter in percent of the former
 #   stack, workspace, typed_pool   pairs of 4096 bytes through the front ends
 #
 # N is a difference: of two runs that differ in nothing but the number of operations, divided by it,
@@ -42,7 +44,8 @@ recorded=benches/instructions.txt
 mode=show
 names=()
 some=(pair pair_raw pair_adopted pair_default pair_after_capture pair_recorded pair_while_capturing churn_op)
-every=("${some[@]}" churn_harness churn_wide churn_after churn_equal streams_3 streams_4x2 stack workspace typed_pool)
+every=("${some[@]}" churn_harness churn_wide churn_after churn_equal streams_3 streams_4x2 replay replay_after)
+every+=(stack workspace typed_pool)
 while [ $# -gt 0 ]; do
     case $1 in
     --check | --bless) mode=${1#--} ;;
@@ -112,6 +115,7 @@ for name in "${names[@]}"; do
     churn_wide | churn_after) few=200000 many=400000 ;;
     churn*) few=20000 many=220000 ;;
     streams*) few=1000 many=3000 ;;
+    replay*) few=1 many=2 ;;
     *) few=1000 many=11000 ;;
     esac
     # Both at once: neither disturbs the other's count.
@@ -125,6 +129,13 @@ for name in "${names[@]}"; do
     exact=$(awk -v a="$less" -v b="$more" -v n="$operations" 'BEGIN { printf "%.2f", (b - a) / n }')
     figure "$name" "$(awk -v x="$exact" 'BEGIN { printf "%d", x + 0.5 }')" 5
     echo "# $folder/callgrind.$name.$many.out iterations $few $many exactly $exact"
+    case $name in
+    replay) replay=$exact ;;
+    replay_after)
+        [ -z "${replay:-}" ] ||
+            figure replay_after_streams "$(awk -v a="$exact" -v b="$replay" 'BEGIN { printf "%d", 100 * a / b + 0.5 }')" 2
+        ;;
+    esac
     calls=$(difference calls "${said[@]}")
     held=$(sed -n 's/^held //p' "${said[0]}")
     if [ -n "$held" ]; then

@@ -18,7 +18,9 @@ mod workload;
 use crossing::Crossing;
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::record::{Recorder, Target};
-use cualloc::sim::{SimConfig, Simulator};
+use cualloc::sim::{Mode, SimConfig, Simulator};
+use cualloc::trace::Op;
+use cualloc::trace::generate::{Kind, Program};
 use cualloc::{Allocator, Config};
 use source::{Handles, Pointers, Stack, Typed, Workspaces};
 use std::process::ExitCode;
@@ -31,6 +33,8 @@ const BYTES: usize = 4096;
 const WARM_PAIRS: usize = 1000;
 const WARM_CHURN: usize = 60_000;
 const WARM_ROWS: usize = 2000;
+/// Rows of the program that is replayed.
+const REPLAYED_ROWS: usize = 4000;
 /// The sequence is drawn for as many, whatever is asked for, so that drawing it costs the same.
 const MOST_CHURN: usize = 400_000;
 
@@ -102,6 +106,12 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
         "churn_equal" => churn(&handles, &equal(), count)?,
         "streams_3" => cross(sim, allocator, (1, 3), count)?,
         "streams_4x2" => cross(sim, allocator, (4, 2), count)?,
+        "replay" => replay(allocator, &streams[0], count)?,
+        "replay_after" => {
+            Crossing::new(sim, allocator, (1, 3))?.run(WARM_ROWS)?;
+            settle(sim);
+            replay(allocator, &streams[0], count)?;
+        }
         "stack" => pair(sim, &Stack::new(allocator, streams), count)?,
         "workspace" => pair(sim, &Workspaces::new(allocator, streams), count)?,
         "typed_pool" => pair(sim, &Typed::new(allocator, streams), count)?,
@@ -140,6 +150,35 @@ fn cross(
         println!("{name} {count}");
     }
     println!("held {}", program.held());
+    Ok(())
+}
+
+/// All work of the device is complete from here on as soon as it was given to it.
+fn settle(simulator: &Simulator) {
+    simulator.set_mode(Mode::Instant);
+    simulator.complete_all();
+}
+
+/// A made-up program on one stream, so many times: also says how many rows that were.
+fn replay(allocator: &Allocator, stream: &Stream, times: usize) -> Result<(), Failure> {
+    let mut program = Program::new(Kind::Random, 1);
+    program.rows = Some(REPLAYED_ROWS);
+    program.streams = Some(1);
+    program.live = Some(1 << 30);
+    let trace = program.trace("made up")?;
+    for _ in 0..times {
+        let mut blocks = Vec::with_capacity(trace.rows().len());
+        for row in trace.rows() {
+            match row.op {
+                Op::Allocate => {
+                    blocks.push(Some(allocator.allocate(row.bytes as usize, stream)?));
+                }
+                Op::Free => blocks[row.id] = None,
+                _ => {}
+            }
+        }
+    }
+    println!("operations {}", times * trace.rows().len());
     Ok(())
 }
 
