@@ -66,13 +66,36 @@ impl RareLog {
 #[repr(align(128))]
 struct OwnCacheLine<T>(T);
 
+/// In this order: what a pair of calls reads is on one line.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Engine {
     /// Tells this allocator from every other one of the process; starts at 1.
     pub id: u64,
+    /// The allocator's id as long as stream caches serve here and the context is not lost, then 0.
+    at_once: AtomicU64,
+    /// Which stream cache has which page.
+    pub pages: Arc<PageTable>,
+    /// Blocks in large-block caches, held by somebody or not: where there are none, no stream cache is asked
+    /// for one.
+    pub in_large_caches: Arc<AtomicU32>,
+    /// The number of the newest finding of a capture for which a wait for everything was refused.
+    pub told: AtomicU64,
+    /// Every call asks whether its stream is captured, also where nothing else needs the driver.
+    ask_captures: bool,
+    /// The program promises that it captures no stream which the allocator knows.
+    pub no_captures: bool,
+    /// Owners of raw streams do not promise to retire them.
+    pub unretired: bool,
+    /// Who names a default stream by its handle while another context is current is refused.
+    pub context_checks: bool,
+    /// Blocks wait in the heap to be freed by a call that may.
+    pub deferred: AtomicBool,
+    /// It is known that the allocator outlives its handles for a capture's sake.
+    pub waits: AtomicBool,
+    pub context: Context,
     /// Itself, for what has to outlive the call that it is in.
     me: Weak<Engine>,
-    pub context: Context,
     pub device: Device,
     pub rules: Rules,
     /// Whether memory may be used through second layouts, as far as the settings say,
@@ -92,41 +115,20 @@ pub(crate) struct Engine {
     /// Events that put the uses of typed buffers in order, of the allocator's own context.
     pub events: EventPools,
     pub log: RareLog,
-    /// Which stream cache has which page.
-    pub pages: Arc<PageTable>,
-    /// Blocks in large-block caches, held by somebody or not: where there are none, no stream cache is asked
-    /// for one.
-    pub in_large_caches: Arc<AtomicU32>,
     /// Allocators that stand for this one.
     handles: AtomicUsize,
     /// Streams whose retirement was begun.
     retirements: AtomicU64,
-    /// Every call asks whether its stream is captured, also where nothing else needs the driver.
-    ask_captures: bool,
-    /// The program promises that it captures no stream which the allocator knows.
-    pub no_captures: bool,
-    /// Owners of raw streams do not promise to retire them.
-    pub unretired: bool,
-    /// Who names a default stream by its handle while another context is current is refused.
-    pub context_checks: bool,
     /// Tests of views that could not be waited for.
     pub unfinished: Mutex<Vec<Unfinished>>,
     heap: OwnCacheLine<Lock<Heap>>,
     lost: OnceLock<DriverError>,
-    /// The allocator's id as long as stream caches serve here and the context is not lost, then 0.
-    at_once: AtomicU64,
     /// Open scopes of graph pools.
     pub scopes: AtomicU64,
     /// When idle memory goes back, if it does so by itself.
     pub decay: Option<Decay>,
     /// What looks for errors of the program, if anything does.
     pub debug: Option<Debug>,
-    /// Blocks wait in the heap to be freed by a call that may.
-    pub deferred: AtomicBool,
-    /// It is known that the allocator outlives its handles for a capture's sake.
-    pub waits: AtomicBool,
-    /// The number of the newest finding of a capture for which a wait for everything was refused.
-    pub told: AtomicU64,
 }
 
 impl KeepAlive for Engine {}
