@@ -114,11 +114,16 @@ mod tests {
         let found: Vec<_> = (0..2).map(|_| asked()).collect();
         assert_eq!(found[0], found[1]);
         assert!(cfg!(not(unix)) || found[0].0.len() > 3);
+        assert!(text(&Backtrace::force_capture(), 30).len() <= 30);
+        if found[0].1.split(';').all(|name| name.starts_with("0x")) {
+            return println!(
+                "SKIPPED in part: this program was stripped of its symbols, so functions have no names"
+            );
+        }
         // The test is a function of this crate, so what called it is the innermost one that is named, unless the
         // debug information names functions without their paths.
         let innermost = found[0].1.rsplit(';').next().unwrap_or_default();
         assert!(!innermost.starts_with("cualloc::"), "{innermost}");
         assert!(found[0].1.contains("test"), "{}", found[0].1);
-        assert!(text(&Backtrace::force_capture(), 30).len() <= 30);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Policy};
+use cualloc::allocator::{Allocator, Block, Policy, ReliefHook};
 use cualloc::driver::{Stream, sys};
 use cualloc::error::OutOfMemory;
 use cualloc::sim::{FailPlan, SimConfig};
@@ -284,6 +284,56 @@ fn r1_memory_that_waits_made_free_is_found() {
         drop(busy);
         assert_eq!(rig.mismatches(ptr, BLOCK, 2, &a), 0);
         drop((again, kept));
+        rig.close(&allocator);
+    });
+}
+
+/// What can never be had costs nothing that is kept for others, unless a hook might raise the limit.
+#[test]
+fn a_request_beyond_everything_fails_at_once() {
+    each(|rig| {
+        const BLOCK: usize = 6 * MIB;
+        let allocator = rig.limited(4 * BLOCK);
+        let [stream, other] = rig.streams();
+        let warm = || drop([BLOCK, 4096].map(|bytes| allocator.allocate(bytes, &stream).unwrap()));
+        warm();
+        let (held, calls) = (allocator.stats().all.reserved.current, rig.memory_calls());
+        let device = rig.context.device().total_memory().unwrap() as usize;
+        for bytes in [4 * BLOCK + 1, device + 1, 1 << 40] {
+            let picture = out_of_memory(allocator.allocate(bytes, &stream).unwrap_err());
+            assert_eq!(picture.requested, bytes as u64);
+        }
+        warm();
+        let stats = allocator.stats();
+        assert_eq!(
+            (stats.all.reserved.current, rig.memory_calls()),
+            (held, calls)
+        );
+        assert_eq!(
+            (stats.ooms, stats.reclaim.flushed, stats.reclaim.released),
+            (3, 0, 0)
+        );
+        // Of a limit that was set below what is held this may be all that there is.
+        allocator.set_limit(Some(MIB as u64));
+        let busy = rig.busy(&stream);
+        warm();
+        drop(allocator.allocate(BLOCK, &other).unwrap());
+        drop(busy);
+        assert_eq!(allocator.stats().ooms, 3);
+        allocator.set_limit(Some(4 * BLOCK as u64));
+        let raised = allocator.clone();
+        let raise = move |_| {
+            raised.set_limit(Some(8 * BLOCK as u64));
+            0
+        };
+        allocator.add_relief_hook(ReliefHook::new("raise", raise));
+        drop(allocator.allocate(5 * BLOCK, &stream).unwrap());
+        let picture = out_of_memory(allocator.allocate(device + 1, &stream).unwrap_err());
+        assert_eq!(
+            (picture.requested, allocator.stats().reclaim.hooks),
+            (device as u64 + 1, 1)
+        );
+        allocator.remove_relief_hook("raise");
         rig.close(&allocator);
     });
 }

@@ -115,6 +115,11 @@ impl Hooks {
         replaced.is_some()
     }
 
+    /// Whether there is none.
+    pub(crate) fn is_empty(&self) -> bool {
+        process::lock(&self.0).is_empty()
+    }
+
     /// Removes a hook; whether it existed.
     pub(crate) fn remove(&self, name: &str) -> bool {
         let removed = {

@@ -87,6 +87,8 @@ pub(crate) struct Reclaim<'a> {
     pub cramped: bool,
     pub answer: Answer,
     pub last_resort: LastResort,
+    /// No step can serve the request: see [`Reclaim::is_beyond`].
+    pub beyond: bool,
     /// A failure that another step might have made up for.
     pub failure: Option<DriverError>,
 }
@@ -177,8 +179,22 @@ impl<'a> Reclaim<'a> {
             cramped: false,
             answer: Answer::Known,
             last_resort: LastResort::Hooks(None),
+            beyond: false,
             failure: None,
         }
+    }
+
+    /// Whether a request is for more than there can ever be: more than the device has, or than the limit, which only
+    /// a hook might raise. Giving back what is kept for others would be for nothing.
+    fn is_beyond(&self, heap: &Heap, want: &Want) -> bool {
+        let bytes = u64::from(want.granules) * GRANULE;
+        // A limit may have been set below what is held, and that may serve the request once it is free.
+        let most = heap
+            .physical
+            .limit
+            .map(|limit| limit.max(heap.stats.all.reserved.current));
+        bytes > self.total_memory
+            || (most.is_some_and(|most| bytes > most) && self.hooks.is_empty())
     }
 
     /// The driver's error that an out-of-memory error names.
@@ -229,6 +245,10 @@ impl<'a> Reclaim<'a> {
             && let Some(step) = fitting(heap, want)
         {
             return step;
+        }
+        if self.is_beyond(heap, want) {
+            self.beyond = true;
+            return Step::Fail;
         }
         if heap.rules == Rules::Classic {
             return choose_classic(heap, want).unwrap_or_else(|| self.make_room(heap, want));

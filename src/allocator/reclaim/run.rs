@@ -180,7 +180,7 @@ impl Engine {
             Step::Fail => {
                 // The next request asks the driver anew: others may have freed meanwhile.
                 heap.physical.full_at = None;
-                if heap.graphs.held > 0 {
+                if heap.graphs.held > 0 && !reclaim.beyond {
                     let spared;
                     (heap, spared) = self.unlocked(heap, || {
                         self.ask_pools()?;
