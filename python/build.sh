@@ -47,8 +47,11 @@ soname=$(readelf -dW "$built/libcualloc_capi.so" | sed -n 's/.*(SONAME).*\[\(.*\
 mapfile -t wanted < <(sed 's/^/-Wl,-u,/' capi/symbols.txt)
 "${link[@]}" -shared -o "${libraries[0]}" "-Wl,-soname,$soname,-z,nodelete,-z,defs,--gc-sections" \
     "-Wl,--version-script=$stage/exports" "${wanted[@]}" "$built/libcualloc_capi.a" "${link[-1]}" -ldl -lpthread -lm
-g++ -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -shared -fvisibility=default -I capi/include python/companion.cpp \
-    "${libraries[0]}" -Wl,-z,nodelete,-z,defs -o "${libraries[1]}"
+compile=(g++ -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -fvisibility=default -I capi/include)
+"${compile[@]}" -D_GLIBCXX_USE_CXX11_ABI=0 -c python/companion_strings.cpp -o "$stage/strings.o"
+"${compile[@]}" -shared python/companion.cpp "$stage/strings.o" "${libraries[0]}" -Wl,-z,nodelete,-z,defs \
+    -o "${libraries[1]}"
+rm "$stage/strings.o"
 strip --strip-unneeded "${libraries[@]}"
 
 # used PREFIX: the latest version of a library's interface that the two use.

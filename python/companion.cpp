@@ -5,6 +5,8 @@
 // it a std::runtime_error is thrown, which becomes a RuntimeError with the same text.
 //
 // The hooks that may throw, or take a std::function, are here; the others are the C library's own.
+#include "companion.h"
+
 #include <cualloc.h>
 
 #include <cxxabi.h>
@@ -22,19 +24,12 @@ struct CUstream_st;
 
 namespace {
 
-// c10::SourceLocation: where an error comes from.
-struct Source {
-    const char *function;
-    const char *file;
-    std::uint32_t line;
-};
-
-// c10::Error::Error(SourceLocation, std::string).
-using Construct = void (*)(void *self, Source from, std::string text);
 using Destroy = void (*)(void *self);
 
 struct Bound {
-    Construct construct;
+    // c10::Error::Error(SourceLocation, std::string), and whether its strings are those from before C++11.
+    void *construct;
+    bool old_strings;
     Destroy destroy;
     std::type_info *type;
     void *methods;
@@ -46,11 +41,19 @@ bool is_bound = false;
 // More than any version's c10::Error has.
 constexpr std::size_t room = 1024;
 
+void construct(const Bound &as, void *self, const char *text) {
+    const Source from{"cualloc_torch_alloc", "cualloc", 0};
+    if (as.old_strings) return construct_with_old_string(as.construct, self, from, text);
+    void (*call)(void *self, Source from, std::string text);
+    std::memcpy(&call, &as.construct, sizeof call);
+    call(self, from, text);
+}
+
 [[noreturn]] void raise_out_of_memory(const Bound &as, const char *text) {
     void *error = abi::__cxa_allocate_exception(room);
     std::memset(error, 0, room);
     try {
-        as.construct(error, Source{"cualloc_torch_alloc", "cualloc", 0}, text);
+        construct(as, error, text);
     } catch (...) {
         abi::__cxa_free_exception(error);
         throw std::runtime_error(text);
@@ -86,14 +89,15 @@ void forget(void *filter) { delete static_cast<Filter *>(filter); }
 
 extern "C" {
 
-// What PyTorch's libraries export: the constructor of c10::Error, and the type and the table of virtual functions of
-// c10::OutOfMemoryError. 1 if an error made of them is thrown, is caught and has its text, and so is used from now on.
-// Before the first allocation, once.
-std::int32_t cualloc_torch_bind(void *construct, void *type, void *table) {
+// What PyTorch's libraries export: the constructor of c10::Error (and whether it is the one with strings from before
+// C++11), and the type and the table of virtual functions of c10::OutOfMemoryError. 1 if an error made of them is thrown,
+// is caught and has its text, and so is used from now on. Before the first allocation, once.
+std::int32_t cualloc_torch_bind(void *construct, std::int32_t old_strings, void *type, void *table) {
     constexpr const char *text = "CUDA out of memory. (a trial)";
     if (!construct || !type || !table) return 0;
     Bound tried{};
-    std::memcpy(&tried.construct, &construct, sizeof construct);
+    tried.construct = construct;
+    tried.old_strings = old_strings != 0;
     tried.type = static_cast<std::type_info *>(type);
     // A table begins with the offset of the object and its type; its first function destroys.
     tried.methods = static_cast<char *>(table) + 2 * sizeof(void *);

@@ -6,7 +6,8 @@
 # losses must be the same bit by bit, unless they differ between two runs of PyTorch's own. What a machine lacks (a
 # second GPU, CuPy, JAX, RMM) is SKIPPED. About four minutes on one GPU. Exit code 0 only if all went well.
 #
-#   CUALLOC_GPU_LOGS   folder for the whole output of each program (else a temporary one)
+#   CUALLOC_GPU_LOGS         folder for the whole output of each program (else a temporary one)
+#   CUALLOC_FIRST_CAPTURES   how many processes have a first capture beside threads that allocate (1000)
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 wheel=${1:-$(ls .gpu/cualloc-*.whl 2>/dev/null | tail -n 1)}
@@ -129,13 +130,16 @@ END
 
 # Several at a time: they wait for the interpreter's start most of the time.
 edge() {
-    timeout 120 "$python" "python/tests/$1.py" "$2" >"$logs/$2" 2>&1 </dev/null
+    timeout 400 "$python" "python/tests/$1.py" "$2" >"$logs/$2" 2>&1 </dev/null
     echo $? >"$scratch/$2.code"
 }
-# Those of graphs look at what the device has left, so they are alone.
-cases=$("$python" python/tests/gpu_graphs.py --list)
-for name in $cases; do
-    edge gpu_graphs "$name"
+# Those of graphs look at what the device has left, and the others fill it, so they are alone.
+cases=
+for program in gpu_graphs gpu_beside; do
+    for name in $("$python" "python/tests/$program.py" --list); do
+        edge "$program" "$name"
+        cases="$cases $name"
+    done
 done
 edges=$("$python" python/tests/gpu_edges.py --list)
 for name in $edges; do
@@ -146,7 +150,7 @@ wait
 cases="$cases $edges"
 for name in $cases; do
     if [ "$(cat "$scratch/$name.code")" = 0 ] && grep -qx well "$logs/$name"; then
-        echo "$name: $(grep SKIPPED "$logs/$name" || echo well)"
+        echo "$name: $(grep -E '^SKIPPED|^[0-9]+ ' "$logs/$name" || echo well)"
     else
         failed "$name"
     fi

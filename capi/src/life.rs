@@ -40,7 +40,8 @@ pub extern "C" fn cualloc_options_free(options: *mut cualloc_options_t) {
 /// (context, none), peers (1+3), slack (5%), budget, profile (dense, quick), handle, decay (10s), keep (20%), nvtx (auto,
 /// off), debug (off, or guard, poison, quarantine:SIZE, leaks with + between). And device: cuda
 /// (the default), or sim, a simulated device of 80 GiB in host memory, in a library that was built with the feature sim.
-/// Settings that contradict each other are refused by cualloc_create.
+/// checks is none unless it is set, and unretired_streams is on in shared allocators. Settings that contradict each
+/// other are refused by cualloc_create.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
 /// UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.

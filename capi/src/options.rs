@@ -108,10 +108,22 @@ fn checked(key: &str, value: &str) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Settings of all allocators that nobody sets otherwise.
+const DEFAULTS: &[&str] = &["checks=none"];
+/// The same of shared ones.
+const SHARED_DEFAULTS: &[&str] = &["checks=none", "unretired_streams=on"];
+
+/// The key of one setting.
+fn key(part: &str) -> &str {
+    part.split('=').next().unwrap_or(part).trim()
+}
+
 impl Options {
-    /// The settings of the environment variable, with those that were set here in place of theirs.
+    /// The settings of the environment variable, with those that were set here in place of theirs. Null, 1 and 2 are
+    /// streams of the allocator's context whatever context is current, in builds for debugging too.
     pub(crate) fn config(&self) -> Result<Config, Failure> {
-        Ok(self.over(&Config::environment()?).parse::<Config>()?)
+        let text = self.with_defaults(&Config::environment()?, DEFAULTS);
+        Ok(text.parse::<Config>()?)
     }
 
     /// [`config`](Self::config) of allocators that are shared with those who do not know of each other: nobody of
@@ -123,21 +135,20 @@ impl Options {
     }
 
     fn over_shared(&self, inherited: &str) -> String {
-        const OWN: &str = "unretired_streams";
+        self.with_defaults(inherited, SHARED_DEFAULTS)
+    }
+
+    /// All settings, and of these defaults the ones that nobody has set.
+    fn with_defaults(&self, inherited: &str, defaults: &[&str]) -> String {
         let text = self.over(inherited);
-        let said = text
-            .split(',')
-            .any(|part| part.split('=').next().unwrap_or(part).trim() == OWN);
-        if said {
-            text
-        } else {
-            format!("{OWN}=on,{text}")
-        }
+        let unsaid = |default: &&&str| text.split(',').all(|part| key(part) != key(default));
+        let mut parts: Vec<&str> = defaults.iter().filter(unsaid).copied().collect();
+        parts.push(&text);
+        parts.join(",")
     }
 
     fn over(&self, inherited: &str) -> String {
-        let key = |part: &str| part.split('=').next().unwrap_or(part).trim().to_owned();
-        let stays = |part: &&str| !self.settings.contains_key(&key(part));
+        let stays = |part: &&str| !self.settings.contains_key(key(part));
         let inherited = inherited.split(',').filter(stays).map(str::to_owned);
         let own = self
             .settings
@@ -191,9 +202,28 @@ mod tests {
             let config = options.over_shared(inherited).parse::<Config>().unwrap();
             config.unretired_streams
         };
+        assert!(SHARED_DEFAULTS.starts_with(DEFAULTS));
         assert!(shared("", &[]) && shared("limit=1G", &[("views", "off")]));
         assert!(!shared("views=off, unretired_streams = off", &[]));
         assert!(!shared("", &[("unretired_streams", "off")]));
+    }
+
+    #[test]
+    fn contexts_are_checked_where_that_is_asked_for() {
+        let checks = |inherited: &str, own: &[(&str, &str)]| {
+            let options = Options {
+                settings: own
+                    .iter()
+                    .map(|(key, value)| (key.to_string(), value.to_string()))
+                    .collect(),
+                ..Options::default()
+            };
+            let text = options.with_defaults(inherited, DEFAULTS);
+            text.parse::<Config>().unwrap().context_checks
+        };
+        assert!(!checks("", &[]) && !checks("limit=1G", &[("views", "off")]));
+        assert!(checks("checks = context", &[]) && checks("", &[("checks", "context")]));
+        assert!(!checks("checks=context", &[("checks", "none")]));
     }
 
     #[test]

@@ -103,6 +103,11 @@ fn simulated_driver() -> Option<PathBuf> {
 
 /// Runs a program to its end, under the checker that was asked for.
 fn ends_well(program: &Path, arguments: &[&str]) {
+    assert!(run(&mut checked_command(program, arguments)).ends_with("well\n"));
+}
+
+/// A program under the checker that was asked for.
+fn checked_command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = match checked().as_str() {
         "valgrind" => {
             let mut command = Command::new("valgrind");
@@ -123,7 +128,7 @@ fn ends_well(program: &Path, arguments: &[&str]) {
     command
         .env("ASAN_OPTIONS", "abort_on_error=0")
         .env("UBSAN_OPTIONS", "halt_on_error=1");
-    assert!(run(&mut command).ends_with("well\n"));
+    command
 }
 
 /// Under valgrind a round takes as long as a hundred else.
@@ -160,6 +165,19 @@ fn wrong_arguments_from_eight_threads_are_errors_and_no_more() {
     program("c11", "hostile.c", Linked::Shared, &[rounds("10")]);
 }
 
+/// Written by somebody who had the header alone.
+#[test]
+fn a_stranger_is_told_what_the_header_says() {
+    let Some(driver) = simulated_driver() else {
+        return;
+    };
+    if let Some(program) = built("c11", &source("tests/c/stranger.c"), Linked::Shared) {
+        let mut command =
+            checked_command(&program, &[if checked().is_empty() { "2" } else { "1" }]);
+        assert!(run(command.env("CUALLOC_DRIVER", driver)).ends_with("well\n"));
+    }
+}
+
 #[test]
 fn parts_of_a_process_share_allocators() {
     program("c11", "shared.c", Linked::Shared, &[rounds("10")]);
@@ -192,9 +210,8 @@ fn streams_and_contexts_are_the_callers() {
         return;
     };
     for arguments in [&[] as &[&str], &["context dies first"]] {
-        let mut command = Command::new(&program);
-        command.args(arguments).env("CUALLOC_DRIVER", &driver);
-        assert!(run(command.env_remove("CUALLOC_CONFIG")).ends_with("well\n"));
+        let mut command = checked_command(&program, arguments);
+        assert!(run(command.env("CUALLOC_DRIVER", &driver)).ends_with("well\n"));
     }
 }
 
@@ -204,9 +221,8 @@ fn captures_go_through_pools_and_wrong_scopes_are_errors() {
         return;
     };
     if let Some(program) = built("c11", &source("tests/c/pools.c"), Linked::Shared) {
-        let mut command = Command::new(&program);
-        command.arg(rounds("50")).env("CUALLOC_DRIVER", &driver);
-        let output = command.env_remove("CUALLOC_CONFIG").output().unwrap();
+        let mut command = checked_command(&program, &[rounds("50")]);
+        let output = command.env("CUALLOC_DRIVER", &driver).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{said}");
         assert_eq!((&output.stdout[..], &*said), (&b"well\n"[..], ""));

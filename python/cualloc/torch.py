@@ -20,8 +20,10 @@ import torch
 from cualloc import _library, _torch_stats
 
 _COMPANION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc_torch.so")
-# Where PyTorch's own error can be found: the constructor, and the type with its table of functions.
+# Where PyTorch's own error can be found: the constructor (in wheels up to 2.6 it takes a string from before C++11), and
+# the type with its table of functions.
 _ERROR = "_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+_OLD_ERROR = "_ZN3c105ErrorC1ENS_14SourceLocationESs"
 _TYPE, _TABLE = "_ZTIN3c1016OutOfMemoryErrorE", "_ZTVN3c1016OutOfMemoryErrorE"
 _TYPE_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so")
 
@@ -63,6 +65,7 @@ def install(limit=None, config=None):
         _adopt_streams()
         _end_failed_captures()
         _refuse()
+        _leave_benchmark_off()
 
 
 def installed():
@@ -132,13 +135,14 @@ def _say_what_fails():
     """Has lack of memory thrown as PyTorch's own error, if this version of PyTorch lets us."""
     global _raises_own_error
     core = _loaded("libc10.so")
-    construct = core and _exported(core, _ERROR)
+    new, old = (core and _exported(core, name) for name in (_ERROR, _OLD_ERROR))
     libraries = filter(None, map(_loaded, _TYPE_LIBRARIES))
     kinds = ((_exported(library, _TYPE), _exported(library, _TABLE)) for library in libraries)
     kind, table = next((found for found in kinds if all(found)), (None, None))
     bind = _companion().cualloc_torch_bind
-    bind.restype, bind.argtypes = ctypes.c_int32, [ctypes.c_void_p] * 3
-    _raises_own_error = bool(bind(construct, kind, table))
+    bind.restype = ctypes.c_int32
+    bind.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p]
+    _raises_own_error = bool(bind(new or old, not new, kind, table))
     if not _raises_own_error:
         warnings.warn(
             f"cualloc cannot throw the own error of PyTorch {torch.__version__}: where memory lacks it is a "
@@ -244,6 +248,16 @@ _NO_MEM_POOL = (
 )
 
 
+_NO_SNAPSHOT = (
+    "cualloc is PyTorch's allocator, and has no snapshots in PyTorch's way: cualloc.record.start(path) records what "
+    "it does, and `cualloc export --to pytorch` makes a snapshot of that for memory_viz"
+)
+_NO_BENCHMARK = (
+    "torch.backends.cudnn.benchmark stays False: to try algorithms cuDNN asks how much is free in the cache of PyTorch's "
+    "own allocator, which cualloc has replaced. Convolutions go by cuDNN's own choice"
+)
+
+
 def _refuse():
     """Has what PyTorch asks of its own allocator alone fail with words that help."""
 
@@ -253,11 +267,45 @@ def _refuse():
 
         return refuse
 
-    for name in ("_cuda_getCheckpointState", "_cuda_setCheckpointPoolState", "_cuda_checkPoolLiveAllocations"):
+    def history(enabled=None, *_, **__):
+        # To end what nobody has begun is nothing.
+        if enabled:
+            raise RuntimeError(_NO_SNAPSHOT)
+
+    functions = {
+        "_cuda_getCheckpointState": refusing(_NO_TREES),
+        "_cuda_setCheckpointPoolState": refusing(_NO_TREES),
+        "_cuda_checkPoolLiveAllocations": refusing(_NO_TREES),
+        "_cuda_memorySnapshot": refusing(_NO_SNAPSHOT),
+        "_cuda_record_memory_history": history,
+        "_cuda_record_memory_history_legacy": history,
+    }
+    for name, function in functions.items():
         if hasattr(torch._C, name):
-            setattr(torch._C, name, refusing(_NO_TREES))
+            setattr(torch._C, name, function)
     if hasattr(torch.cuda, "MemPool"):
         torch.cuda.MemPool.__init__ = refusing(_NO_MEM_POOL)
+
+
+def _leave_benchmark_off():
+    """Programs that turn cuDNN's trials on run without them: with them the first convolution would be an error."""
+    if not hasattr(torch._C, "_set_cudnn_benchmark"):
+        return
+    original = torch._C._set_cudnn_benchmark
+
+    @functools.wraps(original)
+    def set_benchmark(on):
+        if on:
+            warnings.warn(_NO_BENCHMARK, RuntimeWarning, stacklevel=3)
+        original(False)
+
+    if torch._C._get_cudnn_benchmark():
+        set_benchmark(True)
+    torch._C._set_cudnn_benchmark = set_benchmark
+    # The attribute of torch.backends.cudnn knows the function itself.
+    flag = vars(type(torch.backends.cudnn)).get("benchmark")
+    if hasattr(flag, "setter"):
+        flag.setter = set_benchmark
 
 
 # ---- what users ask ------------------------------------------------------------------------------------------------
@@ -431,6 +479,7 @@ def capabilities():
         # What PyTorch asks a pluggable allocator for and none can answer.
         "cudagraph_trees": False,
         "memory_snapshot": False,
+        # It may be turned on, and stays off.
         "cudnn_benchmark": False,
         "cuda_ipc": False,
     }

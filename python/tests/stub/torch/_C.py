@@ -63,7 +63,7 @@ for _name in (
     *("_cuda_memoryStats", "_cuda_resetPeakMemoryStats", "_cuda_resetAccumulatedMemoryStats"),
     *("_cuda_getMemoryFraction", "_accelerator_getDeviceStats", "_accelerator_resetPeakStats"),
     *("_accelerator_resetAccumulatedStats", "_cuda_getCheckpointState", "_cuda_setCheckpointPoolState"),
-    "_cuda_checkPoolLiveAllocations",
+    *("_cuda_checkPoolLiveAllocations", "_cuda_memorySnapshot", "_cuda_record_memory_history"),
 ):
     globals()[_name] = _does_not
 
@@ -74,3 +74,15 @@ def _cuda_emptyCache():
 
 def _cuda_setMemoryFraction(fraction, device):
     current.functions["set_memory_fraction_fn"](fraction, device)
+
+
+benchmark = False
+
+
+def _get_cudnn_benchmark():
+    return benchmark
+
+
+def _set_cudnn_benchmark(on):
+    global benchmark
+    benchmark = on

@@ -2,7 +2,7 @@
 
 __version__ = "0.stub"
 
-from torch import _C, cuda
+from torch import _C, backends, cuda
 
 
 class device:
