@@ -8,6 +8,7 @@
 mod common;
 mod failures;
 mod pools;
+mod random;
 mod refused;
 mod streams;
 mod support;
