@@ -7,6 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod failures;
+mod peers;
 mod pools;
 mod random;
 mod refused;
