@@ -269,9 +269,14 @@ impl Rig {
 
     /// The kernels that the simulator knows, too.
     pub fn words(&self) -> Module {
+        self.words_in(&self.context)
+    }
+
+    /// [`words`](Self::words) in another context.
+    pub fn words_in(&self, context: &Context) -> Module {
         let text = concat!(include_str!("../../src/driver/words.ptx"), "\0");
         let text = CStr::from_bytes_with_nul(text.as_bytes()).unwrap();
-        Module::from_ptx(&self.context, text).unwrap()
+        Module::from_ptx(context, text).unwrap()
     }
 
     fn spin(&self, stream: &Stream, nanos: u64) {

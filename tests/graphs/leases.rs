@@ -45,6 +45,24 @@ fn a_close_waits_for_the_end_of_a_graph_to_be_told() {
     });
 }
 
+#[test]
+fn a_close_waits_for_graphs_also_where_blocks_are_held_back() {
+    packed(|rig| {
+        for _ in 0..20 {
+            let config: Config = "debug=quarantine:64M".parse().unwrap();
+            let allocator = rig.allocator_with(config);
+            let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+            let graph = capture(&pool, &stream, || {
+                drop(used(rig, &allocator, 2 * MIB, &stream));
+            });
+            drop(used(rig, &allocator, MIB, &stream));
+            stream.synchronize().unwrap();
+            drop(graph);
+            rig.close(&allocator);
+        }
+    });
+}
+
 /// The same for unused memory, where nobody captures with the pool any more.
 #[test]
 fn memory_of_a_pool_that_was_released_goes_with_its_last_graph() {

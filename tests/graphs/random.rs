@@ -415,6 +415,7 @@ fn program(seed: u64) -> Seen {
         let _retired = allocator.retire(&streams[3]);
         drop(streams);
         raw.destroy();
+        await_leases(&allocator, &pool, 0);
         drop(pool);
         rig.close(&allocator);
     });

@@ -4,7 +4,7 @@ use super::graphs::{PROGRAMMATIC, RELAXED, captured, counted, launch, race, stre
 use crate::support::*;
 use cualloc::driver::Dependency;
 use cualloc::driver::sys::*;
-use cualloc::sim::SimConfig;
+use cualloc::sim::{Report, SimConfig};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering;
 
@@ -184,4 +184,30 @@ fn a_user_object_may_end_after_the_call_that_ended_it() {
         late
     });
     assert!(late);
+}
+
+/// A user object ends behind the launches that held it: who is told may take away what they used.
+#[test]
+fn who_hears_of_the_end_of_a_launch_has_seen_it() {
+    for told in [true, false] {
+        let bench = bench();
+        let own = stream(&bench);
+        let (at, _) = bench.mapped(2 * MIB as usize);
+        let (object, ends) = counted(&bench);
+        let mut graph = captured(&own, |raw| bench.memset(at, 1, 4096, raw));
+        if told {
+            graph.retain(&object).unwrap();
+        }
+        drop(object);
+        let mut exec = graph.instantiate().unwrap();
+        drop(graph);
+        launch(&mut exec, &own);
+        drop(exec);
+        assert_eq!(ends.load(Ordering::Relaxed), 1);
+        assert_eq!(call!(bench, cuMemUnmap(at, 2 * MIB as usize)), OK);
+        match told {
+            true => bench.silent(),
+            false => bench.reported(|report| matches!(report, Report::InUse { .. })),
+        }
+    }
 }

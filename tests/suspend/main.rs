@@ -7,7 +7,9 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod failures;
+mod peers;
 mod pools;
+mod random;
 mod refused;
 mod streams;
 mod support;

@@ -248,6 +248,28 @@ fn a_pool_that_nobody_can_use_is_not_brought_back() {
     });
 }
 
+/// What is away of a released pool is given up by any call that looks; the books know that nothing is mapped.
+#[test]
+fn the_books_of_a_pool_that_is_given_up_while_it_is_away_agree() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let pool = allocator.graph_pool().unwrap();
+        let scope = pool.enter(Scope::Thread).unwrap();
+        drop(allocator.allocate(MIB, &stream).unwrap());
+        scope.leave().unwrap();
+        // Its memory waits for a stream that nobody has asked.
+        drop(pool);
+        suspend(&allocator, Contents::Drop);
+        let none = allocator.resume(Select::Stream(&stream)).unwrap_err();
+        assert!(matches!(none, Error::NotSuspended), "{none:?}");
+        allocator.check().unwrap();
+        resume(&allocator);
+        assert_held(rig, 0);
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
 #[test]
 fn a_pool_of_another_allocator_is_refused() {
     packed(|rig| {

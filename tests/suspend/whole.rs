@@ -2,7 +2,6 @@
 
 use super::support::*;
 use cualloc::allocator::{Segment, SegmentChange, SegmentHook};
-use cualloc::sim::SimConfig;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
@@ -161,31 +160,6 @@ fn an_allocator_that_is_dropped_while_it_is_suspended_holds_nothing() {
 }
 
 /// I8: all devices that had access have it again, in homes and views.
-#[test]
-fn peers_have_access_again() {
-    only_on(Policy::Packed, SimConfig::with_devices(3, 8 << 30), |rig| {
-        if rig.driver.device_count().unwrap() < 3 {
-            return eprintln!("SKIPPED: needs three devices");
-        }
-        let world = World::new(rig, Config::new().peers([1]));
-        let devices: Vec<_> = (0..3).map(|n| rig.driver.device(n).unwrap()).collect();
-        let access = || {
-            let entered = rig.context.enter().unwrap();
-            let at = world.addresses().into_iter();
-            let asked = at.flat_map(|at| devices.iter().map(move |device| (at, device)));
-            let asked = asked.map(|(at, device)| entered.has_access(at, device).unwrap());
-            asked.collect::<Vec<bool>>()
-        };
-        let before = access();
-        assert_eq!(before[..3], [true, true, false]);
-        suspend(&world.allocator, Contents::Pinned);
-        resume(&world.allocator);
-        assert_eq!(access(), before);
-        world.assert_intact(rig);
-        world.close(rig);
-    });
-}
-
 #[test]
 fn hooks_hear_of_each_segment_without_locks() {
     packed(|rig| {

@@ -134,6 +134,8 @@ impl Engine {
     /// [`close`](Self::close), which waits a little for graphs that are just gone.
     pub(crate) fn close_after_graphs(&self) -> Result<(), Error> {
         self.free_deferred();
+        // Blocks that a debug mode holds back are nobody's.
+        self.release_quarantine(0);
         if self.open()?.live_totals().0 == 0 {
             self.await_leases(LATE, |_| true);
         }

@@ -183,8 +183,7 @@ impl Arena {
         runs
     }
 
-    /// Where a request fits, in memory that may be used: the best fit, at home if there is any, else in a view; the
-    /// lowest address on ties.
+    /// Where a request fits best in memory that may be used: at home, else in a view; the lowest address on ties.
     pub(crate) fn find(&self, fit: Fit, runs: &[(u64, u64)]) -> Option<Place> {
         let best = |runs: &[(u64, u64)]| {
             let fits = |run: &&(u64, u64)| fit.aligned(run.0) + fit.bytes() <= run.1;
@@ -379,6 +378,7 @@ impl Arena {
     /// All handles are the driver's, and nothing is mapped any more but what failed calls left behind.
     pub(crate) fn forget_memory(&mut self) {
         self.free.clear();
+        self.mapped = 0;
         for (home, handle) in std::mem::take(&mut self.handles) {
             self.homes.put(home, handle.bytes);
         }

@@ -80,6 +80,9 @@ impl State {
             for (queue, _) in gone.lanes {
                 self.retire_queue(queue);
             }
+            if let Some(last) = &gone.last {
+                self.outlived(&gone.objects, last);
+            }
             self.drop_all(gone.objects);
         }
     }

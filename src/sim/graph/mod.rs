@@ -182,13 +182,19 @@ pub(super) struct Exec {
     running: u64,
     destroyed: bool,
     /// The last launch, behind which the next one comes: a queue, a position there, and what came before.
-    last: Option<(u32, u64, Arc<Clock>)>,
+    last: Option<Launch>,
 }
 
 pub(super) struct UserObject {
     count: u64,
     callback: Callback,
+    /// The last launches of executables that held it: they are over before its function runs, so whom that tells has
+    /// seen them complete.
+    launches: Vec<Launch>,
 }
+
+/// The end of a launch: its queue, its place there, and what comes before it.
+pub(super) type Launch = (u32, u64, Arc<Clock>);
 
 /// Everything that has to do with graphs.
 pub(super) struct Graphs {

@@ -1,6 +1,6 @@
 //! User objects: what is told when a graph, its executables and their launches are gone.
 
-use super::{References, UserObject};
+use super::{Launch, References, UserObject};
 use crate::driver::sys::*;
 use crate::sim::args::Out;
 use crate::sim::call::{R, fail};
@@ -29,6 +29,9 @@ impl State {
         if entry.count == 0
             && let Some(gone) = self.graphs.objects.remove(object)
         {
+            for (queue, seq, clock) in &gone.launches {
+                self.observe(*queue, *seq, clock);
+            }
             self.defer(gone.callback);
         }
     }
@@ -37,6 +40,15 @@ impl State {
     pub(super) fn drop_all(&mut self, held: References) {
         for (object, count) in held {
             self.drop_references(object, count);
+        }
+    }
+
+    /// Something that held objects was launched, and does not run any more.
+    pub(super) fn outlived(&mut self, held: &References, last: &Launch) {
+        for (object, _) in held {
+            if let Some(entry) = self.graphs.objects.get_mut(*object) {
+                entry.launches.push(last.clone());
+            }
         }
     }
 
@@ -73,6 +85,7 @@ impl State {
                 alone: true,
                 late: self.config.late_destructors,
             },
+            launches: Vec::new(),
         });
         object.set(value as CUuserObject)
     }
