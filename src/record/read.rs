@@ -6,7 +6,7 @@ use crate::event::Kind;
 use crate::event::file;
 use crate::event::file::UNIT;
 use crate::event::names::LONGEST;
-use crate::event::record::{self, MAPPED, SMALL};
+use crate::event::record::{self, MAPPED, OTHERS, SMALL};
 use crate::record::recording::{Action, Event, RecordedStream, Recording};
 
 /// Most streams of a recording: as many as a trace can have.
@@ -369,12 +369,22 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
 
 /// Which streams the slots of allocators stand for.
 #[derive(Default)]
-struct Slots(HashMap<(u16, u16), (u16, bool)>);
+struct Slots {
+    known: HashMap<(u16, u16), (u16, bool)>,
+    /// Streams that share one slot, by allocator and handle.
+    others: HashMap<(u16, u64), u16>,
+}
 
 impl Slots {
     /// A slot stands for a stream with a handle from here on.
     fn begin(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16), handle: u64) {
-        if let Some((number, told)) = self.0.get_mut(&slot) {
+        if u32::from(slot.1) == OTHERS {
+            let number = self.others.entry((slot.0, handle));
+            let number = *number.or_insert_with(|| add(streams, slot.0, handle));
+            self.known.insert(slot, (number, true));
+            return;
+        }
+        if let Some((number, told)) = self.known.get_mut(&slot) {
             let stream = &mut streams[usize::from(*number)];
             // The same one, told of again, or one that was used before it was told of.
             if stream.handle == handle || !*told {
@@ -383,11 +393,11 @@ impl Slots {
             }
         }
         let number = add(streams, slot.0, handle);
-        self.0.insert(slot, (number, true));
+        self.known.insert(slot, (number, true));
     }
 
     fn stream(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16)) -> u16 {
-        let known = self.0.entry(slot);
+        let known = self.known.entry(slot);
         known
             .or_insert_with(|| (add(streams, slot.0, u64::from(slot.1)), false))
             .0
