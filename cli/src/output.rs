@@ -98,6 +98,13 @@ impl Output {
         }
     }
 
+    /// Says on stderr that results are worth less than they look, unless it was asked for quiet.
+    pub fn warning(&self, text: &str) {
+        if !self.quiet {
+            complain("warning", text);
+        }
+    }
+
     /// Says that there is no result for a trace, and why; the message of the error names the file.
     pub fn failed(&mut self, trace: &str, line: Option<u64>, why: &dyn Error) -> io::Result<()> {
         error(&text::chain(why));

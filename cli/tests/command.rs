@@ -240,6 +240,13 @@ fn a_limit_that_is_too_small_fails_and_names_the_row() {
     assert!(error.contains("out of memory"), "{error}");
     assert!(complaint.contains(error), "{complaint}");
     assert_eq!(line["reasons"][0], error);
+    // Why, and what helps.
+    let why = line["reasons"][1].as_str().unwrap();
+    assert!(
+        why.starts_with("the cause is `limit`. Raise the limit"),
+        "{why}"
+    );
+    assert!(complaint.contains(why), "{complaint}");
 }
 
 #[test]

@@ -8,7 +8,7 @@ mod levels;
 #[cfg(test)]
 mod tests;
 
-use crate::input::{self, InputError};
+use crate::input::{self, Input, InputError};
 use crate::machine::Machine;
 use crate::options::{DeviceChoice, GlobalOptions, ViewOptions};
 use crate::output::Output;
@@ -79,13 +79,13 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     };
     let mut traces = Vec::with_capacity(options.files.len());
     for path in &options.files {
-        match input::read_with_stacks(path, options.max_rows) {
+        match input::read(path, options.max_rows, output) {
             Ok(read) => traces.push((path, read)),
             Err(error) => return failed(path, output, &error.into()),
         }
     }
     // The last one is shown, and what changed from the first to it.
-    let Some((path, (trace, stacks))) = traces.pop() else {
+    let Some((path, Input { trace, stacks, .. })) = traces.pop() else {
         return Ok(true);
     };
     let memory = machine.memory()?;
@@ -96,7 +96,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     let replay =
         |trace| Replay::new(trace).config(settings.config().clone().limit(limit_of(trace)));
     let mut before = None;
-    for (path, (trace, _)) in &traces {
+    for (path, Input { trace, .. }) in &traces {
         let ground = machine.context(options.lag)?;
         let bar = output.progress(trace.rows().len() as u64, trace.name());
         let replay = replay(trace).on_progress(|done| bar.set_position(done));
