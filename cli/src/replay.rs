@@ -424,7 +424,7 @@ fn cells(line: &Line<'_>, report: &ReplayReport, table: &Table) -> Vec<Cell> {
         calls(last).into(),
         last.map_or_else(dash, |pass| pass.calls.handle_ops().to_string())
             .into(),
-        last.map_or_else(dash, |pass| format!("{:.0}", pass.nanos_per_row))
+        last.map_or_else(dash, |pass| output::nanos(pass.nanos_per_row))
             .into(),
         Cell::verdict(end, report.is_clean()),
     ]

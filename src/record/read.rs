@@ -364,7 +364,46 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
             allocator,
         });
     }
+    if recording.lost > 0 {
+        recording.events = with_lost_frees(recording.events);
+    }
     recording
+}
+
+/// Events, some of which were lost, with the frees that must have been among those: before a block that lies where
+/// another one is live.
+fn with_lost_frees(events: Vec<Event>) -> Vec<Event> {
+    let mut live: BTreeMap<(u16, u64), Event> = BTreeMap::new();
+    let mut whole = Vec::with_capacity(events.len());
+    for event in events {
+        let place = (event.allocator, event.address);
+        match event.action {
+            Action::Allocate => {
+                let end = event.address.saturating_add(event.bytes.max(1));
+                let from = (event.allocator, 0);
+                let below = (event.allocator, end);
+                while let Some((at, block)) = live.range(from..below).next_back() {
+                    let (at, block) = (*at, *block);
+                    if block.address.saturating_add(block.bytes) <= event.address {
+                        break;
+                    }
+                    live.remove(&at);
+                    whole.push(Event {
+                        action: Action::Free,
+                        time: event.time,
+                        context: 0,
+                        ..block
+                    });
+                }
+                live.insert(place, event);
+            }
+            Action::Held => drop(live.entry(place).or_insert(event)),
+            Action::Free => drop(live.remove(&place)),
+            _ => {}
+        }
+        whole.push(event);
+    }
+    whole
 }
 
 /// Which streams the slots of allocators stand for.

@@ -64,6 +64,8 @@ struct Frame<'a> {
     config: Option<&'a str>,
     /// Who holds memory at the end of a recording, by stacks.
     stacks: Option<&'a Profile>,
+    /// What the file lacks.
+    warnings: &'a [String],
 }
 
 pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -> Outcome {
@@ -85,9 +87,10 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         }
     }
     // The last one is shown, and what changed from the first to it.
-    let Some((path, Input { trace, stacks, .. })) = traces.pop() else {
+    let Some((path, shown)) = traces.pop() else {
         return Ok(true);
     };
+    let trace = &shown.trace;
     let memory = machine.memory()?;
     let limit_of = |trace: &Trace| {
         let limit = options.limit.or_else(|| settings.limit());
@@ -115,15 +118,16 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     }
     let ground = machine.context(options.lag)?;
     let frame = Frame {
-        trace: &trace,
+        trace,
         before,
-        limit: limit_of(&trace),
+        limit: limit_of(trace),
         memory,
         config: settings.text(),
-        stacks: stacks.as_ref(),
+        stacks: shown.stacks.as_ref(),
+        warnings: &shown.warnings,
     };
     let bar = output.progress(trace.rows().len() as u64, trace.name());
-    let replay = replay(&trace).on_progress(|done| bar.set_position(done));
+    let replay = replay(trace).on_progress(|done| bar.set_position(done));
     let page = page(&frame, replay, options.maps, ground.context());
     bar.finish_and_clear();
     let page = match page {
@@ -212,6 +216,7 @@ fn page(
         "contexts": contexts.names,
         "finest": levels::FINEST,
         "error": error,
+        "warnings": frame.warnings,
         "out_of_memory": picture,
         "difference": difference,
         "stacks": frame.stacks.map(by_stack),

@@ -380,6 +380,9 @@ fn recordings_are_read_like_traces_and_exported() {
         let told = String::from_utf8_lossy(&told);
         assert!(told.contains(why), "{told}");
     }
+    let page = fed(&["view", "-", "-q", "-o", "-"], part).stdout;
+    let page = String::from_utf8(page).unwrap();
+    assert!(page.contains(&format!("\"warnings\":[\"{why}\"]")));
     for (wrong, why) in [
         (&recording[..40], "cut off"),
         (b"\x80\x02cos\nsystem\n".as_slice(), "is not executed"),
