@@ -1,5 +1,6 @@
 //! `cualloc capacity`.
 
+use crate::input::Input;
 use crate::machine::Machine;
 use crate::options::{GlobalOptions, TraceOptions};
 use crate::output::{self, Output, SCHEMA};
@@ -30,6 +31,8 @@ struct Line<'a> {
     error: Option<String>,
     /// All that went wrong.
     reasons: Vec<String>,
+    /// What the file lacks.
+    warnings: Vec<String>,
 }
 
 pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) -> Outcome {
@@ -55,8 +58,10 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
     output.header(&table)?;
     let mut well = true;
     for path in &options.files {
-        let trace = match input::read(path, options.max_rows) {
-            Ok(trace) => trace,
+        let Input {
+            trace, warnings, ..
+        } = match input::read(path, options.max_rows, output) {
+            Ok(input) => input,
             Err(error) => {
                 output.failed(&input::name(path), error.line(), &error)?;
                 well = false;
@@ -82,7 +87,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
             }
             None => Vec::new(),
         };
-        let line = line(&machine, &settings, &trace, &search, &faults);
+        let line = line(&machine, &settings, (&trace, warnings), &search, &faults);
         if output.json {
             output.json(&line)?;
         } else {
@@ -120,7 +125,7 @@ fn search(
 fn line<'a>(
     machine: &'a Machine,
     settings: &'a Settings,
-    trace: &'a Trace,
+    (trace, warnings): (&'a Trace, Vec<String>),
     search: &Capacity,
     faults: &[replay::Fault],
 ) -> Line<'a> {
@@ -138,6 +143,7 @@ fn line<'a>(
         config: settings.text(),
         error: faults.first().map(|fault| fault.text.clone()),
         reasons: faults.iter().map(|fault| fault.text.clone()).collect(),
+        warnings,
     }
 }
 
@@ -152,7 +158,7 @@ fn cells(line: &Line<'_>) -> Vec<Cell> {
             .into(),
         output::ratio(line.min_limit_ratio).into(),
         line.ns_per_row_at_limit
-            .map_or_else(dash, |nanos| format!("{nanos:.0}"))
+            .map_or_else(dash, |nanos| output::nanos(nanos))
             .into(),
         line.handle_ops
             .map_or_else(dash, |handles| handles.to_string())

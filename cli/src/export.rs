@@ -6,7 +6,9 @@ use crate::output::Output;
 use crate::sink::Sink;
 use crate::{Failure, Outcome, text};
 use cualloc::record::{Profile, Recording, Snapshot};
-use std::io;
+use flate2::Compression;
+use flate2::bufread::GzEncoder;
+use std::io::{self, Read};
 use std::path::PathBuf;
 
 /// What messages call stdout.
@@ -27,7 +29,7 @@ enum ExportError {
 }
 
 pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
-    match export(options) {
+    match export(options, output) {
         Ok(()) => Ok(true),
         Err(ExportError::Write { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => {
             Err(Failure::Output(source))
@@ -43,12 +45,13 @@ pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
     }
 }
 
-fn export(options: &ExportOptions) -> Result<(), ExportError> {
+fn export(options: &ExportOptions, output: &Output) -> Result<(), ExportError> {
     let bytes = match options.to {
         FormatChoice::Csv => {
-            let trace = input::read(&options.file, options.max_rows)?;
+            let input = input::read(&options.file, options.max_rows, output)?;
             let mut text = Vec::new();
-            trace
+            input
+                .trace
                 .write(&mut text)
                 .map_err(|source| ExportError::Write {
                     path: options.out.clone(),
@@ -57,7 +60,7 @@ fn export(options: &ExportOptions) -> Result<(), ExportError> {
             text
         }
         format => {
-            let recording = input::recording(&options.file, options.max_rows)?;
+            let recording = input::recording(&options.file, options.max_rows, output)?;
             let recording = recording.ok_or_else(|| ExportError::NotARecording {
                 path: options.file.clone(),
             })?;
@@ -76,9 +79,20 @@ fn made(format: FormatChoice, recording: &Recording) -> Vec<u8> {
     match format {
         FormatChoice::Pytorch => Snapshot::of(recording).to_pickle(),
         FormatChoice::PytorchJson => Snapshot::of(recording).to_json().into_bytes(),
-        FormatChoice::Pprof => profile(recording).to_pprof(),
+        FormatChoice::Pprof => compressed(&profile(recording).to_pprof()),
         FormatChoice::Collapsed => profile(recording).to_collapsed().into_bytes(),
         FormatChoice::Csv => Vec::new(),
+    }
+}
+
+/// As profiles lie in files: some of their readers know no others.
+fn compressed(bytes: &[u8]) -> Vec<u8> {
+    let mut packed = Vec::new();
+    let mut reader = GzEncoder::new(bytes, Compression::default());
+    // What lies in memory is read without an error.
+    match reader.read_to_end(&mut packed) {
+        Ok(_) => packed,
+        Err(_) => bytes.to_vec(),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Traces, recordings and snapshots: opening, decompressing, telling apart, naming.
 
+use crate::output::Output;
 use crate::text;
 use cualloc::record::{Profile, ReadError, Recording, Snapshot, SnapshotError};
 use cualloc::trace::{Trace, TraceError};
@@ -120,6 +121,20 @@ fn whole(path: &Path, file: impl Read, rows: u64) -> Result<Vec<u8>, InputError>
     })
 }
 
+/// What a recording lacks.
+fn missing(recording: &Recording) -> Vec<String> {
+    let mut missing = Vec::new();
+    if !recording.is_complete() {
+        missing.push("the recording breaks off: what came later is not in it".to_owned());
+    }
+    match recording.lost() {
+        0 => {}
+        1 => missing.push("one event was lost, so figures may be wrong".to_owned()),
+        lost => missing.push(format!("{lost} events were lost, so figures may be wrong")),
+    }
+    missing
+}
+
 fn read_recording(path: &Path, bytes: &[u8], rows: u64) -> Result<Recording, InputError> {
     Recording::read_at_most(bytes, rows).map_err(|error| InputError::Recording {
         path: path.to_owned(),
@@ -127,42 +142,59 @@ fn read_recording(path: &Path, bytes: &[u8], rows: u64) -> Result<Recording, Inp
     })
 }
 
-/// Reads a recording of at most so many events from a plain or gzip file; `None` if it is something else.
-pub fn recording(path: &Path, rows: u64) -> Result<Option<Recording>, InputError> {
+/// Reads a recording of at most so many events from a plain or gzip file; `None` if it is something else. What it lacks is
+/// told.
+pub fn recording(path: &Path, rows: u64, output: &Output) -> Result<Option<Recording>, InputError> {
     let file = open(path)?;
     let bytes = match file.buffer().starts_with(&GZIP_MAGIC) {
         true => whole(path, decompressed(file), rows)?,
         false => whole(path, file, rows)?,
     };
     match Kind::of(&bytes) {
-        Kind::Recording => Ok(Some(read_recording(path, &bytes, rows)?)),
+        Kind::Recording => {
+            let recording = read_recording(path, &bytes, rows)?;
+            warn(path, &missing(&recording), output);
+            Ok(Some(recording))
+        }
         _ => Ok(None),
     }
 }
 
+/// The trace of the device of a snapshot that has the most rows, of several the first.
+fn longest(snapshot: &Snapshot, name: &str) -> Result<Trace, TraceError> {
+    let mut longest = Trace::from_rows(name, [])?;
+    for device in 0..snapshot.devices() {
+        let trace = snapshot.to_trace(name, device)?;
+        if trace.rows().len() > longest.rows().len() {
+            longest = trace;
+        }
+    }
+    Ok(longest)
+}
+
 /// The trace of a recording or of a snapshot, and who holds memory by the stacks of a recording that has any. Of a
-/// snapshot it is that of the first device that has one.
+/// snapshot it is that of the device that has the most rows.
 fn converted(path: &Path, kind: &Kind, bytes: &[u8], rows: u64) -> Result<Input, InputError> {
     let name = name(path);
-    let mut stacks = None;
+    let (mut stacks, mut warnings) = (None, Vec::new());
     let trace = if *kind == Kind::Recording {
         let recording = read_recording(path, bytes, rows)?;
         stacks = (recording.sampling() > 0).then(|| Profile::of_stacks(&recording));
+        warnings = missing(&recording);
         recording.to_trace(&name, None)
     } else {
         let snapshot = Snapshot::read(bytes).map_err(|error| InputError::Snapshot {
             path: path.to_owned(),
             error,
         })?;
-        let mut traces = (0..snapshot.devices()).map(|device| snapshot.to_trace(&name, device));
-        let empty = |trace: &Result<Trace, TraceError>| {
-            trace.as_ref().is_ok_and(|trace| trace.rows().is_empty())
-        };
-        let found = traces.find(|trace| !empty(trace));
-        found.unwrap_or_else(|| Trace::from_rows(name.as_str(), []))
+        longest(&snapshot, &name)
     };
     match trace {
-        Ok(trace) => Ok((trace, stacks)),
+        Ok(trace) => Ok(Input {
+            trace,
+            stacks,
+            warnings,
+        }),
         Err(error) => Err(InputError::Trace {
             path: path.to_owned(),
             error,
@@ -171,16 +203,40 @@ fn converted(path: &Path, kind: &Kind, bytes: &[u8], rows: u64) -> Result<Input,
 }
 
 /// Reads a trace of at most so many rows from a plain or gzip file: a trace, a recording, or a PyTorch snapshot, told
-/// apart by their first bytes; from stdin if it is called `-`.
-pub fn read(path: &Path, rows: u64) -> Result<Trace, InputError> {
-    read_with_stacks(path, rows).map(|(trace, _)| trace)
+/// apart by their first bytes; from stdin if it is called `-`. What the file lacks is told.
+pub fn read(path: &Path, rows: u64, output: &Output) -> Result<Input, InputError> {
+    let input = read_silently(path, rows)?;
+    warn(path, &input.warnings, output);
+    Ok(input)
 }
 
-/// A trace, and who holds memory by stacks.
-pub type Input = (Trace, Option<Profile>);
+fn warn(path: &Path, warnings: &[String], output: &Output) {
+    let file = text::file(path, STDIN);
+    for warning in warnings {
+        output.warning(&format!("{file}: {warning}"));
+    }
+}
 
-/// [`read`], and who holds memory at the end, by the stacks of a recording that has any.
-pub fn read_with_stacks(path: &Path, rows: u64) -> Result<Input, InputError> {
+/// What was read from a file.
+pub struct Input {
+    pub trace: Trace,
+    /// Who holds memory at the end, by the stacks of a recording that has any.
+    pub stacks: Option<Profile>,
+    /// What the file lacks, so that figures of it may be too small.
+    pub warnings: Vec<String>,
+}
+
+impl From<Trace> for Input {
+    fn from(trace: Trace) -> Input {
+        Input {
+            trace,
+            stacks: None,
+            warnings: Vec::new(),
+        }
+    }
+}
+
+fn read_silently(path: &Path, rows: u64) -> Result<Input, InputError> {
     let file = open(path)?;
     if !file.buffer().starts_with(&GZIP_MAGIC) {
         let kind = Kind::of(file.buffer());
@@ -192,7 +248,7 @@ pub fn read_with_stacks(path: &Path, rows: u64) -> Result<Input, InputError> {
             path: path.to_owned(),
             error,
         });
-        return Ok((trace?, None));
+        return trace.map(Input::from);
     }
     let mut text = decompressed(file);
     let kind = match text.fill_buf() {
@@ -204,7 +260,7 @@ pub fn read_with_stacks(path: &Path, rows: u64) -> Result<Input, InputError> {
     }
     let trace = Trace::read(name(path), Bounded::new(&mut text, rows));
     let trace = trace.map_err(|error| told(path, error, &mut text));
-    Ok((trace?, None))
+    trace.map(Input::from)
 }
 
 /// Why a compressed trace cannot be read.

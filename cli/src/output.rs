@@ -98,6 +98,13 @@ impl Output {
         }
     }
 
+    /// Says on stderr that results are worth less than they look, unless it was asked for quiet.
+    pub fn warning(&self, text: &str) {
+        if !self.quiet {
+            complain("warning", text);
+        }
+    }
+
     /// Says that there is no result for a trace, and why; the message of the error names the file.
     pub fn failed(&mut self, trace: &str, line: Option<u64>, why: &dyn Error) -> io::Result<()> {
         error(&text::chain(why));
@@ -209,6 +216,14 @@ pub fn mebibytes(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / (1 << 20) as f64)
 }
 
+/// Nanoseconds in at most six characters.
+pub fn nanos(nanos: f64) -> String {
+    match nanos {
+        few if few < 999_999.5 => format!("{few:.0}"),
+        many => format!("{many:.1e}"),
+    }
+}
+
 /// A ratio with four digits, or a dash.
 pub fn ratio(ratio: Option<f64>) -> String {
     ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.4}"))
@@ -217,4 +232,22 @@ pub fn ratio(ratio: Option<f64>) -> String {
 /// `bytes / of`; nothing if that makes no sense.
 pub fn ratio_of(bytes: u64, of: u64) -> Option<f64> {
     (of > 0).then(|| bytes as f64 / of as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::nanos;
+
+    #[test]
+    fn nanoseconds_of_a_slow_machine_do_not_widen_a_table() {
+        for (amount, text) in [
+            (0.4, "0"),
+            (999_999.4, "999999"),
+            (999_999.6, "1.0e6"),
+            (4_076_800.0, "4.1e6"),
+            (1e15, "1.0e15"),
+        ] {
+            assert_eq!(nanos(amount), text);
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! `cualloc replay`.
 
+use crate::input::Input;
 use crate::machine::Machine;
 use crate::options::{GlobalOptions, ReplayOptions};
 use crate::output::{self, Output, SCHEMA};
@@ -41,6 +42,8 @@ struct Line<'a> {
     error: Option<String>,
     /// All that went wrong.
     reasons: Vec<String>,
+    /// What the file lacks.
+    warnings: Vec<String>,
     memory: MemoryLine,
     replays: Vec<ReplayLine>,
 }
@@ -164,8 +167,10 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
     output.header(&table)?;
     let mut well = true;
     for path in &traces.files {
-        let trace = match input::read(path, traces.max_rows) {
-            Ok(trace) => trace,
+        let Input {
+            trace, warnings, ..
+        } = match input::read(path, traces.max_rows, output) {
+            Ok(input) => input,
             Err(error) => {
                 output.failed(&input::name(path), error.line(), &error)?;
                 well = false;
@@ -182,7 +187,7 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
             }
         };
         let faults = faults(&report);
-        let line = line(&machine, &settings, &trace, &report, &faults);
+        let line = line(&machine, &settings, (&trace, warnings), &report, &faults);
         if output.json {
             output.json(&line)?;
         } else {
@@ -252,7 +257,7 @@ fn replay(
 fn line<'a>(
     machine: &'a Machine,
     settings: &'a Settings,
-    trace: &'a Trace,
+    (trace, warnings): (&'a Trace, Vec<String>),
     report: &ReplayReport,
     faults: &[Fault],
 ) -> Line<'a> {
@@ -275,6 +280,7 @@ fn line<'a>(
         failed_row: report.failed.map(|(_, row)| row),
         error: faults.first().map(|fault| fault.text.clone()),
         reasons: faults.iter().map(|fault| fault.text.clone()).collect(),
+        warnings,
         memory: MemoryLine::new(report),
         replays: report.passes.iter().map(ReplayLine::new).collect(),
     }
@@ -320,6 +326,10 @@ pub fn faults(report: &ReplayReport) -> Vec<Fault> {
             line: Some(Trace::line_of(row.saturating_sub(1))),
             text: format!("replay {pass} failed at row {row}{why}"),
         });
+        if let Some(Error::OutOfMemory(picture)) = &report.error {
+            let (cause, advice) = (picture.cause().name(), picture.advice());
+            faults.push(Fault::new(format!("the cause is `{cause}`. {advice}")));
+        }
     }
     let mut also = |text: String| faults.push(Fault::new(text));
     if let Some(mismatches) = report.mismatches.filter(|count| *count > 0) {
@@ -414,7 +424,7 @@ fn cells(line: &Line<'_>, report: &ReplayReport, table: &Table) -> Vec<Cell> {
         calls(last).into(),
         last.map_or_else(dash, |pass| pass.calls.handle_ops().to_string())
             .into(),
-        last.map_or_else(dash, |pass| format!("{:.0}", pass.nanos_per_row))
+        last.map_or_else(dash, |pass| output::nanos(pass.nanos_per_row))
             .into(),
         Cell::verdict(end, report.is_clean()),
     ]

@@ -97,6 +97,7 @@ fn replay_writes_one_object_per_trace_with_these_fields() {
                 "config",
                 "error",
                 "reasons",
+                "warnings",
                 "device",
                 "policy",
                 "rows",
@@ -240,6 +241,13 @@ fn a_limit_that_is_too_small_fails_and_names_the_row() {
     assert!(error.contains("out of memory"), "{error}");
     assert!(complaint.contains(error), "{complaint}");
     assert_eq!(line["reasons"][0], error);
+    // Why, and what helps.
+    let why = line["reasons"][1].as_str().unwrap();
+    assert!(
+        why.starts_with("the cause is `limit`. Raise the limit"),
+        "{why}"
+    );
+    assert!(complaint.contains(why), "{complaint}");
 }
 
 #[test]
@@ -428,6 +436,7 @@ fn capacity_finds_a_limit_that_replays_confirm() {
             "config",
             "error",
             "reasons",
+            "warnings",
             "device",
             "policy",
             "requested_peak_bytes",

@@ -45,6 +45,7 @@ def stop():
 
 
 _MOST_FRAMES = 64
+_MOST_PLACES = 65536
 _known = {}
 
 
@@ -58,13 +59,17 @@ def _where(_):
         if not place:
             return 0
         place = tuple(place)
-        if place not in _known:
+        number = _known.get(place)
+        if number is None:
             names = [f"{os.path.basename(code.co_filename)}:{line}:{code.co_name}" for code, line in place]
             name = ";".join(part.replace(";", ",") for part in reversed(names)).encode(errors="replace")
             # The innermost functions count, and no character is cut in two.
             name = name[-4096:].decode(errors="ignore").encode()
-            _known[place] = _l.LIBRARY.cualloc_context(name)
-        return _known[place]
+            number = _l.LIBRARY.cualloc_context(name)
+            # A program that makes functions as it runs has places without end.
+            if len(_known) < _MOST_PLACES:
+                _known[place] = number
+        return number
     except ValueError:
         # The thread has no Python function.
         return 0

@@ -54,6 +54,9 @@ const BYTES_BITS: u32 = 48;
 const BYTES_MASK: u64 = (1 << BYTES_BITS) - 1;
 const SHORT: u32 = u16::MAX as u32;
 
+/// The slot of streams that have none: those of graph pools, which are told of before each block of theirs.
+pub(crate) const OTHERS: u32 = SHORT;
+
 /// What all records about one stream of an allocator have: the bits of both in the last two words.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Whose([u64; 2]);

@@ -8,7 +8,7 @@ use crate::event::clock;
 use crate::event::file::Start;
 use crate::event::mapped::Mapped;
 use crate::event::names;
-use crate::event::record::{Event, Kind, Record, Whose};
+use crate::event::record::{Event, Kind, OTHERS, Record, Whose};
 use crate::event::ring::{Ring, Writer};
 
 /// The number of the recording that runs; 0 for none.
@@ -215,7 +215,9 @@ pub(crate) fn push(event: Event) {
 /// [`push`] in a context that is not the thread's.
 pub(crate) fn push_in(event: Event, context: u32) {
     let tap = match event.kind {
-        Kind::Source | Kind::Stream | Kind::Map | Kind::Unmap => &RARE,
+        Kind::Source | Kind::Map | Kind::Unmap => &RARE,
+        // What is told of before each of its blocks stays in their order.
+        Kind::Stream if event.stream != OTHERS => &RARE,
         _ => &SHARED,
     };
     // The ring's order is that of time: what waits for the lock is later.

@@ -6,7 +6,7 @@ use crate::event::Kind;
 use crate::event::file;
 use crate::event::file::UNIT;
 use crate::event::names::LONGEST;
-use crate::event::record::{self, MAPPED, SMALL};
+use crate::event::record::{self, MAPPED, OTHERS, SMALL};
 use crate::record::recording::{Action, Event, RecordedStream, Recording};
 
 /// Most streams of a recording: as many as a trace can have.
@@ -364,17 +364,66 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
             allocator,
         });
     }
+    if recording.lost > 0 {
+        recording.events = with_lost_frees(recording.events);
+    }
     recording
+}
+
+/// Events, some of which were lost, with the frees that must have been among those: before a block that lies where
+/// another one is live.
+fn with_lost_frees(events: Vec<Event>) -> Vec<Event> {
+    let mut live: BTreeMap<(u16, u64), Event> = BTreeMap::new();
+    let mut whole = Vec::with_capacity(events.len());
+    for event in events {
+        let place = (event.allocator, event.address);
+        match event.action {
+            Action::Allocate => {
+                let end = event.address.saturating_add(event.bytes.max(1));
+                let from = (event.allocator, 0);
+                let below = (event.allocator, end);
+                while let Some((at, block)) = live.range(from..below).next_back() {
+                    let (at, block) = (*at, *block);
+                    if block.address.saturating_add(block.bytes) <= event.address {
+                        break;
+                    }
+                    live.remove(&at);
+                    whole.push(Event {
+                        action: Action::Free,
+                        time: event.time,
+                        context: 0,
+                        ..block
+                    });
+                }
+                live.insert(place, event);
+            }
+            Action::Held => drop(live.entry(place).or_insert(event)),
+            Action::Free => drop(live.remove(&place)),
+            _ => {}
+        }
+        whole.push(event);
+    }
+    whole
 }
 
 /// Which streams the slots of allocators stand for.
 #[derive(Default)]
-struct Slots(HashMap<(u16, u16), (u16, bool)>);
+struct Slots {
+    known: HashMap<(u16, u16), (u16, bool)>,
+    /// Streams that share one slot, by allocator and handle.
+    others: HashMap<(u16, u64), u16>,
+}
 
 impl Slots {
     /// A slot stands for a stream with a handle from here on.
     fn begin(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16), handle: u64) {
-        if let Some((number, told)) = self.0.get_mut(&slot) {
+        if u32::from(slot.1) == OTHERS {
+            let number = self.others.entry((slot.0, handle));
+            let number = *number.or_insert_with(|| add(streams, slot.0, handle));
+            self.known.insert(slot, (number, true));
+            return;
+        }
+        if let Some((number, told)) = self.known.get_mut(&slot) {
             let stream = &mut streams[usize::from(*number)];
             // The same one, told of again, or one that was used before it was told of.
             if stream.handle == handle || !*told {
@@ -383,11 +432,11 @@ impl Slots {
             }
         }
         let number = add(streams, slot.0, handle);
-        self.0.insert(slot, (number, true));
+        self.known.insert(slot, (number, true));
     }
 
     fn stream(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16)) -> u16 {
-        let known = self.0.entry(slot);
+        let known = self.known.entry(slot);
         known
             .or_insert_with(|| (add(streams, slot.0, u64::from(slot.1)), false))
             .0

@@ -4,14 +4,12 @@ use std::collections::BTreeMap;
 
 use crate::allocator::size::GRANULE;
 use crate::record::recording::{Action, Event, Recording};
-use crate::record::snapshot::{Act, Block, Entry, Segment, Snapshot, State};
+use crate::record::snapshot::{Act, Block, DEVICES, Entry, Segment, Snapshot, State};
 
 /// Addresses and handles are below this, as readers need it that know numbers with a point alone.
 const HIGHEST: u64 = 1 << 53;
 /// Bytes of a context's name that are kept, from its end.
 const MOST_NAME: usize = 256;
-/// Most devices.
-const DEVICES: usize = 1024;
 
 /// Memory from the driver, by its first byte.
 #[derive(Clone, Copy)]

@@ -1,6 +1,6 @@
 //! PyTorch's memory snapshots: made of recordings, written as pickle or JSON, and read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::record::json::{self, Json};
 use crate::record::out::Out;
@@ -134,6 +134,16 @@ pub(super) struct Entry {
     pub stream: u64,
     pub time_us: u64,
     pub context: u32,
+}
+
+/// Most devices whose numbers are believed.
+pub(super) const DEVICES: usize = 1024;
+
+/// A block that was there before its trace begins.
+struct Earlier {
+    bytes: u64,
+    stream: u64,
+    context: u32,
 }
 
 /// A memory snapshot as PyTorch has them: what each device's memory is divided into, and how it came to that.
@@ -295,13 +305,62 @@ impl Snapshot {
         read(&tree)
     }
 
-    /// The number of devices with a trace; the traces of some may be empty.
+    /// The number of devices of which it has a trace or blocks; the traces of some may be empty.
     pub fn devices(&self) -> usize {
-        self.traces.len()
+        let used = |segment: &&Segment| segment.blocks.iter().any(|b| b.state != State::Free);
+        let devices = self
+            .segments
+            .iter()
+            .filter(used)
+            .map(|segment| segment.device);
+        let last = devices.filter(|device| *device < DEVICES).max();
+        self.traces.len().max(last.map_or(0, |last| last + 1))
     }
 
-    /// The trace of a device, as it can be replayed. Blocks whose allocation the snapshot does not have are left out, and
-    /// a completion that follows its free at once is none.
+    /// What was live on a device before its trace begins, by address: what the trace frees and never had, and what is
+    /// live at the end and the trace says nothing about.
+    fn earlier(&self, device: usize) -> BTreeMap<u64, Earlier> {
+        let mut earlier = BTreeMap::new();
+        let mut known = BTreeSet::new();
+        for entry in self.traces.get(device).into_iter().flatten() {
+            let frees = match entry.act {
+                Act::Alloc => false,
+                Act::Free | Act::FreeRequested | Act::FreeCompleted => true,
+                _ => continue,
+            };
+            if known.insert(entry.address) && frees {
+                let (bytes, stream, context) = (entry.size, entry.stream, entry.context);
+                let block = Earlier {
+                    bytes,
+                    stream,
+                    context,
+                };
+                earlier.insert(entry.address, block);
+            }
+        }
+        let segments = self.segments.iter().filter(|s| s.device == device);
+        for (segment, block) in segments.flat_map(|s| s.blocks.iter().map(move |b| (s, b))) {
+            if block.state != State::Free && known.insert(block.address) {
+                let bytes = match block.requested {
+                    0 => block.size,
+                    bytes => bytes,
+                };
+                let (stream, context) = (segment.stream, block.context);
+                let earlier_block = Earlier {
+                    bytes,
+                    stream,
+                    context,
+                };
+                earlier.insert(block.address, earlier_block);
+            }
+        }
+        earlier.retain(|_, block| block.bytes > 0);
+        earlier
+    }
+
+    /// The trace of a device, as it can be replayed. Blocks that were there before the snapshot's own trace begins come
+    /// first: those that are live at its end, and those whose frees it has. A completion that follows its free at once is
+    /// none.
     ///
     /// # Errors
     /// [`TraceError::LiveBytesOverflow`]: the bytes of a file from a stranger may add up to anything.
@@ -319,14 +378,22 @@ impl Snapshot {
             id,
             bytes,
         };
+        let mut stream_of = |handle| {
+            let known = u16::try_from(streams.len()).unwrap_or(u16::MAX);
+            *streams.entry(handle).or_insert(known)
+        };
+        for (at, block) in self.earlier(device) {
+            let stream = stream_of(block.stream);
+            live.insert(at, (next, stream));
+            rows.push(row(Op::Allocate, (next, stream), block.bytes));
+            contexts.push(block.context);
+            next += 1;
+        }
         for entry in self.traces.get(device).into_iter().flatten() {
             let at = entry.address;
             match entry.act {
                 Act::Alloc if entry.size > 0 => {
-                    let known = streams.len();
-                    let stream = *streams
-                        .entry(entry.stream)
-                        .or_insert(u16::try_from(known).unwrap_or(u16::MAX));
+                    let stream = stream_of(entry.stream);
                     let lost = live.insert(at, (next, stream));
                     rows.extend(lost.map(|block| row(Op::Free, block, 0)));
                     freed.remove(&at);

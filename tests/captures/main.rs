@@ -7,6 +7,7 @@
 mod buffers;
 #[path = "../common/mod.rs"]
 mod common;
+mod debug;
 mod given_back;
 mod named;
 mod owned;

@@ -9,7 +9,7 @@ use cualloc::driver::Stream;
 use cualloc::error::{Cause, OutOfMemory};
 use cualloc::sim::SimConfig;
 
-fn refused(allocator: &Allocator, bytes: usize, stream: &Stream) -> OutOfMemory {
+pub fn refused(allocator: &Allocator, bytes: usize, stream: &Stream) -> OutOfMemory {
     match allocator.allocate(bytes, stream) {
         Err(Error::OutOfMemory(picture)) => *picture,
         other => panic!("no refusal: {other:?}"),
@@ -17,7 +17,7 @@ fn refused(allocator: &Allocator, bytes: usize, stream: &Stream) -> OutOfMemory 
 }
 
 /// The picture names the cause in all its forms.
-fn named(picture: &OutOfMemory, cause: Cause) {
+pub fn named(picture: &OutOfMemory, cause: Cause) {
     let report = picture.report();
     assert_eq!(picture.cause(), cause, "{report}");
     let line = |name: &str| {

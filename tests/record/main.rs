@@ -4,16 +4,21 @@
 mod causes;
 #[path = "../common/mod.rs"]
 mod common;
+#[cfg(feature = "sim")]
+mod device;
 #[cfg(all(feature = "sim", target_os = "linux"))]
 mod forks;
 #[cfg(feature = "sim")]
 mod formats;
+#[cfg(feature = "sim")]
+mod graphs;
 #[cfg(feature = "sim")]
 mod readers;
 #[cfg(feature = "sim")]
 mod recorder;
 #[cfg(feature = "sim")]
 mod rings;
+mod snapshots;
 #[cfg(feature = "sim")]
 mod stacks;
 

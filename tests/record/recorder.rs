@@ -26,7 +26,7 @@ pub fn blocks(recording: &Recording, scene: &Scene) -> Vec<Event> {
 }
 
 /// What is live at the end, by the events, each of which must make sense after those before it.
-fn live(events: &[Event]) -> BTreeMap<u64, u64> {
+pub fn live(events: &[Event]) -> BTreeMap<u64, u64> {
     let mut live = BTreeMap::new();
     for event in events {
         match event.action {

@@ -2,7 +2,7 @@
 
 use crate::recorder::blocks;
 use crate::scene::{MIB, Scene, alone, memory};
-use cualloc::record::Action;
+use cualloc::record::{Action, Recording};
 use cualloc::sim::SimConfig;
 
 #[test]
@@ -71,4 +71,58 @@ fn events_that_no_ring_of_a_file_is_left_for_are_counted() {
     let found = blocks(&recording, &scene).len();
     assert!(found < 20 * STREAMS, "{found}");
     assert_eq!(found as u64 + recording.lost(), 20 * STREAMS as u64);
+}
+
+/// The file of a thread that was too slow lacks frees: what lies where they were tells of them.
+#[test]
+fn a_block_where_another_one_is_live_tells_of_a_lost_free() {
+    const ALLOCATE: u64 = 1;
+    const FREE: u64 = 2;
+    let file = |lost: u64| {
+        let mut bytes = b"cuallocR".to_vec();
+        for word in [1u64, 1_000_000_000, 0, 0, 0, 0, 0] {
+            bytes.extend(word.to_le_bytes());
+        }
+        let records = [
+            (ALLOCATE, 0x1000, 5000),
+            (ALLOCATE, 0x4000, 512),
+            (FREE, 0x4000, 512),
+            (ALLOCATE, 0x8000, 512),
+            // Over the first, at its middle; then over this and the one behind it.
+            (ALLOCATE, 0x1200, 1000),
+            (ALLOCATE, 0x1000, 0x7200),
+            (FREE, 0x1000, 0x7200),
+        ];
+        bytes.extend((1u64).to_le_bytes());
+        bytes.extend((8 + records.len() as u64 * 32).to_le_bytes());
+        bytes.extend(lost.to_le_bytes());
+        for (time, (kind, at, size)) in (1u64..).zip(records) {
+            let words = [time, at | kind, size, 0];
+            bytes.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        }
+        bytes.extend(3u64.to_le_bytes());
+        bytes.extend(0u64.to_le_bytes());
+        Recording::read(&bytes).unwrap()
+    };
+    let recording = file(3);
+    assert!(recording.is_complete());
+    let events = recording.events().iter();
+    let events = events.map(|e| (e.action == Action::Free, e.address, e.bytes));
+    let expected = [
+        (false, 0x1000, 5000),
+        (false, 0x4000, 512),
+        (true, 0x4000, 512),
+        (false, 0x8000, 512),
+        (true, 0x1000, 5000),
+        (false, 0x1200, 1000),
+        (true, 0x8000, 512),
+        (true, 0x1200, 1000),
+        (false, 0x1000, 0x7200),
+        (true, 0x1000, 0x7200),
+    ];
+    assert!(events.eq(expected), "{:?}", recording.events());
+    let trace = recording.to_trace("lost", None).unwrap();
+    assert_eq!(trace.requested_peak(), 0x7200);
+    // Where nothing was lost, nothing is made up.
+    assert_eq!(file(0).events().len(), 7);
 }

@@ -2,6 +2,7 @@
 
 mod trial;
 
+use crate::input::Input;
 use crate::machine::Machine;
 use crate::options::{AdviseOptions, DeviceChoice, GlobalOptions};
 use crate::output::{self, Output, SCHEMA};
@@ -43,6 +44,8 @@ struct Line<'a> {
     error: Option<String>,
     /// Why it does not fit.
     reasons: Vec<String>,
+    /// What the file lacks.
+    warnings: &'a [String],
 }
 
 /// Settings, and what they cost.
@@ -179,8 +182,10 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
     output.header(&table)?;
     let mut well = true;
     for path in &options.files {
-        let trace = match input::read(path, options.max_rows) {
-            Ok(trace) => trace,
+        let Input {
+            trace, warnings, ..
+        } = match input::read(path, options.max_rows, output) {
+            Ok(input) => input,
             Err(error) => {
                 output.failed(&input::name(path), error.line(), &error)?;
                 well = false;
@@ -197,7 +202,7 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
         };
         for advice in &advice {
             if output.json {
-                output.json(&line(&trace, advice, settings.text()))?;
+                output.json(&line(&trace, &warnings, advice, settings.text()))?;
                 continue;
             }
             let shown = if options.all { usize::MAX } else { 1 };
@@ -288,7 +293,12 @@ fn fail(stop: Stop, path: &Path, trace: &Trace, output: &mut Output) -> Result<(
     Ok(())
 }
 
-fn line<'a>(trace: &'a Trace, advice: &'a Advice, config: Option<&'a str>) -> Line<'a> {
+fn line<'a>(
+    trace: &'a Trace,
+    warnings: &'a [String],
+    advice: &'a Advice,
+    config: Option<&'a str>,
+) -> Line<'a> {
     let best = advice.best();
     Line {
         schema: SCHEMA,
@@ -304,6 +314,7 @@ fn line<'a>(trace: &'a Trace, advice: &'a Advice, config: Option<&'a str>) -> Li
         config,
         error: None,
         reasons: advice.reasons(),
+        warnings,
     }
 }
 

@@ -8,7 +8,7 @@ mod levels;
 #[cfg(test)]
 mod tests;
 
-use crate::input::{self, InputError};
+use crate::input::{self, Input, InputError};
 use crate::machine::Machine;
 use crate::options::{DeviceChoice, GlobalOptions, ViewOptions};
 use crate::output::Output;
@@ -64,6 +64,8 @@ struct Frame<'a> {
     config: Option<&'a str>,
     /// Who holds memory at the end of a recording, by stacks.
     stacks: Option<&'a Profile>,
+    /// What the file lacks.
+    warnings: &'a [String],
 }
 
 pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -> Outcome {
@@ -79,15 +81,16 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     };
     let mut traces = Vec::with_capacity(options.files.len());
     for path in &options.files {
-        match input::read_with_stacks(path, options.max_rows) {
+        match input::read(path, options.max_rows, output) {
             Ok(read) => traces.push((path, read)),
             Err(error) => return failed(path, output, &error.into()),
         }
     }
     // The last one is shown, and what changed from the first to it.
-    let Some((path, (trace, stacks))) = traces.pop() else {
+    let Some((path, shown)) = traces.pop() else {
         return Ok(true);
     };
+    let trace = &shown.trace;
     let memory = machine.memory()?;
     let limit_of = |trace: &Trace| {
         let limit = options.limit.or_else(|| settings.limit());
@@ -96,7 +99,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     let replay =
         |trace| Replay::new(trace).config(settings.config().clone().limit(limit_of(trace)));
     let mut before = None;
-    for (path, (trace, _)) in &traces {
+    for (path, Input { trace, .. }) in &traces {
         let ground = machine.context(options.lag)?;
         let bar = output.progress(trace.rows().len() as u64, trace.name());
         let replay = replay(trace).on_progress(|done| bar.set_position(done));
@@ -115,15 +118,16 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     }
     let ground = machine.context(options.lag)?;
     let frame = Frame {
-        trace: &trace,
+        trace,
         before,
-        limit: limit_of(&trace),
+        limit: limit_of(trace),
         memory,
         config: settings.text(),
-        stacks: stacks.as_ref(),
+        stacks: shown.stacks.as_ref(),
+        warnings: &shown.warnings,
     };
     let bar = output.progress(trace.rows().len() as u64, trace.name());
-    let replay = replay(&trace).on_progress(|done| bar.set_position(done));
+    let replay = replay(trace).on_progress(|done| bar.set_position(done));
     let page = page(&frame, replay, options.maps, ground.context());
     bar.finish_and_clear();
     let page = match page {
@@ -212,6 +216,7 @@ fn page(
         "contexts": contexts.names,
         "finest": levels::FINEST,
         "error": error,
+        "warnings": frame.warnings,
         "out_of_memory": picture,
         "difference": difference,
         "stacks": frame.stacks.map(by_stack),

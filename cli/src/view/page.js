@@ -346,7 +346,7 @@ async function main() {
   prepare();
   $('facts').textContent = [rows + ' rows', data.born.length + ' blocks', meta.streams.length + ' streams', meta.policy + ' policy',
     'limit ' + (meta.limit === null ? 'none' : bytes(meta.limit)), bytes(meta.memory) + ' of device memory',
-    ...(meta.config === null ? [] : ['CUALLOC_CONFIG=' + meta.config])].join(', ');
+    ...(meta.config === null ? [] : ['CUALLOC_CONFIG=' + meta.config]), ...meta.warnings].join(', ');
   if (meta.error !== null) {
     $('error').hidden = false;
     $('error').textContent = meta.error;

@@ -40,6 +40,7 @@ fn written(trace: &Trace, limit: Option<u64>) -> String {
         memory: 8 << 30,
         config: Some("limit=</script><img src=x onerror=alert(1)>"),
         stacks: None,
+        warnings: &[],
     };
     let context = simulator.context(0).unwrap();
     let page = page(
@@ -300,6 +301,7 @@ fn hostile_stacks_are_text() {
         memory: 8 << 30,
         config: None,
         stacks: Some(&profile),
+        warnings: &[],
     };
     let context = simulator.context(0).unwrap();
     let page = page(&frame, Replay::new(&trace), 3, &context).unwrap();

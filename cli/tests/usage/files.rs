@@ -344,10 +344,45 @@ fn recordings_are_read_like_traces_and_exported() {
     let snapshot = export(&recording, "pytorch");
     assert_eq!(export(&snapshot, "csv"), trace.as_bytes());
     assert!(export(&recording, "pytorch-json").starts_with(b"{\"segments\":"));
-    assert!(!export(&recording, "pprof").is_empty());
+    let profile = export(&recording, "pprof");
+    let mut unpacked = Vec::new();
+    let mut reader = flate2::read::GzDecoder::new(&profile[..]);
+    std::io::Read::read_to_end(&mut reader, &mut unpacked).unwrap();
+    let read = cualloc::record::Recording::read(&recording).unwrap();
+    let expected = cualloc::record::Profile::of(&read).to_pprof();
+    assert_eq!(unpacked, expected);
     let replayed = run(&["replay", file, "--device", "sim", "--json"]);
     assert!(replayed.status.success(), "{replayed:?}");
     assert!(String::from_utf8_lossy(&replayed.stdout).contains("3146240"));
+    // A part of it is no answer to what all of it needs.
+    let part = &recording[..recording.len() - 30];
+    let why = "the recording breaks off: what came later is not in it";
+    for command in [
+        &["replay", "-", "--json"][..],
+        &["capacity", "-", "--json"],
+        &["advise", "-", "--json", "--memory", "1G"],
+    ] {
+        let output = fed(command, part);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(told.contains(&format!("warning: <stdin>: {why}")), "{told}");
+        let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(line["warnings"], serde_json::json!([why]), "{line}");
+        let whole = fed(command, &recording);
+        let line: serde_json::Value = serde_json::from_slice(&whole.stdout).unwrap();
+        assert_eq!(line["warnings"], serde_json::json!([]), "{line}");
+    }
+    for command in [
+        &["export", "-", "--to", "pprof", "--out", "/dev/null"][..],
+        &["export", "-", "--to", "csv", "--out", "/dev/null"],
+        &["view", "-", "-o", "/dev/null"],
+    ] {
+        let told = fed(command, part).stderr;
+        let told = String::from_utf8_lossy(&told);
+        assert!(told.contains(why), "{told}");
+    }
+    let page = fed(&["view", "-", "-q", "-o", "-"], part).stdout;
+    let page = String::from_utf8(page).unwrap();
+    assert!(page.contains(&format!("\"warnings\":[\"{why}\"]")));
     for (wrong, why) in [
         (&recording[..40], "cut off"),
         (b"\x80\x02cos\nsystem\n".as_slice(), "is not executed"),

@@ -285,7 +285,13 @@ impl Engine {
             requested: request.requested,
             views: request.views && self.views_allowed(),
         };
-        self.obtain_in_pool(&request, user, cached_only).map(Some)
+        let made = self.obtain_in_pool(&request, user, cached_only);
+        if process::is_recording()
+            && let Err(Error::OutOfMemory(_)) = made
+        {
+            self.lock().tell_refused(request.requested);
+        }
+        made.map(Some)
     }
 
     /// The scope and the pool of a request.
@@ -392,7 +398,7 @@ impl Engine {
             drop(heap);
             let made = commit::make(&self.maker(), &plan);
             let mut heap = self.lock();
-            let place = heap.graphs.planned(request.pool, plan, made.as_deref());
+            let place = heap.planned_in_pool(request.pool, plan, made.as_deref());
             match made {
                 Ok(_) => {
                     if let Some(place) = place {

@@ -12,6 +12,7 @@ use crate::allocator::graph::{Footprint, Pool};
 use crate::allocator::heap::graph::Restoration;
 use crate::clock::Clock;
 use crate::error::{Error, GraphPoolError};
+use crate::event::Kind;
 
 /// How long the driver may take to say that graphs are gone, where it is well if they are and they may not be.
 pub(crate) const SOON: Duration = Duration::from_millis(5);
@@ -173,17 +174,20 @@ impl Engine {
         let (mut released, mut first) = (0, Ok(()));
         for (pool, mut arena) in taken {
             let held = arena.held();
-            let homes: Vec<u64> = arena.handles.keys().copied().collect();
+            let homes = arena.at_home();
             let done = commit::dissolve(&self.context, &mut arena);
             first = first.and(done);
             let addresses = arena.take_addresses();
             released += held - arena.held();
             {
                 let mut heap = self.lock();
-                let gone = homes
-                    .iter()
-                    .filter(|home| !arena.handles.contains_key(home));
-                gone.for_each(|home| heap.suspended.died(*home));
+                let left = arena.at_home();
+                for (home, bytes) in &homes {
+                    if !left.contains_key(home) {
+                        heap.suspended.died(*home);
+                        heap.tell_pool_memory(Kind::Unmap, *home, *bytes);
+                    }
+                }
                 for (base, bytes) in &addresses {
                     heap.extents.lookup.forget(*base, *bytes);
                 }

@@ -7,9 +7,11 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Asker;
 use crate::allocator::graph::arena::{Fit, Live, Place, Tag};
 use crate::allocator::graph::checkpoint::Changes;
+use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
+use crate::event::Kind;
 
 /// A request to a pool.
 #[derive(Debug, Clone, Copy)]
@@ -76,6 +78,23 @@ impl Heap {
             .plan(request.pool, request.asker, request.fit, &means)
     }
 
+    /// What was planned in a pool was made, or was not: the place of the block for which it was planned.
+    pub(crate) fn planned_in_pool(
+        &mut self,
+        pool: u64,
+        plan: Plan,
+        made: Result<&[u64], &NotMade>,
+    ) -> Option<Place> {
+        if let (Ok(_), Some((home, sizes))) = (&made, &plan.fresh) {
+            let mut at = *home;
+            for bytes in sizes {
+                self.tell_pool_memory(Kind::Map, at, *bytes);
+                at += bytes;
+            }
+        }
+        self.graphs.planned(pool, plan, made)
+    }
+
     /// A block of a pool gets a record.
     pub(crate) fn pooled_born(
         &mut self,
@@ -92,6 +111,9 @@ impl Heap {
         records.cold_mut(id).requested = requested;
         self.extents.lookup.insert(place.addr, id);
         let captured = users.iter().any(|user| user.since.is_some());
+        if let Some(user) = users.first() {
+            self.tell_pooled(Kind::Allocate, (place.addr, requested), user);
+        }
         let live = Live {
             id,
             generation,
@@ -117,6 +139,9 @@ impl Heap {
         let live = pool.arena.release(addr, tag)?;
         self.extents.lookup.remove(addr);
         self.extents.records.retire(live.id);
+        if let Some(user) = live.users.first() {
+            self.tell_pooled(Kind::Free, (addr, live.requested), user);
+        }
         Some(live)
     }
 

@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 
 use crate::allocator::extent::record::SpaceId;
+use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
 use crate::allocator::report::BlockState;
 use crate::allocator::stream::slot::StreamKey;
 use crate::driver::process;
-use crate::event::record::{MAPPED, SMALL};
+use crate::event::record::{MAPPED, OTHERS, SMALL};
 use crate::event::{Event, Kind, names, session};
 use crate::nvtx::Category;
 
@@ -96,6 +97,22 @@ impl Heap {
         }
     }
 
+    /// A block of a graph pool was handed out, or is freed: with its bytes as they were asked for, and its first user.
+    pub(crate) fn tell_pooled(&self, kind: Kind, (at, bytes): (u64, u64), user: &User) {
+        if process::is_recording() {
+            let stream = self.streams.find(user.key);
+            if stream.is_none() && kind == Kind::Allocate {
+                self.tell(Kind::Stream, 0, user.raw as u64, OTHERS);
+            }
+            self.tell(kind, at, bytes, stream.unwrap_or(OTHERS));
+        }
+    }
+
+    /// A handle was mapped for a graph pool, or went.
+    pub(crate) fn tell_pool_memory(&self, kind: Kind, at: u64, bytes: u64) {
+        self.tell_held(kind, at, bytes, (SpaceId::Large, true));
+    }
+
     /// A slot stands for a stream from here on.
     pub(crate) fn tell_stream(&self, stream: u32, raw: usize) {
         if process::is_recording() {
@@ -119,6 +136,11 @@ impl Heap {
             let pool = pool(holding.space, holding.handle.is_some());
             rare.push(self.event(Kind::Map, *at, holding.bytes, pool));
         }
+        for pool in self.graphs.pools.values() {
+            for (at, bytes) in pool.arena.at_home() {
+                rare.push(self.event(Kind::Map, at, bytes, MAPPED));
+            }
+        }
         let slots: HashMap<u64, u32> = self
             .streams
             .iter()
@@ -129,6 +151,19 @@ impl Heap {
             .into_iter()
             .flat_map(|segment| segment.blocks);
         let mut held = Vec::new();
+        for pool in self.graphs.pools.values() {
+            for (at, live) in &pool.arena.live {
+                let Some(user) = live.users.first() else {
+                    continue;
+                };
+                let stream = self.streams.find(user.key);
+                if stream.is_none() {
+                    held.push(self.event(Kind::Stream, 0, user.raw as u64, OTHERS));
+                }
+                let stream = stream.unwrap_or(OTHERS);
+                held.push(self.event(Kind::Held, *at, live.requested, stream));
+            }
+        }
         for block in live.filter(|block| block.state == BlockState::Live) {
             let slot = block.stream.and_then(|number| slots.get(&number));
             let slot = slot.copied().unwrap_or(0);

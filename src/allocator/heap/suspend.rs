@@ -14,6 +14,7 @@ use crate::allocator::suspend::contents::Contents;
 use crate::allocator::suspend::host::HostCopy;
 use crate::allocator::suspend::{Parked, Suspension, Target, join};
 use crate::error::{Error, GraphPoolError};
+use crate::event::Kind;
 
 /// Handles, and the live bytes in them: addresses and bytes at home.
 type Choice = (Vec<Parked>, Vec<(u64, u64)>);
@@ -451,10 +452,15 @@ impl Heap {
         self.open_target(target);
         match target {
             Target::Pool(id) => {
+                let mut gone = BTreeMap::new();
                 if let Some(pool) = self.graphs.pools.get_mut(&id) {
+                    gone = pool.arena.at_home();
                     pool.arena.forget_memory();
                 }
                 self.graphs.recount();
+                for (home, bytes) in gone {
+                    self.tell_pool_memory(Kind::Unmap, home, bytes);
+                }
             }
             Target::Stream(_) => self.drop_unused(&mut suspension),
             Target::Arenas => {

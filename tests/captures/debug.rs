@@ -1,0 +1,128 @@
+//! Debug modes beside captures: none is spoilt, and nothing is found that is not so.
+
+use super::*;
+use cualloc::allocator::{Config, Scope};
+use cualloc::driver::Stream;
+use cualloc::error::Misuse;
+
+const ALL: &str = "debug=guard+quarantine:1M+poison+leaks";
+
+fn debugging(rig: &Rig) -> Allocator {
+    rig.allocator_with(ALL.parse::<Config>().unwrap())
+}
+
+fn write(at: u64, bytes: usize, stream: &Stream) {
+    // SAFETY: the allocator holds the memory, and errors are what the tests plant.
+    unsafe { stream.memset(at, 7, bytes) }.unwrap();
+    stream.synchronize().unwrap();
+}
+
+#[test]
+fn a_capture_is_left_alone_by_debug_modes_which_go_on_after_it() {
+    each(|rig| {
+        let allocator = debugging(rig);
+        let (stream, capturing) = (rig.stream(), rig.stream());
+        let overrun = allocator.allocate(63, &stream).unwrap();
+        write(overrun.ptr(), 64, &stream);
+        let held_back = allocator.allocate(5000, &stream).unwrap();
+        let freed_at = held_back.ptr();
+        drop(held_back);
+        let under_way = Capturing::begin(&capturing, MODE);
+        let refused = allocator.allocate(512, &capturing);
+        assert!(
+            matches!(refused, Err(Error::Capturing { .. })),
+            "{refused:?}"
+        );
+        // What is born now has no guard, so nobody misses one later.
+        let born = allocator.allocate(1000, &stream).unwrap();
+        write(born.ptr(), 1000, &stream);
+        write(freed_at, 1, &stream);
+        allocator.check().unwrap();
+        drop(overrun);
+        drop(allocator.allocate(2 * MIB, &stream).unwrap());
+        allocator.check().unwrap();
+        assert_eq!(
+            allocator.findings(),
+            [],
+            "nothing is read while one captures"
+        );
+        drop(under_way.end().unwrap());
+        allocator.check().unwrap();
+        drop(born);
+        assert_eq!(allocator.findings(), []);
+        // The quarantine goes on where it was.
+        drop(allocator.allocate(2 * MIB, &stream).unwrap());
+        let found = allocator.findings();
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!(
+            (found[0].misuse, found[0].address),
+            (Misuse::UseAfterFree, freed_at)
+        );
+        let next = allocator.allocate(63, &stream).unwrap();
+        write(next.ptr(), 64, &stream);
+        drop(next);
+        assert_eq!(allocator.findings().len(), 2, "guards are looked at again");
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn memory_of_a_graph_is_neither_filled_nor_called_a_leak() {
+    only(Policy::Packed, |rig| {
+        let allocator = debugging(rig);
+        let stream = rig.stream();
+        let pool = allocator.graph_pool().unwrap();
+        let scope = pool.enter(Scope::NextCapture).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
+        let kept = allocator.allocate(1000, &stream).unwrap();
+        let freed = allocator.allocate(2 * MIB, &stream).unwrap();
+        for (block, bytes) in [(&kept, 1000), (&freed, 2 * MIB)] {
+            // SAFETY: the block has so many bytes, and the graph alone uses them.
+            unsafe { stream.memset(block.ptr(), 7, bytes) }.unwrap();
+        }
+        drop(freed);
+        let graph = under_way.end().unwrap();
+        scope.leave().unwrap();
+        let mut exec = graph.instantiate().unwrap();
+        for _ in 0..2 {
+            // SAFETY: the pool keeps what the graph uses.
+            unsafe { exec.launch(&stream) }.unwrap();
+            drop(allocator.allocate(3 * MIB, &stream).unwrap());
+        }
+        stream.synchronize().unwrap();
+        let wrong = rig.mismatches(kept.ptr(), 1000, 0x0707_0707, &stream);
+        assert_eq!(wrong, 0, "a graph's bytes are its own");
+        allocator.check().unwrap();
+        drop((kept, exec, graph));
+        pool.release().unwrap();
+        assert_eq!(allocator.findings(), []);
+        rig.close(&allocator);
+        assert_eq!(allocator.findings(), []);
+    });
+}
+
+/// Captures of others, which nobody tells of.
+#[test]
+fn debug_modes_spoil_no_capture_that_they_do_not_know_of() {
+    each_simulated(|rig, _| {
+        let modes = [
+            sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+            sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+            sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+        ];
+        for mode in modes {
+            let allocator = debugging(rig);
+            let (stream, foreign) = (rig.stream(), RawStream::new(rig));
+            let before = allocator.allocate(100, &stream).unwrap();
+            capturing::begin_in(rig, foreign.raw(), mode)();
+            let born = allocator.allocate(2 * MIB, &stream).unwrap();
+            drop(before);
+            drop(born);
+            allocator.check().unwrap();
+            let ended = capturing::end(rig, foreign.raw())();
+            assert_eq!(ended, sys::CUresult::CUDA_SUCCESS, "{mode:?}");
+            assert_eq!(allocator.findings(), []);
+            rig.close(&allocator);
+        }
+    });
+}

@@ -1,0 +1,51 @@
+//! Snapshots of other programs as traces.
+
+use cualloc::record::Snapshot;
+
+/// What was there before the history of a snapshot begins counts in its peak: whether it fits depends on it.
+#[test]
+fn blocks_older_than_the_trace_of_a_snapshot_come_first() {
+    let block = |state: &str, size: u64, asked: u64| {
+        format!(r#"{{"size":{size},"requested_size":{asked},"state":"{state}","frames":[]}}"#)
+    };
+    let blocks = [
+        block("active_allocated", 1024, 1000),
+        block("inactive", 512, 0),
+        block("active_allocated", 2048, 2000),
+        block("active_pending_free", 4096, 4000),
+    ];
+    let segments = |device: u64| {
+        format!(
+            r#"{{"device":{device},"address":512,"total_size":7680,"stream":7,"segment_type":"small","blocks":[{}]}}"#,
+            blocks.join(",")
+        )
+    };
+    let entry = |action: &str, addr: u64, size: u64| {
+        format!(r#"{{"action":"{action}","addr":{addr},"size":{size},"stream":7,"time_us":1}}"#)
+    };
+    let trace = [
+        entry("free_requested", 9216, 300),
+        entry("free_completed", 9216, 300),
+        entry("alloc", 2048, 2000),
+        entry("alloc", 9216, 100),
+    ];
+    let json = format!(
+        r#"{{"segments":[{},{}],"device_traces":[[{}],[]]}}"#,
+        segments(0),
+        segments(1000),
+        trace.join(",")
+    );
+    let snapshot = Snapshot::read(json.as_bytes()).unwrap();
+    let rows = |device| {
+        let trace = snapshot.to_trace("older", device).unwrap();
+        let rows = trace.rows().iter().map(ToString::to_string);
+        rows.collect::<Vec<_>>().join(" ")
+    };
+    // Live at the end, pending at the end, and freed by the trace; then what the trace says.
+    let first = "a,0,1000,0 a,1,4000,0 a,2,300,0";
+    assert_eq!(rows(0), format!("{first} f,2,0,0 a,3,2000,0 a,4,100,0"));
+    assert_eq!((rows(1), snapshot.devices()), (String::new(), 1001));
+    assert_eq!(rows(1000), "a,0,1000,0 a,1,2000,0 a,2,4000,0");
+    let beyond = json.replace("\"device\":1000", "\"device\":123456789");
+    assert_eq!(Snapshot::read(beyond.as_bytes()).unwrap().devices(), 2);
+}
