@@ -131,14 +131,19 @@ fn what_a_failed_request_saw_complete_is_free_for_others() {
         let allocator = rig.limited(512 * MIB);
         let [a, b] = rig.streams();
         let small = 768 * KIB;
-        let kept = allocator.allocate(512, &b).unwrap();
+        let kept = [512, 384 * MIB].map(|bytes| allocator.allocate(bytes, &b).unwrap());
         let block = allocator.allocate(small, &a).unwrap();
         let ptr = block.ptr();
         unasked(&allocator, &a, &b);
         allocator.trim(0).unwrap();
         // Too little to wait for somebody who asks.
         drop(block);
-        assert!(allocator.allocate(GIB, &a).unwrap_err().is_out_of_memory());
+        assert!(
+            allocator
+                .allocate(256 * MIB, &a)
+                .unwrap_err()
+                .is_out_of_memory()
+        );
         allocator.check().unwrap();
         let calls = rig.memory_calls();
         let taken = allocator.allocate(small, &b).unwrap();
