@@ -178,8 +178,8 @@ def captures():
         torch.cuda.empty_cache()
         rounds[0] += 1
 
-    crowd = [threading.Thread(target=guarded, args=(work,)) for work in [allocate] * 8 + [empty]]
-    [thread.start() for thread in crowd]
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in [allocate] * 8 + [empty]]
+    [thread.start() for thread in threads]
     handle, graph = ctypes.c_void_p(), ctypes.c_void_p()
     assert cuda.cudaStreamCreateWithFlags(ctypes.byref(handle), 1) == 0
     for number in range(1000):
@@ -192,7 +192,7 @@ def captures():
             break
         assert cuda.cudaGraphDestroy(graph) == 0
     ended.set()
-    [thread.join() for thread in crowd]
+    [thread.join() for thread in threads]
     assert not wrong, wrong[:3]
     assert rounds[0] > 10, rounds
     torch.cuda.synchronize()
@@ -452,9 +452,9 @@ def threads():
                     wrong.append((number, turn))
         stream.synchronize()
 
-    crowd = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    [thread.start() for thread in crowd]
-    [thread.join() for thread in crowd]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
     assert not wrong, wrong
     ours.check()
 

@@ -1,7 +1,7 @@
 //! The handles of the large arena by small numbers, and how far each is open.
 //!
 //! With numbers, a search over views costs an array access for each mapping that it looks at. A handle
-//! is described by its open front and its open back: an open part that touches neither end is no part
+//! is described by its open beginning and its open end: an open part that touches neither end is no part
 //! of a run that goes from one handle to the next, and one inside a single handle is a run at home
 //! already.
 

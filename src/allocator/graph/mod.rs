@@ -5,7 +5,7 @@
 //! a capture memory is used again behind the nodes that used it last ([`order`]); across the captures of a pool it is
 //! used again freely, because whoever shares a pool promises to launch its graphs one behind another.
 //!
-//! Here are the books of all pools of an allocator, under the heap's lock; calls of the driver stand in [`commit`].
+//! Here is the metadata of all pools of an allocator, under the heap's lock; calls of the driver stand in [`commit`].
 
 pub(crate) mod addresses;
 pub(crate) mod arena;

@@ -82,7 +82,7 @@ impl Heap {
     }
 
     /// The layout that needs the least new memory if that is made before: between an open tail, as long
-    /// as there is one, and an open front.
+    /// as there is one, and an open beginning.
     fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
         let sources = self.sources(open);
         let mut layouts = self.layouts(want, open, &sources);
@@ -256,7 +256,7 @@ impl Heap {
         site: &Site,
     ) -> Option<(Aliased, Option<Fresh>)> {
         let parts = self.views.homes(want, layout, site)?;
-        let aliased = self.lend(SpaceId::Large, want.stream, &parts)?;
+        let aliased = self.alias(SpaceId::Large, want.stream, &parts)?;
         if layout.fresh == 0 {
             return Some((aliased, None));
         }

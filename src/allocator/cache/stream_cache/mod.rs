@@ -176,7 +176,7 @@ pub(crate) struct Inner {
     /// Requests that find nothing to let pass before the other streams are asked again, and how many
     /// that were the last time.
     skips: u32,
-    patience: u32,
+    next_skips: u32,
     /// Blocks handed out when the room was last shared out, and the last sharing before which there
     /// were more.
     shared_at: u64,
@@ -213,7 +213,7 @@ impl Default for Inner {
             pending_peak: 0,
             contentions: 0,
             skips: 0,
-            patience: 0,
+            next_skips: 0,
             shared_at: 0,
             busy_at: 0,
             asked_at: 0,
