@@ -200,7 +200,7 @@ def self_test():
         ({"src/allocator/planted.rs": ""}, "does not name planted"),
         ({"src/allocator/heap/planted.rs": ""}, "does not name heap/planted"),
         ({"docs/internals.md": internals.replace("(`release`, `decay`)", "(`release`, `dacay`)")}, "names engine/dacay"),
-        ({"docs/architecture.md": arch.replace(" hit_slowly |", " hat_slowly |")}, "no function `hat_slowly`"),
+        ({"docs/architecture.md": arch.replace(" miss_large |", " miss_lorge |")}, "no function `miss_lorge`"),
         ({"docs/architecture.md": arch.replace("| caches | `api/mod`", "| caches | `api/raw` allocate_raw, `api/mod`")}, "the walk has"),
         ({"docs/tuning.md": doc["docs/tuning.md"] + "`src/planted.rs`"}, "there is no src/planted.rs"),
         ({"docs/tuning.md": doc["docs/tuning.md"] + "the books"}, "`books`"),
