@@ -82,11 +82,11 @@ pub(crate) struct Engine {
     me: Weak<Engine>,
     pub device: Device,
     pub rules: Rules,
-    /// Whether memory may be used through second layouts, as far as the settings say,
+    /// Whether memory may be used through second layouts, as far as the settings say.
     pub views: bool,
-    /// whether the device is tested before that,
+    /// Whether the device is tested before memory is used so.
     pub self_test: bool,
-    /// and whether it failed.
+    /// Whether the device failed that test.
     pub views_failed: AtomicBool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.

@@ -139,11 +139,11 @@ impl Marks {
     }
 }
 
-/// In [`Borders::touch`]: the handle is open from its start on,
+/// In [`Borders::touch`]: the handle is open from its start on.
 pub(crate) const FRONT: u8 = 1;
-/// up to its end,
+/// In [`Borders::touch`]: the handle is open up to its end.
 pub(crate) const BACK: u8 = 2;
-/// or wholly.
+/// In [`Borders::touch`]: the whole handle is open.
 pub(crate) const WHOLE: u8 = 4 | FRONT | BACK;
 
 /// Granules of each handle that are open from its start on, and up to its end.

@@ -69,9 +69,9 @@ pub(crate) struct Pool {
     pub away: bool,
     /// A graph may use it of whose end the driver tells nobody.
     pub untold: bool,
-    /// Calls that work on it without the lock,
+    /// Calls that work on it without the lock.
     pub calls: u32,
-    /// and the bytes that they will add.
+    /// Bytes that these calls will add.
     planned: u64,
     /// Most bytes of live blocks at once.
     pub peak: u64,

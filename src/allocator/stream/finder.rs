@@ -56,9 +56,9 @@ impl Run {
 pub(crate) enum Reach {
     /// Those that its stream may use without a wait.
     Ready,
-    /// Those that it may use after waits which can be made, in runs that need one,
+    /// Those that it may use after waits which can be made, in runs that need one.
     Waits,
-    /// and in others.
+    /// Those that it may use after waits which can be made, in all runs.
     Any,
 }
 

@@ -149,9 +149,9 @@ pub(crate) struct Slot {
     /// The heap's memory has no part of the stream that is not complete, and nobody names it: the others do
     /// as if it did not exist. Its stream caches go on.
     pub(crate) resting: bool,
-    /// Requests for large memory, of all streams, when the heap was last told of the stream,
+    /// Requests for large memory, of all streams, when the heap was last told of the stream.
     pub(crate) told_at: u64,
-    /// and after how many since then it rests.
+    /// After how many such requests since then it rests.
     pub(crate) rests_after: u64,
 }
 
@@ -261,10 +261,10 @@ pub(crate) struct Suspect {
     pub(crate) _holder: Holder,
 }
 
-/// Frees after which a batch is full while several streams are active, and
+/// Frees after which a batch is full while several streams are active.
 pub(crate) const BATCH_FREES: u32 = 32;
 
-/// bytes after which it is.
+/// Freed bytes after which it is full.
 pub(crate) const BATCH_BYTES: u64 = 1 << 20;
 
 /// Batches of a stream that get their marker as soon as they are full, at first and when it works

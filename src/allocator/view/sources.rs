@@ -9,9 +9,9 @@ use crate::allocator::extent::handle::Marks;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// From this many handles on (or always, where fewest are asked for), taking the largest first is tried
-/// as well,
+/// as well.
 const MANY_HANDLES: usize = 24;
-/// and taken if it needs this many tenths fewer (or as few).
+/// Taking the largest first counts if it needs this many tenths fewer handles (or as few).
 const FEWER_TENTHS: usize = 13;
 
 /// One handle that a stitch may use, as far as it is open.
@@ -274,9 +274,9 @@ impl Sources {
 pub(crate) struct Choice {
     /// Home and bytes of each.
     pub adds: Vec<(u64, u64)>,
-    /// Bytes that are missing behind them, in whole granules;
+    /// Bytes that are missing behind them, in whole granules.
     pub missing: u64,
-    /// and how many it would take to lack none, had they been made before: an open beginning can then be the
+    /// Bytes that it would take to lack none, had they been made before: an open beginning can then be the
     /// last part.
     pub lacking: u64,
 }
