@@ -415,8 +415,8 @@ def threads_beside_a_capture():
                         wrong.append(number)
                     rounds[number] += 1
 
-        crowd = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-        [thread.start() for thread in crowd]
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        [thread.start() for thread in threads]
         x = torch.ones(MIB, device="cuda")
         stream = torch.cuda.Stream()
         for _ in range(10):
@@ -433,7 +433,7 @@ def threads_beside_a_capture():
             assert are_all(y, 201.0)
             del y
         stop.set()
-        [thread.join() for thread in crowd]
+        [thread.join() for thread in threads]
         assert not wrong and all(rounds), (wrong, rounds)
     cualloc.torch.check()
 

@@ -427,9 +427,9 @@ def threads_capture_beside_each_other():
 
     context = ctypes.c_void_p()
     at.driver.cuCtxGetCurrent(ctypes.byref(context))
-    crowd = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    [thread.start() for thread in crowd]
-    [thread.join() for thread in crowd]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
     assert not wrong, wrong
     assert at.filters() == 0 and ours.graph_pool(pool) is None
     assert ours.stats()["blocks"]["current"] == 0
@@ -904,9 +904,9 @@ def threads_share_an_allocator():
             assert block
             call["free"](block, 0, turn % 2, None)
 
-    crowd = [threading.Thread(target=work, args=(handle,)) for handle in handles]
-    [thread.start() for thread in crowd]
-    [thread.join() for thread in crowd]
+    threads = [threading.Thread(target=work, args=(handle,)) for handle in handles]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
     assert ours.stats()["blocks"] == {"current": 0, "peak": ours.stats()["blocks"]["peak"], "total": 600}
     ours.check()
     ours.check(1)

@@ -28,7 +28,7 @@ fn knows_nothing(a: &Allocator, ptr: u64) -> bool {
 }
 
 #[test]
-fn d9_nothing_waits_for_the_books_in_a_forked_child() -> Test {
+fn d9_nothing_waits_for_the_heap_in_a_forked_child() -> Test {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
     let driver = sim.driver()?;
     let context = driver.context(0)?;

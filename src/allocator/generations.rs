@@ -130,7 +130,7 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
 
 /// The parts of a block in a view are aliased to the record that the block gets.
 #[test]
-fn another_record_is_what_parts_are_lent_to() -> Outcome {
+fn another_record_is_what_parts_are_aliased_by() -> Outcome {
     let rig = Rig::new(viewing(2))?;
     let [a] = rig.streams()?;
     let allocator = &rig.allocator;
@@ -143,7 +143,7 @@ fn another_record_is_what_parts_are_lent_to() -> Outcome {
     let (base, view) = heap.views.view_around(life.ptr).ok_or("not in a view")?;
     let offset = ((life.ptr - base) / GRANULE) as u32;
     let parts = view.home_parts(offset, 9 * mib);
-    let aliased = heap.lend(SpaceId::Large, 0, &parts).ok_or("not free")?;
+    let aliased = heap.alias(SpaceId::Large, 0, &parts).ok_or("not free")?;
     let parts = aliased.parts.into_iter().map(|(id, _)| id).collect();
     let id = heap.view_block(base, offset, 9 * mib, parts);
     heap.extents.records[id].generation = SPENT;

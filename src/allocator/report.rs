@@ -144,6 +144,7 @@ pub struct Bursts {
 
 /// What a trim did.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Trimmed {
     /// Bytes given back to the driver.
     pub released: u64,

@@ -8,6 +8,7 @@ use super::report::Packing;
 
 /// A quantity over time. Bytes or numbers, as the field that holds it says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Counter {
     /// Now.
     pub current: u64,

@@ -120,10 +120,10 @@ fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
     Ok(())
 }
 
-/// What a silent stream left is settled so many requests after the last word of it, wherever they are counted from,
+/// What a silent stream left is completed so many requests after the last word of it, wherever they are counted from,
 /// and long before it rests.
 #[test]
-fn a_silent_stream_is_settled_before_it_rests() -> Outcome {
+fn a_silent_stream_is_completed_before_it_rests() -> Outcome {
     let rig = Rig::new(packed())?;
     let (mut streams, [a, b]) = known(&rig);
     let silent = |streams: &mut Streams, count: usize| -> Vec<u32> {
@@ -180,12 +180,12 @@ fn r34_a_stream_that_is_waited_for_does_not_rest() -> Outcome {
     streams.batch_complete(&batch);
     assert!(streams.rest(b) && !streams.several() && streams.rests(b));
     assert!(!streams.rest(b));
-    let patience = streams[b].rests_after;
+    let rests_after = streams[b].rests_after;
     streams.tell(a);
     assert!(!streams.several() && !streams.woken);
     streams.tell(b);
     assert!(streams.several() && streams.woken);
-    assert_eq!(streams[b].rests_after, 2 * patience);
+    assert_eq!(streams[b].rests_after, 2 * rests_after);
     assert!(streams.rest(b));
     streams[b].holder = Holder::Retired;
     assert!(streams.recycle(b));
@@ -356,7 +356,7 @@ fn d3_a_slot_that_is_left_goes_once() -> Outcome {
 
 /// While its last marker is on its way nobody opens the stream caches of a stream.
 #[test]
-fn d3_fronts_of_a_stream_that_leaves_stay_shut() -> Outcome {
+fn d3_caches_of_a_stream_that_leaves_stay_shut() -> Outcome {
     let rig = Rig::new(packed())?;
     let engine = rig.allocator.engine();
     let [a] = rig.streams()?;

@@ -15,7 +15,7 @@ use crate::resource::{Access, LaunchBuffer, MemoryResource, RawBlock, Source};
 use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
 use super::flight::CopyInFlight;
 use super::order::Memory;
-use super::owner::{Foreign, Lent, Owner};
+use super::owner::{Foreign, Loan, Owner};
 use super::pinned::PinnedBuffer;
 use super::slice::{DeviceSlice, DeviceSliceMut, describe};
 use crate::error::{Error, InvalidArgument, Refused};
@@ -236,7 +236,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         len: usize,
     ) -> Self {
         let id = block.id().stream_id();
-        let owner = Owner::Resource(Lent { resource, block });
+        let owner = Owner::Resource(Loan { resource, block });
         Self::new(Some(Memory::new(owner, stream.clone(), id)), len)
     }
 
@@ -251,10 +251,10 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// The home with its id, and the resource's block.
-    pub(crate) fn lent(&self) -> Option<(&Stream, u64, &Lent)> {
+    pub(crate) fn loan(&self) -> Option<(&Stream, u64, &Loan)> {
         let memory = self.memory.as_ref()?;
         match memory.owner() {
-            Owner::Resource(lent) => Some((memory.stream(), memory.stream_id(), lent)),
+            Owner::Resource(loan) => Some((memory.stream(), memory.stream_id(), loan)),
             _ => None,
         }
     }
@@ -349,7 +349,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     pub fn home(&self) -> Option<Arc<dyn MemoryResource>> {
         match self.memory.as_ref()?.owner() {
             Owner::Block(block) => Some(Arc::new(Allocator::of(block))),
-            Owner::Resource(lent) => Some(Arc::clone(&lent.resource)),
+            Owner::Resource(loan) => Some(Arc::clone(&loan.resource)),
             Owner::Foreign(_) => None,
         }
     }

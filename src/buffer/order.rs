@@ -16,7 +16,7 @@ use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
 use super::late::{self, Late};
-use super::owner::{Lent, Owner};
+use super::owner::{Loan, Owner};
 use crate::error::{Error, Refused, StreamMisuse};
 
 /// Device memory with whoever takes it back, and its home stream.
@@ -26,7 +26,7 @@ pub(crate) struct Memory {
     /// The id of the home stream; of a per-thread default stream that of the thread which allocated.
     stream_id: u64,
     /// There are streams that the home has to wait for: see [`late`].
-    astray: AtomicBool,
+    has_late: AtomicBool,
     /// Several owners submit to it, whom no borrow keeps apart: a tensor, and those made of its exports.
     shared: bool,
 }
@@ -50,7 +50,7 @@ impl Memory {
                 // Before the block is there, which is moved once then.
                 let (resource, home) = (from.shared(), stream.clone());
                 let block = from.allocate_block(&request, stream)?;
-                let owner = Owner::Resource(Lent { resource, block });
+                let owner = Owner::Resource(Loan { resource, block });
                 return Ok(Memory::new(owner, home, stream_id));
             }
         };
@@ -63,7 +63,7 @@ impl Memory {
             owner: ManuallyDrop::new(owner),
             stream: ManuallyDrop::new(stream),
             stream_id,
-            astray: AtomicBool::new(false),
+            has_late: AtomicBool::new(false),
             shared: false,
         }
     }
@@ -137,7 +137,7 @@ impl Memory {
     /// also for those that may use it until then.
     #[inline]
     fn catch_up(&self, last: bool) -> Result<(), Error> {
-        if self.astray.load(Ordering::Acquire) {
+        if self.has_late.load(Ordering::Acquire) {
             self.make_up_for_all(last)?;
         }
         Ok(())
@@ -149,7 +149,7 @@ impl Memory {
         let all = late::all_of(self.key()).into_iter();
         for late in all.filter(|late| last || !late.lasting) {
             self.make_up_for(&late)?;
-            late::made_up(&self.astray, &late);
+            late::made_up(&self.has_late, &late);
         }
         self.finish(Access::ReadWrite)
     }
@@ -169,7 +169,7 @@ impl Memory {
     #[inline]
     fn prepare(&self, access: Access) -> Result<(), Error> {
         match self.owner.ordered() {
-            Some(Lent { resource, block }) => {
+            Some(Loan { resource, block }) => {
                 resource.prepare_use(&block.id(), &self.stream, access)
             }
             None => Ok(()),
@@ -180,7 +180,7 @@ impl Memory {
     #[inline]
     fn finish(&self, access: Access) -> Result<(), Error> {
         match self.owner.ordered() {
-            Some(Lent { resource, block }) => {
+            Some(Loan { resource, block }) => {
                 resource.finish_use(&block.id(), &self.stream, access)
             }
             None => Ok(()),
@@ -256,7 +256,7 @@ impl Memory {
 
     #[cold]
     fn note_late(&self, stream: &Stream, id: u64, lasting: bool) {
-        late::note(&self.astray, self.key(), stream, id, lasting);
+        late::note(&self.has_late, self.key(), stream, id, lasting);
     }
 
     /// Where events for its order come from.
@@ -341,7 +341,7 @@ impl Memory {
             return;
         }
         let told = self.tell_uses();
-        let late = match *self.astray.get_mut() {
+        let late = match *self.has_late.get_mut() {
             true => late::take_all_of(self.key()),
             false => Vec::new(),
         };
@@ -360,7 +360,7 @@ impl Memory {
 impl Drop for Memory {
     #[inline]
     fn drop(&mut self) {
-        let at_once = !process::is_gone() && !*self.astray.get_mut();
+        let at_once = !process::is_gone() && !*self.has_late.get_mut();
         // SAFETY: this is the drop, in which the owner is used no more if that is true.
         if at_once && unsafe { self.owner.end_at_once() } {
             // SAFETY: as above; memory goes before its stream.

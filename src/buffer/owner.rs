@@ -17,13 +17,13 @@ pub(crate) enum Owner {
     /// An allocator, with nothing in between.
     Block(Block),
     /// Any other resource.
-    Resource(Lent),
+    Resource(Loan),
     /// Somebody else, whose drop releases the memory.
     Foreign(Box<Foreign>),
 }
 
 /// A block with the resource that it goes back to.
-pub(crate) struct Lent {
+pub(crate) struct Loan {
     pub resource: Arc<dyn MemoryResource>,
     pub block: RawBlock,
 }
@@ -41,7 +41,7 @@ impl Owner {
     pub(super) fn ptr(&self) -> sys::CUdeviceptr {
         match self {
             Owner::Block(block) => block.ptr(),
-            Owner::Resource(lent) => lent.block.ptr(),
+            Owner::Resource(loan) => loan.block.ptr(),
             Owner::Foreign(foreign) => foreign.ptr,
         }
     }
@@ -50,7 +50,7 @@ impl Owner {
     pub(crate) fn identity(&self, stream: u64) -> Option<BlockId> {
         match self {
             Owner::Block(block) => Some(identity_of(block, stream)),
-            Owner::Resource(lent) => Some(lent.block.id()),
+            Owner::Resource(loan) => Some(loan.block.id()),
             Owner::Foreign(_) => None,
         }
     }
@@ -59,7 +59,7 @@ impl Owner {
     pub(super) fn key(&self) -> late::Key {
         match self {
             Owner::Block(block) => (block.engine().id, block.ptr()),
-            Owner::Resource(lent) => (lent.block.id().source(), lent.block.ptr()),
+            Owner::Resource(loan) => (loan.block.id().source(), loan.block.ptr()),
             // Of others' memory there may be several owners in one place.
             Owner::Foreign(foreign) => (0, std::ptr::from_ref(&**foreign).addr() as u64),
         }
@@ -69,7 +69,7 @@ impl Owner {
     pub(super) fn usable(&self) -> Result<(), Error> {
         match self {
             Owner::Block(block) => block.engine().usable(),
-            Owner::Resource(lent) => match (*lent.resource).allocator_under() {
+            Owner::Resource(loan) => match (*loan.resource).allocator_under() {
                 Some(allocator) => allocator.engine().usable(),
                 None => Ok(()),
             },
@@ -81,7 +81,7 @@ impl Owner {
     pub(super) fn events(&self) -> &EventPools {
         match self {
             Owner::Block(block) => &block.engine().events,
-            Owner::Resource(lent) => match (*lent.resource).allocator_under() {
+            Owner::Resource(loan) => match (*loan.resource).allocator_under() {
                 Some(allocator) => &allocator.engine().events,
                 None => &EVENTS,
             },
@@ -90,10 +90,10 @@ impl Owner {
     }
 
     /// The block, if its resource puts accesses in order of which a buffer does not know.
-    pub(super) fn ordered(&self) -> Option<&Lent> {
+    pub(super) fn ordered(&self) -> Option<&Loan> {
         match self {
-            Owner::Resource(lent) if lent.resource.use_tracking() == UseTracking::Access => {
-                Some(lent)
+            Owner::Resource(loan) if loan.resource.use_tracking() == UseTracking::Access => {
+                Some(loan)
             }
             _ => None,
         }
@@ -105,9 +105,9 @@ impl Owner {
     pub(super) fn is_retired(&self) -> bool {
         match self {
             Owner::Block(block) => block.stream_retired(),
-            Owner::Resource(lent) => (*lent.resource)
+            Owner::Resource(loan) => (*loan.resource)
                 .allocator_under()
-                .is_some_and(|allocator| is_retired(allocator, &lent.block)),
+                .is_some_and(|allocator| is_retired(allocator, &loan.block)),
             Owner::Foreign(_) => false,
         }
     }
@@ -118,12 +118,12 @@ impl Owner {
         match self {
             Owner::Block(block) if now => block.record_use(stream)?,
             Owner::Block(block) => block.record_stream(stream)?,
-            Owner::Resource(lent) => {
-                let id = lent.block.id();
-                match lent.resource.use_tracking() {
+            Owner::Resource(loan) => {
+                let id = loan.block.id();
+                match loan.resource.use_tracking() {
                     UseTracking::None => return Ok(false),
-                    _ if now => lent.resource.record_use(&id, stream)?,
-                    _ => lent.resource.record_stream(&id, stream)?,
+                    _ if now => loan.resource.record_use(&id, stream)?,
+                    _ => loan.resource.record_stream(&id, stream)?,
                 }
             }
             Owner::Foreign(_) => return Ok(false),
@@ -135,11 +135,11 @@ impl Owner {
     pub(super) fn free(self) -> Result<(), Refused<Owner>> {
         match self {
             Owner::Block(block) => block.free().map_err(|failed| failed.map(Owner::Block)),
-            Owner::Resource(lent) => {
-                let Lent { resource, block } = lent;
+            Owner::Resource(loan) => {
+                let Loan { resource, block } = loan;
                 let freed = resource.deallocate_block(block);
                 freed
-                    .map_err(|failed| failed.map(|block| Owner::Resource(Lent { resource, block })))
+                    .map_err(|failed| failed.map(|block| Owner::Resource(Loan { resource, block })))
             }
             Owner::Foreign(foreign) => {
                 drop(foreign);
@@ -155,19 +155,19 @@ impl Owner {
     /// If it is true, the owner is used no more, and not dropped again.
     #[inline]
     pub(super) unsafe fn end_at_once(&mut self) -> bool {
-        let Owner::Resource(lent) = self else {
+        let Owner::Resource(loan) = self else {
             return false;
         };
-        if !(*lent.resource).take_back_at_once(&mut lent.block) {
+        if !(*loan.resource).take_back_at_once(&mut loan.block) {
             return false;
         }
         // Mostly there is nothing in the block to drop.
-        if !lent.block.is_bare() {
+        if !loan.block.is_bare() {
             // SAFETY: the caller's contract.
-            unsafe { std::ptr::drop_in_place(&mut lent.block) };
+            unsafe { std::ptr::drop_in_place(&mut loan.block) };
         }
         // SAFETY: as above.
-        unsafe { std::ptr::drop_in_place(&mut lent.resource) };
+        unsafe { std::ptr::drop_in_place(&mut loan.resource) };
         true
     }
 
@@ -176,8 +176,8 @@ impl Owner {
     pub(super) fn end(self) {
         match self {
             Owner::Block(block) => drop(block),
-            Owner::Resource(lent) => {
-                let Lent { resource, block } = lent;
+            Owner::Resource(loan) => {
+                let Loan { resource, block } = loan;
                 give_back(&*resource, block, "a dropped buffer leaks");
             }
             Owner::Foreign(foreign) => drop(foreign),

@@ -49,7 +49,7 @@ pub(crate) fn is_quiet() -> bool {
 
 /// True as long as nothing but a recording or a tool keeps calls from their caches.
 #[inline]
-pub(crate) fn is_calm() -> bool {
+pub(crate) fn is_unwatched() -> bool {
     STATE.0.load(Ordering::Relaxed) & !(RECORDS | SAMPLES | TOOL) == 0
 }
 

@@ -18,6 +18,7 @@ pub struct StreamBytes {
 
 /// Memory that cannot be given back because few live blocks lie in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PinnedSegment {
     /// First byte of the segment or handle.
     pub address: u64,

@@ -11,6 +11,7 @@ mod graph;
 mod import;
 pub(crate) mod kinds;
 pub(crate) mod memory;
+mod rare_log;
 
 pub use argument::{InvalidArgument, StreamMisuse};
 pub use cause::Cause;
@@ -20,3 +21,4 @@ pub use graph::GraphPoolError;
 pub use import::ImportFault;
 pub(crate) use kinds::{Error, Refused};
 pub use memory::{Hole, OutOfMemory, PinnedSegment, StreamBytes};
+pub(crate) use rare_log::RareLog;

@@ -142,9 +142,9 @@ fn write(slot: [&AtomicU64; WORDS], head: &AtomicU64, record: Record) {
 /// The one writer of a ring, if it has one, and where it goes on: mostly it need not look at the ring for that.
 #[derive(Debug)]
 pub(crate) struct Writer {
-    /// The words of the next record,
+    /// The words of the next record.
     at: *const AtomicU64,
-    /// and of the first one that is not written [quickly](Self::put): for it the reader is woken, or the ring begins anew.
+    /// The words of the first record that is not written [quickly](Self::put): for it the reader is woken, or the ring begins anew.
     stop: *const AtomicU64,
     head: *const AtomicU64,
     ring: Option<Arc<Ring>>,

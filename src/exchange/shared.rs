@@ -50,7 +50,7 @@ struct Import {
 
 impl Import {
     /// The producer's stream waits for the home in our place, or else the host does.
-    fn settle(&self) -> Result<(), Error> {
+    fn order_home(&self) -> Result<(), Error> {
         // Streams that are others on each thread cannot be named any more.
         let fixed = |stream: &Stream| stream.kind() != StreamKind::PerThreadDefault;
         match &self.producer {
@@ -66,7 +66,7 @@ impl Drop for Import {
     fn drop(&mut self) {
         let kept = self.kept.take();
         // A refusal may be over at once, and nobody can try later.
-        match self.settle().or_else(|_| self.settle()) {
+        match self.order_home().or_else(|_| self.order_home()) {
             Ok(()) => drop(kept),
             Err(error) => {
                 log::error!("imported memory is never released: {error}");

@@ -7,13 +7,11 @@ use std::sync::{Arc, Mutex};
 use crate::allocator::Counter;
 use crate::block::BlockId;
 use crate::driver::{Context, MemoryPool, Stream, process, sys};
-use crate::error::Error;
+use crate::error::{Error, RareLog};
 use crate::locks::held::Locked;
 use crate::resource::next_source;
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
-
-use super::RareLog;
 
 /// A pool of the driver, as its handles and blocks know it.
 pub(super) struct Inner {

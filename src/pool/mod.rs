@@ -1,4 +1,4 @@
-//! Pools: stream cache ends over the allocator, and the driver's own for comparison.
+//! Pools: front ends over the allocator, and the driver's own for comparison.
 //!
 //! | pool | hands out | for |
 //! |---|---|---|
@@ -42,27 +42,9 @@ pub use threshold::ThresholdPool;
 pub use typed::TypedPool;
 pub use workspace::WorkspacePool;
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
-use crate::driver::{Context, Device, Driver, Stream, process};
+use crate::driver::{Context, Device, Driver, Stream};
 use crate::error::{Error, InvalidArgument, StreamMisuse};
 use crate::sync::{capture, order};
-
-/// The first of many equal failures is logged, then those whose number is a power of two.
-#[derive(Debug, Default)]
-pub(crate) struct RareLog(AtomicU64);
-
-impl RareLog {
-    /// The number of this failure, counted from 1, if it should be logged.
-    fn due(&self) -> Option<u64> {
-        // A logger has locks, and a thread of the parent may have held them.
-        if process::is_forked_child() {
-            return None;
-        }
-        let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
-        count.is_power_of_two().then_some(count)
-    }
-}
 
 /// The device of an ordinal.
 fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {

@@ -9,11 +9,9 @@ use std::sync::{Arc, Mutex};
 use crate::allocator::Counter;
 use crate::buffer::{DeviceCopy, HostBlock, HostPool, PinnedBuffer, host_bytes};
 use crate::driver::{Context, process};
-use crate::error::{Error, InvalidArgument};
+use crate::error::{Error, InvalidArgument, RareLog};
 use crate::resource::Usage;
 use crate::sync::event::EventPools;
-
-use super::RareLog;
 
 /// The system locks memory in pages of this many bytes.
 const PAGE: usize = 4096;
@@ -149,11 +147,11 @@ impl State {
             self.blocks.sub(1);
             self.used.sub(block.bytes() as u64);
         }
-        self.settle(block, own_size)
+        self.put_away(block, own_size)
     }
 
     /// Puts a block that is not in use where it belongs; one that is to be freed now.
-    fn settle(&mut self, mut block: HostBlock, own_size: usize) -> Option<HostBlock> {
+    fn put_away(&mut self, mut block: HostBlock, own_size: usize) -> Option<HostBlock> {
         let busy = block.is_busy();
         if block.generation == self.generation {
             let pooled = block.bytes() == own_size;
@@ -385,7 +383,7 @@ impl Inner {
             {
                 log::warn!("page-locked memory is leaked ({count} such events): {error}");
             }
-            let gone = self.change(|state| state.settle(block, self.config.buffer_bytes));
+            let gone = self.change(|state| state.put_away(block, self.config.buffer_bytes));
             // Freed without the lock.
             drop(gone);
         }

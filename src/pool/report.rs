@@ -9,6 +9,7 @@ use super::histogram::SizeHistogram;
 
 /// In what pieces free memory is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Fragmentation {
     /// Free bytes.
     pub total_free: u64,

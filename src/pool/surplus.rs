@@ -3,9 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator::{Allocator, Policy};
-use crate::error::Error;
-
-use super::RareLog;
+use crate::error::{Error, RareLog};
 
 /// The threshold that keeps everything.
 const NONE: u64 = u64::MAX;

@@ -140,7 +140,7 @@ impl TypedPool {
         buffer: DeviceBuffer<T>,
         next: Option<&Stream>,
     ) -> Result<(), Error> {
-        let Some((home, from, lent)) = buffer.lent() else {
+        let Some((home, from, loan)) = buffer.loan() else {
             return Ok(());
         };
         let home = home.clone();
@@ -153,8 +153,8 @@ impl TypedPool {
             return Ok(());
         }
         buffer.record_use(&next)?;
-        if std::ptr::addr_eq(Arc::as_ptr(&lent.resource), Arc::as_ptr(&self.0)) {
-            self.0.table.return_on(Slot::of(lent.block.note()), id);
+        if std::ptr::addr_eq(Arc::as_ptr(&loan.resource), Arc::as_ptr(&self.0)) {
+            self.0.table.return_on(Slot::of(loan.block.note()), id);
         }
         drop(buffer);
         // Without a marker the other stream could not see when the first one is done.

@@ -1,21 +1,14 @@
 //! Drops that report to nobody.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
-use crate::driver::process;
+use crate::error::RareLog;
 
 use super::block::RawBlock;
 use super::traits::MemoryResource;
 
 /// Logs the first and every power-of-two-th failure of a drop or a callback.
 pub(super) fn log_rarely(error: &dyn std::error::Error, what: &str) {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    // A logger has locks, and a thread of the parent may have held them.
-    if process::is_forked_child() {
-        return;
-    }
-    let count = COUNT.fetch_add(1, Ordering::Relaxed) + 1;
-    if count.is_power_of_two() {
+    static LOG: RareLog = RareLog::new();
+    if let Some(count) = LOG.due() {
         log::warn!("{what} ({count} such events): {error}");
     }
 }

@@ -22,6 +22,7 @@ const MESSAGE: usize = 256;
 
 /// What was asked of a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum LogAction {
     /// A block was asked for.
     Allocate,

@@ -11,6 +11,7 @@ pub(super) const SLOT_COUNT: usize = 32;
 
 /// A call of the driver, as a hook sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Moment {
     /// Name of the function.
     pub call: &'static str,

@@ -79,7 +79,7 @@ impl State {
     }
 
     /// Gives physical memory back if nothing refers to it any more.
-    pub(super) fn settle(&mut self, index: u32) {
+    pub(super) fn drop_unreferenced(&mut self, index: u32) {
         let Some(alloc) = &self.allocs[index as usize] else {
             return;
         };
@@ -135,7 +135,7 @@ impl State {
             if let Some(alloc) = &mut self.allocs[mapping.alloc as usize] {
                 alloc.mappings -= 1;
             }
-            self.settle(mapping.alloc);
+            self.drop_unreferenced(mapping.alloc);
         }
     }
 

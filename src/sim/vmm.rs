@@ -174,7 +174,7 @@ impl State {
         if let Some(entry) = &mut self.allocs[alloc as usize] {
             entry.references -= 1;
         }
-        self.settle(alloc);
+        self.drop_unreferenced(alloc);
         Ok(())
     }
 

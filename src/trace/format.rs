@@ -54,6 +54,7 @@ impl fmt::Display for Row {
 /// One block of a trace, from its allocation to its release.
 #[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
 pub struct Allocation {
     /// Bytes requested, before any rounding; never 0.
     pub bytes: u64,

@@ -492,7 +492,7 @@ fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
 /// R61: a front of which nothing is asked but what lies in its large-block cache is in use, and keeps its free
 /// runs.
 #[test]
-fn r61_a_front_that_is_busy_from_its_shelf_keeps_what_it_has() {
+fn r61_a_cache_that_is_busy_with_large_blocks_keeps_what_it_has() {
     packed(|rig| {
         const PAGE: usize = 64 * KIB;
         const STEP: usize = 2 * MIB / PAGE;

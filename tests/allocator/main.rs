@@ -5,6 +5,7 @@
 
 mod addresses;
 mod aliasing;
+mod carver;
 mod carving;
 #[path = "../common/mod.rs"]
 mod common;

@@ -7,5 +7,6 @@ mod arrow;
 mod common;
 mod dlpack;
 mod foreign;
+mod imports;
 mod shapes;
 mod tables;

@@ -9,7 +9,7 @@ const PART: usize = 5 * MIB;
 /// The largest block over two free parts.
 const TWO: usize = 9 * MIB;
 
-const CROWDED: Scenario = Scenario {
+const SCATTERED: Scenario = Scenario {
     policies: PACKED,
     limit: Some(20 << 20),
     ..PLAIN
@@ -99,7 +99,7 @@ pub fn scenarios() -> Vec<Scenario> {
             },
             act: |w| w.take(TWO, 0),
             atomic: true,
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "stitch behind waits",
@@ -112,7 +112,7 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(22 << 20),
             act: |w| w.take(TWO, 0),
             atomic: true,
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "stitch with new memory",
@@ -124,7 +124,7 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(22 << 20),
             act: |w| w.take(TWO + 2 * MIB, 0),
             atomic: true,
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "stitch between open ends, with memory made before",
@@ -135,7 +135,7 @@ pub fn scenarios() -> Vec<Scenario> {
             },
             limit: Some(22 << 20),
             act: |w| w.take(12 * MIB + MIB / 2, 0),
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "stitch on a full device",
@@ -147,7 +147,7 @@ pub fn scenarios() -> Vec<Scenario> {
             memory: 22 << 20,
             limit: None,
             act: |w| w.take(TWO + 2 * MIB, 0),
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "extension",
@@ -156,7 +156,7 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(40 << 20),
             act: |w| w.take(TWO + 4 * MIB, 0),
             atomic: true,
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "extension behind a live block",
@@ -169,7 +169,7 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(40 << 20),
             act: |w| w.take(11 * MIB, 0),
             atomic: true,
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "extension of a view that is cut",
@@ -178,7 +178,7 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(162 << 20),
             budget: Some(1),
             act: |w| w.take(40 * MIB, 0),
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "a stitch after which a lone stream is marked",
@@ -195,7 +195,7 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(160 << 20),
             budget: Some(1),
             act: |w| w.take(56 * MIB, 0),
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "a run in a view behind a wait",
@@ -208,7 +208,7 @@ pub fn scenarios() -> Vec<Scenario> {
             },
             act: |w| w.take(TWO, 0),
             atomic: true,
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "free of a block in a view that another stream uses",
@@ -226,14 +226,14 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.sim.busy(w.streams[1].raw(), 1000).unwrap();
             },
             act: |w| w.free(4),
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "eviction for another arena",
             proof: |w| w.driver.calls().get("cuMemUnmap") > 1,
             prepare: |w| viewed(w, 2),
             act: |w| w.take(100, 0),
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "trim of one view beside another in use",
@@ -248,7 +248,7 @@ pub fn scenarios() -> Vec<Scenario> {
             },
             limit: Some(40 << 20),
             act: |w| w.alloc.trim(0).map(drop),
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "trim while another stream uses a view",
@@ -270,7 +270,7 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.alloc.trim(0)?;
                 w.take(TWO, 0)
             },
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "host wait for a view in use",
@@ -290,7 +290,7 @@ pub fn scenarios() -> Vec<Scenario> {
                 w.free(4).unwrap();
             },
             act: |w| w.take(100, 0),
-            ..CROWDED
+            ..SCATTERED
         },
         Scenario {
             name: "close with views",
@@ -302,7 +302,7 @@ pub fn scenarios() -> Vec<Scenario> {
                 Err(Error::Closed) => Ok(()),
                 result => result,
             },
-            ..CROWDED
+            ..SCATTERED
         },
     ]
 }

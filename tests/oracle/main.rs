@@ -129,7 +129,7 @@ fn r34_classic_random_programs_agree_with_the_model() {
 /// R34: under a limit that scattered memory has to meet. Blocks lie in views in half of all steps, and
 /// so do they when views are evicted, memory is trimmed, and calls are made to fail.
 #[test]
-fn r34_crowded_programs_agree_with_the_model() {
+fn r34_scattered_programs_agree_with_the_model() {
     let sums = judge(Policy::Packed, contended, 20);
     if sums.steps < TELLING {
         return;

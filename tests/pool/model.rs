@@ -135,7 +135,7 @@ fn s3_18_freed_memory_waits_for_its_stream() {
 
 /// S3.19
 #[test]
-fn s3_19_books_and_addresses() {
+fn s3_19_figures_and_addresses() {
     let Some((rig, [a, _])) = model() else { return };
     let sim = rig.sim().unwrap();
     let pool = pool(&rig, 0);

@@ -5,6 +5,7 @@ mod budgets;
 #[path = "../common/mod.rs"]
 mod common;
 mod host;
+mod launches;
 mod lines;
 mod managers;
 mod parts;

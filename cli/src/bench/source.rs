@@ -1,4 +1,4 @@
-//! The sources of memory that are measured: the allocator by handle and by pointer, its stream cache ends,
+//! The sources of memory that are measured: the allocator by handle and by pointer, its front ends,
 //! and the host's `malloc` as a yardstick.
 
 // Programs that share this file each use their own part of it.

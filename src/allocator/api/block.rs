@@ -8,7 +8,7 @@ use crate::allocator::cache::deferred::User;
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
 use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node};
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::debug_books::Debug;
+use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::size;
 use crate::error::{Error, Refused};
 
@@ -222,7 +222,7 @@ impl Block {
     /// Frees a small block that cannot be freed at once.
     #[inline(never)]
     fn drop_slowly(&self, node: Node) {
-        match process::is_calm() {
+        match process::is_unwatched() {
             true => self.drop_with_care(self.place.home().lock(), node),
             false => self.drop_watched(node),
         }

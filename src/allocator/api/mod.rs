@@ -17,7 +17,7 @@ use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, proce
 use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::config::{Config, Policy};
-use crate::allocator::engine::debug_books::Debug;
+use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::hooks::ReliefHook;
 use crate::allocator::engine::recorded;
 use crate::allocator::engine::{Engine, Shared};

@@ -16,10 +16,10 @@ pub(crate) struct Grant {
 /// What it takes to find a live block again and to free it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
-    /// The cache of its stream that keeps the allocator alive for it, and
+    /// The cache of its stream that keeps the allocator alive for it.
     home: &'static StreamCache,
     pub ptr: sys::CUdeviceptr,
-    /// where a small block lies in there, or `RECORD` and the number of a record, with `WIDE` if it has
+    /// Where a small block lies in its home, or `RECORD` and the number of a record, with `WIDE` if it has
     /// more bytes than its request rounded up, and `CACHED` if it was put in a large-block cache.
     node: u32,
     pub generation: u32,

@@ -73,9 +73,9 @@ pub(crate) struct StreamCaches {
     pub recorded: HashMap<u64, Vec<Recorded>>,
     /// Small requests that did not find room in their stream cache at once.
     pub misses: u64,
-    /// Of stream caches that are gone: everything ever added.
+    /// Everything that was ever added to stream caches that are gone.
     pub(crate) gone: [u64; QUANTITIES],
-    /// and everything that was handed out from their large-block caches again.
+    /// Everything that was handed out again from the large-block caches of stream caches that are gone.
     pub(crate) reused: Amounts,
     pub(crate) pending_peak: u64,
 }

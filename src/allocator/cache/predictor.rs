@@ -5,9 +5,9 @@
 //! Smith, "A study of branch prediction strategies", 1981), by a hash of the length.
 
 const COUNTERS: usize = 128;
-/// Counters stop here,
+/// The most that a counter counts to.
 const MOST: u8 = 4;
-/// and from here on a length is expected to come again.
+/// The count from which on a length is expected to come again.
 const EXPECTED: u8 = 2;
 /// What a counter loses by a block that went in the large-block cache in vain.
 const LOSS: u8 = 2;

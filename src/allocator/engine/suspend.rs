@@ -1,7 +1,7 @@
 //! Suspending memory and bringing it back: what is asked and waited for first, and what becomes of failures.
 //!
-//! Who wants to suspend closes what is meant under the lock, waits, takes the handles out of the books, and calls the
-//! driver without the lock. [`Work`] settles in the end what is away and what is not, whatever came between.
+//! Who wants to suspend closes what is meant under the lock, waits, takes the handles out of the heap, and calls the
+//! driver without the lock. [`Work`] notes in the end what is away and what is not, whatever came between.
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::segments::{Segment, SegmentChange};
@@ -261,7 +261,7 @@ impl Engine {
                 // Unless this succeeds, it is suspended, and can be resumed as such.
                 work.set_away(true);
                 if self.bring_back(&mut work.parked).is_ok() {
-                    self.settle(work);
+                    self.all_is_back(work);
                 }
                 Err(error)
             }
@@ -315,7 +315,7 @@ impl Engine {
             });
         }
         let (bytes, handles, kept) = work.sums();
-        self.settle(work);
+        self.all_is_back(work);
         self.tidy_pools();
         Ok(Resumed {
             bytes,
@@ -334,7 +334,7 @@ impl Engine {
     }
 
     /// Everything is there again.
-    fn settle(&self, mut work: Work<'_>) {
+    fn all_is_back(&self, mut work: Work<'_>) {
         work.set_away(false);
         let born = work.segments(SegmentChange::Birth);
         drop(work);

@@ -1,7 +1,7 @@
 //! The handles of the large arena by small numbers, and how far each is open.
 //!
 //! With numbers, a search over views costs an array access for each mapping that it looks at. A handle
-//! is described by its open front and its open back: an open part that touches neither end is no part
+//! is described by its open beginning and its open end: an open part that touches neither end is no part
 //! of a run that goes from one handle to the next, and one inside a single handle is a run at home
 //! already.
 
@@ -139,11 +139,11 @@ impl Marks {
     }
 }
 
-/// In [`Borders::touch`]: the handle is open from its start on,
+/// In [`Borders::touch`]: the handle is open from its start on.
 pub(crate) const FRONT: u8 = 1;
-/// up to its end,
+/// In [`Borders::touch`]: the handle is open up to its end.
 pub(crate) const BACK: u8 = 2;
-/// or wholly.
+/// In [`Borders::touch`]: the whole handle is open.
 pub(crate) const WHOLE: u8 = 4 | FRONT | BACK;
 
 /// Granules of each handle that are open from its start on, and up to its end.

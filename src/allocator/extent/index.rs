@@ -13,9 +13,9 @@ use crate::allocator::extent::boxed::boxed_array;
 const BINS_PER_GROUP: usize = 32;
 /// Groups: sizes below 32 granules, then one group per power of two up to 2^31 granules.
 const GROUPS: usize = 28;
-/// A bin with more entries becomes a tree,
+/// A bin with more entries becomes a tree.
 const TREE_FROM: usize = 64;
-/// and an array again when it has shrunk to this many.
+/// A tree becomes an array again when it has shrunk to this many entries.
 const LIST_FROM: usize = 24;
 
 /// A free extent as the index sees it; the order of the fields is the order of the index.

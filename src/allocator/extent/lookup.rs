@@ -19,9 +19,9 @@ const FEW: usize = 8;
 #[derive(Debug, Clone, Default)]
 #[repr(C, align(64))]
 struct Leaf {
-    /// Starts of blocks,
+    /// Starts of blocks in the leaf.
     count: u32,
-    /// while they are few: granules in the leaf, in no order, and the ids of the blocks.
+    /// The ids of the blocks while they are few, in no order; `slots` are their granules in the leaf.
     ids: [u32; FEW],
     slots: [u16; FEW],
     /// Once they were more: all of them.
@@ -141,9 +141,9 @@ impl Many {
 #[derive(Debug)]
 struct Directory {
     leaves: Box<[Leaf; DIR_SLOTS]>,
-    /// Leaves that hold at least one start, and
+    /// Leaves that hold at least one start.
     count: u32,
-    /// a bit for each.
+    /// A bit for each leaf that holds one.
     occupied: [u64; DIR_SLOTS / 64],
 }
 

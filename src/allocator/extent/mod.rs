@@ -195,7 +195,7 @@ impl Extents {
             }
         }
         for part in self.records.cold(new).home().to_vec() {
-            self.records.cold_mut(part).lent_to = new;
+            self.records.cold_mut(part).aliased_by = new;
         }
         let (space, _) = self.parts(hot.space);
         space.renumber_first(hot.addr, id, new);

@@ -31,7 +31,7 @@ pub(crate) enum State {
     Busy,
     /// Address space without memory.
     Unmapped,
-    /// A block of a graph pool that somebody holds; its memory is in the books of the pool.
+    /// A block of a graph pool that somebody holds; its memory is the pool's.
     Pooled,
     /// Part of a block that lies in a view: nobody can have it at its home address.
     Aliased,
@@ -110,7 +110,7 @@ pub(crate) struct Cold {
     /// Free: how many frees there had been when the last byte of it was freed.
     pub freed: u64,
     /// Aliased: the block.
-    pub lent_to: u32,
+    pub aliased_by: u32,
     /// Made when there is anything to note in it, and kept until the record is given back.
     rare: Option<Box<Rare>>,
 }
@@ -136,13 +136,13 @@ impl Cold {
             uses,
             owner,
             freed,
-            lent_to,
+            aliased_by,
             rare,
         } = self;
         debug_assert!(rare.is_none(), "put aside before");
         *requested = 0;
         *uses = Uses::None;
-        (*owner, *freed, *lent_to) = (0, 0, 0);
+        (*owner, *freed, *aliased_by) = (0, 0, 0);
     }
 
     /// Used: other streams that were recorded on the block.

@@ -24,9 +24,9 @@ use crate::allocator::size::GRANULE;
 pub(crate) struct Shard {
     pub granules: u32,
     pub uses: Uses,
-    /// The stream of the block that the part last was,
+    /// The stream of the block that the part last was.
     pub owner: u32,
-    /// and how many frees there had been when it was freed.
+    /// Frees that there had been when that block was freed.
     pub freed: u64,
     /// False: the part had no memory.
     pub mapped: bool,

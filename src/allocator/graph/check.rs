@@ -1,4 +1,4 @@
-//! What is always so in graph pools, as one walk over their books.
+//! What is always so in graph pools, as one walk over their metadata.
 
 use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::graph::arena::{Arena, Live, Part, View};
@@ -76,7 +76,7 @@ impl Graphs {
     }
 }
 
-/// Every address of a live block is mapped, and to the bytes that the books say.
+/// Every address of a live block is mapped, and to the bytes that the pool says.
 fn check_mapped(arena: &Arena) -> Result<(), Error> {
     for (addr, live) in &arena.live {
         holds(

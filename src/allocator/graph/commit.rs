@@ -1,4 +1,4 @@
-//! The driver calls of graph pools: over plans of their books, never with the heap's lock.
+//! The driver calls of graph pools: over plans, never with the heap's lock.
 
 use std::sync::Arc;
 

@@ -5,7 +5,7 @@
 //! a capture memory is used again behind the nodes that used it last ([`order`]); across the captures of a pool it is
 //! used again freely, because whoever shares a pool promises to launch its graphs one behind another.
 //!
-//! Here are the books of all pools of an allocator, under the heap's lock; calls of the driver stand in [`commit`].
+//! Here is the metadata of all pools of an allocator, under the heap's lock; calls of the driver stand in [`commit`].
 
 pub(crate) mod addresses;
 pub(crate) mod arena;
@@ -69,9 +69,9 @@ pub(crate) struct Pool {
     pub away: bool,
     /// A graph may use it of whose end the driver tells nobody.
     pub untold: bool,
-    /// Calls that work on it without the lock,
+    /// Calls that work on it without the lock.
     pub calls: u32,
-    /// and the bytes that they will add.
+    /// Bytes that these calls will add.
     planned: u64,
     /// Most bytes of live blocks at once.
     pub peak: u64,

@@ -6,7 +6,6 @@ use crate::allocator::cache::HeldBack;
 use crate::allocator::cache::stream_cache::{Batch, Node, Returned, Run, StreamCache, Using};
 use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
 use crate::allocator::extent::uses::{Use, Uses};
-use crate::allocator::extent::want::PAGE_GRANULES;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stream::slot::{self, AfterFree, Holder};
@@ -317,5 +316,3 @@ impl Heap {
         any
     }
 }
-
-const _: () = assert!(PAGE_GRANULES == crate::allocator::cache::stream_cache::PAGE_GRANULES);

@@ -250,7 +250,7 @@ impl Heap {
                 same(
                     "a part is aliased to its block",
                     id,
-                    self.extents.records.cold(*part).lent_to,
+                    self.extents.records.cold(*part).aliased_by,
                 )?;
                 aliased += home.bytes();
                 push_part(&mut found, (home.addr, home.granules));

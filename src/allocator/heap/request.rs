@@ -1,6 +1,6 @@
 //! Requests, their numbers checked once.
 
-use crate::allocator::cache::stream_cache::{PAGE_GRANULES, Small};
+use crate::allocator::cache::stream_cache::Small;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::arena::Fit;
@@ -8,8 +8,11 @@ use crate::allocator::request::Request;
 use crate::allocator::size::{GRANULE, MAX_ALIGNMENT, PACKED_SMALL_LIMIT, PAGE, round_size};
 use crate::error::{Error, InvalidArgument};
 
-// The fast path compares with the limit, and `Checked::small` with a page: whoever moves one moves both.
-const _: () = assert!(PACKED_SMALL_LIMIT == PAGE);
+/// Granules of the largest small block.
+const SMALL_GRANULES: u32 = (PACKED_SMALL_LIMIT / GRANULE) as u32;
+
+// A small block lies in a page.
+const _: () = assert!(PACKED_SMALL_LIMIT.is_multiple_of(GRANULE) && PACKED_SMALL_LIMIT <= PAGE);
 
 /// A [`Request`] whose numbers are in order.
 #[derive(Debug, Clone, Copy)]
@@ -93,7 +96,7 @@ impl Checked {
     /// The request to a stream cache, if it is one for stream caches.
     #[inline]
     pub(crate) fn small(&self) -> Option<Small> {
-        (self.span() <= PAGE_GRANULES).then_some(Small {
+        (self.span() <= SMALL_GRANULES).then_some(Small {
             granules: self.granules,
             align: self.align,
             requested: self.requested as u32,

@@ -19,11 +19,11 @@ use crate::driver::DriverError;
 
 /// Requests below this many bytes are not stitched while growing is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
-/// Address space of a view, as a multiple of its first request,
+/// Address space of a view, as a multiple of its first request.
 const VIEW_ROOM: u64 = 4;
-/// less where layouts hardly come back, so that more views begin anew with what is free then,
-const VIEW_ROOM_RESTLESS: u64 = 2;
-/// but not more than this.
+/// The same where layouts hardly come back: less, so that more views begin anew with what is free then.
+const VIEW_ROOM_CHURNING: u64 = 2;
+/// Most bytes of address space that a view begins with.
 const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 /// Mappings in views, at least and per handle held.
 const VIEW_MAPS_MIN: usize = 32_768;
@@ -82,7 +82,7 @@ impl Heap {
     }
 
     /// The layout that needs the least new memory if that is made before: between an open tail, as long
-    /// as there is one, and an open front.
+    /// as there is one, and an open beginning.
     fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
         let sources = self.sources(open);
         let mut layouts = self.layouts(want, open, &sources);
@@ -256,7 +256,7 @@ impl Heap {
         site: &Site,
     ) -> Option<(Aliased, Option<Fresh>)> {
         let parts = self.views.homes(want, layout, site)?;
-        let aliased = self.lend(SpaceId::Large, want.stream, &parts)?;
+        let aliased = self.alias(SpaceId::Large, want.stream, &parts)?;
         if layout.fresh == 0 {
             return Some((aliased, None));
         }
@@ -403,7 +403,7 @@ impl Heap {
 /// Bytes of address space for a view that begins with a request of `need` and must take `at_least`.
 fn view_bytes(need: u64, at_least: u64, churning: bool) -> u64 {
     let times = if churning {
-        VIEW_ROOM_RESTLESS
+        VIEW_ROOM_CHURNING
     } else {
         VIEW_ROOM
     };

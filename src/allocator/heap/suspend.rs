@@ -1,4 +1,4 @@
-//! Suspended memory in the books: what is chosen, what is refused, and what comes back.
+//! Suspended memory in the heap: what is chosen, what is refused, and what comes back.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -400,7 +400,7 @@ impl Heap {
         fits
     }
 
-    /// Takes handles out of a suspension of the arenas, and out of the books, in which no block is live any more.
+    /// Takes handles out of a suspension of the arenas, and out of the heap, in which no block is live any more.
     pub(crate) fn drop_unused(&mut self, suspension: &mut Suspension) {
         self.empty_large_caches();
         self.flush_caches();

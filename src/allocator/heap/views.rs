@@ -50,7 +50,7 @@ impl Heap {
     }
 
     /// Claims home memory, part by part; nothing is claimed if one part cannot be.
-    pub(crate) fn lend(
+    pub(crate) fn alias(
         &mut self,
         space: SpaceId,
         stream: u32,
@@ -108,7 +108,7 @@ impl Heap {
             .make(SpaceId::Large, Extent::Busy, addr, granules);
         for part in &parts {
             self.extents.records[*part].state = Extent::Aliased;
-            self.extents.records.cold_mut(*part).lent_to = id;
+            self.extents.records.cold_mut(*part).aliased_by = id;
         }
         self.extents.records.set_home(id, parts);
         id

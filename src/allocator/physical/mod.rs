@@ -22,9 +22,9 @@ use crate::error::Error;
 /// larger handles, more willingness to wait.
 pub(crate) const LEVELS: usize = 6;
 
-/// Handles that may be mapped into views on each level,
+/// Handles that may be mapped into views on each level of the stitching budget.
 const LEVEL_MAPS: [u64; LEVELS] = [1500, 1500, 1500, 1500, 12_000, u64::MAX];
-/// less one for so many large requests.
+/// Large requests that earn one such handle back.
 pub(crate) const REQUESTS_PER_MAP: u64 = 50;
 /// A handle counts so many times if it is mapped while streams have work under way: what is free
 /// then depends on what happens to be complete, layouts come back less often, and room or a wait is
@@ -57,9 +57,9 @@ const QUICK_HANDLES: u64 = 4;
 /// Near a hard limit handles are at most this part of it.
 const SCARCE_PART: u64 = 2048;
 
-/// Tokens at the start,
+/// Tokens for bursts at the start.
 pub(crate) const TOKENS: u64 = 16;
-/// and large requests that earn another one: 10,000 allocations and frees.
+/// Large requests that earn another token: 10,000 allocations and frees.
 pub(crate) const REQUESTS_PER_TOKEN: u64 = 5000;
 /// Handles that any allocation may map: 2 ms at the 20 us that mapping one costs on an H200.
 pub(crate) const MAPS: usize = 100;

@@ -71,7 +71,7 @@ impl Engine {
 
     /// Completes what streams left of which nobody has spoken for some time. Those that were silent for long rest
     /// then, and the others are served as if they were alone.
-    fn settle_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
+    fn complete_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
         let silent = heap.streams.silent(stream);
         if silent.is_empty() {
             return Ok(heap);
@@ -105,10 +105,10 @@ impl Engine {
             heap.streams_changed();
         }
         if self.unretired {
-            (heap, ()) = self.unlocked(heap, || self.settle_unretired())?;
+            (heap, ()) = self.unlocked(heap, || self.wait_for_unretired())?;
         }
         if heap.streams.several() {
-            heap = self.settle_others(heap, want.stream)?;
+            heap = self.complete_others(heap, want.stream)?;
         }
         if heap.streams.several() {
             heap = self.poll_before(heap, want.stream)?;
@@ -236,7 +236,7 @@ impl Engine {
             return Ok((heap, None));
         };
         let parts = view.home_parts(run.offset, want.granules);
-        let Some(mut aliased) = heap.lend(want.space, want.stream, &parts) else {
+        let Some(mut aliased) = heap.alias(want.space, want.stream, &parts) else {
             return Ok((heap, None));
         };
         if !aliased.waits.is_empty() {

@@ -56,9 +56,9 @@ impl Run {
 pub(crate) enum Reach {
     /// Those that its stream may use without a wait.
     Ready,
-    /// Those that it may use after waits which can be made, in runs that need one,
+    /// Those that it may use after waits which can be made, in runs that need one.
     Waits,
-    /// and in others.
+    /// Those that it may use after waits which can be made, in all runs.
     Any,
 }
 
@@ -230,7 +230,7 @@ impl Finder<'_> {
         let streams = self.streams;
         let completed = streams[class].completed;
         let known = streams[self.stream].row.get(class as usize);
-        self.is_sought(class, reach)
+        self.is_wanted(class, reach)
             && (class == self.stream
                 || self.space.merge_own
                 || known.is_some_and(|known| *known > completed)
@@ -239,12 +239,12 @@ impl Finder<'_> {
 
     /// Whether runs are found by their pieces of a class. Those of complete pieces alone are found without a walk,
     /// and those that need no wait were looked at before others are.
-    fn is_sought(&self, class: u32, reach: Reach) -> bool {
+    fn is_wanted(&self, class: u32, reach: Reach) -> bool {
         class != COMPLETE && (reach != Reach::Waits || class != self.stream)
     }
 
     /// Looks at the runs of at most so many granules that hold a request, and have a piece in them that
-    /// is sought. `look` says how many granules are of interest from then on.
+    /// is wanted. `look` says how many granules are of interest from then on.
     fn pending_runs(
         &self,
         want: &Want,
@@ -256,7 +256,7 @@ impl Finder<'_> {
             Reach::Ready => self.ready(id),
             Reach::Waits | Reach::Any => self.reachable(id),
         };
-        let sought = |id: u32| self.is_sought(self.records[id].stream, reach);
+        let wanted = |id: u32| self.is_wanted(self.records[id].stream, reach);
         let classes = self.space.pending_streams();
         let classes = classes.filter(|class| self.may_reach(*class, reach));
         for class in classes.chain([MIXED]) {
@@ -268,7 +268,7 @@ impl Finder<'_> {
                 if u64::from(entry.granules) > most {
                     return false;
                 }
-                if let Some(run) = self.run_led_by(entry.id, usable, sought)
+                if let Some(run) = self.run_led_by(entry.id, usable, wanted)
                     && run.granules <= most
                     && run.holds(want)
                 {
@@ -297,13 +297,13 @@ impl Finder<'_> {
         }
     }
 
-    /// The run around a piece that is sought, if that piece is the first such of the run (so that every run is
+    /// The run around a piece that is wanted, if that piece is the first such of the run (so that every run is
     /// looked at once).
     fn run_led_by(
         &self,
         id: u32,
         usable: impl Fn(u32) -> bool,
-        sought: impl Fn(u32) -> bool,
+        wanted: impl Fn(u32) -> bool,
     ) -> Option<Run> {
         if !usable(id) {
             return None;
@@ -313,7 +313,7 @@ impl Finder<'_> {
             && prev != NIL
             && usable(prev)
         {
-            if sought(prev) {
+            if wanted(prev) {
                 return None;
             }
             first = prev;

@@ -20,8 +20,8 @@ use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Use;
 use crate::allocator::stream::poll::{Outcome, Poll};
 use crate::allocator::stream::slot::{
-    AfterFree, BACKOFF, BATCH_FREES, Batch, Holder, Marker, PUNCTUAL, PendingWait, Slot, StreamKey,
-    is_per_thread,
+    AfterFree, BACKOFF, BATCH_FREES, Batch, EAGER_BATCHES, Holder, Marker, PendingWait, Slot,
+    StreamKey, is_per_thread,
 };
 use crate::error::{Error, StreamMisuse};
 
@@ -139,8 +139,8 @@ impl Streams {
             open_bytes: 0,
             backoff: 0,
             stride: 1,
-            punctual: PUNCTUAL,
-            patience: PUNCTUAL,
+            eager_batches: EAGER_BATCHES,
+            next_eager: EAGER_BATCHES,
             listed: false,
             resting: false,
             told_at: self.requests,
@@ -274,7 +274,7 @@ impl Streams {
         slot.open += 1;
         let uses = std::mem::take(&mut slot.open_uses);
         let bytes = std::mem::take(&mut slot.open_bytes);
-        slot.punctual = slot.punctual.saturating_sub(1);
+        slot.eager_batches = slot.eager_batches.saturating_sub(1);
         if slot.listed {
             self.unlist(stream);
         }
@@ -357,9 +357,9 @@ impl Streams {
         if !several || !slot.is_full() {
             return false;
         }
-        let waits = slot.punctual == 0 && slot.holder.is_lasting();
+        let waits = slot.eager_batches == 0 && slot.holder.is_lasting();
         // Where streams are captured a free is the owner's call, and a question is not.
-        if waits && !self.watchful && process::is_calm() {
+        if waits && !self.watchful && process::is_unwatched() {
             self.list_full(stream);
             return false;
         }
@@ -377,7 +377,7 @@ impl Streams {
     pub(crate) fn was_late(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         if slot.markers.len() > FEW_MARKERS {
-            slot.punctual = slot.punctual.max(slot.patience);
+            slot.eager_batches = slot.eager_batches.max(slot.next_eager);
         }
     }
 

@@ -22,13 +22,13 @@ pub(crate) enum Answer {
 #[derive(Debug)]
 struct Probe {
     stream: u32,
-    /// Where its markers begin in the list of all,
+    /// Where its markers begin in the list of all.
     first: usize,
-    /// and how many there are.
+    /// How many markers it has there.
     count: usize,
-    /// So many are complete,
+    /// How many of them are complete.
     done: usize,
-    /// and this one (counted from the first) is not, or does not exist.
+    /// The first, counted from 0, that is known not to be complete, or that does not exist.
     late: usize,
     /// How many to go ahead.
     stride: usize,
@@ -44,11 +44,11 @@ struct Probe {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub stream: u32,
-    /// The bound of the newest marker that is complete,
+    /// The bound of the newest marker that is complete.
     pub newest: Option<u64>,
-    /// how many are,
+    /// How many markers are complete.
     pub count: usize,
-    /// and whether one is not.
+    /// Whether one is not.
     pub late: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Streams of which nobody has spoken for some time. What they left is settled; later they rest.
+//! Streams of which nobody has spoken for some time. What they left is completed; later they rest.
 //!
 //! Streams that rest: of which nobody has spoken for long, and all of whose work is complete. The others do as if they
 //! did not exist, so one that is alone then is served as if it had always been.
@@ -11,13 +11,13 @@ use crate::allocator::stream::slot::Slot;
 
 /// Large requests without a word of a stream before it rests: twice as many each time that it comes back, up to this.
 const RESTS_AFTER_MOST: u64 = 1 << 20;
-/// What a stream left is settled once so many large requests have passed without a word of it, long before it rests.
-const SETTLES_AFTER: u64 = 512;
+/// What a stream left is completed once so many large requests have passed without a word of it, long before it rests.
+const COMPLETES_AFTER: u64 = 512;
 /// A stream that may be gone is waited for when nobody has spoken of it for so many large requests.
 const SILENT: u64 = 16;
 
 impl Streams {
-    /// Counts a large request. The streams of which nobody spoke for some time and that have something to settle, or
+    /// Counts a large request. The streams of which nobody spoke for some time and that left something to complete, or
     /// for so long that they may rest, but for the one that asks; mostly it is not the time to look.
     pub(crate) fn silent(&mut self, stream: u32) -> Vec<u32> {
         self.requests += 1;
@@ -25,12 +25,12 @@ impl Streams {
             return Vec::new();
         }
         let mut silent = Vec::new();
-        let mut next = self.requests + SETTLES_AFTER;
+        let mut next = self.requests + COMPLETES_AFTER;
         for (at, slot) in self.iter().filter(|(_, slot)| !slot.resting) {
             // Counted from the last word of it, so that work which repeats finds the same each time.
-            if self.silence(slot) < SETTLES_AFTER {
-                next = next.min(slot.told_at + SETTLES_AFTER);
-            } else if at != stream && slot.is_settled() && !self.is_due(slot) {
+            if self.silence(slot) < COMPLETES_AFTER {
+                next = next.min(slot.told_at + COMPLETES_AFTER);
+            } else if at != stream && slot.has_nothing_left() && !self.is_due(slot) {
                 next = next.min(slot.told_at + slot.rests_after);
             } else if at != stream {
                 silent.push(at);
@@ -69,7 +69,7 @@ impl Streams {
     /// A stream rests, if it has nothing to wait for. Whether it does.
     pub(crate) fn rest(&mut self, stream: u32) -> bool {
         let slot = &mut self.slots[stream as usize];
-        let rests = slot.in_use && !slot.resting && slot.is_settled();
+        let rests = slot.in_use && !slot.resting && slot.has_nothing_left();
         slot.resting |= rests;
         self.resting += usize::from(rests);
         rests

@@ -141,17 +141,17 @@ pub(crate) struct Slot {
     pub stride: u32,
     /// So many batches get their marker as soon as they are full. After that those of a stream that we
     /// keep alive wait until somebody else asks for memory. A stream that is idle then needs none.
-    pub(crate) punctual: u32,
+    pub(crate) eager_batches: u32,
     /// How many that will be once it was found busy.
-    pub(crate) patience: u32,
+    pub(crate) next_eager: u32,
     /// Among the `full` ones.
     pub(crate) listed: bool,
     /// The heap's memory has no part of the stream that is not complete, and nobody names it: the others do
     /// as if it did not exist. Its stream caches go on.
     pub(crate) resting: bool,
-    /// Requests for large memory, of all streams, when the heap was last told of the stream,
+    /// Requests for large memory, of all streams, when the heap was last told of the stream.
     pub(crate) told_at: u64,
-    /// and after how many since then it rests.
+    /// After how many such requests since then it rests.
     pub(crate) rests_after: u64,
 }
 
@@ -192,10 +192,10 @@ impl Slot {
     /// Whether the stream was idle when somebody asked for its memory.
     pub(crate) fn was_idle(&mut self, idle: bool) {
         if idle {
-            self.patience = PUNCTUAL;
+            self.next_eager = EAGER_BATCHES;
         } else {
-            self.patience = (2 * self.patience).min(MOST_PUNCTUAL);
-            self.punctual = self.patience;
+            self.next_eager = (2 * self.next_eager).min(MOST_EAGER_BATCHES);
+            self.eager_batches = self.next_eager;
         }
     }
 
@@ -242,7 +242,7 @@ impl Slot {
     }
 
     /// Whether nothing is left for the others to wait for.
-    pub(crate) fn is_settled(&self) -> bool {
+    pub(crate) fn has_nothing_left(&self) -> bool {
         let quiet = self.calls == 0 && self.leaving == 0 && self.markers.is_empty();
         quiet && self.open_uses == 0 && self.completed + 1 >= self.open
     }
@@ -261,18 +261,18 @@ pub(crate) struct Suspect {
     pub(crate) _holder: Holder,
 }
 
-/// Frees after which a batch is full while several streams are active, and
+/// Frees after which a batch is full while several streams are active.
 pub(crate) const BATCH_FREES: u32 = 32;
 
-/// bytes after which it is.
+/// Freed bytes after which it is full.
 pub(crate) const BATCH_BYTES: u64 = 1 << 20;
 
 /// Batches of a stream that get their marker as soon as they are full, at first and when it works
 /// behind: where work is late it matters when its marker was recorded.
-pub(crate) const PUNCTUAL: u32 = 512;
+pub(crate) const EAGER_BATCHES: u32 = 512;
 
 /// Each time that a stream is busy when somebody asks for its memory it is twice as many, up to this.
-pub(crate) const MOST_PUNCTUAL: u32 = 1 << 16;
+pub(crate) const MOST_EAGER_BATCHES: u32 = 1 << 16;
 
 /// A stream rests once so many large requests of others have passed without a word of it, at first.
 pub(crate) const RESTS_AFTER: u64 = 2048;

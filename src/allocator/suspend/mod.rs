@@ -1,8 +1,8 @@
 //! Suspended memory: handles that were given back to the driver while their addresses stay reserved.
 //!
 //! A [`Suspension`] is what of one arena is away: its handles, where each is mapped, and the contents that are kept
-//! on the host. Here are its books, under the heap's lock; the calls of the driver are in [`commit`], and take a
-//! suspension out of the books for as long as they last.
+//! on the host. What is here belongs to the heap and is under its lock; the calls of the driver are in [`commit`], and
+//! take a suspension out of the heap for as long as they last.
 
 pub(crate) mod commit;
 pub(crate) mod contents;

@@ -110,11 +110,11 @@ pub(crate) fn cut(want: &Want, sources: &[Source]) -> Layout {
     }
 }
 
-/// Handles that are mapped where the bound cuts a stitch,
+/// Handles that are mapped where the bound cuts a stitch.
 pub(crate) const CUT_MAPS: usize = 90;
 
-/// and handles that are created beside them.
+/// Handles that are created with them.
 pub(crate) const CUT_CREATED: u64 = 10;
 
-/// They are not larger than this, because one small block keeps a whole handle.
+/// Handles that are created so are not larger than this, because one small block keeps a whole handle.
 pub(crate) const CREATED_MAX: u64 = 32 << 20;

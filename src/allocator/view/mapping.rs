@@ -278,9 +278,9 @@ pub(crate) struct Layout {
     pub back: u64,
     pub skip: u64,
     pub adds: Vec<(u64, u64)>,
-    /// Bytes to create behind them,
+    /// Bytes to create behind them.
     pub fresh: u64,
-    /// or, if they are made before, so few.
+    /// Bytes that are enough if they are made before the stitch.
     pub lacking: u64,
     /// They are created in handles of this many bytes at least.
     pub fresh_handle: u64,

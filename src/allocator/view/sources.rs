@@ -9,9 +9,9 @@ use crate::allocator::extent::handle::Marks;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// From this many handles on (or always, where fewest are asked for), taking the largest first is tried
-/// as well,
+/// as well.
 const MANY_HANDLES: usize = 24;
-/// and taken if it needs this many tenths fewer (or as few).
+/// Taking the largest first counts if it needs this many tenths fewer handles (or as few).
 const FEWER_TENTHS: usize = 13;
 
 /// One handle that a stitch may use, as far as it is open.
@@ -165,7 +165,7 @@ impl Sources {
     }
 
     /// Chooses handles for `need` bytes: those of `lead` first, then rows of whole ones by length, and
-    /// as the last one the smallest open front that is enough. Handles that are `used` have their place
+    /// as the last one the smallest open beginning that is enough. Handles that are `used` have their place
     /// already.
     pub(crate) fn gather(&self, lead: &[Source], need: u64, used: &Marks) -> Choice {
         let mut by_rows = self.filling(lead, need, used);
@@ -229,7 +229,7 @@ impl Sources {
         }
     }
 
-    /// The smallest open front of at least so many granules in a handle without a place, the lowest
+    /// The smallest open beginning of at least so many granules in a handle without a place, the lowest
     /// among equals.
     fn last(&self, mut least: u32, taken: &Marks) -> Option<&Source> {
         loop {
@@ -274,9 +274,9 @@ impl Sources {
 pub(crate) struct Choice {
     /// Home and bytes of each.
     pub adds: Vec<(u64, u64)>,
-    /// Bytes that are missing behind them, in whole granules;
+    /// Bytes that are missing behind them, in whole granules.
     pub missing: u64,
-    /// and how many it would take to lack none, had they been made before: an open front can then be the
+    /// Bytes that it would take to lack none, had they been made before: an open beginning can then be the
     /// last part.
     pub lacking: u64,
 }
@@ -388,9 +388,9 @@ mod tests {
         assert_eq!(all, [Some(1), Some(3), Some(2), Some(0), None]);
     }
 
-    /// What an open front serves need not be made.
+    /// What an open beginning serves need not be made.
     #[test]
-    fn an_open_front_lessens_what_is_lacking() {
+    fn an_open_beginning_lessens_what_is_lacking() {
         let mut handles = Handles::default();
         let sources = open_caches(&mut handles, &[8, 1, 7, 8, 0]);
         let none = handles.marks();

@@ -71,7 +71,7 @@ impl State {
     }
 
     /// Takes an executable away once it is destroyed and none of its launches is under way.
-    fn settle_exec(&mut self, exec: u64) {
+    fn drop_finished_exec(&mut self, exec: u64) {
         let over = |entry: &Exec| entry.destroyed && entry.running == 0;
         if !self.graphs.execs.get(exec).is_some_and(over) {
             return;
@@ -98,7 +98,7 @@ impl State {
                 self.drop_all(objects);
             }
         }
-        self.settle_exec(exec);
+        self.drop_finished_exec(exec);
     }
 
     /// Destroys the executables that have work in a context, which ends.
@@ -110,7 +110,7 @@ impl State {
             if let Some(entry) = self.graphs.execs.get_mut(exec) {
                 entry.destroyed = true;
             }
-            self.settle_exec(exec);
+            self.drop_finished_exec(exec);
         }
     }
 }
@@ -201,7 +201,7 @@ impl State {
         if let Some(entry) = self.graphs.execs.get_mut(exec) {
             entry.destroyed = true;
         }
-        self.settle_exec(exec);
+        self.drop_finished_exec(exec);
         Ok(())
     }
 }

@@ -6,12 +6,12 @@
 //! the next where home has other memory between them, and shares its first page with a neighbour
 //! that is live at home.
 
-mod beside;
 mod cut;
 mod growth;
 mod layout;
 mod life;
 mod order;
+mod running_kernel;
 mod share;
 
 use crate::common::*;

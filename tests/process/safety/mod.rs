@@ -1,7 +1,7 @@
 //! Safe code cannot free, lend or exchange memory that safe code still owns, mixes no drivers, and does not
 //! hang in a forked child. What could be broken and why it cannot: `docs/safety.md`.
 
-mod lent;
+mod exchanged;
 
 use std::sync::Arc;
 

@@ -15,9 +15,9 @@ use crate::allocator::stats::Counter;
 pub(crate) struct Account {
     /// Everything that was ever added.
     total: u64,
-    /// What may still be added, of
+    /// What may still be added before the limit is reached.
     room: u64,
-    /// what may be there.
+    /// What may be there at most.
     limit: u64,
 }
 

@@ -14,7 +14,7 @@ const BATCH_BYTES: u64 = 2 << 20;
 /// Bytes that are held back for other streams before anybody asks whether those are done.
 const PENDING_BYTES: u64 = BATCH_BYTES;
 /// Most requests that find nothing to be let pass before they are asked again.
-const PATIENCE: u32 = 64;
+const MOST_SKIPS: u32 = 64;
 
 impl Inner {
     pub(super) fn free_shared(&mut self, node: Node, live: Live) -> Freed {
@@ -113,11 +113,11 @@ impl Inner {
 
     /// They were asked: if nothing came of it, more requests are let pass the next time.
     pub(crate) fn asked(&mut self, freed: bool) {
-        self.patience = match freed {
+        self.next_skips = match freed {
             true => 0,
-            false => (2 * self.patience + 1).min(PATIENCE),
+            false => (2 * self.next_skips + 1).min(MOST_SKIPS),
         };
-        self.skips = self.patience;
+        self.skips = self.next_skips;
     }
 
     /// Whether as much is held back as a page has: more than more memory would cost to ask for.

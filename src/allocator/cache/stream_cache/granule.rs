@@ -1,13 +1,17 @@
 //! What the runs of a stream cache are made of: granules and pages.
 
-use crate::allocator::size::GRANULE;
+use crate::allocator::size::{GRANULE, PAGE};
 
 /// Granules of a page, and the longest run.
-pub(crate) const PAGE_GRANULES: u32 = 128;
+pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
 pub(super) const GRANULES: usize = PAGE_GRANULES as usize;
 /// Bits of a place in a page.
-pub(super) const PLACE_BITS: u32 = 7;
+pub(super) const PLACE_BITS: u32 = PAGE_GRANULES.ilog2();
 pub(super) const PLACE_MASK: u32 = PAGE_GRANULES - 1;
+
+// A place is some of the bits of a node, `Bits` has two words, and a length one byte.
+const _: () = assert!(PAGE_GRANULES.is_power_of_two() && PAGE_GRANULES <= 128);
+
 /// No run. Like all nodes it has its top bit clear; no stream cache has so many pages that one would be it.
 pub(super) const NIL: u32 = u32::MAX >> 1;
 /// Set in every generation, and in no node: tells a live block's word from a link.

@@ -112,7 +112,7 @@ fn limits(caches: &[&'static StreamCache]) -> u64 {
 /// Two stream caches that take room from each other at once, one by one or all together: no deadlock, the
 /// limits together stay, and while there is enough for one of them somebody gets it.
 #[test]
-fn interleavings_of_lent_room() {
+fn interleavings_of_borrowed_room() {
     loom::model(|| {
         let caches = [cache(0, PAGE, 3), cache(1, 2 * PAGE, 3)];
         row(&caches);

@@ -145,9 +145,9 @@ impl StreamCachePool {
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Inner {
-    /// The number of the allocator as long as calls may go on without a look at the heap, and
+    /// The number of the allocator as long as calls may go on without a look at the heap, else 0.
     open: u64,
-    /// the stream's number in it: who may come in then.
+    /// The stream's number in that allocator: calls for this stream may go on.
     pub key: u64,
     pub runs: Runs,
     /// Number of the allocator, 0 for none.
@@ -163,9 +163,9 @@ pub(crate) struct Inner {
     /// The allocator, as long as it is open or blocks of this stream cache are live.
     pub owner: Option<Arc<dyn KeepAlive>>,
     pub batches: Vec<Batch>,
-    /// Batches that wait for their streams outside,
+    /// Batches that wait for their streams, outside of the stream cache.
     pub waiting: u32,
-    /// and those that do no more.
+    /// Batches that are complete, and came back.
     pub returned: Vec<Returned>,
     /// Small blocks of other streams on which this stream is recorded, live or in a batch that is
     /// open, as far as this stream cache counts them: only the sum over a stream's stream caches means something.
@@ -176,7 +176,7 @@ pub(crate) struct Inner {
     /// Requests that find nothing to let pass before the other streams are asked again, and how many
     /// that were the last time.
     skips: u32,
-    patience: u32,
+    next_skips: u32,
     /// Blocks handed out when the room was last shared out, and the last sharing before which there
     /// were more.
     shared_at: u64,
@@ -213,7 +213,7 @@ impl Default for Inner {
             pending_peak: 0,
             contentions: 0,
             skips: 0,
-            patience: 0,
+            next_skips: 0,
             shared_at: 0,
             busy_at: 0,
             asked_at: 0,

@@ -11,10 +11,10 @@ use super::StreamCache;
 use super::granule::PageInfo;
 use super::granule::WORN;
 use crate::allocator::extent::boxed::boxed_array;
-use crate::allocator::size::GRANULE;
+use crate::allocator::size::{GRANULE, PAGE};
 use crate::locks::lock::{AtomicPtr, AtomicU32};
 
-const PAGE_BITS: u32 = 16;
+const PAGE_BITS: u32 = PAGE.ilog2();
 const LEAF_BITS: u32 = 21;
 const LEAF_PAGES: usize = 1 << (LEAF_BITS - PAGE_BITS);
 const BITS: [u32; 3] = [10, 9, 9];
@@ -23,7 +23,7 @@ const ADDRESS_BITS: u32 = LEAF_BITS + BITS[0] + BITS[1] + BITS[2];
 /// Marks numbers of small blocks; those of all others are below.
 pub(crate) const SMALL_ID: u32 = 1 << 31;
 /// Bits of a block's number that say where in its page it begins.
-const ID_BITS: u32 = PAGE_BITS - 9;
+const ID_BITS: u32 = PAGE_BITS - GRANULE.ilog2();
 /// Numbers of pages: with as many the first one comes again.
 const NUMBERS: u32 = SMALL_ID >> ID_BITS;
 

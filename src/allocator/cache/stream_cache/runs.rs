@@ -69,9 +69,9 @@ pub(crate) struct Runs {
         reason = "pages are large, and stay where they are when there are more"
     )]
     pub(super) pages: Vec<Box<Page>>,
-    /// Granules that quick runs may still take, of
+    /// Granules that quick runs may still take.
     pub(super) quick_room: u32,
-    /// so many in all.
+    /// Granules that quick runs may take in all.
     pub(super) cap: u32,
     /// What is counted of the blocks: here, since a pair of allocation and free touches it together with what is above.
     pub accounts: Accounts,

@@ -67,7 +67,7 @@ fn r61_few_runs_are_kept() {
 
 /// R24: a stream cache that was stopped merges everything, and leaves each free to who looks at the heap.
 #[test]
-fn r24_a_stopped_front_takes_no_block_back_at_once() {
+fn r24_a_stopped_cache_takes_no_block_back_at_once() {
     let mut inner = Inner {
         allocator: 1,
         key: 7,

@@ -20,7 +20,7 @@ pub(crate) const MOST_FINDINGS: usize = 1000;
 #[derive(Debug)]
 pub(crate) struct Debug {
     pub(crate) modes: DebugModes,
-    books: Mutex<Books>,
+    table: Mutex<Table>,
     /// Read while the driver fills or reads memory for a debug mode. Who holds it takes no block back, and calls no
     /// code of the program.
     touched: RwLock<()>,
@@ -28,8 +28,10 @@ pub(crate) struct Debug {
     pub(crate) stream: OnceLock<Stream>,
 }
 
+/// The live blocks, those that are held back, and what was found.
 #[derive(Debug, Default)]
-pub(crate) struct Books {
+pub(crate) struct Table {
+    /// Live blocks, by address.
     pub(crate) live: BTreeMap<u64, Watched>,
     /// Freed blocks that are held back.
     held: BTreeMap<u64, Watched>,
@@ -64,14 +66,14 @@ impl Debug {
     pub(crate) fn of(modes: DebugModes) -> Option<Debug> {
         modes.is_any().then(|| Debug {
             modes,
-            books: Mutex::default(),
+            table: Mutex::default(),
             touched: RwLock::default(),
             stream: OnceLock::new(),
         })
     }
 
-    pub(crate) fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Memory stays what it is as long as this is held.
@@ -87,12 +89,12 @@ impl Debug {
     /// A block is about to be freed: it is nobody's any more, and nobody looks at it.
     pub(crate) fn take_live(&self, ptr: u64) -> Option<Watched> {
         let _untouched = self.untouched();
-        self.books().live.remove(&ptr)
+        self.table().live.remove(&ptr)
     }
 
     /// What is behind live blocks is lost: those of one stream, or all.
     pub(crate) fn lose_guards(&self, stream: Option<u64>) {
-        for watched in self.books().live.values_mut() {
+        for watched in self.table().live.values_mut() {
             let key = watched.users.first().map(|(key, _)| key.number());
             // Without its key the block may be any stream's.
             if stream.is_none() || key.is_none() || key == stream {
@@ -108,19 +110,19 @@ impl Debug {
 
     /// Whether a freed block that begins at an address is held back.
     pub(crate) fn holds(&self, ptr: u64) -> bool {
-        self.books().held.contains_key(&ptr)
+        self.table().held.contains_key(&ptr)
     }
 
     /// A block has a label.
     pub(crate) fn name(&self, ptr: u64, tag: Tag) {
-        if let Some(watched) = self.books().live.get_mut(&ptr) {
+        if let Some(watched) = self.table().live.get_mut(&ptr) {
             watched.tag = tag;
         }
     }
 
     /// A stream's handle may not be used any more.
     pub(crate) fn retired(&self, key: StreamKey) {
-        for watched in self.books().live.values_mut() {
+        for watched in self.table().live.values_mut() {
             let before = watched.users.len();
             // Streams of this crate are kept with the block.
             watched
@@ -131,14 +133,14 @@ impl Debug {
     }
 
     pub(crate) fn findings(&self) -> Vec<Finding> {
-        self.books().findings.clone()
+        self.table().findings.clone()
     }
 
     pub(crate) fn found(&self, finding: Finding) {
         say(&finding);
-        let mut books = self.books();
-        if books.findings.len() < MOST_FINDINGS {
-            books.findings.push(finding);
+        let mut table = self.table();
+        if table.findings.len() < MOST_FINDINGS {
+            table.findings.push(finding);
         }
     }
 }
@@ -153,7 +155,7 @@ pub(crate) fn say(what: &dyn std::fmt::Display) {
     }
 }
 
-impl Books {
+impl Table {
     pub(crate) fn next_life(&mut self) -> u64 {
         self.lives += 1;
         self.lives

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One table of several allocators' figures.
 
-    cualloc bench >ours.txt; OTHER_HARNESS >theirs.txt; benches/beside.py ours.txt theirs.txt
+    cualloc bench >ours.txt; OTHER_HARNESS >theirs.txt; benches/compare.py ours.txt theirs.txt
 
 Reads lines `WORK NAME CASE: VALUE UNIT` (such as `pair malloc 4096 B: 20.1 ns`) and the objects of
 `cualloc bench --json`, from files or from stdin (`-`), and writes a table in Markdown: a row for each work

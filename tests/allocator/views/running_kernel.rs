@@ -20,7 +20,7 @@ fn running(stream: &Stream, after: &str) {
 /// S1.17, R54: growth, stitching, eviction and release wait for no kernel, neither for one that uses
 /// other memory nor for one whose memory was freed.
 #[test]
-fn packed_memory_moves_beside_a_running_kernel() {
+fn packed_memory_moves_while_a_kernel_runs() {
     packed(|rig| {
         let [a, k] = rig.streams();
         let (allocator, kept) = scattered(rig, 2, &a);

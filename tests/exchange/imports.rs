@@ -1,0 +1,105 @@
+//! Imported memory goes back to its producer behind all uses.
+
+use std::ffi::c_void;
+use std::sync::atomic::AtomicU64;
+
+use crate::common::*;
+use crate::foreign::*;
+use cualloc::driver::{Context, Stream};
+use cualloc::exchange::*;
+
+/// When foreign memory was released, and what was pending then.
+struct Watch {
+    context: Context,
+    streams: Vec<Stream>,
+    complete: AtomicU64,
+    releases: AtomicU64,
+}
+
+extern "C" fn watched(with: *mut c_void) {
+    use std::sync::atomic::Ordering::SeqCst;
+    // SAFETY: leaked by the tests below.
+    let watch = unsafe { &*with.cast::<Watch>() };
+    let complete = watch.streams.iter().filter(|s| s.is_complete().unwrap());
+    watch.complete.store(complete.count() as u64, SeqCst);
+    watch.releases.fetch_add(1, SeqCst);
+    let _ = &watch.context;
+}
+
+fn watch(rig: &Rig, streams: &[&Stream]) -> &'static Watch {
+    Box::leak(Box::new(Watch {
+        context: rig.context.clone(),
+        streams: streams.iter().map(|s| (*s).clone()).collect(),
+        complete: AtomicU64::new(0),
+        releases: AtomicU64::new(0),
+    }))
+}
+
+fn watched_import(
+    other: &Other,
+    watch: &'static Watch,
+    ptr: u64,
+    stream: &Stream,
+    producer: Peer,
+) -> Tensor {
+    let with = (watch as *const Watch).cast_mut().cast();
+    let made = other.make_versioned(&Seen::floats(ptr, 1024), watched, with);
+    // SAFETY: made by the other side, taken over once.
+    let tensor = unsafe { Dlpack::from_raw(made) };
+    Tensor::from_dlpack(tensor.unwrap(), stream, producer).unwrap()
+}
+
+/// S5.65, S0.4: foreign memory goes back to its producer only when every stream that used it is done.
+#[test]
+fn s5_65_s0_4_import_is_released_after_its_uses() {
+    let Some(other) = other() else { return };
+    each(|rig| {
+        let [home, second] = rig.streams();
+        let plain = Plain::new(&rig.context, 4096);
+        let watch = watch(rig, &[&home, &second]);
+        let column = watched_import(other, watch, plain.ptr, &home, ordered());
+        column.record_stream(&second).unwrap();
+        column.record_stream(&second).unwrap();
+        let (a, b) = (rig.busy(&home), rig.busy(&second));
+        rig.stamp(plain.ptr, 2048, 1, &home);
+        rig.stamp(plain.ptr + 2048, 2048, 2, &second);
+        drop(column);
+        assert_eq!(released(&watch.releases), 1);
+        assert_eq!(
+            released(&watch.complete),
+            2,
+            "both streams were done by then"
+        );
+        drop((a, b));
+    });
+}
+
+/// S5.65: with the producer's stream known, it is waited for at import, waits at release, and the host
+/// waits for nothing.
+#[test]
+fn s5_65_import_is_ordered_with_the_producer_stream() {
+    let Some(other) = other() else { return };
+    each(|rig| {
+        let [home, theirs] = rig.streams();
+        let plain = Plain::new(&rig.context, 4096);
+        rig.stamp(plain.ptr, 4096, 0, &theirs);
+        theirs.synchronize().unwrap();
+        let watch = watch(rig, &[&home]);
+        let hold = rig.hold(&theirs);
+        rig.stamp(plain.ptr, 4096, 1, &theirs);
+        let producer = Peer::on(&theirs);
+        let column = watched_import(other, watch, plain.ptr, &home, producer);
+        // Behind the producer's work ...
+        rig.stamp(plain.ptr, 2048, 2, &home);
+        assert!(!home.is_complete().unwrap());
+        drop(column);
+        assert_eq!(released(&watch.releases), 1);
+        assert_eq!(released(&watch.complete), 0, "nothing was waited for");
+        // ... and before what it does next.
+        rig.stamp(plain.ptr, 1024, 3, &theirs);
+        hold.release();
+        assert_eq!(rig.mismatches(plain.ptr, 1024, 3, &theirs), 0);
+        assert_eq!(rig.mismatches(plain.ptr + 1024, 1024, 2, &theirs), 0);
+        assert_eq!(rig.mismatches(plain.ptr + 2048, 2048, 1, &theirs), 0);
+    });
+}
