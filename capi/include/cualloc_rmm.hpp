@@ -34,7 +34,7 @@ class memory_resource {
         const std::int32_t code = alignment <= 512
             ? cualloc_alloc(handle_, bytes, stream.get(), &ptr)
             : cualloc_alloc_aligned(handle_, bytes, alignment, stream.get(), &ptr);
-        if (code != CUALLOC_OK) fail(code);
+        if (code != CUALLOC_OK) fail(code, bytes);
         return reinterpret_cast<void*>(static_cast<std::uintptr_t>(ptr));
     }
 
@@ -67,7 +67,11 @@ class memory_resource {
     friend void get_property(const memory_resource&, cuda::mr::device_accessible) noexcept {}
 
   private:
-    [[noreturn]] static void fail(std::int32_t code) {
+    /* More than any device has is lack of memory to those who ask by cuda::mr. */
+    static constexpr std::size_t most = std::size_t{1} << 40;
+
+    [[noreturn]] static void fail(std::int32_t code, std::size_t bytes) {
+        if (code == CUALLOC_INVALID_ARGUMENT && bytes > most) code = CUALLOC_OUT_OF_MEMORY;
 #if __has_include(<rmm/error.hpp>)
         if (code == CUALLOC_OUT_OF_MEMORY) throw rmm::out_of_memory(cualloc_last_error());
 #endif

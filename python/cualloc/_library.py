@@ -24,6 +24,8 @@ class OutOfMemory(Error, MemoryError):
 
 
 NO_LIMIT = 2**64 - 1
+# The library refuses requests for more bytes, as no number of bytes.
+MOST = 2**40
 
 SELECT_TAG, SCOPE_THREAD = 3, 5
 CONTENTS_DROP, CONTENTS_PINNED, CONTENTS_HOST = range(3)
@@ -244,6 +246,9 @@ def _make_up():
 
 def allocate(device, bytes, stream):
     """The address of so many bytes for use on a stream (its handle, a number)."""
+    # Nothing that the library is asked for: such a number may not even have a place in size_t.
+    if bytes > MOST:
+        raise OutOfMemory(OUT_OF_MEMORY, f"out of memory: {bytes} bytes are more than any device has")
     _make_up()
     address = ctypes.c_uint64()
     checked(LIBRARY.cualloc_alloc(allocator(device), bytes, stream, ctypes.byref(address)))

@@ -948,6 +948,9 @@ def cupy_allocates_on_its_current_stream():
     error = raises(cupy.OutOfMemoryError, "limit 1,073,741,824", malloc, 2 << 30)
     assert "allocated so far: 1,024" in str(error) and "out of memory" in str(error.__cause__)
     del error
+    # More than any device has, and than there are addresses.
+    for bytes in (2**40 + 1, 2**50, 2**64 + 5):
+        raises(cupy.OutOfMemoryError, f"{bytes:,}", malloc, bytes)
     assert malloc(0).mem.size == 0
     del array, first
     assert _library.stats(0).blocks.current == 0
@@ -1009,7 +1012,8 @@ def rmm_has_a_resource():
     block = rmm.chosen[1].allocate(5 << 20, Stream())
     assert block and _library.stats(1).blocks.current == 1 and _library.stats(0).blocks.current == 0
     assert rmm.chosen[0].allocate(0, Stream()) == 0
-    raises(MemoryError, "out of memory", rmm.chosen[0].allocate, 2 << 30, Stream())
+    for bytes in (2 << 30, 2**40, 2**50):
+        raises(MemoryError, "out of memory", rmm.chosen[0].allocate, bytes, Stream())
     rmm.chosen[1].deallocate(block, 5 << 20, Stream())
     rmm.chosen[0].deallocate(0, 0, Stream())
     assert _library.stats(1).blocks.current == 0

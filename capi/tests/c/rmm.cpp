@@ -50,13 +50,16 @@ int main(int count, char**) {
         CHECK(gpu.stats().blocks.current == 0);
         CHECK(any.allocate(stream, 0, 256) == nullptr);
         any.deallocate(stream, nullptr, 0, 256);
-        bool caught = false;
-        try {
-            any.allocate(stream, std::size_t{1} << 30, 256);
-        } catch (const rmm::out_of_memory&) {
-            caught = true;
+        /* More than the limit, than any device has, and than there are addresses. */
+        for (const std::size_t bytes : {std::size_t{1} << 30, std::size_t{1} << 50, ~std::size_t{0}}) {
+            bool caught = false;
+            try {
+                any.allocate(stream, bytes, 256);
+            } catch (const rmm::out_of_memory&) {
+                caught = true;
+            }
+            CHECK(caught);
         }
-        CHECK(caught);
         auto copy = any;
         CHECK(copy == any);
     }
