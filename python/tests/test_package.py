@@ -849,6 +849,21 @@ def lack_of_memory_is_thrown_with_the_strings_of_earlier_versions():
     lack_of_memory_is_thrown_as_the_error_of_pytorch("-D_GLIBCXX_USE_CXX11_ABI=0")
 
 
+def time_in_the_allocator_is_measured():
+    import torch
+
+    import cualloc.torch
+    import timed
+
+    library = timed.install(limit="1G")
+    call = torch._C.current.functions
+    for _ in range(10):
+        call["free"](call["alloc"](5000, 0, None), 5000, 0, None)
+    assert cualloc.torch.stats()["blocks"]["total"] == 10
+    assert library is None or library.timed_calls() == 20 and library.timed_spent() > 0
+    cualloc.torch.check()
+
+
 def pools_take_segments():
     import torch
 
@@ -1068,7 +1083,7 @@ CASES = [
     *(a_free_during_a_capture_is_made_up_for, trials_of_cudnn_stay_off),
     *(a_pytorch_without_cuda_is_named, a_late_install_says_so, another_allocator_came_first),
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
-    lack_of_memory_is_thrown_with_the_strings_of_earlier_versions,
+    *(lack_of_memory_is_thrown_with_the_strings_of_earlier_versions, time_in_the_allocator_is_measured),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
