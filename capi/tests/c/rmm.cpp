@@ -64,6 +64,17 @@ int main(int count, char**) {
         CHECK(copy == any);
     }
     gpu.close();
+    CHECK(cualloc_shared_options(options.get()) == CUALLOC_OK);
+    auto everybodys = cualloc::memory_resource::shared();
+    CHECK(everybodys == cualloc::memory_resource::shared(0) && everybodys.get() == cualloc_shared_made(0));
+    everybodys.deallocate(cuda::stream_ref{cudaStream_t{}}, everybodys.allocate(cuda::stream_ref{cudaStream_t{}}, 1000), 1000);
+    bool caught = false;
+    try {
+        cualloc::memory_resource::shared(-1);
+    } catch (const cualloc::error& error) {
+        caught = error.code() == CUALLOC_INVALID_ARGUMENT;
+    }
+    CHECK(caught);
     if (count > 1) on_a_gpu();
     std::puts("well");
 }
