@@ -238,9 +238,15 @@ def a_stream_is_destroyed_before_its_tensors_are_freed():
         # As PyTorch wraps it for the program, which says nothing to anybody when it destroys it.
         assert torch.cuda.ExternalStream(handle).cuda_stream == handle
         kept = [call["alloc"](bytes, 0, handle) for bytes in [1000, 3 << 20, 40 << 20] * 20]
+        # Others' blocks that the stream uses, too.
+        used = [call["alloc"](bytes, 0, None) for bytes in [1000, 3 << 20, 40 << 20] * 4]
+        for block in used:
+            call["set_record_stream_fn"](block, handle)
         assert simulated.cuStreamDestroy_v2(ctypes.c_void_p(handle)) == 0
         for block in kept:
             call["free"](block, 0, 0, handle)
+        for block in used:
+            call["free"](block, 0, 0, None)
         assert ours.stats()["blocks"]["current"] == 0
         live = []
         for number in range(10_000):
