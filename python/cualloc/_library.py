@@ -87,6 +87,8 @@ class PoolId(ctypes.Structure):
     _fields_ = [("first", ctypes.c_uint64), ("second", ctypes.c_uint64)]
 
 
+POOL_ENDED, POOL_OPEN, POOL_GOES_ON = range(3)
+
 STACK_SOURCE = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p)
 
 
@@ -128,7 +130,11 @@ def _functions():
         "cualloc_resume": (code, [handle, ctypes.c_int32, text, to(number)]),
         "cualloc_torch_pool": (handle, [ctypes.c_int32, PoolId]),
         "cualloc_torch_pool_newest": (number, []),
+        "cualloc_torch_pool_name": (code, [number, to(ctypes.c_int32), to(PoolId)]),
+        "cualloc_torch_pool_state": (code, [number, pointer]),
         "cualloc_torch_pool_abandon": (code, [number, pointer]),
+        "cualloc_torch_pool_release": (code, [ctypes.c_int32, PoolId]),
+        "cualloc_torch_pool_releases": (number, []),
         "cualloc_record_start": (code, [text]),
         "cualloc_record_start_with_stacks": (code, [text, number]),
         "cualloc_set_stack_source": (None, [STACK_SOURCE, pointer]),

@@ -201,11 +201,36 @@ def _adopt(device, handle):
         _adopted.add((device, handle))
 
 
+class _Begun:
+    """What a capture has begun with us: its number, the pool that it is of, and the stream (none: it failed to begin)."""
+
+    def __init__(self, number, stream):
+        self.number, self.stream = number, stream
+        self.device, self.id = ctypes.c_int32(), _library.PoolId()
+        _library.LIBRARY.cualloc_torch_pool_name(number, ctypes.byref(self.device), ctypes.byref(self.id))
+
+
 def _end_failed_captures():
-    """PyTorch says nothing when a capture fails, or goes without an end, so what it has begun with us is ended here."""
+    """When a capture fails, or goes without an end, PyTorch up to 2.13 does not release its pool, and up to 2.11 does not
+    even end what it has begun with us. Later versions do both, when the graph is reset or goes. So the graph is reset
+    here, and what PyTorch leaves then is done in its place: neither twice, since others may share the pool."""
     kind, library = torch.cuda.CUDAGraph, _library.LIBRARY
-    begin, end, goes = kind.capture_begin, kind.capture_end, getattr(kind, "__del__", None)
-    newest, abandon = library.cualloc_torch_pool_newest, library.cualloc_torch_pool_abandon
+    begin, end, reset, goes = kind.capture_begin, kind.capture_end, kind.reset, getattr(kind, "__del__", None)
+    newest = library.cualloc_torch_pool_newest
+
+    def settle(graph, begun):
+        if library.cualloc_torch_pool_state(begun.number, begun.stream) == _library.POOL_GOES_ON:
+            return
+        before = library.cualloc_torch_pool_releases()
+        try:
+            reset(graph)
+        finally:
+            graph._cualloc_begun = None
+            if library.cualloc_torch_pool_releases() == before:
+                if library.cualloc_torch_pool_state(begun.number, None) == _library.POOL_OPEN:
+                    library.cualloc_torch_pool_abandon(begun.number, None)
+                else:
+                    library.cualloc_torch_pool_release(begun.device, begun.id)
 
     @functools.wraps(begin)
     def capture_begin(self, *arguments, **named):
@@ -214,10 +239,10 @@ def _end_failed_captures():
             begin(self, *arguments, **named)
         except BaseException:
             if newest() > before:
-                abandon(newest(), None)
+                settle(self, _Begun(newest(), None))
             raise
         if newest() > before:
-            self._cualloc_begun = newest(), torch.cuda.current_stream().cuda_stream
+            self._cualloc_begun = _Begun(newest(), torch.cuda.current_stream().cuda_stream)
 
     @functools.wraps(end)
     def capture_end(self):
@@ -225,12 +250,18 @@ def _end_failed_captures():
             end(self)
         except BaseException:
             # On a wrong stream it fails and the capture goes on. Then the stream is still in it.
-            abandon(*getattr(self, "_cualloc_begun", (0, None)))
+            if begun := getattr(self, "_cualloc_begun", None):
+                settle(self, begun)
             raise
+        # From here on it is PyTorch's, which releases it with the graph.
+        self._cualloc_begun = None
 
     # Before the destructor, behind which nobody may ask the capture's filter. A weak reference's callback comes later.
     def __del__(self):
-        abandon(getattr(self, "_cualloc_begun", (0, None))[0], None)
+        begun = getattr(self, "_cualloc_begun", None)
+        if begun and library.cualloc_torch_pool_state(begun.number, None) == _library.POOL_OPEN:
+            begun.stream = None
+            settle(self, begun)
         if goes is not None:
             goes(self)
 

@@ -442,10 +442,11 @@ def threads_capture_beside_each_other():
     ours.check()
 
 
-def captures_that_fail_leave_nothing():
+def captures_that_fail_leave_nothing(**contract):
     at = graphs()
     if at is None:
         return
+    vary(at, contract)
     torch, ours, call = at.torch, at.ours, at.call
     eager, mine = call["alloc"](LAYER, 0, at.mine), ctypes.c_void_p(at.mine)
     made = torch.cuda.CUDAGraph()
@@ -487,12 +488,35 @@ def captures_that_fail_leave_nothing():
     ours.check()
 
 
-def captures_beside_each_other_fail_alone():
+def captures_that_fail_leave_nothing_where_pytorch_ends_them():
+    captures_that_fail_leave_nothing(ends_failures=True)
+
+
+def captures_that_fail_leave_nothing_where_pytorch_releases_them():
+    captures_that_fail_leave_nothing(ends_failures=True, releases_failures=True)
+
+
+def vary(at, contract):
+    """What this PyTorch does for captures that fail: versions differ."""
+    for name, value in contract.items():
+        setattr(at.torch.cuda.CUDAGraph, name, value)
+
+
+def captures_beside_each_other_fail_alone_where_pytorch_ends_them():
+    captures_beside_each_other_fail_alone(ends_failures=True)
+
+
+def captures_beside_each_other_fail_alone_where_pytorch_releases_them():
+    captures_beside_each_other_fail_alone(ends_failures=True, releases_failures=True)
+
+
+def captures_beside_each_other_fail_alone(**contract):
     import threading
 
     at = graphs()
     if at is None:
         return
+    vary(at, contract)
     torch, ours, call = at.torch, at.ours, at.call
     current, driver = torch.cuda.graphs.current, at.driver
 
@@ -549,6 +573,38 @@ def captures_beside_each_other_fail_alone():
     current.stream = at.mine
     second.capture_end()
     second.reset()
+    assert at.filters() == 0 and ours.graph_pool(first.id) is not None
+    first.reset()
+    assert ours.graph_pool(first.id) is None
+    # Of graphs that share a pool one fails, and is kept. What the others have begun and hold stays theirs.
+    first = begun(at.mine)
+    first.capture_end()
+    failed = begun(at.mine, first.id)
+    over(at.mine)
+    raises(RuntimeError, "end", failed.capture_end)
+    third = begun(at.mine, first.id)
+    failed.reset()
+    del failed
+    assert at.filters() == 1 and ours.graph_pool(first.id) is not None
+    kept = call["alloc"](LAYER, 0, at.mine)
+    assert ours.graph_pool(first.id)["blocks"] == 1
+    # One that fails to begin on a stream that is captured.
+    failed = torch.cuda.CUDAGraph()
+    raises(RuntimeError, "begin", failed.capture_begin, first.id)
+    del failed
+    assert at.filters() == 1
+    third.capture_end()
+    call["free"](kept, LAYER, 0, at.mine)
+    first.reset()
+    assert ours.graph_pool(third.id) is not None
+    third.reset()
+    assert ours.graph_pool(third.id) is None and at.filters() == 0
+    # One without an end, in a pool that another graph has.
+    first = begun(at.mine)
+    first.capture_end()
+    failed = begun(at.mine, first.id)
+    del failed
+    over(at.mine)
     assert at.filters() == 0 and ours.graph_pool(first.id) is not None
     first.reset()
     assert ours.graph_pool(first.id) is None
@@ -1095,6 +1151,10 @@ CASES = [
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
     *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),
     *(captures_beside_each_other_fail_alone, tags_sleep_and_wake, tags_need_the_allocator),
+    captures_that_fail_leave_nothing_where_pytorch_ends_them,
+    captures_that_fail_leave_nothing_where_pytorch_releases_them,
+    captures_beside_each_other_fail_alone_where_pytorch_ends_them,
+    captures_beside_each_other_fail_alone_where_pytorch_releases_them,
     tests_of_pytorch_are_chosen_by_name,
     *(what_only_pytorchs_own_allocator_does_says_so, a_pytorch_with_other_hooks_has_no_graphs),
 ]
