@@ -202,7 +202,7 @@ def _adopt(device, handle):
 
 
 class _Begun:
-    """What a capture has begun with us: its number, the pool that it is of, and the stream (none: it failed to begin)."""
+    """What a capture has begun with us: its number, the pool that it is of, and its stream."""
 
     def __init__(self, number, stream):
         self.number, self.stream = number, stream
@@ -219,8 +219,6 @@ def _end_failed_captures():
     newest = library.cualloc_torch_pool_newest
 
     def settle(graph, begun):
-        if library.cualloc_torch_pool_state(begun.number, begun.stream) == _library.POOL_GOES_ON:
-            return
         before = library.cualloc_torch_pool_releases()
         try:
             reset(graph)
@@ -232,26 +230,47 @@ def _end_failed_captures():
                 else:
                     library.cualloc_torch_pool_release(begun.device, begun.id)
 
+    def goes_on(begun):
+        return library.cualloc_torch_pool_state(begun.number, begun.stream) == _library.POOL_GOES_ON
+
+    def captured(graph):
+        """Whether there is a graph, and what failed came behind it. Then PyTorch releases the pool with the graph."""
+        try:
+            graph.pool()
+        except Exception:
+            return False
+        return True
+
     @functools.wraps(begin)
     def capture_begin(self, *arguments, **named):
         before = newest()
+
+        def note():
+            if newest() > before:
+                self._cualloc_begun = _Begun(newest(), torch.cuda.current_stream().cuda_stream)
+                return self._cualloc_begun
+
         try:
             begin(self, *arguments, **named)
         except BaseException:
-            if newest() > before:
-                settle(self, _Begun(newest(), None))
+            # What fails behind the beginning (hooks of later versions) leaves the capture as it is.
+            if (begun := note()) and not goes_on(begun):
+                settle(self, begun)
             raise
-        if newest() > before:
-            self._cualloc_begun = _Begun(newest(), torch.cuda.current_stream().cuda_stream)
+        note()
 
     @functools.wraps(end)
     def capture_end(self):
         try:
             end(self)
         except BaseException:
+            begun = getattr(self, "_cualloc_begun", None)
             # On a wrong stream it fails and the capture goes on. Then the stream is still in it.
-            if begun := getattr(self, "_cualloc_begun", None):
-                settle(self, begun)
+            if begun and not goes_on(begun):
+                if captured(self):
+                    self._cualloc_begun = None
+                else:
+                    settle(self, begun)
             raise
         # From here on it is PyTorch's, which releases it with the graph.
         self._cualloc_begun = None
@@ -260,7 +279,6 @@ def _end_failed_captures():
     def __del__(self):
         begun = getattr(self, "_cualloc_begun", None)
         if begun and library.cualloc_torch_pool_state(begun.number, None) == _library.POOL_OPEN:
-            begun.stream = None
             settle(self, begun)
         if goes is not None:
             goes(self)

@@ -482,8 +482,22 @@ def captures_that_fail_leave_nothing(**contract):
     raises(RuntimeError, "end", made.capture_end)
     # A device that is not there.
     raises(RuntimeError, "there is no device 7", inner.capture_begin, device=7)
+    # Something else fails behind the beginning, and behind the end: the capture goes on, and the graph is there.
+    def fails():
+        raise RuntimeError("a hook")
+
+    hooked = torch.cuda.CUDAGraph()
+    hooked.has_begun = hooked.has_ended = fails
+    raises(RuntimeError, "a hook", hooked.capture_begin)
+    kept = layers(at)
+    assert at.filters() == 1 and ours.graph_pool(hooked.id)["blocks"] == 1
+    raises(RuntimeError, "a hook", hooked.capture_end)
+    assert at.filters() == 0 and ours.graph_pool(hooked.id)["blocks"] == 1 and hooked.pool()
+    call["free"](kept, LAYER, 0, at.mine)
+    hooked.reset()
+    assert ours.graph_pool(hooked.id) is None
     # The graph object is gone, and nobody asks its filter.
-    del made, inner
+    del made, inner, hooked
     assert call["alloc"](LAYER, 0, at.other) and at.filters() == 0
     ours.check()
 

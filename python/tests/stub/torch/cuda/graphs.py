@@ -29,6 +29,8 @@ class CUDAGraph:
     # graph is reset or goes (2.14).
     ends_failures, releases_failures = False, False
     allocated = capturing = False
+    # Hooks behind the beginning and the end of a capture.
+    has_begun = has_ended = staticmethod(lambda: None)
 
     def __init__(self):
         self.made, self.exec, self.ended = ctypes.c_void_p(fake.fake_graph_new()), ctypes.c_void_p(), False
@@ -43,6 +45,7 @@ class CUDAGraph:
         self.allocated = self.capturing = self.releases_failures
         done(driver.cuStreamBeginCapture_v2(self.stream, _THREAD_LOCAL), "begin")
         done(fake.fake_graph_captures(self.made, self.stream), "info")
+        self.has_begun()
 
     def capture_end(self):
         if current.stream != self.stream.value:
@@ -53,6 +56,7 @@ class CUDAGraph:
             self.stop()
         done(code, "end")
         self.ended = self.allocated = True
+        self.has_ended()
         done(driver.cuGraphInstantiateWithFlags(ctypes.byref(self.exec), made, ctypes.c_uint64(0)), "instantiate")
         done(driver.cuGraphDestroy(made), "destroy")
 
