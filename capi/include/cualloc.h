@@ -960,6 +960,18 @@ void cualloc_set_stack_source(cualloc_stack_source_t source,
 int32_t cualloc_record_dump(const char *path);
 
 /**
+ * As cualloc_record_dump, but a memory snapshot of PyTorch's, as a pickle: its tools and its viewer open it.
+ *
+ * Errors: as cualloc_record_dump.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `path` is null or ends with a zero.
+ */
+int32_t cualloc_record_snapshot(const char *path);
+
+/**
  * Ends the recording, and its file. *events is how many the file has, 0 if there is none, and *lost how many the thread
  * that writes it came too late for; either may be null.
  *

@@ -139,6 +139,7 @@ def _functions():
         "cualloc_record_start_with_stacks": (code, [text, number]),
         "cualloc_set_stack_source": (None, [STACK_SOURCE, pointer]),
         "cualloc_record_dump": (code, [text]),
+        "cualloc_record_snapshot": (code, [text]),
         "cualloc_record_stop": (code, [to(number), to(number)]),
         "cualloc_context": (ctypes.c_uint32, [text]),
         "cualloc_set_context": (ctypes.c_uint32, [ctypes.c_uint32]),

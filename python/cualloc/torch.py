@@ -12,12 +12,14 @@ import contextlib
 import ctypes
 import functools
 import os
+import pickle
+import tempfile
 import threading
 import warnings
 
 import torch
 
-from cualloc import _library, _torch_stats
+from cualloc import _library, _torch_stats, record
 
 _COMPANION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc_torch.so")
 # Where PyTorch's own error can be found: the constructor (in wheels up to 2.6 it takes a string from before C++11), and
@@ -297,9 +299,9 @@ _NO_MEM_POOL = (
 )
 
 
-_NO_SNAPSHOT = (
-    "cualloc is PyTorch's allocator, and has no snapshots in PyTorch's way: cualloc.record.start(path) records what "
-    "it does, and `cualloc export --to pytorch` makes a snapshot of that for memory_viz"
+_NO_POOL_SNAPSHOT = (
+    "cualloc has no snapshot of one pool: cualloc.torch.graph_pool(pool) says what it holds, and "
+    "torch.cuda.memory_snapshot() what everything does"
 )
 _NO_BENCHMARK = (
     "torch.backends.cudnn.benchmark stays False: to try algorithms cuDNN asks how much is free in the cache of PyTorch's "
@@ -307,8 +309,49 @@ _NO_BENCHMARK = (
 )
 
 
+# Whether PyTorch's history is being recorded.
+_records = False
+
+
+def _history(enabled=None, context="all", stacks=None, entries=None, clear=False, *_, **__):
+    """`torch._C._cuda_record_memory_history`: recordings with the Python stack of each allocation, if `context` is
+    wanted. How many events are kept is the recorder's business."""
+    global _records
+    with _lock:
+        if _records and (not enabled or clear is True):
+            record.stop()
+            _records = False
+        if enabled and not _records:
+            record.start(stacks=512 if context else 0)
+            _records = True
+
+
+def _snapshot(of=None):
+    """`torch._C._cuda_memorySnapshot`: of a pool's id and whether events are wanted, as dictionaries. Without a history it
+    has what is live."""
+    if of is not None and tuple(of[:2]) != (0, 0):
+        raise RuntimeError(_NO_POOL_SNAPSHOT)
+    with tempfile.TemporaryDirectory() as folder, _lock:
+        path = os.path.join(folder, "snapshot")
+        try:
+            record.snapshot(path)
+        except _library.Error as error:
+            if error.code != _library.INVALID_ARGUMENT:
+                raise
+            record.start()
+            try:
+                record.snapshot(path)
+            finally:
+                record.stop()
+        with open(path, "rb") as file:
+            made = pickle.load(file)
+    if of is not None and len(of) > 2 and not of[2]:
+        made["device_traces"] = [[] for _ in made["device_traces"]]
+    return made
+
+
 def _refuse():
-    """Has what PyTorch asks of its own allocator alone fail with words that help."""
+    """Has what PyTorch asks of its own allocator alone be answered by ours, or fail with words that help."""
 
     def refusing(words):
         def refuse(*_, **__):
@@ -316,18 +359,13 @@ def _refuse():
 
         return refuse
 
-    def history(enabled=None, *_, **__):
-        # To end what nobody has begun is nothing.
-        if enabled:
-            raise RuntimeError(_NO_SNAPSHOT)
-
     functions = {
         "_cuda_getCheckpointState": refusing(_NO_TREES),
         "_cuda_setCheckpointPoolState": refusing(_NO_TREES),
         "_cuda_checkPoolLiveAllocations": refusing(_NO_TREES),
-        "_cuda_memorySnapshot": refusing(_NO_SNAPSHOT),
-        "_cuda_record_memory_history": history,
-        "_cuda_record_memory_history_legacy": history,
+        "_cuda_memorySnapshot": _snapshot,
+        "_cuda_record_memory_history": _history,
+        "_cuda_record_memory_history_legacy": _history,
     }
     for name, function in functions.items():
         if hasattr(torch._C, name):
@@ -525,9 +563,9 @@ def capabilities():
         "mem_pool_segments": hasattr(torch.cuda, "MemPool"),
         "cuda_graphs": _takes_graphs,
         "sleep": installed(),
+        "memory_snapshot": installed(),
         # What PyTorch asks a pluggable allocator for and none can answer.
         "cudagraph_trees": False,
-        "memory_snapshot": False,
         # It may be turned on, and stays off.
         "cudnn_benchmark": False,
         "cuda_ipc": False,

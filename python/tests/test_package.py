@@ -804,9 +804,55 @@ def what_only_pytorchs_own_allocator_does_says_so():
     for name in ("_cuda_getCheckpointState", "_cuda_setCheckpointPoolState", "_cuda_checkPoolLiveAllocations"):
         raises(RuntimeError, "cudagraph_trees = False", getattr(torch._C, name), 0, (0, 1))
     raises(RuntimeError, "torch.cuda.graph_pool_handle()", torch.cuda.MemPool)
-    raises(RuntimeError, "cualloc.record.start(path)", torch._C._cuda_memorySnapshot, (0, 0))
-    raises(RuntimeError, "cualloc export --to pytorch", torch._C._cuda_record_memory_history, "all", "all")
-    assert torch._C._cuda_record_memory_history(None) is None
+    raises(RuntimeError, "cualloc.torch.graph_pool(pool)", torch._C._cuda_memorySnapshot, (0, 1, True))
+
+
+def snapshots_are_those_of_pytorch():
+    torch, ours, call = installed()
+    from cualloc import record
+
+    kept = call["alloc"](5 << 20, 0, None)
+
+    def blocks(made):
+        return {block["address"]: block for segment in made["segments"] for block in segment["blocks"]}
+
+    # Without a history what is live is there, and nothing is recorded afterwards.
+    made = torch._C._cuda_memorySnapshot(None)
+    assert made.keys() >= {"segments", "device_traces", "allocator_settings", "external_annotations"}, made.keys()
+    assert blocks(made)[kept]["state"] == "active_allocated" and blocks(made)[kept]["requested_size"] == 5 << 20
+    raises(RuntimeError, "no recording runs", record.stop)
+
+    def this_function(bytes):
+        return call["alloc"](bytes, 0, None)
+
+    torch._C._cuda_record_memory_history("all", "all", "python", 1000, False)
+    torch._C._cuda_record_memory_history("all", "all", "python", 1000, False)
+    more = this_function(7 << 20)
+    call["free"](kept, 5 << 20, 0, None)
+    made = torch._C._cuda_memorySnapshot((0, 0, True))
+    assert blocks(made)[more]["state"] == "active_allocated" and blocks(made).get(kept, {}).get("state") != "active_allocated"
+    events = [(event["action"], event["addr"]) for event in made["device_traces"][0]]
+    assert ("alloc", more) in events and ("free_completed", kept) in events, events
+    (event,) = (event for event in made["device_traces"][0] if (event["action"], event["addr"]) == ("alloc", more))
+    assert any("this_function" in frame["name"] for frame in event["frames"]), event
+    assert not any(torch._C._cuda_memorySnapshot((0, 0, False))["device_traces"])
+    # Begun anew, and ended.
+    torch._C._cuda_record_memory_history("all", "all", "python", 1000, True)
+    made = torch._C._cuda_memorySnapshot()
+    assert more in blocks(made) and ("free_completed", kept) not in [
+        (event["action"], event["addr"]) for event in made["device_traces"][0]
+    ]
+    torch._C._cuda_record_memory_history(None)
+    torch._C._cuda_record_memory_history(None)
+    raises(RuntimeError, "no recording runs", record.stop)
+    # Of a recording that the program has begun.
+    record.start()
+    raises(RuntimeError, "another recording", torch._C._cuda_record_memory_history, "all")
+    assert more in blocks(torch._C._cuda_memorySnapshot())
+    record.stop()
+    assert ours.capabilities()["memory_snapshot"]
+    call["free"](more, 7 << 20, 0, None)
+    ours.check()
 
 
 def trials_of_cudnn_stay_off():
@@ -1156,7 +1202,7 @@ CASES = [
     *(hooks_and_devices, statistics_have_the_keys_of_pytorch, limits_and_fractions, wrong_settings_are_refused),
     *(out_of_memory_has_the_words_of_pytorch, streams_of_pytorch_are_adopted_and_others_are_not),
     *(a_stream_is_retired_before_its_tensors_are_freed, a_stream_is_destroyed_before_its_tensors_are_freed),
-    *(a_free_during_a_capture_is_made_up_for, trials_of_cudnn_stay_off),
+    *(a_free_during_a_capture_is_made_up_for, trials_of_cudnn_stay_off, snapshots_are_those_of_pytorch),
     *(a_pytorch_without_cuda_is_named, a_late_install_says_so, another_allocator_came_first),
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
     *(lack_of_memory_is_thrown_with_the_strings_of_earlier_versions, time_in_the_allocator_is_measured),
