@@ -84,9 +84,11 @@ for work, allocator in list(rows):
     if native["requested_MiB"] >= 1024 and ours["ratio"] > 1.03:
         wrong.append(f"{work}: holds {ours['ratio']} of what was asked for")
     time = ours["step_ms"] / native["step_ms"]
+    slow = ", SLOWER" if time > 1.05 else ""
     print(
         f"{work:<10} {same}; holds {ours['reserved_MiB']} MiB, native {native['reserved_MiB']}; "
-        f"{ours['ratio']} of what was asked for; step {ours['step_ms']} ms, native {native['step_ms']} ({time:.3f})"
+        f"{ours['ratio']} of what was asked for; step {ours['step_ms']} ms, native {native['step_ms']} ({time:.3f}{slow}); "
+        f"in the allocator {ours.get('inside_ms', '?')} ms a step, {ours.get('inside_us_a_call', '?')} us a call"
     )
 print(*wrong, sep="\n")
 sys.exit(1 if wrong else 0)

@@ -20,7 +20,7 @@
  * Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
  * without a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 4
+#define CUALLOC_ABI_VERSION 5
 
 /**
  * Requests of the capture with the id that cualloc_scope_t.capture has, on all its streams.
@@ -161,6 +161,21 @@
  * Contents are kept in plain host memory.
  */
 #define CUALLOC_CONTENTS_HOST 2
+
+/**
+ * Of cualloc_torch_pool_state: it was ended, or never begun.
+ */
+#define CUALLOC_TORCH_POOL_ENDED 0
+
+/**
+ * Of cualloc_torch_pool_state: it was not ended, and its capture is over as far as is known.
+ */
+#define CUALLOC_TORCH_POOL_OPEN 1
+
+/**
+ * Of cualloc_torch_pool_state: its capture goes on.
+ */
+#define CUALLOC_TORCH_POOL_GOES_ON 2
 
 /**
  * Options for a new allocator. A handle, as cualloc_t is.
@@ -945,6 +960,18 @@ void cualloc_set_stack_source(cualloc_stack_source_t source,
 int32_t cualloc_record_dump(const char *path);
 
 /**
+ * As cualloc_record_dump, but a memory snapshot of PyTorch's, as a pickle: its tools and its viewer open it.
+ *
+ * Errors: as cualloc_record_dump.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `path` is null or ends with a zero.
+ */
+int32_t cualloc_record_snapshot(const char *path);
+
+/**
  * Ends the recording, and its file. *events is how many the file has, 0 if there is none, and *lost how many the thread
  * that writes it came too late for; either may be null.
  *
@@ -1184,12 +1211,48 @@ int32_t cualloc_torch_pool_release(int32_t device,
                                    struct cualloc_torch_pool_id_t id);
 
 /**
+ * How often the calling thread has called cualloc_torch_pool_release. From it a layer above learns whether a version of
+ * PyTorch releases the pool of a capture that failed.
+ *
+ * Any thread.
+ */
+uint64_t cualloc_torch_pool_releases(void);
+
+/**
  * The number of what the calling thread has begun last of all that it has begun and not ended; 0 if there is none, and
  * in a forked child. Numbers grow, and are never used again.
  *
  * Any thread.
  */
 uint64_t cualloc_torch_pool_newest(void);
+
+/**
+ * The device and the id of what was begun with this number (cualloc_torch_pool_newest) and not ended. Either pointer may
+ * be null; both get 0 after a failure.
+ *
+ * Errors: CUALLOC_NOT_LIVE if it was ended, or never begun; CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `device` and `id` are null or may be written.
+ */
+int32_t cualloc_torch_pool_name(uint64_t number,
+                                int32_t *device,
+                                struct cualloc_torch_pool_id_t *id);
+
+/**
+ * What became of what was begun with this number: CUALLOC_TORCH_POOL_ENDED, CUALLOC_TORCH_POOL_OPEN, or, if its
+ * predicate says yes to the stream, CUALLOC_TORCH_POOL_GOES_ON. With null the predicate is not asked. In a forked child
+ * all of them are ended.
+ *
+ * Any thread, whatever context is current.
+ *
+ * What the caller answers for:
+ * `stream` is null or a live stream.
+ */
+int32_t cualloc_torch_pool_state(uint64_t number,
+                                 void *stream);
 
 /**
  * For captures of which PyTorch says nothing, since they failed or nobody has ended them: ends and releases what was

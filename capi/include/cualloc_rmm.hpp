@@ -1,7 +1,9 @@
 /* A cualloc allocator as a memory resource of CCCL (cuda::mr), and so of RMM 26.08 and later.
  *
- *     cualloc::allocator gpu(0);
- *     rmm::mr::set_current_device_resource(cualloc::memory_resource(gpu));
+ *     rmm::mr::set_current_device_resource(cualloc::memory_resource::shared(0));
+ *
+ * takes the allocator that all parts of the process share, PyTorch's and CuPy's among them. Programs over RMM destroy
+ * streams without a word to anybody, which that one expects; one of one's own does with the option unretired_streams=on.
  *
  * Header only; needs the headers of CCCL 3 (they come with RMM), and with RMM's error.hpp beside them memory that runs
  * out is an rmm::out_of_memory. */
@@ -26,6 +28,14 @@ class memory_resource {
     explicit memory_resource(const allocator& of) noexcept : handle_(of.get()) {}
     explicit memory_resource(cualloc_t* of) noexcept : handle_(of) {}
 
+    /* Over the allocator that all parts of the process share for a device (cualloc_shared). It is never destroyed, and
+     * nobody need retire streams there. Throws as cualloc::check does. */
+    static memory_resource shared(std::int32_t device = 0) {
+        cualloc_t* made = nullptr;
+        check(cualloc_shared(device, &made));
+        return memory_resource(made);
+    }
+
     /* Memory in the order of a stream. 0 bytes are a null pointer. Throws as cualloc::check does. */
     void* allocate(cuda::stream_ref stream, std::size_t bytes, std::size_t alignment = 256) {
         if (bytes == 0) return nullptr;
@@ -34,7 +44,7 @@ class memory_resource {
         const std::int32_t code = alignment <= 512
             ? cualloc_alloc(handle_, bytes, stream.get(), &ptr)
             : cualloc_alloc_aligned(handle_, bytes, alignment, stream.get(), &ptr);
-        if (code != CUALLOC_OK) fail(code);
+        if (code != CUALLOC_OK) fail(code, bytes);
         return reinterpret_cast<void*>(static_cast<std::uintptr_t>(ptr));
     }
 
@@ -67,7 +77,11 @@ class memory_resource {
     friend void get_property(const memory_resource&, cuda::mr::device_accessible) noexcept {}
 
   private:
-    [[noreturn]] static void fail(std::int32_t code) {
+    /* More than any device has is lack of memory to those who ask by cuda::mr. */
+    static constexpr std::size_t most = std::size_t{1} << 40;
+
+    [[noreturn]] static void fail(std::int32_t code, std::size_t bytes) {
+        if (code == CUALLOC_INVALID_ARGUMENT && bytes > most) code = CUALLOC_OUT_OF_MEMORY;
 #if __has_include(<rmm/error.hpp>)
         if (code == CUALLOC_OUT_OF_MEMORY) throw rmm::out_of_memory(cualloc_last_error());
 #endif

@@ -250,6 +250,24 @@ fn torch_begin(id: cualloc_torch_pool_id_t, asked: &Asked) -> u64 {
     cualloc_torch_pool_newest()
 }
 
+fn state(number: u64, stream: usize) -> i32 {
+    // SAFETY: nobody looks at the stream.
+    unsafe { cualloc_torch_pool_state(number, stream as *mut c_void) }
+}
+
+/// The pool that something was begun in.
+fn torch_name(number: u64) -> Result<(i32, cualloc_torch_pool_id_t), i32> {
+    let (mut device, mut id) = (7, torch_id(7));
+    // SAFETY: both are locals.
+    match unsafe { cualloc_torch_pool_name(number, &mut device, &mut id) } {
+        CUALLOC_OK => Ok((device, id)),
+        code => {
+            assert_eq!((device, id), Default::default());
+            Err(code)
+        }
+    }
+}
+
 fn torch_footprint(id: cualloc_torch_pool_id_t) -> Option<cualloc_footprint_t> {
     let pool = cualloc_torch_pool(0, id);
     let mut out = cualloc_footprint_t {
@@ -260,6 +278,40 @@ fn torch_footprint(id: cualloc_torch_pool_id_t) -> Option<cualloc_footprint_t> {
     let code = unsafe { cualloc_pool_footprint(pool, &mut out) };
     assert_eq!(code == CUALLOC_OK, !pool.is_null());
     (code == CUALLOC_OK).then_some(out)
+}
+
+#[test]
+fn a_layer_above_learns_what_pytorch_does_for_a_capture_that_fails() {
+    let _one = world();
+    shared_is_simulated();
+    let asked = Asked::default();
+    asked.answer.store(true, Ordering::Relaxed);
+    let id = torch_id(3);
+    let number = torch_begin(id, &asked);
+    assert_eq!(torch_name(number), Ok((0, id)));
+    // SAFETY: nothing is written.
+    let code = unsafe { cualloc_torch_pool_name(number, null_mut(), null_mut()) };
+    assert_eq!(code, CUALLOC_OK);
+    assert_eq!(state(number, A_STREAM), CUALLOC_TORCH_POOL_GOES_ON);
+    assert_eq!(state(number, 0), CUALLOC_TORCH_POOL_OPEN);
+    asked.answer.store(false, Ordering::Relaxed);
+    assert_eq!(state(number, A_STREAM), CUALLOC_TORCH_POOL_OPEN);
+    assert_eq!(cualloc_torch_pool_end(0, id), CUALLOC_OK);
+    asked.answer.store(true, Ordering::Relaxed);
+    for number in [number, 0, u64::MAX] {
+        assert_eq!(torch_name(number), Err(CUALLOC_NOT_LIVE));
+        assert_eq!(state(number, A_STREAM), CUALLOC_TORCH_POOL_ENDED);
+    }
+    // Each thread counts its own releases, those of no pool among them.
+    let before = cualloc_torch_pool_releases();
+    let release = move || {
+        assert_eq!(cualloc_torch_pool_release(0, id), CUALLOC_OK);
+        cualloc_torch_pool_releases()
+    };
+    assert_eq!(thread::spawn(release).join().unwrap(), 1);
+    assert!(torch_footprint(id).is_none());
+    assert_eq!(cualloc_torch_pool_releases(), before);
+    assert_eq!(release(), before + 1);
 }
 
 #[test]

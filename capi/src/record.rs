@@ -171,6 +171,25 @@ pub unsafe extern "C" fn cualloc_record_dump(path: *const c_char) -> i32 {
     })
 }
 
+/// As cualloc_record_dump, but a memory snapshot of PyTorch's, as a pickle: its tools and its viewer open it.
+///
+/// Errors: as cualloc_record_dump.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// `path` is null or ends with a zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_record_snapshot(path: *const c_char) -> i32 {
+    call(|| {
+        // SAFETY: the caller's contract.
+        let path = unsafe { self::path(path) }?;
+        let recorder = recorder()?;
+        let running = recorder.as_ref().ok_or(NONE_RUNS)?;
+        Ok(running.dump_snapshot(&path)?)
+    })
+}
+
 /// Ends the recording, and its file. *events is how many the file has, 0 if there is none, and *lost how many the thread
 /// that writes it came too late for; either may be null.
 ///

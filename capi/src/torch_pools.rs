@@ -5,6 +5,7 @@
 //! begin, when a graph goes. After a capture that failed, or that nobody has ended, it does neither:
 //! `cualloc_torch_pool_abandon` is for that.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr;
@@ -14,7 +15,7 @@ use std::thread::{self, ThreadId};
 
 use crate::entry::call;
 use crate::pools::{CUALLOC_SCOPE_WHEN, cualloc_done_t, cualloc_scope_t, cualloc_when_t, enter};
-use crate::results::Failure;
+use crate::results::{CUALLOC_NOT_LIVE, Failure};
 use crate::{cualloc_pool_t, options, pool_table, shared, torch};
 
 /// PyTorch's name of a pool, as its functions pass it by value (MempoolId_t).
@@ -49,6 +50,18 @@ struct Open {
 struct Known {
     pools: BTreeMap<Name, Pool>,
     open: Vec<Open>,
+}
+
+/// Of cualloc_torch_pool_state: it was ended, or never begun.
+pub const CUALLOC_TORCH_POOL_ENDED: i32 = 0;
+/// Of cualloc_torch_pool_state: it was not ended, and its capture is over as far as is known.
+pub const CUALLOC_TORCH_POOL_OPEN: i32 = 1;
+/// Of cualloc_torch_pool_state: its capture goes on.
+pub const CUALLOC_TORCH_POOL_GOES_ON: i32 = 2;
+
+thread_local! {
+    /// How often this thread has released a pool.
+    static RELEASES: Cell<u64> = const { Cell::new(0) };
 }
 
 /// How many scopes are open.
@@ -171,7 +184,17 @@ fn end(open: &Open) -> Result<(), Failure> {
 /// Any thread, whatever context is current.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
+    RELEASES.set(RELEASES.get() + 1);
     call(|| release((device, id)))
+}
+
+/// How often the calling thread has called cualloc_torch_pool_release. From it a layer above learns whether a version of
+/// PyTorch releases the pool of a capture that failed.
+///
+/// Any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_pool_releases() -> u64 {
+    RELEASES.get()
 }
 
 fn release(name: Name) -> Result<(), Failure> {
@@ -204,6 +227,68 @@ pub extern "C" fn cualloc_torch_pool_newest() -> u64 {
         Ok(())
     });
     newest
+}
+
+/// The device and the id of what was begun with this number (cualloc_torch_pool_newest) and not ended. Either pointer may
+/// be null; both get 0 after a failure.
+///
+/// Errors: CUALLOC_NOT_LIVE if it was ended, or never begun; CUALLOC_CONTEXT_LOST in a forked child.
+///
+/// Any thread.
+///
+/// # Safety
+/// `device` and `id` are null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_pool_name(
+    number: u64,
+    device: *mut i32,
+    id: *mut cualloc_torch_pool_id_t,
+) -> i32 {
+    let mut name = Name::default();
+    let code = call(|| {
+        let known = known()?;
+        let open = known.open.iter().find(|open| open.scope == number);
+        let why = "no capture with this number is open";
+        name = open.ok_or(Failure::Said(CUALLOC_NOT_LIVE, why))?.name;
+        Ok(())
+    });
+    if !device.is_null() {
+        // SAFETY: the caller's contract.
+        unsafe { device.write(name.0) };
+    }
+    if !id.is_null() {
+        // SAFETY: the caller's contract.
+        unsafe { id.write(name.1) };
+    }
+    code
+}
+
+/// What became of what was begun with this number: CUALLOC_TORCH_POOL_ENDED, CUALLOC_TORCH_POOL_OPEN, or, if its
+/// predicate says yes to the stream, CUALLOC_TORCH_POOL_GOES_ON. With null the predicate is not asked. In a forked child
+/// all of them are ended.
+///
+/// Any thread, whatever context is current.
+///
+/// # Safety
+/// `stream` is null or a live stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_pool_state(number: u64, stream: *mut c_void) -> i32 {
+    let mut state = CUALLOC_TORCH_POOL_ENDED;
+    call(|| {
+        let known = known()?;
+        let open = known.open.iter().find(|open| open.scope == number);
+        let handle = open.map(|open| open.handle);
+        drop(known);
+        // Without a lock, as everything that calls a predicate.
+        let asked = |handle| pool_table::says_yes(handle, number, stream);
+        state = match handle {
+            None => CUALLOC_TORCH_POOL_ENDED,
+            Some(handle) if !stream.is_null() && asked(handle) => CUALLOC_TORCH_POOL_GOES_ON,
+            Some(_) => CUALLOC_TORCH_POOL_OPEN,
+        };
+        Ok(())
+    });
+    state
 }
 
 /// For captures of which PyTorch says nothing, since they failed or nobody has ended them: ends and releases what was

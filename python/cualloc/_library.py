@@ -24,6 +24,8 @@ class OutOfMemory(Error, MemoryError):
 
 
 NO_LIMIT = 2**64 - 1
+# The library refuses requests for more bytes, as no number of bytes.
+MOST = 2**40
 
 SELECT_TAG, SCOPE_THREAD = 3, 5
 CONTENTS_DROP, CONTENTS_PINNED, CONTENTS_HOST = range(3)
@@ -85,6 +87,8 @@ class PoolId(ctypes.Structure):
     _fields_ = [("first", ctypes.c_uint64), ("second", ctypes.c_uint64)]
 
 
+POOL_ENDED, POOL_OPEN, POOL_GOES_ON = range(3)
+
 STACK_SOURCE = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p)
 
 
@@ -126,11 +130,16 @@ def _functions():
         "cualloc_resume": (code, [handle, ctypes.c_int32, text, to(number)]),
         "cualloc_torch_pool": (handle, [ctypes.c_int32, PoolId]),
         "cualloc_torch_pool_newest": (number, []),
+        "cualloc_torch_pool_name": (code, [number, to(ctypes.c_int32), to(PoolId)]),
+        "cualloc_torch_pool_state": (code, [number, pointer]),
         "cualloc_torch_pool_abandon": (code, [number, pointer]),
+        "cualloc_torch_pool_release": (code, [ctypes.c_int32, PoolId]),
+        "cualloc_torch_pool_releases": (number, []),
         "cualloc_record_start": (code, [text]),
         "cualloc_record_start_with_stacks": (code, [text, number]),
         "cualloc_set_stack_source": (None, [STACK_SOURCE, pointer]),
         "cualloc_record_dump": (code, [text]),
+        "cualloc_record_snapshot": (code, [text]),
         "cualloc_record_stop": (code, [to(number), to(number)]),
         "cualloc_context": (ctypes.c_uint32, [text]),
         "cualloc_set_context": (ctypes.c_uint32, [ctypes.c_uint32]),
@@ -244,6 +253,9 @@ def _make_up():
 
 def allocate(device, bytes, stream):
     """The address of so many bytes for use on a stream (its handle, a number)."""
+    # Nothing that the library is asked for: such a number may not even have a place in size_t.
+    if bytes > MOST:
+        raise OutOfMemory(OUT_OF_MEMORY, f"out of memory: {bytes} bytes are more than any device has")
     _make_up()
     address = ctypes.c_uint64()
     checked(LIBRARY.cualloc_alloc(allocator(device), bytes, stream, ctypes.byref(address)))

@@ -17,7 +17,7 @@ import sys
 
 from cualloc import _library as _l
 
-__all__ = ["start", "stop", "dump", "context"]
+__all__ = ["start", "stop", "dump", "snapshot", "context"]
 
 
 def start(path=None, stacks=0):
@@ -34,6 +34,12 @@ def start(path=None, stacks=0):
 def dump(path):
     """Writes what the recording has in memory now to a file. The recording goes on."""
     _l.checked(_l.LIBRARY.cualloc_record_dump(os.fsencode(path)))
+
+
+def snapshot(path):
+    """Writes a file of what the recording has in memory now as a memory snapshot of PyTorch's, for its viewer. The
+    recording goes on."""
+    _l.checked(_l.LIBRARY.cualloc_record_snapshot(os.fsencode(path)))
 
 
 def stop():

@@ -12,12 +12,14 @@ import contextlib
 import ctypes
 import functools
 import os
+import pickle
+import tempfile
 import threading
 import warnings
 
 import torch
 
-from cualloc import _library, _torch_stats
+from cualloc import _library, _torch_stats, record
 
 _COMPANION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc_torch.so")
 # Where PyTorch's own error can be found: the constructor (in wheels up to 2.6 it takes a string from before C++11), and
@@ -201,36 +203,85 @@ def _adopt(device, handle):
         _adopted.add((device, handle))
 
 
+class _Begun:
+    """What a capture has begun with us: its number, the pool that it is of, and its stream."""
+
+    def __init__(self, number, stream):
+        self.number, self.stream = number, stream
+        self.device, self.id = ctypes.c_int32(), _library.PoolId()
+        _library.LIBRARY.cualloc_torch_pool_name(number, ctypes.byref(self.device), ctypes.byref(self.id))
+
+
 def _end_failed_captures():
-    """PyTorch says nothing when a capture fails, or goes without an end, so what it has begun with us is ended here."""
+    """When a capture fails, or goes without an end, PyTorch up to 2.13 does not release its pool, and up to 2.11 does not
+    even end what it has begun with us. Later versions do both, when the graph is reset or goes. So the graph is reset
+    here, and what PyTorch leaves then is done in its place: neither twice, since others may share the pool."""
     kind, library = torch.cuda.CUDAGraph, _library.LIBRARY
-    begin, end, goes = kind.capture_begin, kind.capture_end, getattr(kind, "__del__", None)
-    newest, abandon = library.cualloc_torch_pool_newest, library.cualloc_torch_pool_abandon
+    begin, end, reset, goes = kind.capture_begin, kind.capture_end, kind.reset, getattr(kind, "__del__", None)
+    newest = library.cualloc_torch_pool_newest
+
+    def settle(graph, begun):
+        before = library.cualloc_torch_pool_releases()
+        try:
+            reset(graph)
+        finally:
+            graph._cualloc_begun = None
+            if library.cualloc_torch_pool_releases() == before:
+                if library.cualloc_torch_pool_state(begun.number, None) == _library.POOL_OPEN:
+                    library.cualloc_torch_pool_abandon(begun.number, None)
+                else:
+                    library.cualloc_torch_pool_release(begun.device, begun.id)
+
+    def goes_on(begun):
+        return library.cualloc_torch_pool_state(begun.number, begun.stream) == _library.POOL_GOES_ON
+
+    def captured(graph):
+        """Whether there is a graph, and what failed came behind it. Then PyTorch releases the pool with the graph."""
+        try:
+            graph.pool()
+        except Exception:
+            return False
+        return True
 
     @functools.wraps(begin)
     def capture_begin(self, *arguments, **named):
         before = newest()
+
+        def note():
+            if newest() > before:
+                self._cualloc_begun = _Begun(newest(), torch.cuda.current_stream().cuda_stream)
+                return self._cualloc_begun
+
         try:
             begin(self, *arguments, **named)
         except BaseException:
-            if newest() > before:
-                abandon(newest(), None)
+            # What fails behind the beginning (hooks of later versions) leaves the capture as it is.
+            if (begun := note()) and not goes_on(begun):
+                settle(self, begun)
             raise
-        if newest() > before:
-            self._cualloc_begun = newest(), torch.cuda.current_stream().cuda_stream
+        note()
 
     @functools.wraps(end)
     def capture_end(self):
         try:
             end(self)
         except BaseException:
+            begun = getattr(self, "_cualloc_begun", None)
             # On a wrong stream it fails and the capture goes on. Then the stream is still in it.
-            abandon(*getattr(self, "_cualloc_begun", (0, None)))
+            if begun and not goes_on(begun):
+                if captured(self):
+                    self._cualloc_begun = None
+                else:
+                    settle(self, begun)
             raise
+        # From here on it is PyTorch's, which releases it with the graph.
+        self._cualloc_begun = None
 
     # Before the destructor, behind which nobody may ask the capture's filter. A weak reference's callback comes later.
     def __del__(self):
-        abandon(getattr(self, "_cualloc_begun", (0, None))[0], None)
+        begun = getattr(self, "_cualloc_begun", None)
+        if begun and library.cualloc_torch_pool_state(begun.number, None) == _library.POOL_OPEN:
+            settle(self, begun)
         if goes is not None:
             goes(self)
 
@@ -248,9 +299,9 @@ _NO_MEM_POOL = (
 )
 
 
-_NO_SNAPSHOT = (
-    "cualloc is PyTorch's allocator, and has no snapshots in PyTorch's way: cualloc.record.start(path) records what "
-    "it does, and `cualloc export --to pytorch` makes a snapshot of that for memory_viz"
+_NO_POOL_SNAPSHOT = (
+    "cualloc has no snapshot of one pool: cualloc.torch.graph_pool(pool) says what it holds, and "
+    "torch.cuda.memory_snapshot() what everything does"
 )
 _NO_BENCHMARK = (
     "torch.backends.cudnn.benchmark stays False: to try algorithms cuDNN asks how much is free in the cache of PyTorch's "
@@ -258,8 +309,49 @@ _NO_BENCHMARK = (
 )
 
 
+# Whether PyTorch's history is being recorded.
+_records = False
+
+
+def _history(enabled=None, context="all", stacks=None, entries=None, clear=False, *_, **__):
+    """`torch._C._cuda_record_memory_history`: recordings with the Python stack of each allocation, if `context` is
+    wanted. How many events are kept is the recorder's business."""
+    global _records
+    with _lock:
+        if _records and (not enabled or clear is True):
+            record.stop()
+            _records = False
+        if enabled and not _records:
+            record.start(stacks=512 if context else 0)
+            _records = True
+
+
+def _snapshot(of=None):
+    """`torch._C._cuda_memorySnapshot`: of a pool's id and whether events are wanted, as dictionaries. Without a history it
+    has what is live."""
+    if of is not None and tuple(of[:2]) != (0, 0):
+        raise RuntimeError(_NO_POOL_SNAPSHOT)
+    with tempfile.TemporaryDirectory() as folder, _lock:
+        path = os.path.join(folder, "snapshot")
+        try:
+            record.snapshot(path)
+        except _library.Error as error:
+            if error.code != _library.INVALID_ARGUMENT:
+                raise
+            record.start()
+            try:
+                record.snapshot(path)
+            finally:
+                record.stop()
+        with open(path, "rb") as file:
+            made = pickle.load(file)
+    if of is not None and len(of) > 2 and not of[2]:
+        made["device_traces"] = [[] for _ in made["device_traces"]]
+    return made
+
+
 def _refuse():
-    """Has what PyTorch asks of its own allocator alone fail with words that help."""
+    """Has what PyTorch asks of its own allocator alone be answered by ours, or fail with words that help."""
 
     def refusing(words):
         def refuse(*_, **__):
@@ -267,18 +359,13 @@ def _refuse():
 
         return refuse
 
-    def history(enabled=None, *_, **__):
-        # To end what nobody has begun is nothing.
-        if enabled:
-            raise RuntimeError(_NO_SNAPSHOT)
-
     functions = {
         "_cuda_getCheckpointState": refusing(_NO_TREES),
         "_cuda_setCheckpointPoolState": refusing(_NO_TREES),
         "_cuda_checkPoolLiveAllocations": refusing(_NO_TREES),
-        "_cuda_memorySnapshot": refusing(_NO_SNAPSHOT),
-        "_cuda_record_memory_history": history,
-        "_cuda_record_memory_history_legacy": history,
+        "_cuda_memorySnapshot": _snapshot,
+        "_cuda_record_memory_history": _history,
+        "_cuda_record_memory_history_legacy": _history,
     }
     for name, function in functions.items():
         if hasattr(torch._C, name):
@@ -476,9 +563,9 @@ def capabilities():
         "mem_pool_segments": hasattr(torch.cuda, "MemPool"),
         "cuda_graphs": _takes_graphs,
         "sleep": installed(),
+        "memory_snapshot": installed(),
         # What PyTorch asks a pluggable allocator for and none can answer.
         "cudagraph_trees": False,
-        "memory_snapshot": False,
         # It may be turned on, and stays off.
         "cudnn_benchmark": False,
         "cuda_ipc": False,

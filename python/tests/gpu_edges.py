@@ -248,6 +248,23 @@ def sleep_and_wake():
     ours.check()
 
 
+def trials_of_cudnn():
+    """A program that turns them on runs without them."""
+    torch, ours = installed()
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Conv2d(64, 8, 5)).cuda()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.backends.cudnn.benchmark = True
+        for size in (32, 64, 96):
+            with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+                y = model(torch.ones(4, 3, size, size, device="cuda"))
+            model.zero_grad()
+            y.sum().backward()
+            assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters())
+    assert any("cuDNN's own choice" in str(one.message) for one in said)
+    ours.check()
+
+
 def late():
     import torch
 
@@ -490,7 +507,7 @@ def documents():
 
 CASES = [
     *(out_of_memory, external_stream, retired_stream, forgotten_stream, record_stream, statistics, sleep_and_wake, late),
-    *(mem_pool, workers, threads, exit_with_tensors, second_device, fallback, cupy, jax, rmm, documents),
+    *(trials_of_cudnn, mem_pool, workers, threads, exit_with_tensors, second_device, fallback, cupy, jax, rmm, documents),
 ]
 
 

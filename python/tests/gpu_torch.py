@@ -15,11 +15,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-ours = sys.argv[1] == "cualloc"
+ours, clock = sys.argv[1] == "cualloc", None
 if ours:
     import cualloc.torch
+    import timed
 
-    cualloc.torch.install()
+    clock = timed.install()
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.backends.cudnn.benchmark = False
@@ -157,6 +158,7 @@ def generate(rounds=4, words=80):
 {"train": train, "conv": conv, "streams": streams, "generate": generate}[sys.argv[2]]()
 torch.cuda.synchronize()
 times.sort()
+inside, calls = (clock.timed_spent(), clock.timed_calls()) if clock else (None, None)
 
 
 def pair(bytes, count=20_000):
@@ -185,5 +187,8 @@ result = dict(
 if ours:
     cualloc.torch.check()
     result["check"] = "clean"
+    if clock:
+        result["inside_ms"] = round(inside / 1e6 / len(times), 3)
+        result["inside_us_a_call"] = round(inside / 1e3 / max(calls, 1), 3)
     result["driver_calls"] = cualloc.torch.stats()["driver_calls"]
 print(json.dumps(result), flush=True)

@@ -238,9 +238,15 @@ def a_stream_is_destroyed_before_its_tensors_are_freed():
         # As PyTorch wraps it for the program, which says nothing to anybody when it destroys it.
         assert torch.cuda.ExternalStream(handle).cuda_stream == handle
         kept = [call["alloc"](bytes, 0, handle) for bytes in [1000, 3 << 20, 40 << 20] * 20]
+        # Others' blocks that the stream uses, too.
+        used = [call["alloc"](bytes, 0, None) for bytes in [1000, 3 << 20, 40 << 20] * 4]
+        for block in used:
+            call["set_record_stream_fn"](block, handle)
         assert simulated.cuStreamDestroy_v2(ctypes.c_void_p(handle)) == 0
         for block in kept:
             call["free"](block, 0, 0, handle)
+        for block in used:
+            call["free"](block, 0, 0, None)
         assert ours.stats()["blocks"]["current"] == 0
         live = []
         for number in range(10_000):
@@ -436,10 +442,11 @@ def threads_capture_beside_each_other():
     ours.check()
 
 
-def captures_that_fail_leave_nothing():
+def captures_that_fail_leave_nothing(**contract):
     at = graphs()
     if at is None:
         return
+    vary(at, contract)
     torch, ours, call = at.torch, at.ours, at.call
     eager, mine = call["alloc"](LAYER, 0, at.mine), ctypes.c_void_p(at.mine)
     made = torch.cuda.CUDAGraph()
@@ -475,18 +482,55 @@ def captures_that_fail_leave_nothing():
     raises(RuntimeError, "end", made.capture_end)
     # A device that is not there.
     raises(RuntimeError, "there is no device 7", inner.capture_begin, device=7)
+    # Something else fails behind the beginning, and behind the end: the capture goes on, and the graph is there.
+    def fails():
+        raise RuntimeError("a hook")
+
+    hooked = torch.cuda.CUDAGraph()
+    hooked.has_begun = hooked.has_ended = fails
+    raises(RuntimeError, "a hook", hooked.capture_begin)
+    kept = layers(at)
+    assert at.filters() == 1 and ours.graph_pool(hooked.id)["blocks"] == 1
+    raises(RuntimeError, "a hook", hooked.capture_end)
+    assert at.filters() == 0 and ours.graph_pool(hooked.id)["blocks"] == 1 and hooked.pool()
+    call["free"](kept, LAYER, 0, at.mine)
+    hooked.reset()
+    assert ours.graph_pool(hooked.id) is None
     # The graph object is gone, and nobody asks its filter.
-    del made, inner
+    del made, inner, hooked
     assert call["alloc"](LAYER, 0, at.other) and at.filters() == 0
     ours.check()
 
 
-def captures_beside_each_other_fail_alone():
+def captures_that_fail_leave_nothing_where_pytorch_ends_them():
+    captures_that_fail_leave_nothing(ends_failures=True)
+
+
+def captures_that_fail_leave_nothing_where_pytorch_releases_them():
+    captures_that_fail_leave_nothing(ends_failures=True, releases_failures=True)
+
+
+def vary(at, contract):
+    """What this PyTorch does for captures that fail: versions differ."""
+    for name, value in contract.items():
+        setattr(at.torch.cuda.CUDAGraph, name, value)
+
+
+def captures_beside_each_other_fail_alone_where_pytorch_ends_them():
+    captures_beside_each_other_fail_alone(ends_failures=True)
+
+
+def captures_beside_each_other_fail_alone_where_pytorch_releases_them():
+    captures_beside_each_other_fail_alone(ends_failures=True, releases_failures=True)
+
+
+def captures_beside_each_other_fail_alone(**contract):
     import threading
 
     at = graphs()
     if at is None:
         return
+    vary(at, contract)
     torch, ours, call = at.torch, at.ours, at.call
     current, driver = torch.cuda.graphs.current, at.driver
 
@@ -543,6 +587,38 @@ def captures_beside_each_other_fail_alone():
     current.stream = at.mine
     second.capture_end()
     second.reset()
+    assert at.filters() == 0 and ours.graph_pool(first.id) is not None
+    first.reset()
+    assert ours.graph_pool(first.id) is None
+    # Of graphs that share a pool one fails, and is kept. What the others have begun and hold stays theirs.
+    first = begun(at.mine)
+    first.capture_end()
+    failed = begun(at.mine, first.id)
+    over(at.mine)
+    raises(RuntimeError, "end", failed.capture_end)
+    third = begun(at.mine, first.id)
+    failed.reset()
+    del failed
+    assert at.filters() == 1 and ours.graph_pool(first.id) is not None
+    kept = call["alloc"](LAYER, 0, at.mine)
+    assert ours.graph_pool(first.id)["blocks"] == 1
+    # One that fails to begin on a stream that is captured.
+    failed = torch.cuda.CUDAGraph()
+    raises(RuntimeError, "begin", failed.capture_begin, first.id)
+    del failed
+    assert at.filters() == 1
+    third.capture_end()
+    call["free"](kept, LAYER, 0, at.mine)
+    first.reset()
+    assert ours.graph_pool(third.id) is not None
+    third.reset()
+    assert ours.graph_pool(third.id) is None and at.filters() == 0
+    # One without an end, in a pool that another graph has.
+    first = begun(at.mine)
+    first.capture_end()
+    failed = begun(at.mine, first.id)
+    del failed
+    over(at.mine)
     assert at.filters() == 0 and ours.graph_pool(first.id) is not None
     first.reset()
     assert ours.graph_pool(first.id) is None
@@ -728,9 +804,55 @@ def what_only_pytorchs_own_allocator_does_says_so():
     for name in ("_cuda_getCheckpointState", "_cuda_setCheckpointPoolState", "_cuda_checkPoolLiveAllocations"):
         raises(RuntimeError, "cudagraph_trees = False", getattr(torch._C, name), 0, (0, 1))
     raises(RuntimeError, "torch.cuda.graph_pool_handle()", torch.cuda.MemPool)
-    raises(RuntimeError, "cualloc.record.start(path)", torch._C._cuda_memorySnapshot, (0, 0))
-    raises(RuntimeError, "cualloc export --to pytorch", torch._C._cuda_record_memory_history, "all", "all")
-    assert torch._C._cuda_record_memory_history(None) is None
+    raises(RuntimeError, "cualloc.torch.graph_pool(pool)", torch._C._cuda_memorySnapshot, (0, 1, True))
+
+
+def snapshots_are_those_of_pytorch():
+    torch, ours, call = installed()
+    from cualloc import record
+
+    kept = call["alloc"](5 << 20, 0, None)
+
+    def blocks(made):
+        return {block["address"]: block for segment in made["segments"] for block in segment["blocks"]}
+
+    # Without a history what is live is there, and nothing is recorded afterwards.
+    made = torch._C._cuda_memorySnapshot(None)
+    assert made.keys() >= {"segments", "device_traces", "allocator_settings", "external_annotations"}, made.keys()
+    assert blocks(made)[kept]["state"] == "active_allocated" and blocks(made)[kept]["requested_size"] == 5 << 20
+    raises(RuntimeError, "no recording runs", record.stop)
+
+    def this_function(bytes):
+        return call["alloc"](bytes, 0, None)
+
+    torch._C._cuda_record_memory_history("all", "all", "python", 1000, False)
+    torch._C._cuda_record_memory_history("all", "all", "python", 1000, False)
+    more = this_function(7 << 20)
+    call["free"](kept, 5 << 20, 0, None)
+    made = torch._C._cuda_memorySnapshot((0, 0, True))
+    assert blocks(made)[more]["state"] == "active_allocated" and blocks(made).get(kept, {}).get("state") != "active_allocated"
+    events = [(event["action"], event["addr"]) for event in made["device_traces"][0]]
+    assert ("alloc", more) in events and ("free_completed", kept) in events, events
+    (event,) = (event for event in made["device_traces"][0] if (event["action"], event["addr"]) == ("alloc", more))
+    assert any("this_function" in frame["name"] for frame in event["frames"]), event
+    assert not any(torch._C._cuda_memorySnapshot((0, 0, False))["device_traces"])
+    # Begun anew, and ended.
+    torch._C._cuda_record_memory_history("all", "all", "python", 1000, True)
+    made = torch._C._cuda_memorySnapshot()
+    assert more in blocks(made) and ("free_completed", kept) not in [
+        (event["action"], event["addr"]) for event in made["device_traces"][0]
+    ]
+    torch._C._cuda_record_memory_history(None)
+    torch._C._cuda_record_memory_history(None)
+    raises(RuntimeError, "no recording runs", record.stop)
+    # Of a recording that the program has begun.
+    record.start()
+    raises(RuntimeError, "another recording", torch._C._cuda_record_memory_history, "all")
+    assert more in blocks(torch._C._cuda_memorySnapshot())
+    record.stop()
+    assert ours.capabilities()["memory_snapshot"]
+    call["free"](more, 7 << 20, 0, None)
+    ours.check()
 
 
 def trials_of_cudnn_stay_off():
@@ -849,6 +971,21 @@ def lack_of_memory_is_thrown_with_the_strings_of_earlier_versions():
     lack_of_memory_is_thrown_as_the_error_of_pytorch("-D_GLIBCXX_USE_CXX11_ABI=0")
 
 
+def time_in_the_allocator_is_measured():
+    import torch
+
+    import cualloc.torch
+    import timed
+
+    library = timed.install(limit="1G")
+    call = torch._C.current.functions
+    for _ in range(10):
+        call["free"](call["alloc"](5000, 0, None), 5000, 0, None)
+    assert cualloc.torch.stats()["blocks"]["total"] == 10
+    assert library is None or library.timed_calls() == 20 and library.timed_spent() > 0
+    cualloc.torch.check()
+
+
 def pools_take_segments():
     import torch
 
@@ -948,6 +1085,9 @@ def cupy_allocates_on_its_current_stream():
     error = raises(cupy.OutOfMemoryError, "limit 1,073,741,824", malloc, 2 << 30)
     assert "allocated so far: 1,024" in str(error) and "out of memory" in str(error.__cause__)
     del error
+    # More than any device has, and than there are addresses.
+    for bytes in (2**40 + 1, 2**50, 2**64 + 5):
+        raises(cupy.OutOfMemoryError, f"{bytes:,}", malloc, bytes)
     assert malloc(0).mem.size == 0
     del array, first
     assert _library.stats(0).blocks.current == 0
@@ -1009,7 +1149,8 @@ def rmm_has_a_resource():
     block = rmm.chosen[1].allocate(5 << 20, Stream())
     assert block and _library.stats(1).blocks.current == 1 and _library.stats(0).blocks.current == 0
     assert rmm.chosen[0].allocate(0, Stream()) == 0
-    raises(MemoryError, "out of memory", rmm.chosen[0].allocate, 2 << 30, Stream())
+    for bytes in (2 << 30, 2**40, 2**50):
+        raises(MemoryError, "out of memory", rmm.chosen[0].allocate, bytes, Stream())
     rmm.chosen[1].deallocate(block, 5 << 20, Stream())
     rmm.chosen[0].deallocate(0, 0, Stream())
     assert _library.stats(1).blocks.current == 0
@@ -1061,15 +1202,19 @@ CASES = [
     *(hooks_and_devices, statistics_have_the_keys_of_pytorch, limits_and_fractions, wrong_settings_are_refused),
     *(out_of_memory_has_the_words_of_pytorch, streams_of_pytorch_are_adopted_and_others_are_not),
     *(a_stream_is_retired_before_its_tensors_are_freed, a_stream_is_destroyed_before_its_tensors_are_freed),
-    *(a_free_during_a_capture_is_made_up_for, trials_of_cudnn_stay_off),
+    *(a_free_during_a_capture_is_made_up_for, trials_of_cudnn_stay_off, snapshots_are_those_of_pytorch),
     *(a_pytorch_without_cuda_is_named, a_late_install_says_so, another_allocator_came_first),
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
-    lack_of_memory_is_thrown_with_the_strings_of_earlier_versions,
+    *(lack_of_memory_is_thrown_with_the_strings_of_earlier_versions, time_in_the_allocator_is_measured),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
     *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),
     *(captures_beside_each_other_fail_alone, tags_sleep_and_wake, tags_need_the_allocator),
+    captures_that_fail_leave_nothing_where_pytorch_ends_them,
+    captures_that_fail_leave_nothing_where_pytorch_releases_them,
+    captures_beside_each_other_fail_alone_where_pytorch_ends_them,
+    captures_beside_each_other_fail_alone_where_pytorch_releases_them,
     tests_of_pytorch_are_chosen_by_name,
     *(what_only_pytorchs_own_allocator_does_says_so, a_pytorch_with_other_hooks_has_no_graphs),
 ]
@@ -1102,10 +1247,10 @@ def snippets():
 
 class Documents(unittest.TestCase):
     def test_every_case_is_run(self):
-        takes_nothing = lambda made: not made.__code__.co_argcount and not made.__code__.co_flags & 8
         made = (one for one in globals().values() if getattr(one, "__module__", None) == __name__)
-        named = {one.__name__ for one in made if hasattr(one, "__code__") and takes_nothing(one)}
-        self.assertEqual(named - {"driver", "snippets", "<lambda>"}, {case.__name__ for case in CASES})
+        named = {one.__name__ for one in made if hasattr(one, "__code__") and not one.__code__.co_argcount}
+        helpers = {"driver", "graphs", "installed", "snippets", "<lambda>"}
+        self.assertEqual(named - helpers, {case.__name__ for case in CASES})
 
     def test_programs_of_the_documents_name_what_there_is(self):
         found = list(snippets())

@@ -13,6 +13,7 @@ use crate::event::session::Progress;
 use crate::event::sink::Chunks;
 use crate::record::read::ReadError;
 use crate::record::recording::Recording;
+use crate::record::snapshot::Snapshot;
 
 /// Where a recording goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,6 +115,17 @@ impl Recorder {
     /// The file system's.
     pub fn dump(&self, path: &Path) -> io::Result<()> {
         file::write_whole(path, |writer| self.write(writer))
+    }
+
+    /// As [`dump`](Self::dump), but a memory snapshot of PyTorch's, as a pickle ([`Snapshot::to_pickle`]).
+    ///
+    /// # Errors
+    /// As [`read`](Self::read), and the file system's.
+    pub fn dump_snapshot(&self, path: &Path) -> Result<(), RecorderError> {
+        let pickle = Snapshot::of(&self.read()?).to_pickle();
+        Ok(file::write_whole(path, |writer| {
+            std::io::Write::write_all(writer, &pickle)
+        })?)
     }
 
     /// [`dump`](Self::dump) to a writer.

@@ -10,6 +10,8 @@ use crate::record::snapshot::{Act, Block, DEVICES, Entry, Segment, Snapshot, Sta
 const HIGHEST: u64 = 1 << 53;
 /// Bytes of a context's name that are kept, from its end.
 const MOST_NAME: usize = 256;
+/// How many events at most stand between an allocation and the stack that was taken of it.
+const BESIDE: usize = 4096;
 
 /// Memory from the driver, by its first byte.
 #[derive(Clone, Copy)]
@@ -142,6 +144,20 @@ impl Device {
         }
     }
 
+    /// A block and its allocation have the stack that was taken of them.
+    fn sampled(&mut self, event: &Event) {
+        let Some(live) = self.live.get_mut(&event.address) else {
+            return;
+        };
+        live.event.context = event.context;
+        // Behind the allocation stands what other threads did meanwhile.
+        let newest = self.entries.iter_mut().rev().take(BESIDE);
+        let mut own = newest.filter(|entry| entry.act == Act::Alloc);
+        if let Some(entry) = own.find(|entry| entry.address == event.address) {
+            entry.context = event.context;
+        }
+    }
+
     /// What is held at the end: handles that lie side by side are one segment.
     fn segments(&self, device: usize) -> Vec<Segment> {
         let mut segments: Vec<Segment> = Vec::new();
@@ -203,7 +219,8 @@ impl Snapshot {
     /// The snapshot at the end of a recording, with the recording as its traces.
     ///
     /// A block in a view is in a segment of its own, which its allocation maps: the bytes of it are counted where they
-    /// are at home as well. Blocks whose allocation the recording has lost are left out.
+    /// are at home as well. Blocks whose allocation the recording has lost are left out. Where the stack of an allocation
+    /// was [sampled](crate::record::Recorder::start_with_stacks) its frames are that stack, else the context of the thread.
     pub fn of(recording: &Recording) -> Snapshot {
         snapshot(recording)
     }
@@ -240,7 +257,8 @@ fn snapshot(recording: &Recording) -> Snapshot {
             }
             Action::Unmap { .. } => device.let_go(event, start),
             Action::OutOfMemory => device.add(Act::Oom, event, start, (event.bytes, 0)),
-            Action::Use | Action::Sample => {}
+            Action::Sample => device.sampled(event),
+            Action::Use => {}
         }
     }
     let most = recording.contexts.keys().next_back().copied().unwrap_or(0);

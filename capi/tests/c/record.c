@@ -73,8 +73,13 @@ int main(int argc, char **argv) {
     EXPECT(CUALLOC_IO, cualloc_record_dump(file(argv[1], "no/such/folder")));
     EXPECT(CUALLOC_OK, cualloc_record_dump(file(argv[1], "newest.rec")));
     CHECK(holds(path, "model;weights"));
+    EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_record_snapshot(0));
+    EXPECT(CUALLOC_IO, cualloc_record_snapshot(file(argv[1], "no/such/folder")));
+    EXPECT(CUALLOC_OK, cualloc_record_snapshot(file(argv[1], "newest.pickle")));
+    CHECK(holds(path, "device_traces") && holds(path, "weights") && !holds(path, "cuallocR"));
     EXPECT(CUALLOC_OK, cualloc_record_stop(0, 0));
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_record_stop(0, 0));
+    EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_record_snapshot(file(argv[1], "none")));
     CHECK(cualloc_set_context(before) == weights);
     EXPECT(CUALLOC_OK, cualloc_free(allocator, ptr));
     EXPECT(CUALLOC_OK, cualloc_destroy(allocator));

@@ -50,17 +50,31 @@ int main(int count, char**) {
         CHECK(gpu.stats().blocks.current == 0);
         CHECK(any.allocate(stream, 0, 256) == nullptr);
         any.deallocate(stream, nullptr, 0, 256);
-        bool caught = false;
-        try {
-            any.allocate(stream, std::size_t{1} << 30, 256);
-        } catch (const rmm::out_of_memory&) {
-            caught = true;
+        /* More than the limit, than any device has, and than there are addresses. */
+        for (const std::size_t bytes : {std::size_t{1} << 30, std::size_t{1} << 50, ~std::size_t{0}}) {
+            bool caught = false;
+            try {
+                any.allocate(stream, bytes, 256);
+            } catch (const rmm::out_of_memory&) {
+                caught = true;
+            }
+            CHECK(caught);
         }
-        CHECK(caught);
         auto copy = any;
         CHECK(copy == any);
     }
     gpu.close();
+    CHECK(cualloc_shared_options(options.get()) == CUALLOC_OK);
+    auto everybodys = cualloc::memory_resource::shared();
+    CHECK(everybodys == cualloc::memory_resource::shared(0) && everybodys.get() == cualloc_shared_made(0));
+    everybodys.deallocate(cuda::stream_ref{cudaStream_t{}}, everybodys.allocate(cuda::stream_ref{cudaStream_t{}}, 1000), 1000);
+    bool caught = false;
+    try {
+        cualloc::memory_resource::shared(-1);
+    } catch (const cualloc::error& error) {
+        caught = error.code() == CUALLOC_INVALID_ARGUMENT;
+    }
+    CHECK(caught);
     if (count > 1) on_a_gpu();
     std::puts("well");
 }

@@ -350,6 +350,9 @@ static void devices(void) {
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_torch_fraction(strtod("inf", 0), 0));
     IS(CUALLOC_OK, cualloc_torch_pool_abandon(0, 0));
     IS(CUALLOC_OK, cualloc_torch_pool_abandon(UINT64_MAX, 0));
+    IS(CUALLOC_NOT_LIVE, cualloc_torch_pool_name(0, 0, 0));
+    CHECK(cualloc_torch_pool_state(UINT64_MAX, 0) == CUALLOC_TORCH_POOL_ENDED);
+    CHECK(cualloc_torch_pool_newest() == 0 && cualloc_torch_pool_releases() > 0);
 }
 
 /* ---- pools and their callbacks ---------------------------------------------------------------------------------- */
