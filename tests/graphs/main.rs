@@ -6,6 +6,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod families;
 mod kept;
 mod leases;
 mod random;

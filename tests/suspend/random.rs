@@ -244,7 +244,13 @@ impl Program<'_> {
         let otherwise = [Contents::Drop, Contents::Pinned, Contents::Host][self.random.below(3)];
         let tagged = [Contents::Drop, Contents::Pinned][self.random.below(2)];
         let keep = Keep::from(otherwise).tag(TAGS[0], tagged);
-        let before: Vec<bool> = self.held.iter().map(|held| self.is_there(held)).collect();
+        // Suspending everything gives up what is away of streams whose blocks there have gone: others of these streams
+        // were there all the time.
+        let there = |held: &Held| match (what, held.home) {
+            (What::All, Home::Stream) => !self.arenas,
+            _ => self.is_there(held),
+        };
+        let before: Vec<bool> = self.held.iter().map(there).collect();
         // Work in the order of one pool ends before it goes; nobody launches meanwhile.
         let failing = self.trouble();
         let done = try_suspend(self.allocator, self.select(what), keep);
@@ -276,13 +282,13 @@ impl Program<'_> {
             assert_eq!(all, self.arenas);
             return;
         }
-        for at in 0..self.held.len() {
+        for (at, was_there) in before.into_iter().enumerate() {
             let held = &self.held[at];
             let kept = match held.home {
                 Home::Pool(pool) if pool % 2 == 0 => tagged,
                 _ => otherwise,
             };
-            if self.is_meant(what, held) && before[at] && kept == Contents::Drop {
+            if self.is_meant(what, held) && was_there && kept == Contents::Drop {
                 self.held[at].word = None;
             }
         }

@@ -51,6 +51,22 @@ impl Engine {
         Ok(self.open()?.graphs.add_pool())
     }
 
+    /// Makes the memory of a family; its number.
+    pub(crate) fn add_family(&self) -> Result<u64, Error> {
+        if !self.views_allowed() {
+            return Err(Error::NotSupported {
+                what: "families of graph pools where memory is not shown in views",
+            });
+        }
+        self.add_pool()
+    }
+
+    /// Makes a pool of a family; its number.
+    pub(crate) fn add_member(&self, family: u64) -> Result<u64, Error> {
+        let pool = self.open()?.graphs.add_member(family);
+        pool.ok_or(Error::GraphPool(GraphPoolError::Released))
+    }
+
     /// Opens a scope; its number. From here on calls look where they belong.
     pub(crate) fn enter_scope(&self, pool: u64, kind: Kind) -> Result<u64, Error> {
         let mut heap = self.open()?;
@@ -279,12 +295,17 @@ impl Engine {
         };
         self.ask_pool_events(pool, false)?;
         let request = PoolRequest {
-            pool,
+            of: self.lock().graphs.share(pool),
             asker,
             fit: request.fit(),
             requested: request.requested,
             views: request.views && self.views_allowed(),
         };
+        if !request.of.is_plain() && !request.views {
+            return Err(Error::NotSupported {
+                what: "blocks of a family that are not to lie in a view",
+            });
+        }
         let made = self.obtain_in_pool(&request, user, cached_only);
         if process::is_recording()
             && let Err(Error::OutOfMemory(_)) = made
@@ -355,8 +376,8 @@ impl Engine {
         let mut trimmed = false;
         loop {
             let mut heap = self.open()?;
-            usable_pool(&heap.graphs, request.pool)?;
-            heap.refuse_pool(request.pool)?;
+            usable_pool(&heap.graphs, request.of.pool)?;
+            heap.refuse_pool(request.of.pool)?;
             if let Asker::Captured {
                 capture, number, ..
             } = request.asker
@@ -364,9 +385,9 @@ impl Engine {
             {
                 return Err(Error::Capturing { stream: user.raw });
             }
-            let taken = heap.graphs.take(request.pool, request.asker, request.fit);
+            let taken = heap.graphs.take(request.of, request.asker, request.fit);
             if let Some(place) = taken {
-                return Ok(heap.pooled_born(request.pool, request.sizes(), place, vec![user]));
+                return Ok(heap.pooled_born(request.of, request.sizes(), place, vec![user]));
             }
             if cached_only {
                 return Err(Error::NotCached);
@@ -375,12 +396,12 @@ impl Engine {
                 Ok(plan) => plan,
                 Err(Lacking::Homes(bytes)) => {
                     drop(heap);
-                    self.lease_addresses(request.pool, bytes, |arena| &mut arena.homes)?;
+                    self.lease_addresses(request.of.memory, bytes, |arena| &mut arena.homes)?;
                     continue;
                 }
                 Err(Lacking::Sites(bytes)) => {
                     drop(heap);
-                    self.lease_addresses(request.pool, bytes, |arena| &mut arena.sites)?;
+                    self.lease_addresses(request.of.memory, bytes, |arena| &mut arena.sites)?;
                     continue;
                 }
                 Err(Lacking::Memory(_)) if !trimmed => {
@@ -398,12 +419,12 @@ impl Engine {
             drop(heap);
             let made = commit::make(&self.maker(), &plan);
             let mut heap = self.lock();
-            let place = heap.planned_in_pool(request.pool, plan, made.as_deref());
+            let place = heap.planned_in_pool(request.of.memory, plan, made.as_deref());
             match made {
                 Ok(_) => {
                     if let Some(place) = place {
                         return Ok(heap.pooled_born(
-                            request.pool,
+                            request.of,
                             request.sizes(),
                             place,
                             vec![user],

@@ -7,10 +7,12 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::graph::usable_pool;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
+use crate::allocator::graph::family::Gone;
 use crate::allocator::graph::user::User;
 use crate::allocator::graph::{Footprint, Pool};
 use crate::allocator::heap::graph::Restoration;
 use crate::clock::Clock;
+use crate::driver::DriverError;
 use crate::error::{Error, GraphPoolError};
 use crate::event::Kind;
 
@@ -23,6 +25,11 @@ impl Engine {
         self.free_deferred();
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
+        if !heap.graphs.share(pool).is_plain() {
+            return Err(Error::NotSupported {
+                what: "checkpoints of a pool of a family",
+            });
+        }
         Ok(heap.graphs.checkpoint(pool))
     }
 
@@ -121,8 +128,10 @@ impl Engine {
             let seen = ended.count();
             let leased = {
                 let heap = self.lock();
-                let mut pools = heap.graphs.pools.values();
-                pools.any(|pool| of(pool) && pool.has_leases())
+                let (pools, graphs) = (heap.graphs.pools.iter(), &heap.graphs);
+                let memory = |id: u64| graphs.pools.get(&graphs.memory_of(id));
+                let mut leased = pools.filter(|(_, pool)| pool.has_leases());
+                leased.any(|(id, _)| memory(*id).is_some_and(&of))
             };
             if !leased || clock.now() >= limit {
                 return;
@@ -164,6 +173,7 @@ impl Engine {
     /// bytes that went.
     pub(crate) fn dissolve_pools(&self, all: bool) -> Result<u64, Error> {
         self.discard_pools()?;
+        let (mut released, mut first) = self.dissolve_left();
         let taken = {
             let mut heap = self.lock();
             match heap.graphs.pools.is_empty() {
@@ -171,7 +181,6 @@ impl Engine {
                 false => heap.graphs.take_idle(all),
             }
         };
-        let (mut released, mut first) = (0, Ok(()));
         for (pool, mut arena) in taken {
             let held = arena.held();
             let homes = arena.at_home();
@@ -198,5 +207,21 @@ impl Engine {
             }
         }
         first.map(|()| released).map_err(|e| self.error(e))
+    }
+
+    /// Gives back what pools of families had that are gone; the bytes that went.
+    fn dissolve_left(&self) -> (u64, Result<(), DriverError>) {
+        let taken = self.lock().graphs.take_left();
+        let (mut released, mut first) = (0, Ok(()));
+        for (memory, mut arena) in taken {
+            let (held, went) = (arena.held(), Gone::of(&arena));
+            first = first.and(commit::dissolve(&self.context, &mut arena));
+            released += held - arena.held();
+            let mut heap = self.lock();
+            let homes = went.homes.iter();
+            homes.for_each(|(home, _)| heap.suspended.died(*home));
+            heap.graphs.put_back_part(memory, held, went, arena);
+        }
+        (released, first)
     }
 }

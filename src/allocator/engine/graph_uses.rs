@@ -32,8 +32,8 @@ impl Engine {
         let (pool, users) = {
             let heap = self.open()?;
             let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
-            let pool = heap.graphs.pool_of(ptr).ok_or_else(gone)?;
-            (pool, live.ok_or_else(gone)?.users.clone())
+            let live = live.ok_or_else(gone)?;
+            (live.owner, live.users.clone())
         };
         let (mut uses, mut all_told) = (LastUses::default(), Ok(()));
         // Each is asked even if another one cannot be told: the graphs of all of them need leases.
@@ -153,9 +153,9 @@ impl Engine {
         let known = {
             let mut heap = self.open()?;
             heap.graphs.notice(&user, user.since);
-            let pool = heap.graphs.pool_of(start).ok_or_else(gone)?;
             let live = heap.graphs.live(start).filter(|_| heap.is_pooled(life));
-            let users = &live.ok_or_else(gone)?.users;
+            let live = live.ok_or_else(gone)?;
+            let (pool, users) = (live.owner, &live.users);
             let known = users.iter().any(|known| known.is(&user));
             (pool, known, heap.graphs.number())
         };

@@ -53,7 +53,7 @@ impl Selected {
     /// What is suspended of it, or what is not, as asked.
     fn targets(self, heap: &Heap, suspended: bool) -> Result<Vec<Target>, Error> {
         let is_away = |target: &Target| heap.suspended.map.contains_key(target);
-        let pools = heap.graphs.pools.keys().map(|id| Target::Pool(*id));
+        let pools = heap.graphs.memories().map(Target::Pool);
         let of_tag = |tag: Tag| {
             let tags = heap.suspended.tags.iter();
             let tagged = tags.filter(move |(_, known)| **known == tag);
@@ -70,7 +70,7 @@ impl Selected {
                 all
             }
             Selected::Stream(stream) => vec![Target::Stream(stream)],
-            Selected::Pool(id) => vec![Target::Pool(id)],
+            Selected::Pool(id) => vec![Target::Pool(heap.graphs.memory_of(id))],
             Selected::Tag(tag) => of_tag(tag).collect(),
         };
         if let (Selected::Tag(tag), true) = (self, all.is_empty()) {

@@ -89,6 +89,8 @@ pub(crate) struct Live {
     /// Its record in the heap.
     pub id: u32,
     pub generation: u32,
+    /// Its pool, which may have the memory with others of a family.
+    pub owner: u64,
     pub granules: u32,
     pub requested: u64,
     pub parts: Vec<Part>,
@@ -116,9 +118,36 @@ impl Live {
     }
 }
 
+/// Whose blocks may lie at home: those of a pool that shares its memory with no other.
+pub(crate) const PLAIN: u64 = 0;
+
+/// A pool, and the one that has its memory, which is itself but in a family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Share {
+    pub pool: u64,
+    pub memory: u64,
+}
+
+impl Share {
+    /// Whether it shares its memory with no other.
+    pub(crate) fn is_plain(self) -> bool {
+        self.pool == self.memory
+    }
+
+    /// Whose views it sees.
+    pub(crate) fn sight(self) -> u64 {
+        match self.is_plain() {
+            true => PLAIN,
+            false => self.pool,
+        }
+    }
+}
+
 /// Handles that are mapped once more, back to back: home address and bytes of each.
 #[derive(Debug)]
 pub(crate) struct View {
+    /// The pool of a family whose blocks lie there, or [`PLAIN`].
+    pub owner: u64,
     pub handles: Vec<(u64, u64)>,
 }
 
@@ -192,8 +221,9 @@ impl Arena {
         runs
     }
 
-    /// Where a request fits best in memory that may be used: at home, else in a view; the lowest address on ties.
-    pub(crate) fn find(&self, fit: Fit, runs: &[(u64, u64)]) -> Option<Place> {
+    /// Where a request fits best in memory that may be used: at home, else in a view; the lowest address on ties. Of
+    /// a pool of a family in its own views alone.
+    pub(crate) fn find(&self, fit: Fit, runs: &[(u64, u64)], owner: u64) -> Option<Place> {
         let best = |runs: &[(u64, u64)]| {
             let fits = |run: &&(u64, u64)| fit.aligned(run.0) + fit.bytes() <= run.1;
             let best = runs
@@ -202,7 +232,8 @@ impl Arena {
                 .min_by_key(|run| (run.1 - run.0, run.0));
             best.map(|run| fit.aligned(run.0))
         };
-        let addr = best(runs).or_else(|| best(&self.runs_in_views(runs)))?;
+        let home = (owner == PLAIN).then(|| best(runs)).flatten();
+        let addr = home.or_else(|| best(&self.runs_in_views(runs, owner)))?;
         let parts = self.parts_at(addr, fit.granules)?;
         Some(Place {
             addr,
@@ -211,10 +242,10 @@ impl Arena {
         })
     }
 
-    /// What the usable runs look like in the views.
-    fn runs_in_views(&self, runs: &[(u64, u64)]) -> Vec<(u64, u64)> {
+    /// What the usable runs look like in somebody's views.
+    fn runs_in_views(&self, runs: &[(u64, u64)], owner: u64) -> Vec<(u64, u64)> {
         let mut seen: Vec<(u64, u64)> = Vec::new();
-        for (base, view) in &self.views {
+        for (base, view) in self.views.iter().filter(|(_, view)| view.owner == owner) {
             let (mut offset, before) = (0, seen.len());
             for (home, bytes) in &view.handles {
                 let first = runs.partition_point(|run| run.1 <= *home);
@@ -438,172 +469,4 @@ impl Arena {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::allocator::graph::plan::{Lacking, Means};
-    use crate::allocator::size::PHYSICAL_GRANULE;
-
-    const GRANULES: u32 = (PHYSICAL_GRANULE / GRANULE) as u32;
-
-    fn means(views: bool) -> Means<'static> {
-        Means {
-            room: 1 << 30,
-            views,
-            size: &|_| PHYSICAL_GRANULE,
-        }
-    }
-
-    fn arena() -> Arena {
-        let mut arena = Arena::default();
-        arena.homes.add(1 << 40, 64 * PHYSICAL_GRANULE, false);
-        arena.sites.add(1 << 41, 64 * PHYSICAL_GRANULE, false);
-        arena
-    }
-
-    fn fit(granules: u32) -> Fit {
-        Fit { granules, align: 1 }
-    }
-
-    /// Takes a block, with new memory where that is needed; its parts.
-    fn block(arena: &mut Arena, granules: u32, views: bool) -> Place {
-        let runs = arena.runs(&|_| true);
-        if let Some(place) = arena.find(fit(granules), &runs) {
-            place.parts.iter().for_each(|part| drop(arena.take(*part)));
-            return place;
-        }
-        let plan = arena.plan(fit(granules), &runs, &means(views)).unwrap();
-        let sizes = plan.fresh.iter().flat_map(|(_, sizes)| sizes);
-        let handles: Vec<u64> = (1..).zip(sizes).map(|(handle, _)| handle).collect();
-        arena.planned(plan, &handles)
-    }
-
-    fn free(arena: &mut Arena, place: &Place) {
-        place
-            .parts
-            .iter()
-            .for_each(|part| arena.put(*part, Tag::default()));
-    }
-
-    #[test]
-    fn growth_maps_what_is_missing_beside_free_memory() {
-        let mut arena = arena();
-        let first = block(&mut arena, GRANULES / 2, false);
-        assert_eq!((first.addr, arena.held()), (1 << 40, PHYSICAL_GRANULE));
-        let second = block(&mut arena, GRANULES, false);
-        assert_eq!(second.addr, first.addr + PHYSICAL_GRANULE / 2);
-        assert_eq!(arena.held(), 2 * PHYSICAL_GRANULE);
-        assert_eq!(arena.free_bytes(), PHYSICAL_GRANULE / 2);
-    }
-
-    #[test]
-    fn scattered_handles_become_one_block_in_a_view() {
-        let mut arena = arena();
-        let blocks: Vec<Place> = (0..7).map(|_| block(&mut arena, GRANULES, true)).collect();
-        for place in blocks.iter().step_by(2) {
-            free(&mut arena, place);
-        }
-        let long = block(&mut arena, 3 * GRANULES + GRANULES / 2, true);
-        assert_eq!((long.addr, arena.held()), (1 << 41, 7 * PHYSICAL_GRANULE));
-        assert_eq!(arena.free_bytes(), PHYSICAL_GRANULE / 2);
-        assert_eq!(
-            arena.parts_at(long.addr, 3 * GRANULES + GRANULES / 2),
-            Some(long.parts)
-        );
-        // Without views it would have been new memory.
-        let other = block(&mut arena, GRANULES, false);
-        assert_eq!(other.parts.len(), 1);
-    }
-
-    #[test]
-    fn a_plan_that_fails_leaves_all_as_it_was() {
-        let mut arena = arena();
-        let blocks: Vec<Place> = (0..4).map(|_| block(&mut arena, GRANULES, true)).collect();
-        free(&mut arena, &blocks[0]);
-        free(&mut arena, &blocks[2]);
-        let before = (
-            arena.free_bytes(),
-            arena.held(),
-            arena.homes.lowest(1),
-            arena.sites.lowest(1),
-        );
-        let runs = arena.runs(&|_| true);
-        let plan = arena.plan(fit(3 * GRANULES), &runs, &means(true)).unwrap();
-        assert_eq!(plan.fresh_bytes(), PHYSICAL_GRANULE);
-        let failure = crate::allocator::physical::GrowthFailure {
-            error: crate::driver::DriverError::new(
-                "cuMemCreate",
-                crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
-            ),
-            mapped: Vec::new(),
-            orphaned_handles: Vec::new(),
-        };
-        arena.not_made(plan, &failure, 0);
-        let after = (
-            arena.free_bytes(),
-            arena.held(),
-            arena.homes.lowest(1),
-            arena.sites.lowest(1),
-        );
-        assert_eq!(before, after);
-        let none = Means {
-            room: 0,
-            ..means(true)
-        };
-        let refused = arena.plan(fit(3 * GRANULES), &runs, &none).unwrap_err();
-        assert_eq!(refused, Lacking::Memory(PHYSICAL_GRANULE));
-    }
-
-    #[test]
-    fn addresses_without_memory_serve_again() {
-        let mut arena = arena();
-        let blocks = [(); 3].map(|()| block(&mut arena, GRANULES, true));
-        let _ = [0, 2].map(|at: usize| free(&mut arena, &blocks[at]));
-        assert_eq!(block(&mut arena, 2 * GRANULES, true).parts.len(), 2);
-        arena.forget_memory();
-        let whole = [&arena.homes, &arena.sites].map(|at| at.lowest(64 * PHYSICAL_GRANULE));
-        assert_eq!(whole, [Some(1 << 40), Some(1 << 41)]);
-    }
-
-    #[test]
-    fn what_was_not_given_back_is_tried_again() {
-        let (mut arena, mut left) = (arena(), arena());
-        let place = block(&mut left, 2 * GRANULES, false);
-        free(&mut left, &place);
-        arena.absorb(left);
-        assert_eq!(arena.held(), 2 * PHYSICAL_GRANULE);
-        assert!(arena.take_addresses().is_empty(), "they are mapped");
-        let handles = arena.take_handles();
-        let homes: Vec<_> = handles
-            .iter()
-            .map(|(home, _, mapped)| (*home, *mapped))
-            .collect();
-        assert_eq!(
-            homes,
-            [(1 << 40, true), ((1 << 40) + PHYSICAL_GRANULE, true)]
-        );
-        assert_eq!(arena.take_addresses().len(), 2);
-    }
-
-    #[test]
-    fn pieces_join_where_they_are_the_same_to_everybody() {
-        let mut arena = arena();
-        let whole = block(&mut arena, GRANULES, false);
-        let half = |at: u64| Part {
-            home: whole.addr + at * PHYSICAL_GRANULE / 2,
-            granules: GRANULES / 2,
-        };
-        let used = Tag {
-            pending: vec![Pending {
-                stream: 1,
-                event: 2,
-            }],
-            ..Tag::default()
-        };
-        arena.put(half(0), Tag::default());
-        arena.put(half(1), used.clone());
-        assert_eq!(arena.tags().count(), 2);
-        assert_eq!(arena.runs(&|tag| tag.pending.is_empty()).len(), 1);
-        arena.retag(|tag| tag.pending.clear());
-        assert_eq!(arena.tags().count(), 1);
-    }
-}
+mod tests;

@@ -2,12 +2,12 @@
 
 use std::thread;
 
+use crate::allocator::graph::Graphs;
 use crate::allocator::graph::arena::{NO_STREAM, Pending};
 use crate::allocator::graph::capture::Capture;
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::scope::Scope;
 use crate::allocator::graph::user::User;
-use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::stream::slot::StreamKey;
 
 impl Graphs {
@@ -122,7 +122,7 @@ impl Graphs {
     /// A capture's graph has a lease of a pool, or the driver tells nobody of its end.
     pub(crate) fn leased(&mut self, capture: u64, pool: u64, lease: Option<Lease>) {
         self.capture(capture).leased.push(pool);
-        if !self.pools.get(&pool).is_some_and(Pool::is_leased) {
+        if !self.is_memory_leased(self.memory_of(pool)) {
             // The graphs of earlier captures are gone.
             self.set_captured(pool, false);
         }
@@ -135,8 +135,9 @@ impl Graphs {
         if !self.scopes.is_open(scope) {
             return false;
         }
+        let memory = self.memory_of(pool);
         let known = self.capture(capture);
-        if known.left.contains(&pool) {
+        if known.left.contains(&pool) || known.left.contains(&memory) {
             return false;
         }
         if !known.served.contains(&(scope, pool)) {
@@ -161,7 +162,16 @@ impl Graphs {
             }
         }
         for (capture, pool) in over {
-            if let Some(pool) = self.pools.get_mut(&pool) {
+            let memory = self.memory_of(pool);
+            if self.may_use_memory(capture, memory) {
+                // By another pool of the family.
+                continue;
+            }
+            if let Some(known) = self.captures.get_mut(&capture) {
+                // From here on by none of them: others get what it freed, and it could not tell them apart.
+                known.left.push(memory);
+            }
+            if let Some(pool) = self.pools.get_mut(&memory) {
                 pool.arena.unmark(capture);
             }
         }

@@ -1,7 +1,7 @@
 //! What is always so in graph pools, as one walk over their metadata.
 
 use crate::allocator::extent::invariant::{holds, same};
-use crate::allocator::graph::arena::{Arena, Live, Part, View};
+use crate::allocator::graph::arena::{Arena, Live, PLAIN, Part, View};
 use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::size::GRANULE;
 use crate::error::Error;
@@ -15,6 +15,19 @@ impl Graphs {
         self.pools
             .values()
             .try_for_each(|pool| self.check_pool(pool))?;
+        for memory in self.memories() {
+            let arena = &self.pools[&memory].arena;
+            let own = |(addr, live): (&u64, &Live)| {
+                let view = arena.views.range(..=*addr).next_back();
+                let view = view.filter(|(base, view)| *addr < *base + view.bytes());
+                let owner = view.map_or(PLAIN, |(_, view)| view.owner);
+                owner == self.share(live.owner).sight()
+            };
+            holds(
+                "a block of a family lies where its own pool alone has addresses",
+                arena.live.iter().all(own),
+            )?;
+        }
         let known =
             |number: &u64| self.events.contains_key(number) || self.unasked.contains(number);
         let pools = self.pools.values().map(|pool| &pool.arena);
@@ -100,6 +113,14 @@ fn check_mapped(arena: &Arena) -> Result<(), Error> {
         holds(
             "a view of a pool maps handles that the pool holds",
             view.handles.iter().all(held),
+        )?;
+        let mut shown: Vec<u64> = view.handles.iter().map(|(home, _)| *home).collect();
+        shown.sort_unstable();
+        shown.dedup();
+        same(
+            "a view of a pool shows no handle twice",
+            view.handles.len(),
+            shown.len(),
         )?;
     }
     Ok(())

@@ -14,6 +14,7 @@ pub(crate) mod capturing;
 pub(crate) mod check;
 pub(crate) mod checkpoint;
 pub(crate) mod commit;
+pub(crate) mod family;
 pub(crate) mod lease;
 pub(crate) mod order;
 pub(crate) mod plan;
@@ -24,7 +25,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::allocator::extent::hash::Mixed;
-use crate::allocator::graph::arena::{Arena, Fit, Live, Mark, NO_STREAM, Pending, Place, Tag};
+use crate::allocator::graph::arena::{
+    Arena, Fit, Live, Mark, NO_STREAM, Pending, Place, Share, Tag,
+};
 use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::lease::Lease;
@@ -52,6 +55,8 @@ pub(crate) struct Graphs {
     /// checkpoints, which may name them.
     departed: Vec<(u64, User)>,
     has_checkpoints: bool,
+    /// A pool of a family was made.
+    has_families: bool,
     /// Pools and events so far.
     count: u64,
 }
@@ -60,6 +65,8 @@ pub(crate) struct Graphs {
 #[derive(Debug, Default)]
 pub(crate) struct Pool {
     pub arena: Arena,
+    /// The pool that has its memory, if it is one of a family.
+    pub family: Option<u64>,
     /// Nobody begins to capture with it any more.
     pub released: bool,
     pub leases: Vec<Lease>,
@@ -117,15 +124,6 @@ impl Pool {
     /// Whether it has memory, and no live block.
     pub(crate) fn has_only_free(&self) -> bool {
         self.arena.live.is_empty() && self.arena.has_memory()
-    }
-
-    /// Whether it is suspended for nobody: no capture comes, no graph can use it, and there is no block.
-    pub(crate) fn is_unused(&self) -> bool {
-        self.released
-            && self.away
-            && self.calls == 0
-            && !self.is_leased()
-            && self.arena.live.is_empty()
     }
 
     /// Whether a graph holds a lease.
@@ -234,19 +232,19 @@ impl Graphs {
         }
     }
 
-    fn runs(&self, pool: u64, asker: Asker) -> Vec<(u64, u64)> {
-        let Some(pool) = self.pools.get(&pool) else {
+    fn runs(&self, memory: u64, asker: Asker) -> Vec<(u64, u64)> {
+        let Some(pool) = self.pools.get(&memory) else {
             return Vec::new();
         };
-        let leased = pool.is_leased();
+        let leased = self.is_memory_leased(memory);
         pool.arena.runs(&|tag| self.is_usable(asker, leased, tag))
     }
 
     /// Takes room for a request out of memory that is there.
-    pub(crate) fn take(&mut self, pool: u64, asker: Asker, fit: Fit) -> Option<Place> {
-        let runs = self.runs(pool, asker);
-        let arena = &mut self.pools.get_mut(&pool)?.arena;
-        let mut place = arena.find(fit, &runs)?;
+    pub(crate) fn take(&mut self, of: Share, asker: Asker, fit: Fit) -> Option<Place> {
+        let runs = self.runs(of.memory, asker);
+        let arena = &mut self.pools.get_mut(&of.memory)?.arena;
+        let mut place = arena.find(fit, &runs, of.sight())?;
         for part in &place.parts {
             let taken = arena.take(*part);
             let open = taken.into_iter().flat_map(|(_, tag)| tag.pending);
@@ -258,16 +256,16 @@ impl Graphs {
     /// Plans more room. A plan stands for a call under way.
     pub(crate) fn plan(
         &mut self,
-        pool: u64,
+        of: Share,
         asker: Asker,
         fit: Fit,
         means: &Means<'_>,
     ) -> Result<Plan, Lacking> {
-        let runs = self.runs(pool, asker);
-        let Some(pool) = self.pools.get_mut(&pool) else {
+        let runs = self.runs(of.memory, asker);
+        let Some(pool) = self.pools.get_mut(&of.memory) else {
             return Err(Lacking::Memory(fit.bytes()));
         };
-        let plan = pool.arena.plan(fit, &runs, means)?;
+        let plan = pool.arena.plan(fit, &runs, means, of.sight())?;
         pool.calls += 1;
         pool.planned += plan.fresh_bytes();
         self.recount();
@@ -296,10 +294,17 @@ impl Graphs {
     }
 
     /// A block has its place.
-    pub(crate) fn enter(&mut self, pool: u64, addr: u64, live: Live) {
-        if let Some(pool) = self.pools.get_mut(&pool) {
-            pool.arena.live.insert(addr, live);
-            pool.peak = pool.peak.max(pool.arena.live_bytes());
+    pub(crate) fn enter(&mut self, of: Share, addr: u64, live: Live) {
+        let Some(pool) = self.pools.get_mut(&of.memory) else {
+            return;
+        };
+        pool.arena.live.insert(addr, live);
+        pool.peak = pool.peak.max(pool.arena.live_bytes());
+        if of.pool != of.memory {
+            let bytes = pool.arena.live_of(of.pool).map(Live::bytes).sum();
+            if let Some(own) = self.pools.get_mut(&of.pool) {
+                own.peak = own.peak.max(bytes);
+            }
         }
     }
 
@@ -324,7 +329,8 @@ impl Graphs {
         } in captured
         {
             // A capture that gets no more memory of the pool needs no order among its own uses.
-            if self.same_capture(capture, number)?.left.contains(&pool) {
+            self.same_capture(capture, number)?;
+            if self.has_ended_with(capture, pool) {
                 continue;
             }
             match tag.marks.iter_mut().find(|mark| mark.capture == capture) {
@@ -340,7 +346,10 @@ impl Graphs {
 
     /// Events that free memory of a pool waits for.
     pub(crate) fn awaited(&self, pool: u64) -> Vec<(u64, Arc<Pooled>)> {
-        let arena = self.pools.get(&pool).map(|pool| &pool.arena);
+        let arena = self
+            .pools
+            .get(&self.memory_of(pool))
+            .map(|pool| &pool.arena);
         let tags = arena.into_iter().flat_map(|arena| arena.tags());
         let mut events: Vec<u64> = tags
             .flat_map(|(_, tag)| tag.pending.iter().map(|used| used.event))
@@ -413,7 +422,8 @@ impl Graphs {
 
     /// Any memory of a pool may be in a graph from here on, or none is in one.
     pub(crate) fn set_captured(&mut self, pool: u64, captured: bool) {
-        if let Some(pool) = self.pools.get_mut(&pool) {
+        let memory = self.memory_of(pool);
+        if let Some(pool) = self.pools.get_mut(&memory) {
             let arena = &mut pool.arena;
             arena.retag(|tag| tag.captured = captured);
             let live = arena.live.values_mut();
@@ -435,18 +445,20 @@ impl Graphs {
         pools.for_each(|pool| pool.untold = false);
     }
 
-    /// What a pool holds.
+    /// What a pool holds. Of one of a family its own blocks, and the memory of all.
     pub(crate) fn footprint(&mut self, id: u64) -> Footprint {
         let leases = self.leases(id) as u64;
-        let Some(pool) = self.pools.get(&id) else {
+        let of = self.share(id);
+        let (Some(own), Some(pool)) = (self.pools.get(&id), self.pools.get(&of.memory)) else {
             return Footprint::default();
         };
         let arena = &pool.arena;
+        let live = || arena.live.values().filter(|live| live.owner == id);
         Footprint {
-            live: arena.live_bytes(),
-            blocks: arena.live.len() as u64,
+            live: live().map(Live::bytes).sum(),
+            blocks: live().count() as u64,
             free: arena.free_bytes(),
-            peak: pool.peak,
+            peak: own.peak,
             physical: if pool.away { 0 } else { arena.held() },
             leases,
         }
@@ -454,23 +466,24 @@ impl Graphs {
 
     /// Whether nothing uses a pool's memory, and no graph can: no lease, no block, no work, no capture.
     pub(crate) fn is_idle(&mut self, id: u64) -> bool {
-        if self.leases(id) > 0
-            || self
-                .captures
-                .values()
-                .any(|c| c.served.iter().any(|s| s.1 == id))
-        {
+        if self.leases(id) > 0 || self.is_served(id) {
             return false;
         }
-        self.pools.get(&id).is_some_and(|pool| {
-            let arena = &pool.arena;
-            let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();
-            pool.calls == 0
-                && !pool.suspended
-                && !pool.untold
-                && arena.live.is_empty()
-                && arena.tags().all(|(_, tag)| quiet(tag))
-        })
+        let of = self.share(id);
+        if of.pool != of.memory {
+            return self.has_left(of);
+        }
+        let members: Vec<u64> = self.members(id).map(|(member, _)| member).collect();
+        members.into_iter().all(|member| self.is_idle(member))
+            && self.pools.get(&id).is_some_and(|pool| {
+                let arena = &pool.arena;
+                let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();
+                pool.calls == 0
+                    && !pool.suspended
+                    && !pool.untold
+                    && arena.live.is_empty()
+                    && arena.tags().all(|(_, tag)| quiet(tag))
+            })
     }
 
     /// Takes out the arenas of pools that nothing uses: of all, or of those that were released. The released ones are
@@ -479,8 +492,9 @@ impl Graphs {
         let pools: Vec<u64> = self.pools.keys().copied().collect();
         let mut taken = Vec::new();
         for id in pools {
-            let wanted = |pool: &Pool| (all || pool.released) && pool.arena.has_memory();
-            if !self.pools.get(&id).is_some_and(wanted) || !self.is_idle(id) {
+            let over = all || self.is_released(id);
+            let has_memory = |pool: &Pool| pool.arena.has_memory();
+            if !over || !self.pools.get(&id).is_some_and(has_memory) || !self.is_idle(id) {
                 continue;
             }
             if let Some(pool) = self.pools.get_mut(&id) {
@@ -505,16 +519,17 @@ impl Graphs {
         self.forget_released();
     }
 
-    /// Pools that were released and hold nothing are gone.
+    /// Pools that were released and hold nothing are gone; those of a family before the one with their memory.
     pub(crate) fn forget_released(&mut self) {
-        let gone: Vec<u64> = self
+        let mut gone: Vec<u64> = self
             .pools
             .iter()
             .filter(|(_, pool)| pool.released && pool.calls == 0 && !pool.arena.has_memory())
             .map(|(id, _)| *id)
             .collect();
+        gone.sort_by_key(|id| self.share(*id).is_plain());
         for id in gone {
-            if self.is_idle(id) {
+            if self.members(id).next().is_none() && self.is_idle(id) {
                 self.pools.remove(&id);
             }
         }

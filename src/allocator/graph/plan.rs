@@ -1,6 +1,6 @@
 //! More room in a pool: planned before any call of the driver is made, and entered or put back after it.
 
-use crate::allocator::graph::arena::{Arena, Fit, Handle, Part, Place, Tag, View};
+use crate::allocator::graph::arena::{Arena, Fit, Handle, PLAIN, Part, Place, Tag, View};
 use crate::allocator::physical::{GrowthFailure, tile};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
@@ -68,13 +68,18 @@ struct Opening {
 
 impl Arena {
     /// Plans room for a request that fits nowhere, with as little new memory as can be: behind free memory at home,
-    /// or in a new view.
+    /// or in a new view. A pool of a family gets a view of its own.
     pub(crate) fn plan(
         &mut self,
         fit: Fit,
         runs: &[(u64, u64)],
         means: &Means<'_>,
+        owner: u64,
     ) -> Result<Plan, Lacking> {
+        if owner != PLAIN {
+            let stitch = self.stitch(fit, runs);
+            return self.plan_view(fit, stitch, means, owner);
+        }
         let opening = self.opening(fit, runs);
         // A view begins at a multiple of a physical granule, and no larger one is looked for.
         let aligned = u64::from(fit.align) * GRANULE <= PHYSICAL_GRANULE;
@@ -84,7 +89,7 @@ impl Arena {
             && !stitch.handles.is_empty()
             && stitch.fresh < at_home.min(fit.bytes().next_multiple_of(PHYSICAL_GRANULE))
         {
-            return self.plan_view(fit, stitch, means);
+            return self.plan_view(fit, stitch, means, PLAIN);
         }
         let Some(opening) = opening else {
             let slack = fit.aligned(1) - 1;
@@ -135,7 +140,7 @@ impl Arena {
     /// What a view for a request would be made of: a handle whose end is free, whole handles, and one whose front is
     /// free, the largest of each.
     fn stitch(&self, fit: Fit, runs: &[(u64, u64)]) -> Stitch {
-        let (mut whole, mut back, mut front) = (Vec::new(), None, None);
+        let (mut whole, mut back, mut fronts) = (Vec::new(), None, Vec::new());
         let mut at = 0;
         for (home, handle) in &self.handles {
             let end = home + handle.bytes;
@@ -151,7 +156,7 @@ impl Arena {
                 } else if to == end && begins < handle.bytes {
                     back = back.max(Some((handle.bytes - begins, *home)));
                 } else if from == *home {
-                    front = front.max(Some((to - from, *home)));
+                    fronts.push((to - from, *home));
                 }
             }
         }
@@ -175,7 +180,9 @@ impl Arena {
             missing -= bytes.min(missing);
         }
         let fresh = missing.next_multiple_of(PHYSICAL_GRANULE);
-        if let Some((bytes, home)) = front.filter(|_| missing > 0) {
+        // A view that shows a handle twice would one day give out its bytes twice.
+        fronts.retain(|(_, home)| Some(*home) != back.map(|(_, back)| back));
+        if let Some((bytes, home)) = fronts.into_iter().max().filter(|_| missing > 0) {
             let less = missing.saturating_sub(bytes);
             let less = less.next_multiple_of(PHYSICAL_GRANULE);
             if less < fresh {
@@ -188,7 +195,13 @@ impl Arena {
         stitch
     }
 
-    fn plan_view(&mut self, fit: Fit, stitch: Stitch, means: &Means<'_>) -> Result<Plan, Lacking> {
+    fn plan_view(
+        &mut self,
+        fit: Fit,
+        stitch: Stitch,
+        means: &Means<'_>,
+        owner: u64,
+    ) -> Result<Plan, Lacking> {
         if stitch.fresh > means.room {
             return Err(Lacking::Memory(stitch.fresh));
         }
@@ -204,7 +217,7 @@ impl Arena {
             at += bytes;
         }
         handles.extend(stitch.front);
-        let view = View { handles };
+        let view = View { owner, handles };
         let bytes = view.bytes();
         let base = self.sites.lowest(bytes).ok_or(Lacking::Sites(bytes))?;
         let (mut parts, mut skip, mut left) = (Vec::new(), stitch.skip, fit.bytes());

@@ -5,7 +5,7 @@ use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Asker;
-use crate::allocator::graph::arena::{Fit, Live, Place, Tag};
+use crate::allocator::graph::arena::{Fit, Live, Place, Share, Tag};
 use crate::allocator::graph::checkpoint::Changes;
 use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
@@ -16,7 +16,7 @@ use crate::event::Kind;
 /// A request to a pool.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PoolRequest {
-    pub pool: u64,
+    pub of: Share,
     pub asker: Asker,
     pub fit: Fit,
     /// Bytes as they were asked for.
@@ -75,7 +75,7 @@ impl Heap {
             size: &|missing| physical.handle_size(&want, missing, held),
         };
         self.graphs
-            .plan(request.pool, request.asker, request.fit, &means)
+            .plan(request.of, request.asker, request.fit, &means)
     }
 
     /// What was planned in a pool was made, or was not: the place of the block for which it was planned.
@@ -98,7 +98,7 @@ impl Heap {
     /// A block of a pool gets a record.
     pub(crate) fn pooled_born(
         &mut self,
-        pool: u64,
+        of: Share,
         (granules, requested): (u32, u64),
         place: Place,
         users: Vec<User>,
@@ -117,6 +117,7 @@ impl Heap {
         let live = Live {
             id,
             generation,
+            owner: of.pool,
             granules,
             requested,
             parts: place.parts,
@@ -126,7 +127,7 @@ impl Heap {
             born: self.graphs.number(),
             users,
         };
-        self.graphs.enter(pool, place.addr, live);
+        self.graphs.enter(of, place.addr, live);
         let home = self.home_of_pooled();
         Grant::large(home, place.addr, (id, generation), (granules, requested))
     }
@@ -164,7 +165,7 @@ impl Heap {
                 open: Vec::new(),
             };
             let sizes = (live.granules, live.requested);
-            let grant = self.pooled_born(pool, sizes, place, live.users);
+            let grant = self.pooled_born(self.graphs.share(pool), sizes, place, live.users);
             if let Some(live) = self.graphs.live_mut(addr) {
                 live.captured |= captured;
             }

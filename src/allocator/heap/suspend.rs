@@ -40,7 +40,7 @@ impl Heap {
 
     /// Refuses requests of a pool while it is suspended.
     pub(crate) fn refuse_pool(&self, pool: u64) -> Result<(), Error> {
-        match self.graphs.pools.get(&pool) {
+        match self.graphs.pools.get(&self.graphs.memory_of(pool)) {
             Some(pool) if pool.suspended => Err(Error::Suspended),
             _ => Ok(()),
         }
@@ -109,9 +109,9 @@ impl Heap {
     }
 
     fn close_pool(&mut self, id: u64) -> Result<(), Error> {
-        let captures = self.graphs.captures.values();
-        let mut using = captures.filter(|capture| capture.may_use(id));
-        if let Some(capture) = using.next() {
+        let mut captures = self.graphs.captures.iter();
+        let using = captures.find(|(number, _)| self.graphs.may_use_memory(**number, id));
+        if let Some((_, capture)) = using {
             let stream = capture.streams.first().map_or(0, |(user, _)| user.raw);
             return Err(Error::Capturing { stream });
         }
@@ -380,7 +380,7 @@ impl Heap {
     pub(crate) fn take_unused_pools(&mut self) -> Vec<(Target, Suspension)> {
         let away: Vec<Target> = self.suspended.map.keys().copied().collect();
         let over = away.into_iter().filter(|target| match target {
-            Target::Pool(id) => self.graphs.pools.get(id).is_some_and(Pool::is_unused),
+            Target::Pool(id) => self.graphs.is_unused(*id),
             Target::Arenas | Target::Stream(_) => false,
         });
         let over: Vec<Target> = over.collect();

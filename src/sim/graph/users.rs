@@ -45,7 +45,7 @@ impl State {
 
     /// Something that held objects was launched, and does not run any more.
     pub(super) fn outlived(&mut self, held: &References, last: &Launch) {
-        for (object, _) in held {
+        for object in held.keys() {
             if let Some(entry) = self.graphs.objects.get_mut(*object) {
                 entry.launches.push(last.clone());
             }

@@ -1,0 +1,198 @@
+use super::*;
+use crate::allocator::graph::plan::{Lacking, Means};
+use crate::allocator::size::PHYSICAL_GRANULE;
+
+const GRANULES: u32 = (PHYSICAL_GRANULE / GRANULE) as u32;
+
+fn means(views: bool) -> Means<'static> {
+    Means {
+        room: 1 << 30,
+        views,
+        size: &|_| PHYSICAL_GRANULE,
+    }
+}
+
+fn arena() -> Arena {
+    let mut arena = Arena::default();
+    arena.homes.add(1 << 40, 64 * PHYSICAL_GRANULE, false);
+    arena.sites.add(1 << 41, 64 * PHYSICAL_GRANULE, false);
+    arena
+}
+
+fn fit(granules: u32) -> Fit {
+    Fit { granules, align: 1 }
+}
+
+/// Takes a block, with new memory where that is needed; its parts.
+fn block(arena: &mut Arena, granules: u32, views: bool) -> Place {
+    let runs = arena.runs(&|_| true);
+    if let Some(place) = arena.find(fit(granules), &runs, PLAIN) {
+        place.parts.iter().for_each(|part| drop(arena.take(*part)));
+        return place;
+    }
+    let plan = arena
+        .plan(fit(granules), &runs, &means(views), PLAIN)
+        .unwrap();
+    let sizes = plan.fresh.iter().flat_map(|(_, sizes)| sizes);
+    let handles: Vec<u64> = (1..).zip(sizes).map(|(handle, _)| handle).collect();
+    arena.planned(plan, &handles)
+}
+
+fn free(arena: &mut Arena, place: &Place) {
+    place
+        .parts
+        .iter()
+        .for_each(|part| arena.put(*part, Tag::default()));
+}
+
+#[test]
+fn growth_maps_what_is_missing_beside_free_memory() {
+    let mut arena = arena();
+    let first = block(&mut arena, GRANULES / 2, false);
+    assert_eq!((first.addr, arena.held()), (1 << 40, PHYSICAL_GRANULE));
+    let second = block(&mut arena, GRANULES, false);
+    assert_eq!(second.addr, first.addr + PHYSICAL_GRANULE / 2);
+    assert_eq!(arena.held(), 2 * PHYSICAL_GRANULE);
+    assert_eq!(arena.free_bytes(), PHYSICAL_GRANULE / 2);
+}
+
+#[test]
+fn scattered_handles_become_one_block_in_a_view() {
+    let mut arena = arena();
+    let blocks: Vec<Place> = (0..7).map(|_| block(&mut arena, GRANULES, true)).collect();
+    for place in blocks.iter().step_by(2) {
+        free(&mut arena, place);
+    }
+    let long = block(&mut arena, 3 * GRANULES + GRANULES / 2, true);
+    assert_eq!((long.addr, arena.held()), (1 << 41, 7 * PHYSICAL_GRANULE));
+    assert_eq!(arena.free_bytes(), PHYSICAL_GRANULE / 2);
+    assert_eq!(
+        arena.parts_at(long.addr, 3 * GRANULES + GRANULES / 2),
+        Some(long.parts)
+    );
+    // Without views it would have been new memory.
+    let other = block(&mut arena, GRANULES, false);
+    assert_eq!(other.parts.len(), 1);
+}
+
+#[test]
+fn a_plan_that_fails_leaves_all_as_it_was() {
+    let mut arena = arena();
+    let blocks: Vec<Place> = (0..4).map(|_| block(&mut arena, GRANULES, true)).collect();
+    free(&mut arena, &blocks[0]);
+    free(&mut arena, &blocks[2]);
+    let before = (
+        arena.free_bytes(),
+        arena.held(),
+        arena.homes.lowest(1),
+        arena.sites.lowest(1),
+    );
+    let runs = arena.runs(&|_| true);
+    let plan = arena
+        .plan(fit(3 * GRANULES), &runs, &means(true), PLAIN)
+        .unwrap();
+    assert_eq!(plan.fresh_bytes(), PHYSICAL_GRANULE);
+    let failure = crate::allocator::physical::GrowthFailure {
+        error: crate::driver::DriverError::new(
+            "cuMemCreate",
+            crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        ),
+        mapped: Vec::new(),
+        orphaned_handles: Vec::new(),
+    };
+    arena.not_made(plan, &failure, 0);
+    let after = (
+        arena.free_bytes(),
+        arena.held(),
+        arena.homes.lowest(1),
+        arena.sites.lowest(1),
+    );
+    assert_eq!(before, after);
+    let none = Means {
+        room: 0,
+        ..means(true)
+    };
+    let refused = arena
+        .plan(fit(3 * GRANULES), &runs, &none, PLAIN)
+        .unwrap_err();
+    assert_eq!(refused, Lacking::Memory(PHYSICAL_GRANULE));
+}
+
+#[test]
+fn addresses_without_memory_serve_again() {
+    let mut arena = arena();
+    let blocks = [(); 3].map(|()| block(&mut arena, GRANULES, true));
+    let _ = [0, 2].map(|at: usize| free(&mut arena, &blocks[at]));
+    assert_eq!(block(&mut arena, 2 * GRANULES, true).parts.len(), 2);
+    arena.forget_memory();
+    let whole = [&arena.homes, &arena.sites].map(|at| at.lowest(64 * PHYSICAL_GRANULE));
+    assert_eq!(whole, [Some(1 << 40), Some(1 << 41)]);
+}
+
+#[test]
+fn what_was_not_given_back_is_tried_again() {
+    let (mut arena, mut left) = (arena(), arena());
+    let place = block(&mut left, 2 * GRANULES, false);
+    free(&mut left, &place);
+    arena.absorb(left);
+    assert_eq!(arena.held(), 2 * PHYSICAL_GRANULE);
+    assert!(arena.take_addresses().is_empty(), "they are mapped");
+    let handles = arena.take_handles();
+    let homes: Vec<_> = handles
+        .iter()
+        .map(|(home, _, mapped)| (*home, *mapped))
+        .collect();
+    assert_eq!(
+        homes,
+        [(1 << 40, true), ((1 << 40) + PHYSICAL_GRANULE, true)]
+    );
+    assert_eq!(arena.take_addresses().len(), 2);
+}
+
+#[test]
+fn pieces_join_where_they_are_the_same_to_everybody() {
+    let mut arena = arena();
+    let whole = block(&mut arena, GRANULES, false);
+    let half = |at: u64| Part {
+        home: whole.addr + at * PHYSICAL_GRANULE / 2,
+        granules: GRANULES / 2,
+    };
+    let used = Tag {
+        pending: vec![Pending {
+            stream: 1,
+            event: 2,
+        }],
+        ..Tag::default()
+    };
+    arena.put(half(0), Tag::default());
+    arena.put(half(1), used.clone());
+    assert_eq!(arena.tags().count(), 2);
+    assert_eq!(arena.runs(&|tag| tag.pending.is_empty()).len(), 1);
+    arena.retag(|tag| tag.pending.clear());
+    assert_eq!(arena.tags().count(), 1);
+}
+
+#[test]
+fn a_view_shows_no_handle_twice() {
+    let mut arena = arena();
+    // A handle whose front and back are free, and whose middle is not.
+    let [front, middle, back] =
+        [2, 1, 2].map(|fifths| block(&mut arena, GRANULES * fifths / 5, true));
+    free(&mut arena, &front);
+    free(&mut arena, &back);
+    let scattered = block(&mut arena, GRANULES * 3 / 5, true);
+    free(&mut arena, &middle);
+    free(&mut arena, &scattered);
+    for view in arena.views.values() {
+        let mut shown: Vec<u64> = view.handles.iter().map(|(home, _)| *home).collect();
+        shown.sort_unstable();
+        assert!(shown.windows(2).all(|pair| pair[0] < pair[1]), "{shown:?}");
+    }
+    let long = block(&mut arena, GRANULES * 3 / 2, true);
+    let mut parts = long.parts;
+    parts.sort_unstable();
+    assert!(
+        parts.windows(2).all(|pair| pair[0].end() <= pair[1].home),
+        "{parts:?}"
+    );
+}
