@@ -1,18 +1,20 @@
 //! What it costs to suspend memory and bring it back, beside the bare calls of the driver on as many handles.
 //!
 //! ```text
-//! cargo run --release --example suspend --features sim -- [--sim] [--peer N] [GIB [HANDLE_MIB [KEPT_GIB [ROUNDS]]]]
+//! cargo run --release --example suspend --features sim -- [--sim] [--peer N] [--others N] [GIB [HANDLE_MIB [KEPT_GIB [ROUNDS]]]]
 //! ```
 //!
 //! By default 20 GiB in handles of 32 MiB without contents, then 8 GiB kept in page-locked memory, 5 rounds each, on
 //! device 0. With `--sim`, and without a driver, on the simulator, whose times are those of its own work, and by default
 //! 1 GiB once; with `--peer` another device has
-//! access, too. Times are medians, in milliseconds.
+//! access, too. Times are medians, in milliseconds. With `--others` it goes on so many rounds in which another process
+//! takes all memory that is free between a suspension and its end; contents are compared, and a resume while somebody
+//! else has the memory says what lacks.
 
 use std::error::Error;
 use std::time::Instant;
 
-use cualloc::allocator::{Allocator, Config, Contents, Policy, Select};
+use cualloc::allocator::{Allocator, Config, Contents, Keep, Policy, Scope, Select};
 use cualloc::driver::{Context, Device, Driver, HostMemory, MemoryProperties, Stream};
 use cualloc::sim::{SimConfig, Simulator};
 
@@ -28,7 +30,11 @@ struct Plan {
     kept: usize,
     rounds: usize,
     peer: Option<usize>,
+    others: usize,
 }
+
+/// Has a process of this program take the memory that is free, and no more.
+const TAKE: &str = "--take";
 
 /// Times of one kind.
 #[derive(Default)]
@@ -51,10 +57,13 @@ impl Times {
 
 fn main() -> Outcome {
     let (mut numbers, mut simulated, mut peer) = (Vec::new(), false, None);
+    let (mut others, mut takes) = (0, false);
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         match word.as_str() {
             "--sim" => simulated = true,
+            TAKE => takes = true,
+            "--others" => others = words.next().map_or(Ok(0), |word| word.parse())?,
             "--peer" => peer = words.next().map(|word| word.parse()).transpose()?,
             number => numbers.push(number.parse::<usize>()?),
         }
@@ -69,6 +78,7 @@ fn main() -> Outcome {
         kept: number(2, keep) * GIB,
         rounds: number(3, rounds).max(1),
         peer,
+        others,
     };
     let simulator = match simulated {
         true => Some(Simulator::new(SimConfig::with_devices(2, 80 << 30))?),
@@ -79,10 +89,99 @@ fn main() -> Outcome {
         None => Driver::load()?.clone(),
     };
     let context = Context::primary(&driver.device(0)?)?;
+    if takes {
+        return take(&context);
+    }
     bare(&context, &plan)?;
     dropped(&context, &plan)?;
     if plan.kept > 0 {
         kept(&context, &plan)?;
+    }
+    if plan.others > 0 {
+        others_between(&context, &plan, simulated)?;
+    }
+    Ok(())
+}
+
+/// Takes the memory that is free, but for what the driver needs itself, and writes it.
+fn take(context: &Context) -> Outcome {
+    let allocator = Allocator::with_config(context, Config::new().policy(Policy::Packed))?;
+    let stream = allocator.create_stream()?;
+    let bytes = (context.mem_info()?.free as usize).saturating_sub(GIB) / MIB * MIB;
+    let block = allocator.allocate(bytes, &stream)?;
+    // SAFETY: the block is live, and of this size.
+    unsafe { stream.memset(block.ptr(), 0xee, bytes) }?;
+    stream.synchronize()?;
+    drop(block);
+    Ok(allocator.close()?)
+}
+
+/// Another process has the memory between; in the end this one has it, and the resume is refused until it has not.
+fn others_between(context: &Context, plan: &Plan, simulated: bool) -> Outcome {
+    let allocator = allocator(context, plan)?;
+    let stream = allocator.create_stream()?;
+    let bytes = plan.kept.clamp(64 * MIB, GIB);
+    let kept = allocator.allocate(bytes, &stream)?;
+    // A cache, whose contents nobody needs again.
+    let pool = allocator.graph_pool_for("cache")?;
+    let scope = pool.enter(Scope::Thread)?;
+    let lost = allocator.allocate(plan.bytes, &stream)?;
+    scope.leave()?;
+    let keep = Keep::from(Contents::Pinned).tag("cache", Contents::Drop);
+    // SAFETY: the block is live, and of this size.
+    unsafe { stream.memset(kept.ptr(), 0x5a, bytes) }?;
+    let (mut up, mut down) = (Times::default(), Times::default());
+    for _ in 0..plan.others {
+        // SAFETY: nobody uses the memory.
+        down.of(|| unsafe { allocator.suspend(Select::Allocator, keep.clone()) })?;
+        let mut other = std::process::Command::new(std::env::current_exe()?);
+        other.arg(TAKE).args(simulated.then_some("--sim"));
+        assert!(other.status()?.success(), "the other process got no memory");
+        up.of(|| allocator.resume(Select::Allocator))?;
+        compare(context, &stream, kept.ptr(), bytes)?;
+    }
+    println!(
+        "{} rounds with another process between: down {:.1} ms, up {:.1} ms, contents equal",
+        plan.others,
+        down.median(),
+        up.median()
+    );
+    // SAFETY: nobody uses the memory.
+    let done = unsafe { allocator.suspend(Select::Allocator, keep) }?;
+    let second = Allocator::with_config(context, Config::new().policy(Policy::Packed))?;
+    let room = context.mem_info()?.free as usize;
+    let most = room.saturating_sub(done.bytes as usize / 2) / MIB * MIB;
+    let taken = second.allocate(most, &stream)?;
+    match allocator.resume(Select::Allocator) {
+        Err(cualloc::Error::OutOfMemory(why)) => {
+            println!("without memory: {} MiB lack", why.requested >> 20);
+            assert!(why.requested > 0 && why.requested <= done.bytes);
+        }
+        other => return Err(format!("a resume without memory: {other:?}").into()),
+    }
+    drop(taken);
+    stream.synchronize()?;
+    second.close()?;
+    allocator.resume(Select::Allocator)?;
+    compare(context, &stream, kept.ptr(), bytes)?;
+    drop((kept, lost, pool));
+    Ok(allocator.close()?)
+}
+
+/// What is kept is what it was.
+fn compare(context: &Context, stream: &Stream, at: u64, bytes: usize) -> Outcome {
+    let mut read = vec![0u8; 64 * MIB];
+    let entered = context.enter()?;
+    for start in (0..bytes).step_by(read.len()) {
+        let part = read.len().min(bytes - start);
+        let (to, from) = (read.as_mut_ptr().cast(), at + start as u64);
+        // SAFETY: the buffer is as large and is kept until the stream was waited for.
+        unsafe { entered.copy_device_to_host(to, from, part, stream.raw()) }?;
+        stream.synchronize()?;
+        assert!(
+            read[..part].iter().all(|byte| *byte == 0x5a),
+            "contents changed"
+        );
     }
     Ok(())
 }
@@ -202,16 +301,7 @@ fn kept(context: &Context, plan: &Plan) -> Outcome {
             rate(up, plan.kept)
         );
     }
-    let mut read = vec![0u8; 64 * MIB];
-    let entered = context.enter()?;
-    for start in (0..plan.kept).step_by(read.len()) {
-        let (to, from) = (read.as_mut_ptr().cast(), block.ptr() + start as u64);
-        // SAFETY: the buffer is as large and is kept until the stream was waited for.
-        unsafe { entered.copy_device_to_host(to, from, read.len(), stream.raw()) }?;
-        stream.synchronize()?;
-        assert!(read.iter().all(|byte| *byte == 0x5a), "contents changed");
-    }
-    drop(entered);
+    compare(context, &stream, block.ptr(), plan.kept)?;
     drop(block);
     Ok(allocator.close()?)
 }

@@ -248,6 +248,32 @@ def sleep_and_wake():
     ours.check()
 
 
+def snapshots():
+    """What PyTorch's functions for its viewer say, and that the viewer's own tool reads it."""
+    torch, ours = installed()
+    import pickle
+
+    from torch.cuda import _memory_viz
+
+    kept = torch.zeros(5 << 20, dtype=torch.int8, device="cuda")
+    torch.cuda.memory._record_memory_history()
+    more = torch.zeros(7 << 20, dtype=torch.int8, device="cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "snapshot.pickle")
+        torch.cuda.memory._dump_snapshot(path)
+        with open(path, "rb") as file:
+            made = pickle.load(file)
+    torch.cuda.memory._record_memory_history(None)
+    blocks = {block["address"]: block for segment in made["segments"] for block in segment["blocks"]}
+    for tensor in (kept, more):
+        assert blocks[tensor.data_ptr()]["requested_size"] == tensor.nbytes
+    assert any("snapshots" in frame["name"] for frame in blocks[more.data_ptr()]["frames"])
+    assert _memory_viz.segsum(made) and _memory_viz.trace_plot(made)
+    assert sum(block["state"] == "active_allocated" for block in blocks.values()) == ours.stats()["blocks"]["current"]
+    assert len(torch.cuda.memory_snapshot()) > 0
+    ours.check()
+
+
 def trials_of_cudnn():
     """A program that turns them on runs without them."""
     torch, ours = installed()
@@ -507,7 +533,8 @@ def documents():
 
 CASES = [
     *(out_of_memory, external_stream, retired_stream, forgotten_stream, record_stream, statistics, sleep_and_wake, late),
-    *(trials_of_cudnn, mem_pool, workers, threads, exit_with_tensors, second_device, fallback, cupy, jax, rmm, documents),
+    *(snapshots, trials_of_cudnn, mem_pool, workers, threads, exit_with_tensors, second_device, fallback),
+    *(cupy, jax, rmm, documents),
 ]
 
 

@@ -9,6 +9,9 @@ use std::cell::Cell;
 const OPERATIONS: &str = "CUALLOC_GRAPH_OPERATIONS";
 const USUAL: usize = 100_000;
 
+/// The first seed that counts on, for a long run in parts; 1 if none is named.
+const FIRST: &str = "CUALLOC_GRAPH_SEED";
+
 /// Operations of one program, after which it is begun anew with another seed.
 const PROGRAM: usize = 2_000;
 
@@ -443,12 +446,10 @@ fn program(seed: u64, family: bool) -> Seen {
 
 #[test]
 fn no_two_uses_of_memory_meet_in_random_captures() {
-    let wanted = std::env::var(OPERATIONS)
-        .ok()
-        .and_then(|text| text.parse().ok());
-    let wanted: usize = wanted.unwrap_or(USUAL);
-    let mut all = Seen::default();
-    for seed in KEPT.into_iter().chain(1..) {
+    let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
+    let wanted = number(OPERATIONS).map_or(USUAL, |wanted| wanted as usize);
+    let (mut all, mut last) = (Seen::default(), 0);
+    for seed in KEPT.into_iter().chain(number(FIRST).unwrap_or(1)..) {
         if all.operations >= wanted {
             break;
         }
@@ -458,6 +459,7 @@ fn no_two_uses_of_memory_meet_in_random_captures() {
         all.outside += seen.outside;
         all.early += seen.early;
         all.left += seen.left;
+        last = seed;
     }
     let Seen {
         restored,
@@ -466,6 +468,6 @@ fn no_two_uses_of_memory_meet_in_random_captures() {
         left,
         ..
     } = all;
-    eprintln!("{all:?}");
+    eprintln!("{all:?}, the last seed was {last:#x}");
     assert!(restored.min(outside).min(early).min(left) > 0, "{all:?}");
 }

@@ -9,7 +9,7 @@ use crate::scene::{MIB, Scene, alone};
 use cualloc::allocator::{Allocator, Block};
 use cualloc::driver::Stream;
 use cualloc::record::{
-    Action, Context, Profile, Recorder, Recording, Share, Target, set_stack_source,
+    Action, Context, Profile, Recorder, Recording, Share, Snapshot, Target, set_stack_source,
 };
 
 const MEAN: u64 = 64 << 10;
@@ -165,6 +165,14 @@ fn a_source_says_where_the_program_is() {
     set_stack_source(None);
     let recording = recorder.read().unwrap();
     let profile = Profile::of_stacks(&recording);
+    // In a snapshot the four blocks and the five allocations have it.
+    let snapshot = Snapshot::of(&recording);
+    assert_eq!(snapshot.to_json().matches("model.py:3:forward").count(), 9);
+    let folder = Folder::new("snapshot-of-stacks");
+    let file = folder.file("snapshot.pickle");
+    recorder.dump_snapshot(&file).unwrap();
+    assert_eq!(std::fs::read(&file).unwrap(), snapshot.to_pickle());
+    assert!(recorder.dump_snapshot(&folder.file("no/such")).is_err());
     drop(recorder);
     let found = share(&profile, "model.py:3:forward");
     let sizes = [2 * MIB, 40_000, 40_000, 50_000];

@@ -395,7 +395,11 @@ fn program(seed: u64, seen: &mut Seen) {
             0 => "debug=guard+quarantine:64M+poison".parse().unwrap(),
             _ => Config::new(),
         };
-        let peer = seed.is_multiple_of(3) && rig.driver.device_count().unwrap() > 1;
+        let sees = |n| {
+            let (own, other) = (rig.context.device(), rig.driver.device(n).unwrap());
+            other.can_access_peer(own).unwrap()
+        };
+        let peer = seed.is_multiple_of(3) && rig.driver.device_count().unwrap() > 1 && sees(1);
         if peer {
             config = config.peers([1]);
         }

@@ -15,7 +15,7 @@ use crate::error::{Error, GraphPoolError};
 pub enum Select<'a> {
     /// All of it, graph pools too.
     Allocator,
-    /// That of a graph pool.
+    /// That of a graph pool, and of its family if it has one.
     Pool(&'a GraphPool),
     /// Large blocks of a stream, as far as they fill handles with nobody but its own free memory; nothing of graph
     /// pools.
@@ -74,7 +74,8 @@ impl Allocator {
     /// [`GraphPoolError::UnknownTag`], [`GraphPoolError::ForeignPool`], [`Error::HostMemory`],
     /// [`Error::NotSupported`] under the classic policy, driver errors. If the driver refuses a call, everything that
     /// was done is undone; if it refuses that as well, the memory is suspended, as
-    /// [`is_suspended`](Self::is_suspended) says, and can be resumed.
+    /// [`is_suspended`](Self::is_suspended) says, and can be resumed. Contents that were to be dropped may be lost all
+    /// the same.
     ///
     /// # Safety
     /// From the call until a [`resume`](Self::resume) has succeeded nobody gives a device work that uses the memory:

@@ -308,7 +308,7 @@ impl Engine {
         Ok(debug.stream.get_or_init(|| made))
     }
 
-    /// Lets blocks go, the oldest first, until no more than so many bytes are held back; whether there were any.
+    /// Lets blocks go, the oldest first, until no more than so many bytes are held back; whether any went.
     pub(crate) fn release_quarantine(&self, keep: u64) -> bool {
         let Some(debug) = self.debug.as_ref().filter(|_| self.usable().is_ok()) else {
             return false;
@@ -317,7 +317,7 @@ impl Engine {
             let mut table = debug.table();
             std::iter::from_fn(|| table.let_go(keep)).collect()
         };
-        let any = !out.is_empty();
+        let mut any = false;
         for (ptr, watched) in out {
             let whole = (0, watched.bytes);
             let looked = self.touch(debug, (ptr, watched.bytes), || {
@@ -330,8 +330,15 @@ impl Engine {
                 }
                 Some(Err(error)) => log::warn!("a freed block cannot be checked: {error}"),
             }
-            if let Err(error) = self.free_at(ptr) {
-                log::warn!("a block that was held back is not freed: {error}");
+            match self.free_at(ptr) {
+                Ok(()) => any = true,
+                Err(error) => {
+                    log::warn!("a block that was held back is not freed: {error}");
+                    if !matches!(error, Error::NotLive { .. }) {
+                        // Nobody else knows of it: it is tried again.
+                        debug.books().hold(ptr, watched);
+                    }
+                }
             }
         }
         any

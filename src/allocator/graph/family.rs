@@ -50,7 +50,9 @@ impl Graphs {
 
     /// The pools of a family, without the one that has their memory.
     pub(crate) fn members(&self, memory: u64) -> impl Iterator<Item = (u64, &Pool)> {
-        let pools = self.pools.iter();
+        // There may be many pools, and mostly there is no family.
+        let most = if self.has_families { usize::MAX } else { 0 };
+        let pools = self.pools.iter().take(most);
         pools
             .filter(move |(_, pool)| pool.family == Some(memory))
             .map(|(id, pool)| (*id, pool))
