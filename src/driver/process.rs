@@ -4,24 +4,28 @@
 //! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
 //! that asking costs one load and no system call.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::locks::held::{Held, Locked, locked};
 
-const FORKED: u8 = 1;
-const EXITING: u8 = 2;
-const CAPTURES: u8 = 4;
-const RECORDS: u8 = 8;
-const TOOL: u8 = 16;
+const FORKED: u64 = 1;
+const EXITING: u64 = 2;
+const CAPTURES: u64 = 4;
+const RECORDS: u64 = 8;
+const TOOL: u64 = 16;
 /// With [`RECORDS`]: stacks, too.
-const SAMPLES: u8 = 32;
+const SAMPLES: u64 = 32;
+/// Above these bits is the number of the recording that runs.
+const BITS: u32 = 8;
+/// What a recording is told by.
+const RECORDING: u64 = RECORDS | SAMPLES | !((1 << BITS) - 1);
 
 /// Alone on its cache lines: it is read on every call, and written when captures come and go.
 #[repr(align(128))]
-struct State(AtomicU8);
+struct State(AtomicU64);
 
-static STATE: State = State(AtomicU8::new(0));
+static STATE: State = State(AtomicU64::new(0));
 
 /// True in a child forked after a driver was started in its parent.
 #[inline]
@@ -49,8 +53,13 @@ pub(crate) fn is_quiet() -> bool {
 
 /// True as long as nothing but a recording or a tool keeps calls from their caches.
 #[inline]
+<<<<<<< HEAD
 pub(crate) fn is_unwatched() -> bool {
     STATE.0.load(Ordering::Relaxed) & !(RECORDS | SAMPLES | TOOL) == 0
+=======
+pub(crate) fn is_calm() -> bool {
+    STATE.0.load(Ordering::Relaxed) & !(RECORDING | TOOL) == 0
+>>>>>>> sight
 }
 
 /// True while somebody is told what blocks do: a recording, or a tool.
@@ -72,7 +81,7 @@ pub(crate) fn set_tool() {
 
 /// What this module tells apart, as it was in one moment.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Now(u8);
+pub(crate) struct Now(u64);
 
 /// What there is now.
 #[inline(always)]
@@ -90,24 +99,39 @@ impl Now {
     /// True while a recording runs, and nothing else keeps calls from their caches.
     #[inline(always)]
     pub(crate) fn only_records(self) -> bool {
-        !self.is_quiet() && self.0 & !(RECORDS | SAMPLES) == 0
+        !self.is_quiet() && self.0 & !RECORDING == 0
     }
 
     /// True while a recording without stacks runs, and nothing else keeps calls from their caches.
     #[inline(always)]
     pub(crate) fn only_records_blocks(self) -> bool {
         // By its bits, or compilers compare it with this before they compare it with 0.
-        !self.is_quiet() && self.0 & !RECORDS == 0
+        !self.is_quiet() && self.0 & !(RECORDING & !SAMPLES) == 0
+    }
+
+    /// The word itself, whether stacks are taken or not.
+    #[inline(always)]
+    pub(crate) fn word(self) -> u64 {
+        self.0 & !SAMPLES
     }
 }
 
-/// A recording begins, with stacks or without, or has ended.
-pub(crate) fn set_recording(on: bool, stacks: bool) {
-    match (on, stacks) {
-        (true, true) => STATE.0.fetch_or(RECORDS | SAMPLES, Ordering::Release),
-        (true, false) => STATE.0.fetch_or(RECORDS, Ordering::Release),
-        (false, _) => STATE.0.fetch_and(!(RECORDS | SAMPLES), Ordering::Release),
-    };
+/// [`Now::word`] while the recording with a number runs, and nothing else is told apart.
+pub(crate) fn only_recording(number: u64) -> u64 {
+    RECORDS | number << BITS
+}
+
+/// The recording with a number begins, with stacks or without.
+pub(crate) fn begin_recording(number: u64, stacks: bool) {
+    let stacks = if stacks { SAMPLES } else { 0 };
+    STATE
+        .0
+        .fetch_or(only_recording(number) | stacks, Ordering::Release);
+}
+
+/// No recording runs any more.
+pub(crate) fn end_recording() {
+    STATE.0.fetch_and(!RECORDING, Ordering::Release);
 }
 
 /// Captures that calls look out for, in all of the process.

@@ -13,6 +13,8 @@ use crate::event::ring::{Ring, Writer};
 
 /// The number of the recording that runs; 0 for none.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
+/// No word that callers ask while a recording runs.
+const NOTHING: u64 = 0;
 static CURRENT: Mutex<Option<Arc<Session>>> = Mutex::new(None);
 /// The process that began it. A forked child knows the session of its parent, and has nothing to do with it: a thread
 /// that is not there may hold any of its locks.
@@ -26,6 +28,8 @@ fn current() -> MutexGuard<'static, Option<Arc<Session>>> {
 #[derive(Debug)]
 pub(crate) struct Session {
     number: u64,
+    /// The word that callers ask, while this recording runs and nothing else does.
+    only: u64,
     /// The process that began it.
     process: u32,
     pub start: Start,
@@ -50,11 +54,13 @@ pub(crate) struct Batch {
 pub(crate) struct Progress(Vec<u64>);
 
 impl Session {
-    /// Begins a recording with rings of so many records, a power of two; `None` if one runs.
+    /// Begins a recording with rings of so many records, a power of two, and the word that callers ask while it is all
+    /// that there is, by its number; `None` if one runs.
     pub(crate) fn begin(
         capacity: usize,
         start: Start,
         mapped: Option<Mapped>,
+        only: impl FnOnce(u64) -> u64,
     ) -> Option<Arc<Session>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let mut current = current();
@@ -62,8 +68,10 @@ impl Session {
             return None;
         }
         let process = std::process::id();
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let session = Arc::new(Session {
-            number: NEXT.fetch_add(1, Ordering::Relaxed),
+            number,
+            only: only(number),
             process,
             start,
             capacity,
@@ -97,6 +105,11 @@ impl Session {
     /// Whether this process was forked after it began.
     pub(crate) fn is_of_parent(&self) -> bool {
         self.process != std::process::id()
+    }
+
+    /// Its number in the process, from 1.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
     }
 
     /// Whether it runs still.
@@ -245,6 +258,8 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
 #[derive(Debug)]
 pub(crate) struct Tap {
     number: u64,
+    /// What [`Session::only`] is of that recording.
+    only: u64,
     writer: Writer,
     /// Of a writer that has events of one stream alone.
     whose: Whose,
@@ -259,6 +274,7 @@ impl Default for Tap {
 impl Tap {
     const NONE: Tap = Tap {
         number: 0,
+        only: NOTHING,
         writer: Writer::NONE,
         whose: Whose::NOBODY,
     };
@@ -283,11 +299,11 @@ impl Tap {
         self.write(self.whose.record(event, now));
     }
 
-    /// Whether the writer has a ring in the recording that runs, and no reader is to be woken for its next record: then
-    /// [`put_own`](Self::put_own) is all that there is to do.
+    /// Whether the writer has a ring in the recording, if that is all that the process's word says now, and no reader is to
+    /// be woken for its next record: then [`put_own`](Self::put_own) is all that there is to do.
     #[inline(always)]
-    pub(crate) fn is_ready(&self) -> bool {
-        self.number == NUMBER.load(Ordering::Relaxed) && self.writer.is_ready()
+    pub(crate) fn is_ready(&self, now: u64) -> bool {
+        now == self.only && self.writer.is_ready()
     }
 
     /// [`push_own`](Self::push_own) in a context, without a look at anything else.
@@ -327,6 +343,7 @@ impl Tap {
             // Asked no more while the parent's number stands.
             None => NUMBER.load(Ordering::Relaxed),
         };
+        self.only = session.as_ref().map_or(NOTHING, |session| session.only);
         let ring = session.and_then(|session| session.new_ring());
         self.writer = ring.map_or(Writer::NONE, Writer::new);
     }
@@ -340,5 +357,25 @@ impl Tap {
         {
             mapped.miss();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tap_is_ready_in_its_own_recording_alone() {
+        let ring = Arc::new(Ring::new(8, None));
+        let tap = Tap {
+            number: 1,
+            only: 0x108,
+            writer: Writer::new(ring),
+            whose: Whose::NOBODY,
+        };
+        assert!(tap.is_ready(0x108));
+        // A later one, or a capture beside it.
+        assert!(!tap.is_ready(0x208) && !tap.is_ready(0x10c));
+        assert!(!Tap::NONE.is_ready(0x108));
     }
 }

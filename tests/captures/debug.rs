@@ -33,9 +33,9 @@ fn a_capture_is_left_alone_by_debug_modes_which_go_on_after_it() {
             matches!(refused, Err(Error::Capturing { .. })),
             "{refused:?}"
         );
-        // What is born now has no guard, so nobody misses one later.
+        // What is born now has no guard, since nothing is filled: nobody sees what is behind it, now or later.
         let born = allocator.allocate(1000, &stream).unwrap();
-        write(born.ptr(), 1000, &stream);
+        write(born.ptr(), 1001, &stream);
         write(freed_at, 1, &stream);
         allocator.check().unwrap();
         drop(overrun);

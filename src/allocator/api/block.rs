@@ -6,7 +6,7 @@ use crate::driver::{Stream, process, sys};
 
 use crate::allocator::cache::deferred::User;
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
-use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node};
+use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node, recorded};
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::size;
@@ -212,9 +212,15 @@ impl Block {
 
     /// Frees a small block while a recording runs, and nothing else keeps calls from their caches.
     #[inline(never)]
-    fn drop_recorded(&self, node: Node) {
-        let (home, life) = (self.place.home(), self.life());
-        if !home.free_recorded(node, life, self.place.ptr) {
+    fn drop_recorded(&self) {
+        let context = recorded::context();
+        // Read again: what is kept while the context is asked for costs more.
+        let (place, now) = (&self.place, process::now());
+        let Some(node) = place.node() else {
+            return self.drop_large();
+        };
+        let (home, block) = (place.home(), (node, &place.ptr));
+        if !home.free_recorded(now, block, &place.generation, context) {
             self.drop_slowly(node);
         }
     }
@@ -273,7 +279,7 @@ impl Drop for Block {
             return;
         }
         match now.only_records() {
-            true => self.drop_recorded(node),
+            true => self.drop_recorded(),
             false => self.drop_slowly(node),
         }
     }

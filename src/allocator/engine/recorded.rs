@@ -9,7 +9,7 @@ use crate::allocator::config::Limit;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::small::{Missed, unaligned};
 use crate::allocator::heap::streams::clear_waiting_taps;
-use crate::driver::process;
+use crate::driver::process::{self, Now};
 use crate::environment;
 use crate::error::Error;
 use crate::event::file::Start;
@@ -76,7 +76,8 @@ impl Running {
             Target::Mapped(path) => (FILE_RING, Some(Mapped::create(path, FILE_RING, &start)?)),
             _ => (RING, None),
         };
-        let session = Session::begin(capacity, start, mapped).ok_or(Refusal::Busy)?;
+        let session = Session::begin(capacity, start, mapped, process::only_recording);
+        let session = session.ok_or(Refusal::Busy)?;
         // Ends the session if the file cannot be had.
         let mut running = Running {
             session,
@@ -86,7 +87,7 @@ impl Running {
             running.sink = Some(Sink::start(&running.session, path)?);
         }
         running.session.write_names();
-        process::set_recording(true, start.sampling > 0);
+        process::begin_recording(running.session.number(), start.sampling > 0);
         sample::set_mean(start.sampling);
         for engine in engines() {
             if let Some(mut heap) = engine.readable() {
@@ -111,7 +112,7 @@ impl Running {
 
     fn stop(&self) {
         sample::set_mean(0);
-        process::set_recording(false, false);
+        process::end_recording();
         self.session.end();
         // Rings live as long as somebody may write to them.
         session::clear();
@@ -146,7 +147,7 @@ impl Engine {
         if !now.is_quiet() {
             rarely();
             let hit = match now.only_records_blocks() {
-                true => self.hit_recorded(key, bytes),
+                true => self.hit_recorded(now, key, bytes),
                 false => None,
             };
             return hit.ok_or(Missed(None));
@@ -155,11 +156,11 @@ impl Engine {
     }
 
     #[inline(always)]
-    fn hit_recorded(&self, key: u64, bytes: usize) -> Option<Grant> {
+    fn hit_recorded(&self, now: Now, key: u64, bytes: usize) -> Option<Grant> {
         let request = unaligned(bytes)?;
         let cache = thread::find(key)?;
         let mut inner = cache.try_lock()?;
-        let taken = inner.take_recorded(self.owner(key), request)?;
+        let taken = inner.take_recorded(now, self.owner(key), request)?;
         Some(Grant::small(cache, taken, request.granules))
     }
 

@@ -3,26 +3,39 @@
 use crate::allocator::cache::stream_cache::{
     CachedBlock, Inner, Life, Node, Owner, Small, StreamCache, Taken,
 };
-use crate::driver::process;
+use crate::driver::process::{self, Now};
 use crate::event::{Kind, names};
 
+/// What the thread is doing, for [`StreamCache::free_recorded`]. To be asked before anything is there that would have to
+/// be kept meanwhile.
+#[inline(always)]
+pub(crate) fn context() -> u32 {
+    names::context()
+}
+
 impl StreamCache {
-    /// [`free_told`](Inner::free_told) while a recording runs, if nobody is at the stream cache and the recording is
-    /// told with a few words. Else the block is live still.
+    /// [`free_told`](Inner::free_told) of a block with an owner while a recording runs, if nobody is at the stream cache
+    /// and the recording is told with a few words. Else the block is live still.
     #[inline(always)]
-    pub(crate) fn free_recorded(&self, node: Node, life: Life, at: u64) -> bool {
-        // Before anything that would have to be kept meanwhile.
-        let context = names::context();
+    pub(crate) fn free_recorded(
+        &self,
+        now: Now,
+        (node, at): (Node, &u64),
+        generation: &u32,
+        context: u32,
+    ) -> bool {
         let Some(mut inner) = self.try_lock() else {
             return false;
         };
-        if !inner.tap.is_ready() {
+        if !inner.tap.is_ready(now.word()) {
             return false;
         }
+        // Read from the block where they are needed: what has to be kept in between costs more.
+        let life = Life::Generation(*generation);
         let Some(live) = inner.freed_at_once(node, life) else {
             return false;
         };
-        let freed = (Kind::Free, at, live.requested.into());
+        let freed = (Kind::Free, *at, live.requested.into());
         // SAFETY: it is ready: nobody else was at it since.
         unsafe { inner.tap.put_own(freed, context) };
         true
@@ -32,10 +45,15 @@ impl StreamCache {
 impl Inner {
     /// [`take_anywhere`](Self::take_anywhere) of a run at hand while a recording runs, if that is told with a few words.
     #[inline(always)]
-    pub(crate) fn take_recorded(&mut self, owner: Owner, request: Small) -> Option<Taken> {
+    pub(crate) fn take_recorded(
+        &mut self,
+        now: Now,
+        owner: Owner,
+        request: Small,
+    ) -> Option<Taken> {
         let bytes = request.bytes();
         let fits = self.serves(owner) && self.runs.accounts.allocated.fits(bytes);
-        if !fits || !self.tap.is_ready() {
+        if !fits || !self.tap.is_ready(now.word()) {
             return None;
         }
         let taken = self.runs.take_quick(request.granules, request.requested)?;
