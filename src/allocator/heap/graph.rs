@@ -10,6 +10,7 @@ use crate::allocator::graph::checkpoint::Changes;
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
+use crate::allocator::physical::Sharers;
 
 /// A request to a pool.
 #[derive(Debug, Clone, Copy)]
@@ -70,7 +71,7 @@ impl Heap {
         let means = Means {
             room: self.room(),
             views: request.views,
-            size: &|missing| physical.handle_size(&want, missing, held),
+            size: &|missing| physical.handle_size(&want, missing, held, Sharers::Pool),
         };
         self.graphs
             .plan(request.pool, request.asker, request.fit, &means)
