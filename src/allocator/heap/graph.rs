@@ -11,6 +11,7 @@ use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
+use crate::allocator::physical::Sharers;
 use crate::event::Kind;
 
 /// A request to a pool.
@@ -72,7 +73,7 @@ impl Heap {
         let means = Means {
             room: self.room(),
             views: request.views,
-            size: &|missing| physical.handle_size(&want, missing, held),
+            size: &|missing| physical.handle_size(&want, missing, held, Sharers::Pool),
         };
         self.graphs
             .plan(request.of, request.asker, request.fit, &means)

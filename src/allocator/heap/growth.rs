@@ -6,8 +6,8 @@ use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::{Heap, Part};
-use crate::allocator::physical::Fresh;
 use crate::allocator::physical::address::Lease;
+use crate::allocator::physical::{Fresh, Sharers};
 use crate::allocator::report::{GrowthInfo, GrowthReason};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::finder::{Finder, Reach, Run};
@@ -150,10 +150,20 @@ impl Heap {
         }
     }
 
+    /// Whom new memory is for, outside of graph pools.
+    pub(crate) fn sharers(&self) -> Sharers {
+        match self.streams.several() {
+            true => Sharers::Several,
+            false => Sharers::One,
+        }
+    }
+
     /// Sizes of the handles for new memory at an address, of at least so many bytes each.
     fn handle_sizes(&self, want: &Want, addr: u64, bytes: u64, least: u64) -> Vec<u64> {
         let reserved = self.stats.all.reserved.current;
-        let size = self.physical.handle_size(want, bytes, reserved);
+        let size = self
+            .physical
+            .handle_size(want, bytes, reserved, self.sharers());
         self.physical.tiles(addr, bytes, size.max(least))
     }
 

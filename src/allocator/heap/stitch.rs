@@ -145,7 +145,9 @@ impl Heap {
     /// ones and creates more.
     pub(crate) fn bounded(&mut self, want: &Want, layout: Layout, open: &Openings) -> Layout {
         let reserved = self.stats.all.reserved.current;
-        let size = self.physical.handle_size(want, layout.fresh, reserved);
+        let size = self
+            .physical
+            .handle_size(want, layout.fresh, reserved, self.sharers());
         let created = layout.fresh.div_ceil(size.max(PHYSICAL_GRANULE));
         let maps = layout.adds.len() + usize::try_from(created).unwrap_or(usize::MAX);
         if maps <= MAPS {

@@ -45,11 +45,15 @@ const CAP_SLACK: u64 = 16 << 20;
 /// the fourth level on, random programs on eight streams that run 200 rows late held 1.10 of their peak
 /// instead of 1.07.
 const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 16, 16, 16, 8];
+/// While several streams are about it is twice that part on the first level, up to so many bytes: what is free then
+/// changes more from one round to the next, and layouts come back less often.
+const SHARED_PART_MAX: u64 = 16 << 20;
 /// The share of a handle in the pool grows until the pool has about this many, since the driver's price is
-/// per handle. With 384 a pipeline over three streams holds 1.035 of its peak, with 1024 recordings pay a quarter more.
-const POOL_HANDLES: u64 = 640;
-/// The same where time counts more than memory.
-const QUICK_POOL_HANDLES: u64 = 384;
+/// per handle: while a stream is alone,
+const POOL_HANDLES: u64 = 320;
+/// and while several are about, or from the second level on: with 384 a pipeline over three streams holds 1.035 of
+/// its peak, with 448 on the later levels random programs hold 1.072.
+const SHARED_POOL_HANDLES: u64 = 640;
 const POOL_HANDLE_MAX: u64 = 32 << 20;
 /// Where time counts more than memory, a growth is one handle of up to so many shares, or this many handles,
 /// none of more shares than that.
@@ -72,6 +76,17 @@ pub(crate) const REPAID: usize = 8;
 /// (`Physical::handle_size`); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
 /// of recorded work rose by 1.5 points.
 pub(crate) const NEAR_PART: u64 = 2;
+
+/// Whom new memory is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sharers {
+    /// A stream that is alone.
+    One,
+    /// A stream among several.
+    Several,
+    /// A graph pool.
+    Pool,
+}
 
 /// The physical memory of an allocator.
 #[derive(Debug)]
@@ -256,21 +271,36 @@ impl Physical {
         held <= self.bound() / NEAR_PART
     }
 
+    /// How many handles the pool should have.
+    fn pool_handles(&self, sharers: Sharers) -> u64 {
+        match (self.tuning.profile, self.level, sharers) {
+            (Profile::Quick, ..) | (Profile::Dense, 0, Sharers::One) => POOL_HANDLES,
+            (Profile::Dense, ..) => SHARED_POOL_HANDLES,
+        }
+    }
+
     /// Size of the handles for a growth by `missing` bytes, when so many are reserved.
-    pub(crate) fn handle_size(&self, want: &Want, missing: u64, reserved: u64) -> u64 {
+    pub(crate) fn handle_size(
+        &self,
+        want: &Want,
+        missing: u64,
+        reserved: u64,
+        sharers: Sharers,
+    ) -> u64 {
         if want.space == SpaceId::Small {
             return PHYSICAL_GRANULE;
         }
-        let handles = match self.tuning.profile {
-            Profile::Dense => POOL_HANDLES,
-            Profile::Quick => QUICK_POOL_HANDLES,
-        };
+        let handles = self.pool_handles(sharers);
         let mut share = PHYSICAL_GRANULE;
         while share * handles < reserved && share < POOL_HANDLE_MAX {
             share *= 2;
         }
         let request = u64::from(want.granules) * GRANULE;
-        let part = request / HANDLE_PARTS[self.level] / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
+        let mut part = request / HANDLE_PARTS[self.level];
+        if sharers == Sharers::Several && self.level == 0 {
+            part = (2 * part).min(SHARED_PART_MAX).max(part);
+        }
+        let part = part / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
         let quick = match self.tuning.profile {
             Profile::Dense => 0,
             Profile::Quick => quick_size(missing, share),
@@ -407,7 +437,10 @@ mod tests {
         };
         let figures = |physical: &Physical| {
             let slack = (physical.soft_cap(10_000 << 20, false) - (10_000 << 20)) >> 20;
-            (slack, physical.handle_size(&want, want.requested, 0) >> 20)
+            (
+                slack,
+                physical.handle_size(&want, want.requested, 0, Sharers::One) >> 20,
+            )
         };
         let levels = [(100, 30), (200, 60), (300, 60), (400, 60), (500, 60)];
         for (level, expected) in levels.into_iter().enumerate() {
@@ -443,12 +476,59 @@ mod tests {
                 views: true,
             };
             // A share of the pool is 4 MiB.
-            let size = physical.handle_size(&want, missing, 2 * POOL_HANDLES * mib + 1);
+            let held = 2 * POOL_HANDLES * mib + 1;
+            let size = physical.handle_size(&want, missing, held, Sharers::One);
             tile(missing, size).len()
         };
         for (missing, few, many) in [(16, 1, 4), (24, 4, 6), (64, 4, 16), (128, 8, 32)] {
             assert_eq!(made(Profile::Quick, missing * mib), few, "{missing} MiB");
             assert_eq!(made(Profile::Dense, missing * mib), many, "{missing} MiB");
+        }
+    }
+
+    /// A handle's share of the pool, in MiB, for a request that is too small to ask for more.
+    #[test]
+    fn handles_are_larger_while_a_stream_is_alone() {
+        let mib = 1 << 20;
+        let mut physical = Physical::new(None, crate::allocator::Config::new().tuning());
+        let want = Want {
+            space: SpaceId::Large,
+            stream: 0,
+            granules: (2 * mib / GRANULE) as u32,
+            align: 1,
+            requested: 2 * mib,
+            single: false,
+            views: true,
+        };
+        let shares = |physical: &Physical, sharers| {
+            let size = |held: u64| physical.handle_size(&want, 2 * mib, held * mib, sharers) / mib;
+            [640, 641, 1280, 1281, 1792, 1793].map(size)
+        };
+        let parts = |physical: &Physical, sharers| {
+            let size = |mib: u64| {
+                let granules = (mib << 20 >> 9) as u32;
+                physical.handle_size(&Want { granules, ..want }, mib << 20, 0, sharers) >> 20
+            };
+            [128, 240, 256, 512, 960].map(size)
+        };
+        let all = [Sharers::One, Sharers::Several, Sharers::Pool];
+        let [one, several, pool] = all;
+        assert_eq!(shares(&physical, one), [2, 4, 4, 8, 8, 8]);
+        assert_eq!(parts(&physical, one), [4, 6, 8, 16, 30]);
+        assert_eq!(shares(&physical, several), [2, 2, 2, 4, 4, 4]);
+        assert_eq!(parts(&physical, several), [8, 14, 16, 16, 30]);
+        assert_eq!(shares(&physical, pool), [2, 2, 2, 4, 4, 4]);
+        assert_eq!(parts(&physical, pool), [4, 6, 8, 16, 30]);
+        physical.level = 1;
+        for sharers in all {
+            assert_eq!(shares(&physical, sharers), [2, 2, 2, 4, 4, 4]);
+            assert_eq!(parts(&physical, sharers), [8, 14, 16, 32, 60]);
+        }
+        let quick = crate::allocator::Config::new().profile(Profile::Quick);
+        let mut physical = Physical::new(None, quick.tuning());
+        physical.level = 1;
+        for sharers in all {
+            assert_eq!(shares(&physical, sharers), [2, 4, 4, 8, 8, 8]);
         }
     }
 
