@@ -138,29 +138,3 @@ fn an_end_that_fails_can_be_tried_again() {
         rig.close(&allocator);
     });
 }
-
-/// What a debug mode holds back is freed before memory is suspended: if that fails it is tried again.
-#[test]
-fn blocks_that_are_held_back_are_not_lost_where_a_call_fails() {
-    packed(|rig| {
-        let Some(sim) = rig.sim() else { return };
-        for nth in 1.. {
-            let config: Config = "debug=quarantine:64M".parse().unwrap();
-            let allocator = rig.allocator_with(config);
-            let streams: [Stream; 2] = rig.streams();
-            for stream in &streams {
-                let block = allocator.allocate(3 * MIB, stream).unwrap();
-                block.record_stream(&streams[0]).unwrap();
-                drop(block);
-            }
-            sim.fail(FailPlan::any(CUresult::CUDA_ERROR_NOT_PERMITTED).nth(nth));
-            let _down = try_suspend(&allocator, Select::Allocator, Contents::Drop);
-            let left = sim.clear_failures();
-            let _up = allocator.resume(Select::Allocator);
-            rig.close(&allocator);
-            if left > 0 {
-                break;
-            }
-        }
-    });
-}
