@@ -224,7 +224,7 @@ fn a_request_that_is_short_of_memory_gets_that_of_idle_pools() {
             drop(get());
             allocator.empty_cache().unwrap();
         }
-        assert!(served > 0, "no request waited");
+        assert!(served > 14, "{served} of 21 requests waited");
         drop(pool);
         rig.close(&allocator);
     });
