@@ -138,3 +138,24 @@ fn an_end_that_fails_can_be_tried_again() {
         rig.close(&allocator);
     });
 }
+
+/// A copy back whose end nobody saw may be under way still: the next attempt waits for it before it writes there.
+#[test]
+fn a_copy_whose_end_was_not_seen_is_waited_for() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let (world, pool, block) = world(rig);
+        suspend(&world.allocator, Contents::Pinned);
+        for call in ["cuStreamSynchronize", "cuCtxSynchronize"] {
+            sim.fail(FailPlan::call(call, CUresult::CUDA_ERROR_OUT_OF_MEMORY).unwrap());
+        }
+        // It is tried again at once, or by the caller.
+        if world.allocator.resume(Select::Allocator).is_err() {
+            resume(&world.allocator);
+        }
+        sim.clear_failures();
+        world.assert_intact(rig);
+        drop((block, pool));
+        world.close(rig);
+    });
+}

@@ -180,6 +180,7 @@ impl Heap {
             contents,
             copy: HostCopy::None,
             lost: false,
+            unseen: false,
             away: false,
             claimed,
             blocks,
