@@ -283,3 +283,25 @@ fn debug_modes_leave_memory_of_pools_alone() {
         assert_eq!(allocator.findings(), []);
     });
 }
+
+/// What was freed before a capture is held back, and cannot go while its stream captures: it goes afterwards.
+#[test]
+fn a_capture_loses_no_block_that_a_debug_mode_holds_back() {
+    packed(|rig| {
+        let config: Config = "debug=quarantine:64M".parse().unwrap();
+        let allocator = rig.allocator_with(config.limit(Some(40 * MIB as u64)));
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        drop(used(rig, &allocator, 8 * MIB, &stream));
+        stream.synchronize().unwrap();
+        let graph = capture(&pool, &stream, || {
+            let short = allocator.allocate(36 * MIB, &stream).unwrap_err();
+            assert!(short.is_out_of_memory(), "{short:?}");
+        });
+        drop(graph);
+        await_leases(&allocator, &pool, 0);
+        let block = used(rig, &allocator, 36 * MIB, &stream);
+        stream.synchronize().unwrap();
+        drop((block, pool));
+        rig.close(&allocator);
+    });
+}

@@ -417,7 +417,11 @@ impl Engine {
         let mut heap = self.lock();
         let mut copies = Vec::new();
         for (target, mut suspension) in targets.into_iter().zip(parked) {
-            copies.push(std::mem::take(&mut suspension.copy));
+            let mut copy = std::mem::take(&mut suspension.copy);
+            if suspension.unseen {
+                copy.leak();
+            }
+            copies.push(copy);
             match given {
                 Ok(()) => heap.forgotten(target, suspension),
                 Err(_) => drop(heap.suspended.map.insert(target, suspension)),

@@ -181,6 +181,7 @@ impl Heap {
             contents,
             copy: HostCopy::None,
             lost: false,
+            unseen: false,
             away: false,
             claimed,
             blocks,

@@ -92,6 +92,11 @@ pub(crate) fn bring_back(
     stream: Option<&Stream>,
     suspensions: &mut [Suspension],
 ) -> Result<(), DriverError> {
+    if suspensions.iter().any(|one| one.unseen) {
+        // A copy of an attempt before may be under way: without its end nothing is written there again.
+        entered.synchronize()?;
+        suspensions.iter_mut().for_each(|one| one.unseen = false);
+    }
     let handles = suspensions.iter().flat_map(|s| &s.handles);
     let before: Vec<(usize, bool)> = handles
         .map(|handle| (handle.mapped, handle.handle.is_some()))
@@ -153,7 +158,9 @@ fn make(
             // SAFETY: the memory is mapped and nobody else uses it; the host's is kept until the copy is over.
             unsafe { entered.copy_host_to_device(to, from.cast(), bytes as usize, stream.raw()) }
         });
-        waited(entered, stream, copied)?;
+        let waited = waited(entered, stream, copied);
+        suspension.unseen = matches!(waited, Err(Unseen { seen: false, .. }));
+        waited?;
     }
     Ok(())
 }

@@ -52,6 +52,8 @@ pub(crate) struct Suspension {
     pub copy: HostCopy,
     /// A handle was released: what was there is nowhere but in the copy.
     pub lost: bool,
+    /// A copy back was begun whose end nobody has seen.
+    pub unseen: bool,
     /// Nobody may use the memory: not all of it is there.
     pub away: bool,
     /// Free memory that is taken out of circulation meanwhile: the record, and what stood there.
@@ -201,6 +203,7 @@ mod tests {
             contents: Contents::Drop,
             copy: HostCopy::None,
             lost: false,
+            unseen: false,
             away: true,
             claimed: Vec::new(),
             blocks: Vec::new(),
