@@ -158,7 +158,7 @@ fn cells(line: &Line<'_>) -> Vec<Cell> {
             .into(),
         output::ratio(line.min_limit_ratio).into(),
         line.ns_per_row_at_limit
-            .map_or_else(dash, |nanos| output::nanos(nanos))
+            .map_or_else(dash, output::nanos)
             .into(),
         line.handle_ops
             .map_or_else(dash, |handles| handles.to_string())
