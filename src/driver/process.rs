@@ -53,13 +53,8 @@ pub(crate) fn is_quiet() -> bool {
 
 /// True as long as nothing but a recording or a tool keeps calls from their caches.
 #[inline]
-<<<<<<< HEAD
 pub(crate) fn is_unwatched() -> bool {
-    STATE.0.load(Ordering::Relaxed) & !(RECORDS | SAMPLES | TOOL) == 0
-=======
-pub(crate) fn is_calm() -> bool {
     STATE.0.load(Ordering::Relaxed) & !(RECORDING | TOOL) == 0
->>>>>>> sight
 }
 
 /// True while somebody is told what blocks do: a recording, or a tool.

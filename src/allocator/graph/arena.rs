@@ -196,15 +196,6 @@ impl Arena {
         handles.chain(stuck).sum()
     }
 
-    /// Handles that are mapped at home, with those that a failed call left there: address and bytes.
-    pub(crate) fn at_home(&self) -> BTreeMap<u64, u64> {
-        let handles = self.handles.iter();
-        let handles = handles.map(|(home, handle)| (*home, handle.bytes));
-        let stuck = self.stuck.iter();
-        let stuck = stuck.filter_map(|(home, handle)| Some(((*home)?, handle.bytes)));
-        handles.chain(stuck).collect()
-    }
-
     /// Runs of free memory at home that may be used: start and end, ascending.
     pub(crate) fn runs(&self, usable: &dyn Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();

@@ -1,5 +1,7 @@
 //! More room in a pool: planned before any call of the driver is made, and entered or put back after it.
 
+use std::collections::BTreeMap;
+
 use crate::allocator::graph::arena::{Arena, Fit, Handle, PLAIN, Part, Place, Tag, View};
 use crate::allocator::physical::{GrowthFailure, tile};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
@@ -289,6 +291,15 @@ impl Arena {
             self.views.insert(base, view);
         }
         plan.place
+    }
+
+    /// Handles that are mapped at home, with those that a failed call left there: address and bytes.
+    pub(crate) fn at_home(&self) -> BTreeMap<u64, u64> {
+        let handles = self.handles.iter();
+        let handles = handles.map(|(home, handle)| (*home, handle.bytes));
+        let stuck = self.stuck.iter();
+        let stuck = stuck.filter_map(|(home, handle)| Some(((*home)?, handle.bytes)));
+        handles.chain(stuck).collect()
     }
 
     /// What was planned could not be made: everything as before, but for what could not be undone, such as so many
