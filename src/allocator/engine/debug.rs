@@ -336,7 +336,7 @@ impl Engine {
                     log::warn!("a block that was held back is not freed: {error}");
                     if !matches!(error, Error::NotLive { .. }) {
                         // Nobody else knows of it: it is tried again.
-                        debug.books().hold(ptr, watched);
+                        debug.table().hold(ptr, watched);
                     }
                 }
             }
