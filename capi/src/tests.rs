@@ -105,6 +105,28 @@ fn the_current_context_is_the_one_of_null() {
     simulator.take_reports();
 }
 
+/// The driver gives the handle of a context that is gone to a new one, which is nobody's business here.
+#[test]
+fn a_context_with_the_handle_of_a_dead_one_is_left_alone() {
+    let (_one, simulator, driver) = world();
+    let raw = simulator.create_context(0).unwrap();
+    let (code, allocator) = create_in(raw);
+    assert_eq!(code, CUALLOC_OK, "{}", text());
+    let (_, ptr) = alloc(allocator, 8 << 20, null_mut());
+    assert!(simulator.destroy_context(raw));
+    assert_eq!(simulator.create_context(0), Some(raw));
+    let before = driver.calls();
+    let (code, none) = alloc(allocator, 64 << 20, null_mut());
+    assert_eq!((code, none), (CUALLOC_CONTEXT_LOST, 0), "{}", text());
+    assert_eq!(free(allocator, ptr), CUALLOC_CONTEXT_LOST);
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_CONTEXT_LOST);
+    let since = driver.calls().since(&before);
+    assert_eq!(since.get("cuCtxSetCurrent"), 0);
+    assert!(simulator.reports().is_empty(), "{:?}", simulator.reports());
+    assert!(simulator.destroy_context(raw));
+    simulator.take_reports();
+}
+
 #[test]
 fn a_context_that_dies_first_is_lost_and_left_alone() {
     let (_one, simulator, driver) = world();

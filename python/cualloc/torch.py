@@ -220,7 +220,7 @@ def _end_failed_captures():
     begin, end, reset, goes = kind.capture_begin, kind.capture_end, kind.reset, getattr(kind, "__del__", None)
     newest = library.cualloc_torch_pool_newest
 
-    def settle(graph, begun):
+    def end_capture(graph, begun):
         before = library.cualloc_torch_pool_releases()
         try:
             reset(graph)
@@ -257,7 +257,7 @@ def _end_failed_captures():
         except BaseException:
             # What fails behind the beginning (hooks of later versions) leaves the capture as it is.
             if (begun := note()) and not goes_on(begun):
-                settle(self, begun)
+                end_capture(self, begun)
             raise
         note()
 
@@ -272,7 +272,7 @@ def _end_failed_captures():
                 if captured(self):
                     self._cualloc_begun = None
                 else:
-                    settle(self, begun)
+                    end_capture(self, begun)
             raise
         # From here on it is PyTorch's, which releases it with the graph.
         self._cualloc_begun = None
@@ -281,7 +281,7 @@ def _end_failed_captures():
     def __del__(self):
         begun = getattr(self, "_cualloc_begun", None)
         if begun and library.cualloc_torch_pool_state(begun.number, None) == _library.POOL_OPEN:
-            settle(self, begun)
+            end_capture(self, begun)
         if goes is not None:
             goes(self)
 

@@ -36,7 +36,11 @@ LEFT_OUT = {
     "TestCuda.test_cuda_graph_allocator_propagates_stream": _SNAPSHOT,
     "TestCuda.test_repeat_graph_capture_cublas_workspace_memory": "counts what other processes hold, too: "
     "gpu_graphs.py workspaces_do_not_pile_up asks the same of cualloc's own figures",
+    "TestCuda.test_memory_stats": _FIGURES,
+    "TestCuda.test_graph_two_successive": _FIGURES,
+    "TestCuda.test_record_stream": "asks, at its end, that a block is at once where PyTorch's own allocator would put it",
     "TestCudaMallocAsync.": None,
+    "TestCudaMallocAsync.test_cycles": "asks for stacks that PyTorch's own allocator takes",
     "TestCudaMallocAsync.test_memory_": _SNAPSHOT,
     "TestCudaMallocAsync.test_cpp_memory_snapshot": _SNAPSHOT,
     "TestCudaMallocAsync.test_allocator_settings": _SETTINGS,

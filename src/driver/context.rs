@@ -32,7 +32,7 @@ struct Inner {
     /// Handles of the context that are yet to be destroyed.
     debts: Debts,
     /// What keeps the context alive, if not the caller's word.
-    _owner: Owner,
+    owner: Owner,
 }
 
 /// What keeps a handle alive that belongs to somebody else.
@@ -71,7 +71,7 @@ impl Context {
             number: 0,
             primary: true,
             debts: Debts::default(),
-            _owner: None,
+            owner: None,
         };
         inner.id = id_of(driver, raw)?;
         inner.number = defaults::number_of(inner.id);
@@ -139,7 +139,7 @@ impl Context {
             number: defaults::number_of(id),
             primary: false,
             debts: Debts::default(),
-            _owner: owner,
+            owner,
         })))
     }
 
@@ -217,7 +217,7 @@ impl Context {
     /// # Errors
     /// The driver's; then nothing has changed.
     pub fn enter(&self) -> Result<Entered<'_>, DriverError> {
-        let switched = Switched::to(self.driver(), self.raw())?;
+        let switched = self.switch()?;
         let mode = exchange_mode(
             self.driver(),
             CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
@@ -252,7 +252,19 @@ impl Context {
 
     /// Makes this context current and leaves the capture mode alone: for the cheap queries.
     pub(super) fn switch(&self) -> Result<Switched<'_>, DriverError> {
+        self.refuse_another()?;
         Switched::to(self.driver(), self.raw())
+    }
+
+    /// Fails if the handle is another context's by now: the driver gives the handles of those that were destroyed
+    /// again. Nobody destroys what was retained here, or has its owner here.
+    fn refuse_another(&self) -> Result<(), DriverError> {
+        let kept = self.0.primary || self.0.owner.is_some();
+        if !kept && id_of(self.driver(), self.raw())? != self.0.id {
+            let code = CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
+            return Err(DriverError::new("cuCtxGetId", code));
+        }
+        Ok(())
     }
 
     /// For drops: destroys a handle with this context current, and reports a failure. Does nothing where

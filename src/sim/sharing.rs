@@ -158,11 +158,12 @@ impl State {
             _ => return fail(INVALID),
         };
         match &mut self.allocs[alloc as usize] {
-            Some(entry) => {
+            // What a second mapping shows where it shows something else has no handle.
+            Some(entry) if entry.handle != 0 => {
                 entry.references += 1;
                 handle.set(entry.handle)
             }
-            None => fail(INVALID),
+            _ => fail(INVALID),
         }
     }
 

@@ -100,6 +100,25 @@ fn a_retained_handle_keeps_memory_and_needs_its_own_release() {
 }
 
 #[test]
+fn what_a_broken_second_mapping_shows_has_no_handle() {
+    let bench = with(SimConfig {
+        broken_aliasing: true,
+        ..SimConfig::default()
+    });
+    let (at, handle) = bench.mapped(GRANULE);
+    let second = bench.reserve(GRANULE);
+    assert_eq!(bench.map(second, GRANULE, handle), OK);
+    let mut retained = 0;
+    for (address, code) in [(second, CUresult::CUDA_ERROR_INVALID_VALUE), (at, OK)] {
+        let address = address as *mut std::ffi::c_void;
+        let call = call!(bench, cuMemRetainAllocationHandle(&mut retained, address));
+        assert_eq!(call, code);
+    }
+    assert_eq!(retained, handle);
+    bench.silent();
+}
+
+#[test]
 fn peers_copy_and_reach_each_other_where_the_devices_can() {
     let apart = SimDevice {
         peers: false,

@@ -142,7 +142,7 @@ impl Arena {
     /// What a view for a request would be made of: a handle whose end is free, whole handles, and one whose front is
     /// free, the largest of each.
     fn stitch(&self, fit: Fit, runs: &[(u64, u64)]) -> Stitch {
-        let (mut whole, mut back, mut fronts) = (Vec::new(), None, Vec::new());
+        let (mut whole, mut back, mut heads) = (Vec::new(), None, Vec::new());
         let mut at = 0;
         for (home, handle) in &self.handles {
             let end = home + handle.bytes;
@@ -158,7 +158,7 @@ impl Arena {
                 } else if to == end && begins < handle.bytes {
                     back = back.max(Some((handle.bytes - begins, *home)));
                 } else if from == *home {
-                    fronts.push((to - from, *home));
+                    heads.push((to - from, *home));
                 }
             }
         }
@@ -183,8 +183,8 @@ impl Arena {
         }
         let fresh = missing.next_multiple_of(PHYSICAL_GRANULE);
         // A view that shows a handle twice would one day give out its bytes twice.
-        fronts.retain(|(_, home)| Some(*home) != back.map(|(_, back)| back));
-        if let Some((bytes, home)) = fronts.into_iter().max().filter(|_| missing > 0) {
+        heads.retain(|(_, home)| Some(*home) != back.map(|(_, back)| back));
+        if let Some((bytes, home)) = heads.into_iter().max().filter(|_| missing > 0) {
             let less = missing.saturating_sub(bytes);
             let less = less.next_multiple_of(PHYSICAL_GRANULE);
             if less < fresh {
