@@ -28,7 +28,7 @@ impl From<RecorderError> for Failure {
     fn from(error: RecorderError) -> Failure {
         match error {
             RecorderError::Io(error) => Failure::Io(error),
-            // What is written here is not read here.
+            RecorderError::Read(error) => Failure::Io(std::io::Error::other(error)),
             _ => Failure::Said(CUALLOC_BUSY, "another recording runs in this process"),
         }
     }

@@ -224,6 +224,9 @@ def _end_failed_captures():
         before = library.cualloc_torch_pool_releases()
         try:
             reset(graph)
+        except Exception as error:
+            # The capture's own error is the one that is told.
+            warnings.warn(f"a capture that failed was not reset: {error}", RuntimeWarning, stacklevel=4)
         finally:
             graph._cualloc_begun = None
             if library.cualloc_torch_pool_releases() == before:
@@ -319,11 +322,21 @@ def _history(enabled=None, context="all", stacks=None, entries=None, clear=False
     global _records
     with _lock:
         if _records and (not enabled or clear is True):
-            record.stop()
             _records = False
+            try:
+                record.stop()
+            except _library.Error as error:
+                # Somebody else has ended it, or this is a forked child.
+                if error.code not in (_library.INVALID_ARGUMENT, _library.CONTEXT_LOST):
+                    raise
         if enabled and not _records:
             record.start(stacks=512 if context else 0)
             _records = True
+
+
+def _history_legacy(enabled=None, context=True, entries=None, traces=False, cpp=False, clear=False, *_, **__):
+    """`torch._C._cuda_record_memory_history_legacy`, whose arguments have another order."""
+    _history(enabled, context or traces, clear=clear)
 
 
 def _snapshot(of=None):
@@ -365,7 +378,7 @@ def _refuse():
         "_cuda_checkPoolLiveAllocations": refusing(_NO_TREES),
         "_cuda_memorySnapshot": _snapshot,
         "_cuda_record_memory_history": _history,
-        "_cuda_record_memory_history_legacy": _history,
+        "_cuda_record_memory_history_legacy": _history_legacy,
     }
     for name, function in functions.items():
         if hasattr(torch._C, name):

@@ -546,6 +546,8 @@ def chosen(cases):
     try:
         {case.__name__: case for case in cases}[sys.argv[1]]()
     except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "cualloc":
+            raise
         print(f"SKIPPED: {error}")
     print("well")
 

@@ -314,7 +314,8 @@ impl Snapshot {
             .filter(used)
             .map(|segment| segment.device);
         let last = devices.filter(|device| *device < DEVICES).max();
-        self.traces.len().max(last.map_or(0, |last| last + 1))
+        let traces = self.traces.len().min(DEVICES);
+        traces.max(last.map_or(0, |last| last + 1))
     }
 
     /// What was live on a device before its trace begins, by address: what the trace frees and never had, and what is

@@ -76,6 +76,45 @@ fn two_pools_of_a_family_hold_what_the_larger_needs() {
     });
 }
 
+/// A pool that goes while work outside of captures still uses what was a block of it.
+#[test]
+fn views_of_a_pool_of_a_family_outlive_the_work_on_its_blocks() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        // The other pool has blocks of the same memory on the same stream meanwhile, or none.
+        for beside in [false, true] {
+            let (family, [a, b]) = two(&allocator);
+            let in_pool = |pool: &GraphPool| {
+                let scope = pool.enter(Scope::Thread).unwrap();
+                let block = allocator.allocate(8 * MIB, &stream).unwrap();
+                scope.leave().unwrap();
+                block
+            };
+            let block = in_pool(&a);
+            let busy = rig.busy(&stream);
+            rig.stamp(block.ptr(), 8 * MIB, 5, &stream);
+            drop(block);
+            let other = beside.then(|| in_pool(&b));
+            drop(other);
+            let unmaps = rig.calls("cuMemUnmap");
+            drop(a);
+            drop(allocator.allocate(MIB, &stream).unwrap());
+            allocator.trim(0).unwrap();
+            assert!(sim.reports().is_empty(), "{:?}", sim.reports());
+            drop(busy);
+            allocator.empty_cache().unwrap();
+            assert!(
+                rig.calls("cuMemUnmap") > unmaps,
+                "it goes once the work is over"
+            );
+            drop((b, family));
+            allocator.check().unwrap();
+        }
+        rig.close(&allocator);
+    });
+}
+
 #[test]
 fn no_address_is_of_two_pools_of_a_family() {
     packed(|rig| {

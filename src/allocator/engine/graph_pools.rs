@@ -218,8 +218,13 @@ impl Engine {
             first = first.and(commit::dissolve(&self.context, &mut arena));
             released += held - arena.held();
             let mut heap = self.lock();
-            let homes = went.homes.iter();
-            homes.for_each(|(home, _)| heap.suspended.died(*home));
+            let mapped = arena.at_home();
+            for (home, bytes) in &went.homes {
+                if !mapped.contains_key(home) {
+                    heap.suspended.died(*home);
+                    heap.tell_pool_memory(Kind::Unmap, *home, *bytes);
+                }
+            }
             heap.graphs.put_back_part(memory, held, went, arena);
         }
         (released, first)

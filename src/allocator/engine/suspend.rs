@@ -413,7 +413,14 @@ impl Engine {
         }
         let (targets, mut parked): (Vec<Target>, Vec<Suspension>) = away.into_iter().unzip();
         let entered = self.context.enter();
-        let given = entered.and_then(|entered| commit::give_back(&entered, &mut parked));
+        let given = entered.and_then(|entered| {
+            // Under a copy that may not be over nothing is taken away.
+            if parked.iter().any(|one| one.unseen) {
+                entered.synchronize()?;
+                parked.iter_mut().for_each(|one| one.unseen = false);
+            }
+            commit::give_back(&entered, &mut parked)
+        });
         let mut heap = self.lock();
         let mut copies = Vec::new();
         for (target, mut suspension) in targets.into_iter().zip(parked) {

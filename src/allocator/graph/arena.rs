@@ -149,6 +149,9 @@ pub(crate) struct View {
     /// The pool of a family whose blocks lie there, or [`PLAIN`].
     pub owner: u64,
     pub handles: Vec<(u64, u64)>,
+    /// Uses outside of captures of a family's blocks that lay here: the view stays mapped until they are over, whoever
+    /// has the memory by then.
+    pub pending: Vec<Pending>,
 }
 
 impl View {
@@ -345,6 +348,12 @@ impl Arena {
     /// Frees a live block's memory.
     pub(crate) fn release(&mut self, addr: u64, tag: &Tag) -> Option<Live> {
         let live = self.live.remove(&addr)?;
+        if live.owner != PLAIN
+            && let Some((_, view)) = self.views.range_mut(..=addr).next_back()
+            && view.owner == live.owner
+        {
+            view.pending.extend(tag.pending.iter().cloned());
+        }
         for part in &live.parts {
             let mut tag = tag.clone();
             tag.captured |= live.captured;
@@ -388,7 +397,13 @@ impl Arena {
     /// Uses outside of captures of all its memory.
     pub(crate) fn pending(&self) -> impl Iterator<Item = &Pending> {
         let live = self.live.values().flat_map(|live| &live.pending);
-        self.tags().flat_map(|(_, tag)| &tag.pending).chain(live)
+        let tags = self.tags().flat_map(|(_, tag)| &tag.pending);
+        tags.chain(live).chain(self.pending_in_views())
+    }
+
+    /// Uses of what lay in views of pools of a family.
+    pub(crate) fn pending_in_views(&self) -> impl Iterator<Item = &Pending> {
+        self.views.values().flat_map(|view| &view.pending)
     }
 
     /// Whether anything is held from the driver: memory or addresses.

@@ -104,6 +104,8 @@ impl Graphs {
                 pool.arena.retag(|tag| rename(&mut tag.pending));
                 let live = pool.arena.live.values_mut();
                 live.for_each(|live| rename(&mut live.pending));
+                let views = pool.arena.views.values_mut();
+                views.for_each(|view| rename(&mut view.pending));
             }
         }
         if self.has_checkpoints && user.stream.is_none() {

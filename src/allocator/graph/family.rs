@@ -98,14 +98,16 @@ impl Graphs {
             && self.members(memory).all(|(_, pool)| pool.released)
     }
 
-    /// Whether nobody has, or is about to have, blocks of a pool of a family.
+    /// Whether nobody has, or is about to have, blocks of a pool of a family, and no work may touch what was one.
     pub(super) fn has_left(&self, of: Share) -> bool {
         let untold = self.pools.get(&of.pool).is_none_or(|pool| pool.untold);
         !untold
-            && self
-                .pools
-                .get(&of.memory)
-                .is_none_or(|pool| pool.calls == 0 && pool.arena.live_of(of.pool).next().is_none())
+            && self.pools.get(&of.memory).is_none_or(|pool| {
+                let mut views = pool.arena.views.values();
+                pool.calls == 0
+                    && pool.arena.live_of(of.pool).next().is_none()
+                    && views.all(|view| view.owner != of.pool || view.pending.is_empty())
+            })
     }
 
     /// Whether a pool is suspended for nobody: no capture comes, no graph can use it, and there is no block.
@@ -149,14 +151,15 @@ impl Graphs {
         if let Some(pool) = self.pools.get_mut(&memory) {
             pool.calls -= 1;
             pool.planned -= held;
-            let kept = |home: &u64| left.stuck.iter().any(|(at, _)| *at == Some(*home));
+            // What is mapped there still was not tried, or could not be undone.
+            let mapped = left.at_home();
             for (home, bytes) in went.homes {
-                if !kept(&home) {
+                if !mapped.contains_key(&home) {
                     pool.arena.homes.put(home, bytes);
                 }
             }
             for (base, bytes) in went.sites {
-                if !left.lost.contains_key(&base) {
+                if !left.lost.contains_key(&base) && !left.views.contains_key(&base) {
                     pool.arena.sites.put(base, bytes);
                 }
             }
@@ -191,13 +194,13 @@ impl Arena {
     fn take_left(&mut self, members: &[u64]) -> Arena {
         let mut left = Arena::default();
         let gone = |owner: u64| owner != PLAIN && !members.contains(&owner);
+        if !self.views.values().any(|view| gone(view.owner)) {
+            return left;
+        }
         let (views, kept) = std::mem::take(&mut self.views)
             .into_iter()
             .partition(|(_, view)| gone(view.owner));
         (left.views, self.views) = (views, kept);
-        if left.views.is_empty() {
-            return left;
-        }
         let shown = self.views.values().flat_map(|view| &view.handles);
         let seen: HashSet<u64> = shown.map(|(home, _)| *home).collect();
         let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();

@@ -352,7 +352,9 @@ impl Graphs {
             .map(|pool| &pool.arena);
         let tags = arena.into_iter().flat_map(|arena| arena.tags());
         let mut events: Vec<u64> = tags
-            .flat_map(|(_, tag)| tag.pending.iter().map(|used| used.event))
+            .flat_map(|(_, tag)| &tag.pending)
+            .chain(arena.into_iter().flat_map(|arena| arena.pending_in_views()))
+            .map(|used| used.event)
             .collect();
         events.sort_unstable();
         events.dedup();
@@ -373,6 +375,9 @@ impl Graphs {
             for live in arena.live.values_mut() {
                 live.pending.retain(|used| !over(used));
             }
+            for view in arena.views.values_mut() {
+                view.pending.retain(|used| !over(used));
+            }
             awaited.extend(arena.pending().map(|used| used.event));
         }
         self.unasked.retain(|number| awaited.contains(number));
@@ -383,9 +388,13 @@ impl Graphs {
             .collect()
     }
 
-    /// Nobody waits for these uses any more. Their events, which are let go without the lock.
+    /// Nobody waits for these uses any more, unless a view does. Their events, which are let go without the lock.
     pub(crate) fn spent(&mut self, uses: &[Pending]) -> Vec<Arc<Pooled>> {
-        let uses = uses.iter();
+        let most = if self.has_families { usize::MAX } else { 0 };
+        let pools = self.pools.values().take(most);
+        let views = pools.flat_map(|pool| pool.arena.pending_in_views());
+        let awaited: HashSet<u64> = views.map(|used| used.event).collect();
+        let uses = uses.iter().filter(|used| !awaited.contains(&used.event));
         uses.filter_map(|used| self.events.remove(&used.event))
             .collect()
     }

@@ -219,7 +219,11 @@ impl Arena {
             at += bytes;
         }
         handles.extend(stitch.front);
-        let view = View { owner, handles };
+        let view = View {
+            owner,
+            handles,
+            pending: Vec::new(),
+        };
         let bytes = view.bytes();
         let base = self.sites.lowest(bytes).ok_or(Lacking::Sites(bytes))?;
         let (mut parts, mut skip, mut left) = (Vec::new(), stitch.skip, fit.bytes());

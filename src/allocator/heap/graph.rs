@@ -112,9 +112,7 @@ impl Heap {
         records.cold_mut(id).requested = requested;
         self.extents.lookup.insert(place.addr, id);
         let captured = users.iter().any(|user| user.since.is_some());
-        if let Some(user) = users.first() {
-            self.tell_pooled(Kind::Allocate, (place.addr, requested), user);
-        }
+        self.tell_pooled(Kind::Allocate, (place.addr, requested), users.first());
         let live = Live {
             id,
             generation,
@@ -141,9 +139,7 @@ impl Heap {
         let live = pool.arena.release(addr, tag)?;
         self.extents.lookup.remove(addr);
         self.extents.records.retire(live.id);
-        if let Some(user) = live.users.first() {
-            self.tell_pooled(Kind::Free, (addr, live.requested), user);
-        }
+        self.tell_pooled(Kind::Free, (addr, live.requested), live.users.first());
         Some(live)
     }
 

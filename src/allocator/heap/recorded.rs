@@ -97,12 +97,14 @@ impl Heap {
         }
     }
 
-    /// A block of a graph pool was handed out, or is freed: with its bytes as they were asked for, and its first user.
-    pub(crate) fn tell_pooled(&self, kind: Kind, (at, bytes): (u64, u64), user: &User) {
+    /// A block of a graph pool was handed out, or is freed: with its bytes as they were asked for, and its first user,
+    /// if that did not leave.
+    pub(crate) fn tell_pooled(&self, kind: Kind, (at, bytes): (u64, u64), user: Option<&User>) {
         if process::is_recording() {
-            let stream = self.streams.find(user.key);
+            let stream = user.and_then(|user| self.streams.find(user.key));
             if stream.is_none() && kind == Kind::Allocate {
-                self.tell(Kind::Stream, 0, user.raw as u64, OTHERS);
+                let raw = user.map_or(0, |user| user.raw as u64);
+                self.tell(Kind::Stream, 0, raw, OTHERS);
             }
             self.tell(kind, at, bytes, stream.unwrap_or(OTHERS));
         }
@@ -153,12 +155,11 @@ impl Heap {
         let mut held = Vec::new();
         for pool in self.graphs.pools.values() {
             for (at, live) in &pool.arena.live {
-                let Some(user) = live.users.first() else {
-                    continue;
-                };
-                let stream = self.streams.find(user.key);
+                let user = live.users.first();
+                let stream = user.and_then(|user| self.streams.find(user.key));
                 if stream.is_none() {
-                    held.push(self.event(Kind::Stream, 0, user.raw as u64, OTHERS));
+                    let raw = user.map_or(0, |user| user.raw as u64);
+                    held.push(self.event(Kind::Stream, 0, raw, OTHERS));
                 }
                 let stream = stream.unwrap_or(OTHERS);
                 held.push(self.event(Kind::Held, *at, live.requested, stream));

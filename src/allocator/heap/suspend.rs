@@ -457,6 +457,8 @@ impl Heap {
                 if let Some(pool) = self.graphs.pools.get_mut(&id) {
                     gone = pool.arena.at_home();
                     pool.arena.forget_memory();
+                    let stays = pool.arena.at_home();
+                    gone.retain(|home, _| !stays.contains_key(home));
                 }
                 self.graphs.recount();
                 for (home, bytes) in gone {
