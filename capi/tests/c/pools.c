@@ -1,8 +1,8 @@
 /* Graph pools: captures of the driver's own through them, and everything that is wrong with a scope or a pool. The
  * driver is that of this machine, or what CUALLOC_DRIVER names. */
 #include "common.h"
+#include "load.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 
 enum { THREADS = 4, LAYERS = 20, LAYER = 1 << 20, GLOBAL = 0, THREAD_LOCAL = 1 };
@@ -24,17 +24,9 @@ static int (*set_context)(void *);
 static cualloc_t *gpu;
 static void *context;
 
-static void find(void *driver, const char *name, void *function) {
-    void *found = dlsym(driver, name);
-    CHECK(found != 0);
-    memcpy(function, &found, sizeof found);
-}
-
 static void start(void) {
-    const char *name = getenv("CUALLOC_DRIVER");
-    void *driver = dlopen(name ? name : "libcuda.so.1", RTLD_NOW);
+    void *driver = the_driver();
     int (*init)(unsigned), (*retain)(void **, int);
-    CHECK(driver != 0);
     find(driver, "cuInit", &init);
     find(driver, "cuDevicePrimaryCtxRetain", &retain);
     find(driver, "cuCtxSetCurrent", &set_context);

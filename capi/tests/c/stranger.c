@@ -4,8 +4,8 @@
  *
  * The driver is that of this machine, or what CUALLOC_DRIVER names. Arguments: rounds, and the seed of the first thread. */
 #include "common.h"
+#include "load.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdbool.h>
 
@@ -28,17 +28,9 @@ static const char no_utf8[] = "\xff\xfe";
 static int rounds = 30;
 static unsigned seed = 1;
 
-static void find(void *driver, const char *name, void *function) {
-    void *found = dlsym(driver, name);
-    CHECK(found != 0);
-    memcpy(function, &found, sizeof found);
-}
-
 static void start(void) {
-    const char *name = getenv("CUALLOC_DRIVER");
-    void *driver = dlopen(name ? name : "libcuda.so.1", RTLD_NOW);
+    void *driver = the_driver();
     int (*init)(unsigned), (*retain)(void **, int);
-    CHECK(driver != 0);
     find(driver, "cuInit", &init);
     find(driver, "cuDevicePrimaryCtxRetain", &retain);
     find(driver, "cuCtxGetCurrent", &current_context);
