@@ -2,10 +2,10 @@
  *
  * Functions return CUALLOC_OK (0) or another code below; cualloc_last_error() has a text then. What a call returns
  * through a pointer is 0 after every failure. All of them may be called from any thread, with any context current or
- * none, and leave that as it is. Handles (cualloc_t *, cualloc_options_t *, cualloc_pool_t *) are numbers, never
- * dereferenced and never used again: null is CUALLOC_INVALID_ARGUMENT, any other value that is no living handle
- * CUALLOC_CLOSED. In a forked child of the process that made them nothing but CUALLOC_CONTEXT_LOST can be had of
- * them. Addresses of device memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver
+ * none, and leave that as it is (but for cualloc_make_current). Handles (cualloc_t *, cualloc_options_t *,
+ * cualloc_pool_t *) are numbers, never dereferenced and never used again: null is CUALLOC_INVALID_ARGUMENT, any other
+ * value that is no living handle CUALLOC_CLOSED. In a forked child of the process that made them nothing but
+ * CUALLOC_CONTEXT_LOST can be had of them. Addresses of device memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver
  * as void *. How it is built, installed and used: docs/clients/c.md. */
 
 
@@ -20,7 +20,7 @@
  * Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
  * without a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 5
+#define CUALLOC_ABI_VERSION 6
 
 /**
  * Requests of the capture with the id that cualloc_scope_t.capture has, on all its streams.
@@ -584,6 +584,22 @@ int32_t cualloc_retire_stream(struct cualloc_t *allocator,
                               void *stream);
 
 /**
+ * Waits until everything that a stream was given so far is complete, whatever context is current: as
+ * cuStreamSynchronize, which wants the stream's own.
+ *
+ * Errors: CUALLOC_CAPTURING while the stream, or for null and 1 another stream of its context that waits for it, is
+ * captured: nothing is spoilt; CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and
+ * CUALLOC_DRIVER, also for errors of the work itself.
+ *
+ * Any thread.
+ *
+ * What the caller answers for:
+ * `stream` is a live stream of the allocator's context, or null, 1 or 2.
+ */
+int32_t cualloc_stream_synchronize(struct cualloc_t *allocator,
+                                   void *stream);
+
+/**
  * The bytes that may be used of the live block that begins at ptr: those that were asked for, rounded up.
  *
  * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a
@@ -686,6 +702,17 @@ int32_t cualloc_create(int32_t device,
 int32_t cualloc_create_in(void *cu_context,
                           const struct cualloc_options_t *options,
                           struct cualloc_t **out);
+
+/**
+ * Makes the allocator's context current on the calling thread if none is, as the CUDA runtime's first call there
+ * does. One that is current stays. No other function needs a context to be current, but what others do with the
+ * memory may: the runtime's calls make one current for themselves, the driver's and those of C++ over it do not.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+ *
+ * Any thread.
+ */
+int32_t cualloc_make_current(struct cualloc_t *allocator);
 
 /**
  * Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used freed

@@ -174,6 +174,8 @@ class allocator {
 
     void adopt_stream(void* stream) const { check(cualloc_adopt_stream(handle_, stream)); }
     void retire_stream(void* stream) const { check(cualloc_retire_stream(handle_, stream)); }
+    void synchronize(void* stream) const { check(cualloc_stream_synchronize(handle_, stream)); }
+    void make_current() const { check(cualloc_make_current(handle_)); }
     trimmed trim(std::uint64_t keep) const {
         trimmed done;
         check(cualloc_trim(handle_, keep, &done.released, &done.pending));

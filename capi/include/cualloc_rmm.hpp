@@ -39,6 +39,7 @@ class memory_resource {
     /* Memory in the order of a stream. 0 bytes are a null pointer. Throws as cualloc::check does. */
     void* allocate(cuda::stream_ref stream, std::size_t bytes, std::size_t alignment = 256) {
         if (bytes == 0) return nullptr;
+        begin();
         std::uint64_t ptr = 0;
         /* Every address is a multiple of 512. */
         const std::int32_t code = alignment <= 512
@@ -55,9 +56,13 @@ class memory_resource {
 
     /* Memory that every stream may use at once: waits for what was given to the legacy default stream. */
     void* allocate_sync(std::size_t bytes, std::size_t alignment = 256) {
-        const cuda::stream_ref legacy{cudaStream_t{}};
-        void* ptr = allocate(legacy, bytes, alignment);
-        legacy.sync();
+        void* ptr = allocate(cuda::stream_ref{cudaStream_t{}}, bytes, alignment);
+        const std::int32_t code = ptr == nullptr ? CUALLOC_OK : cualloc_stream_synchronize(handle_, nullptr);
+        if (code != CUALLOC_OK) {
+            const error failed(code, cualloc_last_error());
+            cualloc_free(handle_, reinterpret_cast<std::uintptr_t>(ptr));
+            throw failed;
+        }
         return ptr;
     }
 
@@ -77,6 +82,14 @@ class memory_resource {
     friend void get_property(const memory_resource&, cuda::mr::device_accessible) noexcept {}
 
   private:
+    /* As cudaMalloc does: a thread that has no context gets the allocator's, without which stream_ref::sync fails. */
+    void begin() const {
+        static thread_local cualloc_t* begun = nullptr;
+        if (begun == handle_) return;
+        check(cualloc_make_current(handle_));
+        begun = handle_;
+    }
+
     /* More than any device has is lack of memory to those who ask by cuda::mr. */
     static constexpr std::size_t most = std::size_t{1} << 40;
 

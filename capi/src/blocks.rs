@@ -2,9 +2,10 @@
 
 use std::ffi::c_void;
 
-use cualloc::Allocator;
 use cualloc::allocator::Request;
+use cualloc::driver::sys::CUresult;
 use cualloc::error::StreamMisuse;
+use cualloc::{Allocator, Error};
 
 use crate::entry::{call, cleared, null, quickly};
 use crate::{cualloc_t, handles};
@@ -193,9 +194,46 @@ pub unsafe extern "C" fn cualloc_retire_stream(
         handles::with(allocator, |allocator| {
             // SAFETY: the caller's contract.
             match unsafe { allocator.retire_raw(stream.cast()) } {
-                Err(cualloc::Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
+                Err(Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
                 retired => retired,
             }
+        })
+    })
+}
+
+/// Waits until everything that a stream was given so far is complete, whatever context is current: as
+/// cuStreamSynchronize, which wants the stream's own.
+///
+/// Errors: CUALLOC_CAPTURING while the stream, or for null and 1 another stream of its context that waits for it, is
+/// captured: nothing is spoilt; CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and
+/// CUALLOC_DRIVER, also for errors of the work itself.
+///
+/// Any thread.
+///
+/// # Safety
+/// `stream` is a live stream of the allocator's context, or null, 1 or 2.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_stream_synchronize(
+    allocator: *mut cualloc_t,
+    stream: *mut c_void,
+) -> i32 {
+    call(|| {
+        handles::with(allocator, |allocator| {
+            let capturing = Error::Capturing {
+                stream: stream as usize,
+            };
+            let entered = allocator.context().enter()?;
+            // SAFETY: the caller's contract; where it is special its context is current.
+            match unsafe { entered.driver().is_capturing(stream.cast()) } {
+                Ok(false) => {}
+                Ok(true) => return Err(capturing),
+                Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+                    return Err(capturing);
+                }
+                Err(error) => return Err(error.into()),
+            }
+            // SAFETY: as above.
+            Ok(unsafe { entered.stream_synchronize(stream.cast()) }?)
         })
     })
 }
@@ -221,7 +259,7 @@ pub unsafe extern "C" fn cualloc_usable_size(
         let block = handles::with(allocator, |allocator| allocator.block_around(ptr))?;
         if block.address != ptr {
             let base = block.address;
-            return Err(cualloc::Error::InteriorPointer { ptr, base }.into());
+            return Err(Error::InteriorPointer { ptr, base }.into());
         }
         // SAFETY: the caller's contract.
         unsafe { out.write(block.size) };

@@ -48,7 +48,7 @@ pub use torch_pools::*;
 
 /// Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
 /// without a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 5;
+pub const CUALLOC_ABI_VERSION: u32 = 6;
 
 /// An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
 /// out.

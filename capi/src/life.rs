@@ -149,6 +149,22 @@ unsafe fn cleared_handle(out: *mut *mut cualloc_t) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Makes the allocator's context current on the calling thread if none is, as the CUDA runtime's first call there
+/// does. One that is current stays. No other function needs a context to be current, but what others do with the
+/// memory may: the runtime's calls make one current for themselves, the driver's and those of C++ over it do not.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+///
+/// Any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_make_current(allocator: *mut cualloc_t) -> i32 {
+    call(|| {
+        handles::with(allocator, |allocator| {
+            Ok(allocator.context().make_current_if_none()?)
+        })
+    })
+}
+
 /// Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used freed
 /// blocks. Calls that other threads are in with this allocator come to their end first, or fail with CUALLOC_CLOSED,
 /// as all later ones do. Its graph pools end with it, and their scopes. When this has returned CUALLOC_OK, nothing of

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr::{self, null, null_mut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use cualloc::driver::sys::{CUcontext, CUstream, CUstreamCaptureMode};
+use cualloc::driver::sys::{CUcontext, CUresult, CUstream, CUstreamCaptureMode};
 use cualloc::driver::{Context, Driver, Stream};
 use cualloc::sim::Simulator;
 
@@ -174,6 +174,87 @@ fn a_context_that_dies_first_is_lost_and_left_alone() {
         "nothing is called on it"
     );
     assert_eq!(simulator.take_reports(), []);
+}
+
+#[test]
+fn a_stream_is_waited_for_where_no_context_is_current() {
+    let (_one, _simulator, driver) = world();
+    let context = driver.context(0).unwrap();
+    let (code, allocator) = create_in(context.raw());
+    assert_eq!(code, CUALLOC_OK);
+    let mut raw = null_mut();
+    {
+        let entered = context.enter().unwrap();
+        let create = entered.driver().functions().cuStreamCreate.unwrap();
+        // SAFETY: the pointer is to a local. Without a flag it waits for the legacy stream, which waits for it.
+        assert_eq!(unsafe { create(&mut raw, 0) }, CUresult::CUDA_SUCCESS);
+    }
+    // SAFETY: it is alive to the end.
+    let waited_for = unsafe { Stream::from_raw(&context, raw) }.unwrap();
+    let streams = [waited_for, Stream::legacy(&context)];
+    let wait = |of: CUstream| {
+        // SAFETY: the streams are alive.
+        unsafe { cualloc_stream_synchronize(allocator, of.cast()) }
+    };
+    // SAFETY: contexts of this test stay alive.
+    let current = || unsafe { Context::current(&driver) }.unwrap();
+    assert!(current().is_none());
+    for stream in &streams {
+        let (code, ptr) = alloc(allocator, 4096, stream.raw());
+        assert_eq!(code, CUALLOC_OK);
+        // SAFETY: the block is as large.
+        unsafe { stream.memset(ptr, 1, 4096) }.unwrap();
+        assert_eq!(wait(stream.raw()), CUALLOC_OK, "{}", text());
+        assert_eq!(stream.is_complete(), Ok(true));
+        assert_eq!(free(allocator, ptr), CUALLOC_OK);
+    }
+    assert!(current().is_none(), "it stays as it was");
+
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    streams[0].begin_capture(mode).unwrap();
+    assert_eq!(wait(streams[0].raw()), CUALLOC_CAPTURING);
+    // The legacy stream waits for that one.
+    assert_eq!(wait(null_mut()), CUALLOC_CAPTURING);
+    drop(streams[0].end_capture().unwrap());
+    assert_eq!(wait(null_mut()), CUALLOC_OK);
+    // It is asked anew, and so known to be captured no more.
+    assert_eq!(wait(raw), CUALLOC_OK);
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_OK, "{}", text());
+}
+
+#[test]
+fn a_thread_without_a_context_gets_the_allocators() {
+    let (_one, simulator, driver) = world();
+    let context = driver.context(0).unwrap();
+    let (code, allocator) = create_in(context.raw());
+    assert_eq!(code, CUALLOC_OK);
+    let handle = allocator as usize;
+    let enter = || cualloc_make_current(handle as *mut cualloc_t);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // SAFETY: contexts of this test stay alive.
+            let current = || unsafe { Context::current(&driver) }.unwrap();
+            assert!(current().is_none());
+            assert_eq!(enter(), CUALLOC_OK);
+            assert_eq!(current().unwrap().id(), context.id());
+            assert_eq!(enter(), CUALLOC_OK);
+            assert_eq!(current().unwrap().id(), context.id());
+        });
+        scope.spawn(|| {
+            // SAFETY: as above.
+            let current = || unsafe { Context::current(&driver) }.unwrap();
+            let other = simulator.create_context(0).unwrap();
+            // SAFETY: the context is destroyed at the end.
+            let set = unsafe { driver.functions().cuCtxSetCurrent.unwrap()(other) };
+            assert_eq!(set, CUresult::CUDA_SUCCESS);
+            assert_eq!(enter(), CUALLOC_OK);
+            assert_eq!(current().unwrap().raw(), other, "what is current stays");
+            assert!(simulator.destroy_context(other));
+        });
+    });
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+    assert_eq!(enter(), CUALLOC_CLOSED);
+    assert_eq!(cualloc_make_current(null_mut()), CUALLOC_INVALID_ARGUMENT);
 }
 
 #[test]

@@ -9,10 +9,10 @@ const TOP: &str = "\
  *
  * Functions return CUALLOC_OK (0) or another code below; cualloc_last_error() has a text then. What a call returns
  * through a pointer is 0 after every failure. All of them may be called from any thread, with any context current or
- * none, and leave that as it is. Handles (cualloc_t *, cualloc_options_t *, cualloc_pool_t *) are numbers, never
- * dereferenced and never used again: null is CUALLOC_INVALID_ARGUMENT, any other value that is no living handle
- * CUALLOC_CLOSED. In a forked child of the process that made them nothing but CUALLOC_CONTEXT_LOST can be had of
- * them. Addresses of device memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver
+ * none, and leave that as it is (but for cualloc_make_current). Handles (cualloc_t *, cualloc_options_t *,
+ * cualloc_pool_t *) are numbers, never dereferenced and never used again: null is CUALLOC_INVALID_ARGUMENT, any other
+ * value that is no living handle CUALLOC_CLOSED. In a forked child of the process that made them nothing but
+ * CUALLOC_CONTEXT_LOST can be had of them. Addresses of device memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver
  * as void *. How it is built, installed and used: docs/clients/c.md. */
 ";
 

@@ -250,6 +250,18 @@ impl Context {
         })
     }
 
+    /// Leaves this context current on the calling thread if none is there, as the CUDA runtime does at its first call;
+    /// one that is current stays.
+    ///
+    /// # Errors
+    /// The driver's; then nothing has changed.
+    pub fn make_current_if_none(&self) -> Result<(), DriverError> {
+        if self.driver().current_raw()?.is_null() {
+            std::mem::forget(self.switch()?);
+        }
+        Ok(())
+    }
+
     /// Makes this context current and leaves the capture mode alone: for the cheap queries.
     pub(super) fn switch(&self) -> Result<Switched<'_>, DriverError> {
         self.refuse_another()?;

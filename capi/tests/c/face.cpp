@@ -104,6 +104,9 @@ int main() {
     CHECK(code_of([&] { gpu.allocate(0); }) == CUALLOC_INVALID_ARGUMENT);
     gpu.set_limit(UINT64_MAX);
     gpu.adopt_stream(nullptr);
+    gpu.synchronize(nullptr);
+    gpu.make_current();
+    CHECK(code_of([] { cualloc::check(cualloc_stream_synchronize(nullptr, nullptr)); }) == CUALLOC_INVALID_ARGUMENT);
     gpu.retire_stream(reinterpret_cast<void*>(2));
     CHECK(gpu.empty_cache().pending == 0);
     gpu.trim(0);

@@ -25,6 +25,8 @@ static void no_handle(cualloc_t *handle, int32_t code) {
     EXPECT(code, cualloc_record_stream(handle, 512, 0));
     EXPECT(code, cualloc_adopt_stream(handle, 0));
     EXPECT(code, cualloc_retire_stream(handle, 0));
+    EXPECT(code, cualloc_stream_synchronize(handle, 0));
+    EXPECT(code, cualloc_make_current(handle));
     first = 1;
     EXPECT(code, cualloc_trim(handle, 0, &first, &second));
     CHECK(first == 0 && second == 0);

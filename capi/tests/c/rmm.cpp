@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <thread>
 
 #define CHECK(condition)                                                                 \
     do {                                                                                 \
@@ -29,6 +30,12 @@ static void on_a_gpu() {
     }
     CHECK(gpu.stats().blocks.current == 0);
     cualloc::memory_resource resource(gpu);
+    std::thread([&] {
+        /* Has no context: that of the resource is there from the first request on. */
+        void* other = resource.allocate(stream, 1000);
+        stream.sync();
+        resource.deallocate(stream, other, 1000);
+    }).join();
     void* ptr = resource.allocate_sync(1000);
     resource.deallocate_sync(ptr, 1000);
     rmm::mr::reset_current_device_resource();
@@ -48,6 +55,12 @@ int main(int count, char**) {
         any.deallocate(stream, second, 1000, 1 << 16);
         any.deallocate(stream, first, 1000, 256);
         CHECK(gpu.stats().blocks.current == 0);
+        {
+            cualloc::memory_resource resource(gpu);
+            void* at_once = resource.allocate_sync(1000);
+            CHECK(at_once != nullptr && resource.allocate_sync(0) == nullptr);
+            resource.deallocate_sync(at_once, 1000);
+        }
         CHECK(any.allocate(stream, 0, 256) == nullptr);
         any.deallocate(stream, nullptr, 0, 256);
         /* More than the limit, than any device has, and than there are addresses. */
