@@ -85,7 +85,7 @@ fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
         large_requests(&rig, &a, 64)?;
         let several = || rig.allocator.engine().lock().streams.several();
         assert!(several());
-        large_requests(&rig, &a, 2048)?;
+        large_requests(&rig, &a, 1024)?;
         assert!(!several());
         rig.allocator.check()?;
         let queries = rig.allocator.driver_calls().get("cuEventQuery");
@@ -136,6 +136,9 @@ fn a_silent_stream_is_completed_before_it_rests() -> Outcome {
     // Somebody was late: it is tried again, and it does not rest.
     assert!(!streams.rest_if_due(b));
     assert_eq!(silent(&mut streams, 512), [b]);
+    assert!(!streams.rest_if_due(b));
+    // A word of it, and all of it is complete at once.
+    assert!(!streams.count_use(b, 1));
     let batch = streams.close_batch(b);
     streams.batch_complete(&batch);
     assert!(silent(&mut streams, 1023).is_empty());

@@ -275,7 +275,7 @@ pub(crate) const EAGER_BATCHES: u32 = 512;
 pub(crate) const MOST_EAGER_BATCHES: u32 = 1 << 16;
 
 /// A stream rests once so many large requests of others have passed without a word of it, at first.
-pub(crate) const RESTS_AFTER: u64 = 2048;
+pub(crate) const RESTS_AFTER: u64 = 1024;
 
 /// Large allocations to let pass before a marker that was not ready is asked again.
 pub(crate) const BACKOFF: u32 = 8;
