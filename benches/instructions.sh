@@ -14,6 +14,7 @@
 #   pair_after_capture     pair in a process in which other streams were captured, and none is
 #   pair_recorded   pair while a recording runs, to rings in memory
 #   pair_while_capturing   pair while another thread captures another stream
+#   pair_captured   pair in a capture, out of a graph pool in which 256 blocks are live, with a node between
 #   churn_op        an allocation or a free: random ones of 4096 slots are filled where empty, else
 #                   emptied, with 512 B to 64 KiB (logarithm uniform); the loop around it is included
 #   churn_harness   that loop with blocks that cost nothing
@@ -43,7 +44,7 @@ cd "$(dirname "$0")/.."
 recorded=benches/instructions.txt
 mode=show
 names=()
-some=(pair pair_raw pair_adopted pair_default pair_after_capture pair_recorded pair_while_capturing churn_op)
+some=(pair pair_raw pair_adopted pair_default pair_after_capture pair_recorded pair_while_capturing pair_captured churn_op)
 every=("${some[@]}" churn_harness churn_wide churn_after churn_equal streams_3 streams_4x2 replay replay_after)
 every+=(stack workspace typed_pool)
 while [ $# -gt 0 ]; do

@@ -276,21 +276,34 @@ impl Driver {
         node: sys::CUgraphNode,
     ) -> Result<Vec<Dependency>, DriverError> {
         // Most nodes have few: one call is enough for them.
-        let mut room = 4;
+        const FEW: usize = 4;
+        let mut nodes = [ptr::null_mut(); FEW];
+        let mut edges = [sys::CUgraphEdgeData::default(); FEW];
+        let mut count = FEW;
+        let (to, data) = (nodes.as_mut_ptr(), edges.as_mut_ptr());
+        // SAFETY: the arrays are as long as is said, and the caller vouches for the node.
+        unsafe { self.read_dependencies(node, to, data, &mut count) }?;
+        let joined = |(node, edge): (&sys::CUgraphNode, &sys::CUgraphEdgeData)| Dependency {
+            node: *node,
+            edge: *edge,
+        };
+        if count < FEW {
+            let both = nodes.iter().zip(&edges).take(count);
+            return Ok(both.map(joined).collect());
+        }
         loop {
-            let mut nodes = vec![ptr::null_mut(); room];
-            let mut edges = vec![sys::CUgraphEdgeData::default(); room];
-            let mut count = room;
-            let (to, data) = (nodes.as_mut_ptr(), edges.as_mut_ptr());
-            // SAFETY: the arrays are as long as is said, and the caller vouches for the node.
-            unsafe { self.read_dependencies(node, to, data, &mut count) }?;
-            if count < room {
-                let both = nodes.into_iter().zip(edges).take(count);
-                return Ok(both.map(|(node, edge)| Dependency { node, edge }).collect());
-            }
             // SAFETY: null asks for the count alone.
             unsafe { self.read_dependencies(node, ptr::null_mut(), ptr::null_mut(), &mut count) }?;
-            room = count + 1;
+            let room = count + 1;
+            let mut nodes = vec![ptr::null_mut(); room];
+            let mut edges = vec![sys::CUgraphEdgeData::default(); room];
+            count = room;
+            let (to, data) = (nodes.as_mut_ptr(), edges.as_mut_ptr());
+            // SAFETY: as above.
+            unsafe { self.read_dependencies(node, to, data, &mut count) }?;
+            if count < room {
+                return Ok(nodes.iter().zip(&edges).take(count).map(joined).collect());
+            }
         }
     }
 

@@ -16,12 +16,13 @@ mod source;
 mod workload;
 
 use crossing::Crossing;
+use cualloc::allocator::Scope;
 use cualloc::driver::{Context, Stream, sys};
 use cualloc::record::{Recorder, Target};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::trace::Op;
 use cualloc::trace::generate::{Kind, Program};
-use cualloc::{Allocator, Config};
+use cualloc::{Allocator, Block, Config};
 use source::{Handles, Pointers, Stack, Typed, Workspaces};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -31,6 +32,8 @@ use workload::{Churn, Failure, Source, pairs};
 const BYTES: usize = 4096;
 /// Pairs and operations before those that count.
 const WARM_PAIRS: usize = 1000;
+/// Live blocks beside the pairs in a capture.
+const CAPTURED_LIVE: usize = 256;
 const WARM_CHURN: usize = 60_000;
 const WARM_ROWS: usize = 2000;
 /// Rows of the program that is replayed.
@@ -96,6 +99,7 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
             begun.map_err(|_| "the thread that captures is gone")??;
             pair(sim, &handles, count)?;
         }
+        "pair_captured" => captured(sim, allocator, &streams[0], count)?,
         "churn_op" => churn(&handles, &small(), count)?,
         "churn_harness" => churn(&Nothing, &small(), count)?,
         "churn_wide" => churn(&handles, &wide(), count)?,
@@ -131,6 +135,35 @@ fn pair<S: Source>(simulator: &Simulator, source: &S, count: usize) -> Result<()
     pairs(source, BYTES, &source.stream(0), WARM_PAIRS + count)?;
     println!("calls {}", calls.load(Ordering::Relaxed));
     Ok(())
+}
+
+/// Pairs in a capture, out of a graph pool in which many blocks are live, each with a node between.
+fn captured(
+    simulator: &Simulator,
+    allocator: &Allocator,
+    stream: &Stream,
+    count: usize,
+) -> Result<(), Failure> {
+    let pool = allocator.graph_pool()?;
+    let _scope = pool.enter(Scope::NextCapture)?;
+    begin(stream)?;
+    let live: Result<Vec<Block>, _> = (0..CAPTURED_LIVE)
+        .map(|_| allocator.allocate(BYTES, stream))
+        .collect();
+    let _live = live?;
+    let calls = Arc::new(AtomicU64::new(0));
+    let counter = Arc::clone(&calls);
+    simulator.before(move |_| {
+        counter.fetch_add(1, Ordering::Relaxed);
+    });
+    for _ in 0..WARM_PAIRS + count {
+        let block = allocator.allocate(BYTES, stream)?;
+        // SAFETY: the block is as long.
+        unsafe { stream.memset(block.ptr(), 0, BYTES) }?;
+    }
+    println!("calls {}", calls.load(Ordering::Relaxed));
+    // Nothing is given back: the capture is never ended.
+    std::process::exit(0)
 }
 
 /// Rows of a program whose blocks cross streams: also says how many operations there were, which calls of the driver,

@@ -16,7 +16,7 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::addresses::Addresses;
 use crate::allocator::graph::arena::Arena;
-use crate::allocator::graph::capture::{Capture, Reached};
+use crate::allocator::graph::capture::Capture;
 use crate::allocator::graph::commit;
 use crate::allocator::graph::order::Edge;
 use crate::allocator::graph::plan::Lacking;
@@ -191,22 +191,21 @@ impl Engine {
         })
     }
 
-    /// Finds out what a stream is behind in its capture: its place there, and its last nodes.
-    pub(crate) fn advance(&self, user: &User, info: &CaptureInfo) -> Result<Reached, Error> {
-        let present = info.dependencies.iter().map(edge).collect();
-        let reached = |capture: &Capture, stream: usize| Reached {
-            capture: info.id,
-            number: capture.number,
-            stream,
-            seen: capture.order.seen(stream),
-        };
+    /// Finds out what a stream is behind in its capture, and what follows from that and its place there.
+    pub(crate) fn advance<T>(
+        &self,
+        user: &User,
+        info: &CaptureInfo,
+        known: impl Fn(&Capture, usize) -> T,
+    ) -> Result<T, Error> {
+        let present = info.dependencies.iter().map(edge);
         let (number, place, mut walk) = {
             let mut heap = self.open()?;
             let capture = heap.graphs.capture(info.id);
             let place = capture.place_of(user);
             match capture.order.walk(place, present) {
                 Some(walk) => (capture.number, place, walk),
-                None => return Ok(reached(capture, place)),
+                None => return Ok(known(capture, place)),
             }
         };
         let over = Error::Capturing { stream: user.raw };
@@ -218,7 +217,7 @@ impl Engine {
                 };
                 match capture.order.next(&mut walk) {
                     Some(node) => node,
-                    None => return Ok(reached(capture, place)),
+                    None => return Ok(known(capture, place)),
                 }
             };
             let raw = std::ptr::with_exposed_provenance_mut(node);
@@ -230,10 +229,7 @@ impl Engine {
                 return Err(over);
             };
             match asked {
-                Ok(dependencies) => {
-                    let dependencies = dependencies.iter().map(edge).collect();
-                    capture.order.learn(node, dependencies);
-                }
+                Ok(dependencies) => capture.order.learn(node, dependencies.iter().map(edge)),
                 Err(error) => {
                     capture.order.give_up(&walk);
                     return Err(self.error(error));
@@ -282,14 +278,15 @@ impl Engine {
             }
             Some(info) => {
                 self.lease(info, pool)?;
-                let reached = self.advance(&user, info)?;
+                let place = |capture: &Capture, stream| (capture.number, stream);
+                let (number, stream) = self.advance(&user, info, place)?;
                 if !self.open()?.graphs.serve(info.id, scope, pool) {
                     return Err(Error::Capturing { stream: user.raw });
                 }
                 Asker::Captured {
                     capture: info.id,
-                    number: reached.number,
-                    stream: reached.stream,
+                    number,
+                    stream,
                 }
             }
         };

@@ -160,6 +160,9 @@ impl Engine {
 
     /// Gives back pools that were released, as soon as nothing can use them any more.
     pub(crate) fn tidy_pools(&self) {
+        if !self.lock().graphs.has_leaving() {
+            return;
+        }
         if let Err(error) = self.dissolve_pools(false)
             && let Some(count) = self.log.due()
         {

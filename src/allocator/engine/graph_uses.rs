@@ -10,7 +10,7 @@ use crate::sync::event::Pooled;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::arena::{NO_STREAM, Pending};
-use crate::allocator::graph::capture::Reached;
+use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::AfterFree;
 use crate::error::Error;
@@ -62,7 +62,7 @@ impl Engine {
         let Some(tag) = heap.graphs.tag(pool, uses.captured, pending) else {
             return Err(Error::Capturing { stream: 0 });
         };
-        let freed = heap.pooled_freed(ptr, &tag);
+        let freed = heap.pooled_freed(ptr, tag);
         let rest = self.rest_of_free(&heap, AfterFree::default());
         drop(heap);
         drop((freed, users));
@@ -104,7 +104,12 @@ impl Engine {
         if user.since != Some(info.id) {
             return Err(later);
         }
-        uses.captured.push(self.advance(user, &info)?);
+        let reached = |capture: &Capture, stream| Reached {
+            capture: info.id,
+            number: capture.number,
+            seen: capture.order.seen(stream),
+        };
+        uses.captured.push(self.advance(user, &info, reached)?);
         Ok(())
     }
 

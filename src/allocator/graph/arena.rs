@@ -4,9 +4,12 @@
 //! handles. Nothing that was mapped is unmapped before the whole arena is, so that every address which a graph may
 //! hold stays good.
 
+mod lives;
+
 use std::collections::BTreeMap;
 
 use crate::allocator::graph::addresses::Addresses;
+use crate::allocator::graph::arena::lives::{Counted, Lives};
 use crate::allocator::graph::order::Seen;
 use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
@@ -118,6 +121,16 @@ impl Live {
     }
 }
 
+impl Counted for Live {
+    fn owner(&self) -> u64 {
+        self.owner
+    }
+
+    fn bytes(&self) -> u64 {
+        Live::bytes(self)
+    }
+}
+
 /// Whose blocks may lie at home: those of a pool that shares its memory with no other.
 pub(crate) const PLAIN: u64 = 0;
 
@@ -183,8 +196,7 @@ pub(crate) struct Arena {
     pub(super) aside: BTreeMap<u64, Vec<(Part, Tag)>>,
     /// Bytes that were mapped at home and in views since there were none.
     pub mapped: u64,
-    /// By their addresses.
-    pub live: BTreeMap<u64, Live>,
+    pub live: Lives<Live>,
     /// Handles that a failed call left behind: where they are mapped, if they are, and their bytes.
     pub stuck: Vec<(Option<u64>, Handle)>,
     /// Mappings that a failed call left behind, in nobody's view: base to bytes.
@@ -200,7 +212,7 @@ impl Arena {
     }
 
     /// Runs of free memory at home that may be used: start and end, ascending.
-    pub(crate) fn runs(&self, usable: &dyn Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
+    pub(crate) fn runs(&self, usable: impl Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for (at, piece) in &self.free {
             if !usable(&piece.tag) {
@@ -298,6 +310,12 @@ impl Arena {
     /// Takes free memory out of circulation; what it was. All of it must be free.
     pub(crate) fn take(&mut self, part: Part) -> Vec<(Part, Tag)> {
         let mut taken = Vec::new();
+        self.take_each(part, |part, tag| taken.push((part, tag.clone())));
+        taken
+    }
+
+    /// [`take`](Self::take), where what it was is only looked at.
+    pub(crate) fn take_each(&mut self, part: Part, mut was: impl FnMut(Part, &Tag)) {
         let mut at = part.home;
         while at < part.end() {
             let Some((start, piece)) = self.free.range(..=at).next_back() else {
@@ -305,22 +323,33 @@ impl Arena {
             };
             let (start, granules) = (*start, piece.granules);
             let end = start + u64::from(granules) * GRANULE;
-            let Some(piece) = self.free.remove(&start).filter(|_| end > at) else {
+            let Some(mut piece) = self.free.remove(&start).filter(|_| end > at) else {
                 break;
             };
             let stop = end.min(part.end());
-            let outside = [(start, at), (stop, end)];
-            for (from, to) in outside.into_iter().filter(|(from, to)| from < to) {
-                let granules = ((to - from) / GRANULE) as u32;
-                let tag = piece.tag.clone();
-                self.free.insert(from, Piece { granules, tag });
+            let granules = |from, to| ((to - from) / GRANULE) as u32;
+            let taken = Part {
+                home: at,
+                granules: granules(at, stop),
+            };
+            was(taken, &piece.tag);
+            if start < at {
+                let left = Piece {
+                    granules: granules(start, at),
+                    tag: match stop < end {
+                        true => piece.tag.clone(),
+                        false => std::mem::take(&mut piece.tag),
+                    },
+                };
+                self.free.insert(start, left);
             }
-            let granules = ((stop - at) / GRANULE) as u32;
-            taken.push((Part { home: at, granules }, piece.tag));
+            if stop < end {
+                piece.granules = granules(stop, end);
+                self.free.insert(stop, piece);
+            }
             at = stop;
         }
         debug_assert!(at >= part.end(), "taken memory was free");
-        taken
     }
 
     /// Makes memory free.
@@ -346,18 +375,20 @@ impl Arena {
     }
 
     /// Frees a live block's memory.
-    pub(crate) fn release(&mut self, addr: u64, tag: &Tag) -> Option<Live> {
-        let live = self.live.remove(&addr)?;
+    pub(crate) fn release(&mut self, addr: u64, mut tag: Tag) -> Option<Live> {
+        let live = self.live.remove(addr)?;
         if live.owner != PLAIN
             && let Some((_, view)) = self.views.range_mut(..=addr).next_back()
             && view.owner == live.owner
         {
             view.pending.extend(tag.pending.iter().cloned());
         }
-        for part in &live.parts {
-            let mut tag = tag.clone();
-            tag.captured |= live.captured;
-            self.put(*part, tag);
+        tag.captured |= live.captured;
+        if let Some((last, parts)) = live.parts.split_last() {
+            for part in parts {
+                self.put(*part, tag.clone());
+            }
+            self.put(*last, tag);
         }
         Some(live)
     }
@@ -469,8 +500,7 @@ impl Arena {
 
     /// Bytes of live blocks.
     pub(crate) fn live_bytes(&self) -> u64 {
-        let granules = self.live.values().map(|live| u64::from(live.granules));
-        granules.sum::<u64>() * GRANULE
+        self.live.bytes()
     }
 }
 

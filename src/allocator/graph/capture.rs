@@ -39,12 +39,11 @@ impl Capture {
     }
 }
 
-/// A stream's place in a capture, and until where it has used what it used.
+/// Until where a stream of a capture has used what it used.
 #[derive(Debug)]
 pub(crate) struct Reached {
     pub capture: u64,
     /// The capture's [number](Capture::number).
     pub number: u64,
-    pub stream: usize,
     pub seen: Seen,
 }

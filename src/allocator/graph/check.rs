@@ -48,6 +48,8 @@ impl Graphs {
     fn check_pool(&self, pool: &Pool) -> Result<(), Error> {
         let arena = &pool.arena;
         let live = arena.live_bytes();
+        let counted: u64 = arena.live.values().map(Live::bytes).sum();
+        same("bytes of a pool's live blocks", live, counted)?;
         holds("a pool's peak is not below the present", pool.peak >= live)?;
         let mut parts: Vec<Part> = arena.tags().map(|(part, _)| part).collect();
         let free = parts.len();
@@ -91,7 +93,7 @@ impl Graphs {
 
 /// Every address of a live block is mapped, and to the bytes that the pool says.
 fn check_mapped(arena: &Arena) -> Result<(), Error> {
-    for (addr, live) in &arena.live {
+    for (addr, live) in arena.live.iter() {
         holds(
             "a block of a pool lies where its address is mapped to",
             arena.parts_at(*addr, live.granules).as_ref() == Some(&live.parts),

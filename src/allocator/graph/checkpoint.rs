@@ -31,7 +31,7 @@ impl Graphs {
     pub(crate) fn checkpoint(&mut self, pool: u64) -> Layout {
         self.has_checkpoints = true;
         let at = self.number();
-        let live = self.pools.get(&pool).map(|pool| &pool.arena.live);
+        let live = self.pools.get(&pool).map(|pool| pool.arena.live.iter());
         let live = live.into_iter().flatten();
         let live = live.map(|(addr, live)| (*addr, live.listed())).collect();
         Layout { at, live }

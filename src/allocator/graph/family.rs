@@ -6,16 +6,9 @@
 
 use std::collections::HashSet;
 
-use crate::allocator::graph::arena::{Arena, Live, PLAIN, Part, Share, Tag, View};
+use crate::allocator::graph::arena::{Arena, PLAIN, Part, Share, Tag, View};
 use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::size::GRANULE;
-
-impl Arena {
-    /// The live blocks of a pool.
-    pub(crate) fn live_of(&self, owner: u64) -> impl Iterator<Item = &Live> {
-        self.live.values().filter(move |live| live.owner == owner)
-    }
-}
 
 impl Graphs {
     /// Makes a pool of a family; its number. None if the family is gone.
@@ -105,7 +98,7 @@ impl Graphs {
             && self.pools.get(&of.memory).is_none_or(|pool| {
                 let mut views = pool.arena.views.values();
                 pool.calls == 0
-                    && pool.arena.live_of(of.pool).next().is_none()
+                    && pool.arena.live.bytes_of(of.pool) == 0
                     && views.all(|view| view.owner != of.pool || view.pending.is_empty())
             })
     }
@@ -204,7 +197,7 @@ impl Arena {
         let shown = self.views.values().flat_map(|view| &view.handles);
         let seen: HashSet<u64> = shown.map(|(home, _)| *home).collect();
         let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();
-        let runs = self.runs(&quiet);
+        let runs = self.runs(quiet);
         let free = |from: u64, to: u64| runs.iter().any(|run| run.0 <= from && to <= run.1);
         let (unseen, kept) = std::mem::take(&mut self.handles)
             .into_iter()

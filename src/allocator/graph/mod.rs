@@ -198,19 +198,25 @@ impl Graphs {
 
     pub(crate) fn live_mut(&mut self, addr: u64) -> Option<&mut Live> {
         let mut pools = self.pools.values_mut();
-        pools.find_map(|pool| pool.arena.live.get_mut(&addr))
+        pools.find_map(|pool| pool.arena.live.get_mut(addr))
     }
 
     // ---- memory -----------------------------------------------------------------------------------
 
-    /// Whether somebody may have free memory of a pool, which a graph may hold a lease of.
-    fn is_usable(&self, asker: Asker, leased: bool, tag: &Tag) -> bool {
+    /// Free memory of a pool that somebody may have: start and end of each run at home.
+    fn runs(&self, memory: u64, asker: Asker) -> Vec<(u64, u64)> {
+        let Some(Pool { arena, .. }) = self.pools.get(&memory) else {
+            return Vec::new();
+        };
         match asker {
             Asker::Eager { stream } => {
                 // A launch would write what a graph was captured with.
-                !(tag.captured && leased)
-                    && tag.marks.is_empty()
-                    && tag.pending.iter().all(|used| used.stream == stream)
+                let leased = self.is_memory_leased(memory);
+                arena.runs(|tag| {
+                    !(tag.captured && leased)
+                        && tag.marks.is_empty()
+                        && tag.pending.iter().all(|used| used.stream == stream)
+                })
             }
             Asker::Captured {
                 capture,
@@ -227,17 +233,9 @@ impl Graphs {
                         })
                 };
                 // A wait for work outside would become the graph's.
-                tag.pending.is_empty() && tag.marks.iter().all(behind)
+                arena.runs(|tag| tag.pending.is_empty() && tag.marks.iter().all(behind))
             }
         }
-    }
-
-    fn runs(&self, memory: u64, asker: Asker) -> Vec<(u64, u64)> {
-        let Some(pool) = self.pools.get(&memory) else {
-            return Vec::new();
-        };
-        let leased = self.is_memory_leased(memory);
-        pool.arena.runs(&|tag| self.is_usable(asker, leased, tag))
     }
 
     /// Takes room for a request out of memory that is there.
@@ -246,9 +244,8 @@ impl Graphs {
         let arena = &mut self.pools.get_mut(&of.memory)?.arena;
         let mut place = arena.find(fit, &runs, of.sight())?;
         for part in &place.parts {
-            let taken = arena.take(*part);
-            let open = taken.into_iter().flat_map(|(_, tag)| tag.pending);
-            place.open.extend(open);
+            let open = &mut place.open;
+            arena.take_each(*part, |_, tag| open.extend(&tag.pending));
         }
         Some(place)
     }
@@ -301,7 +298,7 @@ impl Graphs {
         pool.arena.live.insert(addr, live);
         pool.peak = pool.peak.max(pool.arena.live_bytes());
         if of.pool != of.memory {
-            let bytes = pool.arena.live_of(of.pool).map(Live::bytes).sum();
+            let bytes = pool.arena.live.bytes_of(of.pool);
             if let Some(own) = self.pools.get_mut(&of.pool) {
                 own.peak = own.peak.max(bytes);
             }
@@ -325,7 +322,6 @@ impl Graphs {
             capture,
             number,
             seen,
-            ..
         } in captured
         {
             // A capture that gets no more memory of the pool needs no order among its own uses.
@@ -346,6 +342,9 @@ impl Graphs {
 
     /// Events that free memory of a pool waits for.
     pub(crate) fn awaited(&self, pool: u64) -> Vec<(u64, Arc<Pooled>)> {
+        if self.events.is_empty() {
+            return Vec::new();
+        }
         let arena = self
             .pools
             .get(&self.memory_of(pool))
@@ -400,6 +399,11 @@ impl Graphs {
     }
 
     // ---- the end of a pool --------------------------------------------------------------------------
+
+    /// Whether a pool may wait for its end, or one of a family may have left something.
+    pub(crate) fn has_leaving(&self) -> bool {
+        self.has_families || self.pools.values().any(|pool| pool.released)
+    }
 
     /// Leases that still hold in a pool.
     pub(crate) fn leases(&mut self, pool: u64) -> usize {
@@ -464,7 +468,7 @@ impl Graphs {
         let arena = &pool.arena;
         let live = || arena.live.values().filter(|live| live.owner == id);
         Footprint {
-            live: live().map(Live::bytes).sum(),
+            live: arena.live.bytes_of(id),
             blocks: live().count() as u64,
             free: arena.free_bytes(),
             peak: own.peak,

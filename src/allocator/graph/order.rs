@@ -43,10 +43,12 @@ struct Reach {
 pub(crate) struct Order {
     dependencies: HashMap<usize, Box<[Edge]>, Mixed>,
     streams: Vec<Reach>,
+    /// The memory of a walk that is over, for the next one.
+    spare: Walk,
 }
 
 /// A walk back from what a stream's next node depends on.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Walk {
     stream: usize,
     present: Vec<Edge>,
@@ -64,19 +66,25 @@ impl Order {
     }
 
     /// Begins to find out what a stream is behind, which now depends on these nodes. `None` if that is known.
-    pub(crate) fn walk(&mut self, stream: usize, mut present: Vec<Edge>) -> Option<Walk> {
-        present.sort_unstable();
+    pub(crate) fn walk(
+        &mut self,
+        stream: usize,
+        present: impl Iterator<Item = Edge>,
+    ) -> Option<Walk> {
+        let mut walk = std::mem::take(&mut self.spare);
+        walk.present.clear();
+        walk.present.extend(present);
+        walk.present.sort_unstable();
         let reach = &self.streams[stream];
-        if reach.present == present {
+        if reach.present == walk.present {
+            self.spare = walk;
             return None;
         }
-        let mut walk = Walk {
-            stream,
-            todo: Vec::new(),
-            unmet: reach.present.iter().map(|edge| edge.node).collect(),
-            present,
-            anew: false,
-        };
+        (walk.stream, walk.anew) = (stream, false);
+        walk.todo.clear();
+        walk.unmet.clear();
+        walk.unmet
+            .extend(reach.present.iter().map(|edge| edge.node));
         self.start(&mut walk);
         Some(walk)
     }
@@ -85,15 +93,12 @@ impl Order {
     /// as long as the next node depends on them.
     fn start(&mut self, walk: &mut Walk) {
         let reach = &mut self.streams[walk.stream];
-        for edge in walk.present.clone() {
-            meet(
-                reach,
-                walk,
-                Edge {
-                    full: false,
-                    ..edge
-                },
-            );
+        for at in 0..walk.present.len() {
+            let begun = Edge {
+                full: false,
+                ..walk.present[at]
+            };
+            meet(reach, walk, begun);
         }
     }
 
@@ -120,7 +125,8 @@ impl Order {
             reach.epoch += 1;
             self.start(walk);
         }
-        self.streams[walk.stream].present = std::mem::take(&mut walk.present);
+        std::mem::swap(&mut self.streams[walk.stream].present, &mut walk.present);
+        self.spare = std::mem::take(walk);
         None
     }
 
@@ -133,9 +139,8 @@ impl Order {
     }
 
     /// What a node depends on.
-    pub(crate) fn learn(&mut self, node: usize, dependencies: Vec<Edge>) {
-        self.dependencies
-            .insert(node, dependencies.into_boxed_slice());
+    pub(crate) fn learn(&mut self, node: usize, dependencies: impl Iterator<Item = Edge>) {
+        self.dependencies.insert(node, dependencies.collect());
     }
 
     /// Nodes that were asked for.
@@ -201,11 +206,12 @@ mod tests {
         }
 
         fn advance(&self, order: &mut Order, stream: usize, present: &[Edge]) {
-            let Some(mut walk) = order.walk(stream, present.to_vec()) else {
+            let Some(mut walk) = order.walk(stream, present.iter().copied()) else {
                 return;
             };
             while let Some(node) = order.next(&mut walk) {
-                order.learn(node, self.0.get(&node).cloned().unwrap_or_default());
+                let known = self.0.get(&node).map_or(&[][..], Vec::as_slice);
+                order.learn(node, known.iter().copied());
             }
         }
     }

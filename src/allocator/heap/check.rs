@@ -174,7 +174,7 @@ impl Heap {
     fn check_pooled(&self, sums: &mut Sums) -> Result<u64, Error> {
         let pools = self.graphs.pools.values();
         let mut count = 0;
-        for (addr, live) in pools.flat_map(|pool| &pool.arena.live) {
+        for (addr, live) in pools.flat_map(|pool| pool.arena.live.iter()) {
             let hot = self.extents.records.get(live.id);
             let known = |hot: &Hot| {
                 let life = (live.generation, Extent::Pooled);

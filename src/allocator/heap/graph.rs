@@ -133,7 +133,7 @@ impl Heap {
 
     /// A block of a pool is nobody's any more. What is let go without the lock: it may be the last to hold a stream.
     #[must_use = "streams are not destroyed under the lock"]
-    pub(crate) fn pooled_freed(&mut self, addr: u64, tag: &Tag) -> Option<Live> {
+    pub(crate) fn pooled_freed(&mut self, addr: u64, tag: Tag) -> Option<Live> {
         let pool = self.graphs.pool_of(addr)?;
         let pool = self.graphs.pools.get_mut(&pool)?;
         let live = pool.arena.release(addr, tag)?;
@@ -147,14 +147,16 @@ impl Heap {
     pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
         let mut gone = Vec::with_capacity(changes.cease.len());
         for addr in &changes.cease {
-            gone.extend(self.pooled_freed(*addr, &Tag::default()));
+            gone.extend(self.pooled_freed(*addr, Tag::default()));
         }
         let mut revived = Vec::with_capacity(changes.revive.len());
         for (addr, live) in changes.revive {
             let mut captured = live.captured;
             if let Some(pool) = self.graphs.pools.get_mut(&pool) {
-                let taken = live.parts.iter().flat_map(|part| pool.arena.take(*part));
-                captured |= taken.fold(false, |any, (_, tag)| any | tag.captured);
+                for part in &live.parts {
+                    let arena = &mut pool.arena;
+                    arena.take_each(*part, |_, tag| captured |= tag.captured);
+                }
             }
             let place = Place {
                 addr,

@@ -154,7 +154,7 @@ impl Heap {
             .flat_map(|segment| segment.blocks);
         let mut held = Vec::new();
         for pool in self.graphs.pools.values() {
-            for (at, live) in &pool.arena.live {
+            for (at, live) in pool.arena.live.iter() {
                 let user = live.users.first();
                 let stream = user.and_then(|user| self.streams.find(user.key));
                 if stream.is_none() {

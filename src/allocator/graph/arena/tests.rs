@@ -25,7 +25,7 @@ fn fit(granules: u32) -> Fit {
 
 /// Takes a block, with new memory where that is needed; its parts.
 fn block(arena: &mut Arena, granules: u32, views: bool) -> Place {
-    let runs = arena.runs(&|_| true);
+    let runs = arena.runs(|_| true);
     if let Some(place) = arena.find(fit(granules), &runs, PLAIN) {
         place.parts.iter().for_each(|part| drop(arena.take(*part)));
         return place;
@@ -87,7 +87,7 @@ fn a_plan_that_fails_leaves_all_as_it_was() {
         arena.homes.lowest(1),
         arena.sites.lowest(1),
     );
-    let runs = arena.runs(&|_| true);
+    let runs = arena.runs(|_| true);
     let plan = arena
         .plan(fit(3 * GRANULES), &runs, &means(true), PLAIN)
         .unwrap();
@@ -167,9 +167,41 @@ fn pieces_join_where_they_are_the_same_to_everybody() {
     arena.put(half(0), Tag::default());
     arena.put(half(1), used.clone());
     assert_eq!(arena.tags().count(), 2);
-    assert_eq!(arena.runs(&|tag| tag.pending.is_empty()).len(), 1);
+    assert_eq!(arena.runs(|tag| tag.pending.is_empty()).len(), 1);
     arena.retag(|tag| tag.pending.clear());
     assert_eq!(arena.tags().count(), 1);
+}
+
+/// The outer parts of a piece from whose middle something is taken know what the piece knew.
+#[test]
+fn what_is_left_of_a_piece_on_both_sides_is_used_as_it_was() {
+    let mut arena = arena();
+    let whole = block(&mut arena, 6, false);
+    let home = whole.parts[0].home;
+    let used = Tag {
+        pending: vec![Pending {
+            stream: 1,
+            event: 2,
+        }],
+        captured: true,
+        ..Tag::default()
+    };
+    let part = |at: u64, granules| Part {
+        home: home + at * GRANULE,
+        granules,
+    };
+    arena.put(part(0, 6), used.clone());
+    let mut seen = Vec::new();
+    arena.take_each(part(2, 2), |part, tag| seen.push((part, tag.clone())));
+    assert_eq!(seen, [(part(2, 2), used.clone())]);
+    let left: Vec<_> = arena
+        .tags()
+        .filter(|(part, _)| part.home < home + 6 * GRANULE)
+        .collect();
+    assert_eq!(left, [(part(0, 2), &used), (part(4, 2), &used)]);
+    assert_eq!(arena.take(part(4, 2)), [(part(4, 2), used.clone())]);
+    assert_eq!(arena.take(part(1, 1)), [(part(1, 1), used.clone())]);
+    assert_eq!(arena.take(part(0, 1)), [(part(0, 1), used)]);
 }
 
 #[test]
