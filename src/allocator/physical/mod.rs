@@ -58,6 +58,8 @@ const POOL_HANDLE_MAX: u64 = 32 << 20;
 /// Where time counts more than memory, a growth is one handle of up to so many shares, or this many handles,
 /// none of more shares than that.
 const QUICK_HANDLES: u64 = 4;
+/// Handles of a growth of a graph pool: few, since it is captured meanwhile, and each is mapped once.
+const GRAPH_PARTS: u64 = 8;
 /// Near a hard limit handles are at most this part of it.
 const SCARCE_PART: u64 = 2048;
 
@@ -300,6 +302,9 @@ impl Physical {
         if sharers == Sharers::Several && self.level == 0 {
             part = (2 * part).min(SHARED_PART_MAX).max(part);
         }
+        if sharers == Sharers::Pool {
+            part = part.max(missing / GRAPH_PARTS);
+        }
         let part = part / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
         let quick = match self.tuning.profile {
             Profile::Dense => 0,
@@ -518,12 +523,15 @@ mod tests {
         assert_eq!(shares(&physical, several), [2, 2, 2, 4, 4, 4]);
         assert_eq!(parts(&physical, several), [8, 14, 16, 16, 30]);
         assert_eq!(shares(&physical, pool), [2, 2, 2, 4, 4, 4]);
-        assert_eq!(parts(&physical, pool), [4, 6, 8, 16, 30]);
+        assert_eq!(parts(&physical, pool), [16, 30, 32, 64, 120]);
         physical.level = 1;
         for sharers in all {
             assert_eq!(shares(&physical, sharers), [2, 2, 2, 4, 4, 4]);
+        }
+        for sharers in [one, several] {
             assert_eq!(parts(&physical, sharers), [8, 14, 16, 32, 60]);
         }
+        assert_eq!(parts(&physical, pool), [16, 30, 32, 64, 120]);
         let quick = crate::allocator::Config::new().profile(Profile::Quick);
         let mut physical = Physical::new(None, quick.tuning());
         physical.level = 1;
