@@ -547,6 +547,8 @@ mod tests {
         let records = [(5, 0), (6, 0), (3, 0), (4, 0)];
         assert_eq!(times(&ring(1, 6, records)), (vec![4, 5, 6], 3));
         assert_eq!(times(&ring(1, 0, records)), (vec![], 0));
+        // What is a lap now was nothing.
+        assert_eq!(times(&ring(1, 0, [(1, 1); 4])), (vec![], 0));
         for version in [0, 3] {
             let found = Recording::read(&ring(version, 0, records));
             assert_eq!(found.unwrap_err(), ReadError::Version { found: version });
