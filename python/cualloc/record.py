@@ -51,7 +51,7 @@ def stop():
 
 
 _MOST_FRAMES = 64
-_MOST_PLACES = 65536
+_MOST_PLACES = 65535
 _known = {}
 
 
@@ -93,7 +93,7 @@ def _without_source():
 @contextlib.contextmanager
 def context(name):
     """What the thread allocates and frees within has this name; parts between semicolons are a stack, outermost first.
-    A program may have 65536 names; those that come later are none."""
+    A program may have 65535 names; those that come later are none."""
     before = _l.LIBRARY.cualloc_set_context(_l.LIBRARY.cualloc_context(name.encode()))
     try:
         yield

@@ -16,16 +16,35 @@ const RECORDS: u64 = 8;
 const TOOL: u64 = 16;
 /// With [`RECORDS`]: stacks, too.
 const SAMPLES: u64 = 32;
-/// Above these bits is the number of the recording that runs.
-const BITS: u32 = 8;
+/// Follows from the others: [`RECORDS`] and no other one. In the place of the sign, so that who looks for other numbers than
+/// 0 has looked for this, too.
+const RECORDS_ALONE: u64 = 1 << 63;
+/// What calls look out for.
+const LOOK_OUT: u64 = FORKED | EXITING | CAPTURES;
 /// What a recording is told by.
-const RECORDING: u64 = RECORDS | SAMPLES | !((1 << BITS) - 1);
+const RECORDING: u64 = RECORDS | SAMPLES | RECORDS_ALONE;
 
 /// Alone on its cache lines: it is read on every call, and written when captures come and go.
 #[repr(align(128))]
 struct State(AtomicU64);
 
 static STATE: State = State(AtomicU64::new(0));
+
+impl State {
+    /// Sets some bits and clears others, in one step.
+    fn change(&self, set: u64, clear: u64) {
+        let changed = |old: u64| match (old | set) & !(clear | RECORDS_ALONE) {
+            RECORDS => RECORDS | RECORDS_ALONE,
+            new => new,
+        };
+        // The closure always has an answer.
+        let _ = self
+            .0
+            .fetch_update(Ordering::Release, Ordering::Relaxed, |old| {
+                Some(changed(old))
+            });
+    }
+}
 
 /// True in a child forked after a driver was started in its parent.
 #[inline]
@@ -54,7 +73,7 @@ pub(crate) fn is_quiet() -> bool {
 /// True as long as nothing but a recording or a tool keeps calls from their caches.
 #[inline]
 pub(crate) fn is_unwatched() -> bool {
-    STATE.0.load(Ordering::Relaxed) & !(RECORDING | TOOL) == 0
+    STATE.0.load(Ordering::Relaxed) & LOOK_OUT == 0
 }
 
 /// True while somebody is told what blocks do: a recording, or a tool.
@@ -71,7 +90,7 @@ pub(crate) fn has_tool() -> bool {
 
 /// A tool is told from here on.
 pub(crate) fn set_tool() {
-    STATE.0.fetch_or(TOOL, Ordering::Release);
+    STATE.change(TOOL, 0);
 }
 
 /// What this module tells apart, as it was in one moment.
@@ -94,39 +113,24 @@ impl Now {
     /// True while a recording runs, and nothing else keeps calls from their caches.
     #[inline(always)]
     pub(crate) fn only_records(self) -> bool {
-        !self.is_quiet() && self.0 & !RECORDING == 0
+        !self.is_quiet() && self.0 & (LOOK_OUT | TOOL) == 0
     }
 
     /// True while a recording without stacks runs, and nothing else keeps calls from their caches.
     #[inline(always)]
     pub(crate) fn only_records_blocks(self) -> bool {
-        // By its bits, or compilers compare it with this before they compare it with 0.
-        !self.is_quiet() && self.0 & !(RECORDING & !SAMPLES) == 0
-    }
-
-    /// The word itself, whether stacks are taken or not.
-    #[inline(always)]
-    pub(crate) fn word(self) -> u64 {
-        self.0 & !SAMPLES
+        (self.0 as i64) < 0
     }
 }
 
-/// [`Now::word`] while the recording with a number runs, and nothing else is told apart.
-pub(crate) fn only_recording(number: u64) -> u64 {
-    RECORDS | number << BITS
-}
-
-/// The recording with a number begins, with stacks or without.
-pub(crate) fn begin_recording(number: u64, stacks: bool) {
-    let stacks = if stacks { SAMPLES } else { 0 };
-    STATE
-        .0
-        .fetch_or(only_recording(number) | stacks, Ordering::Release);
+/// A recording begins, with stacks or without.
+pub(crate) fn begin_recording(stacks: bool) {
+    STATE.change(RECORDS | if stacks { SAMPLES } else { 0 }, 0);
 }
 
 /// No recording runs any more.
 pub(crate) fn end_recording() {
-    STATE.0.fetch_and(!RECORDING, Ordering::Release);
+    STATE.change(0, RECORDING);
 }
 
 /// Captures that calls look out for, in all of the process.
@@ -139,7 +143,7 @@ pub(crate) fn watch() {
     CAPTURED.store(true, Ordering::Relaxed);
     let mut watched = locked(&WATCHED);
     *watched += 1;
-    STATE.0.fetch_or(CAPTURES, Ordering::Relaxed);
+    STATE.change(CAPTURES, 0);
 }
 
 /// So many captures are over, or not looked out for any more.
@@ -147,7 +151,7 @@ pub(crate) fn unwatch(captures: usize) {
     let mut watched = locked(&WATCHED);
     *watched = watched.saturating_sub(captures);
     if *watched == 0 {
-        STATE.0.fetch_and(!CAPTURES, Ordering::Relaxed);
+        STATE.change(0, CAPTURES);
     }
 }
 
@@ -261,7 +265,6 @@ pub(super) fn watch_exit(from_library: bool) {
 mod imp {
     use super::{EXITING, STATE};
     use std::ffi::c_int;
-    use std::sync::atomic::Ordering;
 
     unsafe extern "C" {
         fn atexit(handler: extern "C" fn()) -> c_int;
@@ -274,7 +277,7 @@ mod imp {
     }
 
     extern "C" fn on_exit() {
-        STATE.0.fetch_or(EXITING, Ordering::Relaxed);
+        STATE.change(EXITING, 0);
     }
 
     pub(super) fn register_exit_handler() {
@@ -291,12 +294,12 @@ mod imp {
 
     #[cfg(unix)]
     extern "C" fn in_child() {
-        STATE.0.fetch_or(super::FORKED, Ordering::Relaxed);
+        STATE.change(super::FORKED, 0);
     }
 
     #[cfg(unix)]
     pub(super) fn register_fork_handler() {
-        // SAFETY: the handler is async-signal-safe: it only stores to a static.
+        // SAFETY: the handler is async-signal-safe: it only changes a static.
         let code = unsafe { pthread_atfork(None, None, Some(in_child)) };
         if code != 0 {
             log::warn!("no fork handler could be registered: forked children are not detected");
@@ -316,6 +319,35 @@ mod imp {
 
 #[cfg(all(test, unix, feature = "sim"))]
 pub(crate) use child::child_says;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recording_is_alone_while_there_is_nothing_else() {
+        let state = State(AtomicU64::new(0));
+        let now = || Now(state.0.load(Ordering::Relaxed));
+        let alone = || (now().only_records_blocks(), now().only_records());
+        assert!(now().is_quiet() && alone() == (false, false));
+        state.change(RECORDS, 0);
+        assert_eq!(alone(), (true, true));
+        for other in [FORKED, EXITING, CAPTURES, TOOL] {
+            state.change(other, 0);
+            assert_eq!(alone(), (false, false), "{other}");
+            assert!(now().0 & other != 0 && !now().is_quiet());
+            state.change(0, other);
+            assert_eq!(alone(), (true, true), "{other}");
+        }
+        state.change(SAMPLES, 0);
+        assert_eq!(alone(), (false, true));
+        state.change(CAPTURES, 0);
+        state.change(0, RECORDING);
+        assert_eq!(now().0, CAPTURES);
+        state.change(0, CAPTURES);
+        assert!(now().is_quiet());
+    }
+}
 
 #[cfg(all(test, unix, feature = "sim"))]
 mod child {

@@ -10,8 +10,8 @@
 //! [`END`]: nothing; the recording was ended and not broken off.
 //!
 //! Form [`RINGS`]: the names, one behind the other, each `u32` number and `u32` bytes before it, zeros behind the
-//! last; then the rings, each with 64 bytes that begin with `u64` records written so far, and its records by number
-//! modulo their count.
+//! last; then the rings, each with 64 bytes that begin with the `u64` number of a record to which all are written, and its
+//! records by number modulo their count. Those behind it are written, too, as far as they are of their lap.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -23,7 +23,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::event::clock;
 
 pub(crate) const MAGIC: [u8; 8] = *b"cuallocR";
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
+/// A version that is read as well: see [`of_first_version`](crate::event::record::of_first_version). Its rings begin with
+/// how many records were written.
+pub(crate) const FIRST_VERSION: u32 = 1;
 pub(crate) const HEADER: usize = 64;
 /// Where a header of the form [`RINGS`] has the number of events that no ring was left for.
 pub(crate) const MISSED: usize = 56;

@@ -4,8 +4,10 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
+use crate::event::record::{MOST_CONTEXTS, or_none};
+
 /// Most names; one more is the context without a name.
-const MOST: usize = 1 << 16;
+const MOST: usize = MOST_CONTEXTS as usize;
 /// Most bytes of a name; what is behind them is left out.
 pub(crate) const LONGEST: usize = 4096;
 
@@ -60,8 +62,10 @@ pub(crate) fn name_of(number: u32) -> Option<String> {
     with(|names| names.known.get(at).cloned())
 }
 
-/// Puts the thread in a context; the one before.
+/// Puts the thread in a context; the one before. A number that no context can have is none.
 pub(crate) fn set_context(number: u32) -> u32 {
+    // Here, so that nobody who records has to look.
+    let number = or_none(number);
     CONTEXT
         .try_with(|context| context.replace(number))
         .unwrap_or(0)
@@ -88,7 +92,8 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| assert_eq!(context(), 0));
         });
-        assert_eq!(set_context(0), first);
+        assert_eq!(set_context(u32::MAX), first);
+        assert_eq!(set_context(0), 0);
     }
 
     #[test]

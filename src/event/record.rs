@@ -45,31 +45,51 @@ pub(crate) struct Event {
     pub allocator: u64,
 }
 
-/// Four words: the time in ticks; the address, with the kind in its low bits; 48 bits of bytes below 16 of the
-/// stream; the context below 16 bits of the allocator and 16 unused ones.
+/// Four words: the time in ticks; the address, with the kind in its low bits; the bytes; and [`Whose`] with the context.
 pub(crate) type Record = [u64; 4];
 
 const KIND_MASK: u64 = 511;
-const BYTES_BITS: u32 = 48;
-const BYTES_MASK: u64 = (1 << BYTES_BITS) - 1;
 const SHORT: u32 = u16::MAX as u32;
+/// Where the last word has the slot of the stream, the number of the allocator and the lap, with 16 bits each; below them
+/// is the context.
+const STREAM: u32 = 16;
+const ALLOCATOR: u32 = 32;
+const LAP: u32 = 48;
 
 /// The slot of streams that have none: those of graph pools, which are told of before each block of theirs.
 pub(crate) const OTHERS: u32 = SHORT;
+/// The largest number of a context.
+pub(crate) const MOST_CONTEXTS: u32 = SHORT;
 
-/// What all records about one stream of an allocator have: the bits of both in the last two words.
+/// The context with a number; none if it can have no such number.
+#[inline(always)]
+pub(crate) fn or_none(context: u32) -> u32 {
+    if context > MOST_CONTEXTS { 0 } else { context }
+}
+
+/// What all records about one stream of an allocator have that lie in one lap of a ring: the last word, without the
+/// context.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Whose([u64; 2]);
+pub(crate) struct Whose(u64);
 
 impl Whose {
-    pub(crate) const NOBODY: Whose = Whose([0; 2]);
+    pub(crate) const NOBODY: Whose = Whose(0);
 
-    /// A number that does not fit is the largest that does.
+    /// A stream whose number does not fit has the largest that does.
     #[inline(always)]
     pub(crate) fn new(stream: u32, allocator: u64) -> Whose {
         let stream = u64::from(stream.min(SHORT));
         let allocator = allocator & u64::from(SHORT);
-        Whose([stream << BYTES_BITS, allocator << 32])
+        Whose(stream << STREAM | allocator << ALLOCATOR)
+    }
+
+    /// The same in a lap.
+    pub(crate) fn in_lap(self, lap: u16) -> Whose {
+        Whose(in_lap(self.0, lap))
+    }
+
+    pub(crate) fn lap(self) -> u16 {
+        lap_of(self.0)
     }
 
     /// The record of what happened at an address, a multiple of 512, with so many bytes, at a time in a context.
@@ -80,36 +100,72 @@ impl Whose {
         (ticks, context): (u64, u32),
     ) -> Record {
         debug_assert!(at & KIND_MASK == 0, "a block is not in its place");
-        let [stream, allocator] = self.0;
-        [
-            ticks,
-            at | kind as u64,
-            bytes.min(BYTES_MASK) | stream,
-            u64::from(context) | allocator,
-        ]
+        debug_assert!(context <= MOST_CONTEXTS, "there is no such context");
+        // Sums of what has no bit in common: processors add without a copy.
+        [ticks, at + kind as u64, bytes, self.0 + u64::from(context)]
     }
 }
 
+/// The last word of a record in a lap.
+fn in_lap(word: u64, lap: u16) -> u64 {
+    word & ((1 << LAP) - 1) | u64::from(lap) << LAP
+}
+
 impl Event {
-    /// The event as a record; a number that does not fit is the largest that does.
+    /// The event as a record; a stream whose number does not fit has the largest that does.
     #[inline(always)]
     pub(crate) fn at_time(&self, ticks: u64, context: u32) -> Record {
         let whose = Whose::new(self.stream, self.allocator);
         let at = self.at & !KIND_MASK;
-        whose.record((self.kind, at, self.bytes), (ticks, context))
+        whose.record((self.kind, at, self.bytes), (ticks, or_none(context)))
     }
+}
+
+/// The record in a lap.
+pub(crate) fn with_lap([ticks, place, bytes, whose]: Record, lap: u16) -> Record {
+    [ticks, place, bytes, in_lap(whose, lap)]
+}
+
+/// The lap that a record's last word says.
+pub(crate) fn lap_of(whose: u64) -> u16 {
+    (whose >> LAP) as u16
+}
+
+/// The lap of a record by its number, from 1, in a ring of so many, a power of two: places that were never written to are
+/// of none that is.
+pub(crate) fn lap(number: u64, capacity: u64) -> u16 {
+    (number >> capacity.trailing_zeros()).wrapping_add(1) as u16
+}
+
+/// Whether a record's last word says that it is of a lap, or of a later one.
+pub(crate) fn is_of(whose: u64, lap: u16) -> bool {
+    lap_of(whose).wrapping_sub(lap) as i16 >= 0
+}
+
+/// The record as version 1 had it, which had the stream above 48 bits of bytes and a context of 32 bits.
+pub(crate) fn of_first_version([ticks, place, size, who]: Record) -> Record {
+    const BYTES: u32 = 48;
+    let (stream, allocator) = ((size >> BYTES) as u32, who >> 32);
+    let context = or_none(who as u32);
+    let Whose(whose) = Whose::new(stream, allocator);
+    [
+        ticks,
+        place,
+        size & ((1 << BYTES) - 1),
+        whose + u64::from(context),
+    ]
 }
 
 /// The parts of a record: kind, address, bytes, stream, context, allocator.
 pub(crate) fn parts(record: &Record) -> (u64, u64, u64, u16, u32, u16) {
-    let [_, place, size, who] = *record;
+    let [_, place, bytes, whose] = *record;
     (
         place & KIND_MASK,
         place & !KIND_MASK,
-        size & BYTES_MASK,
-        (size >> BYTES_BITS) as u16,
-        who as u32,
-        (who >> 32) as u16,
+        bytes,
+        (whose >> STREAM) as u16,
+        u32::from(whose as u16),
+        (whose >> ALLOCATOR) as u16,
     )
 }
 
@@ -142,7 +198,38 @@ mod tests {
         };
         let (kind, at, bytes, stream, context, allocator) = parts(&event.at_time(0, 0));
         assert_eq!((kind, at), (1, !511));
-        assert_eq!((bytes, stream), ((1 << 48) - 1, u16::MAX));
+        assert_eq!((bytes, stream), (u64::MAX, u16::MAX));
         assert_eq!((context, allocator), (0, u16::MAX));
+    }
+
+    #[test]
+    fn a_lap_spoils_nothing_else() {
+        let whose = Whose::new(7, 3).in_lap(9).in_lap(u16::MAX);
+        let record = whose.record((Kind::Use, 512, 1), (5, 42));
+        assert_eq!(lap_of(record[3]), u16::MAX);
+        assert_eq!(lap_of(with_lap(record, 8)[3]), 8);
+        for record in [record, with_lap(record, 8), with_lap(record, 0)] {
+            assert_eq!(parts(&record), (3, 512, 1, 7, 42, 3));
+        }
+    }
+
+    #[test]
+    fn laps_begin_anew_after_the_last() {
+        assert_eq!([0, 7, 8].map(|number| lap(number, 8)), [1, 1, 2]);
+        let last = lap((1 << 19) - 9, 8);
+        assert_eq!((last, lap((1 << 19) - 8, 8)), (u16::MAX, 0));
+        let of = |own, lap| is_of(in_lap(u64::MAX, own), lap);
+        assert!(of(last, last) && of(0, last) && of(2, 1));
+        assert!(!of(last, 0) && !of(0, 1) && !of(1, 2));
+    }
+
+    #[test]
+    fn records_of_the_first_version_say_the_same() {
+        let old = [99, 0x1000 | 2, 12_345 | 7 << 48, 42 | 3 << 32];
+        let expected = (2, 0x1000, 12_345, 7, 42, 3);
+        assert_eq!(parts(&of_first_version(old)), expected);
+        // A context that is none any more.
+        let old = [99, 0x1000 | 2, 12_345 | 7 << 48, 1 << 16 | 3 << 32];
+        assert_eq!(parts(&of_first_version(old)), (2, 0x1000, 12_345, 7, 0, 3));
     }
 }

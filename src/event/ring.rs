@@ -1,28 +1,29 @@
 //! A ring of records with one writer and any number of readers, which never wait for each other.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 use std::thread::Thread;
 
 use crate::event::mapped::Mapped;
-use crate::event::record::Record;
+use crate::event::record::{self, Record, Whose, with_lap};
 
-/// Words before the records of a ring: the number of records written so far, alone on its cache line.
-pub(crate) const HEAD_WORDS: usize = 8;
+/// Words before the records of a ring, alone on their cache line. The first is the *head*: the number of the first record of
+/// the half that is written now.
+const HEAD_WORDS: usize = 8;
 /// Words of a record.
-pub(crate) const WORDS: usize = 4;
+const WORDS: usize = size_of::<Slot>() / 8;
 
 /// Records, the newest so many of them.
 ///
 /// All words are atomics, so a reader that is overtaken reads nonsense and no more: it throws away what the
-/// writer may have overwritten meanwhile.
+/// writer may have overwritten meanwhile. The last word of each record says in which lap of the ring it was written, and
+/// is written last: so records count themselves, and the head need not be written with each of them.
 #[derive(Debug)]
 pub(crate) struct Ring {
     /// In `_own` or in `_file`: the head's line, and then the records.
     words: *const AtomicU64,
-    mask: u64,
-    /// Half of the records less one.
-    half: u64,
+    /// Records, a power of two.
+    capacity: u64,
     /// Told when the ring is half full again.
     reader: Option<Thread>,
     _own: Box<[AtomicU64]>,
@@ -44,16 +45,54 @@ pub(crate) struct Found {
     pub next: u64,
 }
 
+/// A place of a record.
+#[derive(Debug)]
+#[repr(C)]
+struct Slot {
+    /// Its low half and its high one, as processors give it: to put them together would cost more than to store both.
+    ticks: [AtomicU32; 2],
+    place: AtomicU64,
+    bytes: AtomicU64,
+    whose: AtomicU64,
+}
+
+impl Slot {
+    #[inline(always)]
+    fn write(&self, [ticks, place, bytes, whose]: Record) {
+        // A reader that sees any of the words below sees all of the record before, too.
+        fence(Ordering::Release);
+        self.ticks[0].store(ticks as u32, Ordering::Relaxed);
+        self.ticks[1].store((ticks >> 32) as u32, Ordering::Relaxed);
+        self.place.store(place, Ordering::Relaxed);
+        self.bytes.store(bytes, Ordering::Relaxed);
+        // A reader that sees this sees all of this record.
+        self.whose.store(whose, Ordering::Release);
+    }
+
+    /// The record, of no lap.
+    fn read(&self) -> Record {
+        let ticks = self.ticks.each_ref();
+        let [low, high] = ticks.map(|half| u64::from(half.load(Ordering::Relaxed)));
+        let words = [&self.place, &self.bytes, &self.whose];
+        let [place, bytes, whose] = words.map(|word| word.load(Ordering::Relaxed));
+        with_lap([high << 32 | low, place, bytes, whose], 0)
+    }
+
+    /// Whether its record is of a lap, or of a later one.
+    fn is_of(&self, lap: u16) -> bool {
+        record::is_of(self.whose.load(Ordering::Acquire), lap)
+    }
+}
+
 impl Ring {
-    /// A ring of so many records, a power of two.
+    /// A ring of so many records, a power of two and more than one.
     pub(crate) fn new(capacity: usize, reader: Option<Thread>) -> Ring {
-        debug_assert!(capacity.is_power_of_two());
+        debug_assert!(capacity.is_power_of_two() && capacity > 1);
         let words = HEAD_WORDS + capacity * WORDS;
         let words: Box<[AtomicU64]> = (0..words).map(|_| AtomicU64::new(0)).collect();
         Ring {
             words: words.as_ptr(),
-            mask: capacity as u64 - 1,
-            half: capacity as u64 / 2 - 1,
+            capacity: capacity as u64,
             reader,
             _own: words,
             _file: None,
@@ -65,88 +104,85 @@ impl Ring {
         let (words, capacity) = file.next_ring()?;
         Some(Ring {
             words,
-            mask: capacity as u64 - 1,
-            half: capacity as u64 / 2 - 1,
+            capacity: capacity as u64,
             reader: None,
             _own: Box::default(),
             _file: Some(Arc::clone(file)),
         })
     }
 
-    #[inline(always)]
-    fn word(&self, at: usize) -> &AtomicU64 {
-        // SAFETY: callers stay below the head's words and those of all records, which that memory has.
-        unsafe { &*self.words.add(at) }
+    /// Records of a half.
+    fn half(&self) -> u64 {
+        self.capacity / 2
     }
 
-    fn slot(&self, index: u64) -> usize {
-        HEAD_WORDS + (index & self.mask) as usize * WORDS
+    fn head(&self) -> &AtomicU64 {
+        // SAFETY: the memory begins with it.
+        unsafe { &*self.words }
     }
 
-    /// Writes a record over the oldest. One thread at a time calls this: who holds the tap.
-    pub(crate) fn push(&self, record: Record) {
-        let number = self.word(0).load(Ordering::Relaxed);
-        let slot = self.slot(number);
-        let slot = [0, 1, 2, 3].map(|at| self.word(slot + at));
-        write(slot, self.word(0), record);
-        // It is half full.
-        if (number + 1) & self.half == 0 {
-            self.wake();
-        }
+    /// The place of a record by its number, and of those behind it.
+    fn place(&self, number: u64) -> *const Slot {
+        let at = HEAD_WORDS + (number % self.capacity) as usize * WORDS;
+        // SAFETY: the memory has as many places behind the head's line.
+        unsafe { self.words.add(at).cast() }
     }
 
-    #[cold]
-    #[inline(never)]
-    fn wake(&self) {
-        if let Some(reader) = &self.reader {
-            reader.unpark();
-        }
+    fn slot(&self, number: u64) -> &Slot {
+        // SAFETY: a place is made of atomics, all of which may be zero.
+        unsafe { &*self.place(number) }
+    }
+
+    fn lap(&self, number: u64) -> u16 {
+        record::lap(number, self.capacity)
+    }
+
+    /// How many records are written, of which so many are known to be. A writer that is at it may have written more; a
+    /// reader that it overtook by a whole ring is told of no less than that.
+    fn written(&self, known: u64) -> u64 {
+        let first = self.head().load(Ordering::Acquire).max(known);
+        let end = first + self.capacity;
+        (first..end)
+            .find(|number| !self.slot(*number).is_of(self.lap(*number)))
+            .unwrap_or(end)
     }
 
     /// What was written from a record on, by its number.
     pub(crate) fn read(&self, from: u64) -> Found {
-        let next = self.word(0).load(Ordering::Acquire);
         // The slot of the oldest may be the one that is written just now.
-        let mut first = from.max(next.saturating_sub(self.mask)).min(next);
+        let readable = self.capacity - 1;
+        let next = self.written(from);
+        let mut first = from.max(next.saturating_sub(readable));
         let mut records: Vec<Record> = (first..next)
-            .map(|index| {
-                let slot = self.slot(index);
-                [0, 1, 2, 3].map(|at| self.word(slot + at).load(Ordering::Relaxed))
-            })
+            .map(|number| self.slot(number).read())
             .collect();
         fence(Ordering::Acquire);
-        let now = self.word(0).load(Ordering::Relaxed);
-        let whole = now.saturating_sub(self.mask).clamp(first, next);
+        let now = self.written(next);
+        let whole = now.saturating_sub(readable).clamp(first, next);
         records.drain(..(whole - first) as usize);
         first = whole;
         Found {
             records,
-            lost: first.saturating_sub(from),
+            lost: first - from,
             next,
         }
     }
 }
 
-/// Writes the next record over the oldest, whose words these are.
-#[inline(always)]
-fn write(slot: [&AtomicU64; WORDS], head: &AtomicU64, record: Record) {
-    // A reader that sees any of the words below sees the head that was stored last, too.
-    fence(Ordering::Release);
-    slot[0].store(record[0], Ordering::Relaxed);
-    slot[1].store(record[1], Ordering::Relaxed);
-    slot[2].store(record[2], Ordering::Relaxed);
-    slot[3].store(record[3], Ordering::Relaxed);
-    head.store(head.load(Ordering::Relaxed) + 1, Ordering::Release);
-}
+/// Where a writer's next record goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place(*const Slot);
 
-/// The one writer of a ring, if it has one, and where it goes on: mostly it need not look at the ring for that.
+/// The one writer of a ring, if it has one. Mostly it need not look at the ring: it knows what is left of a half.
 #[derive(Debug)]
 pub(crate) struct Writer {
-    /// The words of the next record.
-    at: *const AtomicU64,
-    /// The words of the first record that is not written [quickly](Self::put): for it the reader is woken, or the ring begins anew.
-    stop: *const AtomicU64,
-    head: *const AtomicU64,
+    /// The place of the next record. An atomic, though nobody else looks at it: compilers move it on where it lies, and do
+    /// not keep what they read before.
+    at: AtomicPtr<Slot>,
+    /// Behind the half that it writes.
+    end: *const Slot,
+    /// Of who has events of one stream alone, and in the lap of the half.
+    whose: Whose,
     ring: Option<Arc<Ring>>,
 }
 
@@ -157,58 +193,86 @@ unsafe impl Sync for Writer {}
 
 impl Writer {
     /// Without a ring.
-    pub(crate) const NONE: Writer = Writer {
-        at: std::ptr::null(),
-        stop: std::ptr::null(),
-        head: std::ptr::null(),
-        ring: None,
-    };
+    pub(crate) const fn none() -> Writer {
+        Writer {
+            at: AtomicPtr::new(std::ptr::null_mut()),
+            end: std::ptr::null(),
+            whose: Whose::NOBODY,
+            ring: None,
+        }
+    }
 
-    pub(crate) fn new(ring: Arc<Ring>) -> Writer {
+    /// The writer of a ring that nothing was written to, if there is one, with events of so-and-so.
+    pub(crate) fn new(ring: Option<Arc<Ring>>, whose: Whose) -> Writer {
         let mut writer = Writer {
-            ring: Some(ring),
-            ..Writer::NONE
+            whose,
+            ring,
+            ..Writer::none()
         };
-        writer.look();
+        writer.begin(0);
         writer
     }
 
-    /// Whether the next record may be written by [`put`](Self::put).
+    /// Whose its events are.
     #[inline(always)]
-    pub(crate) fn is_ready(&self) -> bool {
-        self.at != self.stop
+    pub(crate) fn whose(&self) -> Whose {
+        self.whose
     }
 
-    /// Writes the next record.
+    /// Its events are another's from here on.
+    pub(crate) fn set_whose(&mut self, whose: Whose) {
+        self.whose = whose.in_lap(self.whose.lap());
+    }
+
+    /// The place for [`put`](Self::put). `None` if there is no ring, or the half is full.
+    #[inline(always)]
+    pub(crate) fn place(&self) -> Option<Place> {
+        let at = self.at.load(Ordering::Relaxed).cast_const();
+        (at != self.end).then_some(Place(at))
+    }
+
+    /// Writes the next record, one of [its own](Self::whose).
     ///
     /// # Safety
-    /// The writer [is ready](Self::is_ready).
+    /// The [place](Self::place) is the writer's, which nobody has been at since.
     #[inline(always)]
-    pub(crate) unsafe fn put(&mut self, record: Record) {
-        debug_assert!(self.is_ready());
-        // SAFETY: a writer that is ready has a ring, and between `at` and `stop` there are whole records of it.
-        let (slot, head) = unsafe { (&*self.at.cast::<[AtomicU64; WORDS]>(), &*self.head) };
-        write(slot.each_ref(), head, record);
-        self.at = self.at.wrapping_add(WORDS);
+    pub(crate) unsafe fn put(&mut self, place: Place, record: Record) {
+        debug_assert_eq!(record::lap_of(record[3]), self.whose.lap());
+        // SAFETY: it is a place of the writer's ring.
+        unsafe { &*place.0 }.write(record);
+        let next = self.at.load(Ordering::Relaxed).wrapping_add(1);
+        self.at.store(next, Ordering::Relaxed);
     }
 
-    /// Writes the next record, whichever it is. False if there is no ring.
+    /// Writes the next record, whosever it is. False if there is no ring.
     pub(crate) fn push(&mut self, record: Record) -> bool {
-        let Some(ring) = &self.ring else {
+        let Some(place) = self.place().or_else(|| self.turn()) else {
             return false;
         };
-        ring.push(record);
-        self.look();
+        // SAFETY: it is the writer's place, just now.
+        unsafe { self.put(place, with_lap(record, self.whose.lap())) };
         true
     }
 
-    /// Finds where the ring goes on. The last record of either half is for [`push`](Self::push).
-    fn look(&mut self) {
+    /// Goes on with the next half, and wakes who reads. `None` if there is no ring.
+    fn turn(&mut self) -> Option<Place> {
+        let ring = self.ring.as_ref()?;
+        let next = ring.head().load(Ordering::Relaxed) + ring.half();
+        ring.head().store(next, Ordering::Release);
+        if let Some(reader) = &ring.reader {
+            reader.unpark();
+        }
+        self.begin(next);
+        self.place()
+    }
+
+    /// Begins a half, by the number of its first record.
+    fn begin(&mut self, number: u64) {
         let Some(ring) = &self.ring else { return };
-        let number = ring.word(0).load(Ordering::Relaxed);
-        self.head = ring.word(0);
-        self.at = ring.word(ring.slot(number));
-        self.stop = ring.word(ring.slot(number | ring.half));
+        let at = ring.place(number);
+        self.at = AtomicPtr::new(at.cast_mut());
+        self.end = at.wrapping_add(ring.half() as usize);
+        self.whose = self.whose.in_lap(ring.lap(number));
     }
 }
 
@@ -217,93 +281,135 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicBool;
 
+    fn pair(capacity: usize) -> (Arc<Ring>, Writer) {
+        let ring = Arc::new(Ring::new(capacity, None));
+        let writer = Writer::new(Some(Arc::clone(&ring)), Whose::NOBODY);
+        (ring, writer)
+    }
+
+    fn write(writer: &mut Writer, numbers: std::ops::Range<u64>) {
+        for number in numbers {
+            assert!(writer.push([number; 4]));
+        }
+    }
+
+    /// The first words, the records lost before, and the number of the next.
+    fn found(found: Found) -> (Vec<u64>, u64, u64) {
+        let records = found.records.iter();
+        let times = records.map(|record| {
+            assert_eq!(*record, [record[0]; 4]);
+            record[0]
+        });
+        (times.collect(), found.lost, found.next)
+    }
+
     #[test]
     fn what_has_room_is_read_once_and_in_order() {
-        let ring = Ring::new(8, None);
-        assert!(ring.read(0).records.is_empty());
-        for number in 0..7 {
-            ring.push([number; 4]);
-        }
-        let found = ring.read(0);
-        assert_eq!(found.lost, 0);
-        assert_eq!(found.next, 7);
-        let times: Vec<u64> = found.records.iter().map(|record| record[0]).collect();
-        assert_eq!(times, [0, 1, 2, 3, 4, 5, 6]);
-        ring.push([7; 4]);
-        let found = ring.read(found.next);
-        assert_eq!((found.records, found.lost), (vec![[7; 4]], 0));
+        let (ring, mut writer) = pair(8);
+        assert_eq!(found(ring.read(0)), (vec![], 0, 0));
+        write(&mut writer, 0..7);
+        assert_eq!(found(ring.read(0)), ((0..7).collect(), 0, 7));
+        write(&mut writer, 7..8);
+        assert_eq!(found(ring.read(7)), (vec![7], 0, 8));
     }
 
     #[test]
-    fn a_record_that_wakes_the_reader_is_none_to_put_at_once() {
-        let ring = Arc::new(Ring::new(8, None));
-        let mut writer = Writer::new(Arc::clone(&ring));
-        let mut refused = Vec::new();
+    fn records_count_themselves_and_the_head_halves() {
+        let (ring, mut writer) = pair(8);
+        let mut pushed = Vec::new();
         for number in 0..20 {
-            if writer.is_ready() {
-                // SAFETY: it is ready.
-                unsafe { writer.put([number; 4]) };
+            if let Some(place) = writer.place() {
+                let lap = u64::from(writer.whose().lap()) << 48;
+                // SAFETY: it is the writer's place.
+                unsafe { writer.put(place, [number, number, number, lap | number]) };
             } else {
-                refused.push(number);
-                assert!(writer.push([number; 4]));
+                pushed.push(number);
+                write(&mut writer, number..number + 1);
             }
-            let found = ring.read(number);
-            assert_eq!((found.records, found.lost), (vec![[number; 4]], 0));
+            assert_eq!(found(ring.read(number)), (vec![number], 0, number + 1));
+            assert_eq!(ring.head().load(Ordering::Relaxed), number / 4 * 4);
         }
-        assert_eq!(refused, [3, 7, 11, 15, 19]);
+        assert_eq!(pushed, [4, 8, 12, 16]);
     }
 
     #[test]
-    fn a_writer_goes_on_where_its_ring_is() {
-        let ring = Arc::new(Ring::new(8, None));
-        for number in 0..5 {
-            ring.push([number; 4]);
+    fn who_reads_is_woken_when_a_half_is_full() {
+        let ring = Arc::new(Ring::new(8, Some(std::thread::current())));
+        let mut writer = Writer::new(Some(Arc::clone(&ring)), Whose::NOBODY);
+        let is_woken = || {
+            let start = std::time::Instant::now();
+            std::thread::park_timeout(std::time::Duration::from_millis(50));
+            start.elapsed() < std::time::Duration::from_millis(50)
+        };
+        write(&mut writer, 0..4);
+        // A thread may wake by itself, too.
+        assert!((0..10).any(|_| !is_woken()));
+        for first in [4, 8] {
+            write(&mut writer, first..first + 4);
+            assert!(is_woken());
         }
-        let mut writer = Writer::new(Arc::clone(&ring));
-        for number in 5..7 {
-            assert!(writer.is_ready());
-            // SAFETY: it is ready.
-            unsafe { writer.put([number; 4]) };
-        }
-        assert!(!writer.is_ready());
-        let times: Vec<u64> = ring.read(0).records.iter().map(|it| it[0]).collect();
-        assert_eq!(times, [0, 1, 2, 3, 4, 5, 6]);
     }
 
     #[test]
-    fn a_writer_without_a_ring_is_never_ready() {
-        let mut writer = Writer::NONE;
-        assert!(!writer.is_ready());
-        assert!(!writer.push([1; 4]));
-        // Nor one of a ring of which every record wakes the reader.
-        let mut writer = Writer::new(Arc::new(Ring::new(2, None)));
-        for number in 0..5 {
-            assert!(!writer.is_ready());
-            assert!(writer.push([number; 4]));
+    fn another_stream_goes_on_in_the_lap() {
+        let (ring, mut writer) = pair(8);
+        write(&mut writer, 0..10);
+        writer.set_whose(Whose::new(1, 2));
+        let record = writer
+            .whose()
+            .record((crate::event::Kind::Free, 512, 3), (10, 4));
+        let place = writer.place().unwrap();
+        // SAFETY: it is the writer's place.
+        unsafe { writer.put(place, record) };
+        let found = ring.read(10);
+        let parts: Vec<_> = found
+            .records
+            .iter()
+            .map(crate::event::record::parts)
+            .collect();
+        assert_eq!(parts, [(2, 512, 3, 1, 4, 2)]);
+    }
+
+    #[test]
+    fn laps_begin_anew_after_the_last() {
+        let (ring, mut writer) = pair(4);
+        for number in 0..4 * ((1 << 16) + 2) {
+            write(&mut writer, number..number + 1);
+            assert_eq!(found(ring.read(number)), (vec![number], 0, number + 1));
+        }
+    }
+
+    #[test]
+    fn a_writer_without_a_ring_says_so() {
+        let mut writer = Writer::new(None, Whose::new(1, 2));
+        for _ in 0..3 {
+            assert!(writer.place().is_none() && !writer.push([1; 4]));
         }
     }
 
     #[test]
     fn what_had_no_room_is_counted() {
-        let ring = Ring::new(8, None);
-        for number in 0..20 {
-            ring.push([number; 4]);
+        for capacity in [2, 8] {
+            let (ring, mut writer) = pair(capacity);
+            for last in 13..40 {
+                write(&mut writer, ring.written(0)..last);
+                let (times, lost, next) = found(ring.read(2));
+                let first = last - (capacity as u64 - 1);
+                assert_eq!(
+                    (times, lost, next),
+                    ((first..last).collect(), first - 2, last)
+                );
+            }
         }
-        let found = ring.read(2);
-        assert_eq!(found.records.len() as u64 + found.lost, 18);
-        assert_eq!(found.records.last(), Some(&[19; 4]));
-        assert_eq!(found.records.len(), 7);
     }
 
     #[test]
     fn a_reader_that_is_overtaken_reads_no_torn_record() {
-        let ring = Ring::new(16, None);
+        let (ring, mut writer) = pair(16);
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                for number in 0..200_000 {
-                    ring.push([number; 4]);
-                }
+                write(&mut writer, 0..200_000);
                 done.store(true, Ordering::Release);
             });
             let (mut next, mut seen, mut lost) = (0, 0, 0);

@@ -9,12 +9,10 @@ use crate::event::file::Start;
 use crate::event::mapped::Mapped;
 use crate::event::names;
 use crate::event::record::{Event, Kind, OTHERS, Record, Whose};
-use crate::event::ring::{Ring, Writer};
+use crate::event::ring::{Place, Ring, Writer};
 
 /// The number of the recording that runs; 0 for none.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
-/// No word that callers ask while a recording runs.
-const NOTHING: u64 = 0;
 static CURRENT: Mutex<Option<Arc<Session>>> = Mutex::new(None);
 /// The process that began it. A forked child knows the session of its parent, and has nothing to do with it: a thread
 /// that is not there may hold any of its locks.
@@ -28,8 +26,6 @@ fn current() -> MutexGuard<'static, Option<Arc<Session>>> {
 #[derive(Debug)]
 pub(crate) struct Session {
     number: u64,
-    /// The word that callers ask, while this recording runs and nothing else does.
-    only: u64,
     /// The process that began it.
     process: u32,
     pub start: Start,
@@ -54,13 +50,12 @@ pub(crate) struct Batch {
 pub(crate) struct Progress(Vec<u64>);
 
 impl Session {
-    /// Begins a recording with rings of so many records, a power of two, and the word that callers ask while it is all
-    /// that there is, by its number; `None` if one runs.
+    /// Begins a recording with rings of so many records, a power of two; `None` if one runs, or has not
+    /// [gone](Self::leave).
     pub(crate) fn begin(
         capacity: usize,
         start: Start,
         mapped: Option<Mapped>,
-        only: impl FnOnce(u64) -> u64,
     ) -> Option<Arc<Session>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let mut current = current();
@@ -71,7 +66,6 @@ impl Session {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let session = Arc::new(Session {
             number,
-            only: only(number),
             process,
             start,
             capacity,
@@ -85,14 +79,22 @@ impl Session {
         Some(session)
     }
 
-    /// Ends it: taps write nowhere from here on, or to rings that nobody reads.
+    /// Ends it: taps that have no ring of it get none from here on. Those that have one write there until they are
+    /// [cleared](Tap::clear).
     pub(crate) fn end(&self) {
+        if self.is_current() {
+            NUMBER.store(0, Ordering::Release);
+        }
+    }
+
+    /// It has gone when no tap has a ring of it: another one may begin. A tap that is ready is so in the recording that
+    /// runs, since there never are rings of two.
+    pub(crate) fn leave(&self) {
         let mut current = current();
         if current
             .as_ref()
             .is_some_and(|now| now.number == self.number)
         {
-            NUMBER.store(0, Ordering::Release);
             *current = None;
         }
     }
@@ -105,11 +107,6 @@ impl Session {
     /// Whether this process was forked after it began.
     pub(crate) fn is_of_parent(&self) -> bool {
         self.process != std::process::id()
-    }
-
-    /// Its number in the process, from 1.
-    pub(crate) fn number(&self) -> u64 {
-        self.number
     }
 
     /// Whether it runs still.
@@ -193,7 +190,10 @@ fn is_own() -> bool {
 
 /// The recording of this process that runs.
 fn own() -> Option<Arc<Session>> {
-    if is_own() { current().clone() } else { None }
+    match is_own() {
+        true => current().clone().filter(|session| session.is_current()),
+        false => None,
+    }
 }
 
 /// Tells the recording that runs of new names.
@@ -204,10 +204,10 @@ pub(crate) fn names_changed() {
 }
 
 /// The tap of those who have none of their own.
-static SHARED: Mutex<Tap> = Mutex::new(Tap::NONE);
+static SHARED: Mutex<Tap> = Mutex::new(Tap::none());
 /// The tap for what explains other events, and is rare: allocators, streams, and memory of the driver. Large blocks
 /// that come and go must not push it out.
-static RARE: Mutex<Tap> = Mutex::new(Tap::NONE);
+static RARE: Mutex<Tap> = Mutex::new(Tap::none());
 
 fn locked(tap: &'static Mutex<Tap>) -> MutexGuard<'static, Tap> {
     tap.lock().unwrap_or_else(PoisonError::into_inner)
@@ -216,7 +216,7 @@ fn locked(tap: &'static Mutex<Tap>) -> MutexGuard<'static, Tap> {
 /// Lets go of the rings of those who have no tap of their own.
 pub(crate) fn clear() {
     for tap in [&SHARED, &RARE] {
-        *locked(tap) = Tap::NONE;
+        *locked(tap) = Tap::none();
     }
 }
 
@@ -245,9 +245,11 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
     rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));
     drop(tap);
     let ring = own().and_then(|session| session.ring_for(held.len()));
-    if let Some(ring) = ring {
-        held.iter()
-            .for_each(|event| ring.push(event.at_time(ticks, 0)));
+    if ring.is_some() {
+        let mut writer = Writer::new(ring, Whose::NOBODY);
+        for event in held {
+            writer.push(event.at_time(ticks, 0));
+        }
         return;
     }
     let mut tap = locked(&SHARED);
@@ -258,37 +260,37 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
 #[derive(Debug)]
 pub(crate) struct Tap {
     number: u64,
-    /// What [`Session::only`] is of that recording.
-    only: u64,
     writer: Writer,
-    /// Of a writer that has events of one stream alone.
-    whose: Whose,
 }
 
 impl Default for Tap {
     fn default() -> Tap {
-        Tap::NONE
+        Tap::none()
     }
 }
 
 impl Tap {
-    const NONE: Tap = Tap {
-        number: 0,
-        only: NOTHING,
-        writer: Writer::NONE,
-        whose: Whose::NOBODY,
-    };
+    const fn none() -> Tap {
+        Tap {
+            number: 0,
+            writer: Writer::none(),
+        }
+    }
 
     /// The writer has events of this stream alone from here on.
     pub(crate) fn set_whose(&mut self, stream: u32, allocator: u64) {
-        self.whose = Whose::new(stream, allocator);
+        // Who waited for a stream may have been where nobody found it when its recording ended.
+        if self.number != NUMBER.load(Ordering::Relaxed) {
+            self.clear();
+        }
+        self.writer.set_whose(Whose::new(stream, allocator));
     }
 
     /// Lets go of the ring of a recording that is over. Whose the writer is stays.
     pub(crate) fn clear(&mut self) {
         *self = Tap {
-            whose: self.whose,
-            ..Tap::NONE
+            number: 0,
+            writer: Writer::new(None, self.writer.whose()),
         };
     }
 
@@ -296,25 +298,26 @@ impl Tap {
     #[inline]
     pub(crate) fn push_own(&mut self, event: (Kind, u64, u64)) {
         let now = (clock::ticks(), names::context());
-        self.write(self.whose.record(event, now));
+        self.write(self.writer.whose().record(event, now));
     }
 
-    /// Whether the writer has a ring in the recording, if that is all that the process's word says now, and no reader is to
-    /// be woken for its next record: then [`put_own`](Self::put_own) is all that there is to do.
+    /// The place for [`put_own`](Self::put_own), which is all that there is to do then. `None` if there is no ring in the
+    /// recording that runs, or no room left in its half.
     #[inline(always)]
-    pub(crate) fn is_ready(&self, now: u64) -> bool {
-        now == self.only && self.writer.is_ready()
+    pub(crate) fn place(&self) -> Option<Place> {
+        self.writer.place()
     }
 
-    /// [`push_own`](Self::push_own) in a context, without a look at anything else.
+    /// [`push_own`](Self::push_own) without a look at anything else.
     ///
     /// # Safety
-    /// The tap [is ready](Self::is_ready).
+    /// The [place](Self::place) is the tap's, which nobody has been at since.
     #[inline(always)]
-    pub(crate) unsafe fn put_own(&mut self, event: (Kind, u64, u64), context: u32) {
-        let record = self.whose.record(event, (clock::ticks(), context));
-        // SAFETY: the writer is ready, as the caller knows.
-        unsafe { self.writer.put(record) };
+    pub(crate) unsafe fn put_own(&mut self, place: Place, event: (Kind, u64, u64)) {
+        let now = (clock::ticks(), names::context());
+        let record = self.writer.whose().record(event, now);
+        // SAFETY: the place is the writer's, as the caller knows.
+        unsafe { self.writer.put(place, record) };
     }
 
     /// Records an event of a time that has been, in a context.
@@ -343,9 +346,8 @@ impl Tap {
             // Asked no more while the parent's number stands.
             None => NUMBER.load(Ordering::Relaxed),
         };
-        self.only = session.as_ref().map_or(NOTHING, |session| session.only);
         let ring = session.and_then(|session| session.new_ring());
-        self.writer = ring.map_or(Writer::NONE, Writer::new);
+        self.writer = Writer::new(ring, self.writer.whose());
     }
 
     /// Counts an event that there is no ring for.
@@ -363,19 +365,26 @@ impl Tap {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::event::record;
 
     #[test]
-    fn a_tap_is_ready_in_its_own_recording_alone() {
-        let ring = Arc::new(Ring::new(8, None));
-        let tap = Tap {
-            number: 1,
-            only: 0x108,
-            writer: Writer::new(ring),
-            whose: Whose::NOBODY,
+    fn who_gets_a_stream_has_no_ring_of_a_recording_that_is_over() {
+        let whose = Whose::new(1, 2);
+        let ring = Some(Arc::new(Ring::new(8, None)));
+        let mut tap = Tap {
+            number: u64::MAX,
+            writer: Writer::new(ring, whose),
         };
-        assert!(tap.is_ready(0x108));
-        // A later one, or a capture beside it.
-        assert!(!tap.is_ready(0x208) && !tap.is_ready(0x10c));
-        assert!(!Tap::NONE.is_ready(0x108));
+        assert!(tap.place().is_some());
+        tap.set_whose(3, 4);
+        assert!(tap.place().is_none());
+        let own = |tap: &Tap| {
+            let whose = tap.writer.whose();
+            record::parts(&whose.record((Kind::Free, 512, 1), (0, 5)))
+        };
+        assert_eq!(own(&tap), (2, 512, 1, 3, 5, 4));
+        // That stays when its ring goes.
+        tap.clear();
+        assert_eq!(own(&tap), (2, 512, 1, 3, 5, 4));
     }
 }

@@ -11,6 +11,8 @@ use crate::record::recording::{Action, Event, RecordedStream, Recording};
 
 /// Most streams of a recording: as many as a trace can have.
 const MOST_STREAMS: usize = 1 << 16;
+/// Most bytes of an event: more than any device has, and few enough to be added up.
+const MOST_BYTES: u64 = (1 << 48) - 1;
 /// Most names of a recording.
 const MOST_NAMES: usize = 1 << 20;
 
@@ -90,9 +92,18 @@ struct Parts {
     contexts: BTreeMap<u32, String>,
     lost: u64,
     complete: bool,
+    /// Its records are those of the first version.
+    is_old: bool,
 }
 
 impl Parts {
+    fn new(version: u32) -> Parts {
+        Parts {
+            is_old: version == file::FIRST_VERSION,
+            ..Parts::default()
+        }
+    }
+
     fn add(&mut self, ring: u32, records: &[u8], limit: u64) -> Result<(), ReadError> {
         let count = records.len() / file::RECORD;
         if self.records.len() as u64 + count as u64 > limit {
@@ -106,6 +117,10 @@ impl Parts {
                 u64::from_le_bytes(word)
             });
             let record = std::array::from_fn(|_| words.next().unwrap_or(0));
+            let record = match self.is_old {
+                true => record::of_first_version(record),
+                false => record,
+            };
             self.records.push(Raw {
                 record,
                 ring,
@@ -159,7 +174,7 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
     };
     let mut u32 = || header.u32().ok_or(short.clone());
     let (version, form) = (u32()?, u32()?);
-    if version != file::VERSION {
+    if !(file::FIRST_VERSION..=file::VERSION).contains(&version) {
         return Err(ReadError::Version { found: version });
     }
     let mut u64 = || header.u64().ok_or(short.clone());
@@ -175,11 +190,11 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
     }
     from.at = file::HEADER;
     let parts = match form {
-        file::CHUNKS => chunks(from, limit)?,
+        file::CHUNKS => chunks(from, Parts::new(version), limit)?,
         file::RINGS => {
             header.at = file::MISSED;
             let missed = header.u64().unwrap_or(0);
-            let mut parts = rings(from, sizes, limit)?;
+            let mut parts = rings(from, Parts::new(version), sizes, limit)?;
             parts.lost = parts.lost.saturating_add(missed);
             parts
         }
@@ -196,8 +211,7 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
 }
 
 /// The file that a thread wrote. It may break off anywhere.
-fn chunks(mut from: Bytes<'_>, limit: u64) -> Result<Parts, ReadError> {
-    let mut parts = Parts::default();
+fn chunks(mut from: Bytes<'_>, mut parts: Parts, limit: u64) -> Result<Parts, ReadError> {
     while from.left() >= file::CHUNK_HEADER && !parts.complete {
         let at = from.at;
         let damaged = |what| ReadError::Damaged { at, what };
@@ -234,6 +248,7 @@ fn chunks(mut from: Bytes<'_>, limit: u64) -> Result<Parts, ReadError> {
 /// The file of rings. It was made in its full length.
 fn rings(
     mut from: Bytes<'_>,
+    mut parts: Parts,
     [rings, capacity, names]: [u32; 3],
     limit: u64,
 ) -> Result<Parts, ReadError> {
@@ -241,10 +256,7 @@ fn rings(
     if !capacity.is_power_of_two() {
         return Err(damaged(44, "a ring has no power of two of records"));
     }
-    let mut parts = Parts {
-        complete: true,
-        ..Parts::default()
-    };
+    parts.complete = true;
     let at = from.at;
     let mut names = Bytes {
         all: from
@@ -277,6 +289,10 @@ fn rings(
         };
         let mut header = Bytes { all: header, at: 0 };
         let written = header.u64().unwrap_or(0);
+        let written = match parts.is_old {
+            true => written,
+            false => written_in(records, written, capacity),
+        };
         // The oldest may be half overwritten by the one that was not counted yet.
         let first = written.saturating_sub(capacity - 1);
         parts.lost = parts.lost.saturating_add(first);
@@ -288,6 +304,22 @@ fn rings(
         }
     }
     Ok(parts)
+}
+
+/// How many records are written in a ring, of which so many are: those behind them that are of their lap.
+fn written_in(records: &[u8], known: u64, capacity: u64) -> u64 {
+    let end = known.saturating_add(capacity);
+    let is_written = |number: &u64| {
+        let at = (number % capacity + 1) as usize * file::RECORD;
+        let whose = records
+            .get(at - 8..at)
+            .and_then(|word| word.try_into().ok());
+        let whose = u64::from_le_bytes(whose.unwrap_or_default());
+        record::is_of(whose, record::lap(*number, capacity))
+    };
+    (known..end)
+        .find(|number| !is_written(number))
+        .unwrap_or(end)
 }
 
 /// Makes the records of each ring, which are in the order of their writing, rise in time: a processor may read its
@@ -358,7 +390,7 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
             action,
             time: u64::try_from(time).unwrap_or(u64::MAX),
             address,
-            bytes,
+            bytes: bytes.min(MOST_BYTES),
             stream,
             context,
             allocator,
@@ -467,5 +499,59 @@ mod tests {
         straighten(&mut records, 10);
         let times: Vec<u64> = records.iter().map(|raw| raw.record[0]).collect();
         assert_eq!(times, [20, 15, 20, 10, 16, 21]);
+    }
+
+    /// A file of one ring of four records, with a head and the times and laps of its records.
+    fn ring(version: u32, head: u64, records: [(u64, u64); 4]) -> Vec<u8> {
+        let mut bytes = file::MAGIC.to_vec();
+        bytes.extend(version.to_le_bytes());
+        bytes.extend(file::RINGS.to_le_bytes());
+        bytes.extend(
+            [1_000_000_000u64, 0, 0]
+                .iter()
+                .flat_map(|it| it.to_le_bytes()),
+        );
+        bytes.extend([1u32, 4, 0, 0].iter().flat_map(|it| it.to_le_bytes()));
+        bytes.resize(file::HEADER, 0);
+        bytes.extend(head.to_le_bytes());
+        bytes.resize(file::HEADER + file::RING_HEADER, 0);
+        for (time, lap) in records {
+            let words = [time, 512 | Kind::Free as u64, 1, lap << 48];
+            bytes.extend(words.iter().flat_map(|it| it.to_le_bytes()));
+        }
+        bytes
+    }
+
+    fn times(bytes: &[u8]) -> (Vec<u64>, u64) {
+        let recording = Recording::read(bytes).unwrap();
+        let times = recording.events().iter().map(|event| event.time);
+        (times.collect(), recording.lost())
+    }
+
+    #[test]
+    fn records_of_a_ring_are_counted_by_their_laps() {
+        let second = [(5, 2), (6, 2), (3, 1), (4, 1)];
+        // The third may be half overwritten.
+        assert_eq!(times(&ring(2, 4, second)), (vec![4, 5, 6], 3));
+        assert_eq!(times(&ring(2, 6, second)), (vec![4, 5, 6], 3));
+        let first = [(1, 1), (2, 1), (3, 1), (0, 0)];
+        assert_eq!(times(&ring(2, 0, first)), (vec![1, 2, 3], 0));
+        assert_eq!(times(&ring(2, 0, [(0, 0); 4])), (vec![], 0));
+        // Nonsense comes to an end.
+        assert_eq!(times(&ring(2, u64::MAX, second)).0.len(), 3);
+        assert_eq!(times(&ring(2, 0, [(1, 9); 4])).0.len(), 3);
+    }
+
+    #[test]
+    fn rings_of_the_first_version_are_counted_by_their_head() {
+        let records = [(5, 0), (6, 0), (3, 0), (4, 0)];
+        assert_eq!(times(&ring(1, 6, records)), (vec![4, 5, 6], 3));
+        assert_eq!(times(&ring(1, 0, records)), (vec![], 0));
+        // What is a lap now was nothing.
+        assert_eq!(times(&ring(1, 0, [(1, 1); 4])), (vec![], 0));
+        for version in [0, 3] {
+            let found = Recording::read(&ring(version, 0, records));
+            assert_eq!(found.unwrap_err(), ReadError::Version { found: version });
+        }
     }
 }

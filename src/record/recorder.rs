@@ -93,7 +93,7 @@ impl Recorder {
     /// from them who holds how much, with an error of about one part in the square root of the stacks taken.
     ///
     /// A stack is that of the thread, of its 64 innermost functions, or what [`set_stack_source`] says. It takes some
-    /// microseconds, and at the first time milliseconds for its names. A program may have 65536 stacks and contexts. On other systems than Unix there
+    /// microseconds, and at the first time milliseconds for its names. A program may have 65535 stacks and contexts. On other systems than Unix there
     /// is one stack for all, unless a source says more.
     ///
     /// # Errors
@@ -171,7 +171,7 @@ pub fn set_stack_source(source: Option<Arc<dyn Fn() -> Context + Send + Sync>>) 
 
 /// A name for what a thread is doing: the events that it causes carry it.
 ///
-/// A program may have 65536 of them; those that come later have none. Of a longer name the first 4096 bytes count.
+/// A program may have 65535 of them; those that come later have none. Of a longer name the first 4096 bytes count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Context(u32);
 

@@ -129,10 +129,10 @@ fn a_recording_is_read_as_far_as_it_goes_and_no_further_than_asked() {
         Err(ReadError::NotARecording)
     );
     let mut newer = good.clone();
-    newer[8] = 2;
+    newer[8] = 3;
     assert_eq!(
         Recording::read(&newer),
-        Err(ReadError::Version { found: 2 })
+        Err(ReadError::Version { found: 3 })
     );
 }
 

@@ -267,6 +267,47 @@ fn contexts_are_those_of_the_thread() {
     assert_eq!(recording.context(0), None);
 }
 
+/// Also where they take turns at one stream cache, and so at one ring.
+#[test]
+fn threads_that_share_a_stream_keep_their_contexts() {
+    const PAIRS: usize = 3000;
+    let _alone = alone();
+    let scene = Scene::new("");
+    let stream = scene.stream();
+    let names = ["shared;first", "shared;second", ""];
+    let contexts = names.map(|name| match name {
+        "" => Context::NONE,
+        name => Context::new(name),
+    });
+    // Quick from the first pair on.
+    drop(scene.allocator.allocate(512, &stream).unwrap());
+    let recorder = memory();
+    let turn = std::sync::Barrier::new(names.len());
+    std::thread::scope(|scope| {
+        for (thread, context) in contexts.into_iter().enumerate() {
+            let (allocator, stream, turn) = (&scene.allocator, &stream, &turn);
+            scope.spawn(move || {
+                let before = context.enter();
+                for pair in 0..PAIRS {
+                    drop(allocator.allocate(512 * (1 + thread), stream).unwrap());
+                    if pair % 100 == 0 {
+                        turn.wait();
+                    }
+                }
+                before.enter();
+            });
+        }
+    });
+    let recording = recorder.read().unwrap();
+    assert_eq!(recording.lost(), 0);
+    let events = blocks(&recording, &scene);
+    assert_eq!(events.len(), 2 * names.len() * PAIRS);
+    for event in events {
+        let thread = event.bytes as usize / 512 - 1;
+        assert_eq!(event.context, contexts[thread].id(), "{event:?}");
+    }
+}
+
 #[test]
 fn a_second_recording_is_refused_and_a_later_one_is_not() {
     let _alone = alone();

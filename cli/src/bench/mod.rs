@@ -13,6 +13,7 @@ use crate::settings::Settings;
 use crate::{Failure, Outcome, text};
 use cualloc::Allocator;
 use cualloc::driver::{Context, Stream};
+use cualloc::record::{Recorder, Target};
 use line::Line;
 use measure::{Scale, churn, crossing, pair, threads};
 use source::{Handles, Malloc, Pointers, Stack, Typed, Workspaces};
@@ -229,7 +230,17 @@ impl Bench<'_> {
         for bytes in PAIRS {
             self.pair("pair", HOST, &Malloc, bytes)?;
         }
-        Ok(())
+        self.recorded_pair(rig)
+    }
+
+    /// What a recording to rings in memory adds. Where another one runs there is no figure.
+    fn recorded_pair(&mut self, rig: &Rig) -> io::Result<()> {
+        let (handles, bytes) = (rig.handles(), 4 * KIB);
+        let figure = match Recorder::start(Target::Memory) {
+            Ok(_recorder) => pair(&handles, bytes, &handles.stream(0), &self.scale),
+            Err(error) => Err(error.into()),
+        };
+        self.figure("pair recorded", OURS, format!("{bytes} B"), "ns", figure)
     }
 
     fn raw_pairs(&mut self, rig: &Rig) -> io::Result<()> {

@@ -6,7 +6,7 @@ use crate::driver::{Stream, process, sys};
 
 use crate::allocator::cache::deferred::User;
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
-use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node, recorded};
+use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node, StreamCache};
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::size;
@@ -211,16 +211,9 @@ impl Block {
     }
 
     /// Frees a small block while a recording runs, and nothing else keeps calls from their caches.
-    #[inline(never)]
-    fn drop_recorded(&self) {
-        let context = recorded::context();
-        // Read again: what is kept while the context is asked for costs more.
-        let (place, now) = (&self.place, process::now());
-        let Some(node) = place.node() else {
-            return self.drop_large();
-        };
-        let (home, block) = (place.home(), (node, &place.ptr));
-        if !home.free_recorded(now, block, &place.generation, context) {
+    #[inline]
+    fn drop_recorded(&self, home: &'static StreamCache, node: Node) {
+        if !home.free_recorded(node, &self.place.ptr, &self.place.generation) {
             self.drop_slowly(node);
         }
     }
@@ -229,8 +222,19 @@ impl Block {
     #[inline(never)]
     fn drop_slowly(&self, node: Node) {
         match process::is_unwatched() {
-            true => self.drop_with_care(self.place.home().lock(), node),
+            true => self.drop_unwatched(node),
             false => self.drop_watched(node),
+        }
+    }
+
+    #[inline(never)]
+    fn drop_unwatched(&self, node: Node) {
+        let home = self.place.home();
+        // With stacks, too, of which a free has none.
+        let told = process::now().only_records()
+            && home.free_recorded(node, &self.place.ptr, &self.place.generation);
+        if !told {
+            self.drop_with_care(home.lock(), node);
         }
     }
 
@@ -278,8 +282,8 @@ impl Drop for Block {
             }
             return;
         }
-        match now.only_records() {
-            true => self.drop_recorded(),
+        match now.only_records_blocks() {
+            true => self.drop_recorded(home, node),
             false => self.drop_slowly(node),
         }
     }

@@ -9,7 +9,7 @@ use crate::allocator::config::Limit;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::small::{Missed, unaligned};
 use crate::allocator::heap::streams::clear_waiting_taps;
-use crate::driver::process::{self, Now};
+use crate::driver::process;
 use crate::environment;
 use crate::error::Error;
 use crate::event::file::Start;
@@ -76,7 +76,7 @@ impl Running {
             Target::Mapped(path) => (FILE_RING, Some(Mapped::create(path, FILE_RING, &start)?)),
             _ => (RING, None),
         };
-        let session = Session::begin(capacity, start, mapped, process::only_recording);
+        let session = Session::begin(capacity, start, mapped);
         let session = session.ok_or(Refusal::Busy)?;
         // Ends the session if the file cannot be had.
         let mut running = Running {
@@ -87,7 +87,7 @@ impl Running {
             running.sink = Some(Sink::start(&running.session, path)?);
         }
         running.session.write_names();
-        process::begin_recording(running.session.number(), start.sampling > 0);
+        process::begin_recording(start.sampling > 0);
         sample::set_mean(start.sampling);
         for engine in engines() {
             if let Some(mut heap) = engine.readable() {
@@ -122,6 +122,7 @@ impl Running {
                 heap.caches.clear_taps();
             }
         }
+        self.session.leave();
     }
 }
 
@@ -147,7 +148,7 @@ impl Engine {
         if !now.is_quiet() {
             rarely();
             let hit = match now.only_records_blocks() {
-                true => self.hit_recorded(now, key, bytes),
+                true => self.hit_recorded(key, bytes),
                 false => None,
             };
             return hit.ok_or(Missed(None));
@@ -156,11 +157,11 @@ impl Engine {
     }
 
     #[inline(always)]
-    fn hit_recorded(&self, now: Now, key: u64, bytes: usize) -> Option<Grant> {
+    fn hit_recorded(&self, key: u64, bytes: usize) -> Option<Grant> {
         let request = unaligned(bytes)?;
         let cache = thread::find(key)?;
         let mut inner = cache.try_lock()?;
-        let taken = inner.take_recorded(now, self.owner(key), request)?;
+        let taken = inner.take_recorded(self.owner(key), request)?;
         Some(Grant::small(cache, taken, request.granules))
     }
 
@@ -274,7 +275,7 @@ extern "C" fn write_last() {
 
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
-    use super::{Running, Target, stacks};
+    use super::{Refusal, Running, Target, stacks};
     use crate::allocator::{Allocator, Config};
     use crate::sim::{SimConfig, Simulator};
 
@@ -312,5 +313,20 @@ mod tests {
         drop(running);
         assert!(rings.iter().all(|ring| ring.upgrade().is_none()));
         drop(allocator.allocate(1000, &stream).unwrap());
+
+        // While rings of a recording that is over may be there none begins, and none is made.
+        let running = Running::begin(Target::Memory, 0).unwrap();
+        drop(allocator.allocate(1000, &stream).unwrap());
+        let rings = running.session.weak_rings().len();
+        running.session.end();
+        assert!(matches!(
+            Running::begin(Target::Memory, 0),
+            Err(Refusal::Busy)
+        ));
+        let other = allocator.create_stream().unwrap();
+        drop(allocator.allocate(1000, &other).unwrap());
+        assert_eq!(running.session.weak_rings().len(), rings);
+        running.stop();
+        drop(Running::begin(Target::Memory, 0).unwrap());
     }
 }

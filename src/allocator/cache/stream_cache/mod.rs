@@ -16,7 +16,7 @@ mod held_back;
 mod interleavings;
 mod large_cache;
 mod pages;
-pub(crate) mod recorded;
+mod recorded;
 mod room;
 mod runs;
 #[cfg(all(test, not(loom)))]

@@ -3,41 +3,28 @@
 use crate::allocator::cache::stream_cache::{
     CachedBlock, Inner, Life, Node, Owner, Small, StreamCache, Taken,
 };
-use crate::driver::process::{self, Now};
-use crate::event::{Kind, names};
-
-/// What the thread is doing, for [`StreamCache::free_recorded`]. To be asked before anything is there that would have to
-/// be kept meanwhile.
-#[inline(always)]
-pub(crate) fn context() -> u32 {
-    names::context()
-}
+use crate::driver::process;
+use crate::event::Kind;
 
 impl StreamCache {
     /// [`free_told`](Inner::free_told) of a block with an owner while a recording runs, if nobody is at the stream cache
     /// and the recording is told with a few words. Else the block is live still.
     #[inline(always)]
-    pub(crate) fn free_recorded(
-        &self,
-        now: Now,
-        (node, at): (Node, &u64),
-        generation: &u32,
-        context: u32,
-    ) -> bool {
+    pub(crate) fn free_recorded(&self, node: Node, at: &u64, generation: &u32) -> bool {
         let Some(mut inner) = self.try_lock() else {
             return false;
         };
-        if !inner.tap.is_ready(now.word()) {
+        let Some(place) = inner.tap.place() else {
             return false;
-        }
+        };
         // Read from the block where they are needed: what has to be kept in between costs more.
         let life = Life::Generation(*generation);
         let Some(live) = inner.freed_at_once(node, life) else {
             return false;
         };
         let freed = (Kind::Free, *at, live.requested.into());
-        // SAFETY: it is ready: nobody else was at it since.
-        unsafe { inner.tap.put_own(freed, context) };
+        // SAFETY: it is the tap's place: nobody else was at it since.
+        unsafe { inner.tap.put_own(place, freed) };
         true
     }
 }
@@ -45,22 +32,18 @@ impl StreamCache {
 impl Inner {
     /// [`take_anywhere`](Self::take_anywhere) of a run at hand while a recording runs, if that is told with a few words.
     #[inline(always)]
-    pub(crate) fn take_recorded(
-        &mut self,
-        now: Now,
-        owner: Owner,
-        request: Small,
-    ) -> Option<Taken> {
+    pub(crate) fn take_recorded(&mut self, owner: Owner, request: Small) -> Option<Taken> {
         let bytes = request.bytes();
         let fits = self.serves(owner) && self.runs.accounts.allocated.fits(bytes);
-        if !fits || !self.tap.is_ready(now.word()) {
+        if !fits {
             return None;
         }
+        let place = self.tap.place()?;
         let taken = self.runs.take_quick(request.granules, request.requested)?;
         self.account(bytes, request.requested);
         let event = (Kind::Allocate, taken.ptr, request.requested.into());
-        // SAFETY: it is ready: nobody else was at it since.
-        unsafe { self.tap.put_own(event, names::context()) };
+        // SAFETY: it is the tap's place: nobody else was at it since.
+        unsafe { self.tap.put_own(place, event) };
         Some(taken)
     }
 
