@@ -94,6 +94,8 @@ fn what_a_stream_did_before_it_captured_is_waited_for() {
         assert_ne!(beside.ptr(), at, "its kernel has not begun");
         held.release();
         rig.settle(&stream);
+        // Nobody knows whether the graph used it, until that is gone.
+        await_leases(&allocator, &pool, 0);
         let behind = used(rig, &allocator, 4 * MIB, &other);
         assert_eq!(behind.ptr(), at);
         drop((beside, behind, scope));
