@@ -12,6 +12,7 @@ mod captures;
 mod complaints;
 mod court;
 mod end;
+mod graphs;
 mod layers;
 mod program;
 mod requests;

@@ -110,6 +110,8 @@ pub struct Profile {
     pub wide: bool,
     /// Captures make the whole process watchful, so these come last.
     pub captures: bool,
+    /// Steps of `graphs.rs`.
+    pub graphs: bool,
 }
 
 use Act::*;
@@ -267,6 +269,7 @@ const PLAIN: Profile = Profile {
     packed_only: false,
     wide: false,
     captures: false,
+    graphs: false,
 };
 
 /// All of them.
@@ -364,6 +367,23 @@ pub const PROFILES: &[Profile] = &[
         faults: Faults::Turns,
         ..PLAIN
     },
+    Profile {
+        name: "graphs",
+        share: 100,
+        packed_only: true,
+        captures: true,
+        graphs: true,
+        ..PLAIN
+    },
+    Profile {
+        name: "graphs-faults",
+        share: 60,
+        packed_only: true,
+        captures: true,
+        graphs: true,
+        faults: Faults::Turns,
+        ..PLAIN
+    },
 ];
 
 /// What fails in turn: every call that the allocator, or what stands on it, makes once it is there.
@@ -429,6 +449,40 @@ pub const FAILING: &[&str] = &[
     "cuMemGetAllocationPropertiesFromHandle",
 ];
 
+/// What fails in turn in programs with graphs.
+const FAILING_WITH_GRAPHS: &[&str] = &[
+    "cuStreamGetCaptureInfo_v3",
+    "cuStreamIsCapturing",
+    "cuGraphNodeGetDependencies_v2",
+    "cuUserObjectCreate",
+    "cuGraphRetainUserObject",
+    "cuUserObjectRelease",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuEventDestroy_v2",
+    "cuStreamWaitEvent",
+    "cuStreamSynchronize",
+    "cuStreamCreate",
+    "cuStreamGetId",
+    "cuCtxSynchronize",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+];
+
 const CODES: &[CUresult] = &[
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
@@ -451,7 +505,14 @@ pub fn generate(
     let fault = match profile.faults {
         Faults::None => None,
         Faults::One(name) => Some(name),
-        Faults::Turns => Some(FAILING[(number % FAILING.len() as u64) as usize]),
+        Faults::Turns => {
+            let list = if profile.graphs {
+                FAILING_WITH_GRAPHS
+            } else {
+                FAILING
+            };
+            Some(list[(number % list.len() as u64) as usize])
+        }
     };
     let permille = match profile.faults {
         Faults::One(_) => rng.pick(&[200, 400, 400]),

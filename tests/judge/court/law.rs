@@ -311,6 +311,7 @@ impl Law {
             let used = (stream, position);
             if let Some((at, _)) = self.live_around(start, start + bytes)
                 && self.is_asleep(at)
+                && !self.is_there(start, start + bytes)
             {
                 self.found(format!(
                     "work of stream {stream} on the block {at:#x} while its memory is away"

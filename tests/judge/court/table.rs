@@ -419,6 +419,12 @@ table! {
         a: CUstream, b: *mut CUstreamCaptureStatus, c: *mut u64, d: *mut CUgraph, e: *mut *const CUgraphNode,
         f: *mut usize
     );
+    cuStreamGetCaptureInfo_v3(
+        a: CUstream, b: *mut CUstreamCaptureStatus, c: *mut u64, d: *mut CUgraph, e: *mut *const CUgraphNode,
+        f: *mut *const CUgraphEdgeData, g: *mut usize
+    );
+    cuGraphNodeGetDependencies_v2(a: CUgraphNode, b: *mut CUgraphNode, c: *mut CUgraphEdgeData, d: *mut usize);
+    cuUserObjectRelease(a: CUuserObject, b: c_uint);
     cuMemAllocAsync(a: *mut CUdeviceptr, b: usize, c: CUstream) => |law| law.works(c, &[]);
     cuMemAllocFromPoolAsync(a: *mut CUdeviceptr, b: usize, c: CUmemoryPool, d: CUstream)
         => |law| law.works(d, &[]);

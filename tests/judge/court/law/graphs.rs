@@ -247,5 +247,15 @@ impl Law {
                 merge(&mut self.seen, clock);
             }
         }
+        // The call that takes away the last of them may not have returned.
+        let held = |exec: &&Exec| exec.objects.contains(&token);
+        for clock in self
+            .execs
+            .values()
+            .filter(held)
+            .filter_map(|exec| exec.last.as_ref())
+        {
+            merge(&mut self.seen, clock);
+        }
     }
 }
