@@ -28,8 +28,8 @@ pub fn judged(test: impl Fn(&Rig, &Judge)) {
     };
     let judge = Judge(Some(crate::court::table::court()));
     test(&rig, &judge);
-    rig.assert_clean();
     judge.finds_nothing("at the end");
+    rig.assert_clean();
     Court::leave();
 }
 

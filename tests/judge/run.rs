@@ -17,7 +17,7 @@ use super::threads;
 use super::world::{Done, World};
 
 /// Programs in all, unless the environment asks for more.
-const PROGRAMS: u64 = 1500;
+const PROGRAMS: u64 = 1700;
 /// How long a failing program is shrunk.
 const SHRINKING: Duration = Duration::from_secs(20);
 
