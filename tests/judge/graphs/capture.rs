@@ -143,13 +143,17 @@ impl Scene<'_> {
         if !some.is_empty() {
             let at = some[self.rng.index(some.len())];
             let held = self.held.swap_remove(at);
-            let ptr = held.block.ptr();
-            // Whoever has the address next is another block.
-            for capture in &mut self.captures {
-                capture.used.retain(|used| used.ptr != ptr);
-            }
-            self.free(held);
+            self.free_in(held);
         }
+    }
+
+    fn free_in(&mut self, held: Held) {
+        let ptr = held.block.ptr();
+        // Whoever has the address next is another block.
+        for capture in &mut self.captures {
+            capture.used.retain(|used| used.ptr != ptr);
+        }
+        self.free(held);
     }
 
     /// A stream of the capture uses a block, which is recorded unless it is the block's own.
@@ -171,6 +175,13 @@ impl Scene<'_> {
         if self.captures[capture].has(home) {
             // It was allocated in the order of its own stream.
             self.wait(stream, home)?;
+        }
+        if stream == home && self.rng.percent(40) && !self.court.is_failing() {
+            // The free finds that its stream captures.
+            self.node(capture, place, stream)?;
+            let held = self.held.swap_remove(at);
+            self.free_in(held);
+            return Ok(());
         }
         // One that is not of this capture is this graph's only if somebody says so.
         if !self.record(at, stream)? {
