@@ -88,7 +88,8 @@ impl Scene<'_> {
                 }
             }
             6..9 => self.free_of(group),
-            9..11 => self.use_in(at, stream)?,
+            // What it freed is others' once its scope was left, and its own launches write there.
+            9..11 if serves => self.use_in(at, stream)?,
             11 => {
                 // A fork.
                 if let Some(other) = self.stream() {
