@@ -549,6 +549,22 @@ fn memory_that_goes_away_comes_back_for_graphs() {
     log.wrong("graph 0x77 has not got 0x100000000..0x100100000 back");
 }
 
+/// What lies there by then is as much the pool's as what lay there before.
+#[test]
+fn memory_that_comes_back_is_its_pools() {
+    let mut log = Log::new();
+    log.graph();
+    log.0.sleeps(&[POOL]);
+    log.0.unmapped("cuMemUnmap", A, 16 * MIB);
+    log.0.handle(2);
+    log.0.mapped(A, 16 * MIB, 2, 0);
+    log.0.accessible(A, 16 * MIB);
+    log.0.wakes(&[POOL]);
+    log.fine();
+    log.block(None, A + 8 * MIB, 1);
+    log.wrong("of no pool has memory of pool 1");
+}
+
 #[test]
 fn memory_goes_away_under_no_launch_and_no_other_pools_graph() {
     let mut log = Log::new();

@@ -109,6 +109,8 @@ pub struct Law {
     claims: BTreeMap<u64, Claim>,
     /// Graph pools whose memory is away; none stands for what is in no pool.
     asleep: HashSet<Option<u64>>,
+    /// Where their memory was: start, end, and whose.
+    homes: Vec<(u64, u64, Option<u64>)>,
     /// How often mappings changed.
     layout: u64,
     seen: Clock,
@@ -150,6 +152,7 @@ impl Law {
             objects: HashMap::new(),
             claims: BTreeMap::new(),
             asleep: HashSet::new(),
+            homes: Vec::new(),
             layout: 0,
             seen: Clock::new(),
             mappings: BTreeMap::new(),

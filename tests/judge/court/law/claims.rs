@@ -159,6 +159,12 @@ impl Law {
     /// The memory of pools goes away, or of what is in none, until it [is back](Self::wakes).
     pub fn sleeps(&mut self, pools: &[Option<u64>]) {
         self.asleep.extend(pools);
+        for (start, mapping) in &self.mappings {
+            let owner = self.owners.get(&(mapping.physical / SPAN * SPAN));
+            if let Some(owner) = owner.filter(|owner| pools.contains(owner)) {
+                self.homes.push((*start, mapping.end, *owner));
+            }
+        }
         for block in self.live.values_mut() {
             if pools.contains(&block.pool) {
                 for (from, _) in std::mem::take(&mut block.parts) {
@@ -171,6 +177,13 @@ impl Law {
     /// The memory of pools is back: that of every live block, and all that a graph may touch, at its address.
     pub fn wakes(&mut self, pools: &[Option<u64>]) {
         self.asleep.retain(|pool| !pools.contains(pool));
+        // Other memory lies there now, and it is the same pool's.
+        let back = |(_, _, owner): &mut (u64, u64, Option<u64>)| pools.contains(owner);
+        for (start, end, owner) in self.homes.extract_if(.., back).collect::<Vec<_>>() {
+            for (_, _, physical) in self.parts(start, end) {
+                self.owners.insert(physical / SPAN * SPAN, owner);
+            }
+        }
         let blocks = self.live.iter();
         let back = blocks.filter(|(_, block)| pools.contains(&block.pool));
         let back: Vec<(u64, u64)> = back.map(|(at, block)| (*at, block.end)).collect();
