@@ -290,7 +290,7 @@ impl Scene<'_> {
             false => self.allocator.empty_cache(),
         };
         match trimmed {
-            Err(Error::Suspended { .. }) if self.away => Ok(()),
+            Err(Error::Suspended) if self.away => Ok(()),
             Err(error) => self.refused("a trim was refused", &error),
             Ok(_) => Ok(()),
         }
@@ -449,8 +449,9 @@ impl Scene<'_> {
         let number = self.groups[group].number;
         self.court.law().retained(graph.raw(), number);
         let added = ours(|| -> Result<GraphExec, _> {
+            // SAFETY: the graph is alive, and this thread's; the block is the program's.
             let first = unsafe { graph.add_memset(&[], at, 3, bytes) }?;
-            // SAFETY: as above.
+            // SAFETY: the same.
             unsafe { graph.add_memset(&[first], at, 4, bytes) }?;
             graph.instantiate()
         });

@@ -246,7 +246,10 @@ impl Scene<'_> {
     pub(super) fn suspend(&mut self) -> Done {
         let asleep = self.groups.iter().position(|group| group.asleep);
         if let Some(group) = asleep {
-            return self.resume(group);
+            return match self.rng.percent(40) {
+                true => self.disturb(group),
+                false => self.resume(group),
+            };
         }
         let keep = self
             .rng
@@ -270,6 +273,24 @@ impl Scene<'_> {
         match result {
             Ok(_) | Err(Error::Capturing { .. }) => Ok(()),
             Err(error) => self.refused("a suspension was refused", &error),
+        }
+    }
+
+    /// A request for memory that is away.
+    fn disturb(&mut self, group: usize) -> Done {
+        let (Some(stream), Some(pool)) = (self.stream(), self.groups[group].pools.first()) else {
+            return Ok(());
+        };
+        let scope = match pool.enter(Scope::Thread) {
+            Ok(scope) => scope,
+            Err(error) => return self.refused("a scope was refused", &error),
+        };
+        let made = self.allocator.allocate(1 << 20, &self.streams[stream]);
+        drop(scope);
+        match made {
+            Err(Error::Suspended) => Ok(()),
+            Err(error) => self.refused("a request for memory that is away", &error),
+            Ok(block) => Err(format!("{:#x} is handed out while it is away", block.ptr())),
         }
     }
 
