@@ -58,6 +58,7 @@ fn a_capture_that_only_frees_or_records_has_a_lease() {
                 assert_eq!(footprint(&allocator, &pool).leases, 2);
             }
             drop(block);
+            assert_eq!(footprint(&allocator, &pool).leases, 2);
             let two = under_way.end().unwrap();
             drop(one);
             await_leases(&allocator, &pool, 1);

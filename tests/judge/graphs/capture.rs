@@ -21,14 +21,24 @@ struct Used {
 /// A capture under way.
 pub(super) struct Capture {
     pub group: usize,
+    id: u64,
     main: usize,
     joined: Vec<usize>,
-    /// None once the scope was left.
-    scope: Option<PoolScope>,
+    /// By which it gets memory: of the pool that it was begun with, and later perhaps of others of its family.
+    scopes: Vec<PoolScope>,
+    /// Those pools. One that was left serves the capture no more.
+    entered: Vec<usize>,
+    /// All of them were left once: what it freed is others', and its own launches write there.
+    left: bool,
     used: Vec<Used>,
 }
 
 impl Capture {
+    /// Whether it surely gets memory.
+    fn serves(&self) -> bool {
+        !self.scopes.is_empty() && !self.left
+    }
+
     pub fn has(&self, stream: usize) -> bool {
         self.joined.contains(&stream)
     }
@@ -46,22 +56,48 @@ impl Scene<'_> {
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         ours(|| stream.begin_capture(mode)).map_err(text)?;
         let id = ours(|| stream.capture_id()).map_err(text)?;
-        let pool = &self.groups[group].pools[pool];
-        let scope = match id.map(|id| pool.enter(Scope::Capture(id))) {
-            Some(Ok(scope)) => Some(scope),
-            Some(Err(error)) => {
-                self.refused("a scope was refused", &error)?;
-                None
-            }
-            None => return Err("a capture without an id".to_owned()),
+        let Some(id) = id else {
+            return Err("a capture without an id".to_owned());
         };
+        let scope = self.scope((group, pool), id)?;
         self.captures.push(Capture {
             group,
             main,
             joined: vec![main],
-            scope,
+            id,
+            scopes: scope.into_iter().collect(),
+            entered: vec![pool],
+            left: false,
             used: Vec::new(),
         });
+        Ok(())
+    }
+
+    fn scope(&self, of: (usize, usize), capture: u64) -> Result<Option<PoolScope>, String> {
+        let (group, pool) = of;
+        match self.groups[group].pools[pool].enter(Scope::Capture(capture)) {
+            Ok(scope) => Ok(Some(scope)),
+            Err(error) => self.refused("a scope was refused", &error).map(|()| None),
+        }
+    }
+
+    /// A capture comes into a scope of one of its family's pools, or out of one.
+    fn change_scopes(&mut self, at: usize) -> Done {
+        let Capture { group, id, .. } = self.captures[at];
+        let pools = 0..self.groups[group].pools.len();
+        let mut fresh = pools.filter(|pool| !self.captures[at].entered.contains(pool));
+        if let Some(pool) = fresh.next().filter(|_| !self.captures[at].left) {
+            let scope = self.scope((group, pool), id)?;
+            self.captures[at].scopes.extend(scope);
+            self.captures[at].entered.push(pool);
+        } else if self.rng.percent(30) {
+            let capture = &mut self.captures[at];
+            if !capture.scopes.is_empty() {
+                let scope = self.rng.index(capture.scopes.len());
+                drop(capture.scopes.swap_remove(scope));
+                capture.left |= capture.scopes.is_empty();
+            }
+        }
         Ok(())
     }
 
@@ -69,7 +105,7 @@ impl Scene<'_> {
     pub(super) fn captured(&mut self) -> Done {
         let at = self.rng.index(self.captures.len());
         let capture = &self.captures[at];
-        let (group, serves) = (capture.group, capture.scope.is_some());
+        let (group, serves) = (capture.group, capture.serves());
         let stream = self.rng.pick(&capture.joined);
         match self.rng.below(16) {
             0..6 if serves => {
@@ -88,7 +124,6 @@ impl Scene<'_> {
                 }
             }
             6..9 => self.free_of(group),
-            // What it freed is others' once its scope was left, and its own launches write there.
             9..11 if serves => self.use_in(at, stream)?,
             11 => {
                 // A fork.
@@ -99,7 +134,7 @@ impl Scene<'_> {
             }
             12 => self.early(at, stream)?,
             13 => self.set_back(at, stream)?,
-            14 if self.rng.percent(8) => drop(self.captures[at].scope.take()),
+            14 if self.rng.percent(30) => self.change_scopes(at)?,
             _ => {
                 let other = self.rng.pick(&self.captures[at].joined);
                 self.wait(stream, other)?;
@@ -207,7 +242,7 @@ impl Scene<'_> {
     fn early(&mut self, capture: usize, stream: usize) -> Done {
         let group = self.captures[capture].group;
         let other = self.rng.pick(&self.captures[capture].joined);
-        if other == stream || self.captures[capture].scope.is_none() {
+        if other == stream || !self.captures[capture].serves() {
             return Ok(());
         }
         self.wait(other, stream)?;
@@ -248,7 +283,7 @@ impl Scene<'_> {
     fn set_back(&mut self, capture: usize, stream: usize) -> Done {
         let before = self.present(stream)?;
         let group = self.captures[capture].group;
-        let serves = self.captures[capture].scope.is_some();
+        let serves = self.captures[capture].serves();
         if before.is_empty() || !serves || self.court.is_failing() {
             return Ok(());
         }
@@ -284,11 +319,11 @@ impl Scene<'_> {
         let early = self.rng.percent(50);
         let mut capture = self.captures.swap_remove(at);
         if early {
-            drop(capture.scope.take());
+            capture.scopes.clear();
         }
         let stream = &self.streams[main];
         let ended = ours(|| stream.end_capture());
-        drop(capture.scope);
+        drop(capture.scopes);
         match ended {
             Ok(_) if spoilt => Err("a capture that was spoilt ended well".to_owned()),
             Err(_) if spoilt => Ok(()),
