@@ -4,6 +4,7 @@
 use cualloc::Policy;
 use cualloc::driver::sys::CUresult;
 
+use super::graphs;
 use super::rng::Rng;
 use super::table::Fault;
 
@@ -449,40 +450,6 @@ pub const FAILING: &[&str] = &[
     "cuMemGetAllocationPropertiesFromHandle",
 ];
 
-/// What fails in turn in programs with graphs.
-const FAILING_WITH_GRAPHS: &[&str] = &[
-    "cuStreamGetCaptureInfo_v3",
-    "cuStreamIsCapturing",
-    "cuGraphNodeGetDependencies_v2",
-    "cuUserObjectCreate",
-    "cuGraphRetainUserObject",
-    "cuUserObjectRelease",
-    "cuMemCreate",
-    "cuMemMap",
-    "cuMemSetAccess",
-    "cuMemUnmap",
-    "cuMemRelease",
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
-    "cuEventCreate",
-    "cuEventRecord",
-    "cuEventQuery",
-    "cuEventSynchronize",
-    "cuEventDestroy_v2",
-    "cuStreamWaitEvent",
-    "cuStreamSynchronize",
-    "cuStreamCreate",
-    "cuStreamGetId",
-    "cuCtxSynchronize",
-    "cuCtxGetCurrent",
-    "cuCtxSetCurrent",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemHostAlloc",
-    "cuMemFreeHost",
-];
-
 const CODES: &[CUresult] = &[
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
@@ -507,7 +474,7 @@ pub fn generate(
         Faults::One(name) => Some(name),
         Faults::Turns => {
             let list = if profile.graphs {
-                FAILING_WITH_GRAPHS
+                graphs::FAILING
             } else {
                 FAILING
             };
