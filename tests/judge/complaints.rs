@@ -178,6 +178,14 @@ fn a_stream_that_is_set_back_is_not_behind_what_it_did() {
             false => log.fine(),
             true => log.wrong("which stream 0 is not behind"),
         }
+        // It waits in no node of its own for what began on the branch.
+        log.free(A);
+        log.0.depends(stream(0), &[(6, false)], true);
+        log.block(POOL, A, 0);
+        match back {
+            false => log.fine(),
+            true => log.wrong("which stream 0 is not behind"),
+        }
     }
 }
 

@@ -28,15 +28,21 @@ pub(super) struct Capture {
     scopes: Vec<PoolScope>,
     /// Those pools. One that was left serves the capture no more.
     entered: Vec<usize>,
-    /// All of them were left once: what it freed is others', and its own launches write there.
+    /// One of them was left. If it was the last by which the capture got memory, it gets no more, and what it freed is
+    /// others', where its own launches write.
     left: bool,
     used: Vec<Used>,
 }
 
 impl Capture {
-    /// Whether it surely gets memory.
+    /// Whether it may get memory.
     fn serves(&self) -> bool {
-        !self.scopes.is_empty() && !self.left
+        !self.scopes.is_empty()
+    }
+
+    /// Whether a request on a stream may find that the capture's scopes were left.
+    pub fn has_left(&self, stream: usize) -> bool {
+        self.left && self.has(stream)
     }
 
     pub fn has(&self, stream: usize) -> bool {
@@ -95,7 +101,7 @@ impl Scene<'_> {
             if !capture.scopes.is_empty() {
                 let scope = self.rng.index(capture.scopes.len());
                 drop(capture.scopes.swap_remove(scope));
-                capture.left |= capture.scopes.is_empty();
+                capture.left = true;
             }
         }
         Ok(())
@@ -124,7 +130,7 @@ impl Scene<'_> {
                 }
             }
             6..9 => self.free_of(group),
-            9..11 if serves => self.use_in(at, stream)?,
+            9..11 if serves && !self.captures[at].left => self.use_in(at, stream)?,
             11 => {
                 // A fork.
                 if let Some(other) = self.stream() {

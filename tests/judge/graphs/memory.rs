@@ -24,6 +24,9 @@ impl Scene<'_> {
         let made = self.allocator.allocate(bytes, &self.streams[stream]);
         let block = match made {
             Ok(block) => block,
+            Err(Error::Capturing { .. }) if self.captures.iter().any(|c| c.has_left(stream)) => {
+                return Ok(None);
+            }
             Err(error) => {
                 self.refused("an allocation was refused", &error)?;
                 return Ok(None);
