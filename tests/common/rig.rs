@@ -119,11 +119,20 @@ impl Rig {
         policy: Policy,
         install: fn(sys::CuFunctions) -> sys::CuFunctions,
     ) -> Option<Rig> {
+        Rig::behind_on(policy, SimConfig::with_devices(1, 8 << 30), install)
+    }
+
+    /// [`behind`](Self::behind) on a simulator with given properties.
+    pub fn behind_on(
+        policy: Policy,
+        config: SimConfig,
+        install: fn(sys::CuFunctions) -> sys::CuFunctions,
+    ) -> Option<Rig> {
         if on_cuda() {
             eprintln!("SKIPPED on cuda: needs the simulator");
             return None;
         }
-        let simulator = Simulator::new(SimConfig::with_devices(1, 8 << 30)).unwrap();
+        let simulator = Simulator::new(config).unwrap();
         let functions = install(simulator.functions());
         // SAFETY: the simulator's functions, some of them behind ones of the same types.
         let driver = unsafe { Driver::from_functions(functions) }.unwrap();

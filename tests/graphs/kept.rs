@@ -58,6 +58,7 @@ fn a_capture_that_only_frees_or_records_has_a_lease() {
                 assert_eq!(footprint(&allocator, &pool).leases, 2);
             }
             drop(block);
+            assert_eq!(footprint(&allocator, &pool).leases, 2);
             let two = under_way.end().unwrap();
             drop(one);
             await_leases(&allocator, &pool, 1);
@@ -94,6 +95,8 @@ fn what_a_stream_did_before_it_captured_is_waited_for() {
         assert_ne!(beside.ptr(), at, "its kernel has not begun");
         held.release();
         rig.settle(&stream);
+        // Nobody knows whether the graph used it, until that is gone.
+        await_leases(&allocator, &pool, 0);
         let behind = used(rig, &allocator, 4 * MIB, &other);
         assert_eq!(behind.ptr(), at);
         drop((beside, behind, scope));

@@ -6,7 +6,12 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+// Other programs use more of it.
+#[allow(dead_code)]
+#[path = "../judge/court/mod.rs"]
+mod court;
 mod families;
+mod judged;
 mod kept;
 mod leases;
 mod random;

@@ -1,5 +1,7 @@
-//! Random capture programs (G4): the simulator runs each graph in orders that its edges allow, and is the oracle.
+//! Random capture programs (G4): the simulator runs each graph in orders that its edges allow, and the judge of the
+//! driver's calls looks at every block. Both know nothing of the allocator.
 
+use super::judged::{Judge, OURS, judged};
 use super::support::*;
 use cualloc::allocator::{Checkpoint, PoolScope};
 use cualloc::driver::{Dependency, Function, sys};
@@ -52,6 +54,7 @@ struct Capture {
 /// A program under way. The last stream is known by its handle alone.
 struct Program<'a> {
     rig: &'a Rig,
+    judge: &'a Judge,
     allocator: &'a Allocator,
     pool: &'a GraphPool,
     /// Another one of its family.
@@ -65,6 +68,8 @@ struct Program<'a> {
     outside: Vec<(Block, usize, u32)>,
     points: Vec<Checkpoint>,
     execs: Vec<GraphExec>,
+    /// Executables are launched. Else the simulator runs nothing of a graph, and sees nothing wrong with it.
+    launches: bool,
     operations: usize,
     seen: Seen,
 }
@@ -77,6 +82,7 @@ struct Seen {
     outside: usize,
     early: usize,
     left: usize,
+    judged: usize,
 }
 
 impl<'a> Program<'a> {
@@ -86,6 +92,16 @@ impl<'a> Program<'a> {
             Some(other) if self.random.below(2) == 0 => other,
             _ => self.pool,
         }
+    }
+
+    /// A block of the pool, all its bytes written.
+    fn used(&self, bytes: usize, stream: usize) -> Block {
+        let from = (self.rig, self.allocator);
+        self.judge.used(OURS, from, bytes, &self.streams[stream])
+    }
+
+    fn free(&self, block: Block) {
+        self.judge.free(block);
     }
 
     fn bytes(&mut self) -> usize {
@@ -109,6 +125,7 @@ impl<'a> Program<'a> {
         for _ in 0..self.random.below(60) + 4 {
             self.operations += 1;
             self.captured(&mut capture);
+            self.judge.finds_nothing("in a capture");
         }
         let Capture {
             under_way,
@@ -129,9 +146,12 @@ impl<'a> Program<'a> {
         }
         drop(scope);
         // Outputs: what some later launch may write anew.
-        let kept = own.into_iter().filter(|_| self.random.0.is_multiple_of(3));
-        self.live
-            .extend(kept.map(|(block, stream, _)| (block, stream)));
+        for (block, stream, _) in own {
+            match self.random.0.is_multiple_of(3) {
+                true => self.live.push((block, stream)),
+                false => self.free(block),
+            }
+        }
     }
 
     /// Something in a capture.
@@ -143,16 +163,17 @@ impl<'a> Program<'a> {
         match self.random.below(16) {
             0..=4 if scope.is_some() => {
                 let bytes = self.bytes();
-                let block = used(self.rig, self.allocator, bytes, &self.streams[stream]);
+                let block = self.used(bytes, stream);
                 own.push((block, stream, Vec::new()));
             }
             5..=7 if !own.is_empty() => {
                 let (block, ..) = own.swap_remove(self.random.below(own.len()));
                 match self.random.below(8) {
                     0 => std::thread::scope(|threads| {
-                        threads.spawn(|| drop(block));
+                        let judge = self.judge.clone();
+                        threads.spawn(move || judge.free(block));
                     }),
-                    _ => drop(block),
+                    _ => self.free(block),
                 }
             }
             8 if !own.is_empty() => {
@@ -167,13 +188,15 @@ impl<'a> Program<'a> {
                     let bytes = block.requested();
                     self.rig.stamp(block.ptr(), bytes, 9, &self.streams[stream]);
                     block.record_stream(&self.streams[stream]).unwrap();
+                    self.judge.recorded(block, &self.streams[stream]);
                     users.push(stream);
                     // What the owner gives it from here on comes behind, if that comes soon or late.
                     if scope.is_none() || self.random.below(2) == 0 {
                         self.streams[*home].wait_for(&self.streams[stream]).unwrap();
                         users.clear();
                     } else {
-                        drop(own.swap_remove(at));
+                        let (block, ..) = own.swap_remove(at);
+                        self.free(block);
                     }
                 }
             }
@@ -188,7 +211,8 @@ impl<'a> Program<'a> {
             11 if scope.is_some() => self.set_back(stream),
             12 if !self.live.is_empty() => {
                 let at = self.random.below(self.live.len());
-                drop(self.live.swap_remove(at));
+                let (block, _) = self.live.swap_remove(at);
+                self.free(block);
             }
             13 if self.random.below(24) == 0 => {
                 drop(scope.take());
@@ -219,6 +243,7 @@ impl<'a> Program<'a> {
     fn used_by_kernel(&self, bytes: usize, stream: usize) -> Block {
         let stream = &self.streams[stream];
         let block = self.allocator.allocate(bytes, stream).unwrap();
+        self.judge.handed_out(OURS, &block, stream);
         let (ptr, words, seed) = (block.ptr(), bytes as u64 / 4, bytes as u32);
         // SAFETY: the kernel writes the block, and its module outlives the program.
         unsafe {
@@ -238,12 +263,12 @@ impl<'a> Program<'a> {
                 joined.push(other);
             }
         }
-        drop(self.used_by_kernel(bytes, stream));
+        self.free(self.used_by_kernel(bytes, stream));
         if other != stream {
             let last = self.present(stream);
             let early: Vec<_> = last.iter().map(|on| on.with_edge(EARLY)).collect();
             self.depend(other, &early, true);
-            drop(self.used_by_kernel(bytes, other));
+            self.free(self.used_by_kernel(bytes, other));
             self.seen.early += 1;
         }
     }
@@ -255,10 +280,10 @@ impl<'a> Program<'a> {
             return;
         }
         let bytes = self.bytes();
-        drop(used(self.rig, self.allocator, bytes, &self.streams[stream]));
+        self.free(self.used(bytes, stream));
         let branch = self.present(stream);
         self.depend(stream, &before, false);
-        drop(used(self.rig, self.allocator, bytes, &self.streams[stream]));
+        self.free(self.used(bytes, stream));
         self.depend(stream, &branch, true);
     }
 
@@ -267,7 +292,7 @@ impl<'a> Program<'a> {
         let bytes = self.bytes();
         let stream = self.random.below(4);
         let scope = self.pool().enter(Scope::Thread).unwrap();
-        let block = used(self.rig, self.allocator, bytes, &self.streams[stream]);
+        let block = self.used(bytes, stream);
         drop(scope);
         self.outside.push((block, stream, bytes as u32));
     }
@@ -279,6 +304,7 @@ impl<'a> Program<'a> {
             let (block, stream, word) = self.outside.swap_remove(at);
             let (stream, bytes) = (&self.streams[stream], block.requested());
             assert_eq!(self.rig.mismatches(block.ptr(), bytes, word, stream), 0);
+            self.free(block);
             self.seen.outside += 1;
         }
     }
@@ -296,6 +322,7 @@ impl<'a> Program<'a> {
             Err(error) => panic!("{error:?}"),
         };
         self.seen.restored += 1;
+        self.judge.restored(&restored.ceased, &restored.revived);
         let gone = |block: &Block| restored.ceased.contains(&block.ptr());
         let live = std::mem::take(&mut self.live);
         let outside = std::mem::take(&mut self.outside);
@@ -330,6 +357,9 @@ impl<'a> Program<'a> {
         }
         let exec = self.random.below(count);
         let stream = self.random.below(4);
+        if !self.launches {
+            return drop(self.execs.swap_remove(exec));
+        }
         for other in 0..4 {
             if other != stream {
                 self.streams[stream].wait_for(&self.streams[other]).unwrap();
@@ -364,22 +394,25 @@ impl<'a> Program<'a> {
             8 if !self.live.is_empty() => {
                 self.operations += 1;
                 let at = self.random.below(self.live.len());
-                drop(self.live.swap_remove(at));
+                let (block, _) = self.live.swap_remove(at);
+                self.free(block);
             }
             _ => {
                 self.operations += 1;
                 // Work outside of captures and of the pool.
                 let bytes = self.bytes();
                 let stream = self.random.below(4);
-                drop(used(self.rig, self.allocator, bytes, &self.streams[stream]));
+                let from = (self.rig, self.allocator);
+                let block = self.judge.used(None, from, bytes, &self.streams[stream]);
+                self.free(block);
             }
         }
     }
 }
 
-fn program(seed: u64, family: bool) -> Seen {
+fn program(seed: u64, family: bool, launches: bool) -> Seen {
     let seen = Cell::new(Seen::default());
-    packed(|rig| {
+    judged(|rig, judge| {
         let module = rig.words();
         let fill = module.function(c"cualloc_fill").unwrap();
         let allocator = rig.allocator();
@@ -393,6 +426,7 @@ fn program(seed: u64, family: bool) -> Seen {
         let [one, two, three] = rig.streams();
         let mut program = Program {
             rig,
+            judge,
             allocator: &allocator,
             pool: &pool,
             other: other.as_ref(),
@@ -403,14 +437,16 @@ fn program(seed: u64, family: bool) -> Seen {
             outside: Vec::new(),
             points: Vec::new(),
             execs: Vec::new(),
+            launches,
             operations: 0,
             seen: Seen::default(),
         };
         let mut looks = 0;
         while program.operations < PROGRAM {
             program.step();
+            judge.finds_nothing(&format!("seed {seed:#x}"));
             looks += 1;
-            if looks % 16 == 0 {
+            if looks % 16 == 0 && launches {
                 allocator.check().unwrap();
                 let reports = rig.sim().map(|sim| sim.reports()).unwrap_or_default();
                 assert!(reports.is_empty(), "seed {seed:#x}: {reports:#?}");
@@ -418,6 +454,7 @@ fn program(seed: u64, family: bool) -> Seen {
         }
         seen.set(Seen {
             operations: program.operations,
+            judged: judge.blocks() as usize,
             ..program.seen
         });
         let Program {
@@ -427,7 +464,10 @@ fn program(seed: u64, family: bool) -> Seen {
             streams,
             ..
         } = program;
-        drop((live, outside, execs));
+        let outside = outside.into_iter().map(|(block, ..)| block);
+        let blocks = live.into_iter().map(|(block, _)| block).chain(outside);
+        blocks.for_each(|block| judge.free(block));
+        drop(execs);
         streams
             .iter()
             .for_each(|stream| stream.synchronize().unwrap());
@@ -453,12 +493,13 @@ fn no_two_uses_of_memory_meet_in_random_captures() {
         if all.operations >= wanted {
             break;
         }
-        let seen = program(seed, !KEPT.contains(&seed) && seed % 3 == 0);
+        let seen = program(seed, !KEPT.contains(&seed) && seed % 3 == 0, true);
         all.operations += seen.operations;
         all.restored += seen.restored;
         all.outside += seen.outside;
         all.early += seen.early;
         all.left += seen.left;
+        all.judged += seen.judged;
         last = seed;
     }
     let Seen {
@@ -470,4 +511,13 @@ fn no_two_uses_of_memory_meet_in_random_captures() {
     } = all;
     eprintln!("{all:?}, the last seed was {last:#x}");
     assert!(restored.min(outside).min(early).min(left) > 0, "{all:?}");
+}
+
+/// What nobody launches does nothing that could be seen: here the judge alone says what is wrong.
+#[test]
+fn captures_that_nobody_launches_are_judged_by_the_calls_alone() {
+    for seed in 1..=10 {
+        let seen = program(seed, seed % 3 == 0, false);
+        assert!(on_cuda() || seen.judged > 100, "seed {seed}: {seen:?}");
+    }
 }

@@ -9,13 +9,17 @@ pub use cualloc::error::GraphPoolError;
 use cualloc::sim::SimConfig;
 use std::time::{Duration, Instant};
 
-/// Graph pools are packed memory. The simulator tells the end of a graph as late as a driver.
-pub fn packed(test: impl Fn(&Rig)) {
-    let config = SimConfig {
+/// The simulator tells the end of a graph as late as a driver.
+pub fn late() -> SimConfig {
+    SimConfig {
         late_destructors: true,
         ..SimConfig::with_devices(1, 8 << 30)
-    };
-    only_on(Policy::Packed, config, test);
+    }
+}
+
+/// Graph pools are packed memory.
+pub fn packed(test: impl Fn(&Rig)) {
+    only_on(Policy::Packed, late(), test);
 }
 
 /// Waits for what is true some time after a graph has gone.

@@ -90,6 +90,40 @@ fn a_block_that_a_capture_recorded_is_a_graphs_from_then_on() {
     });
 }
 
+/// Nobody records a block's own stream on it: the free finds that it captures, and is put off until it does not.
+#[test]
+fn a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let scope = pool.enter(Scope::Thread).unwrap();
+        for by_another_thread in [false, true] {
+            let block = used(rig, &allocator, 2 * MIB, &stream);
+            let at = block.ptr();
+            rig.settle(&stream);
+            let under_way = Capturing::begin(&stream, MODE);
+            rig.stamp(at, 2 * MIB, 1, &stream);
+            match by_another_thread {
+                true => std::thread::scope(|threads| {
+                    threads.spawn(|| drop(block));
+                }),
+                false => drop(block),
+            }
+            let graph = under_way.end().unwrap();
+            rig.settle(&stream);
+            let others = [(); 2].map(|()| used(rig, &allocator, 2 * MIB, &stream));
+            for other in &others {
+                assert_ne!(other.ptr(), at, "the graph writes there");
+            }
+            run(&graph, &stream);
+            drop((graph, others));
+            rig.settle(&stream);
+        }
+        drop((scope, pool));
+        rig.close(&allocator);
+    });
+}
+
 /// A plan sets memory aside that still waits for work; meanwhile others look at what waits, and the plan fails.
 #[test]
 fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {

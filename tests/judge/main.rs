@@ -9,14 +9,15 @@
 #![cfg(feature = "sim")]
 
 mod captures;
+mod complaints;
+mod court;
 mod end;
-mod law;
+mod graphs;
 mod layers;
 mod program;
-mod ranges;
 mod requests;
-mod rng;
 mod run;
-mod table;
 mod threads;
 mod world;
+
+use court::{rng, table};

@@ -4,6 +4,7 @@
 use cualloc::Policy;
 use cualloc::driver::sys::CUresult;
 
+use super::graphs;
 use super::rng::Rng;
 use super::table::Fault;
 
@@ -110,6 +111,8 @@ pub struct Profile {
     pub wide: bool,
     /// Captures make the whole process watchful, so these come last.
     pub captures: bool,
+    /// Steps of `graphs.rs`.
+    pub graphs: bool,
 }
 
 use Act::*;
@@ -267,6 +270,7 @@ const PLAIN: Profile = Profile {
     packed_only: false,
     wide: false,
     captures: false,
+    graphs: false,
 };
 
 /// All of them.
@@ -364,6 +368,23 @@ pub const PROFILES: &[Profile] = &[
         faults: Faults::Turns,
         ..PLAIN
     },
+    Profile {
+        name: "graphs",
+        share: 100,
+        packed_only: true,
+        captures: true,
+        graphs: true,
+        ..PLAIN
+    },
+    Profile {
+        name: "graphs-faults",
+        share: 60,
+        packed_only: true,
+        captures: true,
+        graphs: true,
+        faults: Faults::Turns,
+        ..PLAIN
+    },
 ];
 
 /// What fails in turn: every call that the allocator, or what stands on it, makes once it is there.
@@ -451,7 +472,14 @@ pub fn generate(
     let fault = match profile.faults {
         Faults::None => None,
         Faults::One(name) => Some(name),
-        Faults::Turns => Some(FAILING[(number % FAILING.len() as u64) as usize]),
+        Faults::Turns => {
+            let list = if profile.graphs {
+                graphs::FAILING
+            } else {
+                FAILING
+            };
+            Some(list[(number % list.len() as u64) as usize])
+        }
     };
     let permille = match profile.faults {
         Faults::One(_) => rng.pick(&[200, 400, 400]),

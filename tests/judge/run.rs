@@ -10,13 +10,14 @@ use cualloc::driver::Stream;
 use cualloc::driver::sys::*;
 use cualloc::sim::{SimConfig, Simulator};
 
+use super::graphs;
 use super::program::{PROFILES, Profile, Setup, Step, generate};
 use super::table::Court;
 use super::threads;
 use super::world::{Done, World};
 
 /// Programs in all, unless the environment asks for more.
-const PROGRAMS: u64 = 1500;
+const PROGRAMS: u64 = 1700;
 /// How long a failing program is shrunk.
 const SHRINKING: Duration = Duration::from_secs(20);
 
@@ -80,11 +81,24 @@ struct Failure {
 
 /// What many programs did.
 #[derive(Default)]
-struct Sums {
-    steps: AtomicU64,
-    calls: AtomicU64,
+pub struct Sums {
+    pub steps: AtomicU64,
+    pub calls: AtomicU64,
     failed: AtomicU64,
     allocations: AtomicU64,
+}
+
+impl Sums {
+    /// What one program's judge has counted.
+    pub fn add(&self, court: &Court) {
+        let add = |sum: &AtomicU64, of: &AtomicU64| {
+            sum.fetch_add(of.load(Ordering::Relaxed), Ordering::Relaxed);
+        };
+        add(&self.calls, &court.calls);
+        add(&self.failed, &court.failed);
+        self.allocations
+            .fetch_add(court.law().blocks, Ordering::Relaxed);
+    }
 }
 
 fn guarded<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
@@ -111,13 +125,7 @@ fn attempt(setup: &Setup, steps: &[Step], sums: &Sums) -> Result<(), Failure> {
         let stepped = run();
         let ended = stepped.and_then(|()| world.end());
         sums.steps.fetch_add(at as u64, Ordering::Relaxed);
-        let add = |sum: &AtomicU64, of: &AtomicU64| {
-            sum.fetch_add(of.load(Ordering::Relaxed), Ordering::Relaxed);
-        };
-        add(&sums.calls, &court.calls);
-        add(&sums.failed, &court.failed);
-        sums.allocations
-            .fetch_add(court.law().blocks, Ordering::Relaxed);
+        sums.add(&court);
         ended
     });
     leave(&result);
@@ -192,6 +200,12 @@ fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
         return result
             .err()
             .map(|what| format!("{head}: {}: {what}", threads::describe(&setup)));
+    }
+    if profile.graphs {
+        GIVEN_UP.set(0);
+        let result = guarded(|| graphs::attempt(&setup, profile.steps, sums));
+        leave(&result);
+        return result.err().map(|what| format!("{head}: {what}"));
     }
     let failure = attempt(&setup, &steps, sums).err()?;
     let first = format!("{head}: step {}: {}", failure.step, failure.what);

@@ -22,6 +22,8 @@ struct LastUses {
     ends: Vec<(u64, Pooled)>,
     /// One of them may be gone, and is not asked.
     unasked: bool,
+    /// One of them captures, so that a graph may touch the block.
+    in_graph: bool,
 }
 
 impl Engine {
@@ -41,8 +43,15 @@ impl Engine {
             let told = self.last_use(pool, user, &mut uses);
             all_told = all_told.and(told);
         }
-        all_told?;
         let mut heap = self.open()?;
+        if uses.in_graph
+            && heap.is_pooled(life)
+            && let Some(live) = heap.graphs.live_mut(ptr)
+        {
+            // Also if the free has to wait for the end of the capture, and finds none any more.
+            live.captured = true;
+        }
+        all_told?;
         let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
         let live = live.ok_or_else(gone)?;
         let same = |(known, asked): (&User, &User)| Arc::ptr_eq(&known.token, &asked.token);
@@ -87,6 +96,7 @@ impl Engine {
             uses.ends.push((user.key.number(), event));
             return Ok(());
         };
+        uses.in_graph = true;
         let later = Error::Capturing { stream: user.raw };
         {
             let mut heap = self.open()?;

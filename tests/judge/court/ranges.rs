@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 /// A position of a stream: its number, and how many things were submitted to it up to there.
 pub type Position = (usize, u64);
 
+#[derive(Clone)]
 struct Piece {
     end: u64,
     /// The last position of each stream that used it.
@@ -12,7 +13,7 @@ struct Piece {
 }
 
 /// Uses by bytes, in disjoint pieces.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Ranges(BTreeMap<u64, Piece>);
 
 impl Ranges {

@@ -1,19 +1,29 @@
 //! What the driver's calls order, and who may use which bytes.
 //!
-//! Everything here comes from calls of the table, but for three things that the program says: a block was
-//! handed out for a stream, a block was freed, a guard was taken or dropped. No order comes from
-//! `cuMemFree`, `cuMemFreeHost`, `cuMemHostAlloc` or the loading of modules: the driver promises none.
+//! Everything here comes from calls of the table, but for what the program says: a block was handed out for a
+//! stream, and from which graph pool if it is of one, another stream was recorded on it, it was freed, a guard was
+//! taken or dropped, memory is suspended or back. No order comes from `cuMemFree`, `cuMemFreeHost`,
+//! `cuMemHostAlloc` or the loading of modules: the driver promises none.
 //!
 //! A position counts what was submitted to a stream. What the host has seen complete is complete for all
 //! threads: the calls are let through one at a time, so any later one of any thread comes after it.
 
 mod blocks;
+mod captures;
+mod claims;
+mod graphs;
+mod memory;
+mod sheet;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::thread::ThreadId;
 
 use cualloc::driver::sys::*;
 
+use self::captures::Capture;
+use self::claims::Claim;
+use self::graphs::{Exec, Graph, Object};
+use self::sheet::Link;
 use super::ranges::{Position, Ranges};
 
 type Clock = Vec<u64>;
@@ -43,8 +53,8 @@ struct Lane {
 enum Stamp {
     Never,
     At(Clock),
-    /// It belongs to a capture, and orders nothing outside of it.
-    Captured(u64),
+    /// It belongs to a capture, behind these nodes, and orders nothing outside of it.
+    Captured(u64, Vec<Link>),
 }
 
 /// Memory at addresses.
@@ -64,10 +74,20 @@ struct Handle {
 }
 
 /// A block that was handed out.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub struct Block {
     end: u64,
     parts: Vec<(u64, u64)>,
+    /// The graph pool, or the family of pools, whose memory it is.
+    pool: Option<u64>,
+    /// The streams that it was handed out for and recorded on.
+    users: Vec<usize>,
+    /// Captures in which nodes touch it.
+    touched: Vec<u64>,
+    /// A capture got it, or uses it.
+    captured: bool,
+    /// How many blocks had been handed out by then.
+    born: u64,
 }
 
 /// Each memory has its own numbers of bytes, from a multiple of this on.
@@ -79,7 +99,20 @@ pub struct Law {
     by_handle: HashMap<u64, usize>,
     defaults: HashMap<(usize, Option<ThreadId>), usize>,
     events: HashMap<u64, Stamp>,
-    captures: u64,
+    /// Captures so far.
+    count: u64,
+    captures: HashMap<u64, Capture>,
+    graphs: HashMap<u64, Graph>,
+    execs: HashMap<u64, Exec>,
+    objects: HashMap<u64, Object>,
+    /// What graphs may touch, by the captures that made them.
+    claims: BTreeMap<u64, Claim>,
+    /// Graph pools whose memory is away; none stands for what is in no pool.
+    asleep: HashSet<Option<u64>>,
+    /// Where their memory was: start, end, and whose.
+    homes: Vec<(u64, u64, Option<u64>)>,
+    /// How often mappings changed.
+    layout: u64,
     seen: Clock,
     mappings: BTreeMap<u64, Mapping>,
     handles: HashMap<u64, Handle>,
@@ -88,6 +121,11 @@ pub struct Law {
     /// By physical bytes, and by addresses.
     used: Ranges,
     used_at: Ranges,
+    /// The same of launches.
+    launched: Ranges,
+    launched_at: Ranges,
+    /// Whose memory a handle's is: a graph pool's, or nobody's.
+    owners: HashMap<u64, Option<u64>>,
     live: BTreeMap<u64, Block>,
     /// Live blocks by physical bytes: end, address.
     occupied: BTreeMap<u64, (u64, u64)>,
@@ -107,7 +145,15 @@ impl Law {
             by_handle: HashMap::new(),
             defaults: HashMap::new(),
             events: HashMap::new(),
-            captures: 0,
+            count: 0,
+            captures: HashMap::new(),
+            graphs: HashMap::new(),
+            execs: HashMap::new(),
+            objects: HashMap::new(),
+            claims: BTreeMap::new(),
+            asleep: HashSet::new(),
+            homes: Vec::new(),
+            layout: 0,
             seen: Clock::new(),
             mappings: BTreeMap::new(),
             handles: HashMap::new(),
@@ -115,6 +161,9 @@ impl Law {
             kernels: HashSet::new(),
             used: Ranges::default(),
             used_at: Ranges::default(),
+            launched: Ranges::default(),
+            launched_at: Ranges::default(),
+            owners: HashMap::new(),
             live: BTreeMap::new(),
             occupied: BTreeMap::new(),
             guards: Vec::new(),
@@ -256,13 +305,21 @@ impl Law {
     }
 
     /// Work on device memory.
-    pub fn works(&mut self, stream: CUstream, ranges: &[(u64, u64)]) {
-        let stream = self.number(stream);
+    pub fn works(&mut self, handle: CUstream, ranges: &[(u64, u64)]) {
+        let stream = self.number(handle);
         let Some(position) = self.submitted(stream) else {
-            return;
+            return self.captured_work(handle, stream, ranges);
         };
         for &(start, bytes) in ranges {
             let used = (stream, position);
+            if let Some((at, _)) = self.live_around(start, start + bytes)
+                && self.is_asleep(at)
+                && !self.is_there(start, start + bytes)
+            {
+                self.found(format!(
+                    "work of stream {stream} on the block {at:#x} while its memory is away"
+                ));
+            }
             for (at, end, physical) in self.parts(start, start + bytes) {
                 self.used_at.add(at, end, used);
                 self.used.add(physical, physical + (end - at), used);
@@ -296,7 +353,7 @@ impl Law {
         let stream = self.number(stream);
         let stamp = match self.submitted(stream) {
             Some(_) => Stamp::At(self.lanes[stream].clock.clone()),
-            None => Stamp::Captured(self.lanes[stream].capture.unwrap_or(0)),
+            None => self.captured_stamp(stream),
         };
         self.events.insert(event as u64, stamp);
     }
@@ -310,7 +367,10 @@ impl Law {
                     merge(&mut self.lanes[stream].clock, &clock);
                 }
             }
-            Some(Stamp::Captured(capture)) => self.lanes[stream].capture = Some(*capture),
+            Some(Stamp::Captured(capture, links)) => {
+                let (capture, links) = (*capture, links.clone());
+                self.joins(stream, capture, &links);
+            }
             Some(Stamp::Never) | None => {}
         }
     }
@@ -330,193 +390,6 @@ impl Law {
         let context = self.current();
         for lane in self.lanes.iter().filter(|l| l.context == context) {
             merge(&mut self.seen, &lane.clock);
-        }
-    }
-
-    pub fn captures(&mut self, stream: CUstream) {
-        let stream = self.number(stream);
-        self.captures += 1;
-        self.lanes[stream].capture = Some(self.captures);
-    }
-
-    /// A capture was to end; whether it did, the driver says.
-    pub fn captured(&mut self, stream: CUstream) {
-        let stream = self.number(stream);
-        let Some(capture) = self.lanes[stream].capture else {
-            return;
-        };
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let handle = self.by_handle.iter().find(|(_, number)| **number == stream);
-        if let (Some(ask), Some((handle, _))) = (self.real.cuStreamIsCapturing, handle) {
-            // SAFETY: the stream was given to a call just now, the output is a local.
-            let _ = unsafe { ask(*handle as CUstream, &mut status) };
-        }
-        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            return;
-        }
-        for lane in &mut self.lanes {
-            if lane.capture == Some(capture) {
-                lane.capture = None;
-            }
-        }
-    }
-
-    // ---- memory ----------------------------------------------------------------------------
-
-    fn memory(&mut self) -> u64 {
-        self.memories += 1;
-        self.memories * SPAN
-    }
-
-    /// Where addresses lie: start, end, first physical byte of each part. What is not mapped is left out.
-    fn parts(&self, start: u64, end: u64) -> Vec<(u64, u64, u64)> {
-        let first = self.mappings.range(..=start).next_back();
-        let first = first.map_or(start, |(&at, _)| at);
-        let mut parts = Vec::new();
-        for (&at, mapping) in self.mappings.range(first..end) {
-            let (from, to) = (start.max(at), end.min(mapping.end));
-            if from < to {
-                parts.push((from, to, mapping.physical + (from - at)));
-            }
-        }
-        parts
-    }
-
-    fn insert(&mut self, start: u64, bytes: u64, physical: u64, plain: bool) {
-        let mapping = Mapping {
-            end: start + bytes,
-            physical,
-            accessible: plain,
-            plain,
-        };
-        self.mappings.insert(start, mapping);
-    }
-
-    pub fn segment(&mut self, start: u64, bytes: u64) {
-        let physical = self.memory();
-        self.insert(start, bytes, physical, true);
-    }
-
-    pub fn segment_freed(&mut self, start: u64) {
-        match self.mappings.get(&start).map(|m| (m.end, m.plain)) {
-            Some((end, true)) => self.unmapped("cuMemFree", start, end - start),
-            Some((_, false)) => self.found(format!("cuMemFree of {start:#x}, which is mapped")),
-            None => {}
-        }
-    }
-
-    pub fn handle(&mut self, handle: CUmemGenericAllocationHandle) {
-        let physical = self.memory();
-        self.handles.insert(
-            handle,
-            Handle {
-                physical,
-                references: 1,
-            },
-        );
-    }
-
-    pub fn handle_retained(&mut self, handle: CUmemGenericAllocationHandle) {
-        if let Some(known) = self.handles.get_mut(&handle) {
-            known.references += 1;
-        }
-    }
-
-    pub fn handle_released(&mut self, handle: CUmemGenericAllocationHandle) {
-        let Some(known) = self.handles.get_mut(&handle) else {
-            return;
-        };
-        known.references -= 1;
-        let physical = known.physical;
-        if known.references > 0 {
-            return;
-        }
-        self.handles.remove(&handle);
-        self.perhaps_gone(physical);
-    }
-
-    /// Physical memory goes with its last handle and mapping.
-    fn perhaps_gone(&mut self, physical: u64) {
-        let base = physical / SPAN * SPAN;
-        let held = self.handles.values().any(|h| h.physical == base);
-        let shown = |m: &Mapping| m.physical / SPAN * SPAN == base;
-        if held || self.mappings.values().any(shown) {
-            return;
-        }
-        let (from, to) = (base, base + SPAN);
-        if let Some((_, (_, address))) = self.occupied.range(from..to).next() {
-            self.found(format!(
-                "memory of the live block {address:#x} is given back"
-            ));
-        }
-        self.used.forget(from, to);
-    }
-
-    pub fn mapped(
-        &mut self,
-        start: u64,
-        bytes: u64,
-        handle: CUmemGenericAllocationHandle,
-        offset: u64,
-    ) {
-        if let Some(physical) = self.handles.get(&handle).map(|h| h.physical) {
-            self.insert(start, bytes, physical + offset, false);
-        }
-    }
-
-    pub fn accessible(&mut self, start: u64, bytes: u64) {
-        for (_, mapping) in self.mappings.range_mut(start..start + bytes) {
-            mapping.accessible = true;
-        }
-    }
-
-    /// Addresses lose their memory: nobody may use them any more.
-    pub fn unmapped(&mut self, call: &str, start: u64, bytes: u64) {
-        let end = start + bytes;
-        if let Some((s, e)) = self.live_around(start, end) {
-            self.found(format!(
-                "{call} of {start:#x}..{end:#x} under the live block {s:#x}..{e:#x}"
-            ));
-        }
-        let guarded = self.guards.iter();
-        let guarded = guarded.map(|(s, block)| (*s, block.end));
-        if let Some((s, e)) = guarded.clone().find(|(s, e)| *s < end && start < *e) {
-            self.found(format!(
-                "{call} of {start:#x}..{end:#x} under the guard {s:#x}..{e:#x}"
-            ));
-        }
-        let seen = &self.seen;
-        let done = |used| covers(seen, used);
-        if let Some((at, used)) = self.used_at.find(start, end, done, done)
-            && !(call == "cuMemFree" && self.frees_may_wait)
-        {
-            self.found(format!(
-                "{call} of {start:#x}..{end:#x}: stream {} may use {at:#x} until {}, which the host \
-                 has not seen",
-                used.0, used.1
-            ));
-        }
-        self.used_at.forget(start, end);
-        let gone: Vec<u64> = self.mappings.range(start..end).map(|(&at, _)| at).collect();
-        for at in gone {
-            if let Some(mapping) = self.mappings.remove(&at) {
-                self.perhaps_gone(mapping.physical);
-            }
-        }
-    }
-
-    pub fn addresses_freed(&mut self, start: u64, bytes: u64) {
-        let end = start + bytes;
-        if let Some((s, e)) = self.live_around(start, end) {
-            self.found(format!(
-                "cuMemAddressFree of {start:#x}..{end:#x} under the live block {s:#x}..{e:#x}"
-            ));
-        }
-        if let Some((at, _)) = self.mappings.range(start..end).next() {
-            let at = *at;
-            self.found(format!(
-                "cuMemAddressFree of {start:#x}..{end:#x}, which is mapped at {at:#x}"
-            ));
         }
     }
 }

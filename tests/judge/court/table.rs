@@ -202,6 +202,7 @@ macro_rules! table {
         pub fn install(functions: CuFunctions) -> CuFunctions {
             CuFunctions {
                 $($name: functions.$name.and(Some($name)),)*
+                cuUserObjectCreate: functions.cuUserObjectCreate.and(Some(create_object)),
                 ..functions
             }
         }
@@ -213,6 +214,95 @@ macro_rules! table {
 fn read<T: Copy>(out: *const T) -> T {
     // SAFETY: the call went well, so the pointer is that of a value.
     unsafe { *out }
+}
+
+/// Nodes that a call passes.
+fn nodes(list: *const CUgraphNode, count: usize) -> Vec<u64> {
+    // SAFETY: the call went well, so there are so many.
+    (0..count)
+        .map(|at| unsafe { *list.add(at) } as u64)
+        .collect()
+}
+
+/// The same, and whether each is complete before what depends on it begins.
+fn dependencies(
+    list: *const CUgraphNode,
+    edges: *const CUgraphEdgeData,
+    count: usize,
+) -> Vec<(u64, bool)> {
+    let whole = |at: usize| {
+        // SAFETY: as above, if there is an array.
+        edges.is_null() || unsafe { ((*edges.add(at)).type_, (*edges.add(at)).from_port) } == (0, 0)
+    };
+    let nodes = nodes(list, count).into_iter().enumerate();
+    nodes.map(|(at, node)| (node, whole(at))).collect()
+}
+
+/// The flag of dependencies that are added to those that there are.
+const ADD: c_uint = CUstreamUpdateCaptureDependencies_flags::CU_STREAM_ADD_CAPTURE_DEPENDENCIES.0;
+
+/// What the driver is to call at the end of a user object.
+struct Over {
+    court: Arc<Court>,
+    token: u64,
+    then: CUhostFn,
+    data: *mut c_void,
+}
+
+unsafe extern "C" fn over(object: *mut c_void) {
+    // SAFETY: made for the one object whose function this is.
+    let Over {
+        court,
+        token,
+        then,
+        data,
+    } = *unsafe { Box::from_raw(object.cast::<Over>()) };
+    court.law().object_over(token);
+    if let Some(then) = then {
+        // SAFETY: the creator's own function and data, once.
+        unsafe { then(data) };
+    }
+}
+
+/// The judge hears of an object's end before its creator does.
+unsafe extern "C" fn create_object(
+    object: *mut CUuserObject,
+    data: *mut c_void,
+    then: CUhostFn,
+    references: c_uint,
+    flags: c_uint,
+) -> CUresult {
+    static TOKENS: AtomicU64 = AtomicU64::new(1);
+    let token = TOKENS.fetch_add(1, Ordering::Relaxed);
+    let Ok(Some(court)) = COURT.try_with(|court| court.borrow().clone()) else {
+        return CUresult::CUDA_ERROR_DEINITIALIZED;
+    };
+    let own = Box::into_raw(Box::new(Over {
+        court,
+        token,
+        then,
+        data,
+    }));
+    let create = |real: &CuFunctions| {
+        // SAFETY: the caller's arguments, but for a function that calls the caller's.
+        unsafe {
+            real.cuUserObjectCreate.unwrap()(
+                object,
+                own.cast(),
+                then.and(Some(over)),
+                references,
+                flags,
+            )
+        }
+    };
+    let code = pass("cuUserObjectCreate", create, |law| {
+        law.object(read(object), token);
+    });
+    if code != CUresult::CUDA_SUCCESS {
+        // SAFETY: nobody has it.
+        drop(unsafe { Box::from_raw(own) });
+    }
+    code
 }
 
 table! {
@@ -278,8 +368,36 @@ table! {
     cuEventSynchronize(a: CUevent) => |law| law.event_done(a);
     cuEventDestroy_v2(a: CUevent) => |law| law.event_gone(a);
     cuThreadExchangeStreamCaptureMode(a: *mut CUstreamCaptureMode);
-    cuStreamBeginCapture_v2(a: CUstream, b: CUstreamCaptureMode) => |law| law.captures(a);
-    cuStreamEndCapture(a: CUstream, b: *mut CUgraph) => |law| law.captured(a);
+    cuStreamBeginCapture_v2(a: CUstream, b: CUstreamCaptureMode) => |law| law.captures(a, None);
+    cuStreamBeginCaptureToGraph(
+        a: CUstream, b: CUgraph, c: *const CUgraphNode, d: *const CUgraphEdgeData, e: usize, f: CUstreamCaptureMode
+    ) => |law| law.captures(a, Some((b, dependencies(c, d, e))));
+    cuStreamEndCapture(a: CUstream, b: *mut CUgraph) => |law| law.captured(a, || read(b));
+    cuStreamUpdateCaptureDependencies_v2(
+        a: CUstream, b: *mut CUgraphNode, c: *const CUgraphEdgeData, d: usize, e: c_uint
+    ) => |law| law.depends(a, &dependencies(b, c, d), e == ADD);
+    cuGraphCreate(a: *mut CUgraph, b: c_uint) => |law| law.graph(read(a));
+    cuGraphDestroy(a: CUgraph) => |law| law.graph_destroyed(a);
+    cuGraphClone(a: *mut CUgraph, b: CUgraph) => |law| law.graph_cloned(read(a), b);
+    cuGraphAddEmptyNode(a: *mut CUgraphNode, b: CUgraph, c: *const CUgraphNode, d: usize)
+        => |law| law.node(b, read(a), &nodes(c, d), &[]);
+    cuGraphAddMemsetNode(
+        a: *mut CUgraphNode, b: CUgraph, c: *const CUgraphNode, d: usize, e: *const CUDA_MEMSET_NODE_PARAMS,
+        f: CUcontext
+    ) => |law| {
+        let fill = read(e);
+        let bytes = fill.elementSize as usize * fill.width * fill.height;
+        law.node(b, read(a), &nodes(c, d), &[(fill.dst, bytes as u64)]);
+    };
+    cuGraphInstantiateWithFlags(a: *mut CUgraphExec, b: CUgraph, c: c_ulonglong)
+        => |law| law.instantiated(read(a), b);
+    cuGraphExecUpdate_v2(a: CUgraphExec, b: CUgraph, c: *mut CUgraphExecUpdateResultInfo)
+        => |law| law.updated(a, b);
+    cuGraphExecDestroy(a: CUgraphExec) => |law| law.exec_destroyed(a);
+    cuGraphLaunch(a: CUgraphExec, b: CUstream) => |law| law.launched(a, b);
+    cuGraphRetainUserObject(a: CUgraph, b: CUuserObject, c: c_uint, d: c_uint)
+        => |law| law.object_retained(a, b);
+    cuLaunchHostFunc(a: CUstream, b: CUhostFn, c: *mut c_void) => |law| law.works(a, &[]);
     cuMemAddressReserve(a: *mut CUdeviceptr, b: usize, c: usize, d: CUdeviceptr, e: c_ulonglong);
     cuMemAddressFree(a: CUdeviceptr, b: usize) => |law| law.addresses_freed(a, b as u64);
     cuMemCreate(a: *mut CUmemGenericAllocationHandle, b: usize, c: *const CUmemAllocationProp, d: c_ulonglong)
@@ -301,6 +419,12 @@ table! {
         a: CUstream, b: *mut CUstreamCaptureStatus, c: *mut u64, d: *mut CUgraph, e: *mut *const CUgraphNode,
         f: *mut usize
     );
+    cuStreamGetCaptureInfo_v3(
+        a: CUstream, b: *mut CUstreamCaptureStatus, c: *mut u64, d: *mut CUgraph, e: *mut *const CUgraphNode,
+        f: *mut *const CUgraphEdgeData, g: *mut usize
+    );
+    cuGraphNodeGetDependencies_v2(a: CUgraphNode, b: *mut CUgraphNode, c: *mut CUgraphEdgeData, d: *mut usize);
+    cuUserObjectRelease(a: CUuserObject, b: c_uint);
     cuMemAllocAsync(a: *mut CUdeviceptr, b: usize, c: CUstream) => |law| law.works(c, &[]);
     cuMemAllocFromPoolAsync(a: *mut CUdeviceptr, b: usize, c: CUmemoryPool, d: CUstream)
         => |law| law.works(d, &[]);
