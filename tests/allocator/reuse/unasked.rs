@@ -212,7 +212,8 @@ fn streams_that_are_behind_are_marked_at_once() {
         let [a, b] = rig.streams();
         drop(allocator.allocate(512, &b).unwrap());
         let hold = rig.hold(&a);
-        for at in 0..2 * BATCHES as usize {
+        // More than are marked at once, and fewer than after which the other stream rests.
+        for at in 0..BATCHES as usize + 256 {
             drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
         }
         let before = records(rig);
