@@ -488,3 +488,144 @@ fn blocks_are_freed_after_their_stream_is_gone() {
         rig.close(&allocator);
     });
 }
+
+/// [`a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs`] with a raw stream that nobody retires.
+#[test]
+fn review_a_block_of_an_unretired_stream_that_is_freed_while_it_captures_is_a_graphs() {
+    packed(|rig| {
+        let allocator = rig.allocator_with(Config::new().unretired_streams(true));
+        let (pool, other) = (allocator.graph_pool().unwrap(), rig.stream());
+        let own = RawStream::new(rig);
+        let scope = pool.enter(Scope::Thread).unwrap();
+        // SAFETY: the stream is alive to the end.
+        let at = unsafe { allocator.allocate_raw(2 * MIB, own.raw()) }.unwrap();
+        let stream = own.borrowed();
+        rig.stamp(at, 2 * MIB, 1, &stream);
+        rig.settle(&stream);
+        let under_way = Capturing::begin(&stream, MODE);
+        rig.stamp(at, 2 * MIB, 1, &stream);
+        // SAFETY: the graph is no use that begins later by the documented rule.
+        unsafe { allocator.free_raw(at) }.unwrap();
+        let graph = under_way.end().unwrap();
+        rig.settle(&stream);
+        allocator.synchronize().unwrap();
+        let leases = footprint(&allocator, &pool).leases;
+        let others = [(); 2].map(|()| used(rig, &allocator, 2 * MIB, &other));
+        eprintln!("leases {leases}, at {at:#x}, others {:#x} {:#x}", others[0].ptr(), others[1].ptr());
+        for other in &others {
+            assert_ne!(other.ptr(), at, "the graph writes there");
+        }
+        run(&graph, &stream);
+        drop((graph, others, scope, pool));
+        rig.settle(&other);
+        rig.close(&allocator);
+    });
+}
+
+/// The same, and the capture got memory of the pool: its stream is known, and alive.
+#[test]
+fn review_a_block_of_an_unretired_stream_that_the_pools_capture_frees_is_a_graphs() {
+    packed(|rig| {
+        let allocator = rig.allocator_with(Config::new().unretired_streams(true));
+        let (pool, other) = (allocator.graph_pool().unwrap(), rig.stream());
+        let own = RawStream::new(rig);
+        let scope = pool.enter(Scope::Thread).unwrap();
+        // SAFETY: the stream is alive to the end.
+        let at = unsafe { allocator.allocate_raw(2 * MIB, own.raw()) }.unwrap();
+        let stream = own.borrowed();
+        rig.stamp(at, 2 * MIB, 1, &stream);
+        rig.settle(&stream);
+        let under_way = Capturing::begin(&stream, MODE);
+        // SAFETY: as above.
+        let inside = unsafe { allocator.allocate_raw(2 * MIB, own.raw()) }.unwrap();
+        rig.stamp(inside, 2 * MIB, 1, &stream);
+        rig.stamp(at, 2 * MIB, 1, &stream);
+        // SAFETY: as above.
+        unsafe { allocator.free_raw(at) }.unwrap();
+        // SAFETY: as above.
+        unsafe { allocator.free_raw(inside) }.unwrap();
+        let graph = under_way.end().unwrap();
+        rig.settle(&stream);
+        allocator.synchronize().unwrap();
+        let leases = footprint(&allocator, &pool).leases;
+        let others = [(); 3].map(|()| used(rig, &allocator, 2 * MIB, &other));
+        eprintln!("leases {leases}, at {at:#x}, others {:#x} {:#x}", others[0].ptr(), others[1].ptr());
+        for other in &others {
+            assert_ne!(other.ptr(), at, "the graph writes there");
+        }
+        run(&graph, &stream);
+        drop((graph, others, scope, pool));
+        rig.settle(&other);
+        rig.close(&allocator);
+    });
+}
+
+/// Each time a block is allocated outside, a capture begins on its stream, it is freed, and the graph goes at once.
+fn review_physical_after(rounds: usize, by_another_thread: bool, with_an_old_graph: bool) -> u64 {
+    let grown = std::cell::Cell::new(0);
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let old = with_an_old_graph.then(|| {
+            capture(&pool, &stream, || drop(used(rig, &allocator, 2 * MIB, &stream)))
+        });
+        let scope = pool.enter(Scope::Thread).unwrap();
+        for _ in 0..rounds {
+            let block = used(rig, &allocator, 2 * MIB, &stream);
+            rig.settle(&stream);
+            let under_way = Capturing::begin(&stream, MODE);
+            match by_another_thread {
+                true => std::thread::scope(|threads| {
+                    threads.spawn(|| drop(block));
+                }),
+                false => drop(block),
+            }
+            let graph = under_way.end().unwrap();
+            drop(graph);
+            await_leases(&allocator, &pool, u64::from(with_an_old_graph));
+            rig.settle(&stream);
+        }
+        grown.set(footprint(&allocator, &pool).physical / MIB as u64);
+        drop((old, scope));
+        drop(pool);
+        rig.settle(&stream);
+        allocator.trim(0).unwrap();
+        allocator.synchronize().unwrap();
+        in_time("x", || {
+            allocator.trim(0).unwrap();
+            true
+        });
+        eprintln!("held after release and trim: {:?}", rig.driver_held());
+        rig.close(&allocator);
+    });
+    grown.get()
+}
+
+#[test]
+fn review_memory_that_is_freed_in_captures_comes_back() {
+    for by_another in [false, true] {
+        for old in [false, true] {
+            let some = review_physical_after(2, by_another, old);
+            let more = review_physical_after(12, by_another, old);
+            eprintln!("by another thread: {by_another}, old graph: {old}: {some} MiB after 2, {more} MiB after 12");
+        }
+    }
+}
+
+#[test]
+fn review_a_growth_is_eight_handles_at_most() {
+    for mib in [2, 14, 16, 18, 30, 34, 46, 62, 126, 254, 1022] {
+        packed(|rig| {
+            let allocator = rig.allocator();
+            let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+            let before = allocator.driver_calls().get("cuMemCreate");
+            let graph = capture(&pool, &stream, || {
+                drop(allocator.allocate(mib * MIB, &stream).unwrap());
+            });
+            let made = allocator.driver_calls().get("cuMemCreate") - before;
+            eprintln!("{mib} MiB: {made} handles");
+            drop((graph, pool));
+            rig.close(&allocator);
+        });
+    }
+}
