@@ -588,7 +588,7 @@ int32_t cualloc_retire_stream(struct cualloc_t *allocator,
  * cuStreamSynchronize, which wants the stream's own.
  *
  * Errors: CUALLOC_CAPTURING while the stream, or for null and 1 another stream of its context that waits for it, is
- * captured: nothing is spoilt; CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and
+ * captured: nothing is spoilt, unless that begins meanwhile; CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and
  * CUALLOC_DRIVER, also for errors of the work itself.
  *
  * Any thread.

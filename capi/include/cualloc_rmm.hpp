@@ -39,7 +39,7 @@ class memory_resource {
     /* Memory in the order of a stream. 0 bytes are a null pointer. Throws as cualloc::check does. */
     void* allocate(cuda::stream_ref stream, std::size_t bytes, std::size_t alignment = 256) {
         if (bytes == 0) return nullptr;
-        begin();
+        make_current();
         std::uint64_t ptr = 0;
         /* Every address is a multiple of 512. */
         const std::int32_t code = alignment <= 512
@@ -82,12 +82,13 @@ class memory_resource {
     friend void get_property(const memory_resource&, cuda::mr::device_accessible) noexcept {}
 
   private:
-    /* As cudaMalloc does: a thread that has no context gets the allocator's, without which stream_ref::sync fails. */
-    void begin() const {
-        static thread_local cualloc_t* begun = nullptr;
-        if (begun == handle_) return;
+    /* As cudaMalloc does: a thread that has no context gets one, the allocator's, without which stream_ref::sync
+     * fails. Looked at once: who takes it from the thread again gives it another. */
+    void make_current() const {
+        static thread_local cualloc_t* made = nullptr;
+        if (made == handle_) return;
         check(cualloc_make_current(handle_));
-        begun = handle_;
+        made = handle_;
     }
 
     /* More than any device has is lack of memory to those who ask by cuda::mr. */

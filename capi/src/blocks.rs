@@ -205,7 +205,7 @@ pub unsafe extern "C" fn cualloc_retire_stream(
 /// cuStreamSynchronize, which wants the stream's own.
 ///
 /// Errors: CUALLOC_CAPTURING while the stream, or for null and 1 another stream of its context that waits for it, is
-/// captured: nothing is spoilt; CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and
+/// captured: nothing is spoilt, unless that begins meanwhile; CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and
 /// CUALLOC_DRIVER, also for errors of the work itself.
 ///
 /// Any thread.
@@ -224,16 +224,18 @@ pub unsafe extern "C" fn cualloc_stream_synchronize(
             };
             let entered = allocator.context().enter()?;
             // SAFETY: the caller's contract; where it is special its context is current.
-            match unsafe { entered.driver().is_capturing(stream.cast()) } {
-                Ok(false) => {}
+            let asked = match unsafe { entered.driver().is_capturing(stream.cast()) } {
                 Ok(true) => return Err(capturing),
-                Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
-                    return Err(capturing);
-                }
-                Err(error) => return Err(error.into()),
-            }
-            // SAFETY: as above.
-            Ok(unsafe { entered.stream_synchronize(stream.cast()) }?)
+                // SAFETY: as above.
+                Ok(false) => unsafe { entered.stream_synchronize(stream.cast()) },
+                Err(error) => Err(error),
+            };
+            asked.map_err(|error| match error.code() {
+                CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+                | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED => capturing,
+                _ => error.into(),
+            })
         })
     })
 }

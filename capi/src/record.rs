@@ -29,7 +29,10 @@ impl From<RecorderError> for Failure {
         match error {
             RecorderError::Io(error) => Failure::Io(error),
             RecorderError::Read(error) => Failure::Io(std::io::Error::other(error)),
-            _ => Failure::Said(CUALLOC_BUSY, "another recording runs in this process"),
+            _ => Failure::Said(
+                CUALLOC_BUSY,
+                "another recording runs in this process, or is just ending",
+            ),
         }
     }
 }

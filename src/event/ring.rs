@@ -141,7 +141,7 @@ impl Ring {
     /// reader that it overtook by a whole ring is told of no less than that.
     fn written(&self, known: u64) -> u64 {
         let first = self.head().load(Ordering::Acquire).max(known);
-        let end = first + self.capacity;
+        let end = first.saturating_add(self.capacity);
         (first..end)
             .find(|number| !self.slot(*number).is_of(self.lap(*number)))
             .unwrap_or(end)
@@ -257,7 +257,12 @@ impl Writer {
     /// Goes on with the next half, and wakes who reads. `None` if there is no ring.
     fn turn(&mut self) -> Option<Place> {
         let ring = self.ring.as_ref()?;
-        let next = ring.head().load(Ordering::Relaxed) + ring.half();
+        // Of a ring in a file anybody may have written the head: a half begins nowhere else.
+        let next = ring
+            .head()
+            .load(Ordering::Relaxed)
+            .wrapping_add(ring.half());
+        let next = next & !(ring.half() - 1);
         ring.head().store(next, Ordering::Release);
         if let Some(reader) = &ring.reader {
             reader.unpark();
@@ -376,6 +381,23 @@ mod tests {
         for number in 0..4 * ((1 << 16) + 2) {
             write(&mut writer, number..number + 1);
             assert_eq!(found(ring.read(number)), (vec![number], 0, number + 1));
+        }
+    }
+
+    /// Another process may write to the file of a ring.
+    #[test]
+    fn a_head_that_somebody_else_wrote_leads_nowhere_outside() {
+        for head in [3, u64::MAX] {
+            let (ring, mut writer) = pair(8);
+            let behind = ring
+                .words
+                .wrapping_add(HEAD_WORDS + 8 * WORDS)
+                .cast::<Slot>();
+            write(&mut writer, 0..4);
+            ring.head().store(head, Ordering::Relaxed);
+            assert!(writer.turn().is_some());
+            assert!(writer.end <= behind, "{head}");
+            ring.read(0);
         }
     }
 

@@ -59,7 +59,7 @@ impl Session {
     ) -> Option<Arc<Session>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let mut current = current();
-        if current.as_ref().is_some_and(|now| !now.is_of_parent()) {
+        if is_there(&current) {
             return None;
         }
         let process = std::process::id();
@@ -87,7 +87,7 @@ impl Session {
         }
     }
 
-    /// It has gone when no tap has a ring of it: another one may begin. A tap that is ready is so in the recording that
+    /// It has gone when no tap has a ring of it: another one may begin. A tap that has a ring has it of the recording that
     /// runs, since there never are rings of two.
     pub(crate) fn leave(&self) {
         let mut current = current();
@@ -99,9 +99,9 @@ impl Session {
         }
     }
 
-    /// Whether a recording of this process runs.
-    pub(crate) fn is_running() -> bool {
-        NUMBER.load(Ordering::Acquire) != 0 && is_own()
+    /// Whether a recording of this process runs, or has not gone.
+    pub(crate) fn is_there() -> bool {
+        is_there(&current())
     }
 
     /// Whether this process was forked after it began.
@@ -181,6 +181,10 @@ impl Session {
             .filter(|batch| batch.lost > 0 || !batch.records.is_empty())
             .collect()
     }
+}
+
+fn is_there(current: &Option<Arc<Session>>) -> bool {
+    current.as_ref().is_some_and(|now| !now.is_of_parent())
 }
 
 /// Whether the recording that runs is not one of a parent.

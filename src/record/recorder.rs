@@ -37,8 +37,8 @@ pub enum Target<'a> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecorderError {
-    /// Another one runs: there is one in a process, at most.
-    #[error("another recording runs in this process")]
+    /// Another one runs, or is just ending: there is one in a process, at most.
+    #[error("another recording runs in this process, or is just ending")]
     Busy,
     /// The file cannot be written.
     #[error("the recording cannot be written")]

@@ -488,3 +488,66 @@ fn blocks_are_freed_after_their_stream_is_gone() {
         rig.close(&allocator);
     });
 }
+
+/// [`a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs`], where its stream is never retired, and known to
+/// be alive since its capture got memory of the pool.
+#[test]
+fn a_block_of_an_unretired_stream_that_its_capture_frees_is_a_graphs() {
+    packed(|rig| {
+        let allocator = rig.allocator_with(Config::new().unretired_streams(true));
+        let (pool, other) = (allocator.graph_pool().unwrap(), rig.stream());
+        let own = RawStream::new(rig);
+        let scope = pool.enter(Scope::Thread).unwrap();
+        // SAFETY: the stream is alive to the end.
+        let at = unsafe { allocator.allocate_raw(2 * MIB, own.raw()) }.unwrap();
+        let stream = own.borrowed();
+        rig.stamp(at, 2 * MIB, 1, &stream);
+        rig.settle(&stream);
+        let under_way = Capturing::begin(&stream, MODE);
+        // SAFETY: as above.
+        let inside = unsafe { allocator.allocate_raw(2 * MIB, own.raw()) }.unwrap();
+        for ptr in [inside, at] {
+            rig.stamp(ptr, 2 * MIB, 1, &stream);
+            // SAFETY: what uses it later is the graph, which frees in its capture allow.
+            unsafe { allocator.free_raw(ptr) }.unwrap();
+        }
+        let graph = under_way.end().unwrap();
+        rig.settle(&stream);
+        allocator.synchronize().unwrap();
+        let others = [(); 3].map(|()| used(rig, &allocator, 2 * MIB, &other));
+        for other in &others {
+            assert_ne!(other.ptr(), at, "the graph writes there");
+        }
+        run(&graph, &stream);
+        drop((graph, others, scope, pool));
+        rig.settle(&other);
+        rig.close(&allocator);
+    });
+}
+
+/// What is freed while its stream captures is everybody's again as soon as that capture's graph is gone, whichever
+/// other graphs of the pool live.
+#[test]
+fn memory_that_is_freed_in_captures_comes_back_with_their_graphs() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let old = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 2 * MIB, &stream));
+        });
+        let scope = pool.enter(Scope::Thread).unwrap();
+        for _ in 0..12 {
+            let block = used(rig, &allocator, 2 * MIB, &stream);
+            rig.settle(&stream);
+            let under_way = Capturing::begin(&stream, MODE);
+            drop(block);
+            drop(under_way.end().unwrap());
+            await_leases(&allocator, &pool, 1);
+            rig.settle(&stream);
+        }
+        assert_eq!(footprint(&allocator, &pool).physical, 4 << 20);
+        drop((old, scope, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}

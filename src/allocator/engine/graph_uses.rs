@@ -11,6 +11,7 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::arena::{NO_STREAM, Pending};
 use crate::allocator::graph::capture::{Capture, Reached};
+use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::AfterFree;
 use crate::error::Error;
@@ -22,8 +23,9 @@ struct LastUses {
     ends: Vec<(u64, Pooled)>,
     /// One of them may be gone, and is not asked.
     unasked: bool,
-    /// One of them captures, so that a graph may touch the block.
-    in_graph: bool,
+    /// One of them captures, so that a graph may touch the block: its lease, or none where the driver tells nobody of
+    /// its end.
+    in_graphs: Vec<Option<Lease>>,
 }
 
 impl Engine {
@@ -44,12 +46,17 @@ impl Engine {
             all_told = all_told.and(told);
         }
         let mut heap = self.open()?;
-        if uses.in_graph
-            && heap.is_pooled(life)
+        if heap.is_pooled(life)
             && let Some(live) = heap.graphs.live_mut(ptr)
         {
             // Also if the free has to wait for the end of the capture, and finds none any more.
-            live.captured = true;
+            for lease in uses.in_graphs {
+                match lease {
+                    Some(lease) if !live.touched.contains(&lease) => live.touched.push(lease),
+                    Some(_) => {}
+                    None => live.captured = true,
+                }
+            }
         }
         all_told?;
         let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
@@ -88,6 +95,10 @@ impl Engine {
     fn last_use(&self, pool: u64, user: &User, uses: &mut LastUses) -> Result<(), Error> {
         if self.may_be_gone(user) && !self.lock().graphs.serves_capture_of(user, pool) {
             uses.unasked = true;
+            // It is not asked, but the capture that it is known to be in may touch the block.
+            if self.lock().graphs.captures_on(user.raw) {
+                uses.in_graphs.push(None);
+            }
             return Ok(());
         }
         let Some(info) = self.capture_of(user)? else {
@@ -96,7 +107,6 @@ impl Engine {
             uses.ends.push((user.key.number(), event));
             return Ok(());
         };
-        uses.in_graph = true;
         let later = Error::Capturing { stream: user.raw };
         {
             let mut heap = self.open()?;
@@ -107,11 +117,14 @@ impl Engine {
                     // The graph uses the pool, and nobody may have it say when it goes.
                     pool.untold = true;
                 }
+                uses.in_graphs.push(heap.graphs.lease_of(info.id, pool));
                 return Err(later);
             }
         }
         self.lease(&info, pool)?;
         if user.since != Some(info.id) {
+            let lease = self.open()?.graphs.lease_of(info.id, pool);
+            uses.in_graphs.push(lease);
             return Err(later);
         }
         let reached = |capture: &Capture, stream| Reached {

@@ -68,7 +68,7 @@ impl Running {
     /// Begins a recording of all allocators of the process, with a stack for about each so many bytes that are asked
     /// for, or none with 0.
     pub(crate) fn begin(target: Target<'_>, sampling: u64) -> Result<Running, Refusal> {
-        if Session::is_running() {
+        if Session::is_there() {
             return Err(Refusal::Busy);
         }
         let start = Start::now(sampling);
@@ -328,5 +328,26 @@ mod tests {
         assert_eq!(running.session.weak_rings().len(), rings);
         running.stop();
         drop(Running::begin(Target::Memory, 0).unwrap());
+        #[cfg(target_os = "linux")]
+        who_is_refused_has_replaced_no_file();
+    }
+
+    /// While one ends on another thread, who begins another one is refused, and leaves its file alone. No test of its
+    /// own, as there is one recording in a process.
+    #[cfg(target_os = "linux")]
+    fn who_is_refused_has_replaced_no_file() {
+        use std::os::unix::fs::MetadataExt;
+        let path = std::env::temp_dir().join(format!("refused-{}.rec", std::process::id()));
+        let running = Running::begin(Target::Mapped(&path), 0).unwrap();
+        let file = || std::fs::metadata(&path).unwrap().ino();
+        let before = file();
+        // As far as `stop` has come when another thread asks.
+        running.session.end();
+        let refused = Running::begin(Target::Mapped(&path), 0);
+        assert!(matches!(refused, Err(Refusal::Busy)));
+        let after = file();
+        running.stop();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(before, after, "the file of the recording that ends");
     }
 }

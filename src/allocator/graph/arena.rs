@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 
 use crate::allocator::graph::addresses::Addresses;
 use crate::allocator::graph::arena::lives::{Counted, Lives};
+use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::order::Seen;
 use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
@@ -38,6 +39,8 @@ pub(crate) struct Tag {
     pub marks: Vec<Mark>,
     /// A graph that has a lease may use it in its launches: captures may have it by the promise, others may not.
     pub captured: bool,
+    /// As [`captured`](Self::captured), of the graphs with these leases alone.
+    pub touched: Vec<Lease>,
 }
 
 /// A range of bytes by its home address.
@@ -103,6 +106,8 @@ pub(crate) struct Live {
     pub pending: Vec<Pending>,
     /// A capture got it, or uses it.
     pub captured: bool,
+    /// Leases of the graphs in whose captures its free was put off.
+    pub touched: Vec<Lease>,
     /// How much had been counted when it got its place.
     pub born: u64,
 }
@@ -384,6 +389,7 @@ impl Arena {
             view.pending.extend(tag.pending.iter().cloned());
         }
         tag.captured |= live.captured;
+        tag.touched.extend(live.touched.iter().cloned());
         if let Some((last, parts)) = live.parts.split_last() {
             for part in parts {
                 self.put(*part, tag.clone());
@@ -395,7 +401,10 @@ impl Arena {
 
     /// What a capture freed is free for all others.
     pub(crate) fn unmark(&mut self, capture: u64) {
-        self.retag(|tag| tag.marks.retain(|mark| mark.capture != capture));
+        self.retag(|tag| {
+            tag.marks.retain(|mark| mark.capture != capture);
+            tag.touched.retain(|lease| !lease.is_over());
+        });
     }
 
     /// Changes what is known about free memory, and makes one what is the same by then.

@@ -2,6 +2,7 @@
 
 use std::thread::{self, ThreadId};
 
+use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::order::{Order, Seen};
 use crate::allocator::graph::user::User;
 
@@ -17,6 +18,8 @@ pub(crate) struct Capture {
     pub(crate) served: Vec<(u64, u64)>,
     /// Pools of which its graph has a lease.
     pub(crate) leased: Vec<u64>,
+    /// These leases, but those of whose end the driver tells nobody.
+    pub(crate) leases: Vec<(u64, Lease)>,
     /// Pools whose scopes were left: it gets no more memory of them.
     pub(crate) left: Vec<u64>,
 }

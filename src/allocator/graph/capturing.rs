@@ -121,9 +121,20 @@ impl Graphs {
         !known.is_some_and(|known| known.leased.contains(&pool))
     }
 
+    /// The lease of a pool that a capture's graph has.
+    pub(crate) fn lease_of(&self, capture: u64, pool: u64) -> Option<Lease> {
+        let leases = &self.captures.get(&capture)?.leases;
+        let own = leases.iter().find(|(of, _)| *of == pool);
+        own.map(|(_, lease)| lease.clone())
+    }
+
     /// A capture's graph has a lease of a pool, or the driver tells nobody of its end.
     pub(crate) fn leased(&mut self, capture: u64, pool: u64, lease: Option<Lease>) {
-        self.capture(capture).leased.push(pool);
+        let known = self.capture(capture);
+        known.leased.push(pool);
+        known
+            .leases
+            .extend(lease.clone().map(|lease| (pool, lease)));
         if !self.is_memory_leased(self.memory_of(pool)) {
             // The graphs of earlier captures are gone.
             self.set_captured(pool, false);

@@ -11,6 +11,14 @@ use crate::clock::Wakeup;
 #[derive(Debug, Clone)]
 pub(crate) struct Lease(Arc<Term>);
 
+impl PartialEq for Lease {
+    fn eq(&self, other: &Lease) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Lease {}
+
 #[derive(Debug)]
 struct Term {
     over: AtomicBool,

@@ -214,6 +214,7 @@ impl Graphs {
                 let leased = self.is_memory_leased(memory);
                 arena.runs(|tag| {
                     !(tag.captured && leased)
+                        && tag.touched.iter().all(Lease::is_over)
                         && tag.marks.is_empty()
                         && tag.pending.iter().all(|used| used.stream == stream)
                 })
@@ -317,6 +318,7 @@ impl Graphs {
             pending,
             marks: Vec::new(),
             captured: !captured.is_empty(),
+            touched: Vec::new(),
         };
         for Reached {
             capture,
@@ -438,7 +440,10 @@ impl Graphs {
         let memory = self.memory_of(pool);
         if let Some(pool) = self.pools.get_mut(&memory) {
             let arena = &mut pool.arena;
-            arena.retag(|tag| tag.captured = captured);
+            arena.retag(|tag| {
+                tag.captured = captured;
+                tag.touched.retain(|lease| !lease.is_over());
+            });
             let live = arena.live.values_mut();
             live.for_each(|live| live.captured = captured);
         }

@@ -123,6 +123,7 @@ impl Heap {
             // A stream's own work outside of captures needs no event.
             pending: if captured { place.open } else { Vec::new() },
             captured,
+            touched: Vec::new(),
             born: self.graphs.number(),
             users,
         };
@@ -151,11 +152,13 @@ impl Heap {
         }
         let mut revived = Vec::with_capacity(changes.revive.len());
         for (addr, live) in changes.revive {
-            let mut captured = live.captured;
+            let mut captured = live.captured || !live.touched.is_empty();
             if let Some(pool) = self.graphs.pools.get_mut(&pool) {
                 for part in &live.parts {
                     let arena = &mut pool.arena;
-                    arena.take_each(*part, |_, tag| captured |= tag.captured);
+                    arena.take_each(*part, |_, tag| {
+                        captured |= tag.captured || !tag.touched.is_empty();
+                    });
                 }
             }
             let place = Place {

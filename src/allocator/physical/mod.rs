@@ -58,7 +58,7 @@ const POOL_HANDLE_MAX: u64 = 32 << 20;
 /// Where time counts more than memory, a growth is one handle of up to so many shares, or this many handles,
 /// none of more shares than that.
 const QUICK_HANDLES: u64 = 4;
-/// Handles of a growth of a graph pool: few, since it is captured meanwhile, and each is mapped once.
+/// Handles of a growth of a graph pool are this part of it, in whole granules: few, as somebody captures meanwhile.
 const GRAPH_PARTS: u64 = 8;
 /// Near a hard limit handles are at most this part of it.
 const SCARCE_PART: u64 = 2048;
