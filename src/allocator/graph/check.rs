@@ -1,5 +1,7 @@
 //! What is always so in graph pools, as one walk over their metadata.
 
+use std::collections::BTreeMap;
+
 use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::graph::arena::{Arena, Live, PLAIN, Part, View};
 use crate::allocator::graph::{Graphs, Pool};
@@ -48,8 +50,19 @@ impl Graphs {
     fn check_pool(&self, pool: &Pool) -> Result<(), Error> {
         let arena = &pool.arena;
         let live = arena.live_bytes();
-        let counted: u64 = arena.live.values().map(Live::bytes).sum();
-        same("bytes of a pool's live blocks", live, counted)?;
+        let mut counted: BTreeMap<u64, u64> = BTreeMap::new();
+        for live in arena.live.values() {
+            *counted.entry(live.owner).or_default() += live.bytes();
+        }
+        same(
+            "bytes of a pool's live blocks",
+            live,
+            counted.values().sum::<u64>(),
+        )?;
+        for (owner, bytes) in counted {
+            let known = arena.live.bytes_of(owner);
+            same("bytes of live blocks of one pool", known, bytes)?;
+        }
         holds("a pool's peak is not below the present", pool.peak >= live)?;
         let mut parts: Vec<Part> = arena.tags().map(|(part, _)| part).collect();
         let free = parts.len();
