@@ -46,7 +46,8 @@ impl Engine {
             all_told = all_told.and(told);
         }
         let mut heap = self.open()?;
-        if heap.is_pooled(life)
+        if !uses.in_graphs.is_empty()
+            && heap.is_pooled(life)
             && let Some(live) = heap.graphs.live_mut(ptr)
         {
             // Also if the free has to wait for the end of the capture, and finds none any more.
