@@ -92,6 +92,11 @@ class Browser:
     def wheel(self, x, y, by):
         self.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=by)
 
+    def drag(self, x, y, by, modifiers=0):
+        for kind, at in (("mousePressed", x), ("mouseMoved", x + by / 2), ("mouseMoved", x + by), ("mouseReleased", x + by)):
+            self.call("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1,
+                      modifiers=modifiers)
+
     def click(self, x, y):
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
@@ -314,6 +319,47 @@ def by_hand(browser):
     same("the marked row", browser.value("__view.state.marked"), row)
     browser.key("End")
     same("the last row", browser.value("__view.state.row"), whole - 1)
+    shift = 8
+    browser.key("0")
+    browser.drag(box[0] + 400, box[1] + 50, 200, shift)
+    begin, end = (browser.value(f"__view.state.{which}") / whole * (WIDTH - 30) for which in ("from", "to"))
+    if abs(begin - 400) > 25 or abs(end - 600) > 25:
+        raise AssertionError(f"the pixels 400 to 600 are chosen, {begin} to {end} are shown")
+    browser.key("0")
+    browser.drag(box[0] + 400, box[1] + 50, 200)
+    same("rows after a drag of all", span(), whole)
+    choose = "((of, to) => { of.value = to; of.dispatchEvent(new Event('change')); })(document.getElementById('scale'), '%s')"
+    browser.value(choose % "log")
+    heights = browser.value("[0, 1 << 10, 1 << 20, 1 << 30].map(amount => __view.share(amount, 2 ** 30))")
+    if heights != sorted(heights) or heights[0] != 0 or heights[3] != 1 or abs(heights[2] - 2 / 3) > 0.01:
+        raise AssertionError(f"a logarithmic scale has {heights}")
+    browser.value(choose % "linear")
+    same("half of a linear scale", browser.value("__view.share(5, 10)"), 0.5)
+    sorting(browser)
+
+
+def sorting(browser):
+    """Heads of tables sort, and what is copied is what stands there."""
+    click = "document.querySelectorAll('#live th')[%d].querySelector('button').click()"
+    cells = "[...document.querySelectorAll('#live tbody tr')].map(row => Number(row.children[%d].textContent))"
+    as_it_was = browser.value(cells % 0)
+    browser.value(click % 0)
+    same("the largest first", browser.value(cells % 0), sorted(as_it_was, reverse=True))
+    same("what is said of it", browser.value("document.querySelectorAll('#live th')[0].ariaSort"), "descending")
+    browser.value("__view.select(__view.state.row)")
+    same("the order after another row", browser.value(cells % 0), sorted(as_it_was, reverse=True))
+    browser.value(click % 0)
+    same("the smallest first", browser.value(cells % 0), sorted(as_it_was))
+    browser.value(click % 0)
+    same("the order before", browser.value(cells % 0), as_it_was)
+    browser.value(click % 1)
+    words = browser.value("[...document.querySelectorAll('#live tbody tr')].map(row => row.children[1].textContent.split(' '))")
+    amounts = [float(number) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit) for number, unit in words]
+    same("the order by bytes", amounts, sorted(amounts, reverse=True))
+    browser.value(click % 1)
+    browser.value(click % 1)
+    lines = browser.value("""__view.csv(['a', 'b,c'], [[1, '2.00 KiB'], ['=1+1', 'say "x"'], ['-', '−3.00 B']])""")
+    same("comma-separated values", lines, 'a,"b,c"\n1,2.00 KiB\n\'=1+1,"say ""x"""\n-,−3.00 B\n')
 
 
 def pace(browser):

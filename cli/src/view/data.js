@@ -8,7 +8,7 @@ const STATES = ['live', 'free', 'pending', 'in a view', 'quarantined', 'busy'];
 const STATE_COLOURS = ['#0072b2', '#56b4e9', '#e69f00', '#cc79a7', '#d55e00', '#7f7f7f'];
 const CURVES = { requested: '#0072b2', allocated: '#009e73', reserved: '#d55e00' };
 const rows = meta.rows;
-const state = { from: 0, to: Math.max(rows, 1), row: 0, marked: 0, mode: 'stacked', colour: 'stream', find: '', map: 0, wanted: 0 };
+const state = { from: 0, to: Math.max(rows, 1), row: 0, marked: 0, mode: 'stacked', colour: 'stream', find: '', map: 0, wanted: 0, scale: 'linear' };
 const drawn = { curves: 0, bands: 0, map: 0 };
 const streamName = index => index < meta.streams.length ? 'stream ' + meta.streams[index] : 'another stream';
 // Contexts have numbers from 1; 0 is none.
@@ -54,19 +54,6 @@ function element(kind, text, parent) {
   if (text !== undefined) made.textContent = text;
   if (parent) parent.append(made);
   return made;
-}
-
-function table(where, caption, head, lines) {
-  const made = element('table');
-  element('caption', caption, made);
-  const top = element('tr', undefined, element('thead', undefined, made));
-  for (const word of head) element('th', word, top).scope = 'col';
-  const body = element('tbody', undefined, made);
-  for (const line of lines) {
-    const row = element('tr', undefined, body);
-    for (const cell of line) element('td', cell, row);
-  }
-  where.replaceChildren(made);
 }
 
 function legend(where, entries) {

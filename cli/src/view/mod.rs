@@ -31,8 +31,9 @@ use std::path::{Path, PathBuf};
 /// The page, with the names of what goes into it between `@@`.
 const PAGE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
-const SCRIPTS: [&str; 6] = [
+const SCRIPTS: [&str; 7] = [
     include_str!("data.js"),
+    include_str!("table.js"),
     include_str!("layer.js"),
     include_str!("map.js"),
     include_str!("oom.js"),

@@ -20,6 +20,21 @@ function cursor(page) {
   page.pen.fillRect(x, 0, 1, page.height);
 }
 
+// How high an amount stands, 1 being the top.
+function share(amount, top) {
+  return state.scale === 'log' ? Math.log2(1 + amount) / Math.log2(1 + top) : amount / top;
+}
+
+// The rows that a pointer is choosing.
+function chosen(page) {
+  if (!state.range) return;
+  const [left, right] = state.range.map(row => (row - state.from) / (state.to - state.from) * page.width);
+  page.pen.globalAlpha = 0.2;
+  page.pen.fillStyle = page.ink;
+  page.pen.fillRect(Math.min(left, right), 0, Math.abs(right - left), page.height);
+  page.pen.globalAlpha = 1;
+}
+
 function drawCurves() {
   const page = begin('curves'), { pen, width, height } = page, [from, to] = visible();
   drawn.curves = 1;
@@ -27,7 +42,7 @@ function drawCurves() {
   let top = meta.limit || 0;
   const high = Math.max(...Object.keys(CURVES).map(name => extent(name, from, to)[1]));
   top = Math.max(high, top < 2 * high ? top : 0, 1) * 1.05;
-  const y = amount => height - amount / top * height, span = state.to - state.from;
+  const y = amount => height - share(amount, top) * height, span = state.to - state.from;
   for (const [name, colour] of Object.entries(CURVES)) {
     pen.strokeStyle = colour;
     pen.lineWidth = 1.5;
@@ -54,6 +69,7 @@ function drawCurves() {
   pen.fillStyle = page.ink;
   pen.fillText(bytes(top / 1.05), 4, 12);
   cursor(page);
+  chosen(page);
 }
 
 // In each column of pixels the largest blocks of its fullest row, one on the other, and the rest as one: together
@@ -275,14 +291,17 @@ function listen() {
       zoom(event.deltaY > 0 ? 1.25 : 0.8, rowAt(event));
     }, { passive: false });
     canvas.addEventListener('pointerdown', event => {
-      held = { x: event.offsetX, from: state.from, to: state.to, moved: false };
+      held = { x: event.offsetX, from: state.from, to: state.to, moved: false, row: event.shiftKey ? rowAt(event) : undefined };
       canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener('pointermove', event => {
       if (held) {
         const by = (held.x - event.offsetX) / canvas.clientWidth * (held.to - held.from);
         held.moved ||= Math.abs(held.x - event.offsetX) > 3;
-        if (held.moved) view(held.from + by, held.to + by);
+        if (held.moved && held.row !== undefined) {
+          state.range = [held.row, rowAt(event)];
+          drawCurves();
+        } else if (held.moved) view(held.from + by, held.to + by);
       } else if (canvas.id === 'bands') {
         const { offsetX: x, offsetY: y } = event;
         const hit = hits.find(([left, top, right, bottom]) => x >= left && x < right && y >= top && y < bottom);
@@ -290,7 +309,10 @@ function listen() {
       }
     });
     canvas.addEventListener('pointerup', event => {
-      if (held && !held.moved) select(Math.floor(rowAt(event)));
+      const range = state.range;
+      state.range = undefined;
+      if (range) view(Math.min(...range), Math.max(...range));
+      else if (held && !held.moved) select(Math.floor(rowAt(event)));
       held = undefined;
     });
     canvas.addEventListener('dblclick', () => view(0, rows));
@@ -316,6 +338,7 @@ function listen() {
   $('mark').onclick = mark;
   $('colour').onchange = event => { state.colour = event.target.value; blockLegend(); draw(); };
   $('find').oninput = event => { look(event.target.value); draw(); };
+  $('scale').onchange = event => { state.scale = event.target.value; draw(); };
   $('mode').onchange = event => { state.mode = event.target.value; draw(); };
   $('row').onchange = event => select(Number(event.target.value) - 1 || 0);
   $('instant').oninput = event => showMap(Number(event.target.value));
@@ -370,7 +393,7 @@ async function main() {
   select(meta.error !== null ? rows - 1 : rows ? peakRow(0, rows) : 0);
   // What tests and other scripts may ask.
   window.__view = {
-    state, drawn, curves, data, maps, layers, extent, stacks, largest, sums, select, view, zoom, reason, contents, look, files, showFiles, draw,
+    state, drawn, curves, data, maps, layers, extent, stacks, largest, sums, select, view, zoom, reason, contents, look, files, showFiles, draw, share, csv,
   };
 }
 
