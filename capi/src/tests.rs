@@ -41,6 +41,14 @@ fn create_in(context: CUcontext) -> (i32, *mut cualloc_t) {
     (code, made)
 }
 
+/// A context of the caller's, and an allocator there.
+fn in_own_context(simulator: &Simulator) -> (CUcontext, *mut cualloc_t) {
+    let raw = simulator.create_context(0).unwrap();
+    let (code, allocator) = create_in(raw);
+    assert_eq!(code, CUALLOC_OK, "{}", text());
+    (raw, allocator)
+}
+
 fn text() -> &'static str {
     // SAFETY: ended by a zero; looked at before the next failure.
     unsafe { CStr::from_ptr(cualloc_last_error()) }
@@ -63,9 +71,7 @@ fn free(allocator: *mut cualloc_t, ptr: u64) -> i32 {
 #[test]
 fn a_context_of_the_callers_outlives_the_allocator() {
     let (_one, simulator, driver) = world();
-    let raw = simulator.create_context(0).unwrap();
-    let (code, allocator) = create_in(raw);
-    assert_eq!(code, CUALLOC_OK, "{}", text());
+    let (raw, allocator) = in_own_context(simulator);
     assert_eq!(driver.device_count(), Ok(1));
     let (code, small) = alloc(allocator, 4096, null_mut());
     assert_eq!(code, CUALLOC_OK);
@@ -109,9 +115,7 @@ fn the_current_context_is_the_one_of_null() {
 #[test]
 fn a_context_with_the_handle_of_a_dead_one_is_left_alone() {
     let (_one, simulator, driver) = world();
-    let raw = simulator.create_context(0).unwrap();
-    let (code, allocator) = create_in(raw);
-    assert_eq!(code, CUALLOC_OK, "{}", text());
+    let (raw, allocator) = in_own_context(simulator);
     let (_, ptr) = alloc(allocator, 8 << 20, null_mut());
     assert!(simulator.destroy_context(raw));
     assert_eq!(simulator.create_context(0), Some(raw));
@@ -130,9 +134,7 @@ fn a_context_with_the_handle_of_a_dead_one_is_left_alone() {
 #[test]
 fn a_context_that_dies_first_is_lost_and_left_alone() {
     let (_one, simulator, driver) = world();
-    let raw = simulator.create_context(0).unwrap();
-    let (code, allocator) = create_in(raw);
-    assert_eq!(code, CUALLOC_OK, "{}", text());
+    let (raw, allocator) = in_own_context(simulator);
     let (_, ptr) = alloc(allocator, 8 << 20, null_mut());
     assert!(simulator.destroy_context(raw));
     // It is found out by the first call that needs the context.
@@ -427,9 +429,7 @@ fn footprint(pool: *mut cualloc_pool_t) -> (i32, cualloc_footprint_t) {
 #[test]
 fn pools_of_a_context_that_dies_first_are_left_alone() {
     let (_one, simulator, driver) = world();
-    let raw = simulator.create_context(0).unwrap();
-    let (code, allocator) = create_in(raw);
-    assert_eq!(code, CUALLOC_OK, "{}", text());
+    let (raw, allocator) = in_own_context(simulator);
     let (mut pool, mut scope, mut told) = (null_mut(), 0, 0_u32);
     let mut which = cualloc_scope_t {
         struct_size: size_of::<cualloc_scope_t>(),
@@ -477,9 +477,7 @@ fn pools_of_a_context_that_dies_first_are_left_alone() {
 #[test]
 fn memory_is_suspended_by_number() {
     let (_one, simulator, _driver) = world();
-    let raw = simulator.create_context(0).unwrap();
-    let (code, allocator) = create_in(raw);
-    assert_eq!(code, CUALLOC_OK, "{}", text());
+    let (raw, allocator) = in_own_context(simulator);
     let (code, block) = alloc(allocator, 5 << 20, null_mut());
     assert_eq!(code, CUALLOC_OK, "{}", text());
     // SAFETY: nothing uses the memory, and the pointers are to locals.

@@ -22,7 +22,7 @@ const RECORDS_ALONE: u64 = 1 << 63;
 /// What calls look out for.
 const LOOK_OUT: u64 = FORKED | EXITING | CAPTURES;
 /// What a recording is told by.
-const RECORDING: u64 = RECORDS | SAMPLES | RECORDS_ALONE;
+const RECORDING: u64 = RECORDS | SAMPLES;
 
 /// Alone on its cache lines: it is read on every call, and written when captures come and go.
 #[repr(align(128))]

@@ -260,50 +260,45 @@ fn a_capture_that_failed_uses_nothing() {
 
 // ---- leases -------------------------------------------------------------------------------------
 
+/// What is left of a graph with its executable, after so many steps: both, the executable, its launch under way, nothing.
+fn left(steps: usize) -> Log {
+    let mut log = Log::new();
+    log.graph();
+    if steps > 0 {
+        log.0.graph_destroyed(raw(GRAPH));
+    }
+    if steps > 1 {
+        log.launch(1);
+        log.0.exec_destroyed(raw(EXEC));
+    }
+    if steps > 2 {
+        log.see(1);
+    }
+    log
+}
+
 /// A graph, an executable and a launch under way, each alone.
 #[test]
 fn what_a_graph_may_touch_is_given_to_nobody_outside_until_all_of_it_is_gone() {
     for last in 0..4 {
-        let mut log = Log::new();
-        log.graph();
-        if last > 0 {
-            log.0.graph_destroyed(raw(GRAPH));
-        }
-        if last > 1 {
-            log.launch(1);
-            log.0.exec_destroyed(raw(EXEC));
-        }
-        if last > 2 {
-            log.see(1);
-        }
+        let mut log = left(last);
         // Through another address, and whichever stream asks.
         log.block(POOL, VIEW, 1);
         match last {
             3 => log.fine(),
             _ => log.wrong("block 0x200000000 for stream 1 has memory that graph 0x77 may touch"),
         }
-        let mut log = Log::new();
-        log.graph();
-        if last > 0 {
-            log.0.graph_destroyed(raw(GRAPH));
-        }
-        if last > 1 {
-            log.launch(1);
-            log.0.exec_destroyed(raw(EXEC));
-        }
-        if last > 2 {
-            log.see(1);
-        }
+        let mut log = left(last);
         log.0.unmapped("cuMemUnmap", A, 16 * MIB);
         match last {
             3 => log.fine(),
             _ => log.wrong("cuMemUnmap of 0x100000000..0x101000000: graph 0x77 may touch 0x100000000..0x100100000"),
         }
-        let mut log = Log::new();
-        log.graph();
-        log.0.addresses_freed(A, 16 * MIB);
-        log.wrong("cuMemAddressFree");
     }
+    let mut log = Log::new();
+    log.graph();
+    log.0.addresses_freed(A, 16 * MIB);
+    log.wrong("cuMemAddressFree");
 }
 
 #[test]
