@@ -24,14 +24,16 @@ impl Engine {
         let _span = nvtx::span(Category::Trim, || format!("{keep} bytes are kept"));
         process::do_postponed();
         self.free_deferred();
+        // In a forked child, which is refused below, each such lock is memory that nobody has any more.
+        if !process::is_forked_child() {
+            self.suspender.drop_spare();
+        }
         let ours: Vec<(u32, StreamKey)> = {
             let mut heap = self.open()?;
             heap.refuse()?;
             heap.flush_caches();
             heap.streams.kept_uncovered()
         };
-        // Not before a forked child was refused: there each such lock is memory that nobody has any more.
-        self.suspender.drop_spare();
         self.cover_all(&ours)?;
         let retried = self.retry_orphaned_handles();
         let finished = self.finish_tests(false)?;
