@@ -178,6 +178,17 @@ impl Engine {
         {
             return Ok(grant);
         }
+        let name = (named.key, named.stream.is_some());
+        if !heap.contended
+            && !self.unretired
+            && let Some(want) = heap.want_at_once(&self.device, name, request)
+            && let Some(id) = heap.take_ready_run(&want)
+        {
+            let grant = heap.hand_out_at_once(id, &want, named.key);
+            drop(heap);
+            self.tend();
+            return Ok(grant);
+        }
         let made = self.reclaim(heap, named, request);
         if process::is_recording()
             && let Err(Error::OutOfMemory(_)) = made

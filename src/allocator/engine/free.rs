@@ -149,7 +149,10 @@ impl Engine {
             }
         }
         heap.tell_free(id);
-        let after = heap.free(id);
+        let after = match heap.free_alone(id, generation) {
+            true => AfterFree::default(),
+            false => heap.free(id),
+        };
         let rest = self.rest_of_free(&heap, after);
         drop(heap);
         self.finish_free(rest);

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod at_once;
 pub(crate) mod caches;
 pub(crate) mod check;
 pub(crate) mod complete;

@@ -515,6 +515,37 @@ fn spares_handles(heap: &Heap, want: &Want) -> bool {
 
 /// A fitting extent: ready, or much tighter behind a wait.
 fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
+    match best_run(heap, want)? {
+        Best::Ready(run) => Some(Step::Take(run)),
+        Best::Tighter(run) => {
+            heap.stats.reclaim.tighter += 1;
+            Some(Step::Claim(heap.part(want, run)))
+        }
+    }
+}
+
+impl Heap {
+    /// Takes the fitting extent, if it is ready and nothing behind a wait is much tighter: the first step of a reclaim,
+    /// where that is all.
+    pub(crate) fn take_ready_run(&mut self, want: &Want) -> Option<u32> {
+        let Best::Ready(run) = best_run(self, want)? else {
+            return None;
+        };
+        let id = self.take(want, run)?;
+        self.stats.reclaim.ready += 1;
+        Some(id)
+    }
+}
+
+/// What fits a request best.
+enum Best {
+    Ready(Run),
+    /// Behind a wait.
+    Tighter(Run),
+}
+
+#[inline]
+fn best_run(heap: &Heap, want: &Want) -> Option<Best> {
     let finder = heap.finder(want.space, want.stream)?;
     let best = finder.ready_run(want)?;
     let ready = match spares_handles(heap, want) {
@@ -536,10 +567,9 @@ fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
         && let Some(tight) = finder.tightest_run(want, ready.granules, reach)
         && provisional(tight.granules)
     {
-        heap.stats.reclaim.tighter += 1;
-        return Some(Step::Claim(heap.part(want, tight)));
+        return Some(Best::Tighter(tight));
     }
-    Some(Step::Take(ready))
+    Some(Best::Ready(ready))
 }
 
 /// Memory that fits behind waits: where the newest of them is the oldest.

@@ -40,6 +40,27 @@ impl Streams {
         silent
     }
 
+    /// Whether nothing is to be found out for a large request of a stream, `near` the limit or not: no full batch waits
+    /// for its marker, no marker is due to be asked for, and it is not the time to look for silent streams.
+    pub(crate) fn nothing_to_ask(&self, stream: u32, near: bool) -> bool {
+        let due = |slot: &Slot| !slot.markers.is_empty() && slot.backoff == 0;
+        !self.woken
+            && self.requests + 1 < self.look_at
+            && self.full().iter().all(|full| !near && *full == stream)
+            && (self.all_seen() || !self.iter().any(|(_, slot)| due(slot)))
+    }
+
+    /// Counts a large request for which there is [nothing to ask](Self::nothing_to_ask).
+    pub(crate) fn pass(&mut self) {
+        self.requests += 1;
+        if !self.all_seen() {
+            for (_, slot) in self.iter_mut() {
+                let waits = u32::from(!slot.markers.is_empty());
+                slot.backoff = slot.backoff.saturating_sub(waits);
+            }
+        }
+    }
+
     /// Large requests since the heap was last told of a stream.
     fn silence(&self, slot: &Slot) -> u64 {
         self.requests - slot.told_at

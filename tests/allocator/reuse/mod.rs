@@ -1,6 +1,7 @@
 //! When freed memory is handed out again: on its own stream at once, on others in order.
 
 mod adopted;
+mod at_once;
 mod bytes;
 mod late;
 mod leaving;

@@ -1,0 +1,87 @@
+//! Requests that find ready memory while several streams are about take it in one go, to the same end as step by step.
+
+use crate::common::*;
+use cualloc::Error;
+use cualloc::allocator::{Config, Policy, ReclaimStats, Request};
+use cualloc::sim::{Mode, SimConfig};
+
+/// What a program of a seed came to: where each block was, how requests were served, and the driver's calls by name. The
+/// requests wish for nothing, or for what they have anyway: such requests go step by step.
+fn outcome(
+    seed: u64,
+    wishing: bool,
+    mode: Mode,
+    limit: Option<u64>,
+) -> (Vec<u64>, ReclaimStats, Vec<u64>) {
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 8 << 30));
+    let sim = rig.maybe_sim().unwrap();
+    let allocator = rig.allocator_with(Config::new().views(false).limit(limit));
+    let streams = rig.streams::<3>();
+    sim.set_mode(mode);
+    let mut random = Random(seed);
+    let (mut live, mut addresses) = (Vec::new(), Vec::new());
+    for step in 0..9000 {
+        // Two streams are silent for some time, so that they rest and come back.
+        let several = step / 3000 != 1;
+        let stream = &streams[if several { random.below(3) } else { 0 }];
+        match random.below(8) {
+            0 => {
+                let idle = streams[random.below(3)].id().unwrap();
+                sim.complete_stream(idle, 1 + random.below(40));
+            }
+            1..4 if live.len() > 8 => drop(live.swap_remove(random.below(live.len()))),
+            4 if !live.is_empty() => {
+                let block: &cualloc::Block = &live[random.below(live.len())];
+                block.record_stream(stream).unwrap();
+            }
+            _ if live.len() < 40 => {
+                let request = Request::new(65 * KIB + random.below(6 * MIB)).views(!wishing);
+                match allocator.allocate_with(request, stream) {
+                    Ok(block) => {
+                        addresses.push(block.ptr());
+                        live.push(block);
+                    }
+                    Err(Error::OutOfMemory(_)) => addresses.push(0),
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            _ => drop(live.swap_remove(random.below(live.len()))),
+        }
+    }
+    allocator.check().unwrap();
+    let names = [
+        "cuEventRecord",
+        "cuEventQuery",
+        "cuStreamWaitEvent",
+        "cuStreamQuery",
+        "cuMemMap",
+    ];
+    let calls = names.map(|name| rig.calls(name)).to_vec();
+    let served = allocator.stats().reclaim;
+    drop(live);
+    for stream in &streams {
+        sim.complete_stream(stream.id().unwrap(), usize::MAX);
+    }
+    sim.set_mode(Mode::Instant);
+    rig.close(&allocator);
+    rig.assert_clean();
+    (addresses, served, calls)
+}
+
+#[test]
+fn in_one_go_a_request_gets_what_it_would_get_step_by_step() {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: needs the simulator");
+    }
+    for seed in 1..9 {
+        for (mode, limit) in [
+            (Mode::Manual, None),
+            (Mode::Manual, Some(160 << 20)),
+            (Mode::Instant, None),
+        ] {
+            let [plain, wishing] = [false, true].map(|wishing| outcome(seed, wishing, mode, limit));
+            assert!(plain.0.len() > 1000, "{} blocks", plain.0.len());
+            assert_eq!(plain, wishing, "seed {seed}, {mode:?}, limit {limit:?}");
+        }
+    }
+}
