@@ -1,4 +1,8 @@
 //! The work of a test of second layouts.
+//!
+//! Everything is submitted before anything is waited for: where other streams keep the device at work, each wait takes
+//! as long as a kernel of theirs. What was read stays on the device meanwhile, in part, and is copied to the host at
+//! the end.
 
 use std::ffi::c_void;
 
@@ -9,11 +13,25 @@ use crate::allocator::size::PHYSICAL_GRANULE;
 /// Words that are written and read: more than the first-level caches of a few multiprocessors hold.
 pub(crate) const WORDS: usize = 128 << 10;
 
-/// Where a kernel counts wrong words, from the start of the memory: behind the words.
-pub(crate) const COUNT_AT: u64 = PHYSICAL_GRANULE / 2;
+/// Where the words are copied to that were read, from the start of the memory: behind the words.
+const READ_AT: u64 = 4 * WORDS as u64;
+
+/// Where kernels count wrong words: behind those.
+pub(crate) const COUNT_AT: u64 = 2 * READ_AT;
+
+/// Bytes from there to the words that are kept.
+const KEPT_BEHIND: u64 = 4 << 10;
+
+/// Words that are kept of each reading, another part each time.
+const KEPT: usize = 16 << 10;
 
 /// How often everything is done.
 pub(crate) const ROUNDS: u32 = 3;
+
+/// Readings, two for each way round.
+const READINGS: usize = 4 * ROUNDS as usize;
+
+const _: () = assert!(COUNT_AT + KEPT_BEHIND + 4 * (KEPT * READINGS) as u64 <= PHYSICAL_GRANULE);
 
 /// Threads of a block of threads, and blocks, of the kernels.
 pub(crate) const THREADS: u32 = 256;
@@ -65,51 +83,65 @@ impl Bench<'_> {
         let all = (PHYSICAL_GRANULE / 4) as usize;
         // SAFETY: the memory is the test's, and that large.
         unsafe { self.entered.memset_d32(self.sides[0], 0, all, self.stream) }?;
-        let mut good = true;
-        let mut found = vec![0; WORDS];
-        let mut word = 0x5eed_0000;
+        let (mut word, mut expected) = (0x5eed_0000, Vec::with_capacity(READINGS));
         for _ in 0..ROUNDS {
             for (write, read) in [(0, 1), (1, 0)] {
                 word += 1;
                 let (write, read) = (self.sides[write], self.sides[read]);
-                good &= self.copies(write, read, word, &mut found)?;
-                good &= self.moves(write, read, word ^ 0xffff, &mut found)?;
+                self.copies(write, read, word)?;
+                self.keep(expected.len())?;
+                expected.push(word);
+                self.moves(write, read, word ^ 0xffff)?;
+                self.keep(expected.len())?;
+                expected.push(word ^ 0xffff);
                 if let Some((fill, check)) = self.kernels {
-                    good &= self.launches(fill, check, write, read, word)?;
+                    self.launches(fill, check, write, read, word)?;
                 }
             }
         }
-        Ok(good)
-    }
-
-    pub(crate) fn read(&self, from: u64, found: &mut Vec<u32>) -> Result<(), DriverError> {
-        let read = std::mem::take(found);
+        let behind = (KEPT_BEHIND / 4) as usize;
+        let found = vec![0; behind + KEPT * READINGS];
         // SAFETY: the memory is the test's, and has as many words; the stream is alive.
-        *found = unsafe { self.entered.read_words(from, read, self.stream) }?;
-        Ok(())
+        let found = unsafe {
+            self.entered
+                .read_words(self.sides[0] + COUNT_AT, found, self.stream)
+        }?;
+        let (counts, kept) = found.split_at(behind);
+        let mut kept = kept.chunks(KEPT).zip(&expected);
+        Ok(counts.first() == Some(&0) && kept.all(|(found, word)| all_are(found, *word)))
     }
 
-    pub(crate) fn copies(
-        &self,
-        write: u64,
-        read: u64,
-        word: u32,
-        found: &mut Vec<u32>,
-    ) -> Result<bool, DriverError> {
-        self.read(read, found)?;
+    /// Copies all words from one side to where they can stay until the next reading.
+    fn read(&self, from: u64) -> Result<(), DriverError> {
+        let to = self.sides[0] + READ_AT;
+        // SAFETY: the memory is the test's, and has as many words in either place; the stream is alive.
+        unsafe {
+            self.entered
+                .copy_device_to_device(to, from, 4 * WORDS, self.stream)
+        }
+    }
+
+    /// Keeps a part of what was read last.
+    fn keep(&self, reading: usize) -> Result<(), DriverError> {
+        let bytes = 4 * KEPT;
+        let part = (reading % (WORDS / KEPT) * bytes) as u64;
+        let from = self.sides[0] + READ_AT + part;
+        let to = self.sides[0] + COUNT_AT + KEPT_BEHIND + (reading * bytes) as u64;
+        // SAFETY: as above.
+        unsafe {
+            self.entered
+                .copy_device_to_device(to, from, bytes, self.stream)
+        }
+    }
+
+    fn copies(&self, write: u64, read: u64, word: u32) -> Result<(), DriverError> {
+        self.read(read)?;
         // SAFETY: the memory is the test's, and has as many words.
         unsafe { self.entered.memset_d32(write, word, WORDS, self.stream) }?;
-        self.read(read, found)?;
-        Ok(all_are(found, word))
+        self.read(read)
     }
 
-    pub(crate) fn moves(
-        &self,
-        write: u64,
-        read: u64,
-        word: u32,
-        found: &mut Vec<u32>,
-    ) -> Result<bool, DriverError> {
+    fn moves(&self, write: u64, read: u64, word: u32) -> Result<(), DriverError> {
         let half = WORDS / 2;
         // SAFETY: the memory is the test's; the halves do not overlap.
         unsafe {
@@ -118,22 +150,19 @@ impl Bench<'_> {
             self.entered
                 .copy_device_to_device(behind, read, half * 4, self.stream)?;
         }
-        self.read(write, found)?;
-        Ok(all_are(found, word))
+        self.read(write)
     }
 
-    pub(crate) fn launches(
+    fn launches(
         &self,
         fill: &Function,
         check: &Function,
         write: u64,
         read: u64,
         seed: u32,
-    ) -> Result<bool, DriverError> {
+    ) -> Result<(), DriverError> {
         let count = self.sides[0] + COUNT_AT;
         let ignored = count + 4;
-        // SAFETY: two words of the test's memory behind the words under test.
-        unsafe { self.entered.memset_d32(count, 0, 2, self.stream) }?;
         // Brings the old words into the caches on the reading side.
         self.check(check, read, seed, ignored)?;
         let (mut ptr, mut words, mut first) = (write, WORDS as u64, seed);
@@ -143,10 +172,7 @@ impl Bench<'_> {
             (&raw mut first).cast(),
         ];
         self.launch(fill, &mut parameters)?;
-        self.check(check, read, seed, count)?;
-        let mut wrong = vec![0];
-        self.read(count, &mut wrong)?;
-        Ok(wrong == [0])
+        self.check(check, read, seed, count)
     }
 
     pub(crate) fn check(

@@ -197,7 +197,8 @@ impl Engine {
         sides: [u64; 2],
         with_kernels: bool,
     ) -> Result<Result<bool, DriverError>, (DriverError, Work)> {
-        let stream = match Stream::new(&self.context) {
+        // Before whatever keeps the device at work.
+        let stream = match Stream::with_priority(&self.context, i32::MIN) {
             Ok(stream) => stream,
             Err(error) => return Ok(Err(error)),
         };

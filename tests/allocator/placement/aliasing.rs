@@ -63,6 +63,24 @@ fn the_test_does_not_wait_for_running_work() {
     });
 }
 
+/// Where the device is kept at work each wait takes long: what was read is looked at in the end, in one go.
+#[test]
+fn the_test_waits_for_its_work_once() {
+    only(Policy::Packed, |rig| {
+        let allocator = rig.allocator();
+        let names = ["cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"];
+        let before = names.map(|name| rig.calls(name));
+        assert_eq!(allocator.test_views().unwrap(), SelfTest::Passed);
+        let [copies, waits] = names.map(|name| rig.calls(name));
+        // Copied and waited for, and the stream once more before its memory goes.
+        assert!(
+            copies - before[0] <= 1 && waits - before[1] <= 2,
+            "{copies} {waits}"
+        );
+        rig.close(&allocator);
+    });
+}
+
 #[test]
 fn a_device_that_fails_the_test_is_used_without_views() {
     let config = SimConfig {
@@ -180,7 +198,7 @@ fn r2_the_test_copies_to_memory_that_it_can_leave_behind() {
     // As deep as the test's calls go at most.
     let stack = top - 256 * KIB..top + KIB;
     let targets = targets::seen();
-    assert!(targets.len() > 10);
+    assert!(!targets.is_empty());
     assert!(targets.iter().all(|target| !stack.contains(target)));
     rig.close(&allocator);
 }
