@@ -15,6 +15,9 @@
 #   pair_recorded   pair while a recording runs, to rings in memory
 #   pair_while_capturing   pair while another thread captures another stream
 #   pair_captured   pair in a capture, out of a graph pool in which 256 blocks are live, with a node between
+#   pair_captured_16, pair_captured_1024, pair_captured_after_16, pair_captured_after_64
+#                   the same with so many live blocks, or after so many graphs were captured in the pool, which are kept;
+#                   by name alone, and not recorded
 #   churn_op        an allocation or a free: random ones of 4096 slots are filled where empty, else
 #                   emptied, with 512 B to 64 KiB (logarithm uniform); the loop around it is included
 #   churn_harness   that loop with blocks that cost nothing

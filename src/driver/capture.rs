@@ -24,6 +24,12 @@ impl Driver {
         self.found().all()
     }
 
+    /// Whether a stream is among those that were found capturing, or suspected of it; now and then also one that is not.
+    #[inline]
+    pub(crate) fn may_be_capturing(&self, stream: CUstream) -> bool {
+        self.found().may_have(stream) && self.has(Feature::CaptureInfo)
+    }
+
     /// Forgets a finding that was refuted.
     pub(crate) fn not_capturing(&self, number: u64) {
         self.found().refute(number);
@@ -266,6 +272,29 @@ impl Driver {
         &self,
         stream: CUstream,
     ) -> Result<Option<CaptureInfo>, DriverError> {
+        // SAFETY: the caller's contract.
+        let read = unsafe { self.read_capture(stream, |dependency| dependency) }?;
+        Ok(read.map(|(id, graph, dependencies)| CaptureInfo {
+            id,
+            graph,
+            dependencies,
+        }))
+    }
+
+    /// [`capture_info`](Self::capture_info) in parts: the id, the graph, and each dependency as `each` makes it. Also
+    /// notes the answer.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline]
+    pub(crate) unsafe fn read_capture<T, D: FromIterator<T>>(
+        &self,
+        stream: CUstream,
+        each: impl Fn(Dependency) -> T,
+    ) -> Result<Option<(u64, sys::CUgraph, D)>, DriverError> {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let (mut id, mut graph) = (0, ptr::null_mut());
         let (mut nodes, mut edges, mut count) = (ptr::null(), ptr::null(), 0);
@@ -303,9 +332,15 @@ impl Driver {
             }?;
         }
         match status {
-            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => return Ok(None),
-            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => {}
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => {
+                self.answered(stream, false);
+                return Ok(None);
+            }
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => {
+                self.answered(stream, true);
+            }
             _ => {
+                self.answered(stream, true);
                 let name = match with_edges {
                     true => "cuStreamGetCaptureInfo_v3",
                     false => "cuStreamGetCaptureInfo_v2",
@@ -327,11 +362,8 @@ impl Driver {
                 }
             }
         };
-        Ok(Some(CaptureInfo {
-            id,
-            graph,
-            dependencies: (0..count).map(read).collect(),
-        }))
+        let dependencies = (0..count).map(|index| each(read(index)));
+        Ok(Some((id, graph, dependencies.collect())))
     }
 
     /// Replaces what the next node that is captured on a stream depends on, or adds to it.

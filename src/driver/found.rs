@@ -3,7 +3,7 @@
 use super::process;
 use super::sys::CUstream;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::ThreadId;
 
 use crate::locks::held::locked;
@@ -20,6 +20,8 @@ const OLD: u32 = 64;
 pub(super) struct Found {
     /// A bit for each stream in the list, which others may share.
     bits: AtomicU64,
+    /// Whether there is anything in [`Findings::joined`].
+    any_joined: AtomicBool,
     list: Mutex<Findings>,
 }
 
@@ -59,36 +61,41 @@ impl Found {
     /// A capture was begun into a graph that has nodes. Its id is unique while the process lives.
     pub(super) fn add_joined(&self, capture: u64) {
         locked(&self.list).joined.push(capture);
+        self.any_joined.store(true, Ordering::Release);
     }
 
     /// Whether a capture was begun into a graph that has nodes.
     pub(super) fn is_joined(&self, capture: u64) -> bool {
-        locked(&self.list).joined.contains(&capture)
+        self.any_joined.load(Ordering::Acquire) && locked(&self.list).joined.contains(&capture)
+    }
+
+    /// Whether a stream may be in the list.
+    #[inline(always)]
+    pub(super) fn may_have(&self, stream: CUstream) -> bool {
+        self.bits.load(Ordering::Relaxed) & bit(stream as usize) != 0
     }
 
     /// A stream captures, or is about to.
-    #[cold]
     pub(super) fn add(&self, stream: CUstream, unasked: bool) {
         let mut list = locked(&self.list);
         list.last += 1;
-        let finding = Finding {
-            stream: stream as usize,
-            thread: Some(std::thread::current().id()),
-            number: list.last,
-            unasked,
-            age: 0,
-        };
-        // Before the one that it replaces goes, so that nobody takes it for over.
-        process::watch();
-        list.drop_all(|f| f.is_of(finding.stream));
-        list.streams.push(finding);
+        let last = list.last;
+        // Mostly one that was found before, and is watched.
+        let mut known = list.streams.iter_mut();
+        if let Some(known) = known.find(|finding| finding.is_of(stream as usize))
+            && known.is_watched()
+        {
+            (known.number, known.unasked, known.age) = (last, unasked, 0);
+            return;
+        }
+        list.add_unknown(stream, unasked);
         self.bits.store(list.bits(), Ordering::Relaxed);
     }
 
     /// A stream does not capture.
     #[inline(always)]
     pub(super) fn remove(&self, stream: CUstream) {
-        if self.bits.load(Ordering::Relaxed) & bit(stream as usize) != 0 {
+        if self.may_have(stream) {
             self.drop_all(|finding| finding.is_of(stream as usize));
         }
     }
@@ -145,6 +152,21 @@ impl Findings {
     fn bits(&self) -> u64 {
         let bits = self.streams.iter().map(|f| bit(f.stream));
         bits.fold(0, |all, bit| all | bit)
+    }
+
+    #[cold]
+    fn add_unknown(&mut self, stream: CUstream, unasked: bool) {
+        let finding = Finding {
+            stream: stream as usize,
+            thread: Some(std::thread::current().id()),
+            number: self.last,
+            unasked,
+            age: 0,
+        };
+        // Before the one that it replaces goes, so that nobody takes it for over.
+        process::watch();
+        self.drop_all(|f| f.is_of(finding.stream));
+        self.streams.push(finding);
     }
 
     fn drop_all(&mut self, gone: impl Fn(&Finding) -> bool) {

@@ -275,6 +275,23 @@ impl Driver {
         &self,
         node: sys::CUgraphNode,
     ) -> Result<Vec<Dependency>, DriverError> {
+        // SAFETY: the caller's contract.
+        unsafe { self.read_node(node, |dependency| dependency) }
+    }
+
+    /// [`node_dependencies`](Self::node_dependencies), each as `each` makes it.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline]
+    pub(crate) unsafe fn read_node<T, D: FromIterator<T>>(
+        &self,
+        node: sys::CUgraphNode,
+        each: impl Fn(Dependency) -> T,
+    ) -> Result<D, DriverError> {
         // Most nodes have few: one call is enough for them.
         const FEW: usize = 4;
         let mut nodes = [ptr::null_mut(); FEW];
@@ -283,9 +300,11 @@ impl Driver {
         let (to, data) = (nodes.as_mut_ptr(), edges.as_mut_ptr());
         // SAFETY: the arrays are as long as is said, and the caller vouches for the node.
         unsafe { self.read_dependencies(node, to, data, &mut count) }?;
-        let joined = |(node, edge): (&sys::CUgraphNode, &sys::CUgraphEdgeData)| Dependency {
-            node: *node,
-            edge: *edge,
+        let joined = |(node, edge): (&sys::CUgraphNode, &sys::CUgraphEdgeData)| {
+            each(Dependency {
+                node: *node,
+                edge: *edge,
+            })
         };
         if count < FEW {
             let both = nodes.iter().zip(&edges).take(count);

@@ -543,7 +543,7 @@ impl Driver {
 
     /// Notes what the driver said of a stream.
     #[inline(always)]
-    fn answered(&self, stream: sys::CUstream, capturing: bool) {
+    pub(super) fn answered(&self, stream: sys::CUstream, capturing: bool) {
         if capturing {
             self.found().add(stream, false);
         } else {

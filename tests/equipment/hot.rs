@@ -16,17 +16,18 @@ mod source;
 mod workload;
 
 use crossing::Crossing;
-use cualloc::allocator::Scope;
-use cualloc::driver::{Context, Stream, sys};
+use cualloc::allocator::{GraphPool, Scope};
+use cualloc::driver::{Context, Graph, Stream, sys};
 use cualloc::record::{Recorder, Target};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::trace::Op;
 use cualloc::trace::generate::{Kind, Program};
 use cualloc::{Allocator, Block, Config};
 use source::{Handles, Pointers, Stack, Typed, Workspaces};
+use std::collections::BTreeMap;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use workload::{Churn, Failure, Source, pairs};
 
 const BYTES: usize = 4096;
@@ -34,6 +35,7 @@ const BYTES: usize = 4096;
 const WARM_PAIRS: usize = 1000;
 /// Live blocks beside the pairs in a capture.
 const CAPTURED_LIVE: usize = 256;
+const WARM_CAPTURES: usize = 10;
 const WARM_CHURN: usize = 60_000;
 const WARM_ROWS: usize = 2000;
 /// Rows of the program that is replayed.
@@ -99,7 +101,14 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
             begun.map_err(|_| "the thread that captures is gone")??;
             pair(sim, &handles, count)?;
         }
-        "pair_captured" => captured(sim, allocator, &streams[0], count)?,
+        "pair_captured" => captured(sim, allocator, (CAPTURED_LIVE, 0), count)?,
+        "pair_captured_16" => captured(sim, allocator, (16, 0), count)?,
+        "pair_captured_1024" => captured(sim, allocator, (1024, 0), count)?,
+        "pair_captured_after_16" => captured(sim, allocator, (CAPTURED_LIVE, 16), count)?,
+        "pair_captured_after_64" => captured(sim, allocator, (CAPTURED_LIVE, 64), count)?,
+        "capture" => captures(sim, allocator, 1, count)?,
+        "capture_after_16" => captures(sim, allocator, 16, count)?,
+        "capture_after_64" => captures(sim, allocator, 64, count)?,
         "churn_op" => churn(&handles, &small(), count)?,
         "churn_harness" => churn(&Nothing, &small(), count)?,
         "churn_wide" => churn(&handles, &wide(), count)?,
@@ -137,33 +146,104 @@ fn pair<S: Source>(simulator: &Simulator, source: &S, count: usize) -> Result<()
     Ok(())
 }
 
-/// Pairs in a capture, out of a graph pool in which many blocks are live, each with a node between.
+/// Pairs in a capture, out of a graph pool in which so many blocks are live and so many graphs were captured before, each
+/// with a node between.
 fn captured(
     simulator: &Simulator,
     allocator: &Allocator,
-    stream: &Stream,
+    (live, graphs): (usize, usize),
     count: usize,
 ) -> Result<(), Failure> {
+    let stream = &Stream::new(allocator.context())?;
     let pool = allocator.graph_pool()?;
+    let mut earlier = Vec::with_capacity(graphs);
+    for graph in 0..graphs {
+        earlier.push(capture(allocator, &pool, stream, 1 + graph)?);
+    }
     let _scope = pool.enter(Scope::NextCapture)?;
     begin(stream)?;
-    let live: Result<Vec<Block>, _> = (0..CAPTURED_LIVE)
+    let live: Result<Vec<Block>, _> = (0..live)
         .map(|_| allocator.allocate(BYTES, stream))
         .collect();
     let _live = live?;
-    let calls = Arc::new(AtomicU64::new(0));
-    let counter = Arc::clone(&calls);
-    simulator.before(move |_| {
-        counter.fetch_add(1, Ordering::Relaxed);
-    });
+    let calls = Counted::new(simulator);
     for _ in 0..WARM_PAIRS + count {
         let block = allocator.allocate(BYTES, stream)?;
         // SAFETY: the block is as long.
         unsafe { stream.memset(block.ptr(), 0, BYTES) }?;
     }
-    println!("calls {}", calls.load(Ordering::Relaxed));
+    calls.tell();
     // Nothing is given back: the capture is never ended.
     std::process::exit(0)
+}
+
+/// Whole captures in one pool, of one pair each, after so many of which the graphs are kept.
+fn captures(
+    simulator: &Simulator,
+    allocator: &Allocator,
+    graphs: usize,
+    count: usize,
+) -> Result<(), Failure> {
+    let stream = &Stream::new(allocator.context())?;
+    let pool = allocator.graph_pool()?;
+    let mut earlier = Vec::with_capacity(graphs);
+    for graph in 0..graphs {
+        earlier.push(capture(allocator, &pool, stream, 1 + graph)?);
+    }
+    let calls = Counted::new(simulator);
+    for _ in 0..WARM_CAPTURES + count {
+        drop(capture(allocator, &pool, stream, 1)?);
+    }
+    calls.tell();
+    drop(earlier);
+    std::process::exit(0)
+}
+
+/// A graph of so many pairs with a node between, whose first block stays until the end.
+fn capture(
+    allocator: &Allocator,
+    pool: &GraphPool,
+    stream: &Stream,
+    pairs: usize,
+) -> Result<Graph, Failure> {
+    let scope = pool.enter(Scope::NextCapture)?;
+    begin(stream)?;
+    let first = allocator.allocate(BYTES, stream)?;
+    for _ in 0..pairs {
+        let block = allocator.allocate(BYTES, stream)?;
+        // SAFETY: the block is as long.
+        unsafe { stream.memset(block.ptr(), 0, BYTES) }?;
+    }
+    drop(first);
+    let graph = stream.end_capture()?;
+    drop(scope);
+    Ok(graph)
+}
+
+/// The driver's calls, by name.
+struct Counted(Arc<Mutex<BTreeMap<&'static str, u64>>>);
+
+impl Counted {
+    fn new(simulator: &Simulator) -> Counted {
+        let counts = Counted(Arc::default());
+        let calls = Arc::clone(&counts.0);
+        simulator.before(move |call| {
+            if let Ok(mut calls) = calls.lock() {
+                *calls.entry(call.call).or_default() += 1;
+            }
+        });
+        counts
+    }
+
+    fn tell(&self) {
+        let Ok(calls) = self.0.lock() else {
+            return;
+        };
+        println!("calls {}", calls.values().sum::<u64>());
+        for (name, count) in calls.iter() {
+            println!("{name} {count}");
+        }
+    }
 }
 
 /// Rows of a program whose blocks cross streams: also says how many operations there were, which calls of the driver,

@@ -170,7 +170,8 @@ pub enum Scope<'a> {
     NextCapture,
     /// Those on a stream, captured or not.
     Stream(&'a Stream),
-    /// Those on streams, by their handles, to which this says yes. It is called without any lock held.
+    /// Those on streams, by their handles, to which this says yes. It is called without any lock held: for each request
+    /// outside of captures, and in a capture once for each stream and thread, as long as the same scopes are open.
     When(Box<dyn Fn(sys::CUstream) -> bool + Send + Sync>),
     /// Those of the thread that enters, on all streams, captured or not.
     Thread,
@@ -230,7 +231,7 @@ impl GraphPool {
             },
             None => engine.named(stream)?,
         };
-        Ok(User::new(named.key, named.raw as usize, None))
+        Ok(User::new(named.key, named.raw as usize, None, None))
     }
 
     /// Says that a graph which was not captured with the pool uses its memory: the pool's addresses stay as long as

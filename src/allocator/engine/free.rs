@@ -128,11 +128,12 @@ impl Engine {
         let generation = generation.unwrap_or(heap.extents.records[id].generation);
         let block = (id, generation);
         if !heap.is_live(block) {
-            let pooled = heap.is_pooled(block);
+            let pooled = heap.graphs.live(ptr).filter(|_| heap.is_pooled(block));
+            let pooled = pooled.map(|live| (live.owner, live.users.clone()));
             drop(heap);
             return match pooled {
-                true => self.free_pooled(block, ptr),
-                false => Err(Error::NotLive { ptr }),
+                Some(used) => self.free_pooled(block, ptr, used),
+                None => Err(Error::NotLive { ptr }),
             };
         }
         let stream = heap.extents.records[id].stream;
@@ -260,7 +261,7 @@ impl Engine {
 
     /// Frees what was dropped when it could not be freed.
     pub(crate) fn free_deferred(&self) {
-        if !self.deferred.swap(false, Ordering::Relaxed) {
+        if !self.deferred.load(Ordering::Relaxed) || !self.deferred.swap(false, Ordering::Relaxed) {
             return;
         }
         let deferred = std::mem::take(&mut self.lock().deferred);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
 
-use crate::driver::{CaptureInfo, Dependency, Stream, process, sys};
+use crate::driver::{Dependency, Stream, process, sys};
 use crate::sync::capture::is_of_capture;
 
 use crate::allocator::cache::grant::Grant;
@@ -16,8 +16,9 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::addresses::Addresses;
 use crate::allocator::graph::arena::Arena;
-use crate::allocator::graph::capture::Capture;
+use crate::allocator::graph::capture::{Capture, Present, Way};
 use crate::allocator::graph::commit;
+use crate::allocator::graph::few::Few;
 use crate::allocator::graph::order::Edge;
 use crate::allocator::graph::plan::Lacking;
 use crate::allocator::graph::scope::{Answer, Asked, Kind};
@@ -105,6 +106,7 @@ impl Engine {
             if let Some(pool) = heap.graphs.pools.get_mut(&pool) {
                 pool.released = true;
             }
+            heap.graphs.scopes.version += 1;
             heap.graphs.forget_released();
         }
         self.tidy_pools();
@@ -130,14 +132,14 @@ impl Engine {
 
     // ---- captures -----------------------------------------------------------------------------------
 
-    pub(crate) fn user_of(named: &Named<'_>) -> User {
-        User::new(named.key, named.raw as usize, named.kept().cloned())
+    pub(crate) fn user_of(named: &Named<'_>, since: Option<u64>) -> User {
+        User::new(named.key, named.raw as usize, named.kept().cloned(), since)
     }
 
     /// Refuses the per-thread default stream of another thread: its handle means another stream here.
-    pub(crate) fn refuse_other_threads(&self, user: &User) -> Result<(), Error> {
-        let own = || user.key == StreamKey::Id(self.context.per_thread_id());
-        match is_per_thread(user.raw) && !own() {
+    pub(crate) fn refuse_other_threads(&self, key: StreamKey, raw: usize) -> Result<(), Error> {
+        let own = || key == StreamKey::Id(self.context.per_thread_id());
+        match is_per_thread(raw) && !own() {
             true => Err(Error::Stream(StreamMisuse::WrongThread)),
             false => Ok(()),
         }
@@ -169,73 +171,45 @@ impl Engine {
     }
 
     /// The capture that a stream is in.
-    pub(crate) fn capture_of(&self, user: &User) -> Result<Option<CaptureInfo>, Error> {
-        self.refuse_other_threads(user)?;
+    pub(crate) fn capture_of(&self, user: &User) -> Result<Option<Present>, Error> {
         let raw: sys::CUstream = std::ptr::with_exposed_provenance_mut(user.raw);
-        let context = user.stream.as_ref().map_or(&self.context, Stream::context);
+        self.capture_of_named(user.key, raw, user.stream.as_ref())
+    }
+
+    /// [`capture_of`](Self::capture_of) a stream by its name.
+    pub(crate) fn capture_of_named(
+        &self,
+        key: StreamKey,
+        raw: sys::CUstream,
+        stream: Option<&Stream>,
+    ) -> Result<Option<Present>, Error> {
+        self.refuse_other_threads(key, raw as usize)?;
+        let context = stream.map_or(&self.context, Stream::context);
         let current = match is_special(raw) {
             true => Some(context.make_current().map_err(|e| self.error(e))?),
             false => None,
         };
+        // One that may be in a capture is not asked whether it is before that is asked for.
+        let at_once = self.driver().may_be_capturing(raw);
         // SAFETY: whoever named the stream vouched for it, and special handles are valid while a context is current.
         let asked = unsafe {
-            match self.driver().is_capturing(raw) {
-                Ok(true) => self.driver().capture_info(raw),
+            match at_once
+                .then_some(true)
+                .map_or_else(|| self.driver().is_capturing(raw), Ok)
+            {
+                Ok(true) => self.driver().read_capture(raw, edge),
                 answer => answer.map(|_| None),
             }
         };
         drop(current);
-        asked.map_err(|error| match is_of_capture(error.code()) {
-            true => Error::Capturing { stream: user.raw },
+        let present =
+            asked.map(|asked| asked.map(|(id, graph, edges)| Present { id, graph, edges }));
+        present.map_err(|error| match is_of_capture(error.code()) {
+            true => Error::Capturing {
+                stream: raw as usize,
+            },
             false => self.error(error),
         })
-    }
-
-    /// Finds out what a stream is behind in its capture, and what follows from that and its place there.
-    pub(crate) fn advance<T>(
-        &self,
-        user: &User,
-        info: &CaptureInfo,
-        known: impl Fn(&Capture, usize) -> T,
-    ) -> Result<T, Error> {
-        let present = info.dependencies.iter().map(edge);
-        let (number, place, mut walk) = {
-            let mut heap = self.open()?;
-            let capture = heap.graphs.capture(info.id);
-            let place = capture.place_of(user);
-            match capture.order.walk(place, present) {
-                Some(walk) => (capture.number, place, walk),
-                None => return Ok(known(capture, place)),
-            }
-        };
-        let over = Error::Capturing { stream: user.raw };
-        loop {
-            let node = {
-                let mut heap = self.open()?;
-                let Some(capture) = heap.graphs.same_capture(info.id, number) else {
-                    return Err(over);
-                };
-                match capture.order.next(&mut walk) {
-                    Some(node) => node,
-                    None => return Ok(known(capture, place)),
-                }
-            };
-            let raw = std::ptr::with_exposed_provenance_mut(node);
-            // SAFETY: a node of the capture that the stream is in, whose graph nobody else uses while the stream is
-            // being used.
-            let asked = unsafe { self.driver().node_dependencies(raw) };
-            let mut heap = self.lock();
-            let Some(capture) = heap.graphs.same_capture(info.id, number) else {
-                return Err(over);
-            };
-            match asked {
-                Ok(dependencies) => capture.order.learn(node, dependencies.iter().map(edge)),
-                Err(error) => {
-                    capture.order.give_up(&walk);
-                    return Err(self.error(error));
-                }
-            }
-        }
     }
 
     // ---- allocation ---------------------------------------------------------------------------------
@@ -249,10 +223,14 @@ impl Engine {
         cached_only: bool,
     ) -> Result<Option<Grant>, Error> {
         self.usable()?;
-        let mut user = Self::user_of(named);
-        let info = self.capture_of(&user)?;
-        user.since = info.as_ref().map(|info| info.id);
-        let Some((scope, pool)) = self.resolve(&user, info.as_ref())? else {
+        let info = self.capture_of_named(named.key, named.raw, named.kept())?;
+        if let Some(info) = &info
+            && let Some(grant) = self.allocate_again(named, info, request)?
+        {
+            return Ok(Some(grant));
+        }
+        let user = Self::user_of(named, info.as_ref().map(|info| info.id));
+        let Some((scope, pool, version)) = self.resolve(&user, info.as_ref())? else {
             return Ok(None);
         };
         if let Some(stream) = named.stream
@@ -263,8 +241,13 @@ impl Engine {
                 found: stream.context().device().ordinal(),
             });
         }
-        usable_pool(&self.open()?.graphs, pool)?;
-        self.lock().refuse_pool(pool)?;
+        let lacks_lease = {
+            let heap = self.open()?;
+            usable_pool(&heap.graphs, pool)?;
+            heap.refuse_pool(pool)?;
+            let mut capture = info.iter();
+            capture.any(|info| heap.graphs.lacks_lease(info.id, pool))
+        };
         self.free_deferred();
         let asker = match &info {
             None => Asker::Eager {
@@ -277,12 +260,11 @@ impl Engine {
                 });
             }
             Some(info) => {
-                self.lease(info, pool)?;
+                if lacks_lease {
+                    self.lease(info, pool)?;
+                }
                 let place = |capture: &Capture, stream| (capture.number, stream);
                 let (number, stream) = self.advance(&user, info, place)?;
-                if !self.open()?.graphs.serve(info.id, scope, pool) {
-                    return Err(Error::Capturing { stream: user.raw });
-                }
                 Asker::Captured {
                     capture: info.id,
                     number,
@@ -290,9 +272,29 @@ impl Engine {
                 }
             }
         };
-        self.ask_pool_events(pool, false)?;
+        let (of, awaits) = {
+            let mut heap = self.open()?;
+            if let Asker::Captured { capture, .. } = asker
+                && !heap.graphs.serve(capture, scope, pool)
+            {
+                return Err(Error::Capturing { stream: user.raw });
+            }
+            let of = heap.graphs.share(pool);
+            if let Asker::Captured {
+                capture, stream, ..
+            } = asker
+            {
+                let user = user.trace();
+                let way = Way { version, of, user };
+                heap.graphs.set_way((capture, stream), way);
+            }
+            (of, heap.graphs.has_events())
+        };
+        if awaits {
+            self.ask_pool_events(pool, false)?;
+        }
         let request = PoolRequest {
-            of: self.lock().graphs.share(pool),
+            of,
             asker,
             fit: request.fit(),
             requested: request.requested,
@@ -312,12 +314,12 @@ impl Engine {
         made.map(Some)
     }
 
-    /// The scope and the pool of a request.
+    /// The scope and the pool of a request, by a version of the scopes.
     fn resolve(
         &self,
         user: &User,
-        info: Option<&CaptureInfo>,
-    ) -> Result<Option<(u64, u64)>, Error> {
+        info: Option<&Present>,
+    ) -> Result<Option<(u64, u64, u64)>, Error> {
         let asked = Asked {
             user,
             capture: info.map(|info| info.id),
@@ -325,19 +327,20 @@ impl Engine {
         };
         let mut filtered = false;
         loop {
-            let answer = {
+            let (answer, version) = {
                 let mut heap = self.open()?;
                 heap.graphs.notice(user, asked.capture);
-                heap.graphs.scopes.resolve(&asked, filtered)
+                let scopes = &mut heap.graphs.scopes;
+                (scopes.resolve(&asked, filtered), scopes.version)
             };
             match answer {
-                Answer::Pool { scope, pool } => return Ok(Some((scope, pool))),
+                Answer::Pool { scope, pool } => return Ok(Some((scope, pool, version))),
                 Answer::Nobody => return Ok(None),
                 Answer::Filters(filters) => {
                     let raw: sys::CUstream = std::ptr::with_exposed_provenance_mut(user.raw);
                     let mut filters = filters.into_iter();
                     if let Some((scope, pool, _)) = filters.find(|(_, _, filter)| filter(raw)) {
-                        return Ok(Some((scope, pool)));
+                        return Ok(Some((scope, pool, version)));
                     }
                     filtered = true;
                 }
@@ -346,7 +349,7 @@ impl Engine {
     }
 
     /// Has a capture's graph keep the pool's memory before it gets or uses any.
-    pub(crate) fn lease(&self, info: &CaptureInfo, pool: u64) -> Result<(), Error> {
+    pub(crate) fn lease(&self, info: &Present, pool: u64) -> Result<(), Error> {
         if !self.open()?.graphs.lacks_lease(info.id, pool) {
             return Ok(());
         }
@@ -384,7 +387,7 @@ impl Engine {
             }
             let taken = heap.graphs.take(request.of, request.asker, request.fit);
             if let Some(place) = taken {
-                return Ok(heap.pooled_born(request.of, request.sizes(), place, vec![user]));
+                return Ok(heap.pooled_born(request.of, request.sizes(), place, Few::One(user)));
             }
             if cached_only {
                 return Err(Error::NotCached);
@@ -424,7 +427,7 @@ impl Engine {
                             request.of,
                             request.sizes(),
                             place,
-                            vec![user],
+                            Few::One(user),
                         ));
                     }
                 }
@@ -504,7 +507,7 @@ pub(crate) fn usable_pool(graphs: &Graphs, pool: u64) -> Result<(), Error> {
     }
 }
 
-fn edge(dependency: &Dependency) -> Edge {
+pub(crate) fn edge(dependency: Dependency) -> Edge {
     Edge {
         node: dependency.node.expose_provenance(),
         full: dependency.is_complete(),

@@ -66,7 +66,7 @@ impl Engine {
         let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
         let asked = |(user, _): &(User, u64)| {
             let mut asked = ceasing.iter();
-            asked.any(|(known, _)| Arc::ptr_eq(&known.token, &user.token))
+            asked.any(|(known, _)| known.is_copy_of(user))
         };
         let now = heap.graphs.uses_of(&changes);
         if !now.iter().all(asked) {

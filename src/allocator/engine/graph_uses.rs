@@ -1,7 +1,5 @@
 //! Blocks of graph pools in use: by which streams, in captures and outside of them, and their frees.
 
-use std::sync::Arc;
-
 use crate::driver::Stream;
 use crate::locks::lock::pause;
 use crate::sync::capture::is_of_capture;
@@ -10,7 +8,8 @@ use crate::sync::event::Pooled;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::arena::{NO_STREAM, Pending};
-use crate::allocator::graph::capture::{Capture, Reached};
+use crate::allocator::graph::capture::{Capture, Present, Reached};
+use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::AfterFree;
@@ -19,7 +18,7 @@ use crate::error::Error;
 /// What the users of a block did with it last: nodes of captures, and events behind work outside of them.
 #[derive(Default)]
 struct LastUses {
-    captured: Vec<Reached>,
+    captured: Few<Reached>,
     ends: Vec<(u64, Pooled)>,
     /// One of them may be gone, and is not asked.
     unasked: bool,
@@ -29,20 +28,32 @@ struct LastUses {
 }
 
 impl Engine {
-    /// Frees a live block of a pool by its identity.
+    /// Frees a live block of a pool by its identity; its pool, and who used it when that was looked up.
     #[inline(never)]
-    pub(crate) fn free_pooled(&self, life: (u32, u32), ptr: u64) -> Result<(), Error> {
+    pub(crate) fn free_pooled(
+        &self,
+        life: (u32, u32),
+        ptr: u64,
+        (pool, users): (u64, Few<User>),
+    ) -> Result<(), Error> {
         let gone = || Error::NotLive { ptr };
-        let (pool, users) = {
-            let heap = self.open()?;
-            let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
-            let live = live.ok_or_else(gone)?;
-            (live.owner, live.users.clone())
-        };
         let (mut uses, mut all_told) = (LastUses::default(), Ok(()));
+        let mut asked = None;
+        if let [user] = &*users
+            && user.since.is_some()
+            && !self.unretired
+        {
+            let info = self.capture_of(user)?;
+            if let Some(info) = &info
+                && self.free_again((life, ptr), (pool, user), info)?
+            {
+                return Ok(());
+            }
+            asked = Some(info);
+        }
         // Each is asked even if another one cannot be told: the graphs of all of them need leases.
         for user in &users {
-            let told = self.last_use(pool, user, &mut uses);
+            let told = self.last_use(pool, user, asked.take(), &mut uses);
             all_told = all_told.and(told);
         }
         let mut heap = self.open()?;
@@ -62,12 +73,13 @@ impl Engine {
         all_told?;
         let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
         let live = live.ok_or_else(gone)?;
-        let same = |(known, asked): (&User, &User)| Arc::ptr_eq(&known.token, &asked.token);
+        let same = |(known, asked): (&User, &User)| known.is_copy_of(asked);
         if live.users.len() != users.len() || !live.users.iter().zip(&users).all(same) {
             // A stream was recorded meanwhile, or was retired.
+            let used = (live.owner, live.users.clone());
             drop(heap);
             drop(users);
-            return self.free_pooled(life, ptr);
+            return self.free_pooled(life, ptr, used);
         }
         let mut pending = live.pending.clone();
         for (stream, event) in uses.ends {
@@ -81,9 +93,12 @@ impl Engine {
         };
         let freed = heap.pooled_freed(ptr, tag);
         let rest = self.rest_of_free(&heap, AfterFree::default());
+        let has_leaving = heap.graphs.has_leaving();
         drop(heap);
         drop((freed, users));
-        self.tidy_pools();
+        if has_leaving {
+            self.tidy_pools();
+        }
         self.finish_free(rest);
         Ok(())
     }
@@ -93,7 +108,13 @@ impl Engine {
     /// # Errors
     /// [`Error::Capturing`] while that cannot be said: what the stream did with the block before its present capture
     /// has no end that an event could be recorded behind, and a graph that another thread builds is not asked.
-    fn last_use(&self, pool: u64, user: &User, uses: &mut LastUses) -> Result<(), Error> {
+    fn last_use(
+        &self,
+        pool: u64,
+        user: &User,
+        asked: Option<Option<Present>>,
+        uses: &mut LastUses,
+    ) -> Result<(), Error> {
         if self.may_be_gone(user) && !self.lock().graphs.serves_capture_of(user, pool) {
             uses.unasked = true;
             // It is not asked, but the capture that it is known to be in may touch the block.
@@ -102,14 +123,18 @@ impl Engine {
             }
             return Ok(());
         }
-        let Some(info) = self.capture_of(user)? else {
+        let info = match asked {
+            Some(info) => info,
+            None => self.capture_of(user)?,
+        };
+        let Some(info) = info else {
             let event = self.end_of(user)?;
             self.open()?.graphs.notice(user, None);
             uses.ends.push((user.key.number(), event));
             return Ok(());
         };
         let later = Error::Capturing { stream: user.raw };
-        {
+        let lacks_lease = {
             let mut heap = self.open()?;
             if !heap.graphs.is_at_hand(user, info.id) {
                 if heap.graphs.lacks_lease(info.id, pool)
@@ -121,8 +146,11 @@ impl Engine {
                 uses.in_graphs.push(heap.graphs.lease_of(info.id, pool));
                 return Err(later);
             }
+            heap.graphs.lacks_lease(info.id, pool)
+        };
+        if lacks_lease {
+            self.lease(&info, pool)?;
         }
-        self.lease(&info, pool)?;
         if user.since != Some(info.id) {
             let lease = self.open()?.graphs.lease_of(info.id, pool);
             uses.in_graphs.push(lease);
@@ -145,7 +173,7 @@ impl Engine {
 
     /// An event behind everything that a stream outside of captures was given so far.
     pub(crate) fn end_of(&self, user: &User) -> Result<Pooled, Error> {
-        self.refuse_other_threads(user)?;
+        self.refuse_other_threads(user.key, user.raw)?;
         let recorded = match &user.stream {
             Some(stream) => self.events.record(stream),
             None => {
@@ -176,9 +204,8 @@ impl Engine {
         now: bool,
     ) -> Result<(), Error> {
         let gone = || Error::NotLive { ptr: start };
-        let mut user = Self::user_of(named);
-        let captured = self.capture_of(&user)?;
-        user.since = captured.as_ref().map(|info| info.id);
+        let captured = self.capture_of_named(named.key, named.raw, named.kept())?;
+        let user = Self::user_of(named, captured.as_ref().map(|info| info.id));
         let known = {
             let mut heap = self.open()?;
             heap.graphs.notice(&user, user.since);
@@ -230,12 +257,12 @@ impl Engine {
 
     /// Whether memory of a pool was used by a stream, or a capture that uses one is known to be its.
     pub(crate) fn pools_know(&self, named: &Named<'_>) -> bool {
-        self.lock().graphs.knows(&Self::user_of(named))
+        self.lock().graphs.knows(&Self::user_of(named, None))
     }
 
     /// A stream gets no more work, and its handle is not touched any more: what it used of pools it has used.
     pub(crate) fn leave_pools(&self, named: &Named<'_>) -> Result<(), Error> {
-        let user = Self::user_of(named);
+        let user = Self::user_of(named, None);
         if !self.pools_know(named) {
             self.lock().graphs.departed(&user);
             return Ok(());
@@ -249,23 +276,23 @@ impl Engine {
         let end = heap.graphs.add_event(NO_STREAM, event);
         let (mut gone, pools) = (Vec::new(), heap.graphs.pools.values_mut());
         for live in pools.flat_map(|pool| pool.arena.live.values_mut()) {
-            let before = gone.len();
-            gone.extend(live.users.extract_if(.., |known| known.is(&user)));
-            if gone.len() > before {
+            let goes = |known: &User| known.is(&user);
+            if live.users.take_out(goes, |left| gone.push(left)) > 0 {
                 live.pending.push(end);
             }
         }
         drop(heap);
-        // Frees under way may still touch the handle.
-        for User { token, .. } in &mut gone {
+        // Frees under way may still touch the handle. Blocks of a capture have copies of one user.
+        while let Some(left) = gone.pop() {
+            if gone.iter().any(|other| other.is_copy_of(&left)) {
+                continue;
+            }
             let mut round = 0;
-            while Arc::get_mut(token).is_none() {
+            while !left.is_alone() {
                 pause(round);
                 round += 1;
             }
         }
-        // They may be the last to hold the stream.
-        drop(gone);
         Ok(())
     }
 }

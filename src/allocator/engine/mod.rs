@@ -9,6 +9,7 @@ pub(crate) mod debug_table;
 pub(crate) mod decay;
 pub(crate) mod free;
 pub(crate) mod graph;
+pub(crate) mod graph_again;
 pub(crate) mod graph_pools;
 pub(crate) mod graph_uses;
 pub(crate) mod hooks;

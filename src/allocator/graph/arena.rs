@@ -4,12 +4,14 @@
 //! handles. Nothing that was mapped is unmapped before the whole arena is, so that every address which a graph may
 //! hold stays good.
 
+mod free;
 mod lives;
 
 use std::collections::BTreeMap;
 
 use crate::allocator::graph::addresses::Addresses;
 use crate::allocator::graph::arena::lives::{Counted, Lives};
+use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::order::Seen;
 use crate::allocator::graph::user::User;
@@ -25,18 +27,18 @@ pub(crate) struct Pending {
     pub event: u64,
 }
 
-/// What a capture did with memory before that was freed.
+/// What a stream of a capture did with memory before that was freed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mark {
     pub capture: u64,
-    pub seen: Vec<Seen>,
+    pub seen: Seen,
 }
 
 /// Until when free memory may still be touched.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Tag {
     pub pending: Vec<Pending>,
-    pub marks: Vec<Mark>,
+    pub marks: Few<Mark>,
     /// A graph that has a lease may use it in its launches: captures may have it by the promise, others may not.
     pub captured: bool,
     /// As [`captured`](Self::captured), of the graphs with these leases alone.
@@ -60,7 +62,7 @@ impl Part {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub addr: u64,
-    pub parts: Vec<Part>,
+    pub parts: Few<Part>,
     /// What the bytes still waited for when they were taken.
     pub open: Vec<Pending>,
 }
@@ -79,7 +81,11 @@ impl Fit {
 
     /// The first address from `addr` on that the request may have.
     pub(crate) fn aligned(self, addr: u64) -> u64 {
-        addr.next_multiple_of(u64::from(self.align) * GRANULE)
+        match self.align {
+            // Without a division.
+            1 => addr.next_multiple_of(GRANULE),
+            align => addr.next_multiple_of(u64::from(align) * GRANULE),
+        }
     }
 }
 
@@ -99,9 +105,9 @@ pub(crate) struct Live {
     pub owner: u64,
     pub granules: u32,
     pub requested: u64,
-    pub parts: Vec<Part>,
+    pub parts: Few<Part>,
     /// The stream that it was allocated on, and those that were recorded on it.
-    pub users: Vec<User>,
+    pub users: Few<User>,
     /// Uses that were recorded as over with an event.
     pub pending: Vec<Pending>,
     /// A capture got it, or uses it.
@@ -110,6 +116,15 @@ pub(crate) struct Live {
     pub touched: Vec<Lease>,
     /// How much had been counted when it got its place.
     pub born: u64,
+}
+
+/// What is left of a block that was freed.
+#[derive(Debug)]
+pub(crate) struct Gone {
+    pub id: u32,
+    pub requested: u64,
+    /// To be let go without the lock.
+    pub users: Few<User>,
 }
 
 impl Live {
@@ -196,6 +211,8 @@ pub(crate) struct Arena {
     pub views: BTreeMap<u64, View>,
     /// Free memory by its home.
     free: BTreeMap<u64, Piece>,
+    /// The free memory that was a block last, by its home, beside all other: mostly somebody asks for as much next.
+    hand: Option<(u64, Piece)>,
     /// Free memory that plans under way have set aside, by the address of each one's place. What happens to the
     /// uses of free memory happens to it.
     pub(super) aside: BTreeMap<u64, Vec<(Part, Tag)>>,
@@ -216,68 +233,8 @@ impl Arena {
         handles.chain(stuck).sum()
     }
 
-    /// Runs of free memory at home that may be used: start and end, ascending.
-    pub(crate) fn runs(&self, usable: impl Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
-        let mut runs: Vec<(u64, u64)> = Vec::new();
-        for (at, piece) in &self.free {
-            if !usable(&piece.tag) {
-                continue;
-            }
-            let end = at + u64::from(piece.granules) * GRANULE;
-            match runs.last_mut() {
-                Some(run) if run.1 == *at && !self.homes.spans.contains_key(at) => run.1 = end,
-                _ => runs.push((*at, end)),
-            }
-        }
-        runs
-    }
-
-    /// Where a request fits best in memory that may be used: at home, else in a view; the lowest address on ties. Of
-    /// a pool of a family in its own views alone.
-    pub(crate) fn find(&self, fit: Fit, runs: &[(u64, u64)], owner: u64) -> Option<Place> {
-        let best = |runs: &[(u64, u64)]| {
-            let fits = |run: &&(u64, u64)| fit.aligned(run.0) + fit.bytes() <= run.1;
-            let best = runs
-                .iter()
-                .filter(fits)
-                .min_by_key(|run| (run.1 - run.0, run.0));
-            best.map(|run| fit.aligned(run.0))
-        };
-        let home = (owner == PLAIN).then(|| best(runs)).flatten();
-        let addr = home.or_else(|| best(&self.runs_in_views(runs, owner)))?;
-        let parts = self.parts_at(addr, fit.granules)?;
-        Some(Place {
-            addr,
-            parts,
-            open: Vec::new(),
-        })
-    }
-
-    /// What the usable runs look like in somebody's views.
-    fn runs_in_views(&self, runs: &[(u64, u64)], owner: u64) -> Vec<(u64, u64)> {
-        let mut seen: Vec<(u64, u64)> = Vec::new();
-        for (base, view) in self.views.iter().filter(|(_, view)| view.owner == owner) {
-            let (mut offset, before) = (0, seen.len());
-            for (home, bytes) in &view.handles {
-                let first = runs.partition_point(|run| run.1 <= *home);
-                let inside = runs[first..].iter().take_while(|run| run.0 < home + bytes);
-                for (start, end) in inside {
-                    let from = base + offset + start.max(home) - home;
-                    let to = base + offset + end.min(&(home + bytes)) - home;
-                    let own = seen.len() > before;
-                    match seen.last_mut() {
-                        Some(last) if own && last.1 == from => last.1 = to,
-                        _ => seen.push((from, to)),
-                    }
-                }
-                offset += bytes;
-            }
-        }
-        seen
-    }
-
     /// The bytes behind an address, if all of them are mapped there.
-    pub(crate) fn parts_at(&self, addr: u64, granules: u32) -> Option<Vec<Part>> {
+    pub(crate) fn parts_at(&self, addr: u64, granules: u32) -> Option<Few<Part>> {
         let bytes = u64::from(granules) * GRANULE;
         let Some((base, view)) = self.views.range(..=addr).next_back() else {
             return self.part_at_home(addr, granules);
@@ -285,7 +242,7 @@ impl Arena {
         if addr >= base + view.bytes() {
             return self.part_at_home(addr, granules);
         }
-        let (mut parts, mut at, end) = (Vec::new(), *base, addr + bytes);
+        let (mut parts, mut at, end) = (Few::None, *base, addr + bytes);
         for (home, bytes) in &view.handles {
             let (from, to) = (addr.max(at), end.min(at + bytes));
             if from < to {
@@ -299,7 +256,7 @@ impl Arena {
         (end <= at).then_some(parts)
     }
 
-    fn part_at_home(&self, home: u64, granules: u32) -> Option<Vec<Part>> {
+    fn part_at_home(&self, home: u64, granules: u32) -> Option<Few<Part>> {
         let end = home + u64::from(granules) * GRANULE;
         let mut at = home;
         while at < end {
@@ -309,78 +266,11 @@ impl Arena {
             }
             at = base + handle.bytes;
         }
-        Some(vec![Part { home, granules }])
-    }
-
-    /// Takes free memory out of circulation; what it was. All of it must be free.
-    pub(crate) fn take(&mut self, part: Part) -> Vec<(Part, Tag)> {
-        let mut taken = Vec::new();
-        self.take_each(part, |part, tag| taken.push((part, tag.clone())));
-        taken
-    }
-
-    /// [`take`](Self::take), where what it was is only looked at.
-    pub(crate) fn take_each(&mut self, part: Part, mut was: impl FnMut(Part, &Tag)) {
-        let mut at = part.home;
-        while at < part.end() {
-            let Some((start, piece)) = self.free.range(..=at).next_back() else {
-                break;
-            };
-            let (start, granules) = (*start, piece.granules);
-            let end = start + u64::from(granules) * GRANULE;
-            let Some(mut piece) = self.free.remove(&start).filter(|_| end > at) else {
-                break;
-            };
-            let stop = end.min(part.end());
-            let granules = |from, to| ((to - from) / GRANULE) as u32;
-            let taken = Part {
-                home: at,
-                granules: granules(at, stop),
-            };
-            was(taken, &piece.tag);
-            if start < at {
-                let left = Piece {
-                    granules: granules(start, at),
-                    tag: match stop < end {
-                        true => piece.tag.clone(),
-                        false => std::mem::take(&mut piece.tag),
-                    },
-                };
-                self.free.insert(start, left);
-            }
-            if stop < end {
-                piece.granules = granules(stop, end);
-                self.free.insert(stop, piece);
-            }
-            at = stop;
-        }
-        debug_assert!(at >= part.end(), "taken memory was free");
-    }
-
-    /// Makes memory free.
-    pub(crate) fn put(&mut self, part: Part, tag: Tag) {
-        let (mut home, mut end) = (part.home, part.end());
-        if let Some((start, before)) = self.free.range(..home).next_back()
-            && start + u64::from(before.granules) * GRANULE == home
-            && before.tag == tag
-            && !self.homes.spans.contains_key(&home)
-        {
-            home = *start;
-        }
-        if let Some(behind) = self.free.get(&end)
-            && behind.tag == tag
-            && !self.homes.spans.contains_key(&end)
-        {
-            let granules = behind.granules;
-            self.free.remove(&end);
-            end += u64::from(granules) * GRANULE;
-        }
-        let granules = ((end - home) / GRANULE) as u32;
-        self.free.insert(home, Piece { granules, tag });
+        Some(Few::One(Part { home, granules }))
     }
 
     /// Frees a live block's memory.
-    pub(crate) fn release(&mut self, addr: u64, mut tag: Tag) -> Option<Live> {
+    pub(crate) fn release(&mut self, addr: u64, mut tag: Tag) -> Option<Gone> {
         let live = self.live.remove(addr)?;
         if live.owner != PLAIN
             && let Some((_, view)) = self.views.range_mut(..=addr).next_back()
@@ -394,9 +284,15 @@ impl Arena {
             for part in parts {
                 self.put(*part, tag.clone());
             }
-            self.put(*last, tag);
+            self.settle();
+            let granules = last.granules;
+            self.hand = Some((last.home, Piece { granules, tag }));
         }
-        Some(live)
+        Some(Gone {
+            id: live.id,
+            requested: live.requested,
+            users: live.users,
+        })
     }
 
     /// What a capture freed is free for all others.
@@ -405,33 +301,6 @@ impl Arena {
             tag.marks.retain(|mark| mark.capture != capture);
             tag.touched.retain(|lease| !lease.is_over());
         });
-    }
-
-    /// Changes what is known about free memory, and makes one what is the same by then.
-    pub(crate) fn retag(&mut self, change: impl Fn(&mut Tag)) {
-        for (home, mut piece) in std::mem::take(&mut self.free) {
-            change(&mut piece.tag);
-            let part = Part {
-                home,
-                granules: piece.granules,
-            };
-            self.put(part, piece.tag);
-        }
-        let aside = self.aside.values_mut().flatten();
-        aside.for_each(|(_, tag)| change(tag));
-    }
-
-    /// What is known about each piece of free memory, and of what plans under way have set aside.
-    pub(crate) fn tags(&self) -> impl Iterator<Item = (Part, &Tag)> {
-        let free = self.free.iter().map(|(home, piece)| {
-            let part = Part {
-                home: *home,
-                granules: piece.granules,
-            };
-            (part, &piece.tag)
-        });
-        let aside = self.aside.values().flatten();
-        free.chain(aside.map(|(part, tag)| (*part, tag)))
     }
 
     /// Uses outside of captures of all its memory.
@@ -454,6 +323,7 @@ impl Arena {
     /// Takes all handles out, to be given back: home, handle, and whether it is mapped there.
     pub(crate) fn take_handles(&mut self) -> Vec<(u64, Handle, bool)> {
         self.free.clear();
+        self.hand = None;
         let held = std::mem::take(&mut self.handles).into_iter();
         let mut all: Vec<_> = held.map(|(home, handle)| (home, handle, true)).collect();
         let stuck = std::mem::take(&mut self.stuck).into_iter();
@@ -464,6 +334,7 @@ impl Arena {
     /// All handles are the driver's, and nothing is mapped any more but what failed calls left behind.
     pub(crate) fn forget_memory(&mut self) {
         self.free.clear();
+        self.hand = None;
         self.mapped = 0;
         for (home, handle) in std::mem::take(&mut self.handles) {
             self.homes.put(home, handle.bytes);
@@ -499,12 +370,6 @@ impl Arena {
             // What is still mapped there makes them of no use until it is not.
             own.spans.extend(other.spans);
         }
-    }
-
-    /// Free bytes.
-    pub(crate) fn free_bytes(&self) -> u64 {
-        let granules = self.free.values().map(|piece| u64::from(piece.granules));
-        granules.sum::<u64>() * GRANULE
     }
 
     /// Bytes of live blocks.

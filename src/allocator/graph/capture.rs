@@ -2,9 +2,13 @@
 
 use std::thread::{self, ThreadId};
 
+use crate::allocator::graph::arena::Share;
+use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
-use crate::allocator::graph::order::{Order, Seen};
-use crate::allocator::graph::user::User;
+use crate::allocator::graph::order::{Edge, Order, Seen};
+use crate::allocator::graph::user::{Trace, User};
+use crate::allocator::stream::slot::StreamKey;
+use crate::driver::sys;
 
 /// A capture under way.
 #[derive(Debug, Default)]
@@ -12,8 +16,8 @@ pub(crate) struct Capture {
     /// Tells it from what was known of the capture before it was forgotten.
     pub number: u64,
     pub order: Order,
-    /// Its streams, each at its place in the order, with the thread that named it last.
-    pub(crate) streams: Vec<(User, ThreadId)>,
+    /// Its streams, each at its place in the order.
+    pub(crate) streams: Vec<Member>,
     /// The scopes by which it got memory, each with its pool.
     pub(crate) served: Vec<(u64, u64)>,
     /// Pools of which its graph has a lease.
@@ -30,16 +34,55 @@ impl Capture {
         self.leased.contains(&pool) && !self.left.contains(&pool)
     }
 
+    /// The place of a stream that is known, by its name.
+    pub(crate) fn place_of_named(&self, key: StreamKey, raw: usize) -> Option<usize> {
+        let mut streams = self.streams.iter();
+        streams.position(|known| known.user.is_named(key, raw))
+    }
+
     /// A stream's place in the order, which it has from its first call on.
     pub(crate) fn place_of(&mut self, user: &User) -> usize {
-        match self.streams.iter().position(|(known, _)| known.is(user)) {
+        match self.place_of_named(user.key, user.raw) {
             Some(at) => at,
             None => {
-                self.streams.push((user.name(), thread::current().id()));
+                self.streams.push(Member {
+                    user: user.name(),
+                    thread: thread::current().id(),
+                    way: None,
+                });
                 self.order.add_stream()
             }
         }
     }
+}
+
+/// A stream of a capture.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub user: User,
+    /// The thread that named it last.
+    pub thread: ThreadId,
+    /// Where its last request went.
+    pub way: Option<Way>,
+}
+
+/// Where the requests of a stream in a capture go, as long as the scopes are the same.
+#[derive(Debug)]
+pub(crate) struct Way {
+    /// The [version](crate::allocator::graph::scope::Scopes::version) of the scopes.
+    pub version: u64,
+    pub of: Share,
+    /// Who got the block.
+    pub user: Trace,
+}
+
+/// What the driver says of a stream in a capture.
+#[derive(Debug)]
+pub(crate) struct Present {
+    pub id: u64,
+    pub graph: sys::CUgraph,
+    /// What the next node that is captured on the stream depends on.
+    pub edges: Few<Edge>,
 }
 
 /// Until where a stream of a capture has used what it used.

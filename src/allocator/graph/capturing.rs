@@ -2,26 +2,25 @@
 
 use std::thread;
 
-use crate::allocator::graph::Graphs;
-use crate::allocator::graph::arena::{NO_STREAM, Pending};
-use crate::allocator::graph::capture::Capture;
+use crate::allocator::graph::arena::{NO_STREAM, Pending, Share};
+use crate::allocator::graph::capture::{Capture, Way};
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::scope::Scope;
 use crate::allocator::graph::user::User;
+use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::stream::slot::StreamKey;
 
 impl Graphs {
     /// What is known of a capture.
     pub(crate) fn capture(&mut self, id: u64) -> &mut Capture {
-        if !self.captures.contains_key(&id) {
-            let number = self.number();
-            let known = Capture {
-                number,
+        let count = &mut self.count;
+        self.captures.entry(id).or_insert_with(|| {
+            *count += 1;
+            Capture {
+                number: *count,
                 ..Capture::default()
-            };
-            self.captures.insert(id, known);
-        }
-        self.captures.entry(id).or_default()
+            }
+        })
     }
 
     /// The capture, if it is still the one with this number.
@@ -35,9 +34,9 @@ impl Graphs {
         let mut over = Vec::new();
         for (id, capture) in &mut self.captures {
             let mut streams = capture.streams.iter_mut();
-            if let Some((_, thread)) = streams.find(|(known, _)| known.is(user)) {
+            if let Some(known) = streams.find(|known| known.user.is(user)) {
                 match Some(*id) == now {
-                    true => *thread = thread::current().id(),
+                    true => known.thread = thread::current().id(),
                     false => over.push(*id),
                 }
             }
@@ -50,23 +49,69 @@ impl Graphs {
     pub(crate) fn is_at_hand(&self, user: &User, capture: u64) -> bool {
         let known = self.captures.get(&capture);
         let streams = known.into_iter().flat_map(|known| &known.streams);
-        let mut named = streams.filter(|(known, _)| known.is(user));
-        let thread = named.next().map_or(user.thread, |(_, thread)| *thread);
+        let mut named = streams.filter(|known| known.user.is(user));
+        let thread = named.next().map_or(user.thread, |known| known.thread);
         thread == thread::current().id()
+    }
+
+    /// Notes where a request of a stream of a capture went, by a version of the scopes.
+    pub(crate) fn set_way(&mut self, (capture, stream): (u64, usize), way: Way) {
+        let known = self.captures.get_mut(&capture);
+        if let Some(member) = known.and_then(|known| known.streams.get_mut(stream)) {
+            member.way = Some(way);
+        }
+    }
+
+    /// Who gets a block by the way of a stream of a capture from here on.
+    pub(crate) fn retrace(&mut self, (capture, stream): (u64, usize), user: &User) {
+        let known = self.captures.get_mut(&capture);
+        let member = known.and_then(|known| known.streams.get_mut(stream));
+        if let Some(way) = member.and_then(|member| member.way.as_mut()) {
+            way.user = user.trace();
+        }
+    }
+
+    /// Where requests of a stream of a capture go, and its place there, if nothing has changed since its last one, when
+    /// this thread named it.
+    pub(crate) fn way(&self, capture: u64, key: StreamKey, raw: usize) -> Option<(usize, &Way)> {
+        let known = self.captures.get(&capture)?;
+        let place = known.place_of_named(key, raw)?;
+        let member = &known.streams[place];
+        let way = member.way.as_ref()?;
+        let same = self.is_way(way.version, way.of) && member.thread == thread::current().id();
+        same.then_some((place, way))
+    }
+
+    /// Whether requests go to a pool still that went there by a version of the scopes, and its memory is there. Nobody
+    /// asks what that waits for.
+    pub(crate) fn is_way(&self, version: u64, of: Share) -> bool {
+        let there = |pool: &Pool| !pool.suspended;
+        version == self.scopes.version
+            && self.events.is_empty()
+            && self.pools.get(&of.memory).is_some_and(there)
+    }
+
+    /// The place of a stream of a capture whose graph has a lease of a pool, if this thread named it last, and no scope
+    /// was left by which the capture got memory.
+    pub(crate) fn place_at_hand(&self, capture: u64, user: &User, pool: u64) -> Option<usize> {
+        let known = self.captures.get(&capture)?;
+        let place = known.place_of_named(user.key, user.raw)?;
+        let at_hand = known.streams[place].thread == thread::current().id();
+        (at_hand && known.leased.contains(&pool) && known.left.is_empty()).then_some(place)
     }
 
     /// The streams of all captures, each with its capture.
     pub(crate) fn capturing(&self) -> Vec<(u64, User)> {
         let captures = self.captures.iter();
         captures
-            .flat_map(|(id, known)| known.streams.iter().map(|(user, _)| (*id, user.name())))
+            .flat_map(|(id, known)| known.streams.iter().map(|known| (*id, known.user.name())))
             .collect()
     }
 
     /// Whether a stream, by its handle, is in a capture that is not known to be over.
     pub(crate) fn captures_on(&self, raw: usize) -> bool {
         let mut captures = self.captures.values();
-        captures.any(|known| known.streams.iter().any(|(user, _)| user.raw == raw))
+        captures.any(|known| known.streams.iter().any(|known| known.user.raw == raw))
     }
 
     /// A capture is over: what was freed in it is free for all captures. If there is a graph, the launches of others
@@ -83,7 +128,7 @@ impl Graphs {
     pub(crate) fn knows(&self, user: &User) -> bool {
         let number = user.key.number();
         let mut captures = self.captures.values().flat_map(|known| &known.streams);
-        captures.any(|(known, _)| known.is(user))
+        captures.any(|known| known.user.is(user))
             || self.pools.values().any(|pool| {
                 let mut live = pool.arena.live.values();
                 live.any(|live| live.users.iter().any(|known| known.is(user)))

@@ -33,7 +33,8 @@ impl Graphs {
         let at = self.number();
         let live = self.pools.get(&pool).map(|pool| pool.arena.live.iter());
         let live = live.into_iter().flatten();
-        let live = live.map(|(addr, live)| (*addr, live.listed())).collect();
+        let mut live: Vec<_> = live.map(|(addr, live)| (*addr, live.listed())).collect();
+        live.sort_unstable_by_key(|(addr, _)| *addr);
         Layout { at, live }
     }
 
@@ -88,8 +89,10 @@ impl Graphs {
         let cease = arena.live.iter().filter(|(addr, live)| !known(addr, live));
         let lives =
             |(addr, kept): &&(u64, Live)| arena.live.get(addr).is_some_and(|live| same(kept, live));
+        let mut cease: Vec<u64> = cease.map(|(addr, _)| *addr).collect();
+        cease.sort_unstable();
         Ok(Changes {
-            cease: cease.map(|(addr, _)| *addr).collect(),
+            cease,
             revive: to
                 .iter()
                 .filter(|kept| !lives(kept))

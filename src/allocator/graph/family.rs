@@ -29,6 +29,9 @@ impl Graphs {
 
     /// The pool that has a pool's memory.
     pub(crate) fn memory_of(&self, pool: u64) -> u64 {
+        if !self.has_families {
+            return pool;
+        }
         let known = self.pools.get(&pool);
         known.and_then(|known| known.family).unwrap_or(pool)
     }
@@ -194,6 +197,7 @@ impl Arena {
             .into_iter()
             .partition(|(_, view)| gone(view.owner));
         (left.views, self.views) = (views, kept);
+        self.settle();
         let shown = self.views.values().flat_map(|view| &view.handles);
         let seen: HashSet<u64> = shown.map(|(home, _)| *home).collect();
         let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();

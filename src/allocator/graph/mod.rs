@@ -15,6 +15,7 @@ pub(crate) mod check;
 pub(crate) mod checkpoint;
 pub(crate) mod commit;
 pub(crate) mod family;
+pub(crate) mod few;
 pub(crate) mod lease;
 pub(crate) mod order;
 pub(crate) mod plan;
@@ -30,6 +31,7 @@ use crate::allocator::graph::arena::{
 };
 use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::commit::NotMade;
+use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::scope::Scopes;
@@ -57,6 +59,8 @@ pub(crate) struct Graphs {
     has_checkpoints: bool,
     /// A pool of a family was made.
     has_families: bool,
+    /// The pool with the memory of the block that had its place last.
+    latest: u64,
     /// Pools and events so far.
     count: u64,
 }
@@ -184,71 +188,52 @@ impl Graphs {
         self.held = pools.map(|pool| pool.arena.held() + pool.planned).sum();
     }
 
-    /// The pool of the live block that starts at an address.
+    /// The pool of the live block that starts at an address. Mostly it is the one that had the last.
     pub(crate) fn pool_of(&self, addr: u64) -> Option<u64> {
+        let has = |pool: &Pool| pool.arena.live.contains_key(&addr);
+        if self.pools.get(&self.latest).is_some_and(has) {
+            return Some(self.latest);
+        }
         let mut pools = self.pools.iter();
-        let found = pools.find(|(_, pool)| pool.arena.live.contains_key(&addr));
-        found.map(|(id, _)| *id)
+        pools.find(|(_, pool)| has(pool)).map(|(id, _)| *id)
     }
 
     pub(crate) fn live(&self, addr: u64) -> Option<&Live> {
-        let mut pools = self.pools.values();
-        pools.find_map(|pool| pool.arena.live.get(&addr))
+        let latest = self.pools.get(&self.latest);
+        let latest = latest.and_then(|pool| pool.arena.live.get(&addr));
+        latest.or_else(|| {
+            let mut pools = self.pools.values();
+            pools.find_map(|pool| pool.arena.live.get(&addr))
+        })
     }
 
     pub(crate) fn live_mut(&mut self, addr: u64) -> Option<&mut Live> {
-        let mut pools = self.pools.values_mut();
-        pools.find_map(|pool| pool.arena.live.get_mut(addr))
+        let pool = self.pool_of(addr)?;
+        self.pools.get_mut(&pool)?.arena.live.get_mut(addr)
     }
 
     // ---- memory -----------------------------------------------------------------------------------
 
-    /// Free memory of a pool that somebody may have: start and end of each run at home.
-    fn runs(&self, memory: u64, asker: Asker) -> Vec<(u64, u64)> {
-        let Some(Pool { arena, .. }) = self.pools.get(&memory) else {
-            return Vec::new();
-        };
-        match asker {
-            Asker::Eager { stream } => {
-                // A launch would write what a graph was captured with.
-                let leased = self.is_memory_leased(memory);
-                arena.runs(|tag| {
-                    !(tag.captured && leased)
-                        && tag.touched.iter().all(Lease::is_over)
-                        && tag.marks.is_empty()
-                        && tag.pending.iter().all(|used| used.stream == stream)
-                })
-            }
-            Asker::Captured {
-                capture,
-                number,
-                stream,
-            } => {
-                let known = self.captures.get(&capture);
-                let known = known.filter(|known| known.number == number);
-                let order = known.map(|known| &known.order);
-                let behind = |mark: &Mark| {
-                    mark.capture == capture
-                        && order.is_some_and(|order| {
-                            mark.seen.iter().all(|seen| order.is_behind(seen, stream))
-                        })
-                };
-                // A wait for work outside would become the graph's.
-                arena.runs(|tag| tag.pending.is_empty() && tag.marks.iter().all(behind))
-            }
-        }
-    }
-
     /// Takes room for a request out of memory that is there.
     pub(crate) fn take(&mut self, of: Share, asker: Asker, fit: Fit) -> Option<Place> {
-        let runs = self.runs(of.memory, asker);
+        let leased = self.is_leased_for(of.memory, asker);
+        let usable = usable(&self.captures, asker, leased);
         let arena = &mut self.pools.get_mut(&of.memory)?.arena;
-        let mut place = arena.find(fit, &runs, of.sight())?;
+        if of.is_plain() && arena.hand_fits(fit, &usable) {
+            return arena.take_hand();
+        }
+        arena.settle();
+        let mut place = arena.find(fit, &usable, of.sight())?;
         for part in &place.parts {
             let open = &mut place.open;
             arena.take_each(*part, |_, tag| open.extend(&tag.pending));
         }
         Some(place)
+    }
+
+    /// Whether a launch may write memory that work outside of captures asks for.
+    fn is_leased_for(&self, memory: u64, asker: Asker) -> bool {
+        matches!(asker, Asker::Eager { .. }) && self.is_memory_leased(memory)
     }
 
     /// Plans more room. A plan stands for a call under way.
@@ -259,10 +244,12 @@ impl Graphs {
         fit: Fit,
         means: &Means<'_>,
     ) -> Result<Plan, Lacking> {
-        let runs = self.runs(of.memory, asker);
+        let leased = self.is_leased_for(of.memory, asker);
         let Some(pool) = self.pools.get_mut(&of.memory) else {
             return Err(Lacking::Memory(fit.bytes()));
         };
+        pool.arena.settle();
+        let runs = pool.arena.runs(usable(&self.captures, asker, leased));
         let plan = pool.arena.plan(fit, &runs, means, of.sight())?;
         pool.calls += 1;
         pool.planned += plan.fresh_bytes();
@@ -292,10 +279,12 @@ impl Graphs {
     }
 
     /// A block has its place.
+    #[inline]
     pub(crate) fn enter(&mut self, of: Share, addr: u64, live: Live) {
         let Some(pool) = self.pools.get_mut(&of.memory) else {
             return;
         };
+        self.latest = of.memory;
         pool.arena.live.insert(addr, live);
         pool.peak = pool.peak.max(pool.arena.live_bytes());
         if of.pool != of.memory {
@@ -311,12 +300,12 @@ impl Graphs {
     pub(crate) fn tag(
         &mut self,
         pool: u64,
-        captured: Vec<Reached>,
+        captured: Few<Reached>,
         pending: Vec<Pending>,
     ) -> Option<Tag> {
         let mut tag = Tag {
             pending,
-            marks: Vec::new(),
+            marks: Few::None,
             captured: !captured.is_empty(),
             touched: Vec::new(),
         };
@@ -331,15 +320,14 @@ impl Graphs {
             if self.has_ended_with(capture, pool) {
                 continue;
             }
-            match tag.marks.iter_mut().find(|mark| mark.capture == capture) {
-                Some(mark) => mark.seen.push(seen),
-                None => tag.marks.push(Mark {
-                    capture,
-                    seen: vec![seen],
-                }),
-            }
+            tag.marks.push(Mark { capture, seen });
         }
         Some(tag)
+    }
+
+    /// Whether anything may wait for an event.
+    pub(crate) fn has_events(&self) -> bool {
+        !self.events.is_empty()
     }
 
     /// Events that free memory of a pool waits for.
@@ -431,6 +419,10 @@ impl Graphs {
     pub(crate) fn add_lease(&mut self, pool: u64, lease: Option<Lease>) {
         if let Some(pool) = self.pools.get_mut(&pool) {
             pool.untold |= lease.is_none();
+            // Those of graphs that are gone do not pile up where nobody counts them.
+            if pool.leases.len() == pool.leases.capacity() {
+                pool.leases.retain(|lease| !lease.is_over());
+            }
             pool.leases.extend(lease);
         }
     }
@@ -550,6 +542,43 @@ impl Graphs {
             if self.members(id).next().is_none() && self.is_idle(id) {
                 self.pools.remove(&id);
             }
+        }
+    }
+}
+
+/// Which free memory somebody may have; `leased`: a graph may write what captures were given.
+fn usable(
+    captures: &HashMap<u64, Capture, Mixed>,
+    asker: Asker,
+    leased: bool,
+) -> impl Fn(&Tag) -> bool {
+    let order = match asker {
+        Asker::Captured {
+            capture, number, ..
+        } => {
+            let known = captures.get(&capture);
+            let known = known.filter(|known| known.number == number);
+            known.map(|known| &known.order)
+        }
+        Asker::Eager { .. } => None,
+    };
+    move |tag| match asker {
+        Asker::Eager { stream } => {
+            // A launch would write what a graph was captured with.
+            !(tag.captured && leased)
+                && tag.touched.iter().all(Lease::is_over)
+                && tag.marks.is_empty()
+                && tag.pending.iter().all(|used| used.stream == stream)
+        }
+        Asker::Captured {
+            capture, stream, ..
+        } => {
+            let behind = |mark: &Mark| {
+                mark.capture == capture
+                    && order.is_some_and(|order| order.is_behind(&mark.seen, stream))
+            };
+            // A wait for work outside would become the graph's.
+            tag.pending.is_empty() && tag.marks.iter().all(behind)
         }
     }
 }

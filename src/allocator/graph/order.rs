@@ -2,12 +2,14 @@
 //! captures next begins.
 //!
 //! Nodes only come, so what was learnt of one stays true. Each node is asked for once in a capture, and looked at
-//! once for each stream: a capture of n nodes costs n questions, and n steps a stream.
+//! once for each stream: a capture of n nodes costs n questions, and n steps a stream. While a capture has one stream, and
+//! each node depends on the one before, that is all there is to know, and it is noted when another stream joins.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use crate::allocator::extent::hash::Mixed;
+use crate::allocator::graph::few::Few;
 
 /// A dependency: the node that comes before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,7 +26,7 @@ pub(crate) struct Seen {
     /// The stream's place in the capture.
     pub stream: usize,
     epoch: u32,
-    nodes: Box<[usize]>,
+    nodes: Few<usize>,
 }
 
 /// What one stream of a capture is behind.
@@ -36,15 +38,18 @@ struct Reach {
     nodes: HashMap<usize, bool, Mixed>,
     /// How often the present point went elsewhere than forward.
     epoch: u32,
+    /// Nodes that came one behind another, each with the former as its only dependency, the first of them one of
+    /// `nodes`, the last one the present: not noted anywhere else yet.
+    chain: Vec<usize>,
 }
 
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
-    dependencies: HashMap<usize, Box<[Edge]>, Mixed>,
+    dependencies: HashMap<usize, Few<Edge>, Mixed>,
     streams: Vec<Reach>,
     /// The memory of a walk that is over, for the next one.
-    spare: Walk,
+    spare: Option<Box<Walk>>,
 }
 
 /// A walk back from what a stream's next node depends on.
@@ -53,6 +58,8 @@ pub(crate) struct Walk {
     stream: usize,
     present: Vec<Edge>,
     todo: Vec<usize>,
+    /// It has begun with the only node of a stream that is alone, and that depended on one before: nothing was met.
+    step: bool,
     /// Nodes of the stream's former present that were not met so far.
     unmet: Vec<usize>,
     anew: bool,
@@ -61,32 +68,47 @@ pub(crate) struct Walk {
 impl Order {
     /// A stream joins the capture; its place there.
     pub(crate) fn add_stream(&mut self) -> usize {
+        // From here on others look for what it captured.
+        self.note();
         self.streams.push(Reach::default());
         self.streams.len() - 1
     }
 
-    /// Begins to find out what a stream is behind, which now depends on these nodes. `None` if that is known.
-    pub(crate) fn walk(
-        &mut self,
-        stream: usize,
-        present: impl Iterator<Item = Edge>,
-    ) -> Option<Walk> {
-        let mut walk = std::mem::take(&mut self.spare);
-        walk.present.clear();
-        walk.present.extend(present);
-        walk.present.sort_unstable();
+    /// Finds out what a stream is behind, which now depends on these nodes, as far as dependencies are known. `None` at
+    /// the end, else the next node whose dependencies are to be [learnt](Self::learn).
+    pub(crate) fn walk(&mut self, stream: usize, present: &[Edge]) -> Option<(Box<Walk>, usize)> {
         let reach = &self.streams[stream];
-        if reach.present == walk.present {
-            self.spare = walk;
+        if reach.present == present {
             return None;
         }
-        (walk.stream, walk.anew) = (stream, false);
+        let mut walk = self.spare.take().unwrap_or_default();
+        walk.present.clear();
+        walk.present.extend_from_slice(present);
+        if let [_, _, ..] = present {
+            walk.present.sort_unstable();
+            if reach.present == walk.present {
+                self.spare = Some(walk);
+                return None;
+            }
+        }
+        (walk.stream, walk.anew, walk.step) = (stream, false, false);
         walk.todo.clear();
+        if let ([_], [now], [_]) = (&*self.streams, present, &*reach.present)
+            && !self.dependencies.contains_key(&now.node)
+        {
+            walk.step = true;
+            return Some((walk, now.node));
+        }
+        self.begin(walk)
+    }
+
+    fn begin(&mut self, mut walk: Box<Walk>) -> Option<(Box<Walk>, usize)> {
+        let reach = &self.streams[walk.stream];
         walk.unmet.clear();
         walk.unmet
             .extend(reach.present.iter().map(|edge| edge.node));
         self.start(&mut walk);
-        Some(walk)
+        self.next(walk)
     }
 
     /// Meets the nodes that a walk begins with. They have begun before the next node; that they are over is known
@@ -98,22 +120,76 @@ impl Order {
                 full: false,
                 ..walk.present[at]
             };
-            meet(reach, walk, begun);
+            walk.meet(reach, begun);
         }
     }
 
-    /// Goes on with a walk as far as dependencies are known; the next node whose dependencies are to be
-    /// [learnt](Self::learn), or `None` at the end.
-    pub(crate) fn next(&mut self, walk: &mut Walk) -> Option<usize> {
+    /// Goes on with a walk, with what its node depends on; as [`walk`](Self::walk).
+    pub(crate) fn learn(
+        &mut self,
+        mut walk: Box<Walk>,
+        node: usize,
+        dependencies: Few<Edge>,
+    ) -> Option<(Box<Walk>, usize)> {
+        if walk.step {
+            walk.step = false;
+            let alone = self.streams.len() == 1;
+            let reach = &mut self.streams[walk.stream];
+            if let (true, [before], [edge]) = (alone, &*reach.present, &*dependencies)
+                && before.node == edge.node
+                && edge.full
+            {
+                if reach.chain.is_empty() {
+                    // Uses from before the stream was set back may be known by it.
+                    reach.nodes.insert(edge.node, true);
+                    reach.chain.push(edge.node);
+                }
+                reach.chain.push(node);
+                std::mem::swap(&mut reach.present, &mut walk.present);
+                self.spare = Some(walk);
+                return None;
+            }
+            self.note();
+            self.dependencies.insert(node, dependencies);
+            return self.begin(walk);
+        }
+        if walk.todo.last() == Some(&node) {
+            walk.todo.pop();
+        }
+        let reach = &mut self.streams[walk.stream];
+        for edge in &dependencies {
+            walk.meet(reach, *edge);
+        }
+        self.dependencies.insert(node, dependencies);
+        self.next(walk)
+    }
+
+    /// Notes what came one behind another.
+    fn note(&mut self) {
+        for reach in &mut self.streams {
+            for pair in reach.chain.windows(2) {
+                let edge = Edge {
+                    node: pair[0],
+                    full: true,
+                };
+                self.dependencies.insert(pair[1], Few::One(edge));
+                reach.nodes.insert(pair[0], true);
+                reach.nodes.insert(pair[1], false);
+            }
+            reach.chain.clear();
+        }
+    }
+
+    fn next(&mut self, mut walk: Box<Walk>) -> Option<(Box<Walk>, usize)> {
         loop {
             let reach = &mut self.streams[walk.stream];
-            while let Some(node) = walk.todo.last() {
-                let Some(dependencies) = self.dependencies.get(node) else {
-                    return Some(*node);
+            while let Some(node) = walk.todo.last().copied() {
+                let Some(dependencies) = self.dependencies.get(&node) else {
+                    return Some((walk, node));
                 };
                 walk.todo.pop();
                 for edge in dependencies {
-                    meet(reach, walk, *edge);
+                    walk.meet(reach, *edge);
                 }
             }
             if walk.unmet.is_empty() || walk.anew {
@@ -123,30 +199,28 @@ impl Order {
             walk.anew = true;
             reach.nodes.clear();
             reach.epoch += 1;
-            self.start(walk);
+            self.start(&mut walk);
         }
         std::mem::swap(&mut self.streams[walk.stream].present, &mut walk.present);
-        self.spare = std::mem::take(walk);
+        self.spare = Some(walk);
         None
     }
 
     /// A walk could not go on: what it met is not known to be behind anything.
     pub(crate) fn give_up(&mut self, walk: &Walk) {
+        self.note();
         let reach = &mut self.streams[walk.stream];
         reach.nodes.clear();
         reach.present.clear();
         reach.epoch += 1;
     }
 
-    /// What a node depends on.
-    pub(crate) fn learn(&mut self, node: usize, dependencies: impl Iterator<Item = Edge>) {
-        self.dependencies.insert(node, dependencies.collect());
-    }
-
     /// Nodes that were asked for.
     #[cfg(test)]
     pub(crate) fn asked(&self) -> usize {
-        self.dependencies.len()
+        let chains = self.streams.iter().map(|reach| &reach.chain);
+        let steps = chains.map(|chain| chain.len().saturating_sub(1));
+        self.dependencies.len() + steps.sum::<usize>()
     }
 
     /// A use by a stream until its present point.
@@ -178,16 +252,19 @@ impl Order {
     }
 }
 
-/// A walk meets a node behind an edge.
-fn meet(reach: &mut Reach, walk: &mut Walk, edge: Edge) {
-    if !walk.anew {
-        walk.unmet.retain(|node| *node != edge.node);
-    }
-    match reach.nodes.entry(edge.node) {
-        Entry::Occupied(mut known) => *known.get_mut() |= edge.full,
-        Entry::Vacant(new) => {
-            new.insert(edge.full);
-            walk.todo.push(edge.node);
+impl Walk {
+    /// Meets a node behind an edge.
+    #[inline]
+    fn meet(&mut self, reach: &mut Reach, edge: Edge) {
+        if !self.anew {
+            self.unmet.retain(|node| *node != edge.node);
+        }
+        match reach.nodes.entry(edge.node) {
+            Entry::Occupied(mut known) => *known.get_mut() |= edge.full,
+            Entry::Vacant(new) => {
+                new.insert(edge.full);
+                self.todo.push(edge.node);
+            }
         }
     }
 }
@@ -206,12 +283,10 @@ mod tests {
         }
 
         fn advance(&self, order: &mut Order, stream: usize, present: &[Edge]) {
-            let Some(mut walk) = order.walk(stream, present.iter().copied()) else {
-                return;
-            };
-            while let Some(node) = order.next(&mut walk) {
+            let mut asked = order.walk(stream, present);
+            while let Some((walk, node)) = asked {
                 let known = self.0.get(&node).map_or(&[][..], Vec::as_slice);
-                order.learn(node, known.iter().copied());
+                asked = order.learn(walk, node, known.iter().copied().collect());
             }
         }
     }
@@ -283,6 +358,55 @@ mod tests {
         assert!(!order.is_behind(&second, main));
         graph.advance(&mut order, main, &[full(2), full(3)]);
         assert!(order.is_behind(&second, main));
+    }
+
+    #[test]
+    fn what_a_stream_captured_alone_is_known_to_those_that_join() {
+        let (mut graph, mut order) = (Graph::default(), Order::default());
+        let main = order.add_stream();
+        graph.node(0, &[]);
+        graph.advance(&mut order, main, &[full(0)]);
+        let mut seen = Vec::new();
+        for node in 1..9 {
+            graph.node(node, &[full(node - 1)]);
+            graph.advance(&mut order, main, &[full(node)]);
+            seen.push(order.seen(main));
+            assert!(seen.iter().all(|seen| order.is_behind(seen, main)));
+        }
+        let side = order.add_stream();
+        graph.advance(&mut order, side, &[full(5)]);
+        let behind = seen.iter().map(|seen| order.is_behind(seen, side));
+        let expected = [true, true, true, true, true, false, false, false];
+        assert_eq!(behind.collect::<Vec<_>>(), expected);
+        assert!(order.is_behind(&order.seen(side), main));
+        assert_eq!(order.asked(), 9);
+    }
+
+    #[test]
+    fn a_stream_that_is_alone_and_was_set_back_is_behind_what_it_finds_there() {
+        let (mut graph, mut order) = (Graph::default(), Order::default());
+        let main = order.add_stream();
+        graph.node(0, &[]);
+        graph.advance(&mut order, main, &[full(0)]);
+        let mut seen = vec![order.seen(main)];
+        for node in 1..5 {
+            graph.node(node, &[full(node - 1)]);
+            graph.advance(&mut order, main, &[full(node)]);
+            seen.push(order.seen(main));
+        }
+        graph.advance(&mut order, main, &[full(2)]);
+        graph.node(9, &[full(2)]);
+        graph.advance(&mut order, main, &[full(9)]);
+        let behind = seen.iter().map(|seen| order.is_behind(seen, main));
+        let expected = [true, true, true, false, false];
+        assert_eq!(behind.collect::<Vec<_>>(), expected);
+        // One that may begin early is not in the way of the chain.
+        graph.node(10, &[early(9)]);
+        let ninth = order.seen(main);
+        graph.advance(&mut order, main, &[full(10)]);
+        let side = order.add_stream();
+        graph.advance(&mut order, side, &[full(10)]);
+        assert!(order.is_behind(&ninth, main) && !order.is_behind(&ninth, side));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::allocator::graph::arena::{Arena, Fit, Handle, PLAIN, Part, Place, Tag, View};
+use crate::allocator::graph::few::Few;
 use crate::allocator::physical::{GrowthFailure, tile};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
@@ -116,7 +117,7 @@ impl Arena {
         Ok(Plan {
             place: Place {
                 addr,
-                parts: vec![part],
+                parts: Few::One(part),
                 open: Vec::new(),
             },
             fresh: Some((opening.hole, sizes)),
@@ -226,7 +227,7 @@ impl Arena {
         };
         let bytes = view.bytes();
         let base = self.sites.lowest(bytes).ok_or(Lacking::Sites(bytes))?;
-        let (mut parts, mut skip, mut left) = (Vec::new(), stitch.skip, fit.bytes());
+        let (mut parts, mut skip, mut left) = (Few::None, stitch.skip, fit.bytes());
         for (home, bytes) in &view.handles {
             let used = left.min(bytes - skip);
             if used > 0 {

@@ -47,6 +47,8 @@ pub(crate) struct Scope {
 pub(crate) struct Scopes {
     open: Vec<Scope>,
     count: u64,
+    /// Another one whenever a request may go elsewhere than before.
+    pub version: u64,
 }
 
 /// A request, as far as scopes ask about it.
@@ -71,6 +73,7 @@ pub(crate) enum Answer {
 impl Scopes {
     pub(crate) fn add(&mut self, pool: u64, kind: Kind) -> u64 {
         self.count += 1;
+        self.version += 1;
         let number = self.count;
         self.open.push(Scope { number, pool, kind });
         number
@@ -97,6 +100,7 @@ impl Scopes {
     #[must_use = "a filter is not dropped under the lock"]
     pub(crate) fn remove(&mut self, number: u64) -> Option<Scope> {
         let at = self.open.iter().position(|scope| scope.number == number)?;
+        self.version += 1;
         Some(self.open.remove(at))
     }
 

@@ -1,14 +1,32 @@
 //! Streams that use memory of graph pools, in captures and outside of them.
 
-use std::sync::Arc;
+use std::ops::Deref;
+use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, Weak};
 use std::thread::{self, ThreadId};
 
 use crate::allocator::stream::slot::StreamKey;
 use crate::driver::Stream;
 
-/// A stream as it was named when it began to use a block.
+/// A stream as it was named when it began to use a block. Who touches its handle beside the heap's lock holds a copy
+/// meanwhile: a stream that is retired leaves after that.
 #[derive(Debug, Clone)]
-pub(crate) struct User {
+pub(crate) struct User(Arc<Who>);
+
+/// A [`User`], which it does not keep.
+#[derive(Debug)]
+pub(crate) struct Trace(Weak<Who>);
+
+impl Trace {
+    #[inline]
+    pub(crate) fn user(&self) -> Option<User> {
+        self.0.upgrade().map(User)
+    }
+}
+
+/// What a [`User`] is.
+#[derive(Debug, Clone)]
+pub(crate) struct Who {
     /// By its handle alone where it was captured then and has no name of its own: nobody may ask for that.
     pub key: StreamKey,
     pub raw: usize,
@@ -18,43 +36,75 @@ pub(crate) struct User {
     pub since: Option<u64>,
     /// The thread that named it.
     pub thread: ThreadId,
-    /// Who touches the handle beside the heap's lock holds a copy meanwhile: a stream that is retired leaves after
-    /// that.
-    pub token: Arc<()>,
+}
+
+impl Deref for User {
+    type Target = Who;
+
+    #[inline]
+    fn deref(&self) -> &Who {
+        &self.0
+    }
 }
 
 impl User {
-    pub(crate) fn new(key: StreamKey, raw: usize, stream: Option<Stream>) -> User {
-        User {
+    pub(crate) fn new(
+        key: StreamKey,
+        raw: usize,
+        stream: Option<Stream>,
+        since: Option<u64>,
+    ) -> User {
+        User(Arc::new(Who {
             key,
             raw,
             stream,
-            since: None,
+            since,
             thread: thread::current().id(),
-            token: Arc::default(),
-        }
+        }))
     }
 
-    /// The same user with a token of its own, for lists that nobody asks the driver about.
+    /// The same user for lists that nobody asks the driver about: no copy of this one.
     pub(crate) fn listed(&self) -> User {
-        User {
-            token: Arc::default(),
-            ..self.clone()
-        }
+        User(Arc::new(Who::clone(self)))
     }
 
     /// What tells the stream from others, without keeping it alive.
     pub(crate) fn name(&self) -> User {
-        User {
+        User(Arc::new(Who {
             stream: None,
-            ..self.listed()
-        }
+            ..Who::clone(self)
+        }))
+    }
+
+    /// Finds the user as long as anybody holds a copy.
+    pub(crate) fn trace(&self) -> Trace {
+        Trace(Arc::downgrade(&self.0))
+    }
+
+    /// Whether both are copies of one.
+    #[inline]
+    pub(crate) fn is_copy_of(&self, other: &User) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Whether nobody else holds a copy.
+    pub(crate) fn is_alone(&self) -> bool {
+        let alone = Arc::strong_count(&self.0) == 1;
+        // What the others did comes before what follows.
+        fence(Ordering::Acquire);
+        alone
     }
 
     /// Whether both are one stream, as far as that is known.
+    #[inline]
     pub(crate) fn is(&self, other: &User) -> bool {
+        self.is_named(other.key, other.raw)
+    }
+
+    /// [`is`](Self::is), of a stream by its name.
+    #[inline]
+    pub(crate) fn is_named(&self, key: StreamKey, raw: usize) -> bool {
         let by_handle = |key| matches!(key, StreamKey::Handle(_));
-        self.key == other.key
-            || (self.raw == other.raw && (by_handle(self.key) || by_handle(other.key)))
+        self.key == key || (self.raw == raw && (by_handle(self.key) || by_handle(key)))
     }
 }

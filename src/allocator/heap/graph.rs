@@ -8,6 +8,7 @@ use crate::allocator::graph::Asker;
 use crate::allocator::graph::arena::{Fit, Live, Place, Share, Tag};
 use crate::allocator::graph::checkpoint::Changes;
 use crate::allocator::graph::commit::NotMade;
+use crate::allocator::graph::few::Few;
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
@@ -31,8 +32,8 @@ pub(crate) struct PoolRequest {
 pub(crate) struct Restoration {
     /// The addresses of blocks that ceased.
     pub ceased: Vec<u64>,
-    /// What they were, to be let go without the lock.
-    pub gone: Vec<Live>,
+    /// Who used them, to be let go without the lock.
+    pub gone: Vec<Few<User>>,
     /// Blocks that are live again, each with its bytes as they were asked for.
     pub revived: Vec<(Grant, u64)>,
 }
@@ -102,7 +103,7 @@ impl Heap {
         of: Share,
         (granules, requested): (u32, u64),
         place: Place,
-        users: Vec<User>,
+        users: Few<User>,
     ) -> Grant {
         let records = &mut self.extents.records;
         let id = records.make(SpaceId::Large, Extent::Pooled, place.addr, granules);
@@ -134,14 +135,25 @@ impl Heap {
 
     /// A block of a pool is nobody's any more. What is let go without the lock: it may be the last to hold a stream.
     #[must_use = "streams are not destroyed under the lock"]
-    pub(crate) fn pooled_freed(&mut self, addr: u64, tag: Tag) -> Option<Live> {
-        let pool = self.graphs.pool_of(addr)?;
-        let pool = self.graphs.pools.get_mut(&pool)?;
-        let live = pool.arena.release(addr, tag)?;
+    pub(crate) fn pooled_freed(&mut self, addr: u64, tag: Tag) -> Option<Few<User>> {
+        let memory = self.graphs.pool_of(addr)?;
+        self.pooled_freed_in(memory, addr, tag)
+    }
+
+    /// [`pooled_freed`](Self::pooled_freed) where it is known which pool has the memory.
+    #[must_use = "streams are not destroyed under the lock"]
+    pub(crate) fn pooled_freed_in(
+        &mut self,
+        memory: u64,
+        addr: u64,
+        tag: Tag,
+    ) -> Option<Few<User>> {
+        let pool = self.graphs.pools.get_mut(&memory)?;
+        let gone = pool.arena.release(addr, tag)?;
         self.extents.lookup.remove(addr);
-        self.extents.records.retire(live.id);
-        self.tell_pooled(Kind::Free, (addr, live.requested), live.users.first());
-        Some(live)
+        self.extents.records.retire(gone.id);
+        self.tell_pooled(Kind::Free, (addr, gone.requested), gone.users.first());
+        Some(gone.users)
     }
 
     /// Comes back to a checkpoint of a pool.

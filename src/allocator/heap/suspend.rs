@@ -112,7 +112,7 @@ impl Heap {
         let mut captures = self.graphs.captures.iter();
         let using = captures.find(|(number, _)| self.graphs.may_use_memory(**number, id));
         if let Some((_, capture)) = using {
-            let stream = capture.streams.first().map_or(0, |(user, _)| user.raw);
+            let stream = capture.streams.first().map_or(0, |known| known.user.raw);
             return Err(Error::Capturing { stream });
         }
         let Some(pool) = self.graphs.pools.get_mut(&id) else {

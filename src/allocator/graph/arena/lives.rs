@@ -1,8 +1,10 @@
 //! The live blocks of an arena, with how many bytes each pool has of them.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::ValuesMut;
+use std::collections::HashMap;
+use std::collections::hash_map::ValuesMut;
 use std::ops::Deref;
+
+use crate::allocator::extent::hash::Mixed;
 
 /// A block as it is counted.
 pub(crate) trait Counted {
@@ -11,27 +13,34 @@ pub(crate) trait Counted {
     fn bytes(&self) -> u64;
 }
 
-/// Live blocks by their addresses.
+/// Live blocks by their addresses, in no order.
 #[derive(Debug)]
 pub(crate) struct Lives<B> {
-    blocks: BTreeMap<u64, B>,
-    /// Bytes of each pool that has any: a capture with many live blocks counts them at each of its requests.
-    bytes: BTreeMap<u64, u64>,
+    blocks: HashMap<u64, B, Mixed>,
+    /// Pools that have any, each with its bytes: a capture with many live blocks counts them at each of its requests.
+    /// One, or those of a family.
+    bytes: Vec<(u64, u64)>,
 }
 
 impl<B: Counted> Lives<B> {
+    #[inline]
     pub(crate) fn insert(&mut self, addr: u64, live: B) {
-        *self.bytes.entry(live.owner()).or_default() += live.bytes();
+        let (owner, bytes) = (live.owner(), live.bytes());
+        match self.bytes.iter_mut().find(|(known, _)| *known == owner) {
+            Some((_, known)) => *known += bytes,
+            None => self.bytes.push((owner, bytes)),
+        }
         let before = self.blocks.insert(addr, live);
         debug_assert!(before.is_none(), "an address has one block");
     }
 
     pub(crate) fn remove(&mut self, addr: u64) -> Option<B> {
         let live = self.blocks.remove(&addr)?;
-        if let Some(bytes) = self.bytes.get_mut(&live.owner()) {
-            *bytes -= live.bytes();
-            if *bytes == 0 {
-                self.bytes.remove(&live.owner());
+        let mut pools = self.bytes.iter();
+        if let Some(at) = pools.position(|(owner, _)| *owner == live.owner()) {
+            self.bytes[at].1 -= live.bytes();
+            if self.bytes[at].1 == 0 {
+                self.bytes.swap_remove(at);
             }
         }
         Some(live)
@@ -49,28 +58,31 @@ impl<B: Counted> Lives<B> {
 
     /// Bytes of all blocks.
     pub(crate) fn bytes(&self) -> u64 {
-        self.bytes.values().sum()
+        self.bytes.iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// Bytes of the blocks of a pool.
     pub(crate) fn bytes_of(&self, owner: u64) -> u64 {
-        self.bytes.get(&owner).copied().unwrap_or(0)
+        let mut pools = self.bytes.iter();
+        pools
+            .find(|(known, _)| *known == owner)
+            .map_or(0, |(_, bytes)| *bytes)
     }
 }
 
 impl<B> Default for Lives<B> {
     fn default() -> Lives<B> {
         Lives {
-            blocks: BTreeMap::new(),
-            bytes: BTreeMap::new(),
+            blocks: HashMap::default(),
+            bytes: Vec::new(),
         }
     }
 }
 
 impl<B> Deref for Lives<B> {
-    type Target = BTreeMap<u64, B>;
+    type Target = HashMap<u64, B, Mixed>;
 
-    fn deref(&self) -> &BTreeMap<u64, B> {
+    fn deref(&self) -> &HashMap<u64, B, Mixed> {
         &self.blocks
     }
 }

@@ -26,7 +26,7 @@ fn fit(granules: u32) -> Fit {
 /// Takes a block, with new memory where that is needed; its parts.
 fn block(arena: &mut Arena, granules: u32, views: bool) -> Place {
     let runs = arena.runs(|_| true);
-    if let Some(place) = arena.find(fit(granules), &runs, PLAIN) {
+    if let Some(place) = arena.find(fit(granules), |_| true, PLAIN) {
         place.parts.iter().for_each(|part| drop(arena.take(*part)));
         return place;
     }

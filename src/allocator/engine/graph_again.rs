@@ -1,0 +1,192 @@
+//! Graph pools: requests and frees of a stream in a capture that go where its last one went. What was found out for that
+//! stands, and all that is to be asked is what the stream is behind.
+
+use std::cell::Cell;
+use std::sync::atomic::Ordering;
+
+use crate::driver::Stream;
+
+use crate::allocator::cache::grant::Grant;
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::graph::edge;
+use crate::allocator::engine::naming::Named;
+use crate::allocator::graph::arena::{Mark, Tag};
+use crate::allocator::graph::capture::{Capture, Present};
+use crate::allocator::graph::few::Few;
+use crate::allocator::graph::user::User;
+use crate::allocator::graph::{Asker, Graphs};
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::request::Checked;
+use crate::allocator::stream::slot::AfterFree;
+use crate::error::Error;
+
+impl Engine {
+    /// Finds out what a stream is behind in its capture, and what follows from that and its place there.
+    pub(crate) fn advance<T>(
+        &self,
+        user: &User,
+        info: &Present,
+        known: impl FnOnce(&Capture, usize) -> T,
+    ) -> Result<T, Error> {
+        let place = |graphs: &mut Graphs| Some(graphs.capture(info.id).place_of(user));
+        let done = self.advance_from(user.raw, info, place, |heap, number, place| {
+            let capture = heap.graphs.same_capture(info.id, number);
+            capture.map(|capture| known(capture, place))
+        });
+        done?.flatten().ok_or(Error::Capturing { stream: user.raw })
+    }
+
+    /// Finds out what a stream is behind in its capture if it has a place there, and does what follows, under the same
+    /// lock, with the capture's number and the place.
+    pub(crate) fn advance_from<T>(
+        &self,
+        raw: usize,
+        info: &Present,
+        place: impl FnOnce(&mut Graphs) -> Option<usize>,
+        then: impl FnOnce(&mut Heap, u64, usize) -> T,
+    ) -> Result<Option<T>, Error> {
+        let (number, place, mut asked) = {
+            let mut heap = self.open()?;
+            let Some(place) = place(&mut heap.graphs) else {
+                return Ok(None);
+            };
+            let Some(capture) = heap.graphs.captures.get_mut(&info.id) else {
+                return Ok(None);
+            };
+            let number = capture.number;
+            match capture.order.walk(place, &info.edges) {
+                Some(asked) => (number, place, asked),
+                None => {
+                    let done = then(&mut heap, number, place);
+                    drop(heap);
+                    return Ok(Some(done));
+                }
+            }
+        };
+        loop {
+            let (walk, node) = asked;
+            let dependencies = {
+                let raw = std::ptr::with_exposed_provenance_mut(node);
+                // SAFETY: a node of the capture that the stream is in, whose graph nobody else uses while the stream is
+                // being used.
+                unsafe { self.driver().read_node(raw, edge) }
+            };
+            let mut heap = self.open()?;
+            let Some(capture) = heap.graphs.same_capture(info.id, number) else {
+                return Err(Error::Capturing { stream: raw });
+            };
+            let next = match dependencies {
+                Ok(dependencies) => capture.order.learn(walk, node, dependencies),
+                Err(error) => {
+                    capture.order.give_up(&walk);
+                    return Err(self.error(error));
+                }
+            };
+            match next {
+                Some(next) => asked = next,
+                None => {
+                    let done = then(&mut heap, number, place);
+                    drop(heap);
+                    return Ok(Some(done));
+                }
+            }
+        }
+    }
+
+    /// [`allocate_in_pool`](Self::allocate_in_pool) for a stream in a capture whose last request went to a pool, out of
+    /// memory that is there, if nothing has changed since.
+    pub(crate) fn allocate_again(
+        &self,
+        named: &Named<'_>,
+        info: &Present,
+        request: &Checked,
+    ) -> Result<Option<Grant>, Error> {
+        let device = |stream: &Stream| stream.context().device() == &self.device;
+        if self.deferred.load(Ordering::Relaxed) || !named.stream.is_none_or(device) {
+            return Ok(None);
+        }
+        let (raw, fit) = (named.raw as usize, request.fit());
+        let way = Cell::new(None);
+        let place = |graphs: &mut Graphs| {
+            let (place, found) = graphs.way(info.id, named.key, raw)?;
+            way.set(Some((found.version, found.of, found.user.user())));
+            Some(place)
+        };
+        let grant = self.advance_from(raw, info, place, |heap, number, stream| {
+            let (version, of, user) = way.take()?;
+            let views = || request.views && self.views_allowed();
+            let place = match heap.graphs.is_way(version, of) && (of.is_plain() || views()) {
+                true => {
+                    let asker = Asker::Captured {
+                        capture: info.id,
+                        number,
+                        stream,
+                    };
+                    heap.graphs.take(of, asker, fit)
+                }
+                false => None,
+            };
+            let Some(place) = place else {
+                // The user is let go without the lock: it may be the last to hold the stream.
+                way.set(Some((version, of, user)));
+                return None;
+            };
+            let user = user.unwrap_or_else(|| {
+                let user = Self::user_of(named, Some(info.id));
+                heap.graphs.retrace((info.id, stream), &user);
+                user
+            });
+            let sizes = (fit.granules, request.requested);
+            Some(heap.pooled_born(of, sizes, place, Few::One(user)))
+        });
+        Ok(grant?.flatten())
+    }
+
+    /// Frees a block that a stream in a capture was given there, and no other stream uses, if nothing else is to be
+    /// looked at: this thread named the stream last, the graph has its lease, and no scope of the capture was left.
+    pub(crate) fn free_again(
+        &self,
+        (life, ptr): ((u32, u32), u64),
+        (pool, user): (u64, &User),
+        info: &Present,
+    ) -> Result<bool, Error> {
+        if user.since != Some(info.id) {
+            return Ok(false);
+        }
+        let place = |graphs: &mut Graphs| graphs.place_at_hand(info.id, user, pool);
+        let freed = self.advance_from(user.raw, info, place, |heap, _, stream| {
+            let memory = heap.graphs.memory_of(pool);
+            let live = heap.graphs.pools.get(&memory)?.arena.live.get(&ptr);
+            let live = live.filter(|_| heap.is_pooled(life))?;
+            let same = matches!(&*live.users, [known] if known.is_copy_of(user));
+            if !same || !live.pending.is_empty() {
+                return None;
+            }
+            let capture = heap.graphs.captures.get(&info.id)?;
+            if !capture.left.is_empty() {
+                return None;
+            }
+            let seen = capture.order.seen(stream);
+            let tag = Tag {
+                marks: Few::One(Mark {
+                    capture: info.id,
+                    seen,
+                }),
+                captured: true,
+                ..Tag::default()
+            };
+            let freed = heap.pooled_freed_in(memory, ptr, tag);
+            let rest = self.rest_of_free(heap, AfterFree::default());
+            Some((freed, rest, heap.graphs.has_leaving()))
+        });
+        let Some((freed, rest, has_leaving)) = freed?.flatten() else {
+            return Ok(false);
+        };
+        drop(freed);
+        if has_leaving {
+            self.tidy_pools();
+        }
+        self.finish_free(rest);
+        Ok(true)
+    }
+}

@@ -1,0 +1,278 @@
+//! The free memory of an arena: what of it somebody may have, and how it is divided and made one.
+
+use crate::allocator::graph::arena::{Arena, Fit, PLAIN, Part, Piece, Place, Tag};
+use crate::allocator::graph::few::Few;
+use crate::allocator::size::GRANULE;
+
+/// The run that fits a request best among those that were offered: the shortest, the first on ties.
+struct Best {
+    fit: Fit,
+    /// Its length, and its start.
+    found: Option<(u64, u64)>,
+}
+
+impl Best {
+    fn new(fit: Fit) -> Best {
+        Best { fit, found: None }
+    }
+
+    fn offer(&mut self, (start, end): (u64, u64)) {
+        let run = (end - start, start);
+        if self.fit.aligned(start) + self.fit.bytes() <= end
+            && self.found.is_none_or(|found| run < found)
+        {
+            self.found = Some(run);
+        }
+    }
+
+    fn offer_any(&mut self, run: Option<(u64, u64)>) {
+        if let Some(run) = run {
+            self.offer(run);
+        }
+    }
+
+    /// The request's address.
+    fn addr(&self) -> Option<u64> {
+        self.found.map(|(_, start)| self.fit.aligned(start))
+    }
+}
+
+impl Arena {
+    /// Runs of free memory at home that may be used: start and end, ascending. It is [settled](Self::settle).
+    pub(crate) fn runs(&self, usable: impl Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
+        debug_assert!(self.hand.is_none(), "free memory is among other");
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for (at, piece) in &self.free {
+            if !usable(&piece.tag) {
+                continue;
+            }
+            let end = at + u64::from(piece.granules) * GRANULE;
+            match runs.last_mut() {
+                Some(run) if run.1 == *at && !self.homes.spans.contains_key(at) => run.1 = end,
+                _ => runs.push((*at, end)),
+            }
+        }
+        runs
+    }
+
+    /// Where a request fits best in memory that may be used: at home, else in a view; the lowest address on ties. Of
+    /// a pool of a family in its own views alone.
+    pub(crate) fn find(
+        &self,
+        fit: Fit,
+        usable: impl Fn(&Tag) -> bool,
+        owner: u64,
+    ) -> Option<Place> {
+        let home = match owner {
+            PLAIN => self.best_at_home(fit, &usable),
+            _ => None,
+        };
+        if let Some(home) = home {
+            let granules = fit.granules;
+            return Some(Place {
+                addr: home,
+                parts: Few::One(Part { home, granules }),
+                open: Vec::new(),
+            });
+        }
+        if self.views.is_empty() {
+            return None;
+        }
+        let mut best = Best::new(fit);
+        for run in self.runs_in_views(&self.runs(usable), owner) {
+            best.offer(run);
+        }
+        let addr = best.addr()?;
+        let parts = self.parts_at(addr, fit.granules)?;
+        Some(Place {
+            addr,
+            parts,
+            open: Vec::new(),
+        })
+    }
+
+    /// Where a request fits best at home, out of runs that nobody lists.
+    fn best_at_home(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> Option<u64> {
+        debug_assert!(self.hand.is_none(), "free memory is among other");
+        let (mut best, mut run) = (Best::new(fit), None);
+        for (at, piece) in &self.free {
+            if !usable(&piece.tag) {
+                continue;
+            }
+            let end = at + u64::from(piece.granules) * GRANULE;
+            run = match run {
+                Some((start, before)) if before == *at && !self.homes.spans.contains_key(at) => {
+                    Some((start, end))
+                }
+                ended => {
+                    best.offer_any(ended);
+                    Some((*at, end))
+                }
+            };
+        }
+        best.offer_any(run);
+        best.addr()
+    }
+
+    /// Whether a request gets what was a block last: what is just as long is not divided, and needs no search.
+    pub(crate) fn hand_fits(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> bool {
+        self.hand.as_ref().is_some_and(|(home, piece)| {
+            piece.granules == fit.granules && fit.aligned(*home) == *home && usable(&piece.tag)
+        })
+    }
+
+    /// Takes what was a block last.
+    pub(crate) fn take_hand(&mut self) -> Option<Place> {
+        let (home, piece) = self.hand.take()?;
+        let granules = piece.granules;
+        Some(Place {
+            addr: home,
+            parts: Few::One(Part { home, granules }),
+            open: piece.tag.pending,
+        })
+    }
+
+    /// Puts what was a block last among all other free memory.
+    pub(crate) fn settle(&mut self) {
+        if let Some((home, Piece { granules, tag })) = self.hand.take() {
+            self.put(Part { home, granules }, tag);
+        }
+    }
+
+    /// What the usable runs look like in somebody's views.
+    fn runs_in_views(&self, runs: &[(u64, u64)], owner: u64) -> Vec<(u64, u64)> {
+        let mut seen: Vec<(u64, u64)> = Vec::new();
+        for (base, view) in self.views.iter().filter(|(_, view)| view.owner == owner) {
+            let (mut offset, before) = (0, seen.len());
+            for (home, bytes) in &view.handles {
+                let first = runs.partition_point(|run| run.1 <= *home);
+                let inside = runs[first..].iter().take_while(|run| run.0 < home + bytes);
+                for (start, end) in inside {
+                    let from = base + offset + start.max(home) - home;
+                    let to = base + offset + end.min(&(home + bytes)) - home;
+                    let own = seen.len() > before;
+                    match seen.last_mut() {
+                        Some(last) if own && last.1 == from => last.1 = to,
+                        _ => seen.push((from, to)),
+                    }
+                }
+                offset += bytes;
+            }
+        }
+        seen
+    }
+
+    /// Takes free memory out of circulation; what it was. All of it must be free.
+    pub(crate) fn take(&mut self, part: Part) -> Vec<(Part, Tag)> {
+        let mut taken = Vec::new();
+        self.take_each(part, |part, tag| taken.push((part, tag.clone())));
+        taken
+    }
+
+    /// [`take`](Self::take), where what it was is only looked at.
+    pub(crate) fn take_each(&mut self, part: Part, mut was: impl FnMut(Part, &Tag)) {
+        self.settle();
+        let mut at = part.home;
+        while at < part.end() {
+            let (start, mut piece) = match self.free.remove(&at) {
+                Some(piece) => (at, piece),
+                None => {
+                    let before = self.free.range(..at).next_back();
+                    let Some(start) = before.map(|(start, _)| *start) else {
+                        break;
+                    };
+                    let Some(piece) = self.free.remove(&start) else {
+                        break;
+                    };
+                    (start, piece)
+                }
+            };
+            let end = start + u64::from(piece.granules) * GRANULE;
+            if end <= at {
+                self.free.insert(start, piece);
+                break;
+            }
+            let stop = end.min(part.end());
+            let granules = |from, to| ((to - from) / GRANULE) as u32;
+            let taken = Part {
+                home: at,
+                granules: granules(at, stop),
+            };
+            was(taken, &piece.tag);
+            if start < at {
+                let left = Piece {
+                    granules: granules(start, at),
+                    tag: match stop < end {
+                        true => piece.tag.clone(),
+                        false => std::mem::take(&mut piece.tag),
+                    },
+                };
+                self.free.insert(start, left);
+            }
+            if stop < end {
+                piece.granules = granules(stop, end);
+                self.free.insert(stop, piece);
+            }
+            at = stop;
+        }
+        debug_assert!(at >= part.end(), "taken memory was free");
+    }
+
+    /// Makes memory free.
+    pub(crate) fn put(&mut self, part: Part, tag: Tag) {
+        let (mut home, mut end) = (part.home, part.end());
+        if let Some((start, before)) = self.free.range(..home).next_back()
+            && start + u64::from(before.granules) * GRANULE == home
+            && before.tag == tag
+            && !self.homes.spans.contains_key(&home)
+        {
+            home = *start;
+        }
+        if let Some(behind) = self.free.get(&end)
+            && behind.tag == tag
+            && !self.homes.spans.contains_key(&end)
+        {
+            let granules = behind.granules;
+            self.free.remove(&end);
+            end += u64::from(granules) * GRANULE;
+        }
+        let granules = ((end - home) / GRANULE) as u32;
+        self.free.insert(home, Piece { granules, tag });
+    }
+
+    /// Changes what is known about free memory, and makes one what is the same by then.
+    pub(crate) fn retag(&mut self, change: impl Fn(&mut Tag)) {
+        self.settle();
+        for (home, mut piece) in std::mem::take(&mut self.free) {
+            change(&mut piece.tag);
+            let part = Part {
+                home,
+                granules: piece.granules,
+            };
+            self.put(part, piece.tag);
+        }
+        let aside = self.aside.values_mut().flatten();
+        aside.for_each(|(_, tag)| change(tag));
+    }
+
+    /// What is known about each piece of free memory, and of what plans under way have set aside.
+    pub(crate) fn tags(&self) -> impl Iterator<Item = (Part, &Tag)> {
+        let hand = self.hand.iter().map(|(home, piece)| (home, piece));
+        let free = self.free.iter().chain(hand).map(|(home, piece)| {
+            let part = Part {
+                home: *home,
+                granules: piece.granules,
+            };
+            (part, &piece.tag)
+        });
+        let aside = self.aside.values().flatten();
+        free.chain(aside.map(|(part, tag)| (*part, tag)))
+    }
+
+    /// Free bytes.
+    pub(crate) fn free_bytes(&self) -> u64 {
+        let hand = self.hand.iter().map(|(_, piece)| piece);
+        let pieces = self.free.values().chain(hand);
+        pieces.map(|piece| u64::from(piece.granules)).sum::<u64>() * GRANULE
+    }
+}
