@@ -16,6 +16,12 @@ pub enum GraphPoolError {
         /// Bytes of memory that may be in use.
         bytes: u64,
     },
+    /// Blocks that would be live again lie in memory that blocks of other pools of the family have by now.
+    #[error("{bytes} bytes of the graph pool are in blocks of others of its family")]
+    Taken {
+        /// Bytes that both would have.
+        bytes: u64,
+    },
     /// No pool has this tag.
     #[error("no graph pool has the tag {tag:?}")]
     UnknownTag {

@@ -294,13 +294,77 @@ fn a_family_is_suspended_as_a_whole() {
 }
 
 #[test]
+fn a_pool_of_a_family_comes_back_to_a_checkpoint_where_no_other_has_the_memory() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let (family, pools) = two(&allocator);
+        let mut live = Vec::new();
+        let mut graphs = vec![capture(&pools[0], &stream, || {
+            live.push(used(rig, &allocator, 6 * MIB, &stream));
+            live.push(used(rig, &allocator, MIB, &stream));
+        })];
+        let point = pools[0].checkpoint().unwrap();
+        let then: Vec<_> = point.blocks().collect();
+        assert_eq!(then.len(), 2, "{then:?}");
+        live.remove(0);
+        rig.settle(&stream);
+        let physical = footprint(&allocator, &pools[0]).physical;
+        let mut other = None;
+        graphs.push(capture(&pools[1], &stream, || {
+            other = Some(used(rig, &allocator, 5 * MIB, &stream));
+        }));
+        rig.settle(&stream);
+        let held = footprint(&allocator, &pools[1]);
+        assert_eq!(
+            (held.physical, held.blocks),
+            (physical, 1),
+            "they have it together"
+        );
+        // The other pool's block is in no checkpoint of this one.
+        let now = pools[0].checkpoint().unwrap();
+        assert_eq!(now.blocks().count(), 1);
+        // SAFETY: no block ceases.
+        let restore = || unsafe { pools[0].restore(&point) };
+        let error = graph_pool_error(restore().unwrap_err());
+        assert!(
+            matches!(error, GraphPoolError::Taken { bytes } if bytes >= 4 * MIB as u64),
+            "{error:?}"
+        );
+        assert_eq!(
+            footprint(&allocator, &pools[0]).blocks,
+            1,
+            "nothing changed"
+        );
+        drop(other.take());
+        rig.settle(&stream);
+        let restored = restore().unwrap();
+        assert!(restored.ceased.is_empty());
+        live.extend(restored.revived);
+        let mut found: Vec<_> = live.iter().map(|b| (b.ptr(), b.size())).collect();
+        found.sort_unstable();
+        assert_eq!(found, then);
+        // Nobody else gets it from here on.
+        graphs.push(capture(&pools[1], &stream, || {
+            other = Some(used(rig, &allocator, 5 * MIB, &stream));
+        }));
+        allocator.check().unwrap();
+        assert!(footprint(&allocator, &pools[1]).physical > physical);
+        // SAFETY: the block that ceases is only freed.
+        let back = unsafe { pools[0].restore(&now) }.unwrap();
+        assert_eq!(back.ceased.len(), 1, "of one pool alone");
+        assert_eq!(footprint(&allocator, &pools[1]).blocks, 1);
+        drop((back, live, other, graphs, pools, family));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
 fn what_a_family_cannot_have_is_refused() {
     packed(|rig| {
         let (allocator, stream) = (rig.allocator(), rig.stream());
         let (family, pools) = two(&allocator);
         let unsupported =
             |error: Error| assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
-        unsupported(pools[0].checkpoint().unwrap_err());
         let scope = pools[0].enter(Scope::Thread).unwrap();
         let at_home = Request::new(MIB).views(false);
         unsupported(allocator.allocate_with(at_home, &stream).unwrap_err());

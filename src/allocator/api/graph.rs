@@ -275,8 +275,9 @@ impl GraphPool {
     /// # Errors
     /// [`GraphPoolError::NotComplete`](crate::error::GraphPoolError::NotComplete) while memory of the pool is in use
     /// outside of captures or in one under way,
-    /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint), and as
-    /// [`footprint`](Self::footprint).
+    /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint),
+    /// [`GraphPoolError::Taken`](crate::error::GraphPoolError::Taken) where other pools of a family have blocks in the
+    /// memory by now, and as [`footprint`](Self::footprint).
     ///
     /// # Safety
     /// Nobody uses the memory of blocks that are live now and were not at the checkpoint, but for the graphs that were

@@ -25,11 +25,6 @@ impl Engine {
         self.free_deferred();
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
-        if !heap.graphs.share(pool).is_plain() {
-            return Err(Error::NotSupported {
-                what: "checkpoints of a pool of a family",
-            });
-        }
         Ok(heap.graphs.checkpoint(pool))
     }
 

@@ -284,7 +284,7 @@ impl Arena {
             for part in parts {
                 self.put(*part, tag.clone());
             }
-            self.settle();
+            self.lay_down();
             let granules = last.granules;
             self.hand = Some((last.home, Piece { granules, tag }));
         }

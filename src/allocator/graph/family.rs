@@ -197,7 +197,7 @@ impl Arena {
             .into_iter()
             .partition(|(_, view)| gone(view.owner));
         (left.views, self.views) = (views, kept);
-        self.settle();
+        self.lay_down();
         let shown = self.views.values().flat_map(|view| &view.handles);
         let seen: HashSet<u64> = shown.map(|(home, _)| *home).collect();
         let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();

@@ -130,6 +130,11 @@ impl Pool {
         self.arena.live.is_empty() && self.arena.has_memory()
     }
 
+    /// Forgets those of graphs that are gone.
+    fn forget_leases(&mut self) {
+        self.leases.retain(|lease| !lease.is_over());
+    }
+
     /// Whether a graph holds a lease.
     pub(crate) fn has_leases(&self) -> bool {
         self.leases.iter().any(|lease| !lease.is_over())
@@ -222,7 +227,7 @@ impl Graphs {
         if of.is_plain() && arena.hand_fits(fit, &usable) {
             return arena.take_hand();
         }
-        arena.settle();
+        arena.lay_down();
         let mut place = arena.find(fit, &usable, of.sight())?;
         for part in &place.parts {
             let open = &mut place.open;
@@ -248,7 +253,7 @@ impl Graphs {
         let Some(pool) = self.pools.get_mut(&of.memory) else {
             return Err(Lacking::Memory(fit.bytes()));
         };
-        pool.arena.settle();
+        pool.arena.lay_down();
         let runs = pool.arena.runs(usable(&self.captures, asker, leased));
         let plan = pool.arena.plan(fit, &runs, means, of.sight())?;
         pool.calls += 1;
@@ -400,7 +405,7 @@ impl Graphs {
         let Some(pool) = self.pools.get_mut(&pool) else {
             return 0;
         };
-        pool.leases.retain(|lease| !lease.is_over());
+        pool.forget_leases();
         pool.leases.len()
     }
 
@@ -421,7 +426,7 @@ impl Graphs {
             pool.untold |= lease.is_none();
             // Those of graphs that are gone do not pile up where nobody counts them.
             if pool.leases.len() == pool.leases.capacity() {
-                pool.leases.retain(|lease| !lease.is_over());
+                pool.forget_leases();
             }
             pool.leases.extend(lease);
         }

@@ -3,7 +3,8 @@
 //!
 //! Nodes only come, so what was learnt of one stays true. Each node is asked for once in a capture, and looked at
 //! once for each stream: a capture of n nodes costs n questions, and n steps a stream. While a capture has one stream, and
-//! each node depends on the one before, that is all there is to know, and it is noted when another stream joins.
+//! each node depends on the one before, that is all there is to know, and it is noted when another stream joins; a node
+//! that such a stream is set back to is asked for once more.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -158,6 +158,7 @@ impl Heap {
 
     /// Comes back to a checkpoint of a pool.
     pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
+        let memory = self.graphs.memory_of(pool);
         let mut gone = Vec::with_capacity(changes.cease.len());
         for addr in &changes.cease {
             gone.extend(self.pooled_freed(*addr, Tag::default()));
@@ -165,7 +166,7 @@ impl Heap {
         let mut revived = Vec::with_capacity(changes.revive.len());
         for (addr, live) in changes.revive {
             let mut captured = live.captured || !live.touched.is_empty();
-            if let Some(pool) = self.graphs.pools.get_mut(&pool) {
+            if let Some(pool) = self.graphs.pools.get_mut(&memory) {
                 for part in &live.parts {
                     let arena = &mut pool.arena;
                     arena.take_each(*part, |_, tag| {

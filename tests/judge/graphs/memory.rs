@@ -186,7 +186,7 @@ impl Scene<'_> {
             return Ok(());
         };
         let group = &mut self.groups[group];
-        if group.family.is_none() && group.points.len() < 3 {
+        if group.points.len() < 3 {
             match group.pools[pool].checkpoint() {
                 Ok(point) => group.points.push(point),
                 Err(error) => return self.refused("no checkpoint", &error),

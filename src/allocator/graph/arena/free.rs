@@ -38,7 +38,7 @@ impl Best {
 }
 
 impl Arena {
-    /// Runs of free memory at home that may be used: start and end, ascending. It is [settled](Self::settle).
+    /// Runs of free memory at home that may be used: start and end, ascending. Nothing is in [hand](Self::lay_down).
     pub(crate) fn runs(&self, usable: impl Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
         debug_assert!(self.hand.is_none(), "free memory is among other");
         let mut runs: Vec<(u64, u64)> = Vec::new();
@@ -133,7 +133,7 @@ impl Arena {
     }
 
     /// Puts what was a block last among all other free memory.
-    pub(crate) fn settle(&mut self) {
+    pub(crate) fn lay_down(&mut self) {
         if let Some((home, Piece { granules, tag })) = self.hand.take() {
             self.put(Part { home, granules }, tag);
         }
@@ -171,7 +171,7 @@ impl Arena {
 
     /// [`take`](Self::take), where what it was is only looked at.
     pub(crate) fn take_each(&mut self, part: Part, mut was: impl FnMut(Part, &Tag)) {
-        self.settle();
+        self.lay_down();
         let mut at = part.home;
         while at < part.end() {
             let (start, mut piece) = match self.free.remove(&at) {
@@ -242,7 +242,7 @@ impl Arena {
 
     /// Changes what is known about free memory, and makes one what is the same by then.
     pub(crate) fn retag(&mut self, change: impl Fn(&mut Tag)) {
-        self.settle();
+        self.lay_down();
         for (home, mut piece) in std::mem::take(&mut self.free) {
             change(&mut piece.tag);
             let part = Part {
