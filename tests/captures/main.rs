@@ -4,6 +4,7 @@
 //! process on.
 #![cfg(feature = "sim")]
 
+mod ahead;
 mod buffers;
 #[path = "../common/mod.rs"]
 mod common;

@@ -243,7 +243,9 @@ impl Engine {
             },
             None => {
                 let want = heap.want(request, stream);
-                let contended = heap.contended;
+                // Of a lock that others had for no request of theirs nothing follows.
+                let ahead = std::mem::take(&mut heap.ahead.had_lock);
+                let contended = heap.contended && !ahead;
                 heap.pass_by_cache(cache, contended);
                 let heap = self.mark_due(heap, stream);
                 let (mut heap, id, missed) = self.obtain(heap, &want)?;

@@ -1,5 +1,6 @@
 //! The allocator's inside: one lock around the heap, driver calls outside it.
 
+pub(crate) mod ahead;
 pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
@@ -34,6 +35,7 @@ use crate::sync::event::EventPools;
 
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
+use crate::allocator::engine::ahead::Ahead;
 use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::decay::Decay;
@@ -115,6 +117,8 @@ pub(crate) struct Engine {
     pub decay: Option<Decay>,
     /// What looks for errors of the program, if anything does.
     pub debug: Option<Debug>,
+    /// What makes memory before it is needed, if anything does.
+    ahead: Option<Ahead>,
 }
 
 impl KeepAlive for Engine {}
@@ -220,6 +224,7 @@ impl Engine {
                 scopes: AtomicU64::new(0),
                 decay: Decay::of(config),
                 debug,
+                ahead: (config.ahead && rules.maps()).then(Ahead::default),
                 deferred: AtomicBool::new(false),
                 waits: AtomicBool::new(false),
                 told: AtomicU64::new(0),
@@ -255,6 +260,8 @@ impl Engine {
     pub(crate) fn remove_handle(&self) {
         if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
             process::do_postponed();
+            // Also where nothing can be closed.
+            drop(self.stop_ahead());
             self.abandon();
         }
     }

@@ -159,7 +159,7 @@ impl Heap {
     }
 
     /// Sizes of the handles for new memory at an address, of at least so many bytes each.
-    fn handle_sizes(&self, want: &Want, addr: u64, bytes: u64, least: u64) -> Vec<u64> {
+    pub(crate) fn handle_sizes(&self, want: &Want, addr: u64, bytes: u64, least: u64) -> Vec<u64> {
         let reserved = self.stats.all.reserved.current;
         let size = self
             .physical

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod ahead;
 pub(crate) mod at_once;
 pub(crate) mod caches;
 pub(crate) mod check;
@@ -38,6 +39,7 @@ use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Graphs;
+use crate::allocator::heap::ahead::Ahead;
 use crate::allocator::heap::guarded::Guards;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::physical::Physical;
@@ -82,6 +84,8 @@ pub(crate) struct Heap {
     pub guards: Guards,
     /// Memory that was given back, and keeps its addresses.
     pub suspended: Suspensions,
+    /// Memory that was made before it was needed.
+    pub ahead: Ahead,
     pub stats: Stats,
     /// Memory for pieces whose uses are completed.
     pub pieces: Vec<Entry>,
@@ -122,6 +126,7 @@ impl Heap {
             graphs: Graphs::default(),
             guards: Guards::default(),
             suspended: Suspensions::default(),
+            ahead: Ahead::default(),
             stats: Stats::default(),
             pieces: Vec::new(),
             mixed_peak: 0,

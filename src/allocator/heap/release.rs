@@ -222,6 +222,7 @@ impl Heap {
         self.tell_held(Kind::Unmap, release.addr, release.bytes, memory);
         if release.space == SpaceId::Large {
             self.physical.handles.remove(release.addr);
+            self.gone_ahead(release.addr);
         }
         self.extents.lookup.forget(release.addr, release.bytes);
         let (space, records) = self.extents.parts(release.space);

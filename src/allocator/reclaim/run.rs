@@ -18,7 +18,7 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::commit;
-use crate::allocator::physical::{Fresh, GrowthFailure};
+use crate::allocator::physical::{Fresh, GrowthFailure, Release};
 use crate::allocator::reclaim::choice::{Answer, Reclaim, Step};
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::ViewRun;
@@ -294,6 +294,7 @@ impl Engine {
                 Ok(_) | Err(Error::Driver(_)) => {}
                 Err(error) => return Err(error),
             },
+            Step::Settle => drop(self.stop_ahead()),
             Step::Release(plan) => {
                 self.release(plan)?;
             }
@@ -382,7 +383,12 @@ impl Engine {
                 drop(waits);
                 let mut heap = self.lock();
                 match waited {
-                    Ok(()) => Ok(Some(heap.grown(want, &growth, &handles))),
+                    Ok(()) => {
+                        let id = heap.grown(want, &growth, &handles);
+                        drop(heap);
+                        self.grow_ahead(want, &growth.fresh);
+                        Ok(Some(id))
+                    }
                     Err(error) => {
                         heap.ungrown(want, growth, &handles);
                         Err(error)
@@ -516,15 +522,21 @@ impl Engine {
         }
         let mut heap = self.lock();
         let plan = heap.plan_repayment();
-        let handles = plan.len() as u64;
         let slot = &heap.streams[stream];
         // What one stream alone frees is never marked otherwise.
         let mark =
-            (handles == 0 && heap.physical.bursts.debt && !slot.covered()).then_some(slot.key);
+            (plan.is_empty() && heap.physical.bursts.debt && !slot.covered()).then_some(slot.key);
         drop(heap);
         if let Some(key) = mark {
             return self.mark_all([(stream, key)]);
         }
+        let plan = self.repay_later(plan);
+        self.repay_all(plan);
+    }
+
+    /// Gives back what was claimed for that.
+    pub(crate) fn repay_all(&self, plan: Vec<Release>) {
+        let handles = plan.len() as u64;
         if handles == 0 {
             return;
         }
