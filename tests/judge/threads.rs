@@ -105,7 +105,8 @@ pub fn attempt(
     let wish = Config::new()
         .policy(setup.policy)
         .limit(limit)
-        .views(setup.views);
+        .views(setup.views)
+        .ahead(setup.has_helpers());
     let made = || -> Result<_, Box<dyn std::error::Error>> {
         // SAFETY: the simulator's functions, behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table::install(sim.functions())) }?;

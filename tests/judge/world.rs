@@ -218,7 +218,8 @@ impl World {
             .policy(setup.policy)
             .limit(setup.limit)
             .views(setup.views)
-            .capture_checks(setup.capture_checks);
+            .capture_checks(setup.capture_checks)
+            .ahead(setup.has_helpers());
         if let Some(budget) = setup.budget {
             config = config.budget(budget);
         }
@@ -416,6 +417,10 @@ impl World {
             | Act::Drop => self.layer(step, &mut rng)?,
             _ => self.request(step, &mut rng)?,
         }
+        // So that a program is the same each time.
+        self.slots
+            .iter()
+            .for_each(|slot| slot.allocator.await_ahead());
         self.spares_captures()?;
         match self
             .verdict

@@ -260,7 +260,11 @@ impl Engine {
         };
         call.end(&mut heap);
         let repays = heap.physical.bursts.debt && grant.bytes() > PACKED_SMALL_LIMIT;
+        let grown = self.take_grown(&mut heap);
         drop(heap);
+        if let Some(grown) = grown {
+            self.grow_ahead(&grown);
+        }
         if repays {
             self.repay(stream);
         }

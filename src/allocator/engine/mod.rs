@@ -13,6 +13,7 @@ pub(crate) mod graph;
 pub(crate) mod graph_again;
 pub(crate) mod graph_pools;
 pub(crate) mod graph_uses;
+pub(crate) mod helper;
 pub(crate) mod hooks;
 pub(crate) mod large_cache;
 pub(crate) mod leaving;
@@ -35,10 +36,10 @@ use crate::sync::event::EventPools;
 
 use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
-use crate::allocator::engine::ahead::Ahead;
 use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::decay::Decay;
+use crate::allocator::engine::helper::Helper;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::engine::segments::Suspender;
 use crate::allocator::heap::Heap;
@@ -117,8 +118,8 @@ pub(crate) struct Engine {
     pub decay: Option<Decay>,
     /// What looks for errors of the program, if anything does.
     pub debug: Option<Debug>,
-    /// What makes memory before it is needed, if anything does.
-    ahead: Option<Ahead>,
+    /// Who makes memory before it is needed, if anybody does.
+    helper: Option<Helper>,
 }
 
 impl KeepAlive for Engine {}
@@ -224,7 +225,7 @@ impl Engine {
                 scopes: AtomicU64::new(0),
                 decay: Decay::of(config),
                 debug,
-                ahead: (config.ahead && rules.maps()).then(Ahead::default),
+                helper: (config.ahead && rules.maps()).then(Helper::default),
                 deferred: AtomicBool::new(false),
                 waits: AtomicBool::new(false),
                 told: AtomicU64::new(0),

@@ -2,69 +2,15 @@
 
 use crate::allocator::extent::record::{NIL, SpaceId};
 use crate::allocator::extent::uses::Uses;
-use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::growth::Bound;
+use crate::allocator::physical::ahead::{Asked, Plan};
 use crate::allocator::physical::{Fresh, GrowthFailure};
 use crate::allocator::report::{GrowthReason, MadeAhead};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// Handles that are made in one step: so long a close, a trim or a suspension may have to wait for it.
 const STEP: usize = 4;
-
-/// Growths whose bytes are made ahead of the next ones: as much comes again while memory grows.
-const GROWTHS: usize = 4;
-
-/// What was made ahead of requests.
-#[derive(Debug, Default)]
-pub(crate) struct Ahead {
-    /// Of `used` only what was seen before it left the list below.
-    figures: MadeAhead,
-    /// Bytes that the thread is making, or has in hand to give back.
-    pub under_way: u64,
-    /// Handles that nobody was seen to use yet: home and bytes.
-    unused: Vec<(u64, u64)>,
-    /// Somebody who only makes memory ahead had the lock: who finds it taken met no other request.
-    pub had_lock: bool,
-}
-
-/// What the last growths took.
-#[derive(Debug, Default)]
-pub(crate) struct Growths {
-    bytes: [u64; GROWTHS],
-    next: usize,
-}
-
-impl Growths {
-    /// Counts one more. Returns what all of them took that count.
-    pub(crate) fn count(&mut self, bytes: u64) -> u64 {
-        self.bytes[self.next % GROWTHS] = bytes;
-        self.next = self.next.wrapping_add(1);
-        self.bytes.iter().sum()
-    }
-}
-
-/// A wish for memory before anybody needs it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Asked {
-    /// The request that memory was last made for.
-    pub want: Want,
-    /// Where that memory ends.
-    pub end: u64,
-    /// How many bytes are to be free there.
-    pub bytes: u64,
-    /// Address space was leased for it.
-    pub leased: bool,
-}
-
-/// What is to be done for it next.
-#[derive(Debug)]
-pub(crate) enum Plan {
-    Nothing,
-    /// Lease so many bytes of addresses.
-    Lease(u64),
-    Make(Fresh),
-}
 
 impl Heap {
     /// Plans the next few handles behind what a growth made: within the soft cap, and never where a limit is near,
@@ -74,9 +20,11 @@ impl Heap {
             return Plan::Nothing;
         }
         self.review_ahead();
-        let lacking = asked.bytes.saturating_sub(self.free_before(asked.end));
+        let free = self.free_before(asked.end, asked.bytes);
+        let lacking = asked.bytes.saturating_sub(free);
         let lacking = lacking.next_multiple_of(PHYSICAL_GRANULE);
         let room = self.room_within(Bound::SoftCap);
+        let room = room.saturating_sub(self.may_be_asked());
         let bytes = lacking.min(room / PHYSICAL_GRANULE * PHYSICAL_GRANULE);
         if bytes == 0 || !self.bounds_hold(bytes) {
             return Plan::Nothing;
@@ -108,13 +56,21 @@ impl Heap {
         })
     }
 
-    /// Free bytes right before an address of the large arena.
-    fn free_before(&self, addr: u64) -> u64 {
+    /// What requests under way may raise the soft cap by, and need themselves.
+    fn may_be_asked(&self) -> u64 {
+        match self.streams.iter().any(|(_, slot)| slot.calls > 0) {
+            true => self.peak_live.saturating_sub(self.requested_now()),
+            false => 0,
+        }
+    }
+
+    /// Free bytes right before an address of the large arena, as far as they count.
+    fn free_before(&self, addr: u64, most: u64) -> u64 {
         let Some(before) = addr.checked_sub(GRANULE) else {
             return 0;
         };
         let (mut bytes, mut at) = (0, self.extents.piece_around(SpaceId::Large, before));
-        while let Some(id) = at {
+        while let Some(id) = at.filter(|_| bytes < most) {
             let hot = &self.extents.records[id];
             bytes += hot.bytes();
             let prev = hot.prev;

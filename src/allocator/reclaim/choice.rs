@@ -82,7 +82,7 @@ pub(crate) struct Reclaim<'a> {
     /// What earlier failures left behind was tried once more.
     pub retried: bool,
     /// What was being made ahead was waited for.
-    pub settled: bool,
+    pub awaited: bool,
     /// A marker of the asking stream was tried since the last hook ran.
     pub marked: bool,
     /// No more address space can be had; what there is may do.
@@ -120,7 +120,7 @@ pub(crate) enum Step {
     /// Tries again to release what an earlier failure left behind.
     Retry,
     /// Waits until nothing is being made ahead of requests.
-    Settle,
+    AwaitAhead,
     Release(Vec<Release>),
     /// Marks the asking stream, which has this key.
     Mark(StreamKey),
@@ -179,7 +179,7 @@ impl<'a> Reclaim<'a> {
             unstitched: false,
             supplied: false,
             retried: false,
-            settled: false,
+            awaited: false,
             marked: false,
             cramped: false,
             answer: Answer::Known,
@@ -395,10 +395,10 @@ impl<'a> Reclaim<'a> {
 
     /// The steps that make room below a limit.
     fn make_room(&mut self, heap: &mut Heap, want: &Want) -> Step {
-        if !self.settled && heap.ahead.under_way > 0 {
+        if !self.awaited && heap.ahead.under_way > 0 {
             // It may be what the request lacks.
-            self.settled = true;
-            return Step::Settle;
+            self.awaited = true;
+            return Step::AwaitAhead;
         }
         if self.stage < Stage::Flushed {
             self.stage = Stage::Flushed;

@@ -294,7 +294,7 @@ impl Engine {
                 Ok(_) | Err(Error::Driver(_)) => {}
                 Err(error) => return Err(error),
             },
-            Step::Settle => drop(self.stop_ahead()),
+            Step::AwaitAhead => drop(self.stop_ahead()),
             Step::Release(plan) => {
                 self.release(plan)?;
             }
@@ -385,8 +385,7 @@ impl Engine {
                 match waited {
                     Ok(()) => {
                         let id = heap.grown(want, &growth, &handles);
-                        drop(heap);
-                        self.grow_ahead(want, &growth.fresh);
+                        self.note_grown(&mut heap, want, &growth.fresh);
                         Ok(Some(id))
                     }
                     Err(error) => {

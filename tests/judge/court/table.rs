@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cualloc::driver::sys::*;
 
@@ -51,6 +51,16 @@ thread_local! {
     static NEXT: RefCell<Option<Interlude>> = const { RefCell::new(None) };
 }
 
+/// There is one program at a time in a process.
+static NEWEST: Mutex<Weak<Court>> = Mutex::new(Weak::new());
+
+/// The judge of the calling thread; a helper of an allocator has that of the program.
+fn judge() -> Option<Arc<Court>> {
+    let own = COURT.try_with(|court| court.borrow().clone()).ok()?;
+    let helps = || std::thread::current().name() == Some("cualloc-ahead");
+    own.or_else(|| locked(&NEWEST).upgrade().filter(|_| helps()))
+}
+
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -69,9 +79,10 @@ impl Court {
         })
     }
 
-    /// Makes it the judge of this thread's calls.
+    /// Makes it the judge of this thread's calls, and of those of threads that the allocator begins from here on.
     pub fn enter(self: &Arc<Court>) {
         COURT.set(Some(Arc::clone(self)));
+        *locked(&NEWEST) = Arc::downgrade(self);
     }
 
     pub fn leave() {
@@ -160,7 +171,7 @@ fn pass(
     call: impl FnOnce(&CuFunctions) -> CUresult,
     note: impl FnOnce(&mut Law),
 ) -> CUresult {
-    let Ok(Some(court)) = COURT.try_with(|court| court.borrow().clone()) else {
+    let Some(court) = judge() else {
         return CUresult::CUDA_ERROR_DEINITIALIZED;
     };
     court.calls.fetch_add(1, Ordering::Relaxed);
@@ -274,7 +285,7 @@ unsafe extern "C" fn create_object(
 ) -> CUresult {
     static TOKENS: AtomicU64 = AtomicU64::new(1);
     let token = TOKENS.fetch_add(1, Ordering::Relaxed);
-    let Ok(Some(court)) = COURT.try_with(|court| court.borrow().clone()) else {
+    let Some(court) = judge() else {
         return CUresult::CUDA_ERROR_DEINITIALIZED;
     };
     let own = Box::into_raw(Box::new(Over {

@@ -8,6 +8,7 @@ use super::Shared;
 use crate::Block;
 use crate::allocator::carried::{Outcome, Rig};
 use crate::allocator::config::Config;
+use crate::allocator::physical::ahead::Plan;
 use crate::allocator::report::MadeAhead;
 use crate::allocator::{Allocator, Contents, Policy, Select};
 use crate::driver::{Stream, sys};
@@ -21,8 +22,8 @@ fn rig() -> Result<Rig, Box<dyn std::error::Error>> {
 }
 
 fn shared(allocator: &Allocator) -> Arc<Shared> {
-    let ahead = allocator.engine().ahead.as_ref();
-    Arc::clone(&ahead.expect("it is switched on").shared)
+    let helper = allocator.engine().helper.as_ref();
+    Arc::clone(&helper.expect("it is switched on").shared)
 }
 
 /// Whether the calling thread is one that makes memory ahead.
@@ -135,7 +136,7 @@ fn nothing_is_made_ahead_of_programs_that_do_not_grow_or_do_not_ask() -> Outcome
     rig.end()?;
     let rig = Rig::new(Config::new())?;
     let [stream] = rig.streams()?;
-    assert!(rig.allocator.engine().ahead.is_none());
+    assert!(rig.allocator.engine().helper.is_none());
     drop(grow(&rig.allocator, 20, &stream)?);
     assert_eq!(made(&rig.allocator), MadeAhead::default());
     assert_eq!(rig.sim.memory_in_use(0), 20 << 20);
@@ -387,15 +388,15 @@ fn a_want() -> crate::allocator::extent::want::Want {
 /// Asks for 16 MiB at an address.
 fn ask(allocator: &Allocator, want: crate::allocator::extent::want::Want, end: u64) {
     let engine = allocator.engine();
-    let ahead = engine.ahead.as_ref().expect("it is switched on");
-    let mut state = ahead.shared.state();
+    let helper = engine.helper.as_ref().expect("it is switched on");
+    let mut state = helper.shared.state();
     state.asked = Some(super::Asked {
         want,
         end,
         bytes: 16 << 20,
         leased: false,
     });
-    assert!(ahead.wake(state, &engine.me).is_empty());
+    assert!(helper.wake(state, &engine.me).is_empty());
 }
 
 /// Memory that the thread has in hand is waited for before a request fails for want of it.
@@ -531,5 +532,74 @@ fn bursts_are_repaid_by_the_thread() -> Outcome {
     assert!(!allocator.engine().lock().physical.bursts.debt);
     rig.sim.clear_hooks();
     drop(live);
+    rig.end()
+}
+
+/// What a request under way may grow by is its own.
+#[test]
+fn room_that_a_request_has_made_is_left_to_it() -> Outcome {
+    let rig = rig()?;
+    let [stream] = rig.streams()?;
+    let stopped = rig.allocator.engine().stop_ahead();
+    let block = rig.allocator.allocate(20 * MIB, &stream)?;
+    drop(stopped);
+    let asked = super::Asked {
+        want: a_want(),
+        end: block.ptr() + (20 << 20),
+        bytes: 64 << 20,
+        leased: true,
+    };
+    rig.allocator
+        .engine()
+        .reserve_span(crate::allocator::extent::record::SpaceId::Large, 64 << 20)?;
+    let mut heap = rig.allocator.engine().lock();
+    let planned = |heap: &mut crate::allocator::heap::Heap| {
+        let (mut asked, mut plans) = (asked, Vec::new());
+        while let Plan::Make(fresh) = heap.plan_ahead(&asked) {
+            asked.end += fresh.bytes();
+            plans.push(fresh);
+        }
+        let bytes = plans.iter().map(|fresh| fresh.bytes()).sum::<u64>() >> 20;
+        for fresh in plans {
+            heap.ahead.under_way -= fresh.bytes();
+            heap.not_made(fresh);
+        }
+        bytes
+    };
+    assert_eq!(planned(&mut heap), 16);
+    heap.streams[0].calls += 1;
+    let peak = heap.announce(20 << 20);
+    assert_eq!(planned(&mut heap), 16);
+    heap.withdraw(peak);
+    heap.streams[0].calls -= 1;
+    drop(heap);
+    drop(block);
+    rig.end()
+}
+
+/// What it calls, such as a logger, may come back to the allocator.
+#[test]
+fn the_thread_does_not_wait_for_itself() -> Outcome {
+    let rig = rig()?;
+    let [stream] = rig.streams()?;
+    let (back, trims) = (
+        Arc::downgrade(rig.allocator.shared()),
+        Arc::<AtomicU64>::default(),
+    );
+    let counted = Arc::clone(&trims);
+    rig.sim.after(move |moment| {
+        if is_ahead() && moment.call == "cuMemSetAccess" {
+            let engine = back.upgrade();
+            let trimmed = engine.is_some_and(|engine| {
+                engine.await_ahead();
+                engine.trim(0).is_ok()
+            });
+            counted.fetch_add(u64::from(trimmed), Ordering::Relaxed);
+        }
+    });
+    let block = grow(&rig.allocator, 20, &stream)?;
+    assert_eq!(trims.load(Ordering::Relaxed), 1, "no step came after it");
+    rig.sim.clear_hooks();
+    drop(block);
     rig.end()
 }
