@@ -91,9 +91,9 @@ fn a_capture_that_begins_between_two_steps_ends_them() {
         });
         grow(&allocator, &stream);
         let under_way = Capturing::begun(&capturing);
+        sim.clear_hooks();
         assert_eq!(calls.load(Ordering::Relaxed), 1, "a step beside a capture");
         drop(under_way.end().unwrap());
-        sim.clear_hooks();
         rig.settle(&stream);
         rig.close(&allocator);
     });
