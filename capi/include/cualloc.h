@@ -330,7 +330,9 @@ typedef struct cualloc_stats_t {
 
 /**
  * Whether requests on a stream go to a pool; with the data of its scope. Called by threads that allocate, without any
- * lock held, by several at once. It must not throw. Requests that it makes itself go to no pool by a predicate.
+ * lock held, by several at once: for each request outside of captures, and in a capture once for each stream and
+ * thread, as long as the same scopes are open. It must not throw. Requests that it makes itself go to no pool by a
+ * predicate.
  */
 typedef bool (*cualloc_when_t)(void *data, void *stream);
 

@@ -27,7 +27,9 @@ pub const CUALLOC_SCOPE_WHEN: i32 = 4;
 pub const CUALLOC_SCOPE_THREAD: i32 = 5;
 
 /// Whether requests on a stream go to a pool; with the data of its scope. Called by threads that allocate, without any
-/// lock held, by several at once. It must not throw. Requests that it makes itself go to no pool by a predicate.
+/// lock held, by several at once: for each request outside of captures, and in a capture once for each stream and
+/// thread, as long as the same scopes are open. It must not throw. Requests that it makes itself go to no pool by a
+/// predicate.
 pub type cualloc_when_t =
     Option<unsafe extern "C" fn(data: *mut c_void, stream: *mut c_void) -> bool>;
 
