@@ -32,6 +32,7 @@ impl Employer for Engine {
                 let mut heap = self.lock();
                 heap.ahead.had_lock = true;
                 heap.ahead.under_way -= bytes;
+                heap.ahead.going -= bytes;
                 Outcome::Done
             }
         }
@@ -47,6 +48,7 @@ impl Employer for Engine {
         }
         let mut heap = self.lock();
         heap.ahead.under_way -= bytes_of(&plan);
+        heap.ahead.going -= bytes_of(&plan);
         plan.into_iter().for_each(|release| heap.keep(release));
     }
 }
@@ -84,10 +86,16 @@ impl Engine {
             return plan;
         };
         let bytes = bytes_of(&plan);
-        self.lock().ahead.under_way += bytes;
+        {
+            let mut heap = self.lock();
+            heap.ahead.under_way += bytes;
+            heap.ahead.going += bytes;
+        }
         let left = helper.repay(&self.me, plan);
         if !left.is_empty() {
-            self.lock().ahead.under_way -= bytes;
+            let mut heap = self.lock();
+            heap.ahead.under_way -= bytes;
+            heap.ahead.going -= bytes;
         }
         left
     }

@@ -56,12 +56,15 @@ impl Heap {
         })
     }
 
-    /// What requests under way may raise the soft cap by, and need themselves.
+    /// What requests under way have raised the soft cap by at most, and will need, beyond what is planned for them.
     fn may_be_asked(&self) -> u64 {
-        match self.streams.iter().any(|(_, slot)| slot.calls > 0) {
-            true => self.peak_live.saturating_sub(self.requested_now()),
-            false => 0,
+        if self.streams.iter().all(|(_, slot)| slot.calls == 0) {
+            return 0;
         }
+        let making = self.ahead.under_way - self.ahead.going;
+        let planned = self.physical.planned - making;
+        let announced = self.peak_live.saturating_sub(self.requested_now());
+        announced.saturating_sub(planned)
     }
 
     /// Free bytes right before an address of the large arena, as far as they count.

@@ -14,6 +14,8 @@ pub(crate) struct Ahead {
     pub figures: MadeAhead,
     /// Bytes that the thread is making, or has in hand to give back.
     pub under_way: u64,
+    /// The part of it that goes back.
+    pub going: u64,
     /// Handles that nobody was seen to use yet: home and bytes.
     pub unused: Vec<(u64, u64)>,
     /// What was made last for a request that is not over.

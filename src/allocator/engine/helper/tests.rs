@@ -585,6 +585,10 @@ fn room_that_a_request_has_made_is_left_to_it() -> Outcome {
     heap.streams[0].calls += 1;
     let peak = heap.announce(20 << 20);
     assert_eq!(planned(&mut heap), 16);
+    // What is being made for the request is none of it.
+    heap.physical.planned += 20 << 20;
+    assert_eq!(planned(&mut heap), 16);
+    heap.physical.planned -= 20 << 20;
     heap.withdraw(peak);
     heap.streams[0].calls -= 1;
     drop(heap);
