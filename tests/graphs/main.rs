@@ -7,6 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 // Other programs use more of it.
+mod again;
 #[allow(dead_code)]
 #[path = "../judge/court/mod.rs"]
 mod court;

@@ -285,7 +285,13 @@ impl Engine {
             } = asker
             {
                 let user = user.trace();
-                let way = Way { version, of, user };
+                let thread = thread::current().id();
+                let way = Way {
+                    version,
+                    of,
+                    user,
+                    thread,
+                };
                 heap.graphs.set_way((capture, stream), way);
             }
             (of, heap.graphs.has_events())
@@ -314,7 +320,7 @@ impl Engine {
         made.map(Some)
     }
 
-    /// The scope and the pool of a request, by a version of the scopes.
+    /// The scope and the pool of a request, by a version of the scopes: the one whose filters were asked.
     fn resolve(
         &self,
         user: &User,
@@ -325,13 +331,14 @@ impl Engine {
             capture: info.map(|info| info.id),
             thread: thread::current().id(),
         };
-        let mut filtered = false;
+        let mut filtered = None;
         loop {
             let (answer, version) = {
                 let mut heap = self.open()?;
                 heap.graphs.notice(user, asked.capture);
                 let scopes = &mut heap.graphs.scopes;
-                (scopes.resolve(&asked, filtered), scopes.version)
+                let answer = scopes.resolve(&asked, filtered.is_some());
+                (answer, filtered.unwrap_or(scopes.version))
             };
             match answer {
                 Answer::Pool { scope, pool } => return Ok(Some((scope, pool, version))),
@@ -342,7 +349,7 @@ impl Engine {
                     if let Some((scope, pool, _)) = filters.find(|(_, _, filter)| filter(raw)) {
                         return Ok(Some((scope, pool, version)));
                     }
-                    filtered = true;
+                    filtered = Some(version);
                 }
             }
         }

@@ -283,10 +283,9 @@ impl Engine {
         }
         drop(heap);
         // Frees under way may still touch the handle. Blocks of a capture have copies of one user.
-        while let Some(left) = gone.pop() {
-            if gone.iter().any(|other| other.is_copy_of(&left)) {
-                continue;
-            }
+        gone.sort_unstable_by_key(User::identity);
+        gone.dedup_by(|other, left| other.is_copy_of(left));
+        for left in gone {
             let mut round = 0;
             while !left.is_alone() {
                 pause(round);

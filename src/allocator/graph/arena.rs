@@ -67,11 +67,12 @@ pub(crate) struct Place {
     pub open: Vec<Pending>,
 }
 
-/// How much is asked for, in granules.
+/// How much is asked for, in granules, and whether it may lie in a view.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fit {
     pub granules: u32,
     pub align: u32,
+    pub views: bool,
 }
 
 impl Fit {

@@ -74,6 +74,8 @@ pub(crate) struct Way {
     pub of: Share,
     /// Who got the block.
     pub user: Trace,
+    /// The thread that asked: scopes may be of threads.
+    pub thread: ThreadId,
 }
 
 /// What the driver says of a stream in a capture.

@@ -78,7 +78,8 @@ impl Graphs {
         let place = known.place_of_named(key, raw)?;
         let member = &known.streams[place];
         let way = member.way.as_ref()?;
-        let same = self.is_way(way.version, way.of) && member.thread == thread::current().id();
+        let now = thread::current().id();
+        let same = self.is_way(way.version, way.of) && member.thread == now && way.thread == now;
         same.then_some((place, way))
     }
 

@@ -100,6 +100,8 @@ impl Order {
             walk.step = true;
             return Some((walk, now.node));
         }
+        // What comes next does not follow what came last.
+        self.note();
         self.begin(walk)
     }
 

@@ -136,6 +136,7 @@ impl Scopes {
         let waits = |kind: &Kind| matches!(kind, Kind::NextCapture(of) if *of == thread);
         let scope = self.open.iter_mut().find(|scope| waits(&scope.kind))?;
         scope.kind = Kind::Capture(capture);
+        self.version += 1;
         Some((scope.number, scope.pool))
     }
 

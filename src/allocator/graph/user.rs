@@ -87,6 +87,11 @@ impl User {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// A number that copies of one have in common, and no others as long as there are any.
+    pub(crate) fn identity(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
     /// Whether nobody else holds a copy.
     pub(crate) fn is_alone(&self) -> bool {
         let alone = Arc::strong_count(&self.0) == 1;

@@ -80,6 +80,7 @@ impl Checked {
         Fit {
             granules: self.granules,
             align: self.align,
+            views: self.views,
         }
     }
 

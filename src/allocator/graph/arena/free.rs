@@ -75,7 +75,7 @@ impl Arena {
                 open: Vec::new(),
             });
         }
-        if self.views.is_empty() {
+        if self.views.is_empty() || !fit.views {
             return None;
         }
         let mut best = Best::new(fit);
@@ -114,11 +114,31 @@ impl Arena {
         best.addr()
     }
 
-    /// Whether a request gets what was a block last: what is just as long is not divided, and needs no search.
+    /// Whether a request gets what was a block last: where that is the best fit without a search. A run that is just as
+    /// long is not divided; and there is no other than the one that it begins if all else that is free lies behind it.
     pub(crate) fn hand_fits(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> bool {
         self.hand.as_ref().is_some_and(|(home, piece)| {
-            piece.granules == fit.granules && fit.aligned(*home) == *home && usable(&piece.tag)
+            piece.granules == fit.granules
+                && fit.aligned(*home) == *home
+                && usable(&piece.tag)
+                && (self.free_from(*home) || !self.has_beside(*home, piece.granules, usable))
         })
+    }
+
+    /// Whether all free memory is one piece at most, and that behind an address.
+    fn free_from(&self, home: u64) -> bool {
+        self.free.len() <= 1 && self.free.keys().all(|at| *at > home)
+    }
+
+    /// Whether memory that may be used lies right beside some: together they are one run.
+    fn has_beside(&self, home: u64, granules: u32, usable: impl Fn(&Tag) -> bool) -> bool {
+        let end = home + u64::from(granules) * GRANULE;
+        let one =
+            |at: u64, piece: &Piece| !self.homes.spans.contains_key(&at) && usable(&piece.tag);
+        let before = self.free.range(..home).next_back();
+        before.is_some_and(|(start, piece)| {
+            start + u64::from(piece.granules) * GRANULE == home && one(home, piece)
+        }) || self.free.get(&end).is_some_and(|piece| one(end, piece))
     }
 
     /// Takes what was a block last.

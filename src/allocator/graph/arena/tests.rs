@@ -20,7 +20,11 @@ fn arena() -> Arena {
 }
 
 fn fit(granules: u32) -> Fit {
-    Fit { granules, align: 1 }
+    Fit {
+        granules,
+        align: 1,
+        views: true,
+    }
 }
 
 /// Takes a block, with new memory where that is needed; its parts.

@@ -1,0 +1,306 @@
+//! Requests in a capture that go where the last one went: what may not be remembered.
+
+use super::support::*;
+use cualloc::allocator::Request;
+use cualloc::driver::Dependency;
+
+fn present(stream: &Stream) -> Vec<Dependency> {
+    stream.capture_info().unwrap().unwrap().dependencies
+}
+
+/// The stream goes on behind these nodes.
+fn set(rig: &Rig, stream: &Stream, on: &[Dependency]) {
+    // SAFETY: the nodes are of the stream's capture, which this thread alone uses.
+    unsafe { rig.driver.set_capture_dependencies(stream.raw(), on, false) }.unwrap();
+}
+
+/// A stream alone is set back to a node that was asked for: what it captures then runs beside what it had captured.
+#[test]
+fn a_stream_that_was_set_back_is_behind_nothing_that_came_later() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
+        let mut same = false;
+        let graph = capture(&pool, &main, || {
+            let base = used(rig, &allocator, 512, &main); // k0
+            let first = present(&main);
+            let a = used(rig, &allocator, 4 * MIB, &main); // k1
+            let at = a.ptr();
+            drop(a);
+            set(rig, &main, &first);
+            let t = used(rig, &allocator, 1024, &main); // k2
+            drop(t);
+            rig.stamp(base.ptr(), 512, 1, &main); // k3
+            rig.stamp(base.ptr(), 512, 1, &main); // k4
+            let b = used(rig, &allocator, 4 * MIB, &main); // k5 beside k1
+            same = b.ptr() == at;
+        });
+        for _ in 0..16 {
+            run(&graph, &main);
+        }
+        drop((graph, pool));
+        rig.close(&allocator);
+        assert!(!same, "memory of k1 is given to k5, which runs beside");
+    });
+}
+
+/// The same, where another stream joins.
+#[test]
+fn a_stream_that_joins_one_that_was_set_back_is_behind_its_present_alone() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, [main, side]) = (allocator.graph_pool().unwrap(), rig.streams());
+        let mut same = false;
+        let graph = capture(&pool, &main, || {
+            let _base = used(rig, &allocator, 512, &main); // k0
+            let first = present(&main);
+            let a = used(rig, &allocator, 4 * MIB, &main); // k1
+            let at = a.ptr();
+            drop(a);
+            set(rig, &main, &first);
+            let t = used(rig, &allocator, 1024, &main); // k2
+            drop(t);
+            side.wait_for(&main).unwrap();
+            let b = used(rig, &allocator, 4 * MIB, &side); // beside k1
+            same = b.ptr() == at;
+            drop(b);
+            main.wait_for(&side).unwrap();
+        });
+        for _ in 0..16 {
+            run(&graph, &main);
+        }
+        drop((graph, pool));
+        rig.close(&allocator);
+        assert!(!same, "given to a branch beside");
+    });
+}
+
+/// Set back to the beginning of the graph.
+#[test]
+fn a_stream_that_was_set_to_nothing_is_behind_nothing() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
+        let mut same = false;
+        let graph = capture(&pool, &main, || {
+            let base = used(rig, &allocator, 512, &main); // k0
+            let a = used(rig, &allocator, 4 * MIB, &main); // k1
+            let at = a.ptr();
+            drop(a);
+            set(rig, &main, &[]);
+            let own = used(rig, &allocator, 2048, &main); // r0, a root
+            let t = used(rig, &allocator, 1024, &main); // r1
+            drop(t);
+            let t = used(rig, &allocator, 1024, &main); // r2
+            drop(t);
+            rig.stamp(own.ptr(), 512, 1, &main);
+            rig.stamp(own.ptr(), 512, 1, &main);
+            let b = used(rig, &allocator, 4 * MIB, &main);
+            same = b.ptr() == at;
+            let _ = base;
+        });
+        for _ in 0..16 {
+            run(&graph, &main);
+        }
+        drop((graph, pool));
+        rig.close(&allocator);
+        assert!(!same, "given to a branch beside");
+    });
+}
+
+/// A stream of which the allocator was not told joins: who joins later is behind all that came before.
+#[test]
+fn a_stream_that_nobody_knows_does_not_hide_what_it_joined() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, [main, side, third]) = (allocator.graph_pool().unwrap(), rig.streams());
+        let mut same = false;
+        let graph = capture(&pool, &main, || {
+            let base = used(rig, &allocator, 512, &main); // k0
+            let b2 = used(rig, &allocator, 512, &main); // k1
+            let b3 = used(rig, &allocator, 512, &main); // k2, chain k0 k1
+            let _b4 = used(rig, &allocator, 512, &main); // k3
+            third.wait_for(&main).unwrap();
+            rig.stamp(b3.ptr(), 512, 1, &third); // t1
+            drop(allocator.allocate(512, &main).unwrap()); // chain to k3
+            rig.stamp(b2.ptr(), 512, 1, &main); // k4
+            main.wait_for(&third).unwrap();
+            let a = used(rig, &allocator, 4 * MIB, &main); // k5 behind k4 and t1
+            let at = a.ptr();
+            drop(a);
+            rig.stamp(base.ptr(), 512, 1, &main); // k6
+            drop(allocator.allocate(512, &main).unwrap());
+            side.wait_for(&main).unwrap();
+            let b = used(rig, &allocator, 4 * MIB, &side);
+            same = b.ptr() == at;
+            drop(b);
+            main.wait_for(&side).unwrap();
+        });
+        for _ in 0..16 {
+            run(&graph, &main);
+        }
+        drop((graph, pool));
+        rig.close(&allocator);
+        assert!(same, "the side stream is behind the use, and grew");
+    });
+}
+
+/// Another thread's scope for its next capture gets this one: a scope of the capture comes before that of a thread.
+#[test]
+fn a_capture_that_another_threads_scope_gets_goes_to_its_pool() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let [one, two] = [(); 2].map(|()| allocator.graph_pool().unwrap());
+        let [main, side] = rig.streams();
+        let under_way = Capturing::begin(&main, MODE);
+        side.wait_for(&main).unwrap();
+        let scope = one.enter(Scope::Thread).unwrap();
+        let mut live = [0; 2];
+        std::thread::scope(|threads| {
+            let (entered, is_entered) = std::sync::mpsc::channel::<()>();
+            let (go, wait) = std::sync::mpsc::channel::<()>();
+            let (two, side, allocator) = (&two, &side, &allocator);
+            let other = threads.spawn(move || {
+                let scope = two.enter(Scope::NextCapture).unwrap();
+                entered.send(()).unwrap();
+                wait.recv().unwrap();
+                drop(allocator.allocate(MIB, side).unwrap());
+                scope
+            });
+            is_entered.recv().unwrap();
+            drop(allocator.allocate(4 * MIB, &main).unwrap());
+            go.send(()).unwrap();
+            let bound = other.join().unwrap();
+            let block = allocator.allocate(4 * MIB, &main).unwrap();
+            live = [&one, two].map(|pool| pool.footprint().unwrap().live);
+            drop(block);
+            main.wait_for(side).unwrap();
+            drop(bound);
+        });
+        drop(under_way.end().unwrap());
+        drop(scope);
+        drop((one, two));
+        rig.close(&allocator);
+        assert_eq!(live[0], 0, "the capture's scope comes first");
+    });
+}
+
+/// A filter enters another scope while it is asked.
+#[test]
+fn a_scope_that_was_entered_while_a_filter_was_asked_counts() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let [one, two] = [(); 2].map(|()| allocator.graph_pool().unwrap());
+        let main = rig.stream();
+        let under_way = Capturing::begin(&main, MODE);
+        let scope = one.enter(Scope::Thread).unwrap();
+        let slot = std::sync::Arc::new(std::sync::Mutex::new(None));
+        let (inner, pool) = (slot.clone(), std::sync::Mutex::new(Some(two)));
+        let made = one
+            .enter(Scope::When(Box::new(move |_| {
+                if let Some(pool) = pool.lock().unwrap().take() {
+                    let scope = pool.enter(Scope::When(Box::new(|_| true))).unwrap();
+                    *inner.lock().unwrap() = Some((pool, scope));
+                }
+                false
+            })))
+            .unwrap();
+        drop(allocator.allocate(4 * MIB, &main).unwrap());
+        let held = slot.lock().unwrap().take().unwrap();
+        let block = allocator.allocate(4 * MIB, &main).unwrap();
+        let live = [&one, &held.0].map(|pool| pool.footprint().unwrap().live);
+        drop(block);
+        drop(under_way.end().unwrap());
+        drop((held.1, made, scope));
+        drop((one, held.0));
+        rig.close(&allocator);
+        assert_eq!(live[0], 0, "the filter that was entered says yes");
+    });
+}
+
+/// A scope of a thread is for that thread alone, also where another one named the stream in between.
+#[test]
+fn where_a_request_goes_is_remembered_for_the_thread_that_asked() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let [one, two] = [(); 2].map(|()| allocator.graph_pool().unwrap());
+        let main = rig.stream();
+        let (go, wait) = std::sync::mpsc::channel::<Block>();
+        let (entered, is_entered) = std::sync::mpsc::channel::<()>();
+        let under_way = Capturing::begin(&main, MODE);
+        let scope = one.enter(Scope::Thread).unwrap();
+        std::thread::scope(|threads| {
+            let (two, main, allocator) = (&two, &main, &allocator);
+            let other = threads.spawn(move || {
+                let scope = two.enter(Scope::Thread).unwrap();
+                entered.send(()).unwrap();
+                let block = wait.recv().unwrap();
+                block.record_stream(main).unwrap();
+                let got = allocator.allocate(4 * MIB, main).unwrap();
+                let live = two.footprint().unwrap().live;
+                drop((got, block, scope));
+                live
+            });
+            is_entered.recv().unwrap();
+            let block = used(rig, allocator, MIB, main);
+            drop(used(rig, allocator, 4 * MIB, main));
+            go.send(block).unwrap();
+            assert_eq!(other.join().unwrap(), 4 * MIB as u64, "of its own pool");
+        });
+        let graph = under_way.end().unwrap();
+        drop((graph, scope, one, two));
+        rig.close(&allocator);
+    });
+}
+
+/// What was freed last is no best fit where free memory lies beside it.
+#[test]
+fn what_was_freed_last_is_not_cut_from_a_longer_run() {
+    packed(|rig| {
+        for views in [false, true] {
+            let allocator = rig.allocator_with(Config::new().views(views));
+            let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
+            let graph = capture(&pool, &main, || {
+                let blocks = [4, 2, 4, 4, 2].map(|mib| used(rig, &allocator, mib * MIB, &main));
+                let held = || pool.footprint().unwrap().physical;
+                let before = held();
+                let [hole, one, x, y, two] = blocks;
+                let at = hole.ptr();
+                drop((hole, y));
+                drop(x);
+                let small = used(rig, &allocator, 4 * MIB, &main);
+                assert_eq!(small.ptr(), at);
+                drop((used(rig, &allocator, 8 * MIB, &main), small, one, two));
+                assert_eq!(held(), before, "views {views}");
+            });
+            drop((graph, pool));
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// A block that may not lie in a view does not, whatever is free there.
+#[test]
+fn a_request_without_views_gets_memory_at_home() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &main, || {
+            let blocks = [(); 6].map(|()| used(rig, &allocator, 2 * MIB, &main));
+            let [a, b, c, d, e, f] = blocks;
+            drop((b, d));
+            let held = || pool.footprint().unwrap().physical;
+            let before = held();
+            let view = used(rig, &allocator, 4 * MIB, &main);
+            assert_eq!(held(), before, "it lies in a view");
+            let at = view.ptr();
+            drop(view);
+            let request = Request::new(4 * MIB).views(false);
+            let without = allocator.allocate_with(request, &main).unwrap();
+            assert_ne!(without.ptr(), at);
+            drop((without, a, c, e, f));
+        });
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}
