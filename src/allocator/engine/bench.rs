@@ -1,8 +1,7 @@
 //! The work of a test of second layouts.
 //!
 //! Everything is submitted before anything is waited for: where other streams keep the device at work, each wait takes
-//! as long as a kernel of theirs. What was read stays on the device meanwhile, in part, and is copied to the host at
-//! the end.
+//! as long as a kernel of theirs. What was read stays on the device meanwhile, and is copied to the host at the end.
 
 use std::ffi::c_void;
 
@@ -13,25 +12,24 @@ use crate::allocator::size::PHYSICAL_GRANULE;
 /// Words that are written and read: more than the first-level caches of a few multiprocessors hold.
 pub(crate) const WORDS: usize = 128 << 10;
 
-/// Where the words are copied to that were read, from the start of the memory: behind the words.
-const READ_AT: u64 = 4 * WORDS as u64;
+/// Where kernels count wrong words, from the start of the memory: behind the words.
+pub(crate) const COUNT_AT: u64 = 4 * WORDS as u64;
 
-/// Where kernels count wrong words: behind those.
-pub(crate) const COUNT_AT: u64 = 2 * READ_AT;
+/// Bytes from there to what was read.
+const READ_BEHIND: u64 = 4 << 10;
 
-/// Bytes from there to the words that are kept.
-const KEPT_BEHIND: u64 = 4 << 10;
-
-/// Words that are kept of each reading, another part each time.
-const KEPT: usize = 16 << 10;
+/// Words that are copied or moved in one go, others in each round.
+const COPIED: usize = 32 << 10;
 
 /// How often everything is done.
 pub(crate) const ROUNDS: u32 = 3;
 
-/// Readings, two for each way round.
-const READINGS: usize = 4 * ROUNDS as usize;
+/// Words that are read in a round: what was copied and what was moved, either way round.
+const READ: usize = 2 * (COPIED + COPIED / 2);
 
-const _: () = assert!(COUNT_AT + KEPT_BEHIND + 4 * (KEPT * READINGS) as u64 <= PHYSICAL_GRANULE);
+const _: () = assert!(COPIED * ROUNDS as usize <= WORDS);
+const _: () =
+    assert!(COUNT_AT + READ_BEHIND + 4 * (READ * ROUNDS as usize) as u64 <= PHYSICAL_GRANULE);
 
 /// Threads of a block of threads, and blocks, of the kernels.
 pub(crate) const THREADS: u32 = 256;
@@ -83,74 +81,65 @@ impl Bench<'_> {
         let all = (PHYSICAL_GRANULE / 4) as usize;
         // SAFETY: the memory is the test's, and that large.
         unsafe { self.entered.memset_d32(self.sides[0], 0, all, self.stream) }?;
-        let (mut word, mut expected) = (0x5eed_0000, Vec::with_capacity(READINGS));
-        for _ in 0..ROUNDS {
+        let (mut word, mut expected) = (0x5eed_0000, Vec::new());
+        let mut to = self.sides[0] + COUNT_AT + READ_BEHIND;
+        for round in 0..u64::from(ROUNDS) {
+            let at = round * 4 * COPIED as u64;
             for (write, read) in [(0, 1), (1, 0)] {
                 word += 1;
                 let (write, read) = (self.sides[write], self.sides[read]);
-                self.copies(write, read, word)?;
-                self.keep(expected.len())?;
-                expected.push(word);
-                self.moves(write, read, word ^ 0xffff)?;
-                self.keep(expected.len())?;
-                expected.push(word ^ 0xffff);
+                self.copies(write + at, read + at, word, to)?;
+                expected.push((COPIED, word));
+                to += 4 * COPIED as u64;
+                self.moves(write + at, read + at, word ^ 0xffff, to)?;
+                expected.push((COPIED / 2, word ^ 0xffff));
+                to += 2 * COPIED as u64;
                 if let Some((fill, check)) = self.kernels {
                     self.launches(fill, check, write, read, word)?;
                 }
             }
         }
-        let behind = (KEPT_BEHIND / 4) as usize;
-        let found = vec![0; behind + KEPT * READINGS];
+        let behind = (READ_BEHIND / 4) as usize;
+        let found = vec![0; behind + READ * ROUNDS as usize];
+        // What was read lies there through the first side: the host reads it through the second.
         // SAFETY: the memory is the test's, and has as many words; the stream is alive.
         let found = unsafe {
             self.entered
-                .read_words(self.sides[0] + COUNT_AT, found, self.stream)
+                .read_words(self.sides[1] + COUNT_AT, found, self.stream)
         }?;
-        let (counts, kept) = found.split_at(behind);
-        let mut kept = kept.chunks(KEPT).zip(&expected);
-        Ok(counts.first() == Some(&0) && kept.all(|(found, word)| all_are(found, *word)))
+        let (counts, mut read) = found.split_at(behind);
+        let mut good = counts.first() == Some(&0);
+        for (words, word) in expected {
+            let (first, rest) = read.split_at(words.min(read.len()));
+            good &= all_are(first, word);
+            read = rest;
+        }
+        Ok(good)
     }
 
-    /// Copies all words from one side to where they can stay until the next reading.
-    fn read(&self, from: u64) -> Result<(), DriverError> {
-        let to = self.sides[0] + READ_AT;
-        // SAFETY: the memory is the test's, and has as many words in either place; the stream is alive.
+    fn copy(&self, to: u64, from: u64, words: usize) -> Result<(), DriverError> {
+        // SAFETY: the memory is the test's, and has as many words in either place, apart; the stream is alive.
         unsafe {
             self.entered
-                .copy_device_to_device(to, from, 4 * WORDS, self.stream)
+                .copy_device_to_device(to, from, 4 * words, self.stream)
         }
     }
 
-    /// Keeps a part of what was read last.
-    fn keep(&self, reading: usize) -> Result<(), DriverError> {
-        let bytes = 4 * KEPT;
-        let part = (reading % (WORDS / KEPT) * bytes) as u64;
-        let from = self.sides[0] + READ_AT + part;
-        let to = self.sides[0] + COUNT_AT + KEPT_BEHIND + (reading * bytes) as u64;
-        // SAFETY: as above.
-        unsafe {
-            self.entered
-                .copy_device_to_device(to, from, bytes, self.stream)
-        }
-    }
-
-    fn copies(&self, write: u64, read: u64, word: u32) -> Result<(), DriverError> {
-        self.read(read)?;
+    fn copies(&self, write: u64, read: u64, word: u32, to: u64) -> Result<(), DriverError> {
+        // Brings the old words into the caches on the reading side.
+        self.copy(to, read, COPIED)?;
         // SAFETY: the memory is the test's, and has as many words.
-        unsafe { self.entered.memset_d32(write, word, WORDS, self.stream) }?;
-        self.read(read)
+        unsafe { self.entered.memset_d32(write, word, COPIED, self.stream) }?;
+        self.copy(to, read, COPIED)
     }
 
-    fn moves(&self, write: u64, read: u64, word: u32) -> Result<(), DriverError> {
-        let half = WORDS / 2;
-        // SAFETY: the memory is the test's; the halves do not overlap.
-        unsafe {
-            self.entered.memset_d32(write, word, half, self.stream)?;
-            let behind = read + half as u64 * 4;
-            self.entered
-                .copy_device_to_device(behind, read, half * 4, self.stream)?;
-        }
-        self.read(write)
+    fn moves(&self, write: u64, read: u64, word: u32, to: u64) -> Result<(), DriverError> {
+        let half = COPIED / 2;
+        let behind = 2 * COPIED as u64;
+        // SAFETY: as above.
+        unsafe { self.entered.memset_d32(write, word, half, self.stream) }?;
+        self.copy(read + behind, read, half)?;
+        self.copy(to, write + behind, half)
     }
 
     fn launches(

@@ -26,13 +26,19 @@ impl Heap {
         let room = self.room_within(Bound::SoftCap);
         let room = room.saturating_sub(self.may_be_asked());
         let bytes = lacking.min(room / PHYSICAL_GRANULE * PHYSICAL_GRANULE);
-        if bytes == 0 || !self.bounds_hold(bytes) {
+        // Graph pools need room below a limit, too.
+        if bytes == 0 || !self.physical.bounds_hold(self.present() + bytes) {
             return Plan::Nothing;
         }
         let Some(hole) = self.extents.large.holes().get(&asked.end).copied() else {
-            return match asked.leased {
-                true => Plan::Nothing,
-                false => Plan::Lease(bytes),
+            // More addresses come behind the last ones, and are of no use anywhere else.
+            let regions = self.extents.large.regions();
+            let last = regions
+                .last_key_value()
+                .map(|(base, region)| base + region.bytes);
+            return match last == Some(asked.end) && !asked.leased {
+                true => Plan::Lease(bytes),
+                false => Plan::Nothing,
             };
         };
         let bytes = bytes.min(self.extents.records[hole].bytes());

@@ -184,7 +184,9 @@ impl Heap {
     /// Claims free handles that go back because an allocation created more than the soft cap allows:
     /// the smallest first, and only such as nobody can touch.
     pub(crate) fn plan_repayment(&mut self) -> Vec<Release> {
-        let mut excess = self.held().saturating_sub(self.soft_cap());
+        // What is on its way back already is owed no more.
+        let held = self.held().saturating_sub(self.ahead.going);
+        let mut excess = held.saturating_sub(self.soft_cap());
         if excess == 0 {
             self.physical.bursts.debt = false;
             return Vec::new();

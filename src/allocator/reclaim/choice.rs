@@ -225,6 +225,7 @@ impl<'a> Reclaim<'a> {
     pub(crate) fn begin_again(&mut self) {
         self.stage = Stage::Fit;
         self.unstitched = false;
+        self.awaited = false;
     }
 
     /// The driver had no memory, or no addresses, for a view. There is always growth.

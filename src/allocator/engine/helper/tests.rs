@@ -622,3 +622,34 @@ fn the_thread_does_not_wait_for_itself() -> Outcome {
     drop(block);
     rig.end()
 }
+
+/// A growth between other memory has no room behind it, and more addresses would not give it any.
+#[test]
+fn no_addresses_are_leased_for_what_they_do_not_continue() -> Outcome {
+    let rig = rig()?;
+    let [stream] = rig.streams()?;
+    let allocator = &rig.allocator;
+    let first = grow(allocator, 20, &stream)?;
+    let between = grow(allocator, 8, &stream)?;
+    let last = grow(allocator, 40, &stream)?;
+    let end = between.ptr() + 8 * MIB as u64;
+    let at = between.ptr();
+    assert!(last.ptr() >= end);
+    drop(between);
+    allocator.trim(0)?;
+    let leased = || {
+        let heap = allocator.engine().lock();
+        let regions = heap.extents.large.regions().values();
+        regions.map(|region| region.bytes).sum::<u64>()
+    };
+    let before = leased();
+    for _ in 0..4 {
+        let between = grow(allocator, 8, &stream)?;
+        assert_eq!(between.ptr(), at);
+        drop(between);
+        allocator.trim(0)?;
+    }
+    assert_eq!(leased(), before);
+    drop((first, last));
+    rig.end()
+}
