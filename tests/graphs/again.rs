@@ -304,3 +304,27 @@ fn a_request_without_views_gets_memory_at_home() {
         rig.close(&allocator);
     });
 }
+
+/// Of two free runs that are as long as a request the lower one is given, not the one that was freed last.
+#[test]
+fn of_equal_runs_the_lowest_is_given() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &main, || {
+            let blocks = [4, 2, 4, 2].map(|mib| used(rig, &allocator, mib * MIB, &main));
+            let [low, one, high, two] = blocks;
+            let at = low.ptr().min(high.ptr());
+            let (first, last) = match low.ptr() == at {
+                true => (low, high),
+                false => (high, low),
+            };
+            drop(first);
+            drop(last);
+            assert_eq!(used(rig, &allocator, 4 * MIB, &main).ptr(), at);
+            drop((one, two));
+        });
+        drop((graph, pool));
+        rig.close(&allocator);
+    });
+}

@@ -25,12 +25,6 @@ impl Best {
         }
     }
 
-    fn offer_any(&mut self, run: Option<(u64, u64)>) {
-        if let Some(run) = run {
-            self.offer(run);
-        }
-    }
-
     /// The request's address.
     fn addr(&self) -> Option<u64> {
         self.found.map(|(_, start)| self.fit.aligned(start))
@@ -94,8 +88,20 @@ impl Arena {
     /// Where a request fits best at home, out of runs that nobody lists.
     fn best_at_home(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> Option<u64> {
         debug_assert!(self.hand.is_none(), "free memory is among other");
-        let (mut best, mut run) = (Best::new(fit), None);
-        for (at, piece) in &self.free {
+        let mut best = Best::new(fit);
+        self.each_run(self.free.iter(), usable, |run| best.offer(run));
+        best.addr()
+    }
+
+    /// Looks at each run of these pieces, which are in order, that may be used.
+    fn each_run<'a>(
+        &self,
+        pieces: impl Iterator<Item = (&'a u64, &'a Piece)>,
+        usable: impl Fn(&Tag) -> bool,
+        mut look: impl FnMut((u64, u64)),
+    ) {
+        let mut run: Option<(u64, u64)> = None;
+        for (at, piece) in pieces {
             if !usable(&piece.tag) {
                 continue;
             }
@@ -105,24 +111,35 @@ impl Arena {
                     Some((start, end))
                 }
                 ended => {
-                    best.offer_any(ended);
+                    ended.into_iter().for_each(&mut look);
                     Some((*at, end))
                 }
             };
         }
-        best.offer_any(run);
-        best.addr()
+        run.into_iter().for_each(look);
     }
 
-    /// Whether a request gets what was a block last: where that is the best fit without a search. A run that is just as
-    /// long is not divided; and there is no other than the one that it begins if all else that is free lies behind it.
+    /// Whether a request gets what was a block last: where that is the best fit without a search for one. A run that is
+    /// just as long is not divided, and is the best if no other one of that length lies lower; and there is no other
+    /// than the one that it begins if all else that is free lies behind it.
     pub(crate) fn hand_fits(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> bool {
         self.hand.as_ref().is_some_and(|(home, piece)| {
             piece.granules == fit.granules
                 && fit.aligned(*home) == *home
                 && usable(&piece.tag)
-                && (self.free_from(*home) || !self.has_beside(*home, piece.granules, usable))
+                && (self.free_from(*home)
+                    || !(self.has_beside(*home, piece.granules, &usable)
+                        || self.has_equal_below(*home, fit, &usable)))
         })
+    }
+
+    /// Whether a run that is just as long as a request lies below an address.
+    fn has_equal_below(&self, home: u64, fit: Fit, usable: impl Fn(&Tag) -> bool) -> bool {
+        let mut any = false;
+        self.each_run(self.free.range(..home), usable, |(start, end)| {
+            any |= end - start == fit.bytes() && fit.aligned(start) == start;
+        });
+        any
     }
 
     /// Whether all free memory is one piece at most, and that behind an address.
