@@ -261,7 +261,7 @@ fn what_was_freed_last_is_not_cut_from_a_longer_run() {
             let allocator = rig.allocator_with(Config::new().views(views));
             let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
             let graph = capture(&pool, &main, || {
-                let blocks = [4, 2, 4, 4, 2].map(|mib| used(rig, &allocator, mib * MIB, &main));
+                let blocks = [5, 2, 4, 4, 2].map(|mib| used(rig, &allocator, mib * MIB, &main));
                 let held = || pool.footprint().unwrap().physical;
                 let before = held();
                 let [hole, one, x, y, two] = blocks;
