@@ -146,6 +146,17 @@ fn pair<S: Source>(simulator: &Simulator, source: &S, count: usize) -> Result<()
     Ok(())
 }
 
+/// So many graphs of a pool, which are kept.
+fn earlier(
+    allocator: &Allocator,
+    pool: &GraphPool,
+    stream: &Stream,
+    graphs: usize,
+) -> Result<Vec<Graph>, Failure> {
+    let captured = (0..graphs).map(|graph| capture(allocator, pool, stream, 1 + graph));
+    captured.collect()
+}
+
 /// Pairs in a capture, out of a graph pool in which so many blocks are live and so many graphs were captured before, each
 /// with a node between.
 fn captured(
@@ -156,10 +167,7 @@ fn captured(
 ) -> Result<(), Failure> {
     let stream = &Stream::new(allocator.context())?;
     let pool = allocator.graph_pool()?;
-    let mut earlier = Vec::with_capacity(graphs);
-    for graph in 0..graphs {
-        earlier.push(capture(allocator, &pool, stream, 1 + graph)?);
-    }
+    let _earlier = earlier(allocator, &pool, stream, graphs)?;
     let _scope = pool.enter(Scope::NextCapture)?;
     begin(stream)?;
     let live: Result<Vec<Block>, _> = (0..live)
@@ -186,10 +194,7 @@ fn captures(
 ) -> Result<(), Failure> {
     let stream = &Stream::new(allocator.context())?;
     let pool = allocator.graph_pool()?;
-    let mut earlier = Vec::with_capacity(graphs);
-    for graph in 0..graphs {
-        earlier.push(capture(allocator, &pool, stream, 1 + graph)?);
-    }
+    let earlier = earlier(allocator, &pool, stream, graphs)?;
     let calls = Counted::new(simulator);
     for _ in 0..WARM_CAPTURES + count {
         drop(capture(allocator, &pool, stream, 1)?);

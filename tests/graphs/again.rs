@@ -14,134 +14,97 @@ fn set(rig: &Rig, stream: &Stream, on: &[Dependency]) {
     unsafe { rig.driver.set_capture_dependencies(stream.raw(), on, false) }.unwrap();
 }
 
-/// A stream alone is set back to a node that was asked for: what it captures then runs beside what it had captured.
-#[test]
-fn a_stream_that_was_set_back_is_behind_nothing_that_came_later() {
+/// Captures what is given to streams, which begins on the first of them; the graph runs sixteen times, and the simulator says
+/// where two uses of memory meet. The work says whether it was given what it had freed before.
+fn captured<const N: usize>(given: bool, work: impl Fn(&Rig, &Allocator, &[Stream; N]) -> bool) {
     packed(|rig| {
         let allocator = rig.allocator();
-        let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
-        let mut same = false;
-        let graph = capture(&pool, &main, || {
-            let base = used(rig, &allocator, 512, &main); // k0
-            let first = present(&main);
-            let a = used(rig, &allocator, 4 * MIB, &main); // k1
-            let at = a.ptr();
-            drop(a);
-            set(rig, &main, &first);
-            let t = used(rig, &allocator, 1024, &main); // k2
-            drop(t);
-            rig.stamp(base.ptr(), 512, 1, &main); // k3
-            rig.stamp(base.ptr(), 512, 1, &main); // k4
-            let b = used(rig, &allocator, 4 * MIB, &main); // k5 beside k1
-            same = b.ptr() == at;
+        let (pool, streams) = (allocator.graph_pool().unwrap(), rig.streams::<N>());
+        let mut same = None;
+        let graph = capture(&pool, &streams[0], || {
+            same = Some(work(rig, &allocator, &streams));
         });
         for _ in 0..16 {
-            run(&graph, &main);
+            run(&graph, &streams[0]);
         }
         drop((graph, pool));
         rig.close(&allocator);
-        assert!(!same, "memory of k1 is given to k5, which runs beside");
+        assert_eq!(same, Some(given));
+    });
+}
+
+/// The address of a block that was used and freed.
+fn freed(rig: &Rig, allocator: &Allocator, bytes: usize, stream: &Stream) -> u64 {
+    used(rig, allocator, bytes, stream).ptr()
+}
+
+/// A stream alone is set back to a node that was asked for: what it captures then runs beside what it had captured.
+#[test]
+fn a_stream_that_was_set_back_is_behind_nothing_that_came_later() {
+    captured(false, |rig, allocator, [main]| {
+        let base = used(rig, allocator, 512, main); // k0
+        let first = present(main);
+        let at = freed(rig, allocator, 4 * MIB, main); // k1
+        set(rig, main, &first);
+        freed(rig, allocator, 1024, main); // k2
+        rig.stamp(base.ptr(), 512, 1, main); // k3
+        rig.stamp(base.ptr(), 512, 1, main); // k4
+        freed(rig, allocator, 4 * MIB, main) == at // k5, beside k1
     });
 }
 
 /// The same, where another stream joins.
 #[test]
 fn a_stream_that_joins_one_that_was_set_back_is_behind_its_present_alone() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, [main, side]) = (allocator.graph_pool().unwrap(), rig.streams());
-        let mut same = false;
-        let graph = capture(&pool, &main, || {
-            let _base = used(rig, &allocator, 512, &main); // k0
-            let first = present(&main);
-            let a = used(rig, &allocator, 4 * MIB, &main); // k1
-            let at = a.ptr();
-            drop(a);
-            set(rig, &main, &first);
-            let t = used(rig, &allocator, 1024, &main); // k2
-            drop(t);
-            side.wait_for(&main).unwrap();
-            let b = used(rig, &allocator, 4 * MIB, &side); // beside k1
-            same = b.ptr() == at;
-            drop(b);
-            main.wait_for(&side).unwrap();
-        });
-        for _ in 0..16 {
-            run(&graph, &main);
-        }
-        drop((graph, pool));
-        rig.close(&allocator);
-        assert!(!same, "given to a branch beside");
+    captured(false, |rig, allocator, [main, side]| {
+        let _base = used(rig, allocator, 512, main); // k0
+        let first = present(main);
+        let at = freed(rig, allocator, 4 * MIB, main); // k1
+        set(rig, main, &first);
+        freed(rig, allocator, 1024, main); // k2
+        side.wait_for(main).unwrap();
+        let same = freed(rig, allocator, 4 * MIB, side) == at; // beside k1
+        main.wait_for(side).unwrap();
+        same
     });
 }
 
 /// Set back to the beginning of the graph.
 #[test]
 fn a_stream_that_was_set_to_nothing_is_behind_nothing() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
-        let mut same = false;
-        let graph = capture(&pool, &main, || {
-            let base = used(rig, &allocator, 512, &main); // k0
-            let a = used(rig, &allocator, 4 * MIB, &main); // k1
-            let at = a.ptr();
-            drop(a);
-            set(rig, &main, &[]);
-            let own = used(rig, &allocator, 2048, &main); // r0, a root
-            let t = used(rig, &allocator, 1024, &main); // r1
-            drop(t);
-            let t = used(rig, &allocator, 1024, &main); // r2
-            drop(t);
-            rig.stamp(own.ptr(), 512, 1, &main);
-            rig.stamp(own.ptr(), 512, 1, &main);
-            let b = used(rig, &allocator, 4 * MIB, &main);
-            same = b.ptr() == at;
-            let _ = base;
-        });
-        for _ in 0..16 {
-            run(&graph, &main);
-        }
-        drop((graph, pool));
-        rig.close(&allocator);
-        assert!(!same, "given to a branch beside");
+    captured(false, |rig, allocator, [main]| {
+        let _base = used(rig, allocator, 512, main); // k0
+        let at = freed(rig, allocator, 4 * MIB, main); // k1
+        set(rig, main, &[]);
+        let own = used(rig, allocator, 2048, main); // r0, a root
+        freed(rig, allocator, 1024, main); // r1
+        freed(rig, allocator, 1024, main); // r2
+        rig.stamp(own.ptr(), 512, 1, main);
+        rig.stamp(own.ptr(), 512, 1, main);
+        freed(rig, allocator, 4 * MIB, main) == at
     });
 }
 
 /// A stream of which the allocator was not told joins: who joins later is behind all that came before.
 #[test]
 fn a_stream_that_nobody_knows_does_not_hide_what_it_joined() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, [main, side, third]) = (allocator.graph_pool().unwrap(), rig.streams());
-        let mut same = false;
-        let graph = capture(&pool, &main, || {
-            let base = used(rig, &allocator, 512, &main); // k0
-            let b2 = used(rig, &allocator, 512, &main); // k1
-            let b3 = used(rig, &allocator, 512, &main); // k2, chain k0 k1
-            let _b4 = used(rig, &allocator, 512, &main); // k3
-            third.wait_for(&main).unwrap();
-            rig.stamp(b3.ptr(), 512, 1, &third); // t1
-            drop(allocator.allocate(512, &main).unwrap()); // chain to k3
-            rig.stamp(b2.ptr(), 512, 1, &main); // k4
-            main.wait_for(&third).unwrap();
-            let a = used(rig, &allocator, 4 * MIB, &main); // k5 behind k4 and t1
-            let at = a.ptr();
-            drop(a);
-            rig.stamp(base.ptr(), 512, 1, &main); // k6
-            drop(allocator.allocate(512, &main).unwrap());
-            side.wait_for(&main).unwrap();
-            let b = used(rig, &allocator, 4 * MIB, &side);
-            same = b.ptr() == at;
-            drop(b);
-            main.wait_for(&side).unwrap();
-        });
-        for _ in 0..16 {
-            run(&graph, &main);
-        }
-        drop((graph, pool));
-        rig.close(&allocator);
-        assert!(same, "the side stream is behind the use, and grew");
+    captured(true, |rig, allocator, [main, side, third]| {
+        let base = used(rig, allocator, 512, main); // k0
+        let b2 = used(rig, allocator, 512, main); // k1
+        let b3 = used(rig, allocator, 512, main); // k2, chain k0 k1
+        let _b4 = used(rig, allocator, 512, main); // k3
+        third.wait_for(main).unwrap();
+        rig.stamp(b3.ptr(), 512, 1, third); // t1
+        drop(allocator.allocate(512, main).unwrap()); // chain to k3
+        rig.stamp(b2.ptr(), 512, 1, main); // k4
+        main.wait_for(third).unwrap();
+        let at = freed(rig, allocator, 4 * MIB, main); // k5, behind k4 and t1
+        rig.stamp(base.ptr(), 512, 1, main); // k6
+        drop(allocator.allocate(512, main).unwrap());
+        side.wait_for(main).unwrap();
+        let same = freed(rig, allocator, 4 * MIB, side) == at;
+        main.wait_for(side).unwrap();
+        same
     });
 }
 

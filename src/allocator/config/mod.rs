@@ -118,7 +118,8 @@ pub struct Config {
     pub keep: Option<f64>,
     /// Whether a thread of the allocator makes memory ahead of the next requests while memory grows, within the soft cap
     /// and never above half of a limit; off by default. It begins with the first growth and stands still when memory
-    /// stops growing, while something captures, and while memory is suspended. Packed policy only.
+    /// stops growing, while something captures, and while all memory is suspended. A trim, a suspension, a close and a
+    /// request for which room has to be made wait for its step under way. Packed policy only.
     pub ahead: bool,
     /// What the allocator looks for in the program that uses it; nothing by default.
     pub debug: DebugModes,

@@ -193,10 +193,11 @@ impl Engine {
         let at_once = self.driver().may_be_capturing(raw);
         // SAFETY: whoever named the stream vouched for it, and special handles are valid while a context is current.
         let asked = unsafe {
-            match at_once
-                .then_some(true)
-                .map_or_else(|| self.driver().is_capturing(raw), Ok)
-            {
+            let captures = match at_once {
+                true => Ok(true),
+                false => self.driver().is_capturing(raw),
+            };
+            match captures {
                 Ok(true) => self.driver().read_capture(raw, edge),
                 answer => answer.map(|_| None),
             }
