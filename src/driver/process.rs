@@ -4,133 +4,72 @@
 //! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
 //! that asking costs one load and no system call.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+mod state;
+
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::locks::held::{Held, Locked, locked};
-
-const FORKED: u64 = 1;
-const EXITING: u64 = 2;
-const CAPTURES: u64 = 4;
-const RECORDS: u64 = 8;
-const TOOL: u64 = 16;
-/// With [`RECORDS`]: stacks, too.
-const SAMPLES: u64 = 32;
-/// Follows from the others: [`RECORDS`] and no other one. In the place of the sign, so that who looks for other numbers than
-/// 0 has looked for this, too.
-const RECORDS_ALONE: u64 = 1 << 63;
-/// What calls look out for.
-const LOOK_OUT: u64 = FORKED | EXITING | CAPTURES;
-/// What a recording is told by.
-const RECORDING: u64 = RECORDS | SAMPLES;
-
-/// Alone on its cache lines: it is read on every call, and written when captures come and go.
-#[repr(align(128))]
-struct State(AtomicU64);
-
-static STATE: State = State(AtomicU64::new(0));
-
-impl State {
-    /// Sets some bits and clears others, in one step.
-    fn change(&self, set: u64, clear: u64) {
-        let changed = |old: u64| match (old | set) & !(clear | RECORDS_ALONE) {
-            RECORDS => RECORDS | RECORDS_ALONE,
-            new => new,
-        };
-        // The closure always has an answer.
-        let _ = self
-            .0
-            .fetch_update(Ordering::Release, Ordering::Relaxed, |old| {
-                Some(changed(old))
-            });
-    }
-}
+use state::{
+    CAPTURES, EXITING, FORKED, LOOK_OUT, RECORDING, RECORDS, SAMPLES, TOOL, change, now_bits,
+};
+pub(crate) use state::{Now, State, follow, now};
 
 /// True in a child forked after a driver was started in its parent.
 #[inline]
 pub(crate) fn is_forked_child() -> bool {
-    STATE.0.load(Ordering::Relaxed) & FORKED != 0
+    now_bits() & FORKED != 0
 }
 
 /// True once exit handlers run.
 #[inline]
 pub(super) fn is_exiting() -> bool {
-    STATE.0.load(Ordering::Relaxed) & EXITING != 0
+    now_bits() & EXITING != 0
 }
 
 /// True where a drop must not call the driver any more.
 #[inline]
 pub(crate) fn is_gone() -> bool {
-    STATE.0.load(Ordering::Relaxed) & (FORKED | EXITING) != 0
+    now_bits() & (FORKED | EXITING) != 0
 }
 
 /// True as long as nothing of what this module tells apart has happened.
 #[inline]
 pub(crate) fn is_quiet() -> bool {
-    STATE.0.load(Ordering::Relaxed) == 0
+    now_bits() == 0
 }
 
 /// True as long as nothing but a recording or a tool keeps calls from their caches.
 #[inline]
 pub(crate) fn is_unwatched() -> bool {
-    STATE.0.load(Ordering::Relaxed) & LOOK_OUT == 0
+    now_bits() & LOOK_OUT == 0
 }
 
 /// True while somebody is told what blocks do: a recording, or a tool.
 #[inline(always)]
 pub(crate) fn is_recording() -> bool {
-    STATE.0.load(Ordering::Relaxed) & (RECORDS | TOOL) != 0
+    now_bits() & (RECORDS | TOOL) != 0
 }
 
 /// True once a tool is told, too.
 #[inline(always)]
 pub(crate) fn has_tool() -> bool {
-    STATE.0.load(Ordering::Relaxed) & TOOL != 0
+    now_bits() & TOOL != 0
 }
 
 /// A tool is told from here on.
 pub(crate) fn set_tool() {
-    STATE.change(TOOL, 0);
-}
-
-/// What this module tells apart, as it was in one moment.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Now(u64);
-
-/// What there is now.
-#[inline(always)]
-pub(crate) fn now() -> Now {
-    Now(STATE.0.load(Ordering::Relaxed))
-}
-
-impl Now {
-    /// [`is_quiet`].
-    #[inline(always)]
-    pub(crate) fn is_quiet(self) -> bool {
-        self.0 == 0
-    }
-
-    /// True while a recording runs, and nothing else keeps calls from their caches.
-    #[inline(always)]
-    pub(crate) fn only_records(self) -> bool {
-        !self.is_quiet() && self.0 & (LOOK_OUT | TOOL) == 0
-    }
-
-    /// True while a recording without stacks runs, and nothing else keeps calls from their caches.
-    #[inline(always)]
-    pub(crate) fn only_records_blocks(self) -> bool {
-        (self.0 as i64) < 0
-    }
+    change(TOOL, 0);
 }
 
 /// A recording begins, with stacks or without.
 pub(crate) fn begin_recording(stacks: bool) {
-    STATE.change(RECORDS | if stacks { SAMPLES } else { 0 }, 0);
+    change(RECORDS | if stacks { SAMPLES } else { 0 }, 0);
 }
 
 /// No recording runs any more.
 pub(crate) fn end_recording() {
-    STATE.change(0, RECORDING);
+    change(0, RECORDING);
 }
 
 /// Captures that calls look out for, in all of the process.
@@ -143,21 +82,24 @@ pub(crate) fn watch() {
     CAPTURED.store(true, Ordering::Relaxed);
     let mut watched = locked(&WATCHED);
     *watched += 1;
-    STATE.change(CAPTURES, 0);
+    if *watched == 1 {
+        change(CAPTURES, 0);
+    }
 }
 
 /// So many captures are over, or not looked out for any more.
 pub(crate) fn unwatch(captures: usize) {
     let mut watched = locked(&WATCHED);
+    let before = *watched;
     *watched = watched.saturating_sub(captures);
-    if *watched == 0 {
-        STATE.change(0, CAPTURES);
+    if before > 0 && *watched == 0 {
+        change(0, CAPTURES);
     }
 }
 
 /// True while a capture is known that is not over.
 pub(crate) fn is_watching() -> bool {
-    STATE.0.load(Ordering::Relaxed) & CAPTURES != 0
+    now_bits() & CAPTURES != 0
 }
 
 /// Whether streams were captured in this process: their owners may do so again at any time.
@@ -263,7 +205,9 @@ pub(super) fn watch_exit(from_library: bool) {
 
 #[cfg(any(unix, windows))]
 mod imp {
-    use super::{EXITING, STATE};
+    #[cfg(unix)]
+    use super::FORKED;
+    use super::{EXITING, change};
     use std::ffi::c_int;
 
     unsafe extern "C" {
@@ -277,7 +221,7 @@ mod imp {
     }
 
     extern "C" fn on_exit() {
-        STATE.change(EXITING, 0);
+        change(EXITING, 0);
     }
 
     pub(super) fn register_exit_handler() {
@@ -294,12 +238,12 @@ mod imp {
 
     #[cfg(unix)]
     extern "C" fn in_child() {
-        STATE.change(super::FORKED, 0);
+        change(FORKED, 0);
     }
 
     #[cfg(unix)]
     pub(super) fn register_fork_handler() {
-        // SAFETY: the handler is async-signal-safe: it only changes a static.
+        // SAFETY: the handler is async-signal-safe: it only changes statics, and takes no lock.
         let code = unsafe { pthread_atfork(None, None, Some(in_child)) };
         if code != 0 {
             log::warn!("no fork handler could be registered: forked children are not detected");
@@ -319,35 +263,6 @@ mod imp {
 
 #[cfg(all(test, unix, feature = "sim"))]
 pub(crate) use child::child_says;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_recording_is_alone_while_there_is_nothing_else() {
-        let state = State(AtomicU64::new(0));
-        let now = || Now(state.0.load(Ordering::Relaxed));
-        let alone = || (now().only_records_blocks(), now().only_records());
-        assert!(now().is_quiet() && alone() == (false, false));
-        state.change(RECORDS, 0);
-        assert_eq!(alone(), (true, true));
-        for other in [FORKED, EXITING, CAPTURES, TOOL] {
-            state.change(other, 0);
-            assert_eq!(alone(), (false, false), "{other}");
-            assert!(now().0 & other != 0 && !now().is_quiet());
-            state.change(0, other);
-            assert_eq!(alone(), (true, true), "{other}");
-        }
-        state.change(SAMPLES, 0);
-        assert_eq!(alone(), (false, true));
-        state.change(CAPTURES, 0);
-        state.change(0, RECORDING);
-        assert_eq!(now().0, CAPTURES);
-        state.change(0, CAPTURES);
-        assert!(now().is_quiet());
-    }
-}
 
 #[cfg(all(test, unix, feature = "sim"))]
 mod child {

@@ -23,27 +23,36 @@ const MOST_PAUSES: u32 = 8;
 const YIELDS: u32 = 256;
 const NAP: std::time::Duration = std::time::Duration::from_micros(50);
 
-/// A value that one thread at a time may use. The lock and the value's first fields are neighbours.
+/// A value that one thread at a time may use. The lock and the value's first fields are neighbours, and between them lies
+/// what may be read without the lock.
 #[derive(Debug)]
 #[repr(C)]
-pub(crate) struct Lock<T> {
+pub(crate) struct Lock<T, B = ()> {
     taken: AtomicBool,
+    pub(crate) beside: B,
     value: Cell<T>,
 }
 
 // SAFETY: the value is reached through a `Held` alone, of which there is one at a time.
-unsafe impl<T: Send> Sync for Lock<T> {}
+unsafe impl<T: Send, B: Sync> Sync for Lock<T, B> {}
 
 impl<T> Lock<T> {
     pub(crate) fn new(value: T) -> Self {
+        Lock::with(value, ())
+    }
+}
+
+impl<T, B> Lock<T, B> {
+    pub(crate) fn with(value: T, beside: B) -> Self {
         Lock {
             taken: AtomicBool::new(false),
+            beside,
             value: Cell::new(value),
         }
     }
 
     #[inline(always)]
-    pub(crate) fn lock(&self) -> Held<'_, T> {
+    pub(crate) fn lock(&self) -> Held<'_, T, B> {
         let contended = self.taken.swap(true, Ordering::Acquire);
         if contended {
             self.wait();
@@ -53,7 +62,7 @@ impl<T> Lock<T> {
 
     /// The value, if nobody has it.
     #[inline(always)]
-    pub(crate) fn try_lock(&self) -> Option<Held<'_, T>> {
+    pub(crate) fn try_lock(&self) -> Option<Held<'_, T, B>> {
         if self.taken.swap(true, Ordering::Acquire) {
             return None;
         }
@@ -61,7 +70,7 @@ impl<T> Lock<T> {
     }
 
     #[inline(always)]
-    fn held(&self, contended: bool) -> Held<'_, T> {
+    fn held(&self, contended: bool) -> Held<'_, T, B> {
         Held {
             lock: self,
             contended,
@@ -120,8 +129,8 @@ pub(crate) fn pause(_round: u32) {
 
 /// The value, while it is this thread's.
 #[derive(Debug)]
-pub(crate) struct Held<'a, T> {
-    lock: &'a Lock<T>,
+pub(crate) struct Held<'a, T, B = ()> {
+    lock: &'a Lock<T, B>,
     /// Whether somebody else had it when it was asked for.
     pub(crate) contended: bool,
     #[cfg(loom)]
@@ -131,7 +140,7 @@ pub(crate) struct Held<'a, T> {
     _thread: std::marker::PhantomData<*const ()>,
 }
 
-impl<T> Deref for Held<'_, T> {
+impl<T, B> Deref for Held<'_, T, B> {
     type Target = T;
 
     #[inline]
@@ -149,7 +158,7 @@ impl<T> Deref for Held<'_, T> {
     }
 }
 
-impl<T> DerefMut for Held<'_, T> {
+impl<T, B> DerefMut for Held<'_, T, B> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
         #[cfg(not(loom))]
@@ -165,7 +174,7 @@ impl<T> DerefMut for Held<'_, T> {
     }
 }
 
-impl<T> Drop for Held<'_, T> {
+impl<T, B> Drop for Held<'_, T, B> {
     #[inline]
     fn drop(&mut self) {
         #[cfg(loom)]

@@ -231,7 +231,7 @@ impl Block {
     fn drop_unwatched(&self, node: Node) {
         let home = self.place.home();
         // With stacks, too, of which a free has none.
-        let told = process::now().only_records()
+        let told = home.now().only_records()
             && home.free_recorded(node, &self.place.ptr, &self.place.generation);
         if !told {
             self.drop_with_care(home.lock(), node);
@@ -273,7 +273,8 @@ impl Drop for Block {
         let Some(node) = self.place.node() else {
             return self.drop_large();
         };
-        let (home, now) = (self.place.home(), process::now());
+        let home = self.place.home();
+        let now = home.now();
         if now.is_quiet()
             && let Some(mut inner) = home.try_lock()
         {

@@ -34,7 +34,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use crate::driver::{Context, Device, Driver, DriverError, Feature, MemoryProperties, process};
 use crate::sync::event::EventPools;
 
-use crate::allocator::cache::stream_cache::{Held, KeepAlive, Lock, PageTable};
+use crate::allocator::cache::stream_cache::{KeepAlive, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::debug_table::Debug;
@@ -47,6 +47,7 @@ use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
 use crate::error::{Error, RareLog};
+use crate::locks::lock::{Held, Lock};
 use crate::nvtx::{self, Tool};
 
 /// On cache lines of its own: around it lies what every call reads.

@@ -7,7 +7,7 @@ use crate::driver::{REVIEW, Stream, process};
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::{
-    Allocated, Freed, Held, Inner, Life, Node, Owner, PAGE_GRANULES, Small, Using, rarely, thread,
+    Allocated, Freed, Held, Inner, Life, Node, Owner, PAGE_GRANULES, Small, Using, thread,
 };
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
@@ -38,6 +38,12 @@ pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
     })
 }
 
+/// The request if it is one for stream caches, and the stream cache that the thread used last for the stream.
+#[inline(always)]
+pub(super) fn at_hand(key: u64, bytes: usize) -> Option<(Small, &'static StreamCache)> {
+    Some((unaligned(bytes)?, thread::find(key)?))
+}
+
 impl Engine {
     /// The request to a stream cache, if stream caches serve it here.
     #[inline]
@@ -55,20 +61,19 @@ impl Engine {
     /// without a look at anything else.
     #[inline(always)]
     pub(crate) fn hit(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
-        if !process::is_quiet() {
-            return Err(Missed(None));
+        match at_hand(key, bytes).filter(|(_, cache)| cache.now().is_quiet()) {
+            Some(at_hand) => self.hit_quiet(key, at_hand),
+            None => Err(Missed(None)),
         }
-        self.hit_unseen(key, bytes)
     }
 
     /// [`hit`](Self::hit) in a process that is quiet.
     #[inline(always)]
-    pub(super) fn hit_unseen(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
-        let known = unaligned(bytes).and_then(|small| Some((small, thread::find(key)?)));
-        let Some((request, cache)) = known else {
-            rarely();
-            return Err(Missed(None));
-        };
+    pub(super) fn hit_quiet(
+        &self,
+        key: u64,
+        (request, cache): (Small, &'static StreamCache),
+    ) -> Result<Grant, Missed> {
         let owner = self.owner(key);
         let Some(mut inner) = cache.try_lock() else {
             return Err(Missed(Some((cache, None))));
@@ -87,7 +92,7 @@ impl Engine {
         raw: usize,
         bytes: usize,
     ) -> Option<Grant> {
-        let request = unaligned(bytes).filter(|_| process::is_quiet())?;
+        let request = unaligned(bytes).filter(|_| cache.now().is_quiet())?;
         let mut inner = cache.try_lock()?;
         if !cache.is_of_handle(raw) {
             return None;
@@ -176,8 +181,7 @@ impl Engine {
     /// many granules.
     #[inline]
     pub(crate) fn hit_at(&self, key: u64, bytes: usize, ptr: u64) -> Option<Grant> {
-        let request = unaligned(bytes).filter(|_| process::is_quiet())?;
-        let cache = thread::find(key)?;
+        let (request, cache) = at_hand(key, bytes).filter(|(_, cache)| cache.now().is_quiet())?;
         let mut inner = cache.try_lock()?;
         if inner.runs.next_quick(request.granules) != Some(ptr) {
             return None;

@@ -27,8 +27,8 @@ mod worn;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::locks::lock::{AtomicPtr, pause};
-pub(crate) use crate::locks::lock::{Held, Lock};
+use crate::driver::process::{self, Now, State};
+use crate::locks::lock::{self, AtomicPtr, Lock, pause};
 pub(crate) use account::{Gauge, QUANTITIES};
 pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
@@ -78,7 +78,8 @@ pub(crate) fn nobody() -> std::sync::Weak<dyn KeepAlive> {
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct StreamCache {
-    lock: Lock<Inner>,
+    /// With what happened to the process, for calls that find all else here.
+    lock: Lock<Inner, State>,
     /// Place in the order of locks.
     pub(crate) rank: u32,
     /// The allocator while the stream cache has a stream.
@@ -87,6 +88,9 @@ pub(crate) struct StreamCache {
     /// heap; else 0. Written under the lock.
     handle: AtomicUsize,
 }
+
+/// A stream cache's contents, while they are this thread's.
+pub(crate) type Held<'a, T> = lock::Held<'a, T, State>;
 
 /// Stream caches that wait for a stream.
 #[derive(Debug)]
@@ -112,7 +116,9 @@ impl StreamCachePool {
             .pop();
         waiting.unwrap_or_else(|| {
             let rank = self.made.fetch_add(1, Ordering::Relaxed);
-            Box::leak(Box::new(StreamCache::new(rank)))
+            let cache: &'static StreamCache = Box::leak(Box::new(StreamCache::new(rank)));
+            process::follow(&cache.lock.beside);
+            cache
         })
     }
 
@@ -288,6 +294,12 @@ pub(crate) enum Freed {
 }
 
 impl StreamCache {
+    /// What [`process::now`] says.
+    #[inline(always)]
+    pub(crate) fn now(&self) -> Now {
+        self.lock.beside.now()
+    }
+
     #[inline]
     pub(crate) fn lock(&self) -> Held<'_, Inner> {
         self.lock.lock()
@@ -310,7 +322,7 @@ impl StreamCache {
 
     fn new(rank: u32) -> Self {
         StreamCache {
-            lock: Lock::new(Inner::default()),
+            lock: Lock::with(Inner::default(), State::default()),
             rank,
             owner: AtomicPtr::new(std::ptr::null_mut()),
             handle: AtomicUsize::new(0),

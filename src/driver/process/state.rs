@@ -1,0 +1,243 @@
+//! The word that says what happened to the process, and the copies of it that hot paths read.
+//!
+//! A call that finds all it needs in the cache of its stream reads the word there: it lies on a line that the call
+//! takes for itself anyway, where the one word of the process would be a line more, and its address another.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use crate::locks::held::locked;
+
+pub(super) const FORKED: u32 = 1;
+pub(super) const EXITING: u32 = 2;
+pub(super) const CAPTURES: u32 = 4;
+pub(super) const RECORDS: u32 = 8;
+pub(super) const TOOL: u32 = 16;
+/// With [`RECORDS`]: stacks, too.
+pub(super) const SAMPLES: u32 = 32;
+/// Follows from the others: [`RECORDS`] and no other one. In the place of the sign, so that who looks for other numbers than
+/// 0 has looked for this, too.
+const RECORDS_ALONE: u32 = 1 << 31;
+/// What calls look out for.
+pub(super) const LOOK_OUT: u32 = FORKED | EXITING | CAPTURES;
+/// What a recording is told by.
+pub(super) const RECORDING: u32 = RECORDS | SAMPLES;
+
+/// What the word tells apart, as it was in one moment.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Now(u32);
+
+impl Now {
+    /// [`super::is_quiet`].
+    #[inline(always)]
+    pub(crate) fn is_quiet(self) -> bool {
+        self.0 == 0
+    }
+
+    /// True while a recording runs, and nothing else keeps calls from their caches.
+    #[inline(always)]
+    pub(crate) fn only_records(self) -> bool {
+        !self.is_quiet() && self.0 & (LOOK_OUT | TOOL) == 0
+    }
+
+    /// True while a recording without stacks runs, and nothing else keeps calls from their caches.
+    #[inline(always)]
+    pub(crate) fn only_records_blocks(self) -> bool {
+        (self.0 as i32) < 0
+    }
+}
+
+/// The word, or a copy of it.
+#[derive(Debug, Default)]
+pub(crate) struct State(AtomicU32);
+
+/// The word and its copies.
+///
+/// Alone on its cache lines: it is read on many calls, and written when captures come and go.
+#[derive(Default)]
+#[repr(align(128))]
+struct Followed {
+    state: State,
+    /// They are for ever, and only become more: who goes through them takes no lock, which a forked child could not do.
+    first: OnceLock<&'static Follower>,
+    last: Mutex<Option<&'static Follower>>,
+}
+
+/// A copy that is kept up to date.
+struct Follower {
+    copy: &'static State,
+    next: OnceLock<&'static Follower>,
+}
+
+static PROCESS: Followed = Followed {
+    state: State(AtomicU32::new(0)),
+    first: OnceLock::new(),
+    last: Mutex::new(None),
+};
+
+impl State {
+    /// Sets some bits and clears others, in one step.
+    fn change(&self, set: u32, clear: u32) {
+        let changed = |old: u32| match (old | set) & !(clear | RECORDS_ALONE) {
+            RECORDS => RECORDS | RECORDS_ALONE,
+            new => new,
+        };
+        // The closure always has an answer.
+        let _ = self
+            .0
+            .fetch_update(Ordering::SeqCst, Ordering::Relaxed, |old| {
+                Some(changed(old))
+            });
+    }
+
+    /// What there is now; of a copy, once it [follows](follow).
+    #[inline(always)]
+    pub(crate) fn now(&self) -> Now {
+        Now(self.0.load(Ordering::Relaxed))
+    }
+}
+
+impl Followed {
+    fn change(&self, set: u32, clear: u32) {
+        self.state.change(set, clear);
+        let mut at = self.first.get();
+        while let Some(follower) = at {
+            follower.copy.change(set, clear);
+            at = follower.next.get();
+        }
+    }
+
+    fn follow(&self, copy: &'static State) {
+        // In a forked child nothing else is looked at any more, and a thread that is not there may have the lock.
+        if self.state.0.load(Ordering::Relaxed) & FORKED == 0 {
+            let follower: &'static Follower = Box::leak(Box::new(Follower {
+                copy,
+                next: OnceLock::new(),
+            }));
+            let mut last = locked(&self.last);
+            let place = last.map_or(&self.first, |last| &last.next);
+            // Empty: it is the last one's.
+            if place.set(follower).is_ok() {
+                *last = Some(follower);
+            }
+        }
+        // Changes come here from now on. One that came before the store is undone by it, unless it was in the word
+        // before, too; so the word is looked at once more.
+        let word = &self.state.0;
+        loop {
+            let bits = word.load(Ordering::SeqCst);
+            copy.0.store(bits, Ordering::SeqCst);
+            if word.load(Ordering::SeqCst) == bits {
+                return;
+            }
+        }
+    }
+}
+
+/// What there is now.
+#[inline(always)]
+pub(crate) fn now() -> Now {
+    PROCESS.state.now()
+}
+
+#[inline(always)]
+pub(super) fn now_bits() -> u32 {
+    PROCESS.state.0.load(Ordering::Relaxed)
+}
+
+/// Sets some bits and clears others, also in all copies. One who sets a bit and one who clears it must not be at it at
+/// once; other bits may change meanwhile.
+pub(super) fn change(set: u32, clear: u32) {
+    PROCESS.change(set, clear);
+}
+
+/// Has a copy follow the word for ever. When this returns it says what the word does.
+pub(crate) fn follow(copy: &'static State) {
+    PROCESS.follow(copy);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recording_is_alone_while_there_is_nothing_else() {
+        let state = State::default();
+        let now = || state.now();
+        let alone = || (now().only_records_blocks(), now().only_records());
+        assert!(now().is_quiet() && alone() == (false, false));
+        state.change(RECORDS, 0);
+        assert_eq!(alone(), (true, true));
+        for other in [FORKED, EXITING, CAPTURES, TOOL] {
+            state.change(other, 0);
+            assert_eq!(alone(), (false, false), "{other}");
+            assert!(now().0 & other != 0 && !now().is_quiet());
+            state.change(0, other);
+            assert_eq!(alone(), (true, true), "{other}");
+        }
+        state.change(SAMPLES, 0);
+        assert_eq!(alone(), (false, true));
+        state.change(CAPTURES, 0);
+        state.change(0, RECORDING);
+        assert_eq!(now().0, CAPTURES);
+        state.change(0, CAPTURES);
+        assert!(now().is_quiet());
+    }
+
+    fn leaked<T: Default>() -> &'static T {
+        Box::leak(Box::default())
+    }
+
+    #[test]
+    fn copies_say_what_the_word_does() {
+        let process: &Followed = leaked();
+        let (early, late): (&State, &State) = (leaked(), leaked());
+        process.follow(early);
+        assert!(early.now().is_quiet());
+        process.change(RECORDS, 0);
+        assert!(early.now().only_records_blocks());
+        process.change(CAPTURES, 0);
+        process.follow(late);
+        for copy in [early, late] {
+            assert_eq!(copy.now().0, RECORDS | CAPTURES);
+        }
+        process.change(0, RECORDS);
+        for copy in [early, late] {
+            assert_eq!(copy.now().0, CAPTURES);
+        }
+        process.change(0, CAPTURES);
+        assert!(early.now().is_quiet() && late.now().is_quiet());
+    }
+
+    #[test]
+    fn copies_that_come_while_the_word_changes_follow_it() {
+        let process: &'static Followed = leaked();
+        let copies: Vec<&'static State> = std::thread::scope(|scope| {
+            for bit in [CAPTURES, TOOL, RECORDS] {
+                scope.spawn(move || {
+                    for _ in 0..500 {
+                        process.change(bit, 0);
+                        process.change(0, bit);
+                    }
+                    process.change(bit, 0);
+                });
+            }
+            let make = || {
+                (0..200).map(|_| {
+                    let copy = leaked();
+                    process.follow(copy);
+                    copy
+                })
+            };
+            let others = scope.spawn(move || make().collect::<Vec<_>>());
+            let mut copies: Vec<_> = make().collect();
+            copies.extend(others.join().into_iter().flatten());
+            copies
+        });
+        assert_eq!(copies.len(), 400);
+        let all = CAPTURES | TOOL | RECORDS;
+        assert!(copies.iter().all(|copy| copy.now().0 == all));
+        process.change(0, all);
+        assert!(copies.iter().all(|copy| copy.now().is_quiet()));
+    }
+}
