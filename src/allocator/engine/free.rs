@@ -72,8 +72,9 @@ impl Engine {
     /// Frees the block that starts at a pointer.
     #[inline]
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        if self.unseen()
+        if self.at_once_id() != 0
             && let Some((cache, node)) = self.small_at(ptr)
+            && cache.now().is_quiet()
             && let Some(mut inner) = cache.try_lock()
             && inner.free_at_once(node, Life::At(ptr))
         {

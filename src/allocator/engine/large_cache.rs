@@ -35,7 +35,7 @@ impl Engine {
             return None;
         }
         let inner = cache.lock();
-        if !cache.is_of_handle(raw) {
+        if !inner.is_of_handle(raw) {
             return None;
         }
         let key = inner.key;

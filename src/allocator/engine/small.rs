@@ -94,7 +94,7 @@ impl Engine {
     ) -> Option<Grant> {
         let request = unaligned(bytes).filter(|_| cache.now().is_quiet())?;
         let mut inner = cache.try_lock()?;
-        if !cache.is_of_handle(raw) {
+        if !inner.is_of_handle(raw) {
             return None;
         }
         let owner = self.owner(inner.key);
@@ -107,7 +107,7 @@ impl Engine {
         let cache = thread::find_handle(raw)?;
         let inner = cache.lock();
         let (allocator, key) = (self.id, inner.key);
-        let known = cache.is_of_handle(raw) && inner.serves(Owner { allocator, key });
+        let known = inner.is_of_handle(raw) && inner.serves(Owner { allocator, key });
         known.then_some(key)
     }
 

@@ -12,6 +12,7 @@ use crate::allocator::stats::Counter;
 
 /// Bytes of one stream cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C)]
 pub(crate) struct Account {
     /// Everything that was ever added.
     total: u64,
@@ -89,44 +90,118 @@ impl Account {
     }
 }
 
+/// How much there is of a quantity, and its peak.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C)]
+pub(crate) struct Level {
+    /// How far below its peak it is: what is more than that raises the peak.
+    below: u64,
+    peak: u64,
+}
+
+impl Level {
+    #[inline(always)]
+    fn add(&mut self, amount: u64) {
+        let (below, passed) = self.below.overflowing_sub(amount);
+        self.below = below;
+        if passed {
+            let level = anew(self);
+            level.peak = level.peak.wrapping_sub(level.below);
+            level.below = 0;
+        }
+    }
+
+    #[inline(always)]
+    fn sub(&mut self, amount: u64) {
+        self.below += amount;
+    }
+
+    fn current(&self) -> u64 {
+        self.peak - self.below
+    }
+
+    fn reset_peak(&mut self) {
+        self.peak = self.current();
+        self.below = 0;
+    }
+}
+
 /// Another quantity of one stream cache, with a peak of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Gauge {
-    /// Everything that was ever added and this together are the lot: below 0 when that is used up.
-    left: u64,
-    /// How far below its peak it is: what is more than that raises the peak.
-    below: u64,
-    lot: u64,
-    peak: u64,
+    /// Everything that was ever added.
+    total: u64,
+    level: Level,
 }
 
 impl Gauge {
-    /// Whether the lot is used up by this.
     #[inline(always)]
-    pub(crate) fn add(&mut self, amount: u64) -> bool {
-        let (below, passed) = self.below.overflowing_sub(amount);
-        self.below = below;
-        if passed {
-            let gauge = anew(self);
-            gauge.peak = gauge.peak.wrapping_sub(gauge.below);
-            gauge.below = 0;
-        }
-        let (left, used_up) = self.left.overflowing_sub(amount);
-        self.left = left;
-        used_up
+    pub(crate) fn add(&mut self, amount: u64) {
+        self.level.add(amount);
+        self.total += amount;
     }
 
     #[inline(always)]
     pub(crate) fn sub(&mut self, amount: u64) {
-        self.below += amount;
+        self.level.sub(amount);
     }
 
     pub(crate) fn current(&self) -> u64 {
-        self.peak - self.below
+        self.level.current()
     }
 
     /// Everything that was ever added.
+    pub(crate) fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// The largest value since the last reset.
+    pub(crate) fn peak(&self) -> u64 {
+        self.level.peak
+    }
+
+    pub(crate) fn reset_peak(&mut self) {
+        self.level.reset_peak();
+    }
+
+    /// All of it.
+    pub(crate) fn counter(&self) -> Counter {
+        let current = self.current();
+        Counter {
+            current,
+            peak: self.peak(),
+            total_allocated: self.total,
+            total_freed: self.total - current,
+        }
+    }
+}
+
+/// Blocks of one stream cache: a quantity of which so much may be added before somebody looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C)]
+pub(crate) struct Blocks {
+    /// Everything that was ever added and this together are the lot: below 0 when that is used up.
+    left: u64,
+    level: Level,
+    lot: u64,
+}
+
+impl Blocks {
+    /// One more; whether the lot is used up by it.
+    #[inline(always)]
+    fn add(&mut self) -> bool {
+        self.level.add(1);
+        let (left, used_up) = self.left.overflowing_sub(1);
+        self.left = left;
+        used_up
+    }
+
+    pub(crate) fn current(&self) -> u64 {
+        self.level.current()
+    }
+
+    /// As many as there ever were.
     pub(crate) fn total(&self) -> u64 {
         self.lot.wrapping_sub(self.left)
     }
@@ -141,25 +216,13 @@ impl Gauge {
         self.left = amount;
     }
 
-    /// The largest value since the last reset.
+    /// The most since the last reset.
     pub(crate) fn peak(&self) -> u64 {
-        self.peak
+        self.level.peak
     }
 
     pub(crate) fn reset_peak(&mut self) {
-        self.peak = self.current();
-        self.below = 0;
-    }
-
-    /// All of it.
-    pub(crate) fn counter(&self) -> Counter {
-        let (current, total) = (self.current(), self.total());
-        Counter {
-            current,
-            peak: self.peak,
-            total_allocated: total,
-            total_freed: total - current,
-        }
+        self.level.reset_peak();
     }
 }
 
@@ -176,13 +239,14 @@ pub(super) fn anew<T>(value: &mut T) -> &mut T {
 #[inline]
 pub(crate) fn rarely() {}
 
-/// What a stream cache counts: bytes of blocks, bytes as asked for, and blocks.
+/// What a stream cache counts: bytes of blocks, bytes as asked for, and blocks. On one line with all that a pair of
+/// allocation and free changes, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Accounts {
     pub allocated: Account,
     pub requested: Gauge,
-    pub blocks: Gauge,
+    pub blocks: Blocks,
 }
 
 /// How many quantities there are.
@@ -194,14 +258,14 @@ impl Accounts {
     pub(crate) fn add(&mut self, bytes: u64, requested: u64) -> bool {
         self.allocated.add(bytes);
         self.requested.add(requested);
-        self.blocks.add(1)
+        self.blocks.add()
     }
 
     #[inline(always)]
     pub(crate) fn sub(&mut self, bytes: u64, requested: u64) {
         self.allocated.sub(bytes);
         self.requested.sub(requested);
-        self.blocks.sub(1);
+        self.blocks.level.sub(1);
     }
 
     /// What is there of each quantity.

@@ -84,8 +84,7 @@ pub(crate) struct StreamCache {
     pub(crate) rank: u32,
     /// The allocator while the stream cache has a stream.
     owner: AtomicPtr<()>,
-    /// The stream's handle, if it is that stream's and no other's as long as calls may go on without a look at the
-    /// heap; else 0. Written under the lock.
+    /// [`Inner::handle`], for who has no lock.
     handle: AtomicUsize,
 }
 
@@ -155,6 +154,9 @@ pub(crate) struct Inner {
     open: u64,
     /// The stream's number in that allocator: calls for this stream may go on.
     pub key: u64,
+    /// The stream's handle, if it is that stream's and no other's as long as calls may go on without a look at the
+    /// heap; else 0.
+    handle: usize,
     pub runs: Runs,
     /// Number of the allocator, 0 for none.
     pub allocator: u64,
@@ -206,6 +208,7 @@ impl Default for Inner {
             owner: None,
             allocator: 0,
             key: 0,
+            handle: 0,
             slot: 0,
             raw: 0,
             asking: 0,
@@ -331,14 +334,8 @@ impl StreamCache {
 
     /// The stream is known by a handle from now on, or by none if that is 0.
     pub(crate) fn set_handle(&self, raw: usize) {
-        let _inner = self.lock();
+        self.lock().handle = raw;
         self.handle.store(raw, Ordering::Relaxed);
-    }
-
-    /// Whether the stream is known by this handle. It is its own as long as the stream cache serves.
-    #[inline(always)]
-    pub(crate) fn is_of_handle(&self, raw: usize) -> bool {
-        self.handle.load(Ordering::Relaxed) == raw
     }
 
     #[inline]
@@ -360,6 +357,12 @@ impl StreamCache {
 }
 
 impl Inner {
+    /// Whether the stream is known by this handle. It is its own as long as the stream cache serves.
+    #[inline(always)]
+    pub(crate) fn is_of_handle(&self, raw: usize) -> bool {
+        self.handle == raw
+    }
+
     /// Lets the stream cache work without a look at the heap, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = match fast {

@@ -1,8 +1,9 @@
 //! From an address to the stream cache that owns the page around it, without a lock.
 //!
-//! A radix table over the address space: three levels of directories, below them leaves of 2 MiB
-//! with an entry per page. Directories and leaves are made when they are first needed and stay;
-//! entries change under the lock of the stream cache that they name.
+//! A table over the address space by stretches of a GiB, with an entry per page in each. A stretch is made when the
+//! first page in it is, and stays; entries change under the lock of the stream cache that they name. Most stretches lie
+//! near: in a row that has a place for one of each so many, so that a free by pointer, which may find none of this in the
+//! processor's caches, waits for two lines. Who finds his place taken lies in a radix table.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, Ordering};
@@ -15,11 +16,16 @@ use crate::allocator::size::{GRANULE, PAGE};
 use crate::locks::lock::{AtomicPtr, AtomicU32};
 
 const PAGE_BITS: u32 = PAGE.ilog2();
-const LEAF_BITS: u32 = 21;
-const LEAF_PAGES: usize = 1 << (LEAF_BITS - PAGE_BITS);
-const BITS: [u32; 3] = [10, 9, 9];
+/// Of a stretch. Loom has to be told of each entry.
+const STRETCH_BITS: u32 = if cfg!(loom) { 21 } else { 30 };
+const STRETCH_PAGES: usize = 1 << (STRETCH_BITS - PAGE_BITS);
 /// Above this many bits there are no addresses of devices.
-const ADDRESS_BITS: u32 = LEAF_BITS + BITS[0] + BITS[1] + BITS[2];
+const ADDRESS_BITS: u32 = 49;
+/// Places for stretches that lie near.
+const PLACES: usize = 64;
+/// The two levels of the table of all others.
+const TOPS: usize = 1 << 10;
+const BELOW: usize = 1 << (ADDRESS_BITS - STRETCH_BITS - TOPS.ilog2());
 /// Marks numbers of small blocks; those of all others are below.
 pub(crate) const SMALL_ID: u32 = 1 << 31;
 /// Bits of a block's number that say where in its page it begins.
@@ -42,32 +48,33 @@ struct Entry {
     generation: AtomicU32,
 }
 
+/// What is known of the pages of a stretch of addresses.
 #[derive(Debug)]
-struct Leaf {
-    entries: [Entry; LEAF_PAGES],
+struct Stretch {
+    /// Which one: an address without its lower bits.
+    number: u64,
+    entries: Box<[Entry; STRETCH_PAGES]>,
     /// The pages' numbers; [`NUMBERS`] for one that has none yet. Beside the entries, whose size is a power of
     /// two so that every free by pointer finds its own by a shift.
-    numbers: [Count; LEAF_PAGES],
+    numbers: Box<[Count; STRETCH_PAGES]>,
 }
 
-impl Leaf {
-    fn new() -> Self {
-        Leaf {
-            entries: std::array::from_fn(|_| Entry {
+impl Stretch {
+    fn new(number: u64) -> Self {
+        Stretch {
+            number,
+            entries: boxed_array(|| Entry {
                 cache: AtomicPtr::new(std::ptr::null_mut()),
                 page: AtomicU32::new(0),
                 generation: AtomicU32::new(0),
             }),
-            numbers: [const { Count::new(NUMBERS) }; LEAF_PAGES],
+            numbers: boxed_array(|| Count::new(NUMBERS)),
         }
     }
 }
 
 /// As long as its index has values: what is masked needs no check.
 type Slots<T, const N: usize> = Box<[OnceLock<T>; N]>;
-const TOPS: usize = 1 << BITS[0];
-const BELOW: usize = 1 << BITS[1];
-const _: () = assert!(BITS[1] == BITS[2]);
 
 fn slots<T, const N: usize>() -> Slots<T, N> {
     boxed_array(OnceLock::new)
@@ -76,50 +83,74 @@ fn slots<T, const N: usize>() -> Slots<T, N> {
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct PageTable {
-    top: Slots<Slots<Slots<Leaf, BELOW>, BELOW>, TOPS>,
+    /// Of the stretches that share a place the first one that had a page.
+    near: [OnceLock<Stretch>; PLACES],
+    far: OnceLock<Slots<Slots<Stretch, BELOW>, TOPS>>,
     numbers: Count,
+}
+
+/// The number of the stretch around an address.
+#[inline(always)]
+fn stretch_of(ptr: u64) -> u64 {
+    ptr >> STRETCH_BITS
+}
+
+/// The place of an address's page in its stretch.
+#[inline(always)]
+fn place(ptr: u64) -> usize {
+    (ptr >> PAGE_BITS) as usize % STRETCH_PAGES
+}
+
+/// Where in the table of those that do not lie near a stretch is.
+fn far_place(number: u64) -> Option<(usize, usize)> {
+    let number = usize::try_from(number).ok()?;
+    let (top, below) = (number / BELOW, number % BELOW);
+    (top < TOPS).then_some((top, below))
 }
 
 impl PageTable {
     pub(crate) fn new() -> Self {
         PageTable {
-            top: slots(),
+            near: [const { OnceLock::new() }; PLACES],
+            far: OnceLock::new(),
             numbers: Count::new(0),
         }
     }
 
     #[inline(always)]
-    fn places(ptr: u64) -> [usize; 3] {
-        let at = |shift: u32, bits: u32| (ptr >> shift) as usize & ((1 << bits) - 1);
-        let low = LEAF_BITS + BITS[2];
-        [
-            at(low + BITS[1], BITS[0]),
-            at(low, BITS[1]),
-            at(LEAF_BITS, BITS[2]),
-        ]
-    }
-
-    /// The place of an address's page in its leaf.
-    #[inline(always)]
-    fn place(ptr: u64) -> usize {
-        (ptr >> PAGE_BITS) as usize % LEAF_PAGES
-    }
-
-    #[inline(always)]
     fn entry(&self, ptr: u64) -> Option<&Entry> {
-        let leaf = self.find_leaf(ptr)?;
-        Some(&leaf.entries[Self::place(ptr)])
+        let stretch = self.stretch(ptr)?;
+        Some(&stretch.entries[place(ptr)])
     }
 
     #[inline(always)]
-    fn find_leaf(&self, ptr: u64) -> Option<&Leaf> {
-        if ptr >> ADDRESS_BITS != 0 {
-            return None;
+    fn stretch(&self, ptr: u64) -> Option<&Stretch> {
+        let number = stretch_of(ptr);
+        // None near: there is none that had to go further, either.
+        let near = self.near[number as usize % PLACES].get()?;
+        if near.number == number {
+            return Some(near);
         }
-        let [top, middle, low] = Self::places(ptr);
-        let middles = self.top[top % TOPS].get()?;
-        let lows = middles[middle % BELOW].get()?;
-        lows[low % BELOW].get()
+        self.far_stretch(number)
+    }
+
+    #[inline(never)]
+    fn far_stretch(&self, number: u64) -> Option<&Stretch> {
+        let (top, below) = far_place(number)?;
+        self.far.get()?[top].get()?[below].get()
+    }
+
+    /// The stretch around an address, from now on; `None` for an address that no device has.
+    fn made_stretch(&self, ptr: u64) -> Option<&Stretch> {
+        let number = stretch_of(ptr);
+        let (top, below) = far_place(number)?;
+        let make = || Stretch::new(number);
+        let near = self.near[number as usize % PLACES].get_or_init(make);
+        if near.number == number {
+            return Some(near);
+        }
+        let stretches = self.far.get_or_init(slots)[top].get_or_init(slots);
+        Some(stretches[below].get_or_init(make))
     }
 
     /// The stream cache that owns the page around an address, and the page's place in it. Another thread
@@ -136,15 +167,8 @@ impl PageTable {
     /// What a page at `base` is to its next stream cache: one that is worn has another number
     /// from here on, and begins anew. It has no stream cache now. `None` for an address that no device has.
     pub(crate) fn info(&self, base: u64) -> Option<PageInfo> {
-        if base >> ADDRESS_BITS != 0 {
-            return None;
-        }
-        let [top, middle, low] = Self::places(base);
-        let middles = self.top[top % TOPS].get_or_init(slots);
-        let lows = middles[middle % BELOW].get_or_init(slots);
-        let leaf = lows[low % BELOW].get_or_init(Leaf::new);
-        let place = Self::place(base);
-        let (entry, number) = (&leaf.entries[place], &leaf.numbers[place]);
+        let stretch = self.made_stretch(base)?;
+        let (entry, number) = (&stretch.entries[place(base)], &stretch.numbers[place(base)]);
         let worn = entry.generation.load(Ordering::Relaxed) >= WORN;
         if worn || number.load(Ordering::Relaxed) == NUMBERS {
             let next = self.numbers.fetch_add(1, Ordering::Relaxed) % NUMBERS;
@@ -161,7 +185,7 @@ impl PageTable {
     /// The number of the live small block that begins at an address, among all that there can be.
     pub(crate) fn id(&self, ptr: u64) -> Option<u32> {
         let granule = (ptr / GRANULE) as u32 & ((1 << ID_BITS) - 1);
-        let number = self.find_leaf(ptr)?.numbers[Self::place(ptr)].load(Ordering::Relaxed);
+        let number = self.stretch(ptr)?.numbers[place(ptr)].load(Ordering::Relaxed);
         Some(SMALL_ID | number << ID_BITS | granule)
     }
 
@@ -180,5 +204,60 @@ impl PageTable {
             entry.generation.store(info.generation, Ordering::Relaxed);
             entry.cache.store(std::ptr::null_mut(), Ordering::Release);
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn stretches_that_share_a_place_are_told_apart() {
+        let table = PageTable::new();
+        let cache = |rank| -> &'static StreamCache { Box::leak(Box::new(StreamCache::new(rank))) };
+        let at = 0x20_0000_0000 + 3 * PAGE;
+        let bases = [
+            0,
+            1,
+            PLACES as u64,
+            2 * PLACES as u64,
+            (TOPS * BELOW) as u64 - 200,
+        ]
+        .map(|stretches| (at + stretches * GIB) % (1 << ADDRESS_BITS));
+        assert!(bases.iter().all(|base| table.find(*base).is_none()));
+        for (place, base) in (0..).zip(bases) {
+            let info = table.info(base).expect("an address of a device");
+            assert_eq!((info.base, info.number), (base, place));
+            table.set(base, cache(place), place + 10);
+        }
+        for (place, base) in (0..).zip(bases) {
+            for ptr in [base, base + GRANULE, base + PAGE - 1] {
+                let found = table.find(ptr).map(|(cache, page)| (cache.rank, page));
+                assert_eq!(found, Some((place, place + 10)));
+            }
+            let id = table.id(base + 5 * GRANULE).expect("it has a number");
+            assert_eq!((page_of(id), id & ((1 << ID_BITS) - 1)), (place, 5));
+            for other in [
+                base - 1,
+                base + PAGE,
+                base + 3 * PLACES as u64 * GIB,
+                base | 1 << ADDRESS_BITS,
+            ] {
+                assert!(table.find(other).is_none(), "{other:#x}");
+            }
+        }
+        assert!(table.info(at | 1 << ADDRESS_BITS).is_none());
+        // A page that comes back has its number, and goes on with its generations.
+        let last = bases[2];
+        let info = table.info(last).map(|info| PageInfo {
+            generation: 77,
+            ..info
+        });
+        table.clear(info.expect("an address of a device"));
+        assert!(table.find(last).is_none());
+        let again = table.info(last).expect("an address of a device");
+        assert_eq!((again.number, again.generation), (2, 77));
     }
 }
