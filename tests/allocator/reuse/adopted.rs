@@ -71,6 +71,9 @@ fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
             // A capture of another test in this process may be looked out for.
             let asks = [calls_of(sim, here), there];
             assert!(asks.iter().all(|calls| *calls <= 16), "{asks:?}");
+            // Its stream cache stays with it.
+            // SAFETY: the stream is alive, and nothing uses the memory.
+            let kept = unsafe { allocator.allocate_raw(4 * KIB, raw) }.unwrap();
             // SAFETY: as above, and nobody uses it any more.
             unsafe { allocator.retire_raw(raw) }.unwrap();
             // What the thread remembers by the first one's handle may serve this one now.
@@ -92,7 +95,10 @@ fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
                 }
             }
             // SAFETY: as above.
-            unsafe { allocator.retire_raw(second.raw()) }.unwrap();
+            unsafe {
+                allocator.free_raw(kept).unwrap();
+                allocator.retire_raw(second.raw()).unwrap();
+            }
             others
                 .into_iter()
                 .chain([second])
