@@ -20,6 +20,7 @@ mod environment;
 pub mod error;
 mod event;
 pub mod exchange;
+mod foreign;
 mod locks;
 mod nvtx;
 pub mod pool;

@@ -772,7 +772,7 @@ int32_t cualloc_empty_cache(struct cualloc_t *allocator,
  * Bounds the bytes held from the driver; UINT64_MAX lifts the bound. Memory above a lowered bound stays until it is
  * trimmed. With 0 nothing more is taken from the driver.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED.
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
  *
  * Any thread.
  */
@@ -798,7 +798,7 @@ int32_t cualloc_stats(struct cualloc_t *allocator,
 /**
  * Sets all peaks to the current values, at one instant.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED.
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
  *
  * Any thread.
  */

@@ -156,6 +156,14 @@ pub(crate) fn with<T>(
     run(entered.allocator()).map_err(|error| judged(entered.allocator(), error))
 }
 
+/// Refuses in a forked child, for what would be done to no end there.
+pub(crate) fn of_this_process(allocator: &Allocator) -> Result<(), Error> {
+    match allocator.context().driver().is_forked_child() {
+        true => Err(Error::ForkedChild),
+        false => Ok(()),
+    }
+}
+
 /// An error that may say that the allocator's context is gone makes us look, once.
 #[cold]
 #[inline(never)]
@@ -169,6 +177,10 @@ pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
         )
     };
     match error {
+        // Whatever the driver says there.
+        Error::Driver(_) if allocator.context().driver().is_forked_child() => {
+            Error::ForkedChild.into()
+        }
         Error::Driver(cause) if suspect(cause.code()) => match allocator.context().enter() {
             Err(found) if suspect(found.code()) => allocator.context_is_gone().into(),
             _ => error.into(),

@@ -76,13 +76,14 @@ unsafe fn given_back(
 /// Bounds the bytes held from the driver; UINT64_MAX lifts the bound. Memory above a lowered bound stays until it is
 /// trimmed. With 0 nothing more is taken from the driver.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED.
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
 ///
 /// Any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_set_limit(allocator: *mut cualloc_t, bytes: u64) -> i32 {
     call(|| {
         handles::with(allocator, |allocator| {
+            handles::of_this_process(allocator)?;
             allocator.set_limit((bytes != u64::MAX).then_some(bytes));
             Ok(())
         })
@@ -120,13 +121,14 @@ pub unsafe extern "C" fn cualloc_stats(
 
 /// Sets all peaks to the current values, at one instant.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED.
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
 ///
 /// Any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_reset_peaks(allocator: *mut cualloc_t) -> i32 {
     call(|| {
         handles::with(allocator, |allocator| {
+            handles::of_this_process(allocator)?;
             allocator.reset_peaks();
             Ok(())
         })

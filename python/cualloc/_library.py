@@ -166,6 +166,13 @@ def checked(code):
     raise (OutOfMemory if code == OUT_OF_MEMORY else Error)(code, text)
 
 
+def without_null(text):
+    """Bytes for the library, to which they would end at a null byte."""
+    if b"\0" in text:
+        raise ValueError("embedded null byte")
+    return text
+
+
 # ---- one allocator for each device ---------------------------------------------------------------------------------
 
 _lock = threading.RLock()
@@ -201,7 +208,7 @@ def _options(settings):
     options = LIBRARY.cualloc_options_new()
     try:
         for key, value in settings.items():
-            checked(LIBRARY.cualloc_options_set(options, key.encode(), value.encode()))
+            checked(LIBRARY.cualloc_options_set(options, without_null(key.encode()), without_null(value.encode())))
         yield options
     finally:
         LIBRARY.cualloc_options_free(options)
@@ -300,7 +307,7 @@ def tagged(device, tag):
         pool = _tagged.get((device, tag))
         if pool is None:
             made = ctypes.c_void_p()
-            checked(LIBRARY.cualloc_pool_create_tagged(allocator(device), tag.encode(), ctypes.byref(made)))
+            checked(LIBRARY.cualloc_pool_create_tagged(allocator(device), without_null(tag.encode()), ctypes.byref(made)))
             pool = _tagged[device, tag] = made.value
     which, number = Scope(struct_size=ctypes.sizeof(Scope), kind=SCOPE_THREAD), ctypes.c_uint64()
     checked(LIBRARY.cualloc_pool_enter(pool, ctypes.byref(which), ctypes.byref(number)))
@@ -313,7 +320,7 @@ def tagged(device, tag):
 def suspend(device, tag, contents):
     """Suspends the memory of a tag. The bytes that the driver has back; none if it is suspended already."""
     bytes = ctypes.c_uint64()
-    code = LIBRARY.cualloc_suspend(allocator(device), SELECT_TAG, tag.encode(), contents, ctypes.byref(bytes))
+    code = LIBRARY.cualloc_suspend(allocator(device), SELECT_TAG, without_null(tag.encode()), contents, ctypes.byref(bytes))
     if code == SUSPENDED:
         return None
     checked(code)
@@ -323,7 +330,7 @@ def suspend(device, tag, contents):
 def resume(device, tag):
     """Brings the memory of a tag back. The bytes that are there again; none if it is not suspended."""
     bytes = ctypes.c_uint64()
-    code = LIBRARY.cualloc_resume(allocator(device), SELECT_TAG, tag.encode(), ctypes.byref(bytes))
+    code = LIBRARY.cualloc_resume(allocator(device), SELECT_TAG, without_null(tag.encode()), ctypes.byref(bytes))
     if code == SUSPENDED:
         return None
     checked(code)

@@ -25,7 +25,7 @@ def start(path=None, stacks=0):
 
     With `stacks` about one allocation in each so many bytes is recorded with the stack of its thread: Python's functions,
     or native ones where there are none. Some hundreds of KiB can stay on."""
-    path = None if path is None else os.fsencode(path)
+    path = None if path is None else _l.without_null(os.fsencode(path))
     _l.checked(_l.LIBRARY.cualloc_record_start_with_stacks(path, stacks))
     if stacks:
         _l.LIBRARY.cualloc_set_stack_source(_SOURCE, None)
@@ -33,13 +33,13 @@ def start(path=None, stacks=0):
 
 def dump(path):
     """Writes what the recording has in memory now to a file. The recording goes on."""
-    _l.checked(_l.LIBRARY.cualloc_record_dump(os.fsencode(path)))
+    _l.checked(_l.LIBRARY.cualloc_record_dump(_l.without_null(os.fsencode(path))))
 
 
 def snapshot(path):
     """Writes a file of what the recording has in memory now as a memory snapshot of PyTorch's, for its viewer. The
     recording goes on."""
-    _l.checked(_l.LIBRARY.cualloc_record_snapshot(os.fsencode(path)))
+    _l.checked(_l.LIBRARY.cualloc_record_snapshot(_l.without_null(os.fsencode(path))))
 
 
 def stop():
@@ -94,7 +94,7 @@ def _without_source():
 def context(name):
     """What the thread allocates and frees within has this name; parts between semicolons are a stack, outermost first.
     A program may have 65535 names; those that come later are none."""
-    before = _l.LIBRARY.cualloc_set_context(_l.LIBRARY.cualloc_context(name.encode()))
+    before = _l.LIBRARY.cualloc_set_context(_l.LIBRARY.cualloc_context(_l.without_null(name.encode())))
     try:
         yield
     finally:

@@ -1166,6 +1166,9 @@ def recordings_have_contexts():
     driver()
     raises(cualloc.Error, "no recording", record.stop)
     raises(cualloc.Error, "cannot be written", record.start, "/no/such/folder/file")
+    for take in (record.start, record.dump, record.snapshot):
+        raises(ValueError, "null byte", take, "cut\0off")
+    raises(ValueError, "null byte", record.context("cut\0off").__enter__)
     with tempfile.TemporaryDirectory() as folder:
         whole, newest = os.path.join(folder, "whole.rec"), os.path.join(folder, "newest.rec")
         record.start(whole)

@@ -51,6 +51,7 @@ fn d9_nothing_waits_for_the_heap_in_a_forked_child() -> Test {
             let text = format!("{wide:?} {small:?} {guard:?} {buffer:?}");
             let known = knows_nothing(&a, wide.ptr()) && knows_nothing(&a, small.ptr());
             let refused = matches!(a.trim(0), Err(Error::ForkedChild))
+                && matches!(a.empty_cache(), Err(Error::ForkedChild))
                 && a.allocate(100, &stream).is_err()
                 && a.allocate(1 << 20, &stream).is_err()
                 && a.guard(wide.ptr(), 1).is_err()

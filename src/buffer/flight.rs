@@ -3,13 +3,13 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context as TaskContext, Poll};
 
 use crate::driver::{DriverError, Entered, Stream, in_host_function, process};
 use crate::error::{Error, Refused};
+use crate::foreign::guarded;
 use crate::sync::capture;
 use crate::sync::order::wait;
 
@@ -161,9 +161,7 @@ unsafe extern "C" fn do_job(data: *mut c_void) {
     let job = unsafe { Arc::from_raw(data.cast_const().cast::<Job>()) };
     let run = process::lock(&job).take();
     let done = || in_host_function(|| run.map_or((), |run| run()));
-    if catch_unwind(AssertUnwindSafe(done)).is_err() {
-        log::error!("what was to be done after a copy panicked");
-    }
+    guarded("what was to be done after a copy", done);
 }
 
 impl<T: DeviceCopy> Future for CopyInFlight<T> {

@@ -45,6 +45,15 @@ impl Driver {
         self.found().add(stream, true);
     }
 
+    /// Those of this crate's streams that may be capturing: whose capture was begun or found here and not seen to end.
+    pub(crate) fn own_suspects(&self) -> Vec<Stream> {
+        let suspects = self.found().watched();
+        suspects
+            .into_iter()
+            .filter_map(|stream| self.own_stream(stream))
+            .collect()
+    }
+
     /// Now and then looks whether captures that calls look out for are over: of streams that are this crate's the
     /// driver says so, of others nobody may ask it, and they are taken for over after a while. Called once in
     /// [`REVIEW`](super::REVIEW) allocations that have to look out.

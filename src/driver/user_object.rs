@@ -5,9 +5,9 @@ use super::error::DriverError;
 use super::owed::{Owed, in_host_function};
 use super::sys;
 use super::table::call;
+use crate::foreign::guarded;
 use std::ffi::c_void;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
 /// A function that the driver calls when nothing holds the object any more: this value is dropped, and every graph
@@ -33,9 +33,7 @@ type Hook = Box<dyn FnOnce() + Send>;
 unsafe extern "C" fn run(data: *mut c_void) {
     // SAFETY: the caller's contract.
     let hook = unsafe { Box::from_raw(data.cast::<Hook>()) };
-    if catch_unwind(AssertUnwindSafe(|| in_host_function(*hook))).is_err() {
-        log::error!("the function of a user object panicked");
-    }
+    guarded("the function of a user object", || in_host_function(*hook));
 }
 
 impl UserObject {

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -16,6 +15,7 @@ use crate::driver::{Device, Event, Stream, sys};
 
 use crate::dtype::DType;
 use crate::error::{Error, ImportFault, InvalidArgument, Refused};
+use crate::foreign::guarded;
 use crate::sync::capture;
 
 use super::layout::{Described, Layout};
@@ -127,7 +127,7 @@ unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
     }
     // SAFETY: the box of `to_arrow`, given up there and taken back once by the caller's contract.
     let mut export = unsafe { Box::from_raw(export) };
-    let done = catch_unwind(AssertUnwindSafe(|| {
+    guarded("releasing an exported array", || {
         // SAFETY: the pair is the one that the array was made with.
         unsafe {
             array.set_private_data(export.private_data);
@@ -139,10 +139,7 @@ unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
         }
         drop(export.event.take());
         drop(export);
-    }));
-    if done.is_err() {
-        log::error!("releasing an exported array panicked");
-    }
+    });
     // SAFETY: whatever happened, it is not to be called again.
     unsafe {
         array.set_release(None);

@@ -2,13 +2,13 @@
 
 use std::ffi::{CStr, c_void};
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use crate::driver::{Device, sys};
 use crate::dtype::DType;
 use crate::error::{Error, ImportFault};
+use crate::foreign::guarded;
 
 use super::dlpack::{
     DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
@@ -132,9 +132,7 @@ unsafe extern "C-unwind" fn delete<M: Managed>(managed: *mut M) {
     }
     // SAFETY: the box of `export`, given up there and taken back once by the caller's contract.
     let export = unsafe { Box::from_raw(export) };
-    if catch_unwind(AssertUnwindSafe(|| drop(export))).is_err() {
-        log::error!("releasing an exported tensor panicked");
-    }
+    guarded("releasing an exported tensor", || drop(export));
 }
 
 /// A managed tensor with an owner: released on drop, by its own deleter, exactly once.
@@ -353,9 +351,7 @@ impl<M: Managed> Drop for Dlpack<M> {
         };
         let raw = self.0.as_ptr();
         // SAFETY: alive and ours by the contract of `from_raw`; deleted here alone.
-        if catch_unwind(AssertUnwindSafe(|| unsafe { deleter(raw) })).is_err() {
-            log::error!("the deleter of a tensor panicked");
-        }
+        guarded("the deleter of a tensor", || unsafe { deleter(raw) });
     }
 }
 

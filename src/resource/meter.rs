@@ -6,8 +6,8 @@ use std::sync::{Arc, RwLock};
 
 use crate::allocator::Counter;
 use crate::driver::process;
+use crate::foreign::guarded;
 
-use super::foreign::guarded;
 use super::usage::Tally;
 use crate::error::Error;
 

@@ -31,7 +31,6 @@ mod caching;
 mod callback;
 mod cuda_memory;
 mod dropped;
-mod foreign;
 mod launch;
 mod logging;
 mod manager;

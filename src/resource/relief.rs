@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::allocator::{Hooks, ReliefHook, Request};
 use crate::driver::{Stream, process};
+use crate::foreign::guarded;
 
 use super::block::RawBlock;
 use super::dropped::give_back;
-use super::foreign::guarded;
 use super::traits::MemoryResource;
 use super::usage::Usage;
 use crate::block::Tag;
@@ -231,7 +231,7 @@ impl<R: MemoryResource> Relief<R> {
         attempt: impl Fn() -> Result<RawBlock, Error>,
         mut error: Error,
     ) -> Result<RawBlock, Error> {
-        for hook in self.hooks.all() {
+        for hook in self.hooks.due() {
             let room = self.inner.headroom();
             if room.is_some_and(|room| !hook.runs_in(room)) {
                 continue;
@@ -241,7 +241,7 @@ impl<R: MemoryResource> Relief<R> {
                 // The device is short, not a budget.
                 _ => bytes,
             };
-            guarded("a relief hook", || hook.run(missing));
+            hook.run(missing);
             match attempt() {
                 Err(last) if last.is_out_of_memory() => error = last,
                 done => return done,

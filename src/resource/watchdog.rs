@@ -5,9 +5,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::driver::process;
+use crate::foreign::guarded;
 use crate::locks::held::Locked;
 
-use super::foreign::guarded;
 use crate::clock::{Clock, Wakeup};
 
 /// Looks at the device's free bytes at an interval, and pauses whoever asks while they are below a

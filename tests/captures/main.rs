@@ -50,6 +50,29 @@ fn r38_no_wait_for_a_context_while_an_own_stream_captures() {
     });
 }
 
+/// R38: so is a stream of this crate whose capture was begun through it, though the allocator never saw it.
+#[test]
+fn r38_no_wait_for_a_context_while_an_own_stream_captures_that_nobody_named() {
+    each(|rig| {
+        let allocator = rig.limited(20 * MIB);
+        let (stranger, raw, other) = (rig.stream(), RawStream::new(rig), rig.stream());
+        leave_work(&allocator, &raw);
+        captured(rig, stranger.raw(), || {
+            refused(&allocator);
+            allocator.empty_cache().unwrap();
+            let want = allocator.allocate(30 * MIB, &other).unwrap_err();
+            assert!(want.is_out_of_memory());
+            let _ = allocator.allocate(20 * MIB, &other);
+            let calls = rig.calls("cuCtxSynchronize");
+            refused(&allocator);
+            assert_eq!(rig.calls("cuCtxSynchronize"), calls);
+        });
+        allocator.synchronize().unwrap();
+        rig.close(&allocator);
+        raw.destroy();
+    });
+}
+
 /// R38: a capturing stream of the caller is known from the call that it refused.
 #[test]
 fn r38_no_wait_for_a_context_while_a_raw_stream_captures() {

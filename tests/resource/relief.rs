@@ -345,6 +345,49 @@ unsafe impl MemoryResource for Loud {
     }
 }
 
+/// What a hook asks for itself fails if memory is short, and no hook runs for it.
+#[test]
+fn a_hook_that_lacks_memory_itself_runs_no_hooks() {
+    packed(|rig| {
+        let stream = rig.stream();
+        let guard = Arc::new(guard(rig, 1000));
+        let allocator = rig.limited(8 * MIB);
+        let runs = Arc::new(AtomicU64::new(0));
+        let (below, asked) = (allocator.clone(), Arc::clone(&runs));
+        let of_guard: Arc<OnceLock<Arc<Guard<Allocator>>>> = Arc::default();
+        let _ = of_guard.set(Arc::clone(&guard));
+        let own = stream.clone();
+        let hook = ReliefHook::new("stages", move |_| {
+            asked.fetch_add(1, Ordering::Relaxed);
+            let staged = below.allocate(16 * MIB, &own);
+            assert!(staged.is_err_and(|error| error.is_out_of_memory()));
+            let guard = of_guard.get().unwrap();
+            let staged = guard.allocate_block(&Request::new(2000).tag(T), &own);
+            assert!(staged.is_err_and(|error| error.is_out_of_memory()));
+            let staged = guard.allocate_block(&Request::new(500).tag(T), &own);
+            assert!(staged.is_err_and(|error| error.is_out_of_memory()));
+            0
+        });
+        allocator.add_relief_hook(hook.clone());
+        guard.add_relief_hook(hook);
+        let held = guard
+            .allocate_block(&Request::new(900).tag(T), &stream)
+            .unwrap();
+        let block = allocator.allocate(5 * MIB, &stream).unwrap();
+        for round in 1..3 {
+            let refused = guard.allocate_block(&Request::new(500).tag(T), &stream);
+            assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+            assert_eq!(runs.load(Ordering::Relaxed), 2 * round - 1);
+            let refused = allocator.allocate(5 * MIB, &stream);
+            assert!(refused.is_err_and(|error| error.is_out_of_memory()));
+            assert_eq!(runs.load(Ordering::Relaxed), 2 * round);
+        }
+        drop(block);
+        guard.deallocate_block(held).unwrap();
+        assert!(allocator.remove_relief_hook("stages") && guard.remove_relief_hook("stages"));
+    });
+}
+
 /// S1.50, S1.43: hooks and listeners may use everything, and may panic.
 #[test]
 fn s1_43_s1_50_hooks_and_listeners_run_without_a_lock() {

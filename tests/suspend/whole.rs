@@ -212,19 +212,34 @@ fn hooks_hear_of_each_segment_without_locks() {
 fn a_hook_that_panics_does_no_harm() {
     packed(|rig| {
         let world = World::new(rig, Config::new());
+        let told: Arc<Mutex<Vec<(usize, SegmentChange)>>> = Arc::default();
+        let listen = |place: usize| {
+            let told = Arc::clone(&told);
+            SegmentHook::new(format!("listens {place}"), move |now, _| {
+                told.lock().unwrap().push((place, now));
+            })
+        };
+        world.allocator.add_segment_hook(listen(0));
         for change in [SegmentChange::Death, SegmentChange::Birth] {
             let hook = SegmentHook::new("test", move |now, _| assert_ne!(now, change));
             world.allocator.add_segment_hook(hook);
-            let round = || {
-                suspend(&world.allocator, Contents::Pinned);
-                resume(&world.allocator);
-            };
-            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(round)).is_err());
+            world.allocator.add_segment_hook(listen(1));
+            suspend(&world.allocator, Contents::Pinned);
+            assert!(is_suspended(&world.allocator));
+            resume(&world.allocator);
             assert!(!is_suspended(&world.allocator));
             world.assert_intact(rig);
             drop(world.allocator.allocate(512, &world.stream).unwrap());
+            let heard = std::mem::take(&mut *told.lock().unwrap());
+            let each = |change| [(0, change), (1, change)];
+            assert_eq!(
+                heard,
+                [each(SegmentChange::Death), each(SegmentChange::Birth)].concat()
+            );
         }
-        world.allocator.remove_segment_hook("test");
+        for name in ["test", "listens 0", "listens 1"] {
+            world.allocator.remove_segment_hook(name);
+        }
         suspend(&world.allocator, Contents::Pinned);
         resume(&world.allocator);
         world.assert_intact(rig);

@@ -30,6 +30,11 @@ int main(void) {
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_record_stream(allocator, ptr, 0));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_retire_stream(allocator, 0));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_trim(allocator, 0, 0, 0));
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_empty_cache(allocator, 0, 0));
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_make_current(allocator));
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_stream_synchronize(allocator, 0));
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_set_limit(allocator, 1));
+        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_reset_peaks(allocator));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_usable_size(allocator, ptr, &other));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_check(allocator));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_create(allocator, &none));

@@ -78,6 +78,7 @@ impl Engine {
     /// capture there. What others free meanwhile is not waited for so: a capture of streams that the allocator never
     /// saw would be spoilt.
     pub(crate) fn empty_cache(&self) -> Result<Trimmed, Error> {
+        self.usable()?;
         // Only of these somebody says that they are not needed any more.
         self.await_leases(SOON, |pool| pool.released);
         let mut done = self.trim(0)?;

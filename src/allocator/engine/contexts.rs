@@ -13,7 +13,8 @@ use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
     /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the streams that we
-    /// keep alive are asked, and those of captures that use graph pools, and adopted ones that were found capturing; the
+    /// keep alive are asked, and this crate's own whose capture was begun here, also where they are strangers to the
+    /// allocator, and those of captures that use graph pools, and adopted ones that were found capturing; the
     /// legacy stream answers for all blocking streams of its context; and of the caller's other streams it counts what
     /// was found when one was asked last. That can be out of date, and nobody may ask a stream that its owner may have
     /// destroyed. So with `once` it is told once, and the next time the driver has to say it.
@@ -53,6 +54,13 @@ impl Engine {
         }
         for stream in kept {
             self.refuse_capture(&self.named(&stream)?)?;
+        }
+        let mut suspects = self.driver().own_suspects().into_iter();
+        let there = |stream: &Stream| contexts.iter().any(|c| c.id() == stream.context().id());
+        if let Some(stream) = suspects.find(|s| there(s) && !matches!(s.is_capturing(), Ok(false)))
+        {
+            let stream = stream.raw() as usize;
+            return Err(Error::Capturing { stream });
         }
         for context in contexts {
             let entered = context.enter().map_err(|e| self.error(e))?;

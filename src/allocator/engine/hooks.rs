@@ -1,16 +1,25 @@
 //! Hooks that can free memory when there is none: the user's last word before an error.
 
+use std::cell::Cell;
 use std::cmp::Reverse;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
+use crate::foreign::guarded;
+
+thread_local! {
+    /// A hook runs on this thread.
+    static RUNS: Cell<bool> = const { Cell::new(false) };
+}
 
 /// Something that can free memory which the program can do without: for allocators, and for
 /// [`Relief`](crate::resource::Relief) over any resource.
 ///
 /// Hooks run by priority, the larger yield first among equals, then in the order in which they were added;
-/// without any lock held, so a hook may allocate, free, and add or remove hooks. Cheap to clone.
+/// without any lock held, so a hook may allocate, free, and add or remove hooks. For requests that it makes itself
+/// no hook runs, neither itself nor another: they fail if memory is short. A panic in it is logged, and counts as nothing
+/// freed. Cheap to clone.
 ///
 /// ```
 /// use cualloc::allocator::ReliefHook;
@@ -58,7 +67,7 @@ impl ReliefHook {
     }
 
     /// Bytes that it needs while it runs. It is passed over where a budget has less left; allocators,
-    /// which have no budget, run it all the same.
+    /// which have no budget, run it all the same, and its request for them may fail.
     pub fn overhead(mut self, bytes: u64) -> Self {
         self.overhead = bytes;
         self
@@ -76,7 +85,10 @@ impl ReliefHook {
 
     /// Asks it for so many bytes; how many it says that it freed.
     pub(crate) fn run(&self, missing: u64) -> u64 {
-        (self.run)(missing)
+        let before = RUNS.replace(true);
+        let freed = guarded("a relief hook", || (self.run)(missing));
+        RUNS.set(before);
+        freed.unwrap_or(0)
     }
 
     /// Hooks of a lower rank run earlier.
@@ -137,9 +149,12 @@ impl Hooks {
         run()
     }
 
-    /// The hooks as they are now.
-    pub(crate) fn all(&self) -> Vec<ReliefHook> {
-        process::lock(&self.0).clone()
+    /// The hooks that may run now, in their order: none while one runs on this thread.
+    pub(crate) fn due(&self) -> Vec<ReliefHook> {
+        match RUNS.get() {
+            true => Vec::new(),
+            false => process::lock(&self.0).clone(),
+        }
     }
 }
 

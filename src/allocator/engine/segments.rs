@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use crate::driver::{HostAllocation, process};
+use crate::foreign::guarded;
 
 /// What happens to segments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -34,7 +35,7 @@ type Told = dyn Fn(SegmentChange, &[Segment]) + Send + Sync;
 ///
 /// Runs without any lock held, on the thread that suspends or resumes, once for all segments. It may allocate where
 /// memory is left, and free; to suspend or resume there is [`Error::InUse`](crate::Error::InUse). Where a suspension fails, the segments
-/// are born again. Cheap to clone.
+/// are born again. A panic in it is logged and goes no further: other hooks are told all the same. Cheap to clone.
 ///
 /// ```
 /// use cualloc::allocator::{SegmentChange, SegmentHook};
@@ -111,7 +112,7 @@ impl Suspender {
         }
         let hooks = process::lock(&self.hooks).clone();
         for hook in &hooks {
-            (hook.run)(change, segments);
+            guarded("a segment hook", || (hook.run)(change, segments));
         }
     }
 

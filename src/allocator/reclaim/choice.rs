@@ -214,7 +214,7 @@ impl<'a> Reclaim<'a> {
     pub(crate) fn next_hook(&mut self) -> Option<ReliefHook> {
         match &mut self.last_resort {
             LastResort::Hooks(hooks) => hooks
-                .get_or_insert_with(|| self.hooks.all().into_iter())
+                .get_or_insert_with(|| self.hooks.due().into_iter())
                 .next(),
             LastResort::Synchronised => None,
         }

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs code of the user's. A panic in it is logged and goes no further: the caller may be half-way
-/// through a change, or dropping something.
+/// through a change, dropping something, or called by code that cannot unwind.
 pub(crate) fn guarded<T>(what: &str, run: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(value) => Some(value),
