@@ -236,6 +236,12 @@ impl Engine {
         let Some((scope, pool, version)) = self.resolve(&user, info.as_ref())? else {
             return Ok(None);
         };
+        if request.single {
+            // Where one of the pool's handles ends is looked at for no request.
+            return Err(Error::NotSupported {
+                what: "blocks of a graph pool in a single handle",
+            });
+        }
         if let Some(stream) = named.stream
             && stream.context().device() != &self.device
         {
