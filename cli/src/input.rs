@@ -6,11 +6,14 @@ use cualloc::record::{Profile, ReadError, Recording, Snapshot, SnapshotError};
 use cualloc::trace::{Trace, TraceError};
 use flate2::bufread::MultiGzDecoder;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
 
 /// The first two bytes of every gzip file.
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+
+/// What some programs begin every file of text with.
+const MARK: &[u8] = "\u{FEFF}".as_bytes();
 
 /// How much of a compressed file is read on behind a fault, to see whether its checksum is right.
 const READ_ON: u64 = 64 << 20;
@@ -72,7 +75,7 @@ impl Kind {
             _ if first.starts_with(&Recording::MAGIC) => Kind::Recording,
             [0x80, 2..=5, ..] => Kind::Snapshot,
             // A trace begins with letters.
-            _ => match first.trim_ascii_start() {
+            _ => match telling(first) {
                 [b'{' | b'[', ..] => Kind::Snapshot,
                 _ => Kind::Trace,
             },
@@ -80,7 +83,65 @@ impl Kind {
     }
 }
 
-type Source = BufReader<Box<dyn Read>>;
+/// What first bytes of a text tell with.
+fn telling(first: &[u8]) -> &[u8] {
+    let text = first.strip_prefix(MARK).unwrap_or(first);
+    text.trim_ascii_start()
+}
+
+/// A file with its first bytes, as far as they tell what it is: a pipe may give one at a time.
+struct Begun<R> {
+    first: Cursor<Vec<u8>>,
+    /// Why there were no more of them, which comes behind those that there were.
+    fault: Option<io::Error>,
+    rest: R,
+}
+
+impl<R: Read> Begun<R> {
+    /// Fails if not one byte can be read.
+    fn new(mut rest: R) -> io::Result<Begun<R>> {
+        const TELLING: usize = Recording::MAGIC.len();
+        let (mut first, mut fault) = (Vec::new(), None);
+        let mut part = [0; 1 << 12];
+        // White space before JSON tells nothing.
+        while telling(&first).len() < TELLING && first.len() < 1 << 16 {
+            match rest.read(&mut part) {
+                Ok(0) => break,
+                Ok(read) => first.extend_from_slice(&part[..read]),
+                Err(again) if again.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if first.is_empty() => return Err(error),
+                Err(error) => {
+                    fault = Some(error);
+                    break;
+                }
+            }
+        }
+        let first = Cursor::new(first);
+        Ok(Begun { first, fault, rest })
+    }
+
+    fn first(&self) -> &[u8] {
+        self.first.get_ref()
+    }
+}
+
+impl<R: Read> Read for Begun<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match (
+            self.first.read(into)?,
+            self.fault.take_if(|_| !into.is_empty()),
+        ) {
+            (0, Some(fault)) => Err(fault),
+            (0, None) => self.rest.read(into),
+            (read, fault) => {
+                self.fault = fault;
+                Ok(read)
+            }
+        }
+    }
+}
+
+type Source = Begun<Box<dyn Read>>;
 
 /// Opens a file, or stdin if it is called `-`.
 fn open(path: &Path) -> Result<Source, InputError> {
@@ -92,14 +153,16 @@ fn open(path: &Path) -> Result<Source, InputError> {
         true => Box::new(io::stdin().lock()),
         false => Box::new(File::open(path).map_err(open)?),
     };
-    let mut file = BufReader::with_capacity(1 << 16, source);
-    file.fill_buf().map_err(open)?;
-    Ok(file)
+    Begun::new(source).map_err(open)
+}
+
+fn buffered<R: Read>(file: R) -> BufReader<R> {
+    BufReader::with_capacity(1 << 16, file)
 }
 
 /// What is decompressed of a file.
-fn decompressed(file: Source) -> BufReader<MultiGzDecoder<Source>> {
-    BufReader::with_capacity(1 << 16, MultiGzDecoder::new(file))
+fn decompressed(file: Source) -> MultiGzDecoder<BufReader<Source>> {
+    MultiGzDecoder::new(buffered(file))
 }
 
 /// All of a file that may have so many rows, which take this many bytes at most.
@@ -146,7 +209,7 @@ fn read_recording(path: &Path, bytes: &[u8], rows: u64) -> Result<Recording, Inp
 /// told.
 pub fn recording(path: &Path, rows: u64, output: &Output) -> Result<Option<Recording>, InputError> {
     let file = open(path)?;
-    let bytes = match file.buffer().starts_with(&GZIP_MAGIC) {
+    let bytes = match file.first().starts_with(&GZIP_MAGIC) {
         true => whole(path, decompressed(file), rows)?,
         false => whole(path, file, rows)?,
     };
@@ -237,27 +300,32 @@ impl From<Trace> for Input {
 }
 
 fn read_silently(path: &Path, rows: u64) -> Result<Input, InputError> {
-    let file = open(path)?;
-    if !file.buffer().starts_with(&GZIP_MAGIC) {
-        let kind = Kind::of(file.buffer());
+    read_begun(path, open(path)?, rows)
+}
+
+/// Reads a file by its first bytes.
+fn read_begun(path: &Path, file: Source, rows: u64) -> Result<Input, InputError> {
+    if !file.first().starts_with(&GZIP_MAGIC) {
+        let kind = Kind::of(file.first());
         if kind != Kind::Trace {
             return converted(path, &kind, &whole(path, file, rows)?, rows);
         }
-        let trace = Trace::read(name(path), Bounded::new(file, rows));
+        let trace = Trace::read(name(path), Bounded::new(buffered(file), rows));
         let trace = trace.map_err(|error| InputError::Trace {
             path: path.to_owned(),
             error,
         });
         return trace.map(Input::from);
     }
-    let mut text = decompressed(file);
-    let kind = match text.fill_buf() {
-        Ok(first) => Kind::of(first),
-        Err(source) => return Err(told(path, TraceError::Read { line: 1, source }, &mut text)),
-    };
+    let text = Begun::new(decompressed(file)).map_err(|source| {
+        let error = TraceError::Read { line: 1, source };
+        told(path, error, &mut io::empty())
+    })?;
+    let kind = Kind::of(text.first());
     if kind != Kind::Trace {
         return converted(path, &kind, &whole(path, text, rows)?, rows);
     }
+    let mut text = buffered(text);
     let trace = Trace::read(name(path), Bounded::new(&mut text, rows));
     let trace = trace.map_err(|error| told(path, error, &mut text));
     trace.map(Input::from)
@@ -362,4 +430,93 @@ pub fn name(path: &Path) -> String {
     let endings = [".csv", ".rec", ".pickle", ".json"];
     let plain = endings.iter().find_map(|end| name.strip_suffix(end));
     plain.unwrap_or(name).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flate2::Compression;
+    use flate2::bufread::GzEncoder;
+
+    /// Bytes as they may come out of a pipe.
+    struct Slow {
+        bytes: Cursor<Vec<u8>>,
+        /// At a time.
+        most: usize,
+        fails: bool,
+    }
+
+    impl Read for Slow {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            let most = into.len().min(self.most);
+            match self.bytes.read(&mut into[..most])? {
+                0 if self.fails && most > 0 => Err(io::Error::other("the pipe broke")),
+                read => Ok(read),
+            }
+        }
+    }
+
+    fn read(bytes: &[u8], most: usize, fails: bool) -> Result<Trace, String> {
+        let bytes = Cursor::new(bytes.to_vec());
+        let file: Box<dyn Read> = Box::new(Slow { bytes, most, fails });
+        let read = Begun::new(file).map(|file| read_begun(Path::new("-"), file, 1000));
+        let read = read.map_err(|error| error.to_string())?;
+        read.map(|input| input.trace)
+            .map_err(|error| text::chain(&error))
+    }
+
+    fn packed(bytes: &[u8]) -> Vec<u8> {
+        let mut packed = Vec::new();
+        let mut encoder = GzEncoder::new(bytes, Compression::default());
+        encoder.read_to_end(&mut packed).unwrap();
+        packed
+    }
+
+    #[test]
+    fn a_file_is_what_it_is_in_whatever_parts_it_comes() {
+        let rows = "op,id,bytes,stream\na,0,512,0\na,1,1024,0\nf,0,0,0\n";
+        let entry = |at: u32| format!(r#"{{"action":"alloc","addr":{at},"size":512,"stream":0}}"#);
+        let json = format!(
+            r#"{{"segments":[],"device_traces":[[{},{}]]}}"#,
+            entry(4096),
+            entry(8192)
+        );
+        let spaced = format!("{}{json}", " \n".repeat(5000));
+        let marked = format!("\u{FEFF}{json}");
+        let mut pickle = b"\x80\x02}(X\x08\0\0\0segments]X\x0d\0\0\0device_traces](](".to_vec();
+        pickle.extend(b"}(X\x06\0\0\0actionX\x05\0\0\0allocX\x04\0\0\0sizeK\x40uee");
+        pickle.extend(b"u.");
+        let mut recording = Recording::MAGIC.to_vec();
+        recording.extend([1, 0, 0, 0, 0, 0, 0, 0, 1]);
+        recording.resize(1 << 12, 0);
+        let texts = [rows, &json, &spaced, &marked].map(|text| text.as_bytes().to_vec());
+        let plain = texts.into_iter().chain([pickle]).zip([3, 2, 2, 2, 1]);
+        let rows = |trace: Trace| trace.rows().to_vec();
+        for (file, count) in plain
+            .map(|(file, count)| (file, Some(count)))
+            .chain([(recording, None)])
+        {
+            let whole = read(&file, usize::MAX, false).map(rows);
+            assert_eq!(whole.as_ref().ok().map(Vec::len), count, "{whole:?}");
+            let halves = [&file[..1], &file[1..]].map(packed).concat();
+            let packed = packed(&file);
+            for (bytes, most) in [(&file, 1), (&file, 7), (&packed, 1), (&halves, 1 << 16)] {
+                assert_eq!(
+                    read(bytes, most, false).map(rows),
+                    whole,
+                    "{most} at a time"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_breaks_off_early_says_why() {
+        assert_eq!(read(b"", 1, true).unwrap_err(), "the pipe broke");
+        let begun: [&[u8]; 5] = [b"o", b"op,id", b"[", b"\x80\x02", b"cuallocR"];
+        for begin in begun {
+            let why = read(begin, 1, true).unwrap_err();
+            assert!(why.contains("the pipe broke"), "{begin:?}: {why}");
+        }
+    }
 }

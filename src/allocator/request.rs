@@ -77,7 +77,8 @@ impl Request {
 
     /// The block lies inside one physical handle, so that it can be exported or registered as one.
     /// Under the classic policy every block lies in one segment anyway. A block for which no free
-    /// handle is large enough costs a new one, where two would have done.
+    /// handle is large enough costs a new one, where two would have done. Graph pools have no such blocks: where one of
+    /// them would serve the request, that is [`Error::NotSupported`].
     pub const fn single_handle(mut self) -> Self {
         self.single_handle = true;
         self

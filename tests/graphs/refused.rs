@@ -1,6 +1,7 @@
 //! What cannot be: errors with a type, nothing changed, and no capture spoilt.
 
 use super::support::*;
+use cualloc::allocator::Request;
 use cualloc::driver::sys;
 use cualloc::sim::FailPlan;
 
@@ -212,5 +213,34 @@ fn what_fails_outside_of_captures_is_tried_again() {
             drop(pool);
             rig.close(&allocator);
         }
+    });
+}
+
+#[test]
+fn a_block_in_a_single_handle_is_refused_by_a_pool_and_served_beside_it() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let request = Request::new(5 * MIB).single_handle();
+        let refused = || {
+            let error = allocator.allocate_with(request, &stream).unwrap_err();
+            assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
+        };
+        let graph = capture(&pool, &stream, || {
+            refused();
+            // Neither where the last one went.
+            let [first, second] = [(); 2].map(|()| used(rig, &allocator, 3 * MIB, &stream));
+            drop((first, second));
+            refused();
+            drop(used(rig, &allocator, 5 * MIB, &stream));
+        });
+        run(&graph, &stream);
+        let scope = pool.enter(Scope::Stream(&stream)).unwrap();
+        refused();
+        drop(scope);
+        drop(allocator.allocate_with(request, &stream).unwrap());
+        drop((graph, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
     });
 }

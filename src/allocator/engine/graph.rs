@@ -4,7 +4,6 @@
 //! whether it captures, in which capture, and behind which nodes. No event is recorded on it, and nothing waits
 //! for it.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
 
@@ -118,10 +117,13 @@ impl Engine {
     /// # Safety
     /// `graph` must be live, and nobody uses it meanwhile.
     pub(crate) unsafe fn retain_for(&self, pool: u64, graph: sys::CUgraph) -> Result<(), Error> {
-        usable_pool(&self.open()?.graphs, pool)?;
-        let ended = Arc::clone(&self.lock().graphs.ended);
+        let leases = {
+            let heap = self.open()?;
+            usable_pool(&heap.graphs, pool)?;
+            heap.graphs.leases_of(pool)?
+        };
         // SAFETY: the caller's contract.
-        let lease = unsafe { commit::retain(&self.context, graph, &ended) };
+        let lease = unsafe { commit::retain(&self.context, graph, &leases) };
         let lease = lease.map_err(|e| self.error(e))?;
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
@@ -234,6 +236,12 @@ impl Engine {
         let Some((scope, pool, version)) = self.resolve(&user, info.as_ref())? else {
             return Ok(None);
         };
+        if request.single {
+            // Where one of the pool's handles ends is looked at for no request.
+            return Err(Error::NotSupported {
+                what: "blocks of a graph pool in a single handle",
+            });
+        }
         if let Some(stream) = named.stream
             && stream.context().device() != &self.device
         {
@@ -363,9 +371,9 @@ impl Engine {
         }
         // What earlier captures freed is this one's as soon as they are known to be over.
         self.review_pool_captures();
-        let ended = Arc::clone(&self.lock().graphs.ended);
+        let leases = self.lock().graphs.leases_of(pool)?;
         // SAFETY: the graph is that of the capture which the stream is in that this thread names.
-        let lease = match unsafe { commit::retain(&self.context, info.graph, &ended) } {
+        let lease = match unsafe { commit::retain(&self.context, info.graph, &leases) } {
             Ok(lease) => Some(lease),
             Err(error) if error.code() == sys::CUresult::CUDA_ERROR_NOT_FOUND => None,
             Err(error) => return Err(self.error(error)),

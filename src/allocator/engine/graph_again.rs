@@ -102,7 +102,10 @@ impl Engine {
         request: &Checked,
     ) -> Result<Option<Grant>, Error> {
         let device = |stream: &Stream| stream.context().device() == &self.device;
-        if self.deferred.load(Ordering::Relaxed) || !named.stream.is_none_or(device) {
+        if self.deferred.load(Ordering::Relaxed)
+            || request.single
+            || !named.stream.is_none_or(device)
+        {
             return Ok(None);
         }
         let (raw, fit) = (named.raw as usize, request.fit());

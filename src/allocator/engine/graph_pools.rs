@@ -1,14 +1,15 @@
 //! Graph pools as wholes: what they hold, earlier layouts of theirs, and their way back to the driver.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::graph::usable_pool;
+use crate::allocator::extent::hash::Mixed;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
 use crate::allocator::graph::family::Gone;
-use crate::allocator::graph::user::User;
 use crate::allocator::graph::{Footprint, Pool};
 use crate::allocator::heap::graph::Restoration;
 use crate::clock::Clock;
@@ -38,9 +39,13 @@ impl Engine {
             let heap = self.open()?;
             usable_pool(&heap.graphs, pool)?;
             let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
-            heap.graphs.uses_of(&changes)
+            heap.graphs.uses_of(pool, &changes)
         };
+        let mut asked: HashSet<usize, Mixed> = HashSet::default();
         for (user, bytes) in &ceasing {
+            if !asked.insert(user.identity()) {
+                continue;
+            }
             if self.may_be_gone(user) {
                 let bytes = *bytes;
                 return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
@@ -59,12 +64,8 @@ impl Engine {
         usable_pool(&heap.graphs, pool)?;
         heap.refuse_pool(pool)?;
         let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
-        let asked = |(user, _): &(User, u64)| {
-            let mut asked = ceasing.iter();
-            asked.any(|(known, _)| known.is_copy_of(user))
-        };
-        let now = heap.graphs.uses_of(&changes);
-        if !now.iter().all(asked) {
+        let now = heap.graphs.uses_of(pool, &changes);
+        if !now.iter().all(|(user, _)| asked.contains(&user.identity())) {
             // Somebody used the pool meanwhile.
             let bytes = now.iter().map(|(_, bytes)| bytes).sum();
             drop(heap);
@@ -78,7 +79,7 @@ impl Engine {
 
     /// What a pool holds.
     pub(crate) fn footprint(&self, pool: u64) -> Result<Footprint, Error> {
-        let mut heap = self.open()?;
+        let heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
         Ok(heap.graphs.footprint(pool))
     }

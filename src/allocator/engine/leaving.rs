@@ -8,14 +8,14 @@
 use std::sync::Arc;
 
 use crate::driver::sys::CUresult;
-use crate::driver::{Context, DriverError, Event, Stream};
+use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
 
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
-use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, Slot, StreamKey};
+use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, StreamKey};
 use crate::error::Error;
 use crate::locks::lock::pause;
 
@@ -38,17 +38,26 @@ impl Streams {
         own.collect()
     }
 
-    /// Whether somebody beside the heap may hold a stream that they keep.
-    pub(crate) fn is_held_elsewhere(&self, stream: &Stream) -> bool {
-        let kept =
-            |slot: &Slot| matches!(&slot.holder, Holder::Kept(kept) if kept.is_clone_of(stream));
-        if stream.holders() == 1 {
-            return false;
-        }
-        // Two slots are one stream's only after a retirement that failed.
-        let left = self.iter().any(|(_, slot)| !slot.named && kept(slot));
-        let ours = || self.iter().filter(|(_, slot)| kept(slot)).count();
-        !left || stream.holders() > ours()
+    /// The slots of streams of this crate's that nobody beside the heap holds.
+    pub(crate) fn held_here_alone(&self) -> Vec<(u32, StreamKey)> {
+        let kept = || {
+            self.iter().filter_map(|(at, slot)| match &slot.holder {
+                Holder::Kept(stream) => Some((at, slot, stream)),
+                _ => None,
+            })
+        };
+        // Two slots are one stream's only after a retirement that failed. There are few of those, and many streams.
+        let left = kept().filter(|(_, slot, _)| !slot.named);
+        let left: Vec<&Stream> = left.map(|(.., stream)| stream).collect();
+        let is_alone = |stream: &Stream| {
+            let same = |other: &Stream| other.is_clone_of(stream);
+            let ours = || kept().filter(|(.., other)| same(other)).count();
+            stream.holders() == 1
+                || (left.iter().any(|other| same(other)) && stream.holders() <= ours())
+        };
+        let alone =
+            kept().filter(|(.., stream)| stream.kind() == StreamKind::Owned && is_alone(stream));
+        alone.map(|(at, slot, _)| (at, slot.key)).collect()
     }
 
     /// The last marker of a stream of another context, if its event is that context's: that context may be

@@ -190,22 +190,7 @@ impl Engine {
 
     /// Lets go of streams that only we still hold: records their last marker and drops them.
     pub(crate) fn prune(&self) {
-        let alone: Vec<(u32, StreamKey)> = {
-            let heap = self.lock();
-            let kept = heap
-                .streams
-                .iter()
-                .filter_map(|(at, slot)| match &slot.holder {
-                    Holder::Kept(stream)
-                        if stream.kind() == StreamKind::Owned
-                            && !heap.streams.is_held_elsewhere(stream) =>
-                    {
-                        Some((at, slot.key))
-                    }
-                    _ => None,
-                });
-            kept.collect()
-        };
+        let alone = self.lock().streams.held_here_alone();
         for (stream, key) in alone {
             if let Err(error) = self.retire_slot(stream, key) {
                 self.log_marker_failure(&error);

@@ -1,13 +1,10 @@
 //! The driver calls of graph pools: over plans, never with the heap's lock.
 
-use std::sync::Arc;
-
-use crate::clock::Wakeup;
 use crate::driver::{Context, DriverError, Entered, sys};
 
 use crate::allocator::extent::record::{NIL, SpaceId};
 use crate::allocator::graph::arena::Arena;
-use crate::allocator::graph::lease::{self, Lease};
+use crate::allocator::graph::lease::{self, Lease, Leases};
 use crate::allocator::graph::plan::Plan;
 use crate::allocator::physical::commit::{self, Maker};
 use crate::allocator::physical::{Fresh, GrowthFailure};
@@ -85,16 +82,16 @@ fn show(maker: &Maker<'_>, plan: &Plan, fresh: &[u64]) -> Result<(), (DriverErro
     })
 }
 
-/// Has a graph, all executables made of it and their launches keep a lease. Its end wakes who waits for `ended`.
+/// Has a graph, all executables made of it and their launches keep a lease of a pool, which does not count it yet.
 ///
 /// # Safety
 /// `graph` must be live, and nobody uses it meanwhile.
 pub(crate) unsafe fn retain(
     context: &Context,
     graph: sys::CUgraph,
-    ended: &Arc<Wakeup>,
+    pool: &Leases,
 ) -> Result<Lease, DriverError> {
-    let lease = Lease::new(ended);
+    let lease = Lease::new(pool);
     let entered = context.enter()?;
     let held = lease.clone().into_driver();
     // SAFETY: the caller vouches for the graph; the reference is good for the function, which calls nothing.

@@ -2,9 +2,40 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use crate::clock::Wakeup;
+
+/// The leases of a pool that hold: counted, so that nobody looks at each.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Leases(Arc<Holding>);
+
+#[derive(Debug, Default)]
+struct Holding {
+    count: AtomicU64,
+    /// Woken when one is over.
+    ended: Arc<Wakeup>,
+}
+
+impl Leases {
+    /// Of a pool whose leases wake who waits for `ended`.
+    pub(crate) fn new(ended: &Arc<Wakeup>) -> Leases {
+        Leases(Arc::new(Holding {
+            count: AtomicU64::new(0),
+            ended: Arc::clone(ended),
+        }))
+    }
+
+    /// How many hold.
+    pub(crate) fn count(&self) -> u64 {
+        self.0.count.load(Ordering::Acquire)
+    }
+}
+
+/// A lease that the pool does not count yet.
+const NEW: u8 = 0;
+const COUNTED: u8 = 1;
+const OVER: u8 = 2;
 
 /// Holds until the driver says that the graph and all executables made of it are gone and none of them runs, which it
 /// does on a thread of its own some time after that is so.
@@ -21,27 +52,40 @@ impl Eq for Lease {}
 
 #[derive(Debug)]
 struct Term {
-    over: AtomicBool,
-    /// Woken when it is over.
-    ended: Arc<Wakeup>,
+    state: AtomicU8,
+    pool: Leases,
 }
 
 impl Lease {
-    pub(crate) fn new(ended: &Arc<Wakeup>) -> Lease {
+    /// One of a pool, which does not [count](Self::hold) yet.
+    pub(crate) fn new(pool: &Leases) -> Lease {
         Lease(Arc::new(Term {
-            over: AtomicBool::new(false),
-            ended: Arc::clone(ended),
+            state: AtomicU8::new(NEW),
+            pool: pool.clone(),
         }))
     }
 
+    /// From here on it counts for its pool, if it is not over by now.
+    pub(crate) fn hold(&self) {
+        let (state, count) = (&self.0.state, &self.0.pool.0.count);
+        count.fetch_add(1, Ordering::Relaxed);
+        let new = state.compare_exchange(NEW, COUNTED, Ordering::AcqRel, Ordering::Acquire);
+        if new.is_err() {
+            count.fetch_sub(1, Ordering::Release);
+        }
+    }
+
     pub(crate) fn is_over(&self) -> bool {
-        self.0.over.load(Ordering::Acquire)
+        self.0.state.load(Ordering::Acquire) == OVER
     }
 
     /// Nobody holds it any more.
     pub(crate) fn end(&self) {
-        self.0.over.store(true, Ordering::Release);
-        self.0.ended.wake();
+        let pool = &self.0.pool.0;
+        if self.0.state.swap(OVER, Ordering::AcqRel) == COUNTED {
+            pool.count.fetch_sub(1, Ordering::Release);
+        }
+        pool.ended.wake();
     }
 
     /// A reference for the driver, which gives it to [`ended`].
@@ -67,12 +111,30 @@ mod tests {
     #[test]
     fn the_drivers_word_ends_a_lease_and_lets_go_of_it() {
         let wakeup = Arc::<Wakeup>::default();
-        let lease = Lease::new(&wakeup);
+        let leases = Leases::new(&wakeup);
+        let lease = Lease::new(&leases);
+        lease.hold();
         let driver = lease.clone().into_driver();
-        assert!(!lease.is_over());
+        assert!(!lease.is_over() && leases.count() == 1);
         // SAFETY: made just now, and not used again.
         unsafe { ended(driver) };
         assert!(lease.is_over() && wakeup.count() == 1);
-        assert_eq!(Arc::strong_count(&lease.0), 1);
+        assert_eq!((Arc::strong_count(&lease.0), leases.count()), (1, 0));
+    }
+
+    /// The driver may say so on its thread before the pool heard of the lease.
+    #[test]
+    fn a_lease_counts_from_its_hold_to_its_end_in_whichever_order_they_come() {
+        let leases = Leases::default();
+        let [early, kept] = [(); 2].map(|()| Lease::new(&leases));
+        assert_eq!(leases.count(), 0, "nobody said that it counts");
+        kept.hold();
+        early.end();
+        assert_eq!(leases.count(), 1);
+        early.hold();
+        assert!(early.is_over() && !kept.is_over());
+        assert_eq!(leases.count(), 1, "it was over before");
+        kept.end();
+        assert_eq!(leases.count(), 0);
     }
 }

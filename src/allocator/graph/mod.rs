@@ -32,11 +32,12 @@ use crate::allocator::graph::arena::{
 use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::few::Few;
-use crate::allocator::graph::lease::Lease;
+use crate::allocator::graph::lease::{Lease, Leases};
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::scope::Scopes;
 use crate::allocator::graph::user::User;
 use crate::clock::Wakeup;
+use crate::error::{Error, GraphPoolError};
 use crate::sync::event::Pooled;
 
 /// The pools of an allocator, the captures that use them, and who gets memory of which.
@@ -73,7 +74,7 @@ pub(crate) struct Pool {
     pub family: Option<u64>,
     /// Nobody begins to capture with it any more.
     pub released: bool,
-    pub leases: Vec<Lease>,
+    pub leases: Leases,
     /// Its memory is not there, or is about to go: nobody gets any of it.
     pub suspended: bool,
     /// Its memory is not there, and does not count.
@@ -130,14 +131,9 @@ impl Pool {
         self.arena.live.is_empty() && self.arena.has_memory()
     }
 
-    /// Forgets those of graphs that are gone.
-    fn forget_leases(&mut self) {
-        self.leases.retain(|lease| !lease.is_over());
-    }
-
     /// Whether a graph holds a lease.
     pub(crate) fn has_leases(&self) -> bool {
-        self.leases.iter().any(|lease| !lease.is_over())
+        self.leases.count() > 0
     }
 }
 
@@ -149,7 +145,11 @@ impl Graphs {
 
     pub(crate) fn add_pool(&mut self) -> u64 {
         let pool = self.number();
-        self.pools.insert(pool, Pool::default());
+        let new = Pool {
+            leases: Leases::new(&self.ended),
+            ..Pool::default()
+        };
+        self.pools.insert(pool, new);
         pool
     }
 
@@ -361,6 +361,7 @@ impl Graphs {
     /// Events were seen complete. What stood for them, or for memory that somebody has by now, which is let go
     /// without the lock.
     pub(crate) fn completed(&mut self, events: &[u64]) -> Vec<Arc<Pooled>> {
+        let events: HashSet<u64, Mixed> = events.iter().copied().collect();
         let over = |used: &Pending| events.contains(&used.event);
         let mut awaited: HashSet<u64> = HashSet::new();
         for pool in self.pools.values_mut() {
@@ -400,19 +401,19 @@ impl Graphs {
         self.has_families || self.pools.values().any(|pool| pool.released)
     }
 
-    /// Leases that still hold in a pool.
-    pub(crate) fn leases(&mut self, pool: u64) -> usize {
-        let Some(pool) = self.pools.get_mut(&pool) else {
-            return 0;
-        };
-        pool.forget_leases();
-        pool.leases.len()
+    /// The leases of a pool.
+    ///
+    /// # Errors
+    /// The pool is gone.
+    pub(crate) fn leases_of(&self, pool: u64) -> Result<Leases, Error> {
+        let known = self.pools.get(&pool);
+        let leases = known.map(|known| known.leases.clone());
+        leases.ok_or(Error::GraphPool(GraphPoolError::Released))
     }
 
     /// Leases that still hold in all pools.
-    pub(crate) fn count_leases(&mut self) -> u64 {
-        let pools: Vec<u64> = self.pools.keys().copied().collect();
-        pools.into_iter().map(|pool| self.leases(pool) as u64).sum()
+    pub(crate) fn count_leases(&self) -> u64 {
+        self.pools.values().map(|pool| pool.leases.count()).sum()
     }
 
     /// Whether a graph holds a lease.
@@ -423,12 +424,10 @@ impl Graphs {
     /// A graph has a lease of a pool from here on, or the driver tells nobody of its end.
     pub(crate) fn add_lease(&mut self, pool: u64, lease: Option<Lease>) {
         if let Some(pool) = self.pools.get_mut(&pool) {
-            pool.untold |= lease.is_none();
-            // Those of graphs that are gone do not pile up where nobody counts them.
-            if pool.leases.len() == pool.leases.capacity() {
-                pool.forget_leases();
+            match lease {
+                Some(lease) => lease.hold(),
+                None => pool.untold = true,
             }
-            pool.leases.extend(lease);
         }
     }
 
@@ -461,8 +460,7 @@ impl Graphs {
     }
 
     /// What a pool holds. Of one of a family its own blocks, and the memory of all.
-    pub(crate) fn footprint(&mut self, id: u64) -> Footprint {
-        let leases = self.leases(id) as u64;
+    pub(crate) fn footprint(&self, id: u64) -> Footprint {
         let of = self.share(id);
         let (Some(own), Some(pool)) = (self.pools.get(&id), self.pools.get(&of.memory)) else {
             return Footprint::default();
@@ -475,13 +473,13 @@ impl Graphs {
             free: arena.free_bytes(),
             peak: own.peak,
             physical: if pool.away { 0 } else { arena.held() },
-            leases,
+            leases: own.leases.count(),
         }
     }
 
     /// Whether nothing uses a pool's memory, and no graph can: no lease, no block, no work, no capture.
-    pub(crate) fn is_idle(&mut self, id: u64) -> bool {
-        if self.leases(id) > 0 || self.is_served(id) {
+    pub(crate) fn is_idle(&self, id: u64) -> bool {
+        if self.pools.get(&id).is_some_and(Pool::has_leases) || self.is_served(id) {
             return false;
         }
         let of = self.share(id);

@@ -1,5 +1,6 @@
 //! Streams that use memory of graph pools, in captures and outside of them.
 
+use std::collections::HashSet;
 use std::ops::Deref;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Weak};
@@ -12,6 +13,39 @@ use crate::driver::Stream;
 /// meanwhile: a stream that is retired leaves after that.
 #[derive(Debug, Clone)]
 pub(crate) struct User(Arc<Who>);
+
+/// The names of streams, to find out whether a user [is](User::is) one of them without a look at each.
+#[derive(Debug, Default)]
+pub(crate) struct Names {
+    keys: HashSet<StreamKey>,
+    /// The handles of all, and of those that are known by nothing else.
+    raws: HashSet<usize>,
+    by_handle: HashSet<usize>,
+}
+
+impl Names {
+    pub(crate) fn has(&self, user: &User) -> bool {
+        let raws = match user.key {
+            StreamKey::Handle(_) => &self.raws,
+            StreamKey::Id(_) => &self.by_handle,
+        };
+        raws.contains(&user.raw) || self.keys.contains(&user.key)
+    }
+}
+
+impl<'a> FromIterator<&'a User> for Names {
+    fn from_iter<I: IntoIterator<Item = &'a User>>(users: I) -> Names {
+        let mut names = Names::default();
+        for user in users {
+            names.keys.insert(user.key);
+            names.raws.insert(user.raw);
+            if let StreamKey::Handle(_) = user.key {
+                names.by_handle.insert(user.raw);
+            }
+        }
+        names
+    }
+}
 
 /// A [`User`], which it does not keep.
 #[derive(Debug)]
@@ -111,5 +145,28 @@ impl User {
     pub(crate) fn is_named(&self, key: StreamKey, raw: usize) -> bool {
         let by_handle = |key| matches!(key, StreamKey::Handle(_));
         self.key == key || (self.raw == raw && (by_handle(self.key) || by_handle(key)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_the_users_that_are_one_of_them() {
+        let keys = [1, 2, 3].map(StreamKey::Id).into_iter();
+        let keys = keys.chain([1, 2, 3].map(StreamKey::Handle));
+        let users = keys.flat_map(|key| [1, 2, 3].map(|raw| User::new(key, raw, None, None)));
+        let users: Vec<User> = users.collect();
+        for first in &users {
+            for second in &users {
+                let names: Names = [first, second].into_iter().collect();
+                for user in &users {
+                    let one = first.is(user) || second.is(user);
+                    assert_eq!(names.has(user), one, "{first:?} {second:?} {user:?}");
+                }
+            }
+        }
+        assert!(!Names::default().has(&users[0]));
     }
 }

@@ -158,10 +158,11 @@ impl Heap {
 
     /// Comes back to a checkpoint of a pool.
     pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
-        let memory = self.graphs.memory_of(pool);
+        let of = self.graphs.share(pool);
+        let memory = of.memory;
         let mut gone = Vec::with_capacity(changes.cease.len());
         for addr in &changes.cease {
-            gone.extend(self.pooled_freed(*addr, Tag::default()));
+            gone.extend(self.pooled_freed_in(memory, *addr, Tag::default()));
         }
         let mut revived = Vec::with_capacity(changes.revive.len());
         for (addr, live) in changes.revive {
@@ -180,7 +181,7 @@ impl Heap {
                 open: Vec::new(),
             };
             let sizes = (live.granules, live.requested);
-            let grant = self.pooled_born(self.graphs.share(pool), sizes, place, live.users);
+            let grant = self.pooled_born(of, sizes, place, live.users);
             if let Some(live) = self.graphs.live_mut(addr) {
                 live.captured |= captured;
             }
