@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use super::steps::{PATIENCE, Step, Steps};
 use crate::locks::held::{Held, Locked, locked};
 
 const FORKED: u64 = 1;
@@ -247,6 +248,20 @@ pub(super) fn watch_forks() {
     ONCE.call_once(imp::register_fork_handler);
 }
 
+/// Steps of work aside of all calls.
+static STEPS: Steps = Steps::new();
+
+/// Begins such a step on the calling thread; none in a forked child and once exit handlers run.
+pub(crate) fn begin_step() -> Option<Step> {
+    STEPS.begin(is_gone)
+}
+
+/// Waits for steps under way, where the process ends. Whether none is left.
+pub(crate) fn await_steps() -> bool {
+    // In a forked child there is none, whatever its parent was doing.
+    is_forked_child() || STEPS.await_end(PATIENCE)
+}
+
 /// Has a function called when the process exits.
 pub(crate) fn at_exit(handler: extern "C" fn()) {
     imp::register_at_exit(handler);
@@ -278,6 +293,8 @@ mod imp {
 
     extern "C" fn on_exit() {
         STATE.change(EXITING, 0);
+        // What the driver registered is next, and may take away what a step is using.
+        super::await_steps();
     }
 
     pub(super) fn register_exit_handler() {
