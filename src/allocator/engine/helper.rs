@@ -69,8 +69,8 @@ struct State {
     stepping: bool,
     /// It tells the logger what it did.
     telling: bool,
-    /// It was stopped in its step.
-    stopped: bool,
+    /// It was stopped by somebody who did not wait for that, and takes up nothing more.
+    ending: bool,
     /// Which it is: what it calls may come back here.
     thread: Option<ThreadId>,
     /// So many wait for its end, or do what it must not disturb.
@@ -89,13 +89,18 @@ impl State {
 
     /// Whether nothing is begun now. Nothing is while a capture is known.
     fn rests(&self) -> bool {
-        self.passed_over > 0 || self.stops > 0 || process::is_watching()
+        self.passed_over > 0 || self.is_stopped() || process::is_watching()
+    }
+
+    /// Whether the thread is to end, or not to begin.
+    fn is_stopped(&self) -> bool {
+        self.stops > 0 || self.ending
     }
 
     /// There is no thread any more: who asks for something starts another one.
     fn ended(&mut self) {
         (self.alive, self.stepping, self.telling) = (false, false, false);
-        (self.asked, self.thread) = (None, None);
+        (self.asked, self.thread, self.ending) = (None, None, false);
     }
 }
 
@@ -108,7 +113,7 @@ impl Shared {
     fn next(&self) -> Option<Work> {
         let mut state = self.state();
         loop {
-            if state.stops > 0 {
+            if state.is_stopped() {
                 state.ended();
                 drop(state);
                 self.changed.notify_all();
@@ -120,7 +125,7 @@ impl Shared {
                 false => Some(Work::Repay(repay)),
             };
             if work.is_some() {
-                (state.stepping, state.stopped) = (true, false);
+                state.stepping = true;
                 return work;
             }
             state = state.wait(&self.changed);
@@ -133,7 +138,7 @@ impl Shared {
         let mut state = self.state();
         (state.stepping, state.telling) = (false, !said.is_empty());
         match outcome {
-            Outcome::More(left) if state.asked.is_none() && !state.stopped => {
+            Outcome::More(left) if state.asked.is_none() && !state.is_stopped() => {
                 state.asked = Some(left);
             }
             Outcome::More(_) | Outcome::Done => {}
@@ -253,16 +258,18 @@ impl Helper {
     }
 
     /// Has the thread end, and waits for the step that it is in; none begins while the result lives. On the thread
-    /// itself nothing is waited for, nor for its logger. Also what was to be repaid and was not.
+    /// itself nothing is waited for, nor for its logger: it ends when it comes back. Also what was to be repaid and was
+    /// not.
     pub(crate) fn stop(&self) -> (Stopped<'_>, Vec<Release>) {
         let mut state = self.shared.state();
         state.stops += 1;
-        (state.asked, state.stopped) = (None, true);
+        state.asked = None;
         let left = std::mem::take(&mut state.repay);
         self.shared.changed.notify_all();
         while state.is_other() && !state.telling {
             state = state.wait(&self.shared.changed);
         }
+        state.ending = state.alive;
         (Stopped(self), left)
     }
 

@@ -1,5 +1,6 @@
 //! Memory that is made before a request needs it: how much and where, planned as any growth, and what became of it.
 
+use crate::allocator::extent::invariant::holds;
 use crate::allocator::extent::record::{NIL, SpaceId};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::Heap;
@@ -8,6 +9,7 @@ use crate::allocator::physical::ahead::{Asked, Plan, Unused};
 use crate::allocator::physical::{Fresh, GrowthFailure};
 use crate::allocator::report::{GrowthReason, MadeAhead};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+use crate::error::Error;
 
 /// Handles that are made in one step: so long a close, a trim or a suspension may have to wait for it.
 const STEP: usize = 4;
@@ -143,6 +145,23 @@ impl Heap {
         let mut unused = std::mem::take(&mut self.ahead.unused);
         unused.retain(|made| self.is_unused(made));
         self.ahead.unused = unused;
+    }
+
+    /// The last rule of [`check`](Self::check).
+    pub(crate) fn check_ahead(&self) -> Result<(), Error> {
+        let making = self.ahead.under_way.checked_sub(self.ahead.going);
+        holds(
+            "what is being made ahead is planned",
+            making.is_some_and(|making| making <= self.physical.planned),
+        )?;
+        let is_held = |made: &Unused| {
+            let held = self.physical.holdings.get(&made.home);
+            held.is_some_and(|held| held.bytes == made.bytes)
+        };
+        holds(
+            "what was made ahead is held",
+            self.ahead.unused.iter().all(is_held),
+        )
     }
 
     /// What was made ahead so far, and how much of it was seen in use.

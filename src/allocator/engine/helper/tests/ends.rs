@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::thread::yield_now;
 
-use super::{Gate, MIB, Shared, grow, rig, shared};
+use super::{Gate, Helper, MIB, Shared, grow, rig, shared};
 use crate::allocator::carried::{Outcome, Rig};
 use crate::allocator::config::Config;
 use crate::allocator::{Allocator, Contents, Policy, Select};
@@ -164,4 +164,21 @@ fn a_thread_that_ends_is_asked_for_nothing_more() {
     shared.state().stops = 1;
     assert!(shared.next().is_none());
     assert!(!shared.state().alive);
+}
+
+/// A thread that was in its logger while it was stopped ends when it comes back, and gets nothing to do until then.
+#[test]
+fn a_thread_ends_that_was_stopped_while_it_told() {
+    let helper = Helper::default();
+    {
+        let mut state = helper.shared.state();
+        (state.alive, state.telling) = (true, true);
+    }
+    let (stopped, _) = helper.stop();
+    stopped.join();
+    drop(stopped);
+    assert!(helper.shared.state().rests());
+    helper.shared.state().telling = false;
+    assert!(helper.shared.next().is_none());
+    assert!(!helper.shared.state().alive && !helper.shared.state().rests());
 }

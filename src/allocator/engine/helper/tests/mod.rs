@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{current, yield_now};
 
-use super::{Asked, Shared};
+use super::{Asked, Helper, Shared};
 use crate::Block;
 use crate::allocator::carried::Rig;
 use crate::allocator::config::Config;
