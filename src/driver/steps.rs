@@ -159,12 +159,12 @@ mod tests {
         });
         assert_eq!(is_begun.recv(), Ok(true));
         assert!(!STEPS.await_end(Duration::ZERO), "another one is under way");
-        let own = STEPS.begin(|| false);
-        assert!(own.is_some());
         go_on.send(()).ok();
         assert!(STEPS.await_end(Duration::MAX));
         assert!(OVER.load(Ordering::SeqCst));
         assert!(other.join().is_ok());
+        let own = STEPS.begin(|| false);
+        assert!(own.is_some() && STEPS.await_end(Duration::ZERO));
         drop(own);
         assert_eq!(STEPS.0.load(Ordering::SeqCst), 0);
     }
