@@ -9,6 +9,7 @@ mod state;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use super::steps::{PATIENCE, Step, Steps};
 use crate::locks::held::{Held, Locked, locked};
 use state::{
     CAPTURES, EXITING, FORKED, LOOK_OUT, RECORDING, RECORDS, SAMPLES, TOOL, change, now_bits,
@@ -189,6 +190,20 @@ pub(super) fn watch_forks() {
     ONCE.call_once(imp::register_fork_handler);
 }
 
+/// Steps of work aside of all calls.
+static STEPS: Steps = Steps::new();
+
+/// Begins such a step on the calling thread; none in a forked child and once exit handlers run.
+pub(crate) fn begin_step() -> Option<Step> {
+    STEPS.begin(is_gone)
+}
+
+/// Waits for steps under way, where the process ends. Whether none is left.
+pub(crate) fn await_steps() -> bool {
+    // In a forked child there is none, whatever its parent was doing.
+    is_forked_child() || STEPS.await_end(PATIENCE)
+}
+
 /// Has a function called when the process exits.
 pub(crate) fn at_exit(handler: extern "C" fn()) {
     imp::register_at_exit(handler);
@@ -222,6 +237,8 @@ mod imp {
 
     extern "C" fn on_exit() {
         change(EXITING, 0);
+        // What the driver registered is next, and may take away what a step is using.
+        super::await_steps();
     }
 
     pub(super) fn register_exit_handler() {

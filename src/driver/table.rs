@@ -5,6 +5,7 @@ use super::error::{DriverError, LoadError};
 use super::found::Found;
 use super::process;
 use super::registry::Registry;
+use super::steps;
 use super::symbols::{Call, Feature, SYMBOLS, Symbol, name_of, present};
 use super::sys::{self, CUresult};
 use super::trials::Trials;
@@ -14,6 +15,8 @@ use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+
+use log::Level;
 
 use crate::locks::held::locked;
 
@@ -365,7 +368,11 @@ impl Driver {
     pub(super) fn failed(&self, call: Call, code: CUresult) -> DriverError {
         let error = DriverError::new(name_of(call), code);
         if error.loses_driver() && !self.0.state.lost.swap(true, Ordering::Relaxed) {
-            log::error!("the CUDA driver's contexts are lost: {error}");
+            steps::say(
+                Level::Error,
+                module_path!(),
+                format_args!("the CUDA driver's contexts are lost: {error}"),
+            );
         }
         error
     }
@@ -383,11 +390,15 @@ impl Driver {
     /// Reports that a drop failed: the first time as a warning, later ones for debugging only.
     #[cold]
     pub(super) fn drop_failed(&self, what: &dyn fmt::Display, error: DriverError) {
-        if self.0.state.warned.swap(true, Ordering::Relaxed) {
-            log::debug!("{what} was not released: {error}");
-        } else {
-            log::warn!("{what} was not released: {error} (later failures are logged at debug)");
-        }
+        let (level, more) = match self.0.state.warned.swap(true, Ordering::Relaxed) {
+            true => (Level::Debug, ""),
+            false => (Level::Warn, " (later failures are logged at debug)"),
+        };
+        steps::say(
+            level,
+            module_path!(),
+            format_args!("{what} was not released: {error}{more}"),
+        );
     }
 
     /// Whether two drivers are clones, and so share their table and its counters.

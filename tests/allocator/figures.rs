@@ -1,6 +1,5 @@
 //! The figures: what is counted is what is there, whatever happens.
 
-
 use crate::common::*;
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, BlockState, Config, Request};

@@ -1,7 +1,9 @@
 //! What an allocator has its helper do, where the settings ask for one: memory is made before requests need it, and what
 //! a burst left beyond the soft cap goes back.
 
-use crate::driver::process;
+use log::Level;
+
+use crate::driver::{process, steps};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::helper::{Employer, Outcome, Stopped, Work};
@@ -100,7 +102,8 @@ impl Engine {
         left
     }
 
-    /// Has the helper end, and waits for the step that it is in; none begins while the result lives.
+    /// Has the helper end, and waits for the step that it is in, but not for a logger that it calls; none begins while
+    /// the result lives.
     pub(crate) fn stop_ahead(&self) -> Option<Stopped<'_>> {
         let helper = self.helper.as_ref()?;
         if process::is_gone() {
@@ -111,7 +114,14 @@ impl Engine {
         Some(stopped)
     }
 
-    /// Waits until nothing is left to be done ahead.
+    /// [`stop_ahead`](Self::stop_ahead), and waits until nothing of the thread is left.
+    pub(crate) fn end_ahead(&self) -> Option<Stopped<'_>> {
+        let stopped = self.stop_ahead()?;
+        stopped.join();
+        Some(stopped)
+    }
+
+    /// Waits until nothing is left to be done ahead, nor told of it.
     pub(crate) fn await_ahead(&self) {
         if let Some(helper) = &self.helper
             && !process::is_gone()
@@ -159,12 +169,16 @@ impl Engine {
 
     /// No request is told of a failure here: each asks the driver itself.
     fn not_ahead(&self, error: &Error) -> Outcome {
-        match error {
-            Error::ContextLost(error) => {
-                log::warn!("allocator {}: nothing more is made ahead: {error}", self.id);
-            }
-            error => log::debug!("allocator {}: nothing was made ahead: {error}", self.id),
-        }
+        let (level, what) = match error {
+            Error::ContextLost(_) => (Level::Warn, "nothing more is made ahead"),
+            _ => (Level::Debug, "nothing was made ahead"),
+        };
+        let error: &dyn std::fmt::Display = match error {
+            Error::ContextLost(cause) => cause,
+            error => error,
+        };
+        let line = format_args!("allocator {}: {what}: {error}", self.id);
+        steps::say(level, module_path!(), line);
         Outcome::Failed
     }
 }

@@ -150,7 +150,7 @@ impl Engine {
     /// Waits for the allocator's markers, gives everything back, and refuses further calls. After
     /// an error the allocator is open again and owns what could not be given back.
     pub(crate) fn close(&self) -> Result<(), Error> {
-        let _stopped = self.stop_ahead();
+        let _ended = self.end_ahead();
         self.free_deferred();
         self.release_quarantine(0);
         self.discard_freed()?;

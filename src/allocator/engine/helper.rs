@@ -1,12 +1,14 @@
 //! The thread of an allocator that works ahead of requests: when it begins, what it is asked for, and how it ends.
 //!
 //! It works in steps of a few handles, and holds the engine in a step alone. Who needs it out of the way, such as a
-//! close, stops it and waits for the step under way; whoever asks for something next starts it again.
+//! close, stops it and waits for the step under way; whoever asks for something next starts it again. What a step logs is
+//! told after it, and nobody waits for the logger: it may itself wait for whoever stops the thread.
 
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread::{JoinHandle, ThreadId, current};
 
 use crate::driver::process;
+use crate::driver::steps::Said;
 use crate::locks::held::{Locked, locked};
 
 use crate::allocator::physical::Release;
@@ -65,8 +67,10 @@ struct State {
     alive: bool,
     /// It works.
     stepping: bool,
-    /// It was stopped in its step.
-    stopped: bool,
+    /// It tells the logger what it did.
+    telling: bool,
+    /// It was stopped by somebody who did not wait for that, and takes up nothing more.
+    ending: bool,
     /// Which it is: what it calls may come back here.
     thread: Option<ThreadId>,
     /// So many wait for its end, or do what it must not disturb.
@@ -75,7 +79,7 @@ struct State {
 
 impl State {
     fn is_idle(&self) -> bool {
-        self.asked.is_none() && self.repay.is_empty() && !self.stepping
+        self.asked.is_none() && self.repay.is_empty() && !self.stepping && !self.telling
     }
 
     /// Whether somebody else waits for it to end, or to have nothing to do.
@@ -85,7 +89,18 @@ impl State {
 
     /// Whether nothing is begun now. Nothing is while a capture is known.
     fn rests(&self) -> bool {
-        self.passed_over > 0 || self.stops > 0 || process::is_watching()
+        self.passed_over > 0 || self.is_stopped() || process::is_watching()
+    }
+
+    /// Whether the thread is to end, or not to begin.
+    fn is_stopped(&self) -> bool {
+        self.stops > 0 || self.ending
+    }
+
+    /// There is no thread any more: who asks for something starts another one.
+    fn ended(&mut self) {
+        (self.alive, self.stepping, self.telling) = (false, false, false);
+        (self.asked, self.thread, self.ending) = (None, None, false);
     }
 }
 
@@ -94,11 +109,14 @@ impl Shared {
         locked(&self.state)
     }
 
-    /// Waits for something to do; none if it is to end.
+    /// Waits for something to do; none if it is to end, which it has done then: nobody leaves it anything more.
     fn next(&self) -> Option<Work> {
         let mut state = self.state();
         loop {
-            if state.stops > 0 {
+            if state.is_stopped() {
+                state.ended();
+                drop(state);
+                self.changed.notify_all();
                 return None;
             }
             let repay = std::mem::take(&mut state.repay);
@@ -107,19 +125,20 @@ impl Shared {
                 false => Some(Work::Repay(repay)),
             };
             if work.is_some() {
-                (state.stepping, state.stopped) = (true, false);
+                state.stepping = true;
                 return work;
             }
             state = state.wait(&self.changed);
         }
     }
 
-    /// A step is over: what is left of its work comes again, if nobody asked for other work meanwhile.
-    fn done(&self, outcome: Outcome) {
+    /// A step is over: what is left of its work comes again, if nobody asked for other work meanwhile. Nobody waits for
+    /// what it still has to tell.
+    fn done(&self, outcome: Outcome, said: Said) {
         let mut state = self.state();
-        state.stepping = false;
+        (state.stepping, state.telling) = (false, !said.is_empty());
         match outcome {
-            Outcome::More(left) if state.asked.is_none() && !state.stopped => {
+            Outcome::More(left) if state.asked.is_none() && !state.is_stopped() => {
                 state.asked = Some(left);
             }
             Outcome::More(_) | Outcome::Done => {}
@@ -130,42 +149,46 @@ impl Shared {
         }
         drop(state);
         self.changed.notify_all();
+        if !said.is_empty() {
+            said.tell();
+            self.state().telling = false;
+            self.changed.notify_all();
+        }
     }
 }
 
-/// Says that the thread is gone, whatever ended it.
+/// Says that the thread is gone, whatever else ended it.
 struct Gone<'a>(&'a Shared);
 
 impl Drop for Gone<'_> {
     fn drop(&mut self) {
-        let mut state = self.0.state();
-        (state.alive, state.stepping) = (false, false);
-        (state.asked, state.thread) = (None, None);
-        drop(state);
+        self.0.state().ended();
         self.0.changed.notify_all();
     }
 }
 
 /// What the thread does: it ends when it is stopped, with its engine, and where calls make no sense any more.
 fn run<E: Employer>(shared: &Shared, employer: &Weak<E>) {
-    let _gone = Gone(shared);
+    let gone = Gone(shared);
     shared.state().thread = Some(current().id());
     while let Some(work) = shared.next() {
         let Some(employer) = employer.upgrade() else {
             return;
         };
-        if !employer.is_usable() {
+        let Some(step) = process::begin_step().filter(|_| employer.is_usable()) else {
             return employer.leave_undone(work);
-        }
+        };
         let outcome = employer.step(work);
         let usable = employer.is_usable();
         // It may be the last one that holds it.
         drop(employer);
+        shared.done(outcome, step.end());
         if !usable {
             return;
         }
-        shared.done(outcome);
     }
+    // There may be another one already.
+    std::mem::forget(gone);
 }
 
 impl Helper {
@@ -223,10 +246,11 @@ impl Helper {
                 drop(thread);
                 let left = {
                     let mut state = self.shared.state();
+                    state.ended();
                     state.passed_over = PASSED_OVER;
                     std::mem::take(&mut state.repay)
                 };
-                drop(Gone(&self.shared));
+                self.shared.changed.notify_all();
                 log::debug!("there is no thread to make memory ahead: {error}");
                 left
             }
@@ -234,25 +258,18 @@ impl Helper {
     }
 
     /// Has the thread end, and waits for the step that it is in; none begins while the result lives. On the thread
-    /// itself nothing is waited for. Also what was to
-    /// be repaid and was not.
+    /// itself nothing is waited for, nor for its logger: it ends when it comes back. Also what was to be repaid and was
+    /// not.
     pub(crate) fn stop(&self) -> (Stopped<'_>, Vec<Release>) {
         let mut state = self.shared.state();
         state.stops += 1;
-        (state.asked, state.stopped) = (None, true);
+        state.asked = None;
         let left = std::mem::take(&mut state.repay);
         self.shared.changed.notify_all();
-        while state.is_other() {
+        while state.is_other() && !state.telling {
             state = state.wait(&self.shared.changed);
         }
-        if state.alive {
-            // A logger, say, that it has called.
-            return (Stopped(self), left);
-        }
-        drop(state);
-        let thread = locked(&self.thread).take();
-        // Of a panic it has told itself.
-        let _ended = thread.map(JoinHandle::join);
+        state.ending = state.alive;
         (Stopped(self), left)
     }
 
@@ -271,8 +288,8 @@ impl Drop for Helper {
             Ok(thread) => thread.take(),
             Err(poisoned) => poisoned.into_inner().take(),
         };
-        if process::is_forked_child() {
-            // It does not exist here, and may have held the lock.
+        if process::is_gone() {
+            // It does not exist in a child, nor at the end of some processes, and may have held the lock.
             return std::mem::forget(thread);
         }
         // The last engine may go on the thread itself, so nobody waits for it.
@@ -283,6 +300,19 @@ impl Drop for Helper {
 
 /// Keeps the thread from working while it lives.
 pub(crate) struct Stopped<'a>(&'a Helper);
+
+impl Stopped<'_> {
+    /// Waits until nothing of the thread is left, unless it still has to tell something, or is the calling one.
+    pub(crate) fn join(&self) {
+        // None starts meanwhile.
+        if self.0.shared.state().alive {
+            return;
+        }
+        let thread = locked(&self.0.thread).take();
+        // Of a panic it has told itself.
+        let _ended = thread.map(JoinHandle::join);
+    }
+}
 
 impl Drop for Stopped<'_> {
     fn drop(&mut self) {

@@ -263,7 +263,7 @@ impl Engine {
         if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
             process::do_postponed();
             // Also where nothing can be closed.
-            drop(self.stop_ahead());
+            drop(self.end_ahead());
             self.abandon();
         }
     }

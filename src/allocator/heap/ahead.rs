@@ -1,13 +1,15 @@
 //! Memory that is made before a request needs it: how much and where, planned as any growth, and what became of it.
 
+use crate::allocator::extent::invariant::holds;
 use crate::allocator::extent::record::{NIL, SpaceId};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::growth::Bound;
-use crate::allocator::physical::ahead::{Asked, Plan};
+use crate::allocator::physical::ahead::{Asked, Plan, Unused};
 use crate::allocator::physical::{Fresh, GrowthFailure};
 use crate::allocator::report::{GrowthReason, MadeAhead};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+use crate::error::Error;
 
 /// Handles that are made in one step: so long a close, a trim or a suspension may have to wait for it.
 const STEP: usize = 4;
@@ -23,9 +25,8 @@ impl Heap {
         let free = self.free_before(asked.end, asked.bytes);
         let lacking = asked.bytes.saturating_sub(free);
         let lacking = lacking.next_multiple_of(PHYSICAL_GRANULE);
-        let room = self.room_within(Bound::SoftCap);
-        let room = room.saturating_sub(self.may_be_asked());
-        let bytes = lacking.min(room / PHYSICAL_GRANULE * PHYSICAL_GRANULE);
+        let room = self.room_ahead() / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
+        let bytes = lacking.min(room);
         // Graph pools need room below a limit, too.
         if bytes == 0 || !self.physical.bounds_hold(self.present() + bytes) {
             return Plan::Nothing;
@@ -62,15 +63,20 @@ impl Heap {
         })
     }
 
-    /// What requests under way have raised the soft cap by at most, and will need, beyond what is planned for them.
-    fn may_be_asked(&self) -> u64 {
+    /// Bytes that may be made: none that requests under way may need, and none beyond the soft cap as it is if they fail.
+    fn room_ahead(&self) -> u64 {
         if self.streams.iter().all(|(_, slot)| slot.calls == 0) {
-            return 0;
+            return self.room_within(Bound::SoftCap);
         }
+        // So much they have raised the peak by at most, and what is being made for them comes out of that.
+        let now = self.peak_live.min(self.requested_now());
+        let announced = self.peak_live - now;
         let making = self.ahead.under_way - self.ahead.going;
-        let planned = self.physical.planned - making;
-        let announced = self.peak_live.saturating_sub(self.requested_now());
-        announced.saturating_sub(planned)
+        let theirs = announced.min(self.physical.planned - making);
+        let cap = self.physical.soft_cap(now, self.streams.in_flight());
+        let below_cap = cap.saturating_sub(self.held() - theirs);
+        let below_limit = self.room().saturating_sub(announced - theirs);
+        below_cap.min(below_limit)
     }
 
     /// Free bytes right before an address of the large arena, as far as they count.
@@ -95,7 +101,11 @@ impl Heap {
         self.ahead.figures.handles += homes.len() as u64;
         self.ahead.figures.bytes += fresh.bytes();
         let made = homes.into_iter().zip(fresh.sizes.iter().copied());
-        self.ahead.unused.extend(made);
+        self.ahead.unused.extend(made.map(|(home, bytes)| Unused {
+            home,
+            bytes,
+            leaves: false,
+        }));
         let owner = asked.want.stream;
         self.extents
             .release(SpaceId::Large, fresh.id, owner, Uses::None);
@@ -111,30 +121,56 @@ impl Heap {
 
     /// A handle goes back to the driver, and another may get its home.
     pub(crate) fn gone_ahead(&mut self, home: u64) {
-        self.ahead.unused.retain(|(made, _)| *made != home);
+        self.ahead.unused.retain(|made| made.home != home);
+    }
+
+    /// A free handle is claimed to be given back, or is free memory again.
+    pub(crate) fn leaves_ahead(&mut self, home: u64, leaves: bool) {
+        let mut made = self.ahead.unused.iter_mut();
+        if let Some(made) = made.find(|made| made.home == home) {
+            made.leaves = leaves;
+        }
     }
 
     /// Whether a handle that was made ahead is free as it was made.
-    fn is_unused(&self, (home, bytes): (u64, u64)) -> bool {
-        let piece = self.extents.piece_around(SpaceId::Large, home);
-        piece.is_some_and(|id| self.extents.records[id].end() >= home + bytes)
+    fn is_unused(&self, made: &Unused) -> bool {
+        let piece = self.extents.piece_around(SpaceId::Large, made.home);
+        let end = made.home + made.bytes;
+        made.leaves || piece.is_some_and(|id| self.extents.records[id].end() >= end)
     }
 
     /// Counts what was made ahead and is in use by now.
     fn review_ahead(&mut self) {
         self.ahead.figures = self.made_ahead_figures();
-        let unused = std::mem::take(&mut self.ahead.unused);
-        let unused = unused.into_iter().filter(|made| self.is_unused(*made));
-        self.ahead.unused = unused.collect();
+        let mut unused = std::mem::take(&mut self.ahead.unused);
+        unused.retain(|made| self.is_unused(made));
+        self.ahead.unused = unused;
+    }
+
+    /// The last rule of [`check`](Self::check).
+    pub(crate) fn check_ahead(&self) -> Result<(), Error> {
+        let making = self.ahead.under_way.checked_sub(self.ahead.going);
+        holds(
+            "what is being made ahead is planned",
+            making.is_some_and(|making| making <= self.physical.planned),
+        )?;
+        let is_held = |made: &Unused| {
+            let held = self.physical.holdings.get(&made.home);
+            held.is_some_and(|held| held.bytes == made.bytes)
+        };
+        holds(
+            "what was made ahead is held",
+            self.ahead.unused.iter().all(is_held),
+        )
     }
 
     /// What was made ahead so far, and how much of it was seen in use.
     pub(crate) fn made_ahead_figures(&self) -> MadeAhead {
         let mut figures = self.ahead.figures;
-        for (home, bytes) in &self.ahead.unused {
-            if !self.is_unused((*home, *bytes)) {
+        for made in &self.ahead.unused {
+            if !self.is_unused(made) {
                 figures.used += 1;
-                figures.used_bytes += bytes;
+                figures.used_bytes += made.bytes;
             }
         }
         figures

@@ -171,6 +171,7 @@ impl Heap {
         let first = self.extents.piece_around(space, addr)?;
         let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
         let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
+        self.leaves_ahead(addr, true);
         Some(Release {
             space,
             id,
@@ -297,6 +298,7 @@ impl Heap {
 
     /// A planned release was not made, or its handle could not be unmapped: free memory again.
     pub(crate) fn keep(&mut self, release: Release) {
+        self.leaves_ahead(release.addr, false);
         self.restore(release.space, release.id, release.shards);
     }
 

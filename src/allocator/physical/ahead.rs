@@ -16,12 +16,21 @@ pub(crate) struct Ahead {
     pub under_way: u64,
     /// The part of it that goes back.
     pub going: u64,
-    /// Handles that nobody was seen to use yet: home and bytes.
-    pub unused: Vec<(u64, u64)>,
+    /// Handles that nobody was seen to use yet.
+    pub unused: Vec<Unused>,
     /// What was made last for a request that is not over.
     pub grown: Option<Grown>,
     /// Somebody who only makes memory ahead had the lock: who finds it taken met no other request.
     pub had_lock: bool,
+}
+
+/// A handle that was made ahead of requests.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Unused {
+    pub home: u64,
+    pub bytes: u64,
+    /// It was wholly free, and is claimed to be given back.
+    pub leaves: bool,
 }
 
 /// Memory that was made for a request.

@@ -7,7 +7,9 @@
 //! Who calls what is here has to ask whether the lock was let go in between, as in `engine/calls.rs` and nowhere
 //! else.
 
-use crate::driver::DriverError;
+use log::Level;
+
+use crate::driver::{DriverError, steps};
 use crate::sync::capture::is_void_wait;
 
 use crate::allocator::engine::graph_pools::SOON;
@@ -545,7 +547,10 @@ impl Engine {
                 heap.physical.bursts.figures.repaid += handles;
                 heap.physical.bursts.figures.repaid_bytes += released;
             }
-            Err(error) => log::debug!("less was repaid than planned: {error}"),
+            Err(error) => {
+                let line = format_args!("less was repaid than planned: {error}");
+                steps::say(Level::Debug, module_path!(), line);
+            }
         }
     }
 }
