@@ -7,8 +7,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 pub(crate) fn guarded<T>(what: &str, run: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(value) => Some(value),
-        Err(_) => {
-            log::error!("{what} panicked");
+        Err(panic) => {
+            // What was thrown may panic when it is dropped, and so may a logger.
+            let told = catch_unwind(AssertUnwindSafe(|| {
+                drop(panic);
+                log::error!("{what} panicked");
+            }));
+            std::mem::forget(told);
             None
         }
     }

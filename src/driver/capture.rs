@@ -83,9 +83,13 @@ impl Stream {
         entered.driver().found().add(self.raw(), true);
         // SAFETY: the handle is valid by the contract under which it was made.
         let begun = unsafe { call!(entered.driver(), cuStreamBeginCapture_v2(self.raw(), mode)) };
-        if begun.is_err() {
-            // SAFETY: as above. One that was under way goes on; the answer is noted.
-            let _noted = unsafe { entered.driver().is_capturing(self.raw()) };
+        match begun {
+            // Anew: whoever asked before it began may have been told so, and have taken the note away.
+            Ok(()) => entered.driver().found().add(self.raw(), true),
+            Err(_) => {
+                // SAFETY: as above. One that was under way goes on; the answer is noted.
+                let _noted = unsafe { entered.driver().is_capturing(self.raw()) };
+            }
         }
         begun
     }
@@ -152,6 +156,8 @@ impl Stream {
         match begun {
             // The capture has it from here on.
             Ok(()) => {
+                // As in `begin_capture`.
+                driver.found().add(self.raw(), true);
                 graph.forget();
                 if has_nodes && let Ok(Some(id)) = self.capture_id() {
                     driver.found().add_joined(id);
@@ -304,6 +310,7 @@ impl Driver {
         stream: CUstream,
         each: impl Fn(Dependency) -> T,
     ) -> Result<Option<(u64, sys::CUgraph, D)>, DriverError> {
+        let asked = self.found().newest();
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let (mut id, mut graph) = (0, ptr::null_mut());
         let (mut nodes, mut edges, mut count) = (ptr::null(), ptr::null(), 0);
@@ -342,14 +349,14 @@ impl Driver {
         }
         match status {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => {
-                self.answered(stream, false);
+                self.answered(stream, false, asked);
                 return Ok(None);
             }
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => {
-                self.answered(stream, true);
+                self.answered(stream, true, asked);
             }
             _ => {
-                self.answered(stream, true);
+                self.answered(stream, true, asked);
                 let name = match with_edges {
                     true => "cuStreamGetCaptureInfo_v3",
                     false => "cuStreamGetCaptureInfo_v2",

@@ -22,12 +22,13 @@ pub(super) struct Found {
     bits: AtomicU64,
     /// Whether there is anything in [`Findings::joined`].
     any_joined: AtomicBool,
+    /// The number of the newest finding.
+    newest: AtomicU64,
     list: Mutex<Findings>,
 }
 
 #[derive(Default)]
 struct Findings {
-    last: u64,
     streams: Vec<Finding>,
     /// Ids of captures that were begun into graphs with nodes.
     joined: Vec<u64>,
@@ -78,8 +79,7 @@ impl Found {
     /// A stream captures, or is about to.
     pub(super) fn add(&self, stream: CUstream, unasked: bool) {
         let mut list = locked(&self.list);
-        list.last += 1;
-        let last = list.last;
+        let last = self.newest.fetch_add(1, Ordering::SeqCst) + 1;
         // Mostly one that was found before, and is watched.
         let mut known = list.streams.iter_mut();
         if let Some(known) = known.find(|finding| finding.is_of(stream as usize))
@@ -88,15 +88,22 @@ impl Found {
             (known.number, known.unasked, known.age) = (last, unasked, 0);
             return;
         }
-        list.add_unknown(stream, unasked);
+        list.add_unknown(stream, last, unasked);
         self.bits.store(list.bits(), Ordering::Relaxed);
     }
 
-    /// A stream does not capture.
+    /// The number of the newest finding: to be read before a stream is asked, for [`remove`](Self::remove).
     #[inline(always)]
-    pub(super) fn remove(&self, stream: CUstream) {
+    pub(super) fn newest(&self) -> u64 {
+        self.newest.load(Ordering::Acquire)
+    }
+
+    /// A stream does not capture, as far as an answer says that was asked for when this was the newest finding. What was
+    /// noted since stands: its capture may have begun behind the answer.
+    #[inline(always)]
+    pub(super) fn remove(&self, stream: CUstream, asked: u64) {
         if self.may_have(stream) {
-            self.drop_all(|finding| finding.is_of(stream as usize));
+            self.drop_all(|finding| finding.is_of(stream as usize) && finding.number <= asked);
         }
     }
 
@@ -155,11 +162,11 @@ impl Findings {
     }
 
     #[cold]
-    fn add_unknown(&mut self, stream: CUstream, unasked: bool) {
+    fn add_unknown(&mut self, stream: CUstream, number: u64, unasked: bool) {
         let finding = Finding {
             stream: stream as usize,
             thread: Some(std::thread::current().id()),
-            number: self.last,
+            number,
             unasked,
             age: 0,
         };

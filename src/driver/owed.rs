@@ -44,7 +44,7 @@ impl Owed {
             match *self {
                 Owed::Stream(raw) => {
                     // Its handle may be another stream's from here on.
-                    driver.found().remove(raw);
+                    driver.found().remove(raw, u64::MAX);
                     call!(driver, cuStreamDestroy_v2(raw))
                 }
                 Owed::Event(raw) => call!(driver, cuEventDestroy_v2(raw)),

@@ -8,6 +8,7 @@ mod state;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
 
 use super::steps::{PATIENCE, Step, Steps};
 use crate::locks::held::{Held, Locked, locked};
@@ -200,8 +201,18 @@ pub(crate) fn begin_step() -> Option<Step> {
 
 /// Waits for steps under way, where the process ends. Whether none is left.
 pub(crate) fn await_steps() -> bool {
+    /// An exit handler waited in vain: the next one does not.
+    static IN_VAIN: AtomicBool = AtomicBool::new(false);
+    let patience = match IN_VAIN.load(Ordering::Relaxed) {
+        true => Duration::ZERO,
+        false => PATIENCE,
+    };
     // In a forked child there is none, whatever its parent was doing.
-    is_forked_child() || STEPS.await_end(PATIENCE)
+    let ended = is_forked_child() || STEPS.await_end(patience);
+    if !ended {
+        IN_VAIN.store(true, Ordering::Relaxed);
+    }
+    ended
 }
 
 /// Has a function called when the process exits.

@@ -520,11 +520,12 @@ impl Driver {
             return Err(sys::CUresult::CUDA_ERROR_NOT_INITIALIZED);
         }
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let asked = self.found().newest();
         // SAFETY: the caller vouches for the stream; the pointer is to a local.
         match unsafe { ask(stream, &mut status) } {
             sys::CUresult::CUDA_SUCCESS => {
                 let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-                self.answered(stream, capturing);
+                self.answered(stream, capturing, asked);
                 Ok(capturing)
             }
             code => Err(code),
@@ -541,13 +542,13 @@ impl Driver {
             .map_err(|code| self.failed(Call::cuStreamIsCapturing, code))
     }
 
-    /// Notes what the driver said of a stream.
+    /// Notes what the driver said of a stream, and what the newest finding was before it was asked.
     #[inline(always)]
-    pub(super) fn answered(&self, stream: sys::CUstream, capturing: bool) {
+    pub(super) fn answered(&self, stream: sys::CUstream, capturing: bool, asked: u64) {
         if capturing {
             self.found().add(stream, false);
         } else {
-            self.found().remove(stream);
+            self.found().remove(stream, asked);
         }
     }
 

@@ -4,6 +4,7 @@ use cualloc::allocator::{Allocator, Block, Policy, Request, SelfTest};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
 use cualloc::{DeviceBuffer, Error};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::common::capturing::*;
 use crate::common::*;
@@ -449,4 +450,49 @@ fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
         allocator.close().unwrap();
         assert_eq!(sim.clear_failures(), 2, "nobody asks on and on");
     });
+}
+
+/// A capture that is about to begin when somebody asks its stream is looked out for all the same: also where the answer
+/// came before it began and is noted after it.
+#[test]
+fn d4_a_capture_that_begins_beside_a_question_is_looked_out_for() {
+    for late in [false, true] {
+        only(Policy::Packed, |rig| {
+            let Some(sim) = rig.sim() else { return };
+            let (allocator, waits) = (rig.allocator(), rig.allocator());
+            let (stream, other) = (rig.stream(), rig.stream());
+            let warm = [0; 4].map(|_| allocator.allocate(512, &stream).unwrap());
+            drop(warm);
+            drop(waits.allocate(512, &other).unwrap());
+            let once = AtomicBool::new(false);
+            let first = move || !once.swap(true, Ordering::SeqCst);
+            if late {
+                let own = stream.clone();
+                sim.after(move |moment| {
+                    if moment.call == "cuStreamIsCapturing" && first() {
+                        let begin = || own.begin_capture(MODE).unwrap();
+                        std::thread::scope(|scope| scope.spawn(begin).join().unwrap());
+                    }
+                });
+                assert!(!stream.is_capturing().unwrap(), "it was asked before");
+            } else {
+                let waits = waits.clone();
+                sim.before(move |moment| {
+                    if moment.call.starts_with("cuStreamBeginCapture") && first() {
+                        let wait = || waits.synchronize().unwrap();
+                        std::thread::scope(|scope| scope.spawn(wait).join().unwrap());
+                    }
+                });
+                stream.begin_capture(MODE).unwrap();
+            }
+            sim.clear_hooks();
+            let capturing = Capturing::begun(&stream);
+            let refused = allocator.allocate(512, &stream).unwrap_err();
+            assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+            drop(capturing.end().unwrap());
+            drop(allocator.allocate(512, &stream).unwrap());
+            waits.close().unwrap();
+            rig.close(&allocator);
+        });
+    }
 }

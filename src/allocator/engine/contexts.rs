@@ -55,12 +55,17 @@ impl Engine {
         for stream in kept {
             self.refuse_capture(&self.named(&stream)?)?;
         }
-        let mut suspects = self.driver().own_suspects().into_iter();
+        let suspects = self.driver().own_suspects().into_iter();
         let there = |stream: &Stream| contexts.iter().any(|c| c.id() == stream.context().id());
-        if let Some(stream) = suspects.find(|s| there(s) && !matches!(s.is_capturing(), Ok(false)))
-        {
-            let stream = stream.raw() as usize;
-            return Err(Error::Capturing { stream });
+        for stream in suspects.filter(there) {
+            match stream.is_capturing() {
+                Ok(false) => {}
+                Err(error) if !is_capture_refusal(error.code()) => return Err(self.error(error)),
+                _ => {
+                    let stream = stream.raw() as usize;
+                    return Err(Error::Capturing { stream });
+                }
+            }
         }
         for context in contexts {
             let entered = context.enter().map_err(|e| self.error(e))?;

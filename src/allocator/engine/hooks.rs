@@ -85,9 +85,15 @@ impl ReliefHook {
 
     /// Asks it for so many bytes; how many it says that it freed.
     pub(crate) fn run(&self, missing: u64) -> u64 {
-        let before = RUNS.replace(true);
+        /// Ends it, also where a logger panics.
+        struct Running(bool);
+        impl Drop for Running {
+            fn drop(&mut self) {
+                RUNS.set(self.0);
+            }
+        }
+        let _running = Running(RUNS.replace(true));
         let freed = guarded("a relief hook", || (self.run)(missing));
-        RUNS.set(before);
         freed.unwrap_or(0)
     }
 

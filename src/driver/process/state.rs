@@ -3,7 +3,7 @@
 //! A call that finds all it needs in the cache of its stream reads the word there: it lies on a line that the call
 //! takes for itself anyway, where the one word of the process would be a line more, and its address another.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Mutex, OnceLock};
 
 use crate::locks::held::locked;
@@ -100,6 +100,8 @@ impl State {
 impl Followed {
     fn change(&self, set: u32, clear: u32) {
         self.state.change(set, clear);
+        // Either who begins to follow is seen here, or sees the change.
+        fence(Ordering::SeqCst);
         let mut at = self.first.get();
         while let Some(follower) = at {
             follower.copy.change(set, clear);
@@ -121,6 +123,7 @@ impl Followed {
                 *last = Some(follower);
             }
         }
+        fence(Ordering::SeqCst);
         // Changes come here from now on. One that came before the store is undone by it, unless it was in the word
         // before, too; so the word is looked at once more.
         let word = &self.state.0;
