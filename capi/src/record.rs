@@ -132,8 +132,9 @@ impl Data {
 }
 
 /// Has samples of stacks (cualloc_record_start_with_stacks, CUALLOC_RECORD=stacks:SIZE:FILE) ask a function for the place
-/// in the program; with null they take the stack of the thread again. The function and its data must stay until every
-/// call that was under way when another one was set is over.
+/// in the program; with null they take the stack of the thread again. When another function is set, or null, this waits until
+/// no other thread is in the former one, for two seconds at most: that thread may wait for something that the caller
+/// holds. The function and its data must stay until then, or, where that was not enough, until those calls are over.
 ///
 /// Any thread, any time.
 ///

@@ -166,6 +166,10 @@ def checked(code):
     raise (OutOfMemory if code == OUT_OF_MEMORY else Error)(code, text)
 
 
+# What the library has addresses of: it stays as long as the process.
+kept = []
+
+
 def without_null(text):
     """Bytes for the library, to which they would end at a null byte."""
     if b"\0" in text:

@@ -82,6 +82,8 @@ def _where(_):
 
 
 _SOURCE = _l.STACK_SOURCE(_where)
+# The library may have its address still when this module is loaded anew.
+_l.kept.append(_SOURCE)
 
 
 @atexit.register

@@ -1201,6 +1201,31 @@ def recordings_have_contexts():
     assert _library.LIBRARY.cualloc_set_context(0) == 0, "the thread is in none again"
 
 
+def it_ends_beside_threads_at_samples():
+    import importlib
+    import threading
+
+    import cualloc.record as record
+    from cualloc import _library
+
+    driver()
+    record.start(stacks=4096)
+    importlib.reload(record)
+    begun = [threading.Event() for _ in range(3)]
+
+    def work(event):
+        while True:
+            for _ in range(50):
+                address = _library.allocate(0, 100_000, None)
+                _library.checked(_library.LIBRARY.cualloc_free(_library.allocator(0), address))
+            event.set()
+
+    for event in begun:
+        threading.Thread(target=work, args=(event,), daemon=True).start()
+    for event in begun:
+        assert event.wait(60)
+
+
 CASES = [
     *(hooks_and_devices, statistics_have_the_keys_of_pytorch, limits_and_fractions, wrong_settings_are_refused),
     *(out_of_memory_has_the_words_of_pytorch, streams_of_pytorch_are_adopted_and_others_are_not),
@@ -1210,6 +1235,7 @@ CASES = [
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
     *(lack_of_memory_is_thrown_with_the_strings_of_earlier_versions, time_in_the_allocator_is_measured),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
+    it_ends_beside_threads_at_samples,
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
     *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),

@@ -10,6 +10,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use crate::event::{Event, Kind, names, session, stack};
 
@@ -76,12 +77,21 @@ pub(crate) fn set_mean(bytes: u64) {
     MEAN.store(bytes, Ordering::Relaxed);
 }
 
-/// Has samples ask for the context instead of the thread's stack, where it has one.
+/// Has samples ask for the context instead of the thread's stack, where it has one. Waits until no other thread is in the
+/// former one, but for so long at most: that thread may wait for this one, or be gone in a forked child.
 pub(crate) fn set_source(source: Option<Source>) {
+    const PATIENCE: Duration = Duration::from_secs(2);
     let mut place = SOURCE.write().unwrap_or_else(PoisonError::into_inner);
     let old = std::mem::replace(&mut *place, source);
     // What goes with it may do anything.
     drop(place);
+    let Some(old) = old else { return };
+    // The calling thread may be in it itself.
+    let own = COUNTDOWN.try_with(|cell| usize::from(cell.get().busy));
+    let (own, begun) = (own.unwrap_or(0), Instant::now());
+    while Arc::strong_count(&old) > 1 + own && begun.elapsed() < PATIENCE {
+        std::thread::yield_now();
+    }
     drop(old);
 }
 

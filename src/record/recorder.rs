@@ -163,7 +163,8 @@ impl Recorder {
 /// function first and semicolons between; of [`Context::NONE`] the thread's own stack is taken. `None` does without.
 ///
 /// It is called by the thread that has just been given a block, which holds no lock of this crate. What it allocates
-/// itself is not sampled. It may be called until every call that is under way is over.
+/// itself is not sampled. When another one is set, or none, this waits until no other thread is in the former one; for two
+/// seconds at most, as that thread may wait for something that the caller holds.
 pub fn set_stack_source(source: Option<Arc<dyn Fn() -> Context + Send + Sync>>) {
     let source = source.map(|source| -> sample::Source { Arc::new(move || source().0) });
     sample::set_source(source);

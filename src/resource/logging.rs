@@ -9,6 +9,7 @@ use std::{fmt, io};
 
 use crate::allocator::Request;
 use crate::driver::{Stream, process};
+use crate::foreign::guarded;
 use crate::locks::held::Locked;
 
 use super::block::RawBlock;
@@ -369,7 +370,9 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
     }
 
     fn write(&self, record: &LogRecord) {
-        if self.sink.log(record).is_err() {
+        // A panic counts as a record that was dropped.
+        let logged = guarded("a log sink", || self.sink.log(record));
+        if !matches!(logged, Some(Ok(_))) {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }

@@ -72,9 +72,11 @@ impl<R: MemoryResource> Tracking<R> {
     /// # Errors
     /// [`Error::UseAfterFree`].
     pub fn name(&self, block: &BlockId, name: impl Into<String>) -> Result<(), Error> {
+        // Code that is not ours: without the lock.
+        let name = name.into();
         match self.map().get_mut(block) {
             Some(live) => {
-                live.name = Some(name.into());
+                live.name = Some(name);
                 Ok(())
             }
             None => Err(block.gone()),
