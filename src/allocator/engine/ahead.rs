@@ -177,8 +177,11 @@ impl Engine {
             Error::ContextLost(cause) => cause,
             error => error,
         };
-        let line = format_args!("allocator {}: {what}: {error}", self.id);
-        steps::say(level, module_path!(), line);
+        steps::say(
+            level,
+            module_path!(),
+            format_args!("allocator {}: {what}: {error}", self.id),
+        );
         Outcome::Failed
     }
 }

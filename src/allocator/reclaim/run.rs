@@ -548,8 +548,11 @@ impl Engine {
                 heap.physical.bursts.figures.repaid_bytes += released;
             }
             Err(error) => {
-                let line = format_args!("less was repaid than planned: {error}");
-                steps::say(Level::Debug, module_path!(), line);
+                steps::say(
+                    Level::Debug,
+                    module_path!(),
+                    format_args!("less was repaid than planned: {error}"),
+                );
             }
         }
     }
