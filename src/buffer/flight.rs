@@ -37,6 +37,9 @@ pub struct CopyInFlight<T: DeviceCopy> {
     woken: Option<Arc<Job>>,
 }
 
+/// What panics in the log.
+const DONE: &str = "what was to be done after a copy";
+
 /// What a thread of the driver is to do once.
 type Job = Mutex<Option<Box<dyn FnOnce() + Send>>>;
 
@@ -101,8 +104,8 @@ impl<T: DeviceCopy> CopyInFlight<T> {
     }
 
     /// Calls `run` with the host memory when the copy is complete, on a thread of the driver: in the order of the
-    /// copy's stream, behind everything that was given to it until now. If there is nothing to copy it is called
-    /// at once. It must not call the driver, neither directly nor by this crate, but may drop the memory, send it
+    /// copy's stream, behind everything that was given to it until now. If the copy is complete already, or there is
+    /// nothing to copy, it is called at once, by the calling thread: hold no lock that it takes. It must not call the driver, neither directly nor by this crate, but may drop the memory, send it
     /// to another thread, or wake one. A panic in it is logged. After the loss of the device it is not called.
     ///
     /// # Errors
@@ -113,7 +116,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
     ) -> Result<(), Error> {
         let mut host = self.take()?;
         if host.block.look()? {
-            run(host);
+            guarded(DONE, || run(host));
             return Ok(());
         }
         let stream = stream_behind(&host)?;
@@ -161,7 +164,7 @@ unsafe extern "C" fn do_job(data: *mut c_void) {
     let job = unsafe { Arc::from_raw(data.cast_const().cast::<Job>()) };
     let run = process::lock(&job).take();
     let done = || in_host_function(|| run.map_or((), |run| run()));
-    guarded("what was to be done after a copy", done);
+    guarded(DONE, done);
 }
 
 impl<T: DeviceCopy> Future for CopyInFlight<T> {

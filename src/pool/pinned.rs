@@ -115,6 +115,8 @@ struct State {
     free: Vec<HostBlock>,
     /// Blocks that work may still use, to be kept afterwards or freed.
     waiting: Vec<HostBlock>,
+    /// Blocks that somebody has taken out of these to look at them: they may be free in a moment.
+    looked_at: usize,
     /// Figures of this generation: blocks in use, their bytes, and the bytes of all blocks.
     blocks: Counter,
     used: Counter,
@@ -244,7 +246,7 @@ impl PinnedPool {
                 usable: config.buffer_bytes,
             }));
         }
-        let found = self.0.change(|state| {
+        let find = |state: &mut State| {
             if oversize {
                 return Ok(Err(state.generation));
             }
@@ -256,11 +258,21 @@ impl PinnedPool {
             state
                 .begin(config, |_| true)
                 .map(Err)
-                .ok_or(Error::Exhausted {
-                    what: "buffers",
-                    maximum: config.maximum,
-                })
-        })?;
+                .ok_or(state.looked_at)
+        };
+        let found = loop {
+            match self.0.change(find) {
+                Ok(found) => break found,
+                Err(0) => {
+                    return Err(Error::Exhausted {
+                        what: "buffers",
+                        maximum: config.maximum,
+                    });
+                }
+                // Another call is about to say whether they are free.
+                Err(_) => std::thread::yield_now(),
+            }
+        };
         let mut block = match found {
             Ok(block) => block,
             Err(generation) if oversize => self.0.make(pages(bytes)?, generation)?,
@@ -278,6 +290,7 @@ impl PinnedPool {
             *state = State {
                 generation: state.generation + 1,
                 waiting: std::mem::take(&mut state.waiting),
+                looked_at: state.looked_at,
                 ..State::default()
             };
             (state.generation, free)
@@ -374,7 +387,10 @@ impl Inner {
         if process::is_forked_child() {
             return Err(Error::ForkedChild);
         }
-        let waiting = self.change(|state| std::mem::take(&mut state.waiting));
+        let waiting = self.change(|state| {
+            state.looked_at += state.waiting.len();
+            std::mem::take(&mut state.waiting)
+        });
         for mut block in waiting {
             let before = block.is_lost();
             if let Err(error) = block.look()
@@ -383,7 +399,10 @@ impl Inner {
             {
                 log::warn!("page-locked memory is leaked ({count} such events): {error}");
             }
-            let gone = self.change(|state| state.put_away(block, self.config.buffer_bytes));
+            let gone = self.change(|state| {
+                state.looked_at -= 1;
+                state.put_away(block, self.config.buffer_bytes)
+            });
             // Freed without the lock.
             drop(gone);
         }

@@ -28,7 +28,8 @@ pub struct PerDevice<T> {
 }
 
 impl<T: Clone> PerDevice<T> {
-    /// Of what a function builds for the ordinal of a device. The function runs without a lock.
+    /// Of what a function builds for the ordinal of a device. The function runs without a lock; others who want that
+    /// device's wait for it, so it must not ask for that itself.
     pub fn new(build: impl Fn(usize) -> Result<T, Error> + Send + Sync + 'static) -> PerDevice<T> {
         PerDevice {
             build: Box::new(build),

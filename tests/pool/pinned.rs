@@ -6,6 +6,10 @@ use cualloc::pool::{PinnedConfig, PinnedPool};
 use cualloc::sim::FailPlan;
 use cualloc::{DeviceBuffer, Error, PinnedBuffer, Policy};
 use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use crate::common::{KIB, MIB, Rig, only};
 
@@ -66,6 +70,41 @@ fn s4_6_s4_25_initial_buffers_are_there() {
         for wrong in [SMALL.initial(4), SMALL.buffer_bytes(0)] {
             assert!(PinnedPool::new(&rig.context, wrong).is_err());
         }
+    });
+}
+
+/// While another call looks at a block that came back, nobody says that there is none: it is waited for.
+#[test]
+fn a_block_that_is_looked_at_is_waited_for() {
+    with_pool(SMALL.initial(1).maximum(1), |rig, pool| {
+        let Some(sim) = rig.maybe_sim() else { return };
+        let stream = rig.stream();
+        let mut buffer = bytes(pool, 100).unwrap();
+        buffer.record_use(&stream).unwrap();
+        let hold = rig.busy(&stream);
+        drop(buffer);
+        hold.release();
+        stream.synchronize().unwrap();
+        let (other, once) = (pool.clone(), AtomicBool::new(false));
+        let taken: Arc<Mutex<Option<JoinHandle<bool>>>> = Arc::default();
+        let asked = Arc::clone(&taken);
+        sim.before(move |moment| {
+            if moment.call == "cuEventQuery" && !once.swap(true, Ordering::SeqCst) {
+                let (pool, (done, is_done)) = (other.clone(), mpsc::channel());
+                let take = move || {
+                    let taken = bytes(&pool, 1).is_ok();
+                    let _ = done.send(());
+                    taken
+                };
+                *asked.lock().unwrap() = Some(std::thread::spawn(take));
+                // It comes to no end meanwhile, unless it is wrong.
+                assert!(is_done.recv_timeout(Duration::from_millis(300)).is_err());
+            }
+        });
+        assert!(pool.usage().reserved.current > 0);
+        sim.clear_hooks();
+        let taken = taken.lock().unwrap().take().expect("the block was asked");
+        assert!(taken.join().unwrap(), "there is none");
     });
 }
 

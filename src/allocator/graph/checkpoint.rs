@@ -252,7 +252,7 @@ mod tests {
                     (48 + at, User::new(key, raw, None, None))
                 })
                 .collect();
-            let pool = graphs.pools.get_mut(&id).unwrap();
+            let pool = graphs.pools.get_mut(&id).expect("made above");
             let bytes = places.div_ceil(PHYSICAL_GRANULE / GRANULE) * PHYSICAL_GRANULE;
             pool.arena.handles.insert(HOME, Handle { handle: 1, bytes });
             for (addr, live) in &now {

@@ -124,8 +124,8 @@ impl Followed {
             }
         }
         fence(Ordering::SeqCst);
-        // Changes come here from now on. One that came before the store is undone by it, unless it was in the word
-        // before, too; so the word is looked at once more.
+        // Changes come here from now on. One that comes between the load and the store is lost with the store; then the
+        // word has changed, too.
         let word = &self.state.0;
         loop {
             let bits = word.load(Ordering::SeqCst);
