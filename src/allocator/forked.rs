@@ -37,10 +37,10 @@ fn d9_nothing_waits_for_the_heap_in_a_forked_child() -> Test {
         let stream = Stream::new(&context)?;
         let wide = a.allocate(3 << 20, &stream)?;
         let small = a.allocate(100, &stream)?;
-        // The stream's cache could serve the next one.
-        drop(a.allocate(100, &stream)?);
         let guard = a.guard(wide.ptr(), 512)?;
         let buffer = DeviceBuffer::<u8>::zeroed(&a, 1000, &stream)?;
+        // The stream's cache could serve the next one, and keep it below the peak.
+        drop(a.allocate(2000, &stream)?);
         let (of_wide, of_small) = (wide.size(), small.size());
         let locked = a.clone();
         let mut ours = Some((a, wide, small, guard, buffer));

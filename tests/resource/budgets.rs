@@ -205,6 +205,7 @@ fn s1_52_bytes_freed_by_a_hook_count_once() {
             .allocate_block(&Request::new(5000).tag(T), &stream)
             .unwrap();
         assert_eq!(guard.usage().unwrap().outstanding(), 8000);
+        assert_eq!(guard.headroom(), Some(2000));
         assert_eq!(
             guard.get_ref().get_ref().usage().unwrap().requested.current,
             8000
