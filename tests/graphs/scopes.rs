@@ -172,6 +172,9 @@ fn others_go_on_as_if_nobody_captured() {
             let differs = (0..800).find(|at| beside.0[*at] != alone.0[*at]);
             assert_eq!(differs, None, "others are placed as they would be alone");
             assert_eq!(beside.1, alone.1);
+            // Nobody waits through it.
+            let refused = allocator.synchronize().unwrap_err();
+            assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
             drop(block);
             drop(used(rig, &allocator, 50 * MIB, &capturing));
             let graph = under_way.end().unwrap();
