@@ -1,6 +1,17 @@
 //! How long a pool's addresses live.
 
 use super::support::*;
+use cualloc::driver::UserObject;
+use std::time::{Duration, Instant};
+
+/// The driver's thread that tells of the next graph's end has something else to do before that.
+fn tell_late(rig: &Rig) {
+    let busy = UserObject::new(&rig.context, || {
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_millis(1) {}
+    });
+    drop(busy.unwrap());
+}
 
 /// G12: the graph goes, its executable stays; then that goes, and its launch runs on.
 #[test]
@@ -57,6 +68,7 @@ fn a_close_waits_for_graphs_also_where_blocks_are_held_back() {
             });
             drop(used(rig, &allocator, MIB, &stream));
             stream.synchronize().unwrap();
+            tell_late(rig);
             drop(graph);
             rig.close(&allocator);
         }
@@ -68,16 +80,25 @@ fn a_close_waits_for_graphs_also_where_blocks_are_held_back() {
 fn memory_of_a_pool_that_was_released_goes_with_its_last_graph() {
     packed(|rig| {
         let allocator = rig.allocator();
-        for _ in 0..20 {
+        let goes_at_once = || {
             let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
             let graph = capture(&pool, &stream, || {
                 drop(used(rig, &allocator, 2 * MIB, &stream));
             });
             drop(pool);
+            tell_late(rig);
             drop(graph);
-            allocator.empty_cache().unwrap();
-            assert_held(rig, 0, "nobody has it");
-        }
+            let gone = || {
+                allocator.empty_cache().unwrap();
+                rig.driver_held().is_none_or(|held| held == 0)
+            };
+            let at_once = gone();
+            in_time("nobody has it", gone);
+            at_once
+        };
+        // The driver may need longer than anybody waits, where the machine has much else to do.
+        let at_once = (0..20).filter(|_| goes_at_once()).count();
+        assert!(at_once > 10, "{at_once} of 20 went at once");
         rig.close(&allocator);
     });
 }
