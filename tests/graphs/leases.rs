@@ -5,10 +5,10 @@ use cualloc::driver::UserObject;
 use std::time::{Duration, Instant};
 
 /// The driver's thread that tells of the next graph's end has something else to do before that.
-fn tell_late(rig: &Rig) {
-    let busy = UserObject::new(&rig.context, || {
+fn tell_late(rig: &Rig, by: Duration) {
+    let busy = UserObject::new(&rig.context, move || {
         let begun = Instant::now();
-        while begun.elapsed() < Duration::from_millis(1) {}
+        while begun.elapsed() < by {}
     });
     drop(busy.unwrap());
 }
@@ -68,7 +68,7 @@ fn a_close_waits_for_graphs_also_where_blocks_are_held_back() {
             });
             drop(used(rig, &allocator, MIB, &stream));
             stream.synchronize().unwrap();
-            tell_late(rig);
+            tell_late(rig, Duration::from_millis(10));
             drop(graph);
             rig.close(&allocator);
         }
@@ -86,7 +86,7 @@ fn memory_of_a_pool_that_was_released_goes_with_its_last_graph() {
                 drop(used(rig, &allocator, 2 * MIB, &stream));
             });
             drop(pool);
-            tell_late(rig);
+            tell_late(rig, Duration::from_millis(1));
             drop(graph);
             let gone = || {
                 allocator.empty_cache().unwrap();
