@@ -1,6 +1,7 @@
 //! Which requests go to a pool, and that all others go on as if nobody captured.
 
 use super::support::*;
+use cualloc::Request;
 use cualloc::allocator::PoolScope;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -201,6 +202,47 @@ fn a_filter_is_asked_without_a_lock_and_for_streams_alone() {
         drop(allocator.allocate(MIB, &stream).unwrap());
         assert!(asked.load(Ordering::Relaxed) > 0);
         assert_eq!(footprint(&allocator, &pool).physical, 0);
+        drop((scope, pool));
+        rig.close(&allocator);
+    });
+}
+
+#[test]
+fn a_filter_is_asked_once_by_each_form_of_a_request() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, [stream, adopted]) = (allocator.graph_pool().unwrap(), rig.streams());
+        // SAFETY: the stream lives longer than the allocator.
+        unsafe { allocator.adopt_raw(adopted.raw()) }.unwrap();
+        let asked = Arc::new(AtomicU64::new(0));
+        let seen = Arc::clone(&asked);
+        let scope = pool.enter(Scope::When(Box::new(move |_| {
+            seen.fetch_add(1, Ordering::Relaxed);
+            false
+        })));
+        let once = |request: &str, ask: &dyn Fn()| {
+            // The second time the stream and its caches are known.
+            for _ in 0..2 {
+                ask();
+                assert_eq!(asked.swap(0, Ordering::Relaxed), 1, "{request}");
+            }
+        };
+        for bytes in [512, MIB] {
+            once("by stream", &|| drop(allocator.allocate(bytes, &stream)));
+            once("with wishes", &|| {
+                let request = Request::new(bytes).align(1024);
+                drop(allocator.allocate_with(request, &stream).unwrap());
+            });
+            for raw in [stream.raw(), adopted.raw(), std::ptr::null_mut()] {
+                once(&format!("{bytes} bytes by {raw:?}"), &|| {
+                    // SAFETY: the streams live, and nobody gives them work.
+                    unsafe {
+                        let ptr = allocator.allocate_raw(bytes, raw).unwrap();
+                        allocator.free_raw(ptr).unwrap();
+                    }
+                });
+            }
+        }
         drop((scope, pool));
         rig.close(&allocator);
     });

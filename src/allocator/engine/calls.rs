@@ -75,12 +75,12 @@ impl Engine {
                 }
             }
         }
-        if self.is_scoped()
-            && let Some(grant) = self.allocate_in_pool(named, &checked, request.cached_only)?
-        {
-            return Ok(grant);
-        }
         if request.cached_only {
+            if self.is_scoped()
+                && let Some(grant) = self.allocate_in_pool(named, &checked, true)?
+            {
+                return Ok(grant);
+            }
             return self
                 .allocate_cached(named, &checked, &[])?
                 .0
