@@ -6,6 +6,8 @@
 # For `pair`, `pair_adopted` and `pair_default`, as benches/instructions.sh says what they are, lines `NAME.data N`,
 # `NAME.stack N` and `NAME.code N`: how many distinct lines a warm allocation and its free touch together, with the loop
 # around them, as valgrind's lackey traces them; those of the stack apart from other data. A cold pair waits for each.
+# For `c_adopted` and `c_default`, the same two pairs through the shared library by a program in C (benches/pair.c), with
+# what the loader adds, also `NAME.instructions N`.
 #
 # --check fails if a warm pair touches more lines than `most` says.
 set -euo pipefail
@@ -26,13 +28,22 @@ command -v valgrind >/dev/null || {
 }
 
 target=${CARGO_TARGET_DIR:-target}
-cargo build -q --release -p cualloc --example hot >&2
-CHECK=$check python3 -B - "$target/release/examples/hot" <<'END'
+cargo build -q --release -p cualloc --example hot --example simdriver >&2
+cargo build -q --release -p cualloc-capi >&2
+mkdir -p "$target/lines"
+gcc -O2 -Wall -Wextra -Icapi/include -o "$target/lines/pair" benches/pair.c -L"$target/release" -lcualloc -ldl \
+    -Wl,-rpath,"$(realpath "$target/release")"
+CHECK=$check CUALLOC_DRIVER=$target/release/examples/libsimdriver.so \
+    python3 -B - "$target/release/examples/hot" "$target/lines/pair" <<'END'
 import collections, os, re, subprocess, sys, tempfile
 
 # data, code: a pair's lines, its stack's apart.
-most = {"pair": (8, 16), "pair_adopted": (10, 18), "pair_default": (11, 18)}
+most = {"pair": (8, 16), "pair_adopted": (9, 16), "pair_default": (9, 16), "c_adopted": (15, 22), "c_default": (15, 22)}
+MOST_INSTRUCTIONS = 240
 PAIRS = 20
+# Of the program in C, whose preparations have repetitions of their own: the last accesses are of pairs alone.
+MANY_PAIRS = 1000
+LAST = 100_000
 LINE = 64
 
 
@@ -40,20 +51,21 @@ def trace(name):
     """The pairs of a run, each as its accesses: kind, address, bytes."""
     with tempfile.NamedTemporaryFile() as log:
         run = ["valgrind", "--tool=lackey", "--trace-mem=yes", "--basic-counts=no", f"--log-file={log.name}"]
-        subprocess.run(run + [sys.argv[1], name, str(PAIRS)], check=True, stdout=subprocess.DEVNULL)
+        program = [sys.argv[2], name, str(MANY_PAIRS)] if name.startswith("c_") else [sys.argv[1], name, str(PAIRS)]
+        subprocess.run(run + program, check=True, stdout=subprocess.DEVNULL)
         accesses = []
         for line in open(log.name):
             found = re.match(r"(I | [LSM]) +([0-9a-f]+),(\d+)$", line)
             if found:
                 accesses.append((found[1].strip(), int(found[2], 16), int(found[3])))
-    return accesses
+    return accesses[-LAST:] if name.startswith("c_") else accesses
 
 
-def rounds(accesses):
+def rounds(accesses, often):
     """Splits a run where its commonest instructions begin a new round: those that every pair has once."""
     counts = collections.Counter(address for kind, address, _ in accesses if kind == "I")
     # As many pairs as were asked for, and those before them.
-    repeated = collections.Counter(n for n in counts.values() if n > 1000)
+    repeated = collections.Counter(n for n in counts.values() if n > often)
     pairs = repeated.most_common(1)[0][0]
     first = next(a for kind, a, _ in accesses if kind == "I" and counts[a] == pairs)
     at = [i for i, (kind, a, _) in enumerate(accesses) if kind == "I" and a == first]
@@ -70,18 +82,22 @@ def lines(accesses, wanted):
 
 failed = False
 for name, (data, code) in most.items():
-    warm = rounds(trace(name))[-2]
+    warm = rounds(trace(name), 100 if name.startswith("c_") else 1000)[-2]
     on_stack = lambda address: address >> 32 == 0x1F
     figures = {
         "data": lines(warm, lambda kind, a: kind != "I" and not on_stack(a)),
         "stack": lines(warm, lambda kind, a: kind != "I" and on_stack(a)),
         "code": lines(warm, lambda kind, a: kind == "I"),
     }
+    bounds = {"data": data, "code": code}
+    if name.startswith("c_"):
+        figures["instructions"] = sum(kind == "I" for kind, _, _ in warm)
+        bounds["instructions"] = MOST_INSTRUCTIONS
     for what, figure in figures.items():
         print(f"{name}.{what} {figure}")
-    for what, bound in (("data", data), ("code", code)):
+    for what, bound in bounds.items():
         if os.environ["CHECK"] and figures[what] > bound:
-            print(f"{name} touches {figures[what]} lines of {what}, more than {bound}", file=sys.stderr)
+            print(f"{name}.{what} is {figures[what]}, more than {bound}", file=sys.stderr)
             failed = True
 sys.exit(failed)
 END

@@ -38,6 +38,8 @@ pub use buffer::{
     Pod,
 };
 pub use error::kinds::{Error, Refused, Result};
+#[doc(hidden)]
+pub use locks::thread_line;
 
 /// The documents that come with the sources, so that each link to them is good here, too.
 #[cfg(doc)]

@@ -7,7 +7,7 @@ use cualloc::driver::sys::CUresult;
 use cualloc::error::StreamMisuse;
 use cualloc::{Allocator, Error};
 
-use crate::entry::{call, cleared, null, quickly};
+use crate::entry::{at_once, call, cleared, null, quickly};
 use crate::{cualloc_t, handles};
 
 /// Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). *out is the first
@@ -34,18 +34,54 @@ pub unsafe extern "C" fn cualloc_alloc(
     stream: *mut c_void,
     out: *mut u64,
 ) -> i32 {
+    if !out.is_null() {
+        // SAFETY: the caller's contract.
+        let run = |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, out) };
+        if let Some(code) = at_once(allocator, run) {
+            return code;
+        }
+    }
+    // SAFETY: the caller's contract.
+    unsafe { alloc_slowly(allocator, bytes, stream, out) }
+}
+
+/// [`cualloc_alloc`] of what takes no more than a look at the stream's cache; whether it did.
+///
+/// # Safety
+/// As [`cualloc_alloc`]; `out` is not null.
+#[inline(always)]
+pub(crate) unsafe fn alloc_at_once(
+    allocator: &Allocator,
+    bytes: usize,
+    stream: *mut c_void,
+    out: *mut u64,
+) -> bool {
+    // SAFETY: the caller's contract.
+    let taken = unsafe { allocator.allocate_raw_at_once(bytes, stream.cast()) };
+    // SAFETY: the caller's contract.
+    taken.map(|ptr| unsafe { out.write(ptr) }).is_some()
+}
+
+/// [`cualloc_alloc`] of what takes more than that.
+///
+/// # Safety
+/// As [`cualloc_alloc`].
+#[inline(never)]
+unsafe fn alloc_slowly(
+    allocator: *mut cualloc_t,
+    bytes: usize,
+    stream: *mut c_void,
+    out: *mut u64,
+) -> i32 {
     if out.is_null() {
         return null();
     }
     // SAFETY: the caller's contract.
     let say = |ptr| unsafe { out.write(ptr) };
     say(0);
-    let (stream, request) = (stream.cast(), Request::new(bytes));
     // SAFETY: the caller's contract.
-    let run = |allocator: &Allocator| unsafe { allocator.allocate_raw(bytes, stream) };
-    // SAFETY: the caller's contract.
-    let slowly = |allocator: &Allocator| unsafe { allocator.allocate_raw_with(request, stream) };
-    quickly(allocator, run, slowly, say)
+    let run = |allocator: &Allocator| unsafe { allocator.allocate_raw(bytes, stream.cast()) };
+    quickly(allocator, run, run, say)
 }
 
 /// cualloc_alloc at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
@@ -89,6 +125,21 @@ pub unsafe extern "C" fn cualloc_alloc_aligned(
 /// Nobody gives the device work after this call that uses the block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i32 {
+    // SAFETY: the caller's contract.
+    let run = |allocator: &Allocator| unsafe { allocator.free_raw_at_once(ptr) };
+    match at_once(allocator, run) {
+        Some(code) => code,
+        // SAFETY: the caller's contract.
+        None => unsafe { free_slowly(allocator, ptr) },
+    }
+}
+
+/// [`cualloc_free`] of what takes more than a look at the stream's cache.
+///
+/// # Safety
+/// As [`cualloc_free`].
+#[inline(never)]
+unsafe fn free_slowly(allocator: *mut cualloc_t, ptr: u64) -> i32 {
     let free = |allocator: &Allocator| match ptr {
         0 => Ok(()),
         // SAFETY: the caller's contract.

@@ -10,6 +10,8 @@ use std::cell::Cell;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, compiler_fence};
 
+use cualloc::thread_line;
+
 use crate::barrier;
 
 /// The word of a thread, on cache lines of its own. Never freed: another thread takes it over.
@@ -38,10 +40,19 @@ impl Word {
 static FIRST: AtomicPtr<Word> = AtomicPtr::new(ptr::null_mut());
 
 thread_local! {
-    /// The thread's word, if it has one still. Without a destructor, so that a call from the destructor of
-    /// something else finds it.
-    static MINE: Cell<Option<&'static Word>> = const { Cell::new(None) };
     static LEAVING: Leaving = const { Leaving(Cell::new(false)) };
+}
+
+/// The thread's word, if it has one still. Without a destructor, so that a call from the destructor of something else
+/// finds it.
+#[inline(always)]
+fn mine() -> Option<&'static Word> {
+    // SAFETY: null, or what `set_mine` has kept: words are never freed.
+    unsafe { thread_line::of_caller().cast::<Word>().as_ref() }
+}
+
+fn set_mine(word: Option<&'static Word>) {
+    thread_line::set_of_caller(word.map_or(ptr::null(), ptr::from_ref).cast());
 }
 
 /// Gives the thread's word back when the thread ends.
@@ -50,7 +61,9 @@ struct Leaving(Cell<bool>);
 impl Drop for Leaving {
     fn drop(&mut self) {
         // One that is busy belongs to a call that never returns: it is lost.
-        if let Some(word) = MINE.take()
+        let word = mine();
+        set_mine(None);
+        if let Some(word) = word
             && word.busy.load(Ordering::Relaxed) == 0
         {
             word.taken.store(false, Ordering::Release);
@@ -90,7 +103,7 @@ fn adopt() -> Option<&'static Word> {
                 .is_ok()
     });
     let word = left.unwrap_or_else(|| add(Word::new(0, false)));
-    MINE.set(Some(word));
+    set_mine(Some(word));
     Some(word)
 }
 
@@ -108,7 +121,7 @@ impl Drop for Announced {
 /// Announces a handle, which is not 0, on a thread that has a word and is in no other call.
 #[inline(always)]
 pub(crate) fn announce(handle: u64) -> Option<Announced> {
-    let word = MINE.get()?;
+    let word = mine()?;
     if word.busy.load(Ordering::Relaxed) != 0 {
         return None;
     }
@@ -121,7 +134,7 @@ pub(crate) fn announce(handle: u64) -> Option<Announced> {
 /// [`announce`] for a thread's first call, for calls inside a call (a logger's), and for those of a thread that ends.
 #[cold]
 pub(crate) fn announce_slowly(handle: u64) -> Announced {
-    let new = MINE.get().is_none();
+    let new = mine().is_none();
     if new
         && adopt().is_some()
         && let Some(announced) = announce(handle)
@@ -140,8 +153,7 @@ pub(crate) fn announce_slowly(handle: u64) -> Announced {
 
 /// Whether this thread is in a call already.
 pub(crate) fn inside() -> bool {
-    MINE.get()
-        .is_some_and(|word| word.busy.load(Ordering::Relaxed) != 0)
+    mine().is_some_and(|word| word.busy.load(Ordering::Relaxed) != 0)
 }
 
 /// Waits until no call is under way with a handle that was alive when it began; false if that cannot be known here.

@@ -17,6 +17,17 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
     }
 }
 
+/// Runs what an allocator may do at once, which says whether it did, or has changed nothing. None where it did not, or
+/// the allocator is not at hand: then it is to be done otherwise. Small, so that a common call meets few cache lines.
+#[inline(always)]
+pub(crate) fn at_once(handle: *mut cualloc_t, run: impl FnOnce(&Allocator) -> bool) -> Option<i32> {
+    let entered = handles::enter_quickly(handle)?;
+    match catch_unwind(AssertUnwindSafe(|| run(entered.allocator()))) {
+        Ok(done) => done.then_some(CUALLOC_OK),
+        Err(payload) => Some(panicked(payload)),
+    }
+}
+
 /// [`call`] with an allocator, for calls that are made often. What is rare about it is apart, with a function of its own
 /// to `run`, so that the common case has no copy of its result and saves few registers.
 #[inline(always)]

@@ -8,12 +8,12 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use cualloc::Error;
 use cualloc::error::{InvalidArgument, OutOfMemory};
+use cualloc::{Allocator, Error};
 
-use crate::blocks::{cualloc_base, cualloc_free, cualloc_record_stream};
+use crate::blocks::{alloc_at_once, cualloc_base, cualloc_free, cualloc_record_stream};
 use crate::device::Source;
-use crate::entry::call;
+use crate::entry::{at_once, call};
 use crate::memory::cualloc_empty_cache;
 use crate::results::{
     CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
@@ -89,6 +89,25 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
     device: i32,
     stream: *mut c_void,
 ) -> *mut c_void {
+    let mut ptr = 0;
+    if !SOME_LATER.load(Ordering::Relaxed) {
+        // SAFETY: the caller's contract; the address is a local's.
+        let run =
+            |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, &mut ptr) };
+        if at_once(shared::made(device), run) == Some(CUALLOC_OK) {
+            return std::ptr::with_exposed_provenance_mut(ptr as usize);
+        }
+    }
+    // SAFETY: the caller's contract.
+    unsafe { alloc_slowly(bytes, device, stream) }
+}
+
+/// [`cualloc_torch_alloc`] of what takes more than a look at the stream's cache.
+///
+/// # Safety
+/// As [`cualloc_torch_alloc`].
+#[inline(never)]
+unsafe fn alloc_slowly(bytes: usize, device: i32, stream: *mut c_void) -> *mut c_void {
     if bytes == 0 {
         return std::ptr::null_mut();
     }

@@ -4,3 +4,4 @@ pub(crate) mod held;
 pub(crate) mod lock;
 #[cfg(all(test, feature = "sim", debug_assertions, not(loom)))]
 mod tests;
+pub mod thread_line;

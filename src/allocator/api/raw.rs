@@ -5,13 +5,11 @@ use crate::driver::{DriverError, Stream, sys};
 use crate::allocator::api::Allocator;
 use crate::allocator::cache::stream_cache::{StreamCache, thread};
 use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::small::Missed;
+use crate::allocator::engine::small::{Missed, unaligned};
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::BlockInfo;
 use crate::allocator::request::Request;
-use crate::allocator::size::PACKED_SMALL_LIMIT;
-use crate::allocator::stream::slot::StreamKey;
-use crate::allocator::stream::slot::is_special;
+use crate::allocator::stream::slot::{StreamKey, is_special, to_compare};
 use crate::error::Error;
 
 impl Allocator {
@@ -35,18 +33,20 @@ impl Allocator {
         bytes: usize,
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
+        let raw = to_compare(stream);
+        if let Some(cache) = thread::find_handle(raw) {
+            let small = unaligned(bytes).map(|request| (request, cache));
+            return match small.and_then(|small| self.engine.hit_by_handle(small, raw)) {
+                Some(grant) => Ok(grant.ptr()),
+                // SAFETY: the caller's contract.
+                None => unsafe { self.allocate_lasting(bytes, stream, cache) },
+            };
+        }
         if is_special(stream) {
             let key = self.engine.special_key(stream)?;
             return match self.engine.hit(key, bytes) {
                 Ok(grant) => Ok(grant.ptr()),
                 Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
-            };
-        }
-        if let Some(cache) = thread::find_handle(stream as usize) {
-            return match self.engine.hit_by_handle(cache, stream as usize, bytes) {
-                Some(grant) => Ok(grant.ptr()),
-                // SAFETY: the caller's contract.
-                None => unsafe { self.allocate_adopted(bytes, stream, cache) },
             };
         }
         if !self.engine.unwatched() {
@@ -67,6 +67,23 @@ impl Allocator {
             Ok(None) => unsafe { self.allocate_raw_with(Request::new(bytes), stream) },
             Err(error) => Err(self.engine.unnamed(stream, error)),
         }
+    }
+
+    /// [`allocate_raw`](Self::allocate_raw) where the thread's cache line and the stream's cache are enough: the stream
+    /// is the one that the thread used last, its handle lasts, and nothing else is to be looked at.
+    ///
+    /// # Safety
+    /// As [`allocate_raw`](Self::allocate_raw).
+    #[doc(hidden)]
+    #[inline(always)]
+    pub unsafe fn allocate_raw_at_once(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+    ) -> Option<sys::CUdeviceptr> {
+        let (request, raw) = (unaligned(bytes)?, to_compare(stream));
+        let at_hand = (request, thread::find_first(raw)?);
+        Some(self.engine.hit_by_handle(at_hand, raw)?.ptr())
     }
 
     /// [`allocate_raw`](Self::allocate_raw) with wishes.
@@ -92,15 +109,13 @@ impl Allocator {
     /// # Safety
     /// As [`allocate_raw`](Self::allocate_raw).
     #[inline(never)]
-    unsafe fn allocate_adopted(
+    unsafe fn allocate_lasting(
         &self,
         bytes: usize,
         stream: sys::CUstream,
         cache: &'static StreamCache,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if bytes as u64 > PACKED_SMALL_LIMIT
-            && let Some(grant) = (self.engine).hit_large_by_handle(cache, stream as usize, bytes)
-        {
+        if let Some(grant) = (self.engine).hit_slowly_by_handle(cache, to_compare(stream), bytes) {
             let made = Ok(grant);
             self.engine.sample(&made, bytes);
             return made.map(|grant| grant.ptr());
@@ -144,6 +159,16 @@ impl Allocator {
     #[inline]
     pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.engine.free_ptr(ptr)
+    }
+
+    /// [`free_raw`](Self::free_raw) where the stream's cache is enough; false, with nothing changed, else.
+    ///
+    /// # Safety
+    /// As [`free_raw`](Self::free_raw).
+    #[doc(hidden)]
+    #[inline(always)]
+    pub unsafe fn free_raw_at_once(&self, ptr: sys::CUdeviceptr) -> bool {
+        self.engine.free_ptr_at_once(ptr)
     }
 
     /// Says that another stream uses the block around `ptr` (any address inside it): after its free

@@ -42,6 +42,9 @@ pub(crate) struct StreamCaches {
     pub page_ids: HashMap<u64, u32, Mixed>,
     /// What keeps the allocator alive for blocks of graph pools.
     pub graph_home: Option<&'static StreamCache>,
+    /// The number of the legacy default stream of the allocator's context, where its handles alone tell it: nobody
+    /// checks which context is current.
+    pub legacy: Option<u64>,
     /// Threads that can run at once.
     pub threads: usize,
     /// By rank.
@@ -88,6 +91,7 @@ impl StreamCaches {
             table,
             page_ids: HashMap::default(),
             graph_home: None,
+            legacy: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             all: Vec::new(),
             by_stream: Vec::new(),

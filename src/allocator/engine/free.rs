@@ -72,15 +72,23 @@ impl Engine {
     /// Frees the block that starts at a pointer.
     #[inline]
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        match self.free_ptr_at_once(ptr) {
+            true => Ok(()),
+            false => self.free_slowly(ptr),
+        }
+    }
+
+    /// Frees a small block of which nothing is to be thought. False, with nothing changed, if there is more to it.
+    #[inline(always)]
+    pub(crate) fn free_ptr_at_once(&self, ptr: sys::CUdeviceptr) -> bool {
         if self.at_once_id() != 0
             && let Some((cache, node)) = self.small_at(ptr)
             && cache.now().is_quiet()
             && let Some(mut inner) = cache.try_lock()
-            && inner.free_at_once(node, Life::At(ptr))
         {
-            return Ok(());
+            return inner.free_at_once(node, Life::At(ptr));
         }
-        self.free_slowly(ptr)
+        false
     }
 
     #[inline(never)]

@@ -22,23 +22,19 @@ impl Engine {
         self.take_large(cache, cache.lock(), key, bytes)
     }
 
-    /// [`hit_large`](Self::hit_large) by the handle of a stream, if that handle lasts and no call looks out for
-    /// captures.
-    #[inline(never)]
+    /// [`hit_large`](Self::hit_large) by the handle of a stream, if that handle lasts.
+    #[inline]
     pub(crate) fn hit_large_by_handle(
         &self,
         cache: &'static StreamCache,
         raw: usize,
         bytes: usize,
     ) -> Option<Grant> {
-        if !self.unwatched() || self.in_large_caches.load(Ordering::Relaxed) == 0 {
+        if self.in_large_caches.load(Ordering::Relaxed) == 0 {
             return None;
         }
         let inner = cache.lock();
-        if !inner.is_of_handle(raw) {
-            return None;
-        }
-        let key = inner.key;
+        let key = inner.key_of_handle(raw)?;
         self.take_large(cache, inner, key, bytes)
     }
 

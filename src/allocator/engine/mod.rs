@@ -189,6 +189,7 @@ impl Engine {
             );
             heap.streams.watchful = ask_captures;
             heap.streams.unretired = unretired;
+            heap.caches.legacy = (!config.context_checks).then(|| context.legacy_id());
             heap.tool = tool.filter(|_| !rules.maps());
             Engine {
                 id,

@@ -258,8 +258,7 @@ impl Heap {
             // It was named by its handle until now.
             let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
             slot.former = Some(former);
-            self.caches
-                .set_handle(stream, self.streams[stream].lasting_handle());
+            self.caches.set_handle(stream, self.lasting_handle(stream));
         }
         Some(stream)
     }
@@ -270,8 +269,7 @@ impl Heap {
         if let Holder::Foreign(token) = &slot.holder {
             slot.holder = Holder::Adopted(Arc::clone(token));
             self.streams.list_full(stream);
-            self.caches
-                .set_handle(stream, self.streams[stream].lasting_handle());
+            self.caches.set_handle(stream, self.lasting_handle(stream));
         }
     }
 }

@@ -84,31 +84,53 @@ impl Engine {
         }
     }
 
-    /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that handle lasts.
+    /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that
+    /// handle lasts.
     #[inline(always)]
     pub(crate) fn hit_by_handle(
+        &self,
+        (request, cache): (Small, &'static StreamCache),
+        raw: usize,
+    ) -> Option<Grant> {
+        if !cache.now().is_quiet() {
+            return None;
+        }
+        let mut inner = cache.try_lock()?;
+        let owner = self.owner(inner.key_of_handle(raw)?);
+        let taken = inner.take_anywhere(owner, request)?;
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
+    /// Allocates what [`hit_by_handle`](Self::hit_by_handle) did not serve, if it can be had without the heap.
+    #[inline(never)]
+    pub(crate) fn hit_slowly_by_handle(
         &self,
         cache: &'static StreamCache,
         raw: usize,
         bytes: usize,
     ) -> Option<Grant> {
-        let request = unaligned(bytes).filter(|_| cache.now().is_quiet())?;
-        let mut inner = cache.try_lock()?;
-        if !inner.is_of_handle(raw) {
+        if !self.unwatched() {
             return None;
         }
-        let owner = self.owner(inner.key);
-        let taken = inner.take_anywhere(owner, request)?;
-        Some(Grant::small(cache, taken, request.granules))
+        if bytes as u64 > PACKED_SMALL_LIMIT {
+            return self.hit_large_by_handle(cache, raw, bytes);
+        }
+        // Who finds the lock taken is to be counted.
+        let free = cache.try_lock();
+        let key = free.as_ref().map_or_else(
+            || cache.lock().key_of_handle(raw),
+            |inner| inner.key_of_handle(raw),
+        )?;
+        self.hit_small(key, bytes, Missed(Some((cache, free))))
     }
 
     /// The id of a stream by its handle, if that lasts and the thread knows it.
     pub(crate) fn key_at_hand(&self, raw: usize) -> Option<u64> {
         let cache = thread::find_handle(raw)?;
         let inner = cache.lock();
-        let (allocator, key) = (self.id, inner.key);
-        let known = inner.is_of_handle(raw) && inner.serves(Owner { allocator, key });
-        known.then_some(key)
+        let key = inner.key_of_handle(raw)?;
+        let allocator = self.id;
+        inner.serves(Owner { allocator, key }).then_some(key)
     }
 
     /// [`hit`](Self::hit) for a stream that was asked a moment ago, and does not capture.
@@ -375,7 +397,7 @@ impl Engine {
     /// Threads keep meeting at a stream cache: its stream gets more of them, and this thread chooses anew.
     #[cold]
     pub(crate) fn contended(&self, key: u64, cache: &'static StreamCache) {
-        thread::forget(key);
+        thread::forget(key, cache);
         let mut heap = self.lock();
         let (stream, own) = {
             let inner = cache.lock();

@@ -7,7 +7,7 @@ use crate::allocator::cache::stream_cache::{MOST_CACHES, StreamCache, StreamCach
 use crate::allocator::extent::record::{COMPLETE, SpaceId};
 use crate::allocator::extent::space::Space;
 use crate::allocator::heap::Heap;
-use crate::allocator::stream::slot::{AfterFree, Holder, StreamKey};
+use crate::allocator::stream::slot::{AfterFree, Holder, LEGACY, StreamKey};
 use crate::error::Error;
 
 static POOL: StreamCachePool = StreamCachePool::new();
@@ -77,9 +77,20 @@ impl Heap {
         cache
     }
 
+    /// The handle of a stream, if it is that stream's and no other's until it is retired; else 0.
+    pub(crate) fn lasting_handle(&self, stream: u32) -> usize {
+        let slot = &self.streams[stream];
+        match (slot.key, self.caches.legacy) {
+            (StreamKey::Id(key), Some(legacy)) if key == legacy && slot.holder.is_lasting() => {
+                LEGACY
+            }
+            _ => slot.lasting_handle(),
+        }
+    }
+
     fn add_cache(&mut self, stream: u32) -> &'static StreamCache {
         let cache = POOL.take();
-        cache.set_handle(self.streams[stream].lasting_handle());
+        cache.set_handle(self.lasting_handle(stream));
         {
             let slot = &self.streams[stream];
             let mut inner = cache.lock();

@@ -329,6 +329,18 @@ pub(crate) fn is_special(raw: sys::CUstream) -> bool {
     (raw as usize) <= 2
 }
 
+/// What stands for null and 1 among handles that last. No stream has it for a handle or a number.
+pub(crate) const LEGACY: usize = usize::MAX;
+
+/// A handle as those that last are compared: null and 1 mean the same stream.
+#[inline(always)]
+pub(crate) fn to_compare(raw: sys::CUstream) -> usize {
+    match raw as usize {
+        0 | 1 => LEGACY,
+        raw => raw,
+    }
+}
+
 /// Whether the handle means a different stream on each thread.
 pub(crate) fn is_per_thread(raw: usize) -> bool {
     raw == 2

@@ -111,6 +111,42 @@ fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
 /// What was freed on an adopted stream gets its marker in calls that do not name it. It is asked whether it is
 /// idle only where the program promises that nothing is captured.
 #[test]
+fn r25_a_handle_does_not_find_the_stream_cache_that_serves_another_stream_by_now() {
+    only(Policy::Packed, |rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        let allocator = rig.allocator();
+        let [first, second] = [(); 2].map(|()| RawStream::new(rig));
+        let handle = first.raw() as usize;
+        // SAFETY: the streams are alive until they are retired.
+        unsafe {
+            allocator.adopt_raw(first.raw()).unwrap();
+            pairs(4 * KIB, &allocator, first.raw(), 2);
+            allocator.retire_raw(first.raw()).unwrap();
+            allocator.empty_cache().unwrap();
+            allocator.adopt_raw(second.raw()).unwrap();
+        }
+        // It has the first one's stream cache, if no other test took that.
+        pairs(4 * KIB, &allocator, second.raw(), 2);
+        first.destroy();
+        let third = RawStream::new(rig);
+        assert_eq!(third.raw() as usize, handle, "handles are used again");
+        // SAFETY: the stream is alive, and nothing uses the memory.
+        unsafe {
+            let ptr = allocator.allocate_raw(4 * KIB, third.raw()).unwrap();
+            let owner = allocator.block_of(ptr).unwrap().stream;
+            assert_eq!(owner, Some(third.borrowed().id().unwrap()));
+            allocator.free_raw(ptr).unwrap();
+            allocator.retire_raw(third.raw()).unwrap();
+            allocator.retire_raw(second.raw()).unwrap();
+        }
+        [third, second].into_iter().for_each(RawStream::destroy);
+        rig.close(&allocator);
+    });
+}
+
+#[test]
 fn an_adopted_stream_is_marked_when_somebody_asks_for_its_memory() {
     for (adopted, captures) in [(false, true), (true, true), (true, false)] {
         only(Policy::Packed, |rig| {

@@ -256,6 +256,35 @@ fn d11_another_current_context_is_an_error_where_it_is_checked() {
     });
 }
 
+/// D11: what a thread remembers of another context's default stream does not serve the handle, which it has as well.
+#[test]
+fn d11_a_default_stream_of_another_context_is_not_found_by_the_handle() {
+    beside_another_context(|rig, other| {
+        let allocator = rig.allocator_with(Config::new().context_checks(false));
+        let theirs = Stream::legacy(other);
+        for bytes in [KIB, MIB] {
+            for value in [0, 1] {
+                let block = allocator.allocate(bytes, &theirs).unwrap();
+                assert_eq!(
+                    allocator.block_of(block.ptr()).unwrap().stream,
+                    Some(theirs.id().unwrap())
+                );
+                drop(block);
+                let own = Some(meant(&rig.context, value).id().unwrap());
+                for _ in 0..2 {
+                    // SAFETY: special handles are always valid, and nothing uses the memory.
+                    unsafe {
+                        let ptr = allocator.allocate_raw(bytes, handle(value)).unwrap();
+                        assert_eq!(allocator.block_of(ptr).unwrap().stream, own);
+                        allocator.free_raw(ptr).unwrap();
+                    }
+                }
+            }
+        }
+        rig.close(&allocator);
+    });
+}
+
 /// D11: the default streams of another context are named by a `Stream` with that context.
 #[test]
 fn d11_default_streams_of_another_context_are_others() {

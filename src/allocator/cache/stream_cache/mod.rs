@@ -357,10 +357,10 @@ impl StreamCache {
 }
 
 impl Inner {
-    /// Whether the stream is known by this handle. It is its own as long as the stream cache serves.
+    /// The stream's number if it is known by this handle, which is its own as long as the stream cache serves.
     #[inline(always)]
-    pub(crate) fn is_of_handle(&self, raw: usize) -> bool {
-        self.handle == raw
+    pub(crate) fn key_of_handle(&self, raw: usize) -> Option<u64> {
+        (self.handle == raw).then_some(self.key)
     }
 
     /// Lets the stream cache work without a look at the heap, or stops it.
