@@ -7,7 +7,8 @@ use cualloc::driver::sys::CUresult;
 use cualloc::error::StreamMisuse;
 use cualloc::{Allocator, Error};
 
-use crate::entry::{at_once, call, cleared, null, quickly};
+use crate::entry::{at_once, call, cleared, code_of, null, quickly};
+use crate::results::CUALLOC_OK;
 use crate::{cualloc_t, handles};
 
 /// Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). *out is the first
@@ -36,13 +37,15 @@ pub unsafe extern "C" fn cualloc_alloc(
 ) -> i32 {
     if !out.is_null() {
         // SAFETY: the caller's contract.
-        let run = |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, out) };
-        if let Some(code) = at_once(allocator, run) {
+        let fast = |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, out) };
+        // SAFETY: the caller's contract.
+        let slow = |allocator: &Allocator| unsafe { alloc_slowly(allocator, bytes, stream, out) };
+        if let Some(code) = at_once(allocator, fast, slow) {
             return code;
         }
     }
     // SAFETY: the caller's contract.
-    unsafe { alloc_slowly(allocator, bytes, stream, out) }
+    unsafe { alloc_with_any(allocator, bytes, stream, out) }
 }
 
 /// [`cualloc_alloc`] of what takes no more than a look at the stream's cache; whether it did.
@@ -65,23 +68,45 @@ pub(crate) unsafe fn alloc_at_once(
 /// [`cualloc_alloc`] of what takes more than that.
 ///
 /// # Safety
-/// As [`cualloc_alloc`].
+/// As [`cualloc_alloc`]; `out` is not null.
 #[inline(never)]
 unsafe fn alloc_slowly(
+    allocator: &Allocator,
+    bytes: usize,
+    stream: *mut c_void,
+    out: *mut u64,
+) -> i32 {
+    // SAFETY: the caller's contract.
+    let made = unsafe { allocator.allocate_raw(bytes, stream.cast()) };
+    // SAFETY: the caller's contract.
+    let say = |ptr| unsafe { out.write(ptr) };
+    say(0);
+    code_of(allocator, made.map(say))
+}
+
+/// [`cualloc_alloc`] with what may be no allocator.
+///
+/// # Safety
+/// As [`cualloc_alloc`].
+#[cold]
+#[inline(never)]
+unsafe fn alloc_with_any(
     allocator: *mut cualloc_t,
     bytes: usize,
     stream: *mut c_void,
     out: *mut u64,
 ) -> i32 {
-    if out.is_null() {
-        return null();
-    }
-    // SAFETY: the caller's contract.
-    let say = |ptr| unsafe { out.write(ptr) };
-    say(0);
-    // SAFETY: the caller's contract.
-    let run = |allocator: &Allocator| unsafe { allocator.allocate_raw(bytes, stream.cast()) };
-    quickly(allocator, run, run, say)
+    call(|| {
+        // SAFETY: the caller's contract.
+        unsafe { cleared(out) }?;
+        handles::with(allocator, |allocator| {
+            // SAFETY: the caller's contract.
+            let ptr = unsafe { allocator.allocate_raw(bytes, stream.cast()) }?;
+            // SAFETY: the caller's contract.
+            unsafe { out.write(ptr) };
+            Ok(())
+        })
+    })
 }
 
 /// cualloc_alloc at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
@@ -126,12 +151,14 @@ pub unsafe extern "C" fn cualloc_alloc_aligned(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i32 {
     // SAFETY: the caller's contract.
-    let run = |allocator: &Allocator| unsafe { allocator.free_raw_at_once(ptr) };
-    match at_once(allocator, run) {
-        Some(code) => code,
-        // SAFETY: the caller's contract.
-        None => unsafe { free_slowly(allocator, ptr) },
+    let fast = |allocator: &Allocator| unsafe { allocator.free_raw_at_once(ptr) };
+    // SAFETY: the caller's contract.
+    let slow = |allocator: &Allocator| unsafe { free_slowly(allocator, ptr) };
+    if let Some(code) = at_once(allocator, fast, slow) {
+        return code;
     }
+    // SAFETY: the caller's contract.
+    unsafe { free_with_any(allocator, ptr) }
 }
 
 /// [`cualloc_free`] of what takes more than a look at the stream's cache.
@@ -139,13 +166,28 @@ pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i3
 /// # Safety
 /// As [`cualloc_free`].
 #[inline(never)]
-unsafe fn free_slowly(allocator: *mut cualloc_t, ptr: u64) -> i32 {
-    let free = |allocator: &Allocator| match ptr {
-        0 => Ok(()),
+unsafe fn free_slowly(allocator: &Allocator, ptr: u64) -> i32 {
+    match ptr {
+        0 => CUALLOC_OK,
         // SAFETY: the caller's contract.
-        _ => unsafe { allocator.free_raw(ptr) },
-    };
-    quickly(allocator, free, free, |()| {})
+        _ => code_of(allocator, unsafe { allocator.free_raw_slowly(ptr) }),
+    }
+}
+
+/// [`cualloc_free`] with what may be no allocator.
+///
+/// # Safety
+/// As [`cualloc_free`].
+#[cold]
+#[inline(never)]
+unsafe fn free_with_any(allocator: *mut cualloc_t, ptr: u64) -> i32 {
+    call(|| {
+        handles::with(allocator, |allocator| match ptr {
+            0 => Ok(()),
+            // SAFETY: the caller's contract.
+            _ => unsafe { allocator.free_raw(ptr) },
+        })
+    })
 }
 
 /// cualloc_free of a block that a stream used last: that stream used it until now, and nobody will again. The memory

@@ -17,14 +17,33 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
     }
 }
 
-/// Runs what an allocator may do at once, which says whether it did, or has changed nothing. None where it did not, or
-/// the allocator is not at hand: then it is to be done otherwise. Small, so that a common call meets few cache lines.
+/// Runs a call that is mostly done at once, and then has changed everything it should: `at_once` says so. `slowly` does it
+/// otherwise, where nothing was changed, and gives its code: out of line, so that the common call meets few cache lines.
+/// None where the allocator is not at hand.
 #[inline(always)]
-pub(crate) fn at_once(handle: *mut cualloc_t, run: impl FnOnce(&Allocator) -> bool) -> Option<i32> {
+pub(crate) fn at_once(
+    handle: *mut cualloc_t,
+    at_once: impl FnOnce(&Allocator) -> bool,
+    slowly: impl FnOnce(&Allocator) -> i32,
+) -> Option<i32> {
     let entered = handles::enter_quickly(handle)?;
-    match catch_unwind(AssertUnwindSafe(|| run(entered.allocator()))) {
-        Ok(done) => done.then_some(CUALLOC_OK),
-        Err(payload) => Some(panicked(payload)),
+    let allocator = entered.allocator();
+    let run = || match at_once(allocator) {
+        true => CUALLOC_OK,
+        false => slowly(allocator),
+    };
+    Some(match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(code) => code,
+        Err(payload) => panicked(payload),
+    })
+}
+
+/// The code of how a call of the allocator ended.
+#[inline(always)]
+pub(crate) fn code_of(allocator: &Allocator, ended: Result<(), cualloc::Error>) -> i32 {
+    match ended {
+        Ok(()) => CUALLOC_OK,
+        Err(error) => failed(allocator, error),
     }
 }
 

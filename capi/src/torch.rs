@@ -16,7 +16,7 @@ use crate::device::Source;
 use crate::entry::{at_once, call};
 use crate::memory::cualloc_empty_cache;
 use crate::results::{
-    CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
+    CUALLOC_BUSY, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
     CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
 };
 use crate::{cualloc_t, handles, options, shared, torch_pools};
@@ -92,9 +92,11 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
     let mut ptr = 0;
     if !SOME_LATER.load(Ordering::Relaxed) {
         // SAFETY: the caller's contract; the address is a local's.
-        let run =
+        let fast =
             |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, &mut ptr) };
-        if at_once(shared::made(device), run) == Some(CUALLOC_OK) {
+        // What is not done at once is done by the long form.
+        let undone = |_: &Allocator| CUALLOC_BUSY;
+        if at_once(shared::made(device), fast, undone) == Some(CUALLOC_OK) {
             return std::ptr::with_exposed_provenance_mut(ptr as usize);
         }
     }

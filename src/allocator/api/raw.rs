@@ -171,6 +171,19 @@ impl Allocator {
         self.engine.free_ptr_at_once(ptr)
     }
 
+    /// [`free_raw`](Self::free_raw) of all else.
+    ///
+    /// # Errors
+    /// As [`free_raw`](Self::free_raw).
+    ///
+    /// # Safety
+    /// As [`free_raw`](Self::free_raw).
+    #[doc(hidden)]
+    #[inline]
+    pub unsafe fn free_raw_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        self.engine.free_ptr_slowly(ptr)
+    }
+
     /// Says that another stream uses the block around `ptr` (any address inside it): after its free
     /// it is reused only when everything which that stream was given until the free has completed.
     ///

@@ -74,7 +74,7 @@ impl Engine {
     pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         match self.free_ptr_at_once(ptr) {
             true => Ok(()),
-            false => self.free_slowly(ptr),
+            false => self.free_ptr_slowly(ptr),
         }
     }
 
@@ -91,8 +91,9 @@ impl Engine {
         false
     }
 
+    /// [`free_ptr`](Self::free_ptr) of what was not done at once.
     #[inline(never)]
-    fn free_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+    pub(crate) fn free_ptr_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
         if let Some((cache, node)) = self.small_at(ptr) {
             if self.watchful() && self.free_watched(cache, (node, ptr), Life::At(ptr)) {
@@ -131,7 +132,10 @@ impl Engine {
         if !self.watchful()
             && let Some(freed) = heap.free_into_cache(id, generation)
         {
-            return freed.then_some(()).ok_or(Error::NotLive { ptr });
+            return match freed {
+                true => Ok(()),
+                false => Err(Error::NotLive { ptr }),
+            };
         }
         heap.uncache(id);
         let generation = generation.unwrap_or(heap.extents.records[id].generation);
