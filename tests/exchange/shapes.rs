@@ -11,7 +11,7 @@ use cualloc::error::{ImportFault, InvalidArgument};
 use cualloc::exchange::dlpack::*;
 use cualloc::exchange::*;
 use cualloc::pool::{PinnedConfig, PinnedPool};
-use cualloc::sim::SimConfig;
+use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 fn live(allocator: &Allocator) -> u64 {
@@ -353,6 +353,24 @@ fn s5_50_pinned_memory() {
         drop(foreign);
         assert_eq!(deleted.load(SeqCst), 1);
     });
+}
+
+/// S5.50: page-locked memory is of no device, whichever context it was made in.
+#[test]
+fn s5_50_pinned_memory_is_of_no_device() {
+    let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
+    for ordinal in [0, 1] {
+        let context = sim.context(ordinal).unwrap();
+        let host = PinnedBuffer::from_slice(&context, &[1u16, 2]).unwrap();
+        let tensor = Tensor::from_pinned(host, &[2]).unwrap();
+        let theirs = Peer::on(&Stream::new(&context).unwrap());
+        let out = tensor.to_dlpack::<DLManagedTensor>(&theirs).unwrap();
+        let expected = DLDevice {
+            device_type: DLDevice::CUDA_HOST,
+            device_id: 0,
+        };
+        assert_eq!(out.tensor().unwrap().device, expected);
+    }
 }
 
 /// S5.50: page-locked memory of a pool goes back to it with the work of those who had it, and does not go out while
