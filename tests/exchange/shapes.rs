@@ -4,7 +4,9 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
+use crate::common::capturing::{Capturing, MODE};
 use crate::common::*;
+use crate::foreign::Plain;
 use cualloc::allocator::{Allocator, Policy};
 use cualloc::driver::Stream;
 use cualloc::error::{ImportFault, InvalidArgument};
@@ -352,6 +354,32 @@ fn s5_50_pinned_memory() {
         assert!(foreign.is_host() && foreign.is_external());
         drop(foreign);
         assert_eq!(deleted.load(SeqCst), 1);
+    });
+}
+
+/// D4: what a thread imported on its own stream it gives back behind that stream alone, also while another one
+/// captures; another thread, which cannot name the stream, waits for the context.
+#[test]
+fn d4_a_thread_gives_back_what_it_imported_on_its_own_stream() {
+    each(|rig| {
+        let (mine, other) = (Stream::per_thread(&rig.context), rig.stream());
+        let deleted = AtomicU64::new(0);
+        let memory = Plain::new(&rig.context, 4096);
+        let import = || {
+            Theirs::new(memory.ptr, &[64], &[], &deleted)
+                .offered(&mine)
+                .unwrap()
+        };
+        let (first, second) = (import(), import());
+        let capture = Capturing::begin(&other, MODE);
+        drop(first);
+        assert_eq!(deleted.load(SeqCst), 1);
+        // A capture that was spoilt ends with an error.
+        drop(capture.end().unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| drop(second));
+        });
+        assert_eq!(deleted.load(SeqCst), 2);
     });
 }
 
