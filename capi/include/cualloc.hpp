@@ -65,7 +65,11 @@ class options {
     }
     ~options() { cualloc_options_free(handle_); }
 
+    /* Strings of C would end at a null byte, which is an error here. */
     options& set(const std::string& key, const std::string& value) {
+        if ((key + value).find('\0') != std::string::npos) {
+            throw error(CUALLOC_INVALID_ARGUMENT, "a setting has a null byte in it");
+        }
         check(cualloc_options_set(handle_, key.c_str(), value.c_str()));
         return *this;
     }

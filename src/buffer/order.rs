@@ -160,7 +160,7 @@ impl Memory {
         capture::refuse_capture(&self.stream)?;
         if stream.kind() == StreamKind::PerThreadDefault && stream.id()? != late.id {
             // Here the handle means another stream.
-            return Ok(stream.context().enter()?.synchronize()?);
+            return Ok(order::wait_for_context(stream.context())?);
         }
         Ok(self.let_home_wait(stream)?)
     }

@@ -6,7 +6,7 @@ use crate::allocator::{Block, User};
 use crate::block::BlockId;
 use crate::driver::{Context, Stream, StreamKind, sys};
 use crate::error::{Error, Refused};
-use crate::resource::{MemoryResource, RawBlock, UseTracking, give_back, identity_of, is_retired};
+use crate::resource::{MemoryResource, RawBlock, UseTracking, give_back, identity_of};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
@@ -105,9 +105,7 @@ impl Owner {
     pub(super) fn is_retired(&self) -> bool {
         match self {
             Owner::Block(block) => block.stream_retired(),
-            Owner::Resource(loan) => (*loan.resource)
-                .allocator_under()
-                .is_some_and(|allocator| is_retired(allocator, &loan.block)),
+            Owner::Resource(loan) => (*loan.resource).has_retired_stream(&loan.block),
             Owner::Foreign(_) => false,
         }
     }

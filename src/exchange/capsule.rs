@@ -242,9 +242,16 @@ impl<M: Managed> Dlpack<M> {
         // A tensor's bytes are below `isize::MAX`, and so are its lengths.
         let shape = layout.shape.iter().map(|len| *len as i64);
         let strides = layout.strides.iter().map(|stride| *stride as i64);
-        let device_type = match shared.is_host() {
-            true => DLDevice::CUDA_HOST,
-            false => DLDevice::CUDA,
+        let device = match shared.is_host() {
+            // Of no device, for which the specification has this number.
+            true => DLDevice {
+                device_type: DLDevice::CUDA_HOST,
+                device_id: 0,
+            },
+            false => DLDevice {
+                device_type: DLDevice::CUDA,
+                device_id: device.raw(),
+            },
         };
         let export = Box::into_raw(Box::new(Export::<M> {
             managed: None,
@@ -260,10 +267,7 @@ impl<M: Managed> Dlpack<M> {
         let shape = dimensions.as_mut_ptr();
         let tensor = DLTensor {
             data: ptr::without_provenance_mut(ptr as usize),
-            device: DLDevice {
-                device_type,
-                device_id: device.raw(),
-            },
+            device,
             ndim: ndim as i32,
             dtype: dtype.dlpack(),
             shape,

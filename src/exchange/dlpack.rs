@@ -29,7 +29,7 @@ impl DLPackVersion {
 pub struct DLDevice {
     /// [`CUDA`](Self::CUDA), [`CUDA_HOST`](Self::CUDA_HOST) or another.
     pub device_type: i32,
-    /// Ordinal.
+    /// Ordinal; 0 for memory of the host.
     pub device_id: i32,
 }
 

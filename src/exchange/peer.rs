@@ -90,10 +90,10 @@ pub(super) fn order(earlier: &Stream, later: &Stream) -> Result<(), Error> {
     Ok(order::order(earlier, later, &EventPools::default())?)
 }
 
-/// Waits on the host until everything that the stream was given is over, done or failed.
-pub(super) fn wait_until_over(stream: &Stream) -> Result<(), Error> {
-    if stream.kind() == StreamKind::PerThreadDefault {
-        // Here the handle may mean another thread's stream than the one that was meant.
+/// Waits on the host until everything that the stream with this id was given is over, done or failed.
+pub(super) fn wait_until_over(stream: &Stream, id: u64) -> Result<(), Error> {
+    if stream.kind() == StreamKind::PerThreadDefault && stream.id()? != id {
+        // Here the handle means another thread's stream than the one that was meant.
         return Ok(order::wait_until_idle(stream.context())?);
     }
     capture::refuse_capture(stream)?;

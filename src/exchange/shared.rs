@@ -45,6 +45,8 @@ pub(super) struct Shared {
 struct Import {
     kept: Option<Kept>,
     home: Stream,
+    /// The home's id; of a per-thread default stream that of the thread which imported.
+    home_id: u64,
     producer: Option<Stream>,
 }
 
@@ -55,9 +57,9 @@ impl Import {
         let fixed = |stream: &Stream| stream.kind() != StreamKind::PerThreadDefault;
         match &self.producer {
             Some(producer) if fixed(producer) && fixed(&self.home) => {
-                order(&self.home, producer).or_else(|_| wait_until_over(&self.home))
+                order(&self.home, producer).or_else(|_| wait_until_over(&self.home, self.home_id))
             }
-            _ => wait_until_over(&self.home),
+            _ => wait_until_over(&self.home, self.home_id),
         }
     }
 }
@@ -165,6 +167,7 @@ impl Shared {
             let owner = Box::new(Import {
                 kept: Some(kept),
                 home: stream.clone(),
+                home_id: stream_id,
                 producer: match peer.0 {
                     Kind::On(stream) => Some(stream),
                     Kind::StartingOn(_) | Kind::Ordered => None,

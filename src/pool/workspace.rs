@@ -10,7 +10,9 @@ use crate::buffer::DeviceBuffer;
 use crate::driver::{Context, Stream, process, sys};
 use crate::error::{Error, InvalidArgument, Refused};
 use crate::locks::lock::Lock;
-use crate::resource::{MemoryResource, RawBlock, Usage, UseTracking, next_source};
+use crate::resource::{
+    MemoryResource, RawBlock, Usage, UseTracking, is_of_retired_stream, next_source,
+};
 use crate::sync::capture;
 
 use super::slabs::Slabs;
@@ -278,7 +280,9 @@ impl Inner {
         let ordinal = self.allocator.engine().device.ordinal();
         let id = BlockId::new((self.source, generation), (ptr, bytes), id, ordinal);
         // SAFETY: the pool has the slab, and gives it to nobody before this name is brought back.
-        Ok(unsafe { RawBlock::new(id, slab_bytes, request) })
+        let mut block = unsafe { RawBlock::new(id, slab_bytes, request) };
+        block.set_retirements(retirements);
+        Ok(block)
     }
 
     /// A new slab, handed out.
@@ -302,15 +306,16 @@ impl Inner {
         Ok(state.lend(place, bytes, slab_bytes))
     }
 
-    /// Takes back a lease; false if there is no such one.
+    /// Takes back a lease, whose slab goes to the allocator at once if its stream was retired: what was said of
+    /// that stream's work since holds for now. False if there is no such lease.
     #[inline(never)]
-    fn take_back(&self, generation: u64) -> bool {
+    fn take_back(&self, generation: u64, retired: bool) -> bool {
         let mut state = self.state.lock();
         let Some((place, back)) = state.slabs.returned(generation) else {
             return false;
         };
         state.count_returned(back.requested, back.bytes);
-        let surplus = if back.shared {
+        let surplus = if back.shared || retired {
             state.remove(place).map(|(block, _)| block)
         } else {
             state.give(place)
@@ -319,6 +324,24 @@ impl Inner {
         // Freed without the lock.
         drop(surplus);
         true
+    }
+
+    /// Whether a block is a lease that the pool may take back now.
+    #[inline(always)]
+    fn may_take_back(&self, block: &RawBlock) -> bool {
+        // In a forked child there is nothing to give back to, and the lock may be held by a thread of the parent.
+        !process::is_forked_child() && block.keepers() == 0 && block.id().source() == self.source
+    }
+
+    /// Some stream was retired since a lease was handed out: whether it was the slab's.
+    #[cold]
+    fn may_be_retired(&self, block: &RawBlock) -> bool {
+        if !self.may_take_back(block) {
+            return false;
+        }
+        let generation = block.id().generation();
+        let slab = self.change(|state| state.slabs.leased(generation)?.identity());
+        slab.is_some_and(|slab| is_of_retired_stream(&self.allocator, &slab))
     }
 
     /// Some stream was retired since a slab was taken: if it was the slab's it goes to the allocator, which
@@ -424,6 +447,12 @@ unsafe impl MemoryResource for Inner {
         if self.take_back_at_once(&mut block) {
             return Ok(());
         }
+        let generation = block.id().generation();
+        // To be taken back with a look at more than the lease.
+        if self.may_take_back(&block) && self.take_back(generation, self.has_retired_stream(&block))
+        {
+            return Ok(());
+        }
         let why = match block.returned() {
             _ if process::is_forked_child() => Error::ForkedChild,
             Err(kept) => kept,
@@ -433,17 +462,27 @@ unsafe impl MemoryResource for Inner {
     }
 
     fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
-        let id = block.id();
-        // In a forked child there is nothing to give back to, and the lock may be held by a thread of the parent.
-        if process::is_forked_child() || block.keepers() > 0 || id.source() != self.source {
+        // Who gives back a lease of a retired stream has to say before that the stream may have got more work.
+        if !self.may_take_back(block) || self.has_retired_stream(block) {
             return false;
         }
+        let id = block.id();
         if let Some(mut state) = self.state.try_lock()
             && state.take_back_at_once(id.generation())
         {
             return true;
         }
-        self.take_back(id.generation())
+        self.take_back(id.generation(), false)
+    }
+
+    #[inline]
+    fn allocator_under(&self) -> Option<&Allocator> {
+        Some(&self.allocator)
+    }
+
+    #[inline]
+    fn has_retired_stream(&self, block: &RawBlock) -> bool {
+        self.allocator.engine().retirements() != block.retirements() && self.may_be_retired(block)
     }
 
     fn ordinal(&self) -> usize {

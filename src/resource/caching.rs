@@ -59,8 +59,12 @@ pub(crate) fn is_retired(allocator: &Allocator, block: &RawBlock) -> bool {
 
 #[cold]
 fn may_be_retired(allocator: &Allocator, block: &RawBlock) -> bool {
-    let life = life(allocator, &block.id()).filter(|_| block.keepers() == 0);
-    life.is_some_and(|life| allocator.engine().stream_retired(&life))
+    block.keepers() == 0 && is_of_retired_stream(allocator, &block.id())
+}
+
+/// The same of whatever block has a name.
+pub(crate) fn is_of_retired_stream(allocator: &Allocator, id: &BlockId) -> bool {
+    life(allocator, id).is_some_and(|life| allocator.engine().stream_retired(&life))
 }
 
 /// A block that was handed out since so many streams were retired, by name.
@@ -155,6 +159,11 @@ unsafe impl MemoryResource for Allocator {
     #[inline]
     fn as_allocator(&self) -> Option<&Allocator> {
         Some(self)
+    }
+
+    #[inline]
+    fn has_retired_stream(&self, block: &RawBlock) -> bool {
+        is_retired(self, block)
     }
 
     #[inline]

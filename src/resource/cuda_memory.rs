@@ -14,6 +14,7 @@ use super::traits::MemoryResource;
 use super::usage::{Tally, Usage};
 use crate::block::{BlockId, BlockState};
 use crate::error::{Error, InvalidArgument, Refused};
+use crate::sync::order::wait_for_context;
 
 /// What `cuMemAlloc` aligns to.
 const ALIGNMENT: usize = 256;
@@ -86,10 +87,10 @@ impl CudaMemory {
     fn release(&self, id: &BlockId) -> Result<(), Error> {
         let live = self.knows(id)?;
         if let Some(home) = &live.home {
-            home.enter()?.synchronize()?;
+            wait_for_context(home)?;
         }
+        wait_for_context(&self.context)?;
         let entered = self.context.enter()?;
-        entered.synchronize()?;
         // Out of the table before the address can be given to somebody else.
         self.blocks().remove(&id.ptr());
         // SAFETY: made by `mem_alloc` here and not yet freed, as the table said; the work of the

@@ -76,6 +76,6 @@ pub use traits::{MemoryResource, Source, UseTracking};
 pub use usage::Usage;
 pub use watchdog::Watchdog;
 
-pub(crate) use caching::{free_at_once, identity_of, is_retired, named};
+pub(crate) use caching::{free_at_once, identity_of, is_of_retired_stream, is_retired, named};
 pub(crate) use dropped::give_back;
 pub(crate) use table::next_source;

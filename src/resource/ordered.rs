@@ -18,6 +18,7 @@ use crate::block::{BlockId, BlockState};
 use crate::error::{Error, Refused, StreamMisuse};
 use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
+use crate::sync::order::wait_for_context;
 
 /// Deallocations that share a marker at most.
 const BATCH: usize = 256;
@@ -192,7 +193,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
             for point in points {
                 point.hold_back(&entry.stream, here, &self.events)?;
             }
-            entry.stream.context().enter()?.synchronize()?;
+            wait_for_context(entry.stream.context())?;
             return Ok(None);
         }
         for point in points {

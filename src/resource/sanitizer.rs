@@ -16,6 +16,7 @@ use crate::block::BlockId;
 use crate::error::{Error, Refused};
 use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
+use crate::sync::order::wait_for_context;
 
 /// What memory is filled with where the environment asks for it.
 const POISON: u8 = 0xDD;
@@ -244,7 +245,7 @@ impl<R: MemoryResource> Sanitizer<R> {
     /// Waits for whatever may use a block of a stream.
     fn wait_for_all(&self, stream: &Stream) -> Result<(), Error> {
         let context = self.inner.context().unwrap_or(stream.context());
-        Ok(context.synchronize()?)
+        Ok(wait_for_context(context)?)
     }
 
     /// A use went through: the last fill has to come after it.

@@ -274,6 +274,15 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
+    /// Whether the stream of a block was retired, or is about to be, so that the allocator which the block comes from
+    /// takes its last marker for the end of all its work: who gave it more has to say so before the block goes.
+    #[doc(hidden)]
+    #[inline]
+    fn has_retired_stream(&self, block: &RawBlock) -> bool {
+        self.upstream()
+            .is_some_and(|below| below.has_retired_stream(block))
+    }
+
     /// The resource, for owners of its blocks to keep.
     #[doc(hidden)]
     fn shared(&self) -> Arc<dyn MemoryResource>

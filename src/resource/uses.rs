@@ -6,6 +6,7 @@ use std::thread::ThreadId;
 use crate::driver::{NO_ID, Stream};
 use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
+use crate::sync::order::wait_for_context;
 
 use super::block::Access;
 use crate::error::Error;
@@ -83,7 +84,7 @@ impl Point {
             How::Event(event) => Ok(event.hold_back(stream)?),
             How::Late(late) if !late.is_here(self.stream)? => {
                 // The handle means another stream on this thread.
-                Ok(late.stream.context().enter()?.synchronize()?)
+                Ok(wait_for_context(late.stream.context())?)
             }
             How::Late(Late { stream: late, .. }) => {
                 // A wait for what is captured would draw the stream into the capture.

@@ -30,14 +30,31 @@ pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), Error> {
     }
 }
 
+/// The handle of a stream of this crate's that captures in a context: one whose capture was begun here, or found,
+/// and is not over.
+pub(crate) fn own_capture_in(context: &Context) -> Option<usize> {
+    let suspects = context.driver().own_suspects();
+    let mut there = suspects
+        .iter()
+        .filter(|stream| stream.context().id() == context.id());
+    let captures = |stream: &&Stream| match is_capturing(stream) {
+        Ok(capturing) => capturing,
+        Err(error) => is_of_capture(error.code()),
+    };
+    there.find(captures).map(|stream| stream.raw() as usize)
+}
+
 /// The handle of a stream that captures in a context, as far as that is known: one that was found
-/// capturing before, or the legacy stream (0), which answers for the blocking ones.
+/// capturing before, or whose capture was begun here, or the legacy stream (0), which answers for the blocking ones.
 ///
 /// # Errors
 /// The driver's, about anything but captures.
 pub(crate) fn capture_in(context: &Context) -> Result<Option<usize>, DriverError> {
     if let Some((stream, _)) = context.driver().found_capturing().first() {
         return Ok(Some(*stream));
+    }
+    if let Some(stream) = own_capture_in(context) {
+        return Ok(Some(stream));
     }
     let _entered = context.enter()?;
     // SAFETY: the null handle is valid while a context is current.

@@ -3,11 +3,12 @@
 
 use cualloc::allocator::Allocator;
 use cualloc::driver::{Stream, sys};
-use cualloc::exchange::{DType, Tensor};
+use cualloc::exchange::dlpack::DLManagedTensorVersioned;
+use cualloc::exchange::{DType, Dlpack, Peer, Tensor};
 use cualloc::pool::WorkspacePool;
-use cualloc::resource::Access;
+use cualloc::resource::{Access, CudaMemory, MemoryResource};
 use cualloc::sim::Mode;
-use cualloc::{DeviceBuffer, Error};
+use cualloc::{DeviceBuffer, Error, Request};
 
 use crate::common::capturing::*;
 use crate::common::*;
@@ -141,5 +142,35 @@ fn d4_a_column_of_a_retired_stream_dropped_in_its_capture_is_freed() {
         freed_behind_the_capture(rig, |allocator, home| {
             Tensor::zeroed(allocator, DType::F32, &[1 << 18], home).unwrap()
         });
+    });
+}
+
+/// D4: what ends with a wait for a whole context does without it while a stream of this crate's captures there, whose
+/// capture it would spoil: a block is freed behind that, and what cannot be put off is refused.
+#[test]
+fn d4_no_end_of_a_memory_spoils_a_capture_of_another_stream() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let [home, other] = rig.streams();
+        let plain = CudaMemory::new(&rig.context);
+        let block = plain.allocate_block(&Request::new(4096), &home).unwrap();
+        let lent = Tensor::zeroed(&allocator, DType::F32, &[1 << 18], &home).unwrap();
+        // SAFETY: the consumer does nothing with it.
+        let unknown = unsafe { Peer::ordered() };
+        let export: Dlpack<DLManagedTensorVersioned> = lent.to_dlpack(&unknown).unwrap();
+        drop(lent);
+        let capture = Capturing::begin(&other, MODE);
+        // The last release waits for all work of the context.
+        drop(export);
+        let refused = plain.deallocate_block(block).unwrap_err();
+        // A later call tries again.
+        drop(allocator.allocate(MIB, &home).unwrap());
+        assert_eq!(allocator.stats().all.allocations.current, 1);
+        // A capture that was spoilt ends with an error.
+        drop(capture.end().unwrap());
+        plain.deallocate_block(*refused.value).unwrap();
+        drop(allocator.allocate(MIB, &home).unwrap());
+        assert_eq!(allocator.stats().all.allocations.current, 0);
+        rig.close(&allocator);
     });
 }

@@ -4,14 +4,16 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
+use crate::common::capturing::{Capturing, MODE};
 use crate::common::*;
+use crate::foreign::Plain;
 use cualloc::allocator::{Allocator, Policy};
 use cualloc::driver::Stream;
 use cualloc::error::{ImportFault, InvalidArgument};
 use cualloc::exchange::dlpack::*;
 use cualloc::exchange::*;
 use cualloc::pool::{PinnedConfig, PinnedPool};
-use cualloc::sim::SimConfig;
+use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 fn live(allocator: &Allocator) -> u64 {
@@ -353,6 +355,50 @@ fn s5_50_pinned_memory() {
         drop(foreign);
         assert_eq!(deleted.load(SeqCst), 1);
     });
+}
+
+/// D4: what a thread imported on its own stream it gives back behind that stream alone, also while another one
+/// captures; another thread, which cannot name the stream, waits for the context.
+#[test]
+fn d4_a_thread_gives_back_what_it_imported_on_its_own_stream() {
+    each(|rig| {
+        let (mine, other) = (Stream::per_thread(&rig.context), rig.stream());
+        let deleted = AtomicU64::new(0);
+        let memory = Plain::new(&rig.context, 4096);
+        let import = || {
+            Theirs::new(memory.ptr, &[64], &[], &deleted)
+                .offered(&mine)
+                .unwrap()
+        };
+        let (first, second) = (import(), import());
+        let capture = Capturing::begin(&other, MODE);
+        drop(first);
+        assert_eq!(deleted.load(SeqCst), 1);
+        // A capture that was spoilt ends with an error.
+        drop(capture.end().unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| drop(second));
+        });
+        assert_eq!(deleted.load(SeqCst), 2);
+    });
+}
+
+/// S5.50: page-locked memory is of no device, whichever context it was made in.
+#[test]
+fn s5_50_pinned_memory_is_of_no_device() {
+    let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
+    for ordinal in [0, 1] {
+        let context = sim.context(ordinal).unwrap();
+        let host = PinnedBuffer::from_slice(&context, &[1u16, 2]).unwrap();
+        let tensor = Tensor::from_pinned(host, &[2]).unwrap();
+        let theirs = Peer::on(&Stream::new(&context).unwrap());
+        let out = tensor.to_dlpack::<DLManagedTensor>(&theirs).unwrap();
+        let expected = DLDevice {
+            device_type: DLDevice::CUDA_HOST,
+            device_id: 0,
+        };
+        assert_eq!(out.tensor().unwrap().device, expected);
+    }
 }
 
 /// S5.50: page-locked memory of a pool goes back to it with the work of those who had it, and does not go out while

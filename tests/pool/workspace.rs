@@ -1,12 +1,14 @@
 //! Workspace leases.
 
+use std::sync::Arc;
+
 use cualloc::driver::sys::CUresult;
 use cualloc::driver::{Driver, Stream};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::WorkspacePool;
-use cualloc::resource::{MemoryResource, Usage};
+use cualloc::resource::{AccessOrdered, Budget, MemoryResource, Statistics, Usage};
 use cualloc::sim::{FailPlan, SimConfig, Simulator};
-use cualloc::{Allocator, Config, Error, Request};
+use cualloc::{Allocator, Config, DeviceBuffer, Error, Request};
 
 use crate::common::{KIB, MIB, Rig, each, on_cuda};
 use crate::fill;
@@ -144,6 +146,47 @@ fn s4_12_recorded_streams_keep_their_slab() {
             let again = pool.lease(&a, MIB).unwrap();
             fill(&rig.context, again.as_device_ptr(), MIB, &a);
             hold.release();
+        }
+    });
+}
+
+/// S4.12: what a stream was given through a lease after it was retired keeps the slab, too, also below other
+/// resources; the slab goes to the allocator then, which has it when the stream is done.
+#[test]
+fn s4_12_work_of_a_retired_stream_keeps_its_slab() {
+    each(|rig| {
+        for made in [WorkspacePool::new as Made, WorkspacePool::exact] {
+            let pool = pool_of(rig, made, 4);
+            let below = |pool: &WorkspacePool| -> Arc<dyn MemoryResource> {
+                Arc::new(Statistics::new(AccessOrdered::new(pool.clone())))
+            };
+            let sources: [Arc<dyn MemoryResource>; 3] = [
+                Arc::new(pool.clone()),
+                Arc::new(Budget::new(pool.clone(), None)),
+                below(&pool),
+            ];
+            for source in sources {
+                let [a, b] = rig.streams();
+                let allocator = pool.allocator();
+                // Another stream, for which memory of this one has to be complete.
+                drop(allocator.allocate(MIB, &b).unwrap());
+                let mut lease = DeviceBuffer::<u8>::zeroed(&source, 3 * MIB, &a).unwrap();
+                allocator.retire(&a).unwrap();
+                // The end of what the stream's last marker covers is seen, and not that of what comes now.
+                rig.settle(&a);
+                allocator.trim(0).unwrap();
+                let hold = rig.hold(&a);
+                lease.fill(1, &a).unwrap();
+                let address = lease.as_device_ptr();
+                drop(lease);
+                assert_eq!(usage(&pool).cached_blocks, 0, "the allocator has it");
+                // What goes to the driver here is reported if it is in use.
+                allocator.trim(0).unwrap();
+                let next = DeviceBuffer::filled(allocator, 4 * MIB, 2u8, &b).unwrap();
+                assert_ne!(next.as_device_ptr(), address, "still being filled");
+                hold.release();
+                assert_eq!(next.to_vec().unwrap(), vec![2; 4 * MIB]);
+            }
         }
     });
 }

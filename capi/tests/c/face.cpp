@@ -81,6 +81,8 @@ int main() {
     cualloc::options options;
     options.set("device", device ? device : "sim").set("limit", "64M");
     CHECK(code_of([&] { options.set("limit", "x"); }) == CUALLOC_INVALID_ARGUMENT);
+    const std::string longer("1G\0x", 4);
+    CHECK(code_of([&] { options.set("limit", longer); }) == CUALLOC_INVALID_ARGUMENT);
     cualloc::allocator gpu(0, options);
     {
         cualloc::block first = gpu.allocate(1000);

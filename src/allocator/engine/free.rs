@@ -18,6 +18,8 @@ use crate::allocator::extent::record::Recorded;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{AfterFree, StreamKey, Suspect, is_special};
 use crate::error::Error;
+use crate::sync::capture::own_capture_in;
+use crate::sync::order::wait_until_idle;
 
 /// What a free leaves to do without the lock: markers, and the end of an allocator whose last block it was.
 pub(crate) struct RestOfFree {
@@ -316,11 +318,11 @@ impl Engine {
         match user {
             User::Stream(stream) => self.record(block.ptr, &self.named(stream)?, false),
             User::Context(context) => {
-                match context.enter().and_then(|entered| entered.synchronize()) {
-                    // One that is lost runs nothing any more.
-                    Err(error) if error.is_fatal() => Ok(()),
-                    result => result.map_err(|error| self.error(error)),
+                if let Some(stream) = own_capture_in(context) {
+                    return Err(Error::Capturing { stream });
                 }
+                // One that is lost runs nothing any more.
+                wait_until_idle(context).map_err(|error| self.error(error))
             }
         }
     }
