@@ -24,6 +24,7 @@ WORKS = [
     "cross-stream free",
     "cross-stream pair",
     "cross-stream driver",
+    "pair recorded",
     "pair stack",
     "pair workspace",
     "pair typed-pool",

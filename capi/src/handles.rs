@@ -32,7 +32,8 @@ fn place_of(handle: u64) -> usize {
     (handle >> PLACE_SHIFT) as usize % PLACES
 }
 
-/// A place of the table. Read by every call, and written where an allocator comes or goes.
+/// A place of the table, on one cache line. Read by every call, and written where an allocator comes or goes.
+#[repr(C, align(32))]
 struct Place {
     /// The handle of the allocator that is here, or 0.
     handle: AtomicU64,

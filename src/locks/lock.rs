@@ -69,6 +69,12 @@ impl<T, B> Lock<T, B> {
         Some(self.held(false))
     }
 
+    /// Where the value is, from the lock's beginning on.
+    #[cfg(not(loom))]
+    pub(crate) const fn value_at() -> usize {
+        std::mem::offset_of!(Self, value)
+    }
+
     #[inline(always)]
     fn held(&self, contended: bool) -> Held<'_, T, B> {
         Held {

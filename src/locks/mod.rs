@@ -2,6 +2,7 @@
 
 pub(crate) mod held;
 pub(crate) mod lock;
+pub(crate) mod prefetch;
 #[cfg(all(test, feature = "sim", debug_assertions, not(loom)))]
 mod tests;
 pub mod thread_line;

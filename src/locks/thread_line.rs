@@ -58,6 +58,18 @@ pub(crate) fn set_pairs(pairs: [(usize, *const ()); PAIRS]) {
     imp::store::<6>(third.1);
 }
 
+/// What the thread touched last, null at first: for the processor's sake alone.
+#[inline(always)]
+pub(crate) fn touched() -> *const () {
+    imp::load::<7>()
+}
+
+/// Sets what [`touched`] gives.
+#[inline(always)]
+pub(crate) fn set_touched(pointer: *const ()) {
+    imp::store::<7>(pointer);
+}
+
 // Code for processors with AVX-512 may have values in registers that a descriptor's function of the older C libraries
 // does not save, and that no other code here can name.
 #[cfg(all(

@@ -16,6 +16,7 @@ use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, proce
 
 use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::stream_cache::PageTable;
 use crate::allocator::config::{Config, Policy};
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::hooks::ReliefHook;
@@ -63,6 +64,8 @@ use crate::allocator::stats::Stats;
 /// thread that the child does not have.
 pub struct Allocator {
     pub(crate) engine: Shared,
+    /// The engine's own: a free by pointer begins here, and has one cache line less to wait for.
+    pages: Arc<PageTable>,
 }
 
 impl Clone for Allocator {
@@ -70,6 +73,7 @@ impl Clone for Allocator {
         self.engine.add_handle();
         Allocator {
             engine: Arc::clone(&self.engine),
+            pages: Arc::clone(&self.pages),
         }
     }
 }
@@ -81,6 +85,11 @@ impl Drop for Allocator {
 }
 
 impl Allocator {
+    fn with_engine(engine: Shared) -> Self {
+        let pages = Arc::clone(&engine.pages);
+        Allocator { engine, pages }
+    }
+
     /// An allocator on a device's primary context, with the settings of the environment variable
     /// `CUALLOC_CONFIG`. Loads the driver on first use.
     ///
@@ -102,7 +111,7 @@ impl Allocator {
         recorded::begin_by_environment();
         let engine = Engine::new(context, &config)?;
         engine.enrol();
-        let allocator = Allocator { engine };
+        let allocator = Allocator::with_engine(engine);
         log::info!(
             "allocator {} on device {}: policy {:?}, limit {:?} bytes, views {}",
             allocator.id(),
@@ -222,7 +231,7 @@ impl Allocator {
                 heap.set_orphaned(false);
             }
         }
-        Allocator { engine }
+        Allocator::with_engine(engine)
     }
 
     // ---- streams ---------------------------------------------------------------------------

@@ -158,7 +158,7 @@ impl Allocator {
     /// current. Its stream, and every stream recorded on it, is alive or was retired.
     #[inline]
     pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        self.engine.free_ptr(ptr)
+        self.engine.free_ptr(&self.pages, ptr)
     }
 
     /// [`free_raw`](Self::free_raw) where the stream's cache is enough; false, with nothing changed, else.
@@ -168,7 +168,7 @@ impl Allocator {
     #[doc(hidden)]
     #[inline(always)]
     pub unsafe fn free_raw_at_once(&self, ptr: sys::CUdeviceptr) -> bool {
-        self.engine.free_ptr_at_once(ptr)
+        self.engine.free_ptr_at_once(&self.pages, ptr)
     }
 
     /// [`free_raw`](Self::free_raw) of all else.

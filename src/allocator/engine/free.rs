@@ -9,8 +9,7 @@ use crate::driver::{process, sys};
 
 use crate::allocator::cache::deferred::{Deferred, User};
 use crate::allocator::cache::grant::{Lifetime, Place};
-use crate::allocator::cache::stream_cache;
-use crate::allocator::cache::stream_cache::{Life, SMALL_ID, page_of};
+use crate::allocator::cache::stream_cache::{Life, PageTable, SMALL_ID, page_of, thread};
 use crate::allocator::engine::debug::Checkup;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::{Engine, Shared};
@@ -71,10 +70,10 @@ impl Engine {
             && inner.free_at_once(node, Life::Generation(block.generation))
     }
 
-    /// Frees the block that starts at a pointer.
+    /// Frees the block that starts at a pointer. The table of pages is the allocator's own.
     #[inline]
-    pub(crate) fn free_ptr(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        match self.free_ptr_at_once(ptr) {
+    pub(crate) fn free_ptr(&self, pages: &PageTable, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        match self.free_ptr_at_once(pages, ptr) {
             true => Ok(()),
             false => self.free_ptr_slowly(ptr),
         }
@@ -82,13 +81,18 @@ impl Engine {
 
     /// Frees a small block of which nothing is to be thought. False, with nothing changed, if there is more to it.
     #[inline(always)]
-    pub(crate) fn free_ptr_at_once(&self, ptr: sys::CUdeviceptr) -> bool {
-        if self.at_once_id() != 0
-            && let Some((cache, node)) = self.small_at(ptr)
+    pub(crate) fn free_ptr_at_once(&self, pages: &PageTable, ptr: sys::CUdeviceptr) -> bool {
+        thread::prefetch_for_free();
+        if let Some((cache, node)) = pages.find_node(ptr)
+            && self.at_once_id() != 0
             && cache.now().is_quiet()
             && let Some(mut inner) = cache.try_lock()
         {
-            return inner.free_at_once(node, Life::At(ptr));
+            let freed = inner.free_at_once(node, Life::At(ptr));
+            if freed {
+                thread::touched(inner.runs.record_at(node));
+            }
+            return freed;
         }
         false
     }
@@ -411,9 +415,9 @@ impl Engine {
             self.mark_while_named(named);
         }
         let (mut heap, stream) = self.slot(self.open()?, named)?;
-        let cache = heap.cache_of(stream, stream_cache::thread::thread_number());
+        let cache = heap.cache_of(stream, thread::thread_number());
         if let StreamKey::Id(key) = named.key {
-            stream_cache::thread::remember(key, cache);
+            thread::remember(key, cache);
         }
         let block = heap.large_around(ptr);
         let owner = match block {

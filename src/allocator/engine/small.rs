@@ -7,7 +7,7 @@ use crate::driver::{REVIEW, Stream, process};
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::{
-    Allocated, Freed, Held, Inner, Life, Node, Owner, PAGE_GRANULES, Small, Using, thread,
+    Allocated, Freed, Held, Inner, Life, Node, Owner, Small, Using, thread,
 };
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
@@ -92,11 +92,14 @@ impl Engine {
         (request, cache): (Small, &'static StreamCache),
         raw: usize,
     ) -> Option<Grant> {
+        thread::prefetch_for(cache, request.granules);
         if !cache.now().is_quiet() {
             return None;
         }
+        let allocator = self.at_once_id();
         let mut inner = cache.try_lock()?;
-        let owner = self.owner(inner.key_of_handle(raw)?);
+        let key = inner.key_of_handle(raw)?;
+        let owner = Owner { allocator, key };
         let taken = inner.take_anywhere(owner, request)?;
         Some(Grant::small(cache, taken, request.granules))
     }
@@ -473,12 +476,7 @@ impl Engine {
     /// The stream cache and the place of a small block that begins at an address, if one does.
     #[inline]
     pub(crate) fn small_at(&self, ptr: u64) -> Option<(&'static StreamCache, Node)> {
-        if !ptr.is_multiple_of(GRANULE) {
-            return None;
-        }
-        let (cache, page) = self.pages.find(ptr)?;
-        let place = (ptr / GRANULE) as u32 & (PAGE_GRANULES - 1);
-        Some((cache, Node::new(page, place)))
+        self.pages.find_node(ptr)
     }
 
     // ---- free --------------------------------------------------------------------------------

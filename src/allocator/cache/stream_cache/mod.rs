@@ -297,6 +297,16 @@ pub(crate) enum Freed {
 }
 
 impl StreamCache {
+    /// Where the list of quick runs of so many granules begins, from the stream cache's beginning on.
+    #[cfg(not(loom))]
+    #[inline(always)]
+    const fn quick_at(granules: u32) -> usize {
+        std::mem::offset_of!(StreamCache, lock)
+            + Lock::<Inner, State>::value_at()
+            + std::mem::offset_of!(Inner, runs)
+            + Runs::quick_at(granules)
+    }
+
     /// What [`process::now`] says.
     #[inline(always)]
     pub(crate) fn now(&self) -> Now {

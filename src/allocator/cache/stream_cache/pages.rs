@@ -9,8 +9,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, Ordering};
 
 use super::StreamCache;
-use super::granule::PageInfo;
-use super::granule::WORN;
+use super::granule::{Node, PAGE_GRANULES, PageInfo, WORN};
 use crate::allocator::extent::boxed::boxed_array;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::locks::lock::{AtomicPtr, AtomicU32};
@@ -162,6 +161,17 @@ impl PageTable {
         // SAFETY: what stands here came from a `&'static StreamCache`.
         let cache = unsafe { cache.cast_const().as_ref() }?;
         Some((cache, entry.page.load(Ordering::Acquire)))
+    }
+
+    /// [`find`](Self::find) for the place where a small block may begin: none begins elsewhere.
+    #[inline(always)]
+    pub(crate) fn find_node(&self, ptr: u64) -> Option<(&'static StreamCache, Node)> {
+        if !ptr.is_multiple_of(GRANULE) {
+            return None;
+        }
+        let (cache, page) = self.find(ptr)?;
+        let place = (ptr / GRANULE) as u32 & (PAGE_GRANULES - 1);
+        Some((cache, Node::new(page, place)))
     }
 
     /// What a page at `base` is to its next stream cache: one that is worn has another number

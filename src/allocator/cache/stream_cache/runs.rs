@@ -12,6 +12,7 @@ use super::granule::{
     PageInfo, Taken, Using,
 };
 use crate::allocator::size::GRANULE;
+use std::ptr;
 
 /// Quick runs together are at most this part of the pages, or that many granules.
 const QUICK_SHARE: u32 = 8;
@@ -128,6 +129,20 @@ impl Runs {
     #[inline(always)]
     pub(super) fn granule_mut(&mut self, node: Node) -> &mut Granule {
         &mut self.pages[node.page()].granules[node.place()]
+    }
+
+    /// Where the list of quick runs of so many granules is.
+    #[inline(always)]
+    pub(super) const fn quick_at(granules: u32) -> usize {
+        std::mem::offset_of!(Runs, quick) + (granules as usize % LISTS) * size_of::<Quick>()
+    }
+
+    /// Where a run's record is, for the processor's sake alone; null if there is none.
+    #[inline(always)]
+    pub(crate) fn record_at(&self, node: Node) -> *const () {
+        let page = self.pages.get(node.page());
+        let record = page.map(|page| ptr::from_ref(&page.granules[node.place()]));
+        record.map_or(ptr::null(), <*const Granule>::cast)
     }
 
     // ---- blocks ----------------------------------------------------------------------------

@@ -9,10 +9,14 @@ use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::StreamCache;
+use crate::locks::prefetch::prefetch;
 use crate::locks::thread_line::{self, PAIRS};
 
 /// Numbers of streams follow each other: as many may be in use at once.
 const ENTRIES: usize = 64;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 type Entry = Option<&'static StreamCache>;
 
@@ -46,6 +50,35 @@ pub(crate) fn find_handle(raw: usize) -> Entry {
         None if thread_line::has_more() => find_further(raw),
         first => first,
     }
+}
+
+/// Asks for the cache lines that a free by this thread meets, if its block is of the stream cache that the thread used
+/// last, and near the one that was freed last: by the time that the tables have told, they are there.
+#[inline(always)]
+pub(crate) fn prefetch_for_free() {
+    let (_, cache) = thread_line::first();
+    prefetch(cache);
+    prefetch(cache.wrapping_byte_add(LINE));
+    prefetch(thread_line::touched());
+}
+
+/// Asks for those of an allocation from a stream cache, whose own first line is needed at once.
+#[inline(always)]
+pub(crate) fn prefetch_for(cache: &StreamCache, granules: u32) {
+    let cache = ptr::from_ref(cache).cast::<()>();
+    prefetch(cache.wrapping_byte_add(LINE));
+    #[cfg(not(loom))]
+    prefetch(cache.wrapping_byte_add(StreamCache::quick_at(granules)));
+    #[cfg(loom)]
+    let _ = granules;
+    prefetch(thread_line::touched());
+}
+
+/// A block was freed whose record is there. The next one to be allocated is mostly that, the next to be freed often
+/// near it.
+#[inline(always)]
+pub(crate) fn touched(record: *const ()) {
+    thread_line::set_touched(record);
 }
 
 /// What stands on the thread's line.
@@ -169,6 +202,19 @@ mod tests {
         assert!(is(find_handle(raw), other));
         let elsewhere = move || known.map(|(raw, _)| find_handle(raw).is_none());
         assert_eq!(std::thread::spawn(elsewhere).join().unwrap(), [true; 9]);
+    }
+
+    #[test]
+    fn lines_that_are_asked_for_are_those_of_the_lists() {
+        let [(_, cache)] = caches();
+        let inner = cache.lock();
+        for granules in [1, 8, 128] {
+            let list = ptr::from_ref(&inner.runs.quick[granules as usize]).addr();
+            assert_eq!(
+                list - ptr::from_ref(cache).addr(),
+                StreamCache::quick_at(granules)
+            );
+        }
     }
 
     #[test]
