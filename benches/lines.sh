@@ -41,7 +41,7 @@ import collections, os, re, subprocess, sys, tempfile
 most = {"pair": (8, 16), "pair_adopted": (9, 17), "pair_default": (9, 17), "c_adopted": (15, 23), "c_default": (15, 23)}
 MOST_INSTRUCTIONS = 265
 PAIRS = 20
-# Of the program in C, whose preparations have repetitions of their own: the last accesses are of pairs alone.
+# Of the program in C, whose start has repetitions of its own: the last accesses are of pairs alone.
 MANY_PAIRS = 1000
 LAST = 100_000
 LINE = 64

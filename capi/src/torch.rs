@@ -16,7 +16,7 @@ use crate::device::Source;
 use crate::entry::{at_once, call};
 use crate::memory::cualloc_empty_cache;
 use crate::results::{
-    CUALLOC_BUSY, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
+    CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
     CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
 };
 use crate::{cualloc_t, handles, options, shared, torch_pools};
@@ -89,27 +89,55 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
     device: i32,
     stream: *mut c_void,
 ) -> *mut c_void {
-    let mut ptr = 0;
     if !SOME_LATER.load(Ordering::Relaxed) {
+        let mut ptr = 0;
+        let out = &raw mut ptr;
         // SAFETY: the caller's contract; the address is a local's.
-        let fast =
-            |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, &mut ptr) };
-        // What is not done at once is done by the long form.
-        let undone = |_: &Allocator| CUALLOC_BUSY;
-        if at_once(shared::made(device), fast, undone) == Some(CUALLOC_OK) {
+        let fast = |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, out) };
+        // SAFETY: as above.
+        let slow = |allocator: &Allocator| unsafe {
+            alloc_slowly(allocator, (bytes, device), stream, out)
+        };
+        if at_once(shared::made(device), fast, slow).is_some() {
             return std::ptr::with_exposed_provenance_mut(ptr as usize);
         }
     }
     // SAFETY: the caller's contract.
-    unsafe { alloc_slowly(bytes, device, stream) }
+    unsafe { alloc_with_any(bytes, device, stream) }
 }
 
 /// [`cualloc_torch_alloc`] of what takes more than a look at the stream's cache.
 ///
 /// # Safety
-/// As [`cualloc_torch_alloc`].
+/// As [`cualloc_torch_alloc`]; `out` may be written.
 #[inline(never)]
-unsafe fn alloc_slowly(bytes: usize, device: i32, stream: *mut c_void) -> *mut c_void {
+unsafe fn alloc_slowly(
+    allocator: &Allocator,
+    (bytes, device): (usize, i32),
+    stream: *mut c_void,
+    out: *mut u64,
+) -> i32 {
+    if bytes == 0 {
+        return CUALLOC_OK;
+    }
+    // SAFETY: the caller's contract.
+    match unsafe { allocator.allocate_raw(bytes, stream.cast()) } {
+        Ok(ptr) => {
+            // SAFETY: the caller's contract.
+            unsafe { out.write(ptr) };
+            CUALLOC_OK
+        }
+        Err(error) => call(|| Err(worded(handles::judged(allocator, error), bytes, device))),
+    }
+}
+
+/// [`cualloc_torch_alloc`] where there may be no allocator yet, or blocks wait to be freed.
+///
+/// # Safety
+/// As [`cualloc_torch_alloc`].
+#[cold]
+#[inline(never)]
+unsafe fn alloc_with_any(bytes: usize, device: i32, stream: *mut c_void) -> *mut c_void {
     if bytes == 0 {
         return std::ptr::null_mut();
     }
