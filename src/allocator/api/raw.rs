@@ -3,7 +3,8 @@
 use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
-use crate::allocator::cache::stream_cache::{StreamCache, thread};
+use crate::allocator::cache::stream_cache::StreamCache;
+use crate::allocator::cache::stream_cache::thread::{self, Known};
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::{Missed, unaligned};
 use crate::allocator::heap::request::Checked;
@@ -34,7 +35,8 @@ impl Allocator {
         stream: sys::CUstream,
     ) -> Result<sys::CUdeviceptr, Error> {
         let raw = to_compare(stream);
-        if let Some(cache) = thread::find_handle(raw) {
+        let known = thread::find_handle(raw);
+        if let Known::Lasting(cache) = known {
             let small = unaligned(bytes).map(|request| (request, cache));
             return match small.and_then(|small| self.engine.hit_by_handle(small, raw)) {
                 Some(grant) => Ok(grant.ptr()),
@@ -55,12 +57,8 @@ impl Allocator {
         }
         // SAFETY: the caller's contract.
         match unsafe { self.engine.raw_id(stream) } {
-            Ok(Some(key)) => match self.engine.hit(key, bytes) {
-                Ok(grant) => {
-                    // It may have been adopted since the thread used it last.
-                    thread::remember_handle(grant.place.home());
-                    Ok(grant.ptr())
-                }
+            Ok(Some(key)) => match self.engine.hit_asked_raw((raw, key), bytes, known) {
+                Ok(grant) => Ok(grant.ptr()),
                 Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
             },
             // SAFETY: the caller's contract.
@@ -142,6 +140,9 @@ impl Allocator {
             }
         };
         self.engine.sample(&made, bytes);
+        if unaligned(bytes).is_some() && !is_special(raw) {
+            thread::remember_anew(raw as usize, key);
+        }
         made.map(|grant| grant.ptr())
     }
 

@@ -6,6 +6,7 @@ use crate::driver::{REVIEW, Stream, process};
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
+use crate::allocator::cache::stream_cache::thread::Known;
 use crate::allocator::cache::stream_cache::{
     Allocated, Freed, Held, Inner, Life, Node, Owner, Small, Using, thread,
 };
@@ -65,6 +66,27 @@ impl Engine {
             Some(at_hand) => self.hit_quiet(key, at_hand),
             None => Err(Missed(None)),
         }
+    }
+
+    /// [`hit`](Self::hit) for a stream by its handle, of which the driver has told the id a moment ago.
+    #[inline(always)]
+    pub(crate) fn hit_asked_raw(
+        &self,
+        (raw, key): (usize, u64),
+        bytes: usize,
+        known: Known,
+    ) -> Result<Grant, Missed> {
+        let Known::Passing(cache) = known else {
+            let grant = self.hit(key, bytes)?;
+            thread::remember_asked(raw, grant.place.home());
+            return Ok(grant);
+        };
+        let request = unaligned(bytes).filter(|_| cache.now().is_quiet());
+        let request = request.ok_or(Missed(None))?;
+        let grant = self.hit_quiet(key, (request, cache))?;
+        // It may have been adopted since the thread used it last.
+        thread::remember_handle(cache);
+        Ok(grant)
     }
 
     /// [`hit`](Self::hit) in a process that is quiet.
@@ -129,7 +151,9 @@ impl Engine {
 
     /// The id of a stream by its handle, if that lasts and the thread knows it.
     pub(crate) fn key_at_hand(&self, raw: usize) -> Option<u64> {
-        let cache = thread::find_handle(raw)?;
+        let Known::Lasting(cache) = thread::find_handle(raw) else {
+            return None;
+        };
         let inner = cache.lock();
         let key = inner.key_of_handle(raw)?;
         let allocator = self.id;

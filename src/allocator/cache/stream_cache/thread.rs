@@ -1,5 +1,5 @@
-//! What a thread remembers: the stream caches that it last used, by their streams' numbers and by handles that last, and
-//! its own number.
+//! What a thread remembers: the stream caches that it last used, by their streams' numbers and by handles, and its own
+//! number.
 //!
 //! An entry may be out of date in every respect. Stream caches are never freed, and each tells under its
 //! lock whose it is, so a wrong entry costs a look at the heap and nothing else.
@@ -18,7 +18,19 @@ const ENTRIES: usize = 64;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
+/// In the number of a pair on the thread's line: the handle does not last. No address of a driver's object has it.
+const PASSING: usize = !(usize::MAX >> 1);
+
 type Entry = Option<&'static StreamCache>;
+
+/// What a thread knows by a handle.
+pub(crate) enum Known {
+    /// The stream cache that it last used for the stream of this handle, which lasts.
+    Lasting(&'static StreamCache),
+    /// The one that it last used for a stream which had this handle: the driver must say which has it now.
+    Passing(&'static StreamCache),
+    Nothing,
+}
 
 thread_local! {
     static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(None) }; ENTRIES] };
@@ -43,12 +55,13 @@ pub(crate) fn find_first(raw: usize) -> Entry {
     }
 }
 
-/// The stream cache that this thread last used for a stream with this handle.
+/// What this thread knows by this handle.
 #[inline(always)]
-pub(crate) fn find_handle(raw: usize) -> Entry {
-    match find_first(raw) {
+pub(crate) fn find_handle(raw: usize) -> Known {
+    match known(raw, thread_line::first()) {
+        Some(known) => known,
         None if thread_line::has_more() => find_further(raw),
-        first => first,
+        None => Known::Nothing,
     }
 }
 
@@ -88,19 +101,38 @@ fn entry(cache: *const ()) -> Entry {
     unsafe { cache.cast::<StreamCache>().as_ref() }
 }
 
+/// What a pair of the thread's line says, if it is about this handle.
+#[inline(always)]
+fn known(raw: usize, (number, cache): (usize, *const ())) -> Option<Known> {
+    let cache = entry(cache)?;
+    match number {
+        _ if number == raw => Some(Known::Lasting(cache)),
+        _ if number == raw ^ PASSING => Some(Known::Passing(cache)),
+        _ => None,
+    }
+}
+
 #[inline(never)]
-fn find_further(raw: usize) -> Entry {
+fn find_further(raw: usize) -> Known {
     let near = thread_line::pairs()
         .into_iter()
-        .find(|(known, _)| *known == raw);
-    let found = match near {
-        Some((_, cache)) => entry(cache),
+        .find_map(|pair| known(raw, pair).map(|known| (pair.0, known)));
+    let (number, found) = match near {
+        Some(near) => near,
         None => {
-            let (known, cache) = BY_HANDLE.try_with(|seen| seen[place(raw)].get()).ok()?;
-            cache.filter(|_| known == raw)
+            let at_place = BY_HANDLE.try_with(|seen| seen[place(raw)].get());
+            let Ok((known, Some(cache))) = at_place else {
+                return Known::Nothing;
+            };
+            if known != raw {
+                return Known::Nothing;
+            }
+            (raw, Known::Lasting(cache))
         }
     };
-    bring_forward(raw, found?);
+    if let Known::Lasting(cache) | Known::Passing(cache) = found {
+        bring_forward(number, cache);
+    }
     found
 }
 
@@ -110,11 +142,11 @@ fn place(raw: usize) -> usize {
 }
 
 /// Makes it the first pair of the thread's line. The last one goes, unless this one was there.
-fn bring_forward(raw: usize, cache: &'static StreamCache) {
+fn bring_forward(number: usize, cache: &'static StreamCache) {
     let mut pairs = thread_line::pairs();
-    let at = pairs.iter().position(|(known, _)| *known == raw);
+    let at = pairs.iter().position(|(known, _)| *known == number);
     pairs[..=at.unwrap_or(PAIRS - 1)].rotate_right(1);
-    pairs[0] = (raw, ptr::from_ref(cache).cast());
+    pairs[0] = (number, ptr::from_ref(cache).cast());
     thread_line::set_pairs(pairs);
 }
 
@@ -130,6 +162,31 @@ pub(crate) fn remember_handle(cache: &'static StreamCache) {
     if raw != 0 && thread_line::first() != (raw, ptr::from_ref(cache).cast()) {
         keep(raw, cache);
     }
+}
+
+/// The next call of this thread with this handle, which may not last, finds the stream cache.
+#[inline(always)]
+pub(crate) fn remember_asked(raw: usize, cache: &'static StreamCache) {
+    let first = thread_line::first();
+    match cache.handle() {
+        0 if first != (raw ^ PASSING, ptr::from_ref(cache).cast()) => {
+            bring_passing_forward(raw, cache);
+        }
+        0 => {}
+        _ => remember_handle(cache),
+    }
+}
+
+/// [`remember_asked`], if this thread has used another stream cache for the stream since.
+pub(crate) fn remember_anew(raw: usize, key: u64) {
+    if let Some(cache) = find(key) {
+        remember_asked(raw, cache);
+    }
+}
+
+#[inline(never)]
+fn bring_passing_forward(raw: usize, cache: &'static StreamCache) {
+    bring_forward(raw ^ PASSING, cache);
 }
 
 #[inline(never)]
@@ -186,21 +243,35 @@ mod tests {
         found.is_some_and(|found| ptr::eq(found, cache))
     }
 
+    fn lasting(raw: usize) -> Entry {
+        match find_handle(raw) {
+            Known::Lasting(cache) => Some(cache),
+            _ => None,
+        }
+    }
+
+    fn passing(raw: usize) -> Entry {
+        match find_handle(raw) {
+            Known::Passing(cache) => Some(cache),
+            _ => None,
+        }
+    }
+
     /// More than the line has; the one that was used last is the first.
     #[test]
     fn each_handle_finds_what_was_used_for_it_last() {
         let known = caches::<9>();
-        assert!(find_handle(0x1234_0000).is_none());
+        assert!(lasting(0x1234_0000).is_none());
         for (raw, cache) in known.iter().chain(known.iter().rev()) {
-            assert!(is(find_handle(*raw), cache));
+            assert!(is(lasting(*raw), cache));
             assert!(is(find_first(*raw), cache));
             assert!(find_first(*raw + 8).is_none());
         }
         let (raw, other) = (known[4].0, known[5].1);
         other.set_handle(raw);
         remember_handle(other);
-        assert!(is(find_handle(raw), other));
-        let elsewhere = move || known.map(|(raw, _)| find_handle(raw).is_none());
+        assert!(is(lasting(raw), other));
+        let elsewhere = move || known.map(|(raw, _)| lasting(raw).is_none());
         assert_eq!(std::thread::spawn(elsewhere).join().unwrap(), [true; 9]);
     }
 
@@ -224,12 +295,38 @@ mod tests {
         for at in [4, 0] {
             let (raw, cache) = known[at];
             forget(at as u64, cache);
-            assert!(find_first(raw).is_none() && find_handle(raw).is_none());
+            assert!(find_first(raw).is_none() && lasting(raw).is_none());
             assert!(find(at as u64).is_none());
         }
         for at in [1, 2, 3, 5] {
             let (raw, cache) = known[at];
-            assert!(is(find_handle(raw), cache) && is(find(at as u64), cache));
+            assert!(is(lasting(raw), cache) && is(find(at as u64), cache));
         }
+    }
+
+    #[test]
+    fn a_handle_that_may_not_last_is_never_taken_to_last() {
+        let [one, other] = std::array::from_fn(|_| {
+            let cache: &'static StreamCache = Box::leak(Box::new(StreamCache::new(0)));
+            cache
+        });
+        let known = caches::<2>();
+        let raw = 0x7100_0000;
+        assert!(passing(raw).is_none());
+        remember_asked(raw, one);
+        assert!(is(passing(raw), one) && find_first(raw).is_none());
+        // Behind two others, and with another stream cache in its place.
+        for (raw, cache) in known {
+            assert!(is(lasting(raw), cache));
+        }
+        assert!(is(passing(raw), one) && is(passing(raw), one));
+        remember_asked(raw, other);
+        assert!(is(passing(raw), other));
+        // It lasts from now on, and is not known by anything else.
+        other.set_handle(raw);
+        remember_asked(raw, other);
+        assert!(is(lasting(raw), other) && passing(raw).is_none());
+        forget(7, other);
+        assert!(matches!(find_handle(raw), Known::Nothing));
     }
 }
