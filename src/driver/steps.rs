@@ -2,9 +2,8 @@
 //! so does the end of the process. What is logged in a step is kept until it is over, as nobody can tell what a logger
 //! waits for.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::fmt;
-use std::mem::take;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,8 +19,9 @@ const PAUSE: Duration = Duration::from_micros(50);
 thread_local! {
     /// Whether the thread is in a step. Without a destructor: it is read while the process ends.
     static HERE: Cell<bool> = const { Cell::new(false) };
-    /// What was logged in it.
-    static SAID: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    /// What was logged in it, if anything was. No vector, since one is not all zeros when it is empty, and would have a
+    /// part of its own among the library's variables for threads: those are to be few bytes.
+    static SAID: Cell<Option<Box<Said>>> = const { Cell::new(None) };
 }
 
 /// A line of the log.
@@ -77,7 +77,7 @@ impl Step {
     /// It is over: what was logged in it, and is still to be told.
     pub(crate) fn end(self) -> Said {
         drop(self);
-        Said(SAID.with_borrow_mut(take))
+        SAID.take().map_or_else(Said::default, |said| *said)
     }
 }
 
@@ -89,7 +89,7 @@ impl Drop for Step {
 }
 
 /// What was logged in a step.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Said(Vec<Line>);
 
@@ -119,13 +119,13 @@ pub(crate) fn say(level: Level, target: &'static str, what: fmt::Arguments<'_>) 
     // Whether the logger wants it is asked when it is told.
     if level <= log::max_level() {
         let text = what.to_string();
-        SAID.with_borrow_mut(|said| {
-            said.push(Line {
-                level,
-                target,
-                text,
-            });
+        let mut said = SAID.take().unwrap_or_default();
+        said.0.push(Line {
+            level,
+            target,
+            text,
         });
+        SAID.set(Some(said));
     }
 }
 

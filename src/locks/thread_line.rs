@@ -46,6 +46,12 @@ pub(crate) fn pairs() -> [(usize, *const ()); PAIRS] {
     ]
 }
 
+/// Looks for a shorter way to the line: for calls that are rare.
+#[inline]
+pub(crate) fn learn() {
+    imp::learn();
+}
+
 /// Sets all pairs.
 #[inline(always)]
 pub(crate) fn set_pairs(pairs: [(usize, *const ()); PAIRS]) {
@@ -80,6 +86,8 @@ pub(crate) fn set_touched(pointer: *const ()) {
 ))]
 mod imp {
     use std::arch::{asm, global_asm};
+    use std::ptr;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     /// The variable, with a name of this version alone: another one may be linked beside it.
     macro_rules! line {
@@ -108,16 +116,33 @@ mod imp {
         options(att_syntax)
     );
 
+    /// The line's distance from the thread's pointer where it is the same for all threads and [`learn`] has found that
+    /// out; else 0.
+    static DISTANCE: AtomicUsize = AtomicUsize::new(0);
+
     /// Where the line is, from the thread's pointer on: the same as long as the thread lives.
+    ///
+    /// In a program the linker puts the distance, which is negative, in the place of the descriptor's address. In a library
+    /// the descriptor's function is called as long as nothing better is known: its code lies in the loader, where nothing
+    /// else of a call leads.
     #[inline(always)]
     fn distance() -> usize {
         let distance;
-        // SAFETY: the sequence that the ABI has for a thread-local variable by its descriptor. It changes `rax` and
-        // flags; of older C libraries the registers for vectors, too, the first time that a thread comes here.
+        // SAFETY: the sequence that the ABI has for a thread-local variable by its descriptor, behind a look at what is
+        // known, which changes nothing about the outcome. It changes `rax` and flags; of older C libraries the registers for
+        // vectors, too, the first time that a thread comes here.
         unsafe {
             asm!(
                 concat!("leaq ", line!(), "@tlsdesc(%rip), %rax"),
+                "testq %rax, %rax",
+                "js 2f",
+                "movq {known}(%rip), %rax",
+                "testq %rax, %rax",
+                "jnz 2f",
+                concat!("leaq ", line!(), "@tlsdesc(%rip), %rax"),
                 concat!("call *", line!(), "@tlscall(%rax)"),
+                "2:",
+                known = sym DISTANCE,
                 out("rax") distance,
                 out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
                 out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
@@ -127,6 +152,45 @@ mod imp {
             );
         }
         distance
+    }
+
+    /// What a descriptor's function is where the distance is the same for all threads, in every C library: it gives the
+    /// descriptor's second word.
+    const GIVES_SECOND_WORD: [u8; 5] = [0x48, 0x8b, 0x40, 0x08, 0xc3];
+    /// What such functions may begin with: a mark for processors that check where calls lead.
+    const MARK: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
+
+    /// Looks whether the distance is the same for all threads.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn learn() {
+        let descriptor: *const [usize; 2];
+        // SAFETY: the descriptor's address, or the distance itself.
+        unsafe {
+            asm!(
+                concat!("leaq ", line!(), "@tlsdesc(%rip), %rax"),
+                out("rax") descriptor,
+                options(att_syntax, pure, nomem, nostack, preserves_flags)
+            );
+        }
+        // A loader that fills in descriptors when they are needed has filled it in afterwards.
+        let distance = distance();
+        if (descriptor.addr() as isize) < 0 {
+            return;
+        }
+        // SAFETY: a descriptor has two words, the first of which is the address of a function.
+        let [function, second] = unsafe { descriptor.read_volatile() };
+        let mut code = ptr::with_exposed_provenance::<u8>(function);
+        let is = |code: *const u8, bytes: &[u8]| {
+            // SAFETY: bytes of a function, of which no more are looked at once one is another.
+            (0..bytes.len()).all(|at| unsafe { code.add(at).read_volatile() } == bytes[at])
+        };
+        if is(code, &MARK) {
+            code = code.wrapping_add(MARK.len());
+        }
+        if is(code, &GIVES_SECOND_WORD) && second == distance {
+            DISTANCE.store(distance, Ordering::Relaxed);
+        }
     }
 
     #[inline(always)]
@@ -178,6 +242,8 @@ mod imp {
     thread_local! {
         static LINE: Line = const { Line([const { Cell::new(ptr::null()) }; 8]) };
     }
+
+    pub(super) fn learn() {}
 
     #[inline(always)]
     pub(super) fn load<const WORD: usize>() -> *const () {

@@ -221,6 +221,12 @@ fn fatal_codes_end_all_driver_calls() {
                     "{at}: {result:?}"
                 );
             };
+            // SAFETY: the stream is alive.
+            lost(unsafe { alloc.allocate_raw(100, streams[0].raw()) }.map(drop));
+            for block in blocks.iter().flatten() {
+                // SAFETY: it is refused.
+                lost(unsafe { alloc.free_raw(block.ptr()) });
+            }
             lost(alloc.trim(0).map(drop));
             lost(alloc.synchronize());
             lost(alloc.reserve(100, &streams[0]));

@@ -16,7 +16,7 @@ use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, proce
 
 use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::cache::stream_cache::PageTable;
+use crate::allocator::cache::stream_cache::{PageTable, thread};
 use crate::allocator::config::{Config, Policy};
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::hooks::ReliefHook;
@@ -86,6 +86,7 @@ impl Drop for Allocator {
 
 impl Allocator {
     fn with_engine(engine: Shared) -> Self {
+        thread::prepare();
         let pages = Arc::clone(&engine.pages);
         Allocator { engine, pages }
     }

@@ -5,6 +5,7 @@ use crate::driver::{DriverError, Stream, sys};
 use crate::allocator::api::Allocator;
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::thread::{self, Known};
+use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::{Missed, unaligned};
 use crate::allocator::heap::request::Checked;
@@ -38,7 +39,7 @@ impl Allocator {
         let known = thread::find_handle(raw);
         if let Known::Lasting(cache) = known {
             let small = unaligned(bytes).map(|request| (request, cache));
-            return match small.and_then(|small| self.engine.hit_by_handle(small, raw)) {
+            return match small.and_then(|small| Engine::hit_by_handle(&self.pages, small, raw)) {
                 Some(grant) => Ok(grant.ptr()),
                 // SAFETY: the caller's contract.
                 None => unsafe { self.allocate_lasting(bytes, stream, cache) },
@@ -81,7 +82,7 @@ impl Allocator {
     ) -> Option<sys::CUdeviceptr> {
         let (request, raw) = (unaligned(bytes)?, to_compare(stream));
         let at_hand = (request, thread::find_first(raw)?);
-        Some(self.engine.hit_by_handle(at_hand, raw)?.ptr())
+        Some(Engine::hit_by_handle(&self.pages, at_hand, raw)?.ptr())
     }
 
     /// [`allocate_raw`](Self::allocate_raw) with wishes.

@@ -84,13 +84,15 @@ impl Engine {
     pub(crate) fn free_ptr_at_once(&self, pages: &PageTable, ptr: sys::CUdeviceptr) -> bool {
         thread::prefetch_for_free();
         if let Some((cache, node)) = pages.find_node(ptr)
-            && self.at_once_id() != 0
+            && pages.at_once_id() != 0
             && cache.now().is_quiet()
             && let Some(mut inner) = cache.try_lock()
         {
+            // Found once for both.
+            let record = inner.runs.record_at(node);
             let freed = inner.free_at_once(node, Life::At(ptr));
             if freed {
-                thread::touched(inner.runs.record_at(node));
+                thread::touched(record);
             }
             return freed;
         }

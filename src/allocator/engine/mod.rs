@@ -177,7 +177,11 @@ impl Engine {
         let debug = Debug::of(config.debug);
         // Nothing is served or taken back without a look at the stream then.
         let ask_captures = config.capture_checks || debug.is_some();
-        let pages = Arc::new(PageTable::new());
+        let at_once = match rules.caches() && !ask_captures {
+            true => id,
+            false => 0,
+        };
+        let pages = Arc::new(PageTable::new(at_once));
         let engine = Arc::new_cyclic(|me| {
             let mut heap = Heap::new(
                 (me.clone() as Weak<dyn KeepAlive>, id),
@@ -219,11 +223,7 @@ impl Engine {
                 heap: OwnCacheLine(Lock::new(heap)),
                 pages,
                 lost: OnceLock::new(),
-                at_once: AtomicU64::new(if rules.caches() && !ask_captures {
-                    id
-                } else {
-                    0
-                }),
+                at_once: AtomicU64::new(at_once),
                 scopes: AtomicU64::new(0),
                 decay: Decay::of(config),
                 debug,
@@ -366,6 +366,7 @@ impl Engine {
     pub(crate) fn error(&self, error: DriverError) -> Error {
         if error.is_fatal() {
             self.at_once.store(0, Ordering::Relaxed);
+            self.pages.stop();
             return Error::ContextLost(*self.lost.get_or_init(|| error));
         }
         Error::Driver(error)

@@ -8,7 +8,7 @@ use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::thread::Known;
 use crate::allocator::cache::stream_cache::{
-    Allocated, Freed, Held, Inner, Life, Node, Owner, Small, Using, thread,
+    Allocated, Freed, Held, Inner, Life, Node, Owner, PageTable, Small, Using, thread,
 };
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
@@ -42,7 +42,7 @@ pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
 /// The request if it is one for stream caches, and the stream cache that the thread used last for the stream.
 #[inline(always)]
 pub(super) fn at_hand(key: u64, bytes: usize) -> Option<(Small, &'static StreamCache)> {
-    Some((unaligned(bytes)?, thread::find(key)?))
+    Some((unaligned(bytes)?, thread::find_last(key)?))
 }
 
 impl Engine {
@@ -110,7 +110,7 @@ impl Engine {
     /// handle lasts.
     #[inline(always)]
     pub(crate) fn hit_by_handle(
-        &self,
+        pages: &PageTable,
         (request, cache): (Small, &'static StreamCache),
         raw: usize,
     ) -> Option<Grant> {
@@ -118,7 +118,7 @@ impl Engine {
         if !cache.now().is_quiet() {
             return None;
         }
-        let allocator = self.at_once_id();
+        let allocator = pages.at_once_id();
         let mut inner = cache.try_lock()?;
         let key = inner.key_of_handle(raw)?;
         let owner = Owner { allocator, key };
@@ -358,10 +358,10 @@ impl Engine {
     fn hit_small(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         let (cache, inner) = match missed.0 {
             Some(missed) => missed,
-            // Nobody has asked the cache: a recording sees what it hands out.
-            None if process::is_recording() && self.unwatched() => {
+            // Nobody has asked the cache: a recording sees what it hands out, or the thread has used others since.
+            None if self.unwatched() => {
                 let cache = thread::find(key)?;
-                (cache, Some(cache.lock()))
+                (cache, cache.try_lock())
             }
             None => return None,
         };

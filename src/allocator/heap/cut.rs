@@ -135,7 +135,7 @@ mod tests {
     /// many more.
     fn heap_of(views: &[(u64, &[bool])]) -> (Heap, Openings) {
         let tuning = Config::new().tuning();
-        let table = Arc::new(PageTable::new());
+        let table = Arc::new(PageTable::new(0));
         let mut heap = Heap::new(
             (crate::allocator::cache::stream_cache::nobody(), 0),
             table,

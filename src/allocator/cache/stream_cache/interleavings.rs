@@ -242,7 +242,7 @@ fn interleavings_of_a_retirement() {
 #[test]
 fn interleavings_of_a_publication() {
     loom::model(|| {
-        let table: &'static PageTable = Box::leak(Box::new(PageTable::new()));
+        let table: &'static PageTable = Box::leak(Box::new(PageTable::new(1)));
         let cache = cache(0, PAGE, 8);
         let base = 2 * PAGE;
         let info = table.info(base).expect("an address of a device");

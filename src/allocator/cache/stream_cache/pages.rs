@@ -3,10 +3,11 @@
 //! A table over the address space by stretches of a GiB, with an entry per page in each. A stretch is made when the
 //! first page in it is, and stays; entries change under the lock of the stream cache that they name. Most stretches lie
 //! near: in a row that has a place for one of each so many, so that a free by pointer, which may find none of this in the
-//! processor's caches, waits for two lines. Who finds his place taken lies in a radix table.
+//! processor's caches, waits for two lines. Who finds his place taken lies in a radix table. The first stretch of all lies
+//! in the table's first line, beside the word that calls by pointer and by handle look at anyway.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32 as Count, Ordering};
+use std::sync::atomic::{AtomicU32 as Count, AtomicU64, Ordering};
 
 use super::StreamCache;
 use super::granule::{Node, PAGE_GRANULES, PageInfo, WORN};
@@ -81,8 +82,12 @@ fn slots<T, const N: usize>() -> Slots<T, N> {
 
 /// See the module's text.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(crate) struct PageTable {
-    /// Of the stretches that share a place the first one that had a page.
+    /// A copy of the engine's word: the allocator's id as long as stream caches may serve at once, then 0.
+    at_once: AtomicU64,
+    first: OnceLock<Stretch>,
+    /// Of the other stretches that share a place the first one that had a page.
     near: [OnceLock<Stretch>; PLACES],
     far: OnceLock<Slots<Slots<Stretch, BELOW>, TOPS>>,
     numbers: Count,
@@ -108,12 +113,26 @@ fn far_place(number: u64) -> Option<(usize, usize)> {
 }
 
 impl PageTable {
-    pub(crate) fn new() -> Self {
+    /// An empty one of the allocator whose stream caches serve at once; with 0 they do not.
+    pub(crate) fn new(at_once: u64) -> Self {
         PageTable {
+            at_once: AtomicU64::new(at_once),
+            first: OnceLock::new(),
             near: [const { OnceLock::new() }; PLACES],
             far: OnceLock::new(),
             numbers: Count::new(0),
         }
+    }
+
+    /// The id of the allocator if its stream caches may serve at once, else 0.
+    #[inline(always)]
+    pub(crate) fn at_once_id(&self) -> u64 {
+        self.at_once.load(Ordering::Relaxed)
+    }
+
+    /// Stream caches serve no more at once.
+    pub(crate) fn stop(&self) {
+        self.at_once.store(0, Ordering::Relaxed);
     }
 
     #[inline(always)]
@@ -125,6 +144,17 @@ impl PageTable {
     #[inline(always)]
     fn stretch(&self, ptr: u64) -> Option<&Stretch> {
         let number = stretch_of(ptr);
+        // The first one is made before any other.
+        let first = self.first.get()?;
+        if first.number == number {
+            return Some(first);
+        }
+        self.other_stretch(number)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn other_stretch(&self, number: u64) -> Option<&Stretch> {
         // None near: there is none that had to go further, either.
         let near = self.near[number as usize % PLACES].get()?;
         if near.number == number {
@@ -144,6 +174,10 @@ impl PageTable {
         let number = stretch_of(ptr);
         let (top, below) = far_place(number)?;
         let make = || Stretch::new(number);
+        let first = self.first.get_or_init(make);
+        if first.number == number {
+            return Some(first);
+        }
         let near = self.near[number as usize % PLACES].get_or_init(make);
         if near.number == number {
             return Some(near);
@@ -225,7 +259,7 @@ mod tests {
 
     #[test]
     fn stretches_that_share_a_place_are_told_apart() {
-        let table = PageTable::new();
+        let table = PageTable::new(1);
         let cache = |rank| -> &'static StreamCache { Box::leak(Box::new(StreamCache::new(rank))) };
         let at = 0x20_0000_0000 + 3 * PAGE;
         let bases = [

@@ -15,6 +15,10 @@ use crate::locks::thread_line::{self, PAIRS};
 /// Numbers of streams follow each other: as many may be in use at once.
 const ENTRIES: usize = 64;
 
+/// Of those, as many lie among the thread's own variables. What a library has of these is to be small: beyond 512 bytes
+/// the loader gives one that is opened at run time a place that each use of them must look for.
+const NEAR: usize = 4;
+
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
@@ -32,18 +36,59 @@ pub(crate) enum Known {
     Nothing,
 }
 
-thread_local! {
-    static SEEN: [Cell<Entry>; ENTRIES] = const { [const { Cell::new(None) }; ENTRIES] };
-    /// Those of all handles that last; the thread's line has the ones that it used last.
-    static BY_HANDLE: Box<[Cell<(usize, Entry)>; ENTRIES]> = Box::new([const { Cell::new((0, None)) }; ENTRIES]);
-    static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
+/// A name and the stream cache that it stands for.
+type Place<T> = Cell<(T, Entry)>;
+
+/// On one cache line.
+#[repr(align(16))]
+struct Last(Place<u64>);
+
+/// Those of all streams, and of all handles that last.
+struct Seen {
+    by_number: [Place<u64>; ENTRIES],
+    by_handle: [Place<usize>; ENTRIES],
 }
 
-/// The stream cache that this thread last used for a stream with this number, or for another one in its
-/// place.
+thread_local! {
+    static LAST: [Last; NEAR] = const { [const { Last(Cell::new((0, None))) }; NEAR] };
+    /// The thread's line has the handles that it used last.
+    static SEEN: Box<Seen> = Box::new(Seen {
+        by_number: [const { Cell::new((0, None)) }; ENTRIES],
+        by_handle: [const { Cell::new((0, None)) }; ENTRIES],
+    });
+    /// One more than the thread's number; 0 for none yet.
+    static NUMBER: Cell<usize> = const { Cell::new(0) };
+}
+
+/// For calls that are rare: has threads find what they remember by the shortest way.
+pub(crate) fn prepare() {
+    thread_line::learn();
+}
+
+/// The stream cache that this thread last used for a stream with this number, if it used few others since: for calls
+/// that look further with [`find`] when there is none.
 #[inline(always)]
+pub(crate) fn find_last(key: u64) -> Entry {
+    let (known, cache) = LAST.with(|last| last[key as usize % NEAR].0.get());
+    cache.filter(|_| known == key)
+}
+
+/// The stream cache that this thread last used for a stream with this number.
+#[inline]
 pub(crate) fn find(key: u64) -> Entry {
-    SEEN.with(|seen| seen[key as usize % ENTRIES].get())
+    match find_last(key) {
+        None => find_seen(key),
+        last => last,
+    }
+}
+
+#[inline(never)]
+fn find_seen(key: u64) -> Entry {
+    // A thread that ends has no table any more.
+    let seen = SEEN.try_with(|seen| seen.by_number[key as usize % ENTRIES].get());
+    let (_, cache) = seen.ok().filter(|(known, _)| *known == key)?;
+    LAST.with(|last| last[key as usize % NEAR].0.set((key, cache)));
+    cache
 }
 
 /// The stream cache that this thread last used, if that was for a stream with this handle.
@@ -120,7 +165,7 @@ fn find_further(raw: usize) -> Known {
     let (number, found) = match near {
         Some(near) => near,
         None => {
-            let at_place = BY_HANDLE.try_with(|seen| seen[place(raw)].get());
+            let at_place = SEEN.try_with(|seen| seen.by_handle[place(raw)].get());
             let Ok((known, Some(cache))) = at_place else {
                 return Known::Nothing;
             };
@@ -151,7 +196,9 @@ fn bring_forward(number: usize, cache: &'static StreamCache) {
 }
 
 pub(crate) fn remember(key: u64, cache: &'static StreamCache) {
-    SEEN.with(|seen| seen[key as usize % ENTRIES].set(Some(cache)));
+    LAST.with(|last| last[key as usize % NEAR].0.set((key, Some(cache))));
+    let _ended =
+        SEEN.try_with(|seen| seen.by_number[key as usize % ENTRIES].set((key, Some(cache))));
     remember_handle(cache);
 }
 
@@ -192,35 +239,39 @@ fn bring_passing_forward(raw: usize, cache: &'static StreamCache) {
 #[inline(never)]
 fn keep(raw: usize, cache: &'static StreamCache) {
     bring_forward(raw, cache);
-    // A thread that ends has no table any more.
-    let _ended = BY_HANDLE.try_with(|seen| seen[place(raw)].set((raw, Some(cache))));
+    let _ended = SEEN.try_with(|seen| seen.by_handle[place(raw)].set((raw, Some(cache))));
 }
 
 /// The next allocation of this thread for the stream of a stream cache, which has this number, looks at the heap.
 pub(crate) fn forget(key: u64, cache: &'static StreamCache) {
-    SEEN.with(|seen| seen[key as usize % ENTRIES].set(None));
+    LAST.with(|last| leave(&last[key as usize % NEAR].0, cache));
     let other = |(_, known): &(usize, *const ())| !ptr::eq(known.cast(), cache);
     let mut left = thread_line::pairs().into_iter().filter(other);
     let mut next = || left.next().unwrap_or((0, ptr::null()));
     thread_line::set_pairs([next(), next(), next()]);
-    let _ended = BY_HANDLE.try_with(|seen| {
-        let is_it = |known: &&Cell<(usize, Entry)>| {
-            known.get().1.is_some_and(|known| ptr::eq(known, cache))
-        };
-        seen.iter()
-            .filter(is_it)
-            .for_each(|known| known.set((0, None)));
+    let _ended = SEEN.try_with(|seen| {
+        leave(&seen.by_number[key as usize % ENTRIES], cache);
+        for place in &seen.by_handle {
+            leave(place, cache);
+        }
     });
+}
+
+/// Empties a place that leads to a stream cache.
+fn leave<T: Copy + Default>(place: &Place<T>, cache: &StreamCache) {
+    if place.get().1.is_some_and(|known| ptr::eq(known, cache)) {
+        place.set((T::default(), None));
+    }
 }
 
 /// The calling thread's number: 0, 1, ... in the order in which threads first ask.
 pub(crate) fn thread_number() -> usize {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    static NEXT: AtomicUsize = AtomicUsize::new(1);
     NUMBER.with(|number| {
-        if number.get() == usize::MAX {
+        if number.get() == 0 {
             number.set(NEXT.fetch_add(1, Ordering::Relaxed));
         }
-        number.get()
+        number.get() - 1
     })
 }
 
@@ -328,5 +379,16 @@ mod tests {
         assert!(is(lasting(raw), other) && passing(raw).is_none());
         forget(7, other);
         assert!(matches!(find_handle(raw), Known::Nothing));
+    }
+
+    #[test]
+    fn as_many_numbers_as_follow_each_other_are_found() {
+        let known = caches::<ENTRIES>();
+        for (key, (_, cache)) in (0..).zip(known) {
+            // Another one has its place among the last.
+            assert!(find_last(key).is_none());
+            assert!(is(find(key), cache) && is(find_last(key), cache));
+            assert!(find(key + ENTRIES as u64).is_none());
+        }
     }
 }
