@@ -4,7 +4,8 @@
 //! several cache lines on its way, and each variable has its own. On x86-64 Linux this line is a variable of ours that a
 //! TLS descriptor leads to: a call of two instructions where the line lies at the same distance from every thread's
 //! pointer, as in all libraries that a program is linked with, and a constant in a program that the linker sees whole.
-//! Elsewhere it is one of the standard library's. Descriptors are described by Oliva and Araujo, "Speeding Up
+//! A Rust library that is linked at run time has one, and the code of ours that is inlined into what uses it has another:
+//! what is on a line is a hint, which another line may be without. Elsewhere it is one of the standard library's. Descriptors are described by Oliva and Araujo, "Speeding Up
 //! Thread-Local Storage Access in Dynamic Libraries", 2006.
 
 use std::ptr;
@@ -18,8 +19,8 @@ pub fn of_caller() -> *const () {
     imp::load::<0>()
 }
 
-/// Sets what [`of_caller`] gives.
-#[inline]
+/// Sets what [`of_caller`] gives where both are called from one library.
+#[inline(always)]
 pub fn set_of_caller(pointer: *const ()) {
     imp::store::<0>(pointer);
 }
@@ -70,59 +71,70 @@ pub(crate) fn set_touched(pointer: *const ()) {
     imp::store::<7>(pointer);
 }
 
-// Code for processors with AVX-512 may have values in registers that a descriptor's function of the older C libraries
-// does not save, and that no other code here can name.
 #[cfg(all(
     target_arch = "x86_64",
     target_os = "linux",
+    target_pointer_width = "64",
     any(target_env = "gnu", target_env = "musl"),
-    not(any(miri, target_feature = "avx512f"))
+    not(miri)
 ))]
 mod imp {
-    use std::arch::{asm, global_asm};
+    use std::arch::asm;
 
-    /// The variable, with a name of this version alone: another one may be linked beside it.
-    macro_rules! line {
-        () => {
-            concat!(
-                "cualloc_thread_line_",
-                env!("CARGO_PKG_VERSION_MAJOR"),
-                "_",
-                env!("CARGO_PKG_VERSION_MINOR"),
-                "_",
-                env!("CARGO_PKG_VERSION_PATCH")
-            )
-        };
-    }
-
-    global_asm!(
-        ".pushsection .tbss.cualloc_thread_line, \"awT\", @nobits",
-        concat!(".globl ", line!()),
-        concat!(".hidden ", line!()),
-        concat!(".type ", line!(), ", @object"),
-        concat!(".size ", line!(), ", 64"),
-        ".p2align 6",
-        concat!(line!(), ":"),
-        ".zero 64",
-        ".popsection",
-        options(att_syntax)
-    );
+    /// What the variable's name ends with: of each build of this crate another number, since several may be linked into
+    /// one program, and none may meet the addresses of another.
+    const BUILD: u64 = {
+        // The last folders of the path, which cargo names after all that the build depends on, and not where it was.
+        let path = env!("OUT_DIR").as_bytes();
+        let (mut number, mut at, mut folders) = (0xcbf2_9ce4_8422_2325_u64, path.len(), 0);
+        while at > 0 && folders < 4 {
+            at -= 1;
+            if path[at] == b'/' {
+                folders += 1;
+            }
+            number = (number ^ path[at] as u64).wrapping_mul(0x0100_0000_01b3);
+        }
+        number
+    };
 
     /// Where the line is, from the thread's pointer on: the same as long as the thread lives.
+    ///
+    /// The variable is defined wherever it is used, and the linker makes one of all those in a library or program: this
+    /// function is inlined into other crates, and those may be linked apart from this one.
     #[inline(always)]
+    #[allow(named_asm_labels)] // defined once in what is assembled at a time, however often this is inlined there
     fn distance() -> usize {
         let distance;
         // SAFETY: the sequence that the ABI has for a thread-local variable by its descriptor. It changes `rax` and
-        // flags; of older C libraries the registers for vectors, too, the first time that a thread comes here.
+        // flags; of older C libraries the registers for vectors, too, the first time that a thread comes here. All of
+        // these are named: functions for processors with AVX-512 may be where this is inlined.
         unsafe {
             asm!(
-                concat!("leaq ", line!(), "@tlsdesc(%rip), %rax"),
-                concat!("call *", line!(), "@tlscall(%rax)"),
+                ".ifndef cualloc_thread_line_{build}",
+                ".pushsection .tbss.cualloc_thread_line_{build}, \"awTG\", @nobits, cualloc_thread_line_{build}, comdat",
+                ".weak cualloc_thread_line_{build}",
+                ".hidden cualloc_thread_line_{build}",
+                ".type cualloc_thread_line_{build}, @object",
+                ".size cualloc_thread_line_{build}, 64",
+                ".p2align 6",
+                "cualloc_thread_line_{build}:",
+                ".zero 64",
+                ".popsection",
+                ".endif",
+                "leaq cualloc_thread_line_{build}@tlsdesc(%rip), %rax",
+                "call *cualloc_thread_line_{build}@tlscall(%rax)",
+                build = const BUILD,
                 out("rax") distance,
                 out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
                 out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
                 out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
                 out("xmm12") _, out("xmm13") _, out("xmm14") _, out("xmm15") _,
+                out("xmm16") _, out("xmm17") _, out("xmm18") _, out("xmm19") _,
+                out("xmm20") _, out("xmm21") _, out("xmm22") _, out("xmm23") _,
+                out("xmm24") _, out("xmm25") _, out("xmm26") _, out("xmm27") _,
+                out("xmm28") _, out("xmm29") _, out("xmm30") _, out("xmm31") _,
+                out("k0") _, out("k1") _, out("k2") _, out("k3") _,
+                out("k4") _, out("k5") _, out("k6") _, out("k7") _,
                 options(att_syntax, pure, nomem)
             );
         }
@@ -165,8 +177,9 @@ mod imp {
 #[cfg(not(all(
     target_arch = "x86_64",
     target_os = "linux",
+    target_pointer_width = "64",
     any(target_env = "gnu", target_env = "musl"),
-    not(any(miri, target_feature = "avx512f"))
+    not(miri)
 )))]
 mod imp {
     use std::cell::Cell;
