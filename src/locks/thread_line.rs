@@ -2,10 +2,12 @@
 //!
 //! In a shared library a thread-local variable of the standard library costs a call of `__tls_get_addr`, which reads
 //! several cache lines on its way, and each variable has its own. On x86-64 Linux this line is a variable of ours that a
-//! TLS descriptor leads to: a call of two instructions where the line lies at the same distance from every thread's
-//! pointer, as in all libraries that a program is linked with, and a constant in a program that the linker sees whole.
-//! Elsewhere it is one of the standard library's. Descriptors are described by Oliva and Araujo, "Speeding Up
-//! Thread-Local Storage Access in Dynamic Libraries", 2006.
+//! TLS descriptor leads to: a constant in a program that the linker sees whole, and a call of two instructions where the
+//! line lies at the same distance from every thread's pointer, as in all libraries that a program is linked with, and in
+//! those that are opened at run time as long as the loader has room. Their distance is looked up once. A Rust library that
+//! is linked at run time has one line, and the code of ours that is inlined into what uses it has another: what is on a line
+//! is a hint, which another line may be without. Elsewhere it is a variable of the standard library's. Descriptors are
+//! described by Oliva and Araujo, "Speeding Up Thread-Local Storage Access in Dynamic Libraries", 2006.
 
 use std::ptr;
 
@@ -18,8 +20,8 @@ pub fn of_caller() -> *const () {
     imp::load::<0>()
 }
 
-/// Sets what [`of_caller`] gives.
-#[inline]
+/// Sets what [`of_caller`] gives where both are called from one library.
+#[inline(always)]
 pub fn set_of_caller(pointer: *const ()) {
     imp::store::<0>(pointer);
 }
@@ -76,78 +78,93 @@ pub(crate) fn set_touched(pointer: *const ()) {
     imp::store::<7>(pointer);
 }
 
-// Code for processors with AVX-512 may have values in registers that a descriptor's function of the older C libraries
-// does not save, and that no other code here can name.
 #[cfg(all(
     target_arch = "x86_64",
     target_os = "linux",
+    target_pointer_width = "64",
     any(target_env = "gnu", target_env = "musl"),
-    not(any(miri, target_feature = "avx512f"))
+    not(miri)
 ))]
 mod imp {
-    use std::arch::{asm, global_asm};
+    use std::arch::asm;
     use std::ptr;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// The variable, with a name of this version alone: another one may be linked beside it.
-    macro_rules! line {
-        () => {
-            concat!(
-                "cualloc_thread_line_",
-                env!("CARGO_PKG_VERSION_MAJOR"),
-                "_",
-                env!("CARGO_PKG_VERSION_MINOR"),
-                "_",
-                env!("CARGO_PKG_VERSION_PATCH")
-            )
-        };
-    }
-
-    global_asm!(
-        ".pushsection .tbss.cualloc_thread_line, \"awT\", @nobits",
-        concat!(".globl ", line!()),
-        concat!(".hidden ", line!()),
-        concat!(".type ", line!(), ", @object"),
-        concat!(".size ", line!(), ", 64"),
-        ".p2align 6",
-        concat!(line!(), ":"),
-        ".zero 64",
-        ".popsection",
-        options(att_syntax)
-    );
-
-    /// The line's distance from the thread's pointer where it is the same for all threads and [`learn`] has found that
-    /// out; else 0.
-    static DISTANCE: AtomicUsize = AtomicUsize::new(0);
+    /// What the variable's name ends with: of each build of this crate another number, since several may be linked into
+    /// one program, and none may meet the addresses of another.
+    const BUILD: u64 = {
+        // The last folders of the path, which cargo names after all that the build depends on, and not where it was.
+        let path = env!("OUT_DIR").as_bytes();
+        let (mut number, mut at, mut folders) = (0xcbf2_9ce4_8422_2325_u64, path.len(), 0);
+        while at > 0 && folders < 4 {
+            at -= 1;
+            if path[at] == b'/' {
+                folders += 1;
+            }
+            number = (number ^ path[at] as u64).wrapping_mul(0x0100_0000_01b3);
+        }
+        number
+    };
 
     /// Where the line is, from the thread's pointer on: the same as long as the thread lives.
     ///
     /// In a program the linker puts the distance, which is negative, in the place of the descriptor's address. In a library
-    /// the descriptor's function is called as long as nothing better is known: its code lies in the loader, where nothing
-    /// else of a call leads.
+    /// the descriptor's function is called as long as [`learn`] has found nothing better, which stands in a second variable:
+    /// the function's code lies in the loader, where nothing else of a call leads.
+    ///
+    /// The variables are defined wherever they are used, and the linker makes one of all those in a library or program: this
+    /// function is inlined into other crates, and those may be linked apart from this one.
     #[inline(always)]
+    #[allow(named_asm_labels)] // defined once in what is assembled at a time, however often this is inlined there
     fn distance() -> usize {
         let distance;
         // SAFETY: the sequence that the ABI has for a thread-local variable by its descriptor, behind a look at what is
         // known, which changes nothing about the outcome. It changes `rax` and flags; of older C libraries the registers for
-        // vectors, too, the first time that a thread comes here.
+        // vectors, too, the first time that a thread comes here. All of these are named: functions for processors with
+        // AVX-512 may be where this is inlined.
         unsafe {
             asm!(
-                concat!("leaq ", line!(), "@tlsdesc(%rip), %rax"),
+                ".ifndef cualloc_thread_line_{build}",
+                ".pushsection .tbss.cualloc_thread_line_{build}, \"awTG\", @nobits, cualloc_thread_line_{build}, comdat",
+                ".weak cualloc_thread_line_{build}",
+                ".hidden cualloc_thread_line_{build}",
+                ".type cualloc_thread_line_{build}, @object",
+                ".size cualloc_thread_line_{build}, 64",
+                ".p2align 6",
+                "cualloc_thread_line_{build}:",
+                ".zero 64",
+                ".popsection",
+                ".pushsection .bss.cualloc_thread_line_{build}_at, \"awG\", @nobits, cualloc_thread_line_{build}, comdat",
+                ".weak cualloc_thread_line_{build}_at",
+                ".hidden cualloc_thread_line_{build}_at",
+                ".type cualloc_thread_line_{build}_at, @object",
+                ".size cualloc_thread_line_{build}_at, 8",
+                ".p2align 3",
+                "cualloc_thread_line_{build}_at:",
+                ".zero 8",
+                ".popsection",
+                ".endif",
+                "leaq cualloc_thread_line_{build}@tlsdesc(%rip), %rax",
                 "testq %rax, %rax",
                 "js 2f",
-                "movq {known}(%rip), %rax",
+                "movq cualloc_thread_line_{build}_at(%rip), %rax",
                 "testq %rax, %rax",
                 "jnz 2f",
-                concat!("leaq ", line!(), "@tlsdesc(%rip), %rax"),
-                concat!("call *", line!(), "@tlscall(%rax)"),
+                "leaq cualloc_thread_line_{build}@tlsdesc(%rip), %rax",
+                "call *cualloc_thread_line_{build}@tlscall(%rax)",
                 "2:",
-                known = sym DISTANCE,
+                build = const BUILD,
                 out("rax") distance,
                 out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
                 out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
                 out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
                 out("xmm12") _, out("xmm13") _, out("xmm14") _, out("xmm15") _,
+                out("xmm16") _, out("xmm17") _, out("xmm18") _, out("xmm19") _,
+                out("xmm20") _, out("xmm21") _, out("xmm22") _, out("xmm23") _,
+                out("xmm24") _, out("xmm25") _, out("xmm26") _, out("xmm27") _,
+                out("xmm28") _, out("xmm29") _, out("xmm30") _, out("xmm31") _,
+                out("k0") _, out("k1") _, out("k2") _, out("k3") _,
+                out("k4") _, out("k5") _, out("k6") _, out("k7") _,
                 options(att_syntax, pure, nomem)
             );
         }
@@ -164,17 +181,20 @@ mod imp {
     #[cold]
     #[inline(never)]
     pub(super) fn learn() {
-        let descriptor: *const [usize; 2];
-        // SAFETY: the descriptor's address, or the distance itself.
+        // A loader that fills in descriptors when they are needed has filled it in afterwards.
+        let distance = distance();
+        let (descriptor, known): (*const [usize; 2], *mut usize);
+        // SAFETY: the descriptor's address, or the distance itself, and the second variable's address.
         unsafe {
             asm!(
-                concat!("leaq ", line!(), "@tlsdesc(%rip), %rax"),
+                "leaq cualloc_thread_line_{build}@tlsdesc(%rip), %rax",
+                "leaq cualloc_thread_line_{build}_at(%rip), {known}",
+                build = const BUILD,
+                known = out(reg) known,
                 out("rax") descriptor,
                 options(att_syntax, pure, nomem, nostack, preserves_flags)
             );
         }
-        // A loader that fills in descriptors when they are needed has filled it in afterwards.
-        let distance = distance();
         if (descriptor.addr() as isize) < 0 {
             return;
         }
@@ -189,7 +209,8 @@ mod imp {
             code = code.wrapping_add(MARK.len());
         }
         if is(code, &GIVES_SECOND_WORD) && second == distance {
-            DISTANCE.store(distance, Ordering::Relaxed);
+            // SAFETY: nobody else writes it but threads that have found the same.
+            unsafe { AtomicUsize::from_ptr(known) }.store(distance, Ordering::Relaxed);
         }
     }
 
@@ -229,8 +250,9 @@ mod imp {
 #[cfg(not(all(
     target_arch = "x86_64",
     target_os = "linux",
+    target_pointer_width = "64",
     any(target_env = "gnu", target_env = "musl"),
-    not(any(miri, target_feature = "avx512f"))
+    not(miri)
 )))]
 mod imp {
     use std::cell::Cell;
