@@ -254,15 +254,17 @@ pub(crate) fn push_of(handle: u64, event: Event, context: u32) {
 /// Records what was there at a time, which nobody's context has to do with: what explains other events, and the blocks
 /// held. What would push itself out, and all blocks, have a ring with room for them, but where rings have to lie in a file.
 pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
-    let apart = match rare.len() > MOST_RARE {
+    let session = own().filter(|session| session.mapped.is_none());
+    let apart = match session.is_some() && rare.len() > MOST_RARE {
         true => rare,
         false => &[],
     };
-    let ring = own().and_then(|session| session.ring_for(apart.len() + held.len()));
-    if ring.is_none() || apart.is_empty() {
+    // What explains others comes before them: all are of one time, and rings that were made earlier come first.
+    if apart.is_empty() {
         let mut tap = locked(&RARE);
         rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));
     }
+    let ring = session.and_then(|session| session.ring_for(apart.len() + held.len()));
     if ring.is_some() {
         let mut writer = Writer::new(ring, Whose::NOBODY);
         for event in apart.iter().chain(held) {
