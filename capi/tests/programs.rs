@@ -201,6 +201,22 @@ fn a_forked_child_gets_an_answer() {
     program("c11", "forked.c", Linked::Shared, &[]);
 }
 
+/// No checker: the driver is read where its thread stands still on purpose.
+#[test]
+fn a_child_forked_while_a_thread_is_in_the_simulated_driver_may_exit() {
+    let Some(driver) = simulated_driver() else {
+        return;
+    };
+    let Some(program) = built("c11", &source("tests/c/forked_driver.c"), Linked::Shared) else {
+        return;
+    };
+    let mut command = Command::new(&program);
+    command
+        .env("CUALLOC_DRIVER", &driver)
+        .env("ASAN_OPTIONS", "detect_leaks=0");
+    assert!(run(&mut command).ends_with("well\n"));
+}
+
 #[test]
 fn streams_and_contexts_are_the_callers() {
     let Some(driver) = simulated_driver() else {

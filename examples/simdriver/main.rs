@@ -56,23 +56,33 @@ fn start() -> Option<Library> {
     })
 }
 
+static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
+
 fn library() -> Option<&'static Library> {
-    static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     LIBRARY.get_or_init(start).as_ref()
 }
 
-/// Has the findings written when the process ends.
+/// The process that the simulator is of.
+static PROCESS: OnceLock<u32> = OnceLock::new();
+
+/// Has the findings written when the process ends. One that was forked ends in silence: it has nothing to do with the
+/// simulator, whose lock a thread may hold that is not there.
 fn tell_at_exit() {
     unsafe extern "C" {
         fn atexit(run: extern "C" fn()) -> c_int;
     }
     extern "C" fn tell() {
-        if let Some(library) = library() {
+        if PROCESS.get() != Some(&std::process::id()) {
+            return;
+        }
+        // Not `library`, which waits for a thread that just begins.
+        if let Some(Some(library)) = LIBRARY.get() {
             for report in library.simulator.take_reports() {
                 eprintln!("simulated driver: {report}");
             }
         }
     }
+    PROCESS.get_or_init(std::process::id);
     // SAFETY: the function of the C library; what it is given stays as long as this library, which is never
     // unloaded before the process ends, as it holds the simulator. Without it nothing is said.
     let _refused = unsafe { atexit(tell) };

@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import math
+import operator
 import os
 import threading
 
@@ -177,6 +179,26 @@ def without_null(text):
     return text
 
 
+def number(value, what, bits=64):
+    """A number for the library, checked: of one that is negative or too large ctypes would pass on some of its bits."""
+    value = operator.index(value)
+    if value < 0:
+        raise ValueError(f"{what} must not be negative, as {value} is")
+    if bits is not None and value >> bits:
+        raise OverflowError(f"{what} has no more than {bits} bits, and {value} has {value.bit_length()}")
+    return value
+
+
+def stream_number(stream):
+    """A stream's handle for the library; none is the default stream."""
+    return None if stream is None else number(stream, "the handle of a stream")
+
+
+def device_number(device):
+    """A device's number for the library, which takes it with a sign."""
+    return number(device, "the number of a device", 31)
+
+
 # ---- one allocator for each device ---------------------------------------------------------------------------------
 
 _lock = threading.RLock()
@@ -197,6 +219,8 @@ def settings_of(limit, config):
     if limit is not None:
         if "limit" in settings:
             raise ValueError("the limit is given twice: as limit and in config")
+        if isinstance(limit, (int, float)):
+            number(math.floor(limit), "the limit")
         settings["limit"] = f"{limit * 100:g}%" if isinstance(limit, float) and limit <= 1 else _written(limit)
     return settings
 
@@ -236,7 +260,7 @@ def allocator(device):
     """The handle of a device's allocator, which is made if there is none."""
     handle = _made.get(device)
     if handle is None:
-        made = ctypes.c_void_p()
+        made, device = ctypes.c_void_p(), device_number(device)
         checked(LIBRARY.cualloc_shared(device, ctypes.byref(made)))
         handle = _made[device] = made.value
     return handle
@@ -264,8 +288,9 @@ def _make_up():
 
 def allocate(device, bytes, stream):
     """The address of so many bytes for use on a stream (its handle, a number)."""
+    stream = stream_number(stream)
     # Nothing that the library is asked for: such a number may not even have a place in size_t.
-    if bytes > MOST:
+    if number(bytes, "a number of bytes", None) > MOST:
         raise OutOfMemory(OUT_OF_MEMORY, f"out of memory: {bytes} bytes are more than any device has")
     _make_up()
     address = ctypes.c_uint64()
@@ -273,17 +298,23 @@ def allocate(device, bytes, stream):
     return address.value
 
 
+def _known(device):
+    """The handle of a device's allocator, if there is one."""
+    return LIBRARY.cualloc_shared_made(device_number(device))
+
+
 def stats(device):
     """The figures of a device's allocator, as a structure. A device that nobody has used is left alone."""
     figures = Stats(struct_size=ctypes.sizeof(Stats), limit=NO_LIMIT)
-    if made := LIBRARY.cualloc_shared_made(device):
+    if made := _known(device):
         checked(LIBRARY.cualloc_stats(made, ctypes.byref(figures)))
     return figures
 
 
 def graph_pool(device, id):
     """The figures of a pool of PyTorch's, by its id of two numbers; none if there is no such pool."""
-    pool = LIBRARY.cualloc_torch_pool(device, PoolId(*id))
+    id = PoolId(*(number(part, "a part of a pool's id") for part in id))
+    pool = LIBRARY.cualloc_torch_pool(device_number(device), id)
     if not pool:
         return None
     figures = Footprint(struct_size=ctypes.sizeof(Footprint))
@@ -343,21 +374,22 @@ def resume(device, tag):
 
 def reset_peaks(device):
     """Sets the peaks of a device's allocator to what is there now."""
-    if made := LIBRARY.cualloc_shared_made(device):
+    if made := _known(device):
         checked(LIBRARY.cualloc_reset_peaks(made))
 
 
 def check(device):
     """Recomputes all figures of a device's allocator."""
-    if made := LIBRARY.cualloc_shared_made(device):
+    if made := _known(device):
         checked(LIBRARY.cualloc_check(made))
 
 
 def trim(device, keep):
     """Gives memory back to the driver until at most `keep` bytes are held. Returns the bytes that went back, and those
     that would have but for work under way."""
+    keep = number(keep, "a number of bytes to keep")
     _make_up()
     released, pending = ctypes.c_uint64(), ctypes.c_uint64()
-    if made := LIBRARY.cualloc_shared_made(device):
+    if made := _known(device):
         checked(LIBRARY.cualloc_trim(made, keep, ctypes.byref(released), ctypes.byref(pending)))
     return released.value, pending.value

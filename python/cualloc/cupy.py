@@ -31,7 +31,8 @@ class Block:
 
     def record_stream(self, stream):
         """Says that another stream (its handle, a number) uses the memory."""
-        _library.checked(_library.LIBRARY.cualloc_record_stream(self._allocator, self.ptr, stream))
+        handle = _library.stream_number(stream)
+        _library.checked(_library.LIBRARY.cualloc_record_stream(self._allocator, self.ptr, handle))
 
     def __del__(self):
         if self._free is not None:

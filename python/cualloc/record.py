@@ -25,6 +25,7 @@ def start(path=None, stacks=0):
 
     With `stacks` about one allocation in each so many bytes is recorded with the stack of its thread: Python's functions,
     or native ones where there are none. Some hundreds of KiB can stay on."""
+    stacks = _l.number(stacks, "a number of bytes between stacks")
     path = None if path is None else _l.without_null(os.fsencode(path))
     _l.checked(_l.LIBRARY.cualloc_record_start_with_stacks(path, stacks))
     if stacks:

@@ -14,7 +14,7 @@ from cualloc import _library
 
 def _handle(stream):
     """The handle of RMM's stream, a number."""
-    return stream.__cuda_stream__()[1]
+    return _library.stream_number(stream.__cuda_stream__()[1])
 
 
 def resource(device=0):
@@ -29,7 +29,7 @@ def resource(device=0):
 
     def deallocate(address, bytes, stream):
         if address:
-            _library.give_back(free_on, allocator, address, _handle(stream))
+            _library.give_back(free_on, allocator, _library.number(address, "an address"), _handle(stream))
 
     return rmm.mr.CallbackMemoryResource(allocate, deallocate)
 

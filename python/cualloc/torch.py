@@ -198,7 +198,7 @@ def _adopt(device, handle):
     if handle in (0, 1, 2) or (device, handle) in _adopted:
         return
     # What cannot be adopted now, while it is captured say, is as good without, only slower.
-    code = _library.LIBRARY.cualloc_adopt_stream(_library.allocator(device), handle)
+    code = _library.LIBRARY.cualloc_adopt_stream(_library.allocator(device), _library.stream_number(handle))
     if code == _library.OK:
         _adopted.add((device, handle))
 
@@ -548,7 +548,7 @@ def retire_stream(stream):
     """Says that a stream with tensors of this process gets no more work, before its owner destroys it: for an
     ExternalStream whose tensors are freed later than it is destroyed."""
     handle = _library.allocator(stream.device.index)
-    _library.checked(_library.LIBRARY.cualloc_retire_stream(handle, stream.cuda_stream))
+    _library.checked(_library.LIBRARY.cualloc_retire_stream(handle, _library.stream_number(stream.cuda_stream)))
 
 
 def mem_pool(**options):

@@ -1156,6 +1156,53 @@ def rmm_has_a_resource():
     assert _library.stats(1).blocks.current == 0
 
 
+def numbers_that_do_not_fit_are_refused():
+    import cupy
+
+    import cualloc
+    import cualloc.cupy
+    import cualloc.record
+    import cualloc.rmm
+    import cualloc.torch as ours
+    from cualloc import _library
+
+    for limit, kind in ((-1, ValueError), (-0.5, ValueError), (2**64, OverflowError), (2.0**64, OverflowError)):
+        raises(kind, "the limit", ours.install, limit=limit)
+    # Texts are the library's to read.
+    raises(cualloc.Error, str(2**64), ours.install, config={"limit": 2**64})
+    raises(cualloc.Error, "-1", ours.install, config="limit=-1")
+    # Nothing of it stays.
+    cualloc.cupy.install(limit="1G")
+    driver()
+    array = SimpleNamespace(data=cualloc.cupy.malloc(1000))
+    kept = _library.stats(0).requested.current
+    bad = ((-1, ValueError, "negative"), (2**64, OverflowError, "no more than 64 bits"))
+    for number, kind, words in (*bad, (2**64 + 1, *bad[1][1:]), (-(2**64), *bad[0][1:])):
+        raises(kind, words, ours.trim, number)
+        raises(kind, words, cualloc.record.start, stacks=number)
+        raises(kind, words, _library.allocate, 0, 1000, number)
+        raises(kind, words, cualloc.cupy.record_stream, array, SimpleNamespace(ptr=number))
+        raises(kind, words, ours.graph_pool, (number, 0), 0)
+        raises(kind, words, ours.graph_pool, (0, number), 0)
+        gone = SimpleNamespace(device=SimpleNamespace(index=0), cuda_stream=number)
+        raises(kind, words, ours.retire_stream, gone)
+        raises(kind, words, cualloc.rmm._handle, SimpleNamespace(__cuda_stream__=lambda number=number: (0, number)))
+    raises(ValueError, "negative", cualloc.cupy.malloc, -1)
+    raises(ValueError, "negative", _library.allocate, 0, -(2**64) + 1000, None)
+    # The number of device 0 with more bits before it.
+    for device, kind in ((-1, ValueError), (2**31, OverflowError), (2**32, OverflowError), (-(2**32), ValueError)):
+        raises(kind, "the number of a device", _library.allocate, device, 1000, None)
+        raises(kind, "the number of a device", cualloc.rmm.resource, device)
+        for call in (ours.stats, ours.check, _library.reset_peaks, lambda device: ours.trim(0, device)):
+            raises(kind, "the number of a device", call, device)
+        raises(kind, "the number of a device", ours.graph_pool, (0, 1), device)
+        raises(kind, "the number of a device", _library.suspend, device, "tag", 0)
+    raises(TypeError, "float", ours.trim, 1.0)
+    assert _library.stats(0).requested.current == kept and cupy.chosen
+    cualloc.cupy.record_stream(array, SimpleNamespace(ptr=0))
+    ours.check(0)
+
+
 def recordings_have_contexts():
     import tempfile
 
@@ -1235,7 +1282,7 @@ CASES = [
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
     *(lack_of_memory_is_thrown_with_the_strings_of_earlier_versions, time_in_the_allocator_is_measured),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
-    it_ends_beside_threads_at_samples,
+    *(it_ends_beside_threads_at_samples, numbers_that_do_not_fit_are_refused),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
     *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),

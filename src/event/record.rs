@@ -56,8 +56,18 @@ const STREAM: u32 = 16;
 const ALLOCATOR: u32 = 32;
 const LAP: u32 = 48;
 
-/// The slot of streams that have none: those of graph pools, which are told of before each block of theirs.
-pub(crate) const OTHERS: u32 = SHORT;
+/// The slot in a record of all streams that have no number there, who are told of by their handle before each event of
+/// theirs: those of graph pools that have no slot, and those whose slot has more than 16 bits.
+pub(crate) const UNNUMBERED: u16 = u16::MAX;
+/// Stands for a stream without a slot where slots are not shortened yet.
+pub(crate) const OTHERS: u32 = u32::MAX;
+
+/// Whether a slot has a number in records; else its stream is told of with each event.
+#[inline]
+pub(crate) fn has_number(slot: u32) -> bool {
+    slot < u32::from(UNNUMBERED)
+}
+
 /// The largest number of a context.
 pub(crate) const MOST_CONTEXTS: u32 = SHORT;
 
@@ -75,12 +85,18 @@ pub(crate) struct Whose(u64);
 impl Whose {
     pub(crate) const NOBODY: Whose = Whose(0);
 
-    /// A stream whose number does not fit has the largest that does.
+    /// A stream whose slot does not fit is [`UNNUMBERED`].
     #[inline(always)]
     pub(crate) fn new(stream: u32, allocator: u64) -> Whose {
         let stream = u64::from(stream.min(SHORT));
         let allocator = allocator & u64::from(SHORT);
         Whose(stream << STREAM | allocator << ALLOCATOR)
+    }
+
+    /// Whether it is of a stream that is told of by its handle.
+    #[inline]
+    pub(crate) fn is_unnumbered(self) -> bool {
+        (self.0 >> STREAM) as u16 == UNNUMBERED
     }
 
     /// The same in a lap.
@@ -112,13 +128,19 @@ fn in_lap(word: u64, lap: u16) -> u64 {
 }
 
 impl Event {
-    /// The event as a record; a stream whose number does not fit has the largest that does.
+    /// The event as a record; a stream whose slot does not fit is [`UNNUMBERED`].
     #[inline(always)]
     pub(crate) fn at_time(&self, ticks: u64, context: u32) -> Record {
         let whose = Whose::new(self.stream, self.allocator);
         let at = self.at & !KIND_MASK;
         whose.record((self.kind, at, self.bytes), (ticks, or_none(context)))
     }
+}
+
+/// What tells of the stream of a record that is [`UNNUMBERED`], before it: its handle.
+pub(crate) fn handle_of([ticks, _, _, whose]: Record, handle: u64) -> Record {
+    let context = u64::from(SHORT);
+    [ticks, Kind::Stream as u64, handle, whose & !context]
 }
 
 /// The record in a lap.

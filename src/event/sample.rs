@@ -102,10 +102,10 @@ pub(crate) fn is_on() -> bool {
 }
 
 /// A block was handed out to the caller, who holds no lock of this crate: `event` says which one it is, if its stack is
-/// to be recorded.
+/// to be recorded, and the handle of a stream that has no number in records.
 #[cold]
 #[inline(never)]
-pub(crate) fn allocated(bytes: u64, event: impl FnOnce() -> Event) {
+pub(crate) fn allocated(bytes: u64, event: impl FnOnce() -> (Event, Option<u64>)) {
     let mean = MEAN.load(Ordering::Relaxed);
     // A thread that ends has no such cell any more.
     let due = COUNTDOWN.try_with(|cell| {
@@ -128,9 +128,12 @@ pub(crate) fn allocated(bytes: u64, event: impl FnOnce() -> Event) {
         0 => of_thread(),
         context => context,
     };
-    let event = event();
+    let (event, handle) = event();
     debug_assert_eq!(event.kind, Kind::Sample);
-    session::push_in(event, context);
+    match handle {
+        Some(handle) => session::push_of(handle, event, context),
+        None => session::push_in(event, context),
+    }
 }
 
 /// A thread is at a sample while this lives, also where a source of contexts panics.

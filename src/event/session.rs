@@ -8,7 +8,7 @@ use crate::event::clock;
 use crate::event::file::Start;
 use crate::event::mapped::Mapped;
 use crate::event::names;
-use crate::event::record::{Event, Kind, OTHERS, Record, Whose};
+use crate::event::record::{self, Event, Kind, Record, Whose};
 use crate::event::ring::{Place, Ring, Writer};
 
 /// The number of the recording that runs; 0 for none.
@@ -207,6 +207,9 @@ pub(crate) fn names_changed() {
     }
 }
 
+/// Most events that explain others and are told of at once in the ring of those: a part of it.
+const MOST_RARE: usize = 1 << 12;
+
 /// The tap of those who have none of their own.
 static SHARED: Mutex<Tap> = Mutex::new(Tap::none());
 /// The tap for what explains other events, and is rare: allocators, streams, and memory of the driver. Large blocks
@@ -234,7 +237,7 @@ pub(crate) fn push_in(event: Event, context: u32) {
     let tap = match event.kind {
         Kind::Source | Kind::Map | Kind::Unmap => &RARE,
         // What is told of before each of its blocks stays in their order.
-        Kind::Stream if event.stream != OTHERS => &RARE,
+        Kind::Stream if record::has_number(event.stream) => &RARE,
         _ => &SHARED,
     };
     // The ring's order is that of time: what waits for the lock is later.
@@ -242,16 +245,29 @@ pub(crate) fn push_in(event: Event, context: u32) {
     tap.push_at(clock::ticks(), event, context);
 }
 
+/// [`push_in`] of an event of a stream that has no number in records: its handle goes before.
+pub(crate) fn push_of(handle: u64, event: Event, context: u32) {
+    let mut tap = locked(&SHARED);
+    tap.write_of(handle, event.at_time(clock::ticks(), context));
+}
+
 /// Records what was there at a time, which nobody's context has to do with: what explains other events, and the blocks
-/// held. These have a ring with room for all of them, but where rings have to lie in a file.
+/// held. What would push itself out, and all blocks, have a ring with room for them, but where rings have to lie in a file.
 pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
-    let mut tap = locked(&RARE);
-    rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));
-    drop(tap);
-    let ring = own().and_then(|session| session.ring_for(held.len()));
+    let session = own().filter(|session| session.mapped.is_none());
+    let apart = match session.is_some() && rare.len() > MOST_RARE {
+        true => rare,
+        false => &[],
+    };
+    // What explains others comes before them: all are of one time, and rings that were made earlier come first.
+    if apart.is_empty() {
+        let mut tap = locked(&RARE);
+        rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));
+    }
+    let ring = session.and_then(|session| session.ring_for(apart.len() + held.len()));
     if ring.is_some() {
         let mut writer = Writer::new(ring, Whose::NOBODY);
-        for event in held {
+        for event in apart.iter().chain(held) {
             writer.push(event.at_time(ticks, 0));
         }
         return;
@@ -264,6 +280,8 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
 #[derive(Debug)]
 pub(crate) struct Tap {
     number: u64,
+    /// The handle of the writer's own stream, for one that has no number in records.
+    handle: u64,
     writer: Writer,
 }
 
@@ -277,23 +295,29 @@ impl Tap {
     const fn none() -> Tap {
         Tap {
             number: 0,
+            handle: 0,
             writer: Writer::none(),
         }
     }
 
-    /// The writer has events of this stream alone from here on.
-    pub(crate) fn set_whose(&mut self, stream: u32, allocator: u64) {
+    /// The writer has events of this stream alone from here on, by its slot and its handle. One that has no number in
+    /// records has no ring either: its events go where those are that have no tap, as each has the handle before it.
+    pub(crate) fn set_whose(&mut self, (stream, handle): (u32, u64), allocator: u64) {
+        let whose = Whose::new(stream, allocator);
+        let rings = [whose, self.writer.whose()].map(|whose| !whose.is_unnumbered());
         // Who waited for a stream may have been where nobody found it when its recording ended.
-        if self.number != NUMBER.load(Ordering::Relaxed) {
+        if self.number != NUMBER.load(Ordering::Relaxed) || rings != [true; 2] {
             self.clear();
         }
-        self.writer.set_whose(Whose::new(stream, allocator));
+        self.handle = handle;
+        self.writer.set_whose(whose);
     }
 
     /// Lets go of the ring of a recording that is over. Whose the writer is stays.
     pub(crate) fn clear(&mut self) {
         *self = Tap {
             number: 0,
+            handle: self.handle,
             writer: Writer::new(None, self.writer.whose()),
         };
     }
@@ -335,8 +359,14 @@ impl Tap {
             self.renew();
         }
         if !self.writer.push(record) {
-            self.miss();
+            self.miss(record);
         }
+    }
+
+    /// Records an event of a stream that has no number in records.
+    fn write_of(&mut self, handle: u64, record: Record) {
+        self.write(record::handle_of(record, handle));
+        self.write(record);
     }
 
     /// Gets a ring in the recording that runs, and lets go of that of an earlier one.
@@ -350,14 +380,18 @@ impl Tap {
             // Asked no more while the parent's number stands.
             None => NUMBER.load(Ordering::Relaxed),
         };
+        let session = session.filter(|_| !self.writer.whose().is_unnumbered());
         let ring = session.and_then(|session| session.new_ring());
         self.writer = Writer::new(ring, self.writer.whose());
     }
 
-    /// Counts an event that there is no ring for.
+    /// Counts an event that there is no ring for. One of a stream without a number goes to those who have no tap.
     #[cold]
     #[inline(never)]
-    fn miss(&self) {
+    fn miss(&self, record: Record) {
+        if self.writer.whose().is_unnumbered() {
+            return locked(&SHARED).write_of(self.handle, record);
+        }
         if let Some(session) = own().filter(|session| session.number == self.number)
             && let Some(mapped) = &session.mapped
         {
@@ -377,10 +411,11 @@ mod tests {
         let ring = Some(Arc::new(Ring::new(8, None)));
         let mut tap = Tap {
             number: u64::MAX,
+            handle: 0,
             writer: Writer::new(ring, whose),
         };
         assert!(tap.place().is_some());
-        tap.set_whose(3, 4);
+        tap.set_whose((3, 0), 4);
         assert!(tap.place().is_none());
         let own = |tap: &Tap| {
             let whose = tap.writer.whose();

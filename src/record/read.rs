@@ -6,13 +6,13 @@ use crate::event::Kind;
 use crate::event::file;
 use crate::event::file::UNIT;
 use crate::event::names::LONGEST;
-use crate::event::record::{self, MAPPED, OTHERS, SMALL};
+use crate::event::record::{self, MAPPED, SMALL, UNNUMBERED};
 use crate::record::recording::{Action, Event, RecordedStream, Recording};
 
-/// Most streams of a recording: as many as a trace can have.
-const MOST_STREAMS: usize = 1 << 16;
 /// Most bytes of an event: more than any device has, and few enough to be added up.
 const MOST_BYTES: u64 = (1 << 48) - 1;
+/// Most records of a recording that are read, whatever the caller allows: so streams have numbers of 32 bits.
+const MOST_RECORDS: u64 = u32::MAX as u64;
 /// Most names of a recording.
 const MOST_NAMES: usize = 1 << 20;
 
@@ -160,6 +160,7 @@ impl Recording {
 }
 
 fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
+    let limit = limit.min(MOST_RECORDS);
     let mut from = Bytes { all: bytes, at: 0 };
     if from.take(8) != Some(&file::MAGIC) {
         return Err(ReadError::NotARecording);
@@ -441,22 +442,22 @@ fn with_lost_frees(events: Vec<Event>) -> Vec<Event> {
 /// Which streams the slots of allocators stand for.
 #[derive(Default)]
 struct Slots {
-    known: HashMap<(u16, u16), (u16, bool)>,
-    /// Streams that share one slot, by allocator and handle.
-    others: HashMap<(u16, u64), u16>,
+    known: HashMap<(u16, u16), (u32, bool)>,
+    /// Streams that have no number in records, by allocator and handle.
+    others: HashMap<(u16, u64), u32>,
 }
 
 impl Slots {
     /// A slot stands for a stream with a handle from here on.
     fn begin(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16), handle: u64) {
-        if u32::from(slot.1) == OTHERS {
+        if slot.1 == UNNUMBERED {
             let number = self.others.entry((slot.0, handle));
             let number = *number.or_insert_with(|| add(streams, slot.0, handle));
             self.known.insert(slot, (number, true));
             return;
         }
         if let Some((number, told)) = self.known.get_mut(&slot) {
-            let stream = &mut streams[usize::from(*number)];
+            let stream = &mut streams[*number as usize];
             // The same one, told of again, or one that was used before it was told of.
             if stream.handle == handle || !*told {
                 (stream.handle, *told) = (handle, true);
@@ -467,7 +468,7 @@ impl Slots {
         self.known.insert(slot, (number, true));
     }
 
-    fn stream(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16)) -> u16 {
+    fn stream(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16)) -> u32 {
         let known = self.known.entry(slot);
         known
             .or_insert_with(|| (add(streams, slot.0, u64::from(slot.1)), false))
@@ -475,12 +476,10 @@ impl Slots {
     }
 }
 
-/// Adds a stream; if there are too many, the last one is theirs.
-fn add(streams: &mut Vec<RecordedStream>, allocator: u16, handle: u64) -> u16 {
-    if streams.len() < MOST_STREAMS {
-        streams.push(RecordedStream { allocator, handle });
-    }
-    (streams.len() - 1) as u16
+/// Adds a stream: there are no more than records, whose [number](MOST_RECORDS) is bounded.
+fn add(streams: &mut Vec<RecordedStream>, allocator: u16, handle: u64) -> u32 {
+    streams.push(RecordedStream { allocator, handle });
+    (streams.len() - 1) as u32
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ pub struct Event {
     /// Bytes, of a block as they were asked for; 0 for [`Action::Use`].
     pub bytes: u64,
     /// The stream, as an index of [`Recording::streams`]; of memory from the driver 0 means nothing.
-    pub stream: u16,
+    pub stream: u32,
     /// The context that the thread was in, as [`Recording::context`] takes it; 0 for none.
     pub context: u32,
     /// The number of the allocator in its process, modulo 65536.
@@ -135,11 +135,11 @@ impl Recording {
     /// # Errors
     /// [`TraceError::LiveBytesOverflow`]: the bytes of a recording from a stranger may add up to anything.
     pub fn to_trace(&self, name: &str, allocator: Option<u16>) -> Result<Trace, TraceError> {
-        let mut live: BTreeMap<(u16, u64), (usize, u16)> = BTreeMap::new();
+        let mut live: BTreeMap<(u16, u64), (usize, u32)> = BTreeMap::new();
         let mut rows = Vec::new();
         let mut contexts = Vec::new();
         let mut next = 0;
-        let free = |rows: &mut Vec<Row>, block: Option<(usize, u16)>| {
+        let free = |rows: &mut Vec<Row>, block: Option<(usize, u32)>| {
             rows.extend(block.map(|(id, stream)| Row {
                 op: Op::Free,
                 stream,

@@ -240,7 +240,7 @@ fn snapshot(recording: &Recording) -> Snapshot {
             devices.push(Device::default());
         }
         let device = &mut devices[index];
-        let stream = recording.streams().get(usize::from(event.stream));
+        let stream = recording.streams().get(event.stream as usize);
         let handle = stream.map_or(0, |stream| stream.handle.min(HIGHEST - 1));
         match event.action {
             Action::Held | Action::Allocate => device.allocate(event, start, handle),

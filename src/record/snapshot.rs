@@ -367,20 +367,21 @@ impl Snapshot {
     /// [`TraceError::LiveBytesOverflow`]: the bytes of a file from a stranger may add up to anything.
     pub fn to_trace(&self, name: &str, device: usize) -> Result<Trace, TraceError> {
         let mut rows: Vec<Row> = Vec::new();
-        let mut streams: BTreeMap<u64, u16> = BTreeMap::new();
+        let mut streams: BTreeMap<u64, u32> = BTreeMap::new();
         // Blocks by address: live ones, and those that wait for their completion.
-        let mut live: BTreeMap<u64, (usize, u16)> = BTreeMap::new();
-        let mut freed: BTreeMap<u64, (usize, u16)> = BTreeMap::new();
+        let mut live: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
+        let mut freed: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
         let mut contexts = Vec::new();
         let mut next = 0;
-        let row = |op, (id, stream): (usize, u16), bytes| Row {
+        let row = |op, (id, stream): (usize, u32), bytes| Row {
             op,
             stream,
             id,
             bytes,
         };
         let mut stream_of = |handle| {
-            let known = u16::try_from(streams.len()).unwrap_or(u16::MAX);
+            // Each came with a segment or an entry, and of 2^32 no memory has room.
+            let known = streams.len() as u32;
             *streams.entry(handle).or_insert(known)
         };
         for (at, block) in self.earlier(device) {

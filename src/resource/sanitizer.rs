@@ -248,6 +248,21 @@ impl<R: MemoryResource> Sanitizer<R> {
         Ok(wait_for_context(context)?)
     }
 
+    /// The last fill has to come after whatever a stream was given until then.
+    fn lasts(&self, id: &BlockId, stream: &Stream) {
+        let by = stream.own_id();
+        if self.config.poison_freed.is_none() || by == id.stream_id() {
+            return;
+        }
+        let mut live = self.live();
+        if let Some(entry) = live.get_mut(&id.ptr())
+            && entry.id == *id
+            && !entry.lasting.iter().any(|known| known.stream() == by)
+        {
+            entry.lasting.push(Point::late(stream, by));
+        }
+    }
+
     /// A use went through: the last fill has to come after it.
     fn used(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
         let watched = self.config.poison_freed.is_some();
@@ -336,32 +351,30 @@ unsafe impl<R: MemoryResource> MemoryResource for Sanitizer<R> {
     }
 
     fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
-        self.inner.record_use(id, stream)?;
-        self.used(id, stream)
+        let recorded = self.inner.record_use(id, stream);
+        let noted = recorded.and_then(|()| self.used(id, stream));
+        if must_last(&noted) {
+            // The work was given already.
+            self.lasts(id, stream);
+        }
+        noted
     }
 
     fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
-        self.inner.record_stream(id, stream)?;
-        let by = stream.id()?;
-        if self.config.poison_freed.is_none() || by == id.stream_id() {
-            return Ok(());
+        let recorded = self.inner.record_stream(id, stream);
+        if recorded.is_ok() || must_last(&recorded) {
+            self.lasts(id, stream);
         }
-        let mut live = self.live();
-        if let Some(entry) = live.get_mut(&id.ptr())
-            && entry.id == *id
-            && !entry.lasting.iter().any(|known| known.stream() == by)
-        {
-            entry.lasting.push(Point::late(stream, by));
-        }
-        Ok(())
+        recorded
     }
 
     fn finish_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         let finished = self.inner.finish_use(id, stream, access);
         let noted = finished.and_then(|()| self.used(id, stream));
         if must_last(&noted) {
+            self.lasts(id, stream);
             // The first error is the one to tell of.
-            let _ = self.record_stream(id, stream);
+            let _ = self.inner.record_stream(id, stream);
         }
         noted
     }

@@ -12,7 +12,7 @@ const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
 const LINE_LIMIT: u64 = 1024;
 
 /// Stream numbers are below this.
-const STREAM_LIMIT: u64 = 1 << 16;
+const STREAM_LIMIT: u64 = 1 << 32;
 
 /// What a row does to its block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -32,7 +32,7 @@ pub struct Row {
     /// What happens.
     pub op: Op,
     /// The number of the stream, not an index: numbers may have gaps.
-    pub stream: u16,
+    pub stream: u32,
     /// Which block; blocks are numbered from 0 in order of allocation.
     pub id: usize,
     /// Bytes requested, before any rounding; 0 except for [`Op::Allocate`].
@@ -59,7 +59,7 @@ pub struct Allocation {
     /// Bytes requested, before any rounding; never 0.
     pub bytes: u64,
     /// The number of the stream it belongs to.
-    pub stream: u16,
+    pub stream: u32,
     /// Index in [`Trace::rows`] of its [`Op::Allocate`].
     pub allocated: usize,
     /// Index in [`Trace::rows`] of its release point, from which its memory may be used again:
@@ -73,7 +73,7 @@ pub struct Trace {
     name: String,
     rows: Vec<Row>,
     allocations: Vec<Allocation>,
-    streams: Vec<u16>,
+    streams: Vec<u32>,
     requested_peak: u64,
     contexts: Vec<String>,
     /// Of each block the index of its context plus one, and 0 for none; empty if no block has one.
@@ -140,7 +140,7 @@ impl Trace {
     fn finish(name: String, rows: Vec<Row>, blocks: Vec<Block>) -> Result<Trace, TraceError> {
         let allocations: Vec<Allocation> = blocks.into_iter().map(|block| block.outline).collect();
         let requested_peak = requested_peak(&rows, &allocations)?;
-        let mut streams: Vec<u16> = allocations.iter().map(|block| block.stream).collect();
+        let mut streams: Vec<u32> = allocations.iter().map(|block| block.stream).collect();
         streams.sort_unstable();
         streams.dedup();
         Ok(Trace {
@@ -207,7 +207,7 @@ impl Trace {
     }
 
     /// The numbers of the streams that own a block, ascending.
-    pub fn streams(&self) -> &[u16] {
+    pub fn streams(&self) -> &[u32] {
         &self.streams
     }
 
@@ -311,7 +311,7 @@ fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
     }
     Ok(Row {
         op,
-        stream: stream as u16,
+        stream: stream as u32,
         // Ids are dense, so one that does not fit is caught as out of order or unknown.
         id: usize::try_from(id).unwrap_or(usize::MAX),
         bytes: if op == Op::Allocate { bytes } else { 0 },
@@ -508,7 +508,7 @@ pub enum TraceError {
         /// The block.
         id: u64,
     },
-    /// A stream number has more than 16 bits.
+    /// A stream number has more than 32 bits.
     #[error("line {line}: stream {found} is not below {STREAM_LIMIT}")]
     StreamTooLarge {
         /// The line of the file, counted from 1; the header is line 1.
@@ -524,9 +524,9 @@ pub enum TraceError {
         /// The block.
         id: u64,
         /// The stream it was allocated on.
-        expected: u16,
+        expected: u32,
         /// The stream of the row.
-        found: u16,
+        found: u32,
     },
     /// The blocks live at the same time have more than 2^64 bytes.
     #[error("line {line}: the live blocks have more bytes than 64 bits can count")]

@@ -287,7 +287,7 @@ impl ReplayReport {
 struct Step {
     action: Action,
     /// Index of the stream.
-    stream: u16,
+    stream: u32,
     id: usize,
     bytes: u64,
 }
@@ -484,7 +484,7 @@ fn stop(row: usize, every: usize) -> usize {
 impl Step {
     fn use_of<'a>(&self, block: &Block, streams: &'a [Stream]) -> Use<'a> {
         Use {
-            stream: &streams[usize::from(self.stream)],
+            stream: &streams[self.stream as usize],
             address: block.ptr(),
             bytes: self.bytes,
             id: self.id,
@@ -503,7 +503,7 @@ fn rows(
     for (row, step) in steps.iter().enumerate() {
         match step.action {
             Action::Allocate => {
-                let stream = &streams[usize::from(step.stream)];
+                let stream = &streams[step.stream as usize];
                 let block = allocator
                     .allocate(step.bytes as usize, stream)
                     .map_err(|error| (row, error))?;
@@ -554,8 +554,8 @@ fn steps(trace: &Trace) -> Vec<Step> {
                 _ if block.released == Some(index) => Action::Release,
                 _ => Action::Pass,
             },
-            // Stream numbers have 16 bits, so their indices have no more.
-            stream: stream as u16,
+            // Stream numbers have 32 bits, so their indices have no more.
+            stream: stream as u32,
             id: row.id,
             bytes: block.bytes,
         }

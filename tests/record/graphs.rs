@@ -51,7 +51,7 @@ fn memory_of_graph_pools_is_recorded_from_its_first_byte_to_its_last() {
     let counts = kinds.map(|kind| events.iter().filter(|e| e.action == kind).count());
     assert_eq!(counts, [1, 2, 2], "{events:?}");
     assert!(events[1..].iter().all(|e| addresses.contains(&e.address)));
-    let handle = |stream: u16| recording.streams()[usize::from(stream)].handle;
+    let handle = |stream: u32| recording.streams()[stream as usize].handle;
     assert_eq!(handle(events[1].stream), other.raw() as u64);
     assert_eq!(handle(events[0].stream), stream.raw() as u64);
     let now = live(&events);
@@ -102,7 +102,7 @@ fn streams_that_pools_alone_know_are_told_apart() {
     let mut handles = events.iter().filter(|e| e.action == Action::Allocate);
     let expected = streams.iter().map(|stream| stream.raw() as u64);
     let expected = expected.cycle().flat_map(|handle| [handle; 2]);
-    let handle = |stream: u16| recording.streams()[usize::from(stream)].handle;
+    let handle = |stream: u32| recording.streams()[stream as usize].handle;
     assert_eq!(handles.clone().count(), 12);
     assert!(
         handles

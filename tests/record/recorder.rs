@@ -115,7 +115,7 @@ fn uses_refusals_and_memory_of_the_driver_are_recorded() {
     );
     let handles = uses
         .iter()
-        .map(|e| recording.streams()[usize::from(e.stream)].handle);
+        .map(|e| recording.streams()[e.stream as usize].handle);
     assert!(
         handles
             .into_iter()

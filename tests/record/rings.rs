@@ -38,7 +38,7 @@ fn large_blocks_push_out_neither_devices_nor_streams_nor_memory() {
     let id = scene.allocator.id() as u16;
     assert_eq!(recording.device_of(id), 1);
     let event = *blocks(&recording, &scene).last().unwrap();
-    let used = recording.streams()[usize::from(event.stream)];
+    let used = recording.streams()[event.stream as usize];
     assert_eq!(used.handle, stream.raw() as u64);
     let own = recording.events().iter().filter(|e| e.allocator == id);
     let mapped = own.filter(|e| matches!(e.action, Action::Map { .. }));

@@ -49,3 +49,28 @@ fn blocks_older_than_the_trace_of_a_snapshot_come_first() {
     let beyond = json.replace("\"device\":1000", "\"device\":123456789");
     assert_eq!(Snapshot::read(beyond.as_bytes()).unwrap().devices(), 2);
 }
+
+/// More streams than 16 bits can number.
+#[test]
+fn each_of_many_streams_of_a_snapshot_is_one_of_its_trace() {
+    const STREAMS: u64 = (1 << 16) + 2;
+    let entry = |number: u64| {
+        let (addr, stream) = (512 * (number + 1), 4096 + number);
+        format!(
+            r#"{{"action":"alloc","addr":{addr},"size":512,"stream":{stream},"time_us":{number}}}"#
+        )
+    };
+    let entries: Vec<String> = (0..STREAMS).map(entry).collect();
+    let json = format!(
+        r#"{{"segments":[],"device_traces":[[{}]]}}"#,
+        entries.join(",")
+    );
+    let snapshot = Snapshot::read(json.as_bytes()).unwrap();
+    let trace = snapshot.to_trace("many", 0).unwrap();
+    assert_eq!(trace.streams().len() as u64, STREAMS);
+    // As text, too.
+    let mut text = Vec::new();
+    trace.write(&mut text).unwrap();
+    let again = cualloc::trace::Trace::read("many", text.as_slice()).unwrap();
+    assert_eq!(again.rows(), trace.rows());
+}

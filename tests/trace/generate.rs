@@ -141,7 +141,7 @@ fn sharded_programs_gather_and_reduce_on_streams_of_their_own() {
         trace
             .allocations()
             .iter()
-            .filter(move |b| b.stream == stream)
+            .filter(move |b| b.stream == u32::from(stream))
     };
     // What is gathered is used elsewhere, and so all of it completes late.
     let late = trace

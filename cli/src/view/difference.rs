@@ -111,7 +111,7 @@ fn add(
 ) {
     let peak = peak_row(trace);
     // Names are made once for what is equal in them.
-    let mut known: BTreeMap<(u32, u16, Option<usize>), (u64, u64)> = BTreeMap::new();
+    let mut known: BTreeMap<(u32, u32, Option<usize>), (u64, u64)> = BTreeMap::new();
     let mut examples = BTreeMap::new();
     for (id, block) in trace.allocations().iter().enumerate() {
         let counts = match instant {

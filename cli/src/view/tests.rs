@@ -13,7 +13,7 @@ fn trace(name: &str, blocks: usize) -> Trace {
     let mut rows = Vec::new();
     let row = |op, id: usize, bytes| Row {
         op,
-        stream: (id % 2) as u16 * 7,
+        stream: (id % 2) as u32 * 7,
         id,
         bytes,
     };

@@ -14,6 +14,7 @@ use crate::environment;
 use crate::error::Error;
 use crate::event::file::Start;
 use crate::event::mapped::Mapped;
+use crate::event::record::has_number;
 use crate::event::sample;
 use crate::event::session::{self, Session};
 use crate::event::sink::Sink;
@@ -182,19 +183,24 @@ impl Engine {
         }
     }
 
-    /// What the record of a block's stack says.
-    fn sampled(&self, grant: &Grant, bytes: u64) -> Event {
+    /// What the record of a block's stack says, with the handle of a stream that has no number in records.
+    fn sampled(&self, grant: &Grant, bytes: u64) -> (Event, Option<u64>) {
         let stream = match grant.place.record() {
             Some(id) => self.lock().extents.records[id].stream,
             None => grant.place.home().lock().slot,
         };
-        Event {
+        let handle = match has_number(stream) {
+            true => None,
+            false => self.lock().unnumbered(stream),
+        };
+        let event = Event {
             kind: Kind::Sample,
             at: grant.ptr(),
             bytes,
             stream,
             allocator: self.id,
-        }
+        };
+        (event, handle)
     }
 
     /// Enters an allocator among those that a recording is told of when it begins, and tells one that runs.
@@ -282,7 +288,13 @@ extern "C" fn write_last() {
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
     use super::{Refusal, Running, Target, stacks};
+    use crate::allocator::stream::slot::{Holder, StreamKey};
     use crate::allocator::{Allocator, Config};
+    use crate::event::record::UNNUMBERED;
+    use crate::event::sample;
+    use crate::event::session::Progress;
+    use crate::event::sink::Chunks;
+    use crate::record::{self, Action, Recording};
     use crate::sim::{SimConfig, Simulator};
 
     #[test]
@@ -336,6 +348,72 @@ mod tests {
         drop(Running::begin(Target::Memory, 0).unwrap());
         #[cfg(target_os = "linux")]
         who_is_refused_has_replaced_no_file();
+    }
+
+    /// Streams whose slots have more than 16 bits. In a process of its own, as all of a process goes into one recording.
+    #[test]
+    fn streams_without_a_number_are_told_apart() {
+        const ALONE: &str = "TEST_IS_ALONE";
+        if std::env::var_os(ALONE).is_none() {
+            let name = concat!(module_path!(), "::streams_without_a_number_are_told_apart");
+            let (_, name) = name.split_once("::").unwrap();
+            let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+            let ended = command.args(["--exact", name]).env(ALONE, "1").output();
+            let ended = ended.unwrap();
+            let said = String::from_utf8_lossy(&ended.stdout);
+            let ran = said.contains("1 passed");
+            return assert!(ended.status.success() && ran, "{said}");
+        }
+        let simulator = Simulator::new(SimConfig::default()).unwrap();
+        let context = simulator.driver().unwrap().context(0).unwrap();
+        let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+        {
+            // They stand for streams whose slots have numbers.
+            let mut heap = allocator.engine().lock();
+            let (first, most) = (heap.streams.slots().end, u32::from(UNNUMBERED));
+            for number in first..most {
+                let key = StreamKey::Id(u64::MAX - u64::from(number));
+                heap.streams.add(key, 0, context.clone(), Holder::Retired);
+            }
+        }
+        let streams = [(); 3].map(|()| allocator.create_stream().unwrap());
+        let held = allocator.allocate(1000, &streams[1]).unwrap();
+        sample::set_source(Some(std::sync::Arc::new(|| 1)));
+        let running = Running::begin(Target::Memory, 1).unwrap();
+        let mut blocks = Vec::new();
+        // From a page, a large-block cache and the heap: each is told by somebody else.
+        for bytes in [60_000, 60_000, 3 << 20, 3 << 20] {
+            let made = streams.iter().map(|s| allocator.allocate(bytes, s));
+            let made: Vec<_> = made.map(Result::unwrap).collect();
+            blocks.extend(streams.iter().zip(&made).map(|(s, b)| (b.ptr(), s.raw())));
+            drop(made);
+        }
+        held.record_stream(&streams[2]).unwrap();
+        let mut bytes = Vec::new();
+        let mut chunks = Chunks::begin(&running.session, &mut bytes).unwrap();
+        let batches = running.session.read(&mut Progress::default());
+        chunks.write(&batches).unwrap();
+        chunks.end().unwrap();
+        drop(running);
+        sample::set_source(None);
+        let recording = Recording::read(&bytes).unwrap();
+        assert_eq!(recording.lost(), 0);
+        let of = |event: &record::Event| recording.streams()[event.stream as usize].handle;
+        for action in [Action::Allocate, Action::Sample, Action::Free] {
+            let told = recording.events().iter().filter(|e| e.action == action);
+            let told: Vec<_> = told.map(|event| (event.address, of(event))).collect();
+            let made = blocks.iter();
+            let made: Vec<_> = made.map(|(at, stream)| (*at, *stream as u64)).collect();
+            assert_eq!(told, made, "{action:?}");
+        }
+        let first = |action| {
+            let mut events = recording.events().iter();
+            of(events.find(|event| event.action == action).unwrap())
+        };
+        assert_eq!(first(Action::Held), streams[1].raw() as u64);
+        assert_eq!(first(Action::Use), streams[2].raw() as u64);
+        // It would look through all streams for each of them.
+        std::mem::forget((streams, held, allocator, simulator));
     }
 
     /// While one ends on another thread, who begins another one is refused, and leaves its file alone. No test of its

@@ -8,7 +8,7 @@ use crate::allocator::heap::Heap;
 use crate::allocator::report::BlockState;
 use crate::allocator::stream::slot::StreamKey;
 use crate::driver::process;
-use crate::event::record::{MAPPED, OTHERS, SMALL};
+use crate::event::record::{MAPPED, OTHERS, SMALL, has_number};
 use crate::event::{Event, Kind, names, session};
 use crate::nvtx::Category;
 
@@ -27,8 +27,19 @@ impl Heap {
     #[cold]
     #[inline(never)]
     fn tell(&self, kind: Kind, at: u64, bytes: u64, stream: u32) {
-        session::push(self.event(kind, at, bytes, stream));
+        let event = self.event(kind, at, bytes, stream);
+        match self.unnumbered(stream) {
+            Some(handle) => session::push_of(handle, event, names::context()),
+            None => session::push(event),
+        }
         self.tell_tool(kind, at, bytes);
+    }
+
+    /// The handle of a stream whose slot has no number in records.
+    pub(crate) fn unnumbered(&self, stream: u32) -> Option<u64> {
+        let slot = self.streams.slots.get(stream as usize);
+        let slot = slot.filter(|_| !has_number(stream));
+        slot.map(|slot| slot.raw as u64)
     }
 
     /// Tells the tool, under the lock: the next block there must not come before the end of this one.
@@ -115,9 +126,9 @@ impl Heap {
         self.tell_held(kind, at, bytes, (SpaceId::Large, true));
     }
 
-    /// A slot stands for a stream from here on.
+    /// A slot stands for a stream from here on. One that has no number in records is told of with each event.
     pub(crate) fn tell_stream(&self, stream: u32, raw: usize) {
-        if process::is_recording() {
+        if process::is_recording() && has_number(stream) {
             self.tell(Kind::Stream, 0, raw as u64, stream);
         }
     }
@@ -131,7 +142,8 @@ impl Heap {
         self.clear_large_caches();
         let device = self.device as u64;
         let mut rare = vec![self.event(Kind::Source, 0, device, 0)];
-        for (slot, stream) in self.streams.iter() {
+        let numbered = self.streams.iter().filter(|(slot, _)| has_number(*slot));
+        for (slot, stream) in numbered {
             rare.push(self.event(Kind::Stream, 0, stream.raw as u64, slot));
         }
         for (at, holding) in &self.physical.holdings {
@@ -157,7 +169,7 @@ impl Heap {
             for (at, live) in pool.arena.live.iter() {
                 let user = live.users.first();
                 let stream = user.and_then(|user| self.streams.find(user.key));
-                if stream.is_none() {
+                if stream.is_none_or(|stream| !has_number(stream)) {
                     let raw = user.map_or(0, |user| user.raw as u64);
                     held.push(self.event(Kind::Stream, 0, raw, OTHERS));
                 }
@@ -168,6 +180,9 @@ impl Heap {
         for block in live.filter(|block| block.state == BlockState::Live) {
             let slot = block.stream.and_then(|number| slots.get(&number));
             let slot = slot.copied().unwrap_or(0);
+            if let Some(handle) = self.unnumbered(slot) {
+                held.push(self.event(Kind::Stream, 0, handle, OTHERS));
+            }
             held.push(self.event(Kind::Held, block.address, block.requested, slot));
         }
         session::push_held(ticks, &rare, &held);

@@ -101,7 +101,9 @@ impl Heap {
             inner.allocator = self.caches.id;
             inner.key = slot.key.number();
             inner.slot = stream;
-            inner.tap.set_whose(stream, self.caches.id);
+            inner
+                .tap
+                .set_whose((stream, slot.raw as u64), self.caches.id);
             inner.raw = slot.handle_to_ask();
             inner.runs.set_ticket(slot.open);
             inner.set_fast(

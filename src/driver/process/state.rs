@@ -110,6 +110,11 @@ impl Followed {
     }
 
     fn follow(&self, copy: &'static State) {
+        self.follow_with(copy, || {});
+    }
+
+    /// [`follow`](Self::follow), where `between` is called each time that the word was read and is not written yet.
+    fn follow_with(&self, copy: &'static State, mut between: impl FnMut()) {
         // In a forked child nothing else is looked at any more, and a thread that is not there may have the lock.
         if self.state.0.load(Ordering::Relaxed) & FORKED == 0 {
             let follower: &'static Follower = Box::leak(Box::new(Follower {
@@ -129,6 +134,7 @@ impl Followed {
         let word = &self.state.0;
         loop {
             let bits = word.load(Ordering::SeqCst);
+            between();
             copy.0.store(bits, Ordering::SeqCst);
             if word.load(Ordering::SeqCst) == bits {
                 return;
@@ -210,6 +216,31 @@ mod tests {
         }
         process.change(0, CAPTURES);
         assert!(early.now().is_quiet() && late.now().is_quiet());
+    }
+
+    #[test]
+    fn a_change_that_is_lost_with_the_copys_first_value_is_seen() {
+        for changes in [
+            [(CAPTURES, 0)].as_slice(),
+            &[(RECORDS, 0), (CAPTURES, RECORDS)],
+        ] {
+            let process: &Followed = leaked();
+            let copy: &State = leaked();
+            process.change(TOOL, 0);
+            let mut left = changes.iter();
+            let mut reads = 0;
+            process.follow_with(copy, || {
+                reads += 1;
+                if let Some((set, clear)) = left.next() {
+                    // Reaches the copy, as any change does from here on, and is overwritten.
+                    process.change(*set, *clear);
+                    assert_eq!(copy.now().0 & set, *set);
+                }
+            });
+            assert_eq!(copy.now().0, TOOL | CAPTURES);
+            // Once more than there were changes: none is looked for that did not come.
+            assert_eq!(reads, changes.len() + 1);
+        }
     }
 
     #[test]

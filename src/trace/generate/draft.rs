@@ -103,7 +103,7 @@ impl Random {
 pub(super) struct Made {
     pub(super) id: usize,
     pub(super) bytes: u64,
-    pub(super) stream: u16,
+    pub(super) stream: u32,
 }
 
 /// What makes the rows of a program, a few at a time.
@@ -144,7 +144,7 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    pub(super) fn allocate(&mut self, bytes: u64, stream: u16) -> Made {
+    pub(super) fn allocate(&mut self, bytes: u64, stream: u32) -> Made {
         let block = Made {
             id: self.blocks,
             bytes,

@@ -68,7 +68,7 @@ pub struct Rows<'a> {
     end: usize,
     rows: usize,
     blocks: usize,
-    streams: BTreeSet<u16>,
+    streams: BTreeSet<u32>,
     live: u64,
     peak: u64,
     overflow: Option<usize>,

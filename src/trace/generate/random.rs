@@ -49,7 +49,7 @@ impl Wandering {
 impl Maker for Wandering {
     fn make(&mut self, draft: &mut Draft) -> bool {
         let bytes = self.random.log_uniform(SMALLEST, OCTAVES);
-        let stream = self.random.below(self.streams) as u16;
+        let stream = self.random.below(self.streams) as u32;
         let (of, parts) = self.share;
         let wanted = self.random.below(parts) < of || self.live_bytes < self.low;
         let live = self.live.len() as u64;

@@ -2,9 +2,9 @@
 
 use super::draft::{Draft, Made, Maker, Program, Random};
 
-const COMPUTE: u16 = 0;
-const GATHER: u16 = 1;
-const REDUCE: u16 = 2;
+const COMPUTE: u32 = 0;
+const GATHER: u32 = 1;
+const REDUCE: u32 = 2;
 
 const LAYERS: usize = 24;
 /// Training steps of the usual program.
@@ -49,7 +49,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    fn allocate(&mut self, bytes: u64, stream: u16) -> Made {
+    fn allocate(&mut self, bytes: u64, stream: u32) -> Made {
         self.complete();
         self.draft.allocate(bytes, stream)
     }

@@ -2,7 +2,7 @@
 
 use cualloc::driver::Stream;
 use cualloc::resource::*;
-use cualloc::sim::{SimConfig, Simulator};
+use cualloc::sim::{FailPlan, SimConfig, Simulator};
 use cualloc::{Allocator, Error, Refused, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -101,6 +101,43 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
         let kept = Logging::new(plain.clone(), ring.clone());
         count(&kept);
         assert_eq!((ring.len(), ring.dropped()), (10, 190));
+    });
+}
+
+/// A use whose end cannot be marked: the call says so, and the last fill comes after whatever the stream was given until
+/// the block is freed. Where even that cannot be marked the block is not taken back.
+#[test]
+fn poison_comes_after_uses_that_could_not_be_recorded() {
+    each(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let [a, b] = rig.streams();
+        let fail = |call| sim.fail(FailPlan::call(call, refusal()).unwrap());
+        for finish in [false, true] {
+            let resource = poisoned(rig.allocator());
+            let made = resource.allocate_block(&Request::new(4096).tag(T), &a);
+            let block = made.unwrap();
+            let (ptr, id) = (block.ptr(), block.id());
+            a.synchronize().unwrap();
+            let hold = rig.hold(&b);
+            rig.stamp(ptr, 4096, 0x0101_0101, &b);
+            fail("cuEventRecord");
+            let recorded = match finish {
+                true => resource.finish_use(&id, &b, Access::Write),
+                false => resource.record_use(&id, &b),
+            };
+            let error = recorded.unwrap_err();
+            assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
+            // Nor can it be marked now: there is no fill, and the block is the caller's still.
+            fail("cuEventRecord");
+            let refused = resource.deallocate_block(block).unwrap_err();
+            assert!(refused.error.driver_error().is_some());
+            assert!(a.is_complete().unwrap(), "there is a fill");
+            resource.deallocate_block(*refused.value).unwrap();
+            assert!(!a.is_complete().unwrap(), "the fill came before the use");
+            hold.release();
+            rig.settle(&a);
+            assert_eq!(sim.read_memory(ptr, 4096), Some(vec![0xDD; 4096]));
+        }
     });
 }
 
