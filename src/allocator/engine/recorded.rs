@@ -368,12 +368,13 @@ mod tests {
         let context = simulator.driver().unwrap().context(0).unwrap();
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
         {
-            // They stand for streams whose slots have numbers.
+            // They stand for streams whose slots have numbers, and none is looked at again.
             let mut heap = allocator.engine().lock();
+            let kept = Holder::Kept(crate::driver::Stream::legacy(&context));
             let (first, most) = (heap.streams.slots().end, u32::from(UNNUMBERED));
             for number in first..most {
                 let key = StreamKey::Id(u64::MAX - u64::from(number));
-                heap.streams.add(key, 0, context.clone(), Holder::Retired);
+                heap.streams.add(key, 0, context.clone(), kept.clone());
             }
         }
         let streams = [(); 3].map(|()| allocator.create_stream().unwrap());
