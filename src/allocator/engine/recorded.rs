@@ -377,9 +377,12 @@ mod tests {
                 heap.streams.add(key, 0, context.clone(), kept.clone());
             }
         }
-        let streams = [(); 3].map(|()| allocator.create_stream().unwrap());
+        let [beside, streams @ ..] = [(); 4].map(|()| allocator.create_stream().unwrap());
         let held = allocator.allocate(1000, &streams[1]).unwrap();
-        sample::set_source(Some(std::sync::Arc::new(|| 1)));
+        // What a sample is of is told between its block and it, where other streams are told of as well.
+        let (other, of_others) = (allocator.clone(), beside.raw() as u64);
+        let source = move || other.allocate(512, &beside).map_or(0, |_| 1);
+        sample::set_source(Some(std::sync::Arc::new(source)));
         let running = Running::begin(Target::Memory, 1).unwrap();
         let mut blocks = Vec::new();
         // From a page, a large-block cache and the heap: each is told by somebody else.
@@ -402,7 +405,8 @@ mod tests {
         let of = |event: &record::Event| recording.streams()[event.stream as usize].handle;
         for action in [Action::Allocate, Action::Sample, Action::Free] {
             let told = recording.events().iter().filter(|e| e.action == action);
-            let told: Vec<_> = told.map(|event| (event.address, of(event))).collect();
+            let told = told.map(|event| (event.address, of(event)));
+            let told: Vec<_> = told.filter(|(_, stream)| *stream != of_others).collect();
             let made = blocks.iter();
             let made: Vec<_> = made.map(|(at, stream)| (*at, *stream as u64)).collect();
             assert_eq!(told, made, "{action:?}");
