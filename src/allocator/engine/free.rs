@@ -28,6 +28,13 @@ pub(crate) struct RestOfFree {
     keep: Option<Shared>,
 }
 
+/// Looks for idle memory behind a free.
+fn tend(engine: Option<Shared>) {
+    if let Some(engine) = engine {
+        engine.tend();
+    }
+}
+
 impl Engine {
     // ---- blocks by their identity ------------------------------------------------------------------
 
@@ -176,9 +183,10 @@ impl Engine {
             false => heap.free(id),
         };
         let rest = self.rest_of_free(&heap, after);
+        let tended = self.to_tend();
         drop(heap);
         self.finish_free(rest);
-        self.tend();
+        tend(tended);
         Ok(())
     }
 
@@ -197,8 +205,9 @@ impl Engine {
             heap.tell_free(id);
         }
         if heap.free_alone(id, generation) {
+            let tended = self.to_tend();
             drop(heap);
-            self.tend();
+            tend(tended);
             return true;
         }
         if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
@@ -206,9 +215,10 @@ impl Engine {
         }
         let after = heap.free(id);
         let rest = self.rest_of_free(&heap, after);
+        let tended = self.to_tend();
         drop(heap);
         self.finish_free(rest);
-        self.tend();
+        tend(tended);
         true
     }
 
@@ -236,6 +246,12 @@ impl Engine {
             return self.free_small(cache, node, ptr, Some(block.generation));
         }
         self.free_record(ptr, |_| Ok((block.id, Some(block.generation))))
+    }
+
+    /// The engine, if a free is to look for idle memory as well. Asked for under the lock: once that is let go, nothing else
+    /// may keep the engine, as the block may have been the last, and another thread may drop the last allocator.
+    fn to_tend(&self) -> Option<Shared> {
+        self.decay.as_ref().and_then(|_| self.keep())
     }
 
     /// What a free leaves to do once the lock is let go, if anything.
