@@ -1,4 +1,4 @@
-//! The cache line of a thread in code that is linked at run time, and that of two builds in one program.
+//! The cache line of a thread in code that is linked or opened at run time, and that of two builds in one program.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -56,6 +56,56 @@ fn main() {
     let threads: Vec<_> = (1..9).map(|own| std::thread::spawn(move || of_a_thread(own * 100))).collect();
     of_a_thread(7);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+"#;
+
+/// What a library has for programs that open it.
+const OPENED: &str = r#"
+#[unsafe(no_mangle)]
+pub extern "C" fn keep_word(word: usize) {
+    keep_here(word);
+    keep(word);
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kept_word() -> usize {
+    assert_eq!(kept(), kept_here());
+    kept().0
+}
+"#;
+
+/// Opens it, and has threads keep words beside each other.
+const OPENS: &str = r#"
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::sync::Barrier;
+
+unsafe extern "C" {
+    fn dlopen(path: *const c_char, how: c_int) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+fn main() {
+    let path = CString::new(std::env::args().nth(1).unwrap()).unwrap();
+    let library = unsafe { dlopen(path.as_ptr(), 2) };
+    assert!(!library.is_null());
+    let keep: extern "C" fn(usize) = unsafe { std::mem::transmute(dlsym(library, c"keep_word".as_ptr())) };
+    let kept: extern "C" fn() -> usize = unsafe { std::mem::transmute(dlsym(library, c"kept_word".as_ptr())) };
+    // In the second round what the first one has learned is there from the start.
+    for _ in 0..2 {
+        let meet = Barrier::new(8);
+        let of_a_thread = &|own| {
+            assert_eq!(kept(), 0);
+            meet.wait();
+            keep(own);
+            meet.wait();
+            assert_eq!(kept(), own);
+        };
+        std::thread::scope(|scope| {
+            for own in 1..9 {
+                scope.spawn(move || of_a_thread(own * 100));
+            }
+        });
+    }
 }
 "#;
 
@@ -134,4 +184,31 @@ fn two_builds_in_one_program_have_lines_of_their_own() {
         &["-Copt-level=3", "-Ccodegen-units=4"],
     );
     linked("linked-rlib-0", "rlib", &[]);
+}
+
+/// With room among what the loader keeps for such libraries, where all threads have the line at one distance, and without.
+#[test]
+fn a_library_that_is_opened_at_run_time_finds_the_line_of_each_thread() {
+    let folder = Folder::new("opened");
+    let line = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/locks/thread_line.rs");
+    let library = LIBRARY.replace("LINE", line.to_str().unwrap()) + OPENED;
+    std::fs::write(folder.file("library.rs"), library).unwrap();
+    std::fs::write(folder.file("program.rs"), OPENS).unwrap();
+    let of = ["library.rs", "--crate-type=cdylib", "-oopened.so", "-O"];
+    if !compiled(folder.path(), "/release/build/cualloc-1234/out", &of) {
+        return;
+    }
+    assert!(compiled(folder.path(), "", &["program.rs"]));
+    for room in ["512", "0"] {
+        let output = Command::new(folder.file("program"))
+            .arg(folder.file("opened.so"))
+            .env(
+                "GLIBC_TUNABLES",
+                format!("glibc.rtld.optional_static_tls={room}"),
+            )
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "room for {room}: {said}");
+    }
 }

@@ -142,8 +142,18 @@ impl Block {
         match place.node() {
             Some(node) => engine.free_small(place.home(), node, place.ptr, Some(place.generation)),
             None if !engine.watchful() && self.free_large() => Ok(()),
-            None => engine.free_block(&self.lifetime()),
+            None => self.kept(|engine| engine.free_block(&self.lifetime())),
         }
+    }
+
+    /// Does what may free the block and go on with the engine behind that: the block may be the last that keeps it, and
+    /// another thread may drop the last allocator.
+    fn kept<T>(&self, work: impl FnOnce(&Engine) -> T) -> T {
+        let engine = self.engine();
+        let keep = engine.keep();
+        let done = work(engine);
+        drop(keep);
+        done
     }
 
     fn life(&self) -> Life {
@@ -206,7 +216,7 @@ impl Block {
             !engine.watchful() && self.free_large()
         };
         if !done {
-            engine.drop_block(self.lifetime());
+            self.kept(|engine| engine.drop_block(self.lifetime()));
         }
     }
 
@@ -243,7 +253,7 @@ impl Block {
     fn drop_watched(&self, node: Node) {
         let engine = self.engine();
         if !engine.free_watched(self.place.home(), (node, self.place.ptr), self.life()) {
-            engine.drop_block(self.lifetime());
+            self.kept(|engine| engine.drop_block(self.lifetime()));
         }
     }
 
@@ -252,10 +262,8 @@ impl Block {
     #[cold]
     pub(crate) fn drop_after(self, users: Vec<User>) {
         let block = std::mem::ManuallyDrop::new(self);
-        // A call of another thread may free it as soon as it is deferred, and it may be the last.
-        let keep = block.engine().keep();
-        block.engine().drop_after(block.lifetime(), users);
-        drop(keep);
+        // A call of another thread may free it as soon as it is deferred, too.
+        block.kept(|engine| engine.drop_after(block.lifetime(), users));
     }
 
     /// Gives up ownership: the memory stays allocated until

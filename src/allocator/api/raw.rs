@@ -170,7 +170,7 @@ impl Allocator {
     #[doc(hidden)]
     #[inline(always)]
     pub unsafe fn free_raw_at_once(&self, ptr: sys::CUdeviceptr) -> bool {
-        self.engine.free_ptr_at_once(&self.pages, ptr)
+        Engine::free_ptr_at_once(&self.pages, ptr)
     }
 
     /// [`free_raw`](Self::free_raw) of all else.

@@ -80,7 +80,7 @@ impl Engine {
     /// Frees the block that starts at a pointer. The table of pages is the allocator's own.
     #[inline]
     pub(crate) fn free_ptr(&self, pages: &PageTable, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        match self.free_ptr_at_once(pages, ptr) {
+        match Self::free_ptr_at_once(pages, ptr) {
             true => Ok(()),
             false => self.free_ptr_slowly(ptr),
         }
@@ -88,7 +88,7 @@ impl Engine {
 
     /// Frees a small block of which nothing is to be thought. False, with nothing changed, if there is more to it.
     #[inline(always)]
-    pub(crate) fn free_ptr_at_once(&self, pages: &PageTable, ptr: sys::CUdeviceptr) -> bool {
+    pub(crate) fn free_ptr_at_once(pages: &PageTable, ptr: sys::CUdeviceptr) -> bool {
         thread::prefetch_for_free();
         if let Some((cache, node)) = pages.find_node(ptr)
             && pages.at_once_id() != 0

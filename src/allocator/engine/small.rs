@@ -517,11 +517,17 @@ impl Engine {
         if self.watchful() {
             self.refuse_captured_free(cache, (node, ptr), generation)?;
         }
-        let freed = cache.lock().free(node, ptr, generation);
+        let mut inner = cache.lock();
+        let freed = inner.free(node, ptr, generation);
         if freed == Freed::Done {
             return Ok(());
         }
-        self.small_freed(cache, (node, ptr), generation, freed)
+        // From here on only this may keep the engine, if the block was the last one.
+        let keep = inner.owner.clone();
+        drop(inner);
+        let ended = self.small_freed(cache, (node, ptr), generation, freed);
+        drop(keep);
+        ended
     }
 
     /// What a stream cache left to do of a free.

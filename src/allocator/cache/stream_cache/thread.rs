@@ -159,21 +159,17 @@ fn known(raw: usize, (number, cache): (usize, *const ())) -> Option<Known> {
 
 #[inline(never)]
 fn find_further(raw: usize) -> Known {
-    let near = thread_line::pairs()
-        .into_iter()
-        .find_map(|pair| known(raw, pair).map(|known| (pair.0, known)));
-    let (number, found) = match near {
-        Some(near) => near,
-        None => {
-            let at_place = SEEN.try_with(|seen| seen.by_handle[place(raw)].get());
-            let Ok((known, Some(cache))) = at_place else {
-                return Known::Nothing;
-            };
-            if known != raw {
-                return Known::Nothing;
-            }
-            (raw, Known::Lasting(cache))
-        }
+    let near = || {
+        let mut pairs = thread_line::pairs().into_iter();
+        pairs.find_map(|pair| Some((pair.0, known(raw, pair)?)))
+    };
+    let of_table = || {
+        let seen = SEEN.try_with(|seen| seen.by_handle[place(raw)].get());
+        let (_, cache) = seen.ok().filter(|(known, _)| *known == raw)?;
+        Some((raw, Known::Lasting(cache?)))
+    };
+    let Some((number, found)) = near().or_else(of_table) else {
+        return Known::Nothing;
     };
     if let Known::Lasting(cache) | Known::Passing(cache) = found {
         bring_forward(number, cache);
