@@ -1,6 +1,7 @@
 //! Graph pools by their handles, over the simulator; programs in C do the same with captures.
 
 use std::ffi::c_void;
+use std::path::Path;
 use std::ptr::null_mut;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
@@ -170,6 +171,13 @@ unsafe extern "C" fn slow(data: *mut c_void, _: *mut c_void) -> bool {
     false
 }
 
+/// Whether a thread, by its place below `/proc`, does not run because it waits for something.
+fn is_asleep(thread: &Path) -> bool {
+    let stat = std::fs::read_to_string(Path::new("/proc").join(thread).join("stat"));
+    let state = stat.as_deref().unwrap_or("").rsplit(')').next();
+    state.is_some_and(|state| state.trim_start().starts_with('S'))
+}
+
 #[test]
 fn leaving_a_scope_waits_for_who_is_in_its_predicate() {
     let _one = world();
@@ -193,15 +201,29 @@ fn leaving_a_scope_waits_for_who_is_in_its_predicate() {
         threads.spawn(move || request(allocator_too as *mut cualloc_t));
         has_begun.recv().unwrap();
         let (left, has_left) = channel();
+        let (started, has_started) = channel();
         let over = &looked_at.over;
         threads.spawn(move || {
+            started
+                .send(std::fs::read_link("/proc/thread-self"))
+                .unwrap();
             let code = cualloc_pool_leave(pool_too as *mut cualloc_pool_t, number);
             left.send((code, over.load(Ordering::Relaxed))).unwrap();
         });
-        let early = (0..10_000).find_map(|_| {
-            thread::yield_now();
-            has_left.try_recv().ok()
-        });
+        let thread = has_started.recv().unwrap();
+        // Until it waits, or as long as it takes elsewhere.
+        let waits = || match &thread {
+            Ok(thread) => is_asleep(thread),
+            Err(_) => false,
+        };
+        let rounds = if thread.is_ok() { usize::MAX } else { 10_000 };
+        let early = (0..rounds)
+            .map(|_| {
+                thread::yield_now();
+                has_left.try_recv().ok()
+            })
+            .take_while(|early| early.is_some() || !waits())
+            .find_map(|early| early);
         go_on.send(()).unwrap();
         assert_eq!(early, None, "a thread is in the predicate");
         assert_eq!(has_left.recv().unwrap(), (CUALLOC_OK, true));
