@@ -70,10 +70,10 @@ pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
 /// is lost and runs nothing any more.
 ///
 /// # Errors
-/// The driver's, but those that say that the context is lost.
+/// The driver's, but those that say that the context is lost, or gone.
 pub(crate) fn wait_until_idle(context: &Context) -> Result<(), DriverError> {
     match wait_for_context(context) {
-        Err(error) if error.is_fatal() => Ok(()),
+        Err(error) if ends_work(error) => Ok(()),
         result => result,
     }
 }
