@@ -252,6 +252,14 @@ fn converted(path: &Path, kind: &Kind, bytes: &[u8], rows: u64) -> Result<Input,
         })?;
         longest(&snapshot, &name)
     };
+    if let Ok(trace) = &trace
+        && trace.rows().len() as u64 > rows
+    {
+        return Err(InputError::Read {
+            path: path.to_owned(),
+            source: too_many(rows),
+        });
+    }
     match trace {
         Ok(trace) => Ok(Input {
             trace,
@@ -367,6 +375,12 @@ fn damage(error: &TraceError, text: &mut impl Read) -> Option<String> {
     }
 }
 
+fn too_many(rows: u64) -> io::Error {
+    io::Error::other(format!(
+        "there are more than {rows} rows; --max-rows N takes more"
+    ))
+}
+
 /// A reader that fails behind so many rows, before they take all memory.
 struct Bounded<R> {
     reader: R,
@@ -386,10 +400,7 @@ impl<R: BufRead> BufRead for Bounded<R> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         let buffer = self.reader.fill_buf()?;
         match self.left {
-            0 if !buffer.is_empty() => Err(io::Error::other(format!(
-                "there are more than {} rows; --max-rows N takes more",
-                self.rows
-            ))),
+            0 if !buffer.is_empty() => Err(too_many(self.rows)),
             _ => Ok(buffer),
         }
     }

@@ -75,6 +75,7 @@ impl Context {
         };
         inner.id = id_of(driver, raw)?;
         inner.number = defaults::number_of(inner.id);
+        inner.debts = Debts::inherited(driver, inner.id);
         let context = Context(Arc::new(inner));
         // The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
         // their last user, since the context itself keeps the driver alive.
@@ -138,7 +139,7 @@ impl Context {
             id,
             number: defaults::number_of(id),
             primary: false,
-            debts: Debts::default(),
+            debts: Debts::inherited(driver, id),
             owner,
         })))
     }
@@ -264,19 +265,8 @@ impl Context {
 
     /// Makes this context current and leaves the capture mode alone: for the cheap queries.
     pub(super) fn switch(&self) -> Result<Switched<'_>, DriverError> {
-        self.refuse_another()?;
+        self.0.is_itself()?;
         Switched::to(self.driver(), self.raw())
-    }
-
-    /// Fails if the handle is another context's by now: the driver gives the handles of those that were destroyed
-    /// again. Nobody destroys what was retained here, or has its owner here.
-    fn refuse_another(&self) -> Result<(), DriverError> {
-        let kept = self.0.primary || self.0.owner.is_some();
-        if !kept && id_of(self.driver(), self.raw())? != self.0.id {
-            let code = CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
-            return Err(DriverError::new("cuCtxGetId", code));
-        }
-        Ok(())
     }
 
     /// For drops: destroys a handle with this context current, and reports a failure. Does nothing where
@@ -325,15 +315,52 @@ impl fmt::Debug for Context {
     }
 }
 
+impl Inner {
+    /// Fails if the handle is another context's by now: the driver gives the handles of those that were destroyed
+    /// again. Nobody destroys what was retained here, or has its owner here.
+    fn is_itself(&self) -> Result<(), DriverError> {
+        let kept = self.primary || self.owner.is_some();
+        if !kept && id_of(self.device.driver(), self.raw)? != self.id {
+            let code = CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
+            return Err(DriverError::new("cuCtxGetId", code));
+        }
+        Ok(())
+    }
+
+    /// Destroys what is owed, for which there is no later call.
+    fn pay_all(&self) -> Result<(), DriverError> {
+        let driver = self.device.driver();
+        if !self.debts.any() {
+            return Ok(());
+        }
+        self.is_itself()?;
+        let _switched = Switched::to(driver, self.raw)?;
+        let mode = exchange_mode(driver, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
+        self.debts.pay(driver, true);
+        exchange_mode(driver, mode).map(drop)
+    }
+}
+
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The process-wide driver holds its contexts for ever, so this is none of them.
+        // The process-wide driver holds its primary contexts for ever, so this is none of them.
         let driver = self.device.driver();
-        if !self.primary || driver.drops_nothing() || !driver.has(Feature::PrimaryRelease) {
+        if driver.drops_nothing() {
             return;
         }
-        if let Ok(_switched) = Switched::to(driver, self.raw) {
-            self.debts.pay(driver, true);
+        let retained = self.primary && driver.has(Feature::PrimaryRelease);
+        if is_host_function() {
+            if retained {
+                self.debts.add(Owed::Primary(self.device.raw()));
+            }
+            return self.debts.leave(driver, self.id);
+        }
+        match self.pay_all() {
+            Err(error) if !is_over(&error) => self.debts.leave(driver, self.id),
+            _ => {}
+        }
+        if !retained {
+            return;
         }
         // SAFETY: this is the release of the one retain made in `Context::primary`; everything
         // that used the context held a reference to it and is gone.

@@ -2,14 +2,16 @@
 //! the same context does.
 
 use super::error::DriverError;
+use super::registry::Entry;
+use super::symbols::Feature;
 use super::sys;
 use super::table::{Driver, call};
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use crate::locks::held::locked;
 
@@ -24,6 +26,8 @@ pub(super) enum Owed {
     Module(sys::CUmodule),
     Pool(sys::CUmemoryPool),
     Host(NonNull<c_void>),
+    /// What was retained of the primary context of a device.
+    Primary(sys::CUdevice),
 }
 
 // SAFETY: handles, which any thread may destroy; nobody else has them any more.
@@ -32,7 +36,7 @@ unsafe impl Send for Owed {}
 impl Owed {
     /// Whether the driver may wait for work before it is gone.
     pub(super) fn waits(&self) -> bool {
-        matches!(self, Owed::Module(_) | Owed::Host(_))
+        matches!(self, Owed::Module(_) | Owed::Host(_) | Owed::Primary(_))
     }
 
     /// Destroys it in its context, which is current.
@@ -54,6 +58,7 @@ impl Owed {
                 Owed::Module(raw) => call!(driver, cuModuleUnload(raw)),
                 Owed::Pool(raw) => call!(driver, cuMemPoolDestroy(raw)),
                 Owed::Host(address) => call!(driver, cuMemFreeHost(address.as_ptr())),
+                Owed::Primary(device) => call!(driver, cuDevicePrimaryCtxRelease_v2(device)),
             }
         }
     }
@@ -70,6 +75,7 @@ impl fmt::Display for Owed {
             Owed::Module(_) => "a module",
             Owed::Pool(_) => "a memory pool",
             Owed::Host(_) => "page-locked memory",
+            Owed::Primary(_) => "a primary context",
         })
     }
 }
@@ -102,6 +108,40 @@ pub(super) struct Debts {
 }
 
 impl Debts {
+    /// Those that a former object of the context with this id left behind.
+    pub(super) fn inherited(driver: &Driver, context: u64) -> Debts {
+        if driver.drops_nothing() {
+            return Debts::default();
+        }
+        let left = driver.debts().lock().remove(&context);
+        let list = left.and_then(|left| left.get::<Debts>());
+        let list = list.map_or_else(Vec::new, |left| std::mem::take(&mut *locked(&left.list)));
+        Debts {
+            any: AtomicBool::new(!list.is_empty()),
+            list: Mutex::new(list),
+        }
+    }
+
+    /// Whether there may be any.
+    pub(super) fn any(&self) -> bool {
+        self.any.load(Ordering::Relaxed)
+    }
+
+    /// Leaves what is owed to the next object of the same context. Without ids another context may have its name by
+    /// then, and what is owed is lost.
+    pub(super) fn leave(&self, driver: &Driver, context: u64) {
+        if !self.any() || !driver.has(Feature::StreamIds) {
+            return;
+        }
+        let list = std::mem::take(&mut *locked(&self.list));
+        let mut all = driver.debts().lock();
+        let none = || Entry::Forever(Arc::<Debts>::default());
+        let left = all.entry(context).or_insert_with(none);
+        if let Some(left) = left.get::<Debts>() {
+            locked(&left.list).extend(list);
+        }
+    }
+
     pub(super) fn add(&self, owed: Owed) {
         let mut list = locked(&self.list);
         list.push(owed);
@@ -111,7 +151,7 @@ impl Debts {
     /// Destroys what is owed, in its context, which is current: what may wait for work only where the caller
     /// expects that.
     pub(super) fn pay(&self, driver: &Driver, may_wait: bool) {
-        if !self.any.load(Ordering::Relaxed) || driver.drops_nothing() {
+        if !self.any() || driver.drops_nothing() {
             return;
         }
         let due: Vec<Owed> = {

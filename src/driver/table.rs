@@ -104,6 +104,8 @@ struct State {
     warned: AtomicBool,
     /// The primary contexts that were retained, by device.
     primaries: Registry,
+    /// What is owed to contexts of which nobody has an object any more, by their ids.
+    debts: Registry,
     captures: Found,
     /// The owned streams, by their ids: whoever is told a handle alone finds out that somebody here
     /// destroys it.
@@ -207,6 +209,7 @@ impl Driver {
                 lost: AtomicBool::new(false),
                 warned: AtomicBool::new(false),
                 primaries: Registry::default(),
+                debts: Registry::default(),
                 captures: Found::default(),
                 streams: Registry::default(),
                 aliasing: Mutex::default(),
@@ -460,6 +463,10 @@ impl Driver {
 
     pub(super) fn primaries(&self) -> &Registry {
         &self.0.state.primaries
+    }
+
+    pub(super) fn debts(&self) -> &Registry {
+        &self.0.state.debts
     }
 
     #[inline]

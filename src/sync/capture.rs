@@ -32,7 +32,7 @@ pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), Error> {
 
 /// The handle of a stream of this crate's that captures in a context: one whose capture was begun here, or found,
 /// and is not over.
-pub(crate) fn own_capture_in(context: &Context) -> Option<usize> {
+fn own_capture_in(context: &Context) -> Option<usize> {
     let suspects = context.driver().own_suspects();
     let mut there = suspects
         .iter()
@@ -42,6 +42,17 @@ pub(crate) fn own_capture_in(context: &Context) -> Option<usize> {
         Err(error) => is_of_capture(error.code()),
     };
     there.find(captures).map(|stream| stream.raw() as usize)
+}
+
+/// The handle of a stream that captures in a context, whose capture a wait for all of that would spoil: one of this
+/// crate's, or the legacy stream (0), which answers for the blocking ones. Each thread's own default stream is one of
+/// these.
+pub(crate) fn spoilt_by_wait(context: &Context) -> Option<usize> {
+    // What else goes wrong with the second question the wait itself will say.
+    own_capture_in(context).or_else(|| {
+        let capturing = is_capturing(&Stream::legacy(context));
+        capturing.is_ok_and(|capturing| capturing).then_some(0)
+    })
 }
 
 /// The handle of a stream that captures in a context, as far as that is known: one that was found

@@ -2,7 +2,7 @@
 
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
-use super::capture::{is_capturing, own_capture_in};
+use super::capture::{is_capturing, spoilt_by_wait};
 use super::event::{EventPools, Pooled};
 
 /// Lets later work of `second` come after the work of `first` so far.
@@ -53,13 +53,13 @@ pub(crate) fn wait_for(event: &Pooled, stream: &Stream) -> Result<(), DriverErro
     })
 }
 
-/// Waits on the host for all work of a context. While a stream of this crate's is known to capture there it does
-/// not ask the driver, which would refuse, and spoil the capture.
+/// Waits on the host for all work of a context. While something is known to capture there it does not ask the driver,
+/// which would refuse, and spoil the capture.
 ///
 /// # Errors
 /// The driver's, or what it would say.
 pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
-    if own_capture_in(context).is_some() {
+    if spoilt_by_wait(context).is_some() {
         let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         return Err(DriverError::new("cuCtxSynchronize", code));
     }
@@ -70,10 +70,10 @@ pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
 /// is lost and runs nothing any more.
 ///
 /// # Errors
-/// The driver's, but those that say that the context is lost.
+/// The driver's, but those that say that the context is lost, or gone.
 pub(crate) fn wait_until_idle(context: &Context) -> Result<(), DriverError> {
     match wait_for_context(context) {
-        Err(error) if error.is_fatal() => Ok(()),
+        Err(error) if ends_work(error) => Ok(()),
         result => result,
     }
 }

@@ -4,11 +4,13 @@ use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{self, Poll, Wake, Waker};
 
 use cualloc::driver::sys::CUresult;
+use cualloc::driver::{Context, Stream};
 use cualloc::pool::{PinnedConfig, PinnedPool};
-use cualloc::sim::{FailPlan, Mode};
+use cualloc::resource::{CudaMemory, MemoryResource};
+use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
 use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 use crate::rig::Rig;
@@ -38,11 +40,11 @@ fn s4_23_a_copy_can_be_awaited() {
             (Waker::from(Arc::new(Told(sender))), woken)
         };
         let ((first, elsewhere), (last, woken)) = (waker(), waker());
-        let mut task = Context::from_waker(&last);
-        let mut polled = copy.as_mut().poll(&mut Context::from_waker(&first));
+        let mut here = task::Context::from_waker(&last);
+        let mut polled = copy.as_mut().poll(&mut task::Context::from_waker(&first));
         assert!(rig.sim.is_none() || polled.is_pending());
         if polled.is_pending() {
-            polled = copy.as_mut().poll(&mut task);
+            polled = copy.as_mut().poll(&mut here);
         }
         if polled.is_pending() {
             if let Some(sim) = &rig.sim {
@@ -51,20 +53,20 @@ fn s4_23_a_copy_can_be_awaited() {
                 assert!(elsewhere.try_recv().is_err(), "the last waker counts");
             }
             woken.recv().unwrap();
-            polled = copy.as_mut().poll(&mut task);
+            polled = copy.as_mut().poll(&mut here);
         }
         let Poll::Ready(host) = polled else {
             panic!("it was woken for nothing");
         };
         assert_eq!(host.unwrap()[..], [7; 1000]);
         // There is nothing any more to be had of it.
-        let after = copy.as_mut().poll(&mut task);
+        let after = copy.as_mut().poll(&mut here);
         assert!(matches!(after, Poll::Ready(Err(Error::Abandoned))));
         // Nothing to wait for.
         let empty = DeviceBuffer::<u32>::zeroed(alloc, 0, stream).unwrap();
         let host = PinnedBuffer::uninit(&rig.contexts[0], 0).unwrap();
         let copy = pin!(empty.download(host, stream).unwrap());
-        assert!(copy.poll(&mut task).is_ready());
+        assert!(copy.poll(&mut here).is_ready());
         if let Some(sim) = &rig.sim {
             sim.set_mode(Mode::Instant);
         }
@@ -128,4 +130,49 @@ fn s4_23_s4_9_a_copy_is_told_of() {
         assert_eq!((pool.usage().pending, pool.usage().cached_blocks), (0, 1));
         sim.set_mode(Mode::Instant);
     });
+}
+
+/// S4.9: what a callback dropped is destroyed with the last object of its context at the latest, also where the
+/// context is somebody else's; and if that went in the callback, with the next one.
+#[test]
+fn s4_9_what_is_owed_to_a_context_is_paid_with_its_last_object() {
+    let sim = Simulator::new(SimConfig::default()).unwrap();
+    let driver = sim.driver().unwrap();
+    let raw = sim.create_context(0).unwrap();
+    // SAFETY: the context lives as long as the simulator.
+    let foreign = || unsafe { Context::from_raw(&driver, raw) }.unwrap();
+    let primary = || driver.context(0).unwrap();
+    last_objects(&sim, &primary(), &foreign);
+    assert_eq!(sim.primary_is_active(0), Some(false));
+    last_objects(&sim, &foreign(), &primary);
+    assert_eq!(sim.primary_is_active(0), Some(false));
+    assert!(sim.reports().is_empty(), "{:?}", sim.reports());
+}
+
+/// Copies on a stream of the context that `named` makes an object of, for memory of another one.
+fn last_objects(sim: &Simulator, other: &Context, named: &dyn Fn() -> Context) {
+    sim.set_mode(Mode::Instant);
+    let home = Stream::new(other).unwrap();
+    let memory: Arc<dyn MemoryResource> = Arc::new(CudaMemory::new(other));
+    let mut target = DeviceBuffer::<u8>::zeroed(&memory, 1000, &home).unwrap();
+    let held = || (sim.leaks().host, sim.leaks().streams);
+    for keep in [true, false] {
+        sim.set_mode(Mode::Manual);
+        let kept = named();
+        let (context, kept) = (kept.clone(), keep.then_some(kept));
+        let stream = Stream::new(&context).unwrap();
+        let host = PinnedBuffer::from_slice(&context, &[1; 1000]).unwrap();
+        let copy = target.upload(host, &stream).unwrap();
+        drop((stream, context));
+        copy.on_complete(drop).unwrap();
+        let calls = other.driver().calls();
+        sim.complete_all();
+        assert_eq!(other.driver().calls().since(&calls).total(), 0);
+        assert_eq!(held(), (1, 2));
+        // Drops in another context are none of its business.
+        drop(PinnedBuffer::<u8>::uninit(other, 1).unwrap());
+        assert_eq!(held(), (1, 2));
+        drop(kept.unwrap_or_else(named));
+        assert_eq!(held(), (0, 1));
+    }
 }

@@ -174,3 +174,44 @@ fn d4_no_end_of_a_memory_spoils_a_capture_of_another_stream() {
         rig.close(&allocator);
     });
 }
+
+/// D4: nor that of a thread's own default stream, or of another blocking stream that nobody of this crate's knows.
+#[test]
+fn d4_no_end_of_a_memory_spoils_a_capture_of_a_blocking_stream() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let home = rig.stream();
+        let raw = RawStream::blocking(rig);
+        let plain = CudaMemory::new(&rig.context);
+        for own in [true, false] {
+            let block = plain.allocate_block(&Request::new(4096), &home).unwrap();
+            let lent = Tensor::zeroed(&allocator, DType::F32, &[1 << 18], &home).unwrap();
+            // SAFETY: the consumer does nothing with it.
+            let unknown = unsafe { Peer::ordered() };
+            let export: Dlpack<DLManagedTensorVersioned> = lent.to_dlpack(&unknown).unwrap();
+            drop(lent);
+            let stream = match own {
+                true => Stream::per_thread(&rig.context),
+                false => raw.borrowed(),
+            };
+            let capture = Capturing::begin(&stream, MODE);
+            // On another thread nobody can ask a thread's own stream.
+            let refused = std::thread::scope(|scope| {
+                let there = scope.spawn(|| {
+                    drop(export);
+                    plain.deallocate_block(block).unwrap_err()
+                });
+                there.join().unwrap()
+            });
+            let live = allocator.stats().all.allocations.current;
+            let graph = capture.end();
+            assert!(graph.is_ok(), "own {own}: {graph:?}");
+            assert_eq!(live, 1);
+            plain.deallocate_block(*refused.value).unwrap();
+            drop(allocator.allocate(MIB, &home).unwrap());
+            assert_eq!(allocator.stats().all.allocations.current, 0);
+        }
+        rig.close(&allocator);
+        raw.destroy();
+    });
+}

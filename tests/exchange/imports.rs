@@ -5,8 +5,11 @@ use std::sync::atomic::AtomicU64;
 
 use crate::common::*;
 use crate::foreign::*;
+use cualloc::allocator::{Allocator, Config};
 use cualloc::driver::{Context, Stream};
+use cualloc::exchange::dlpack::DLManagedTensorVersioned;
 use cualloc::exchange::*;
+use cualloc::sim::{Report, SimConfig, Simulator};
 
 /// When foreign memory was released, and what was pending then.
 struct Watch {
@@ -102,4 +105,48 @@ fn s5_65_import_is_ordered_with_the_producer_stream() {
         assert_eq!(rig.mismatches(plain.ptr + 1024, 1024, 2, &theirs), 0);
         assert_eq!(rig.mismatches(plain.ptr + 2048, 2048, 1, &theirs), 0);
     });
+}
+
+/// D4: memory that a stream used whose context was destroyed since goes back all the same: what was under way there
+/// ended with the context.
+#[test]
+fn d4_memory_that_was_lent_to_a_context_which_is_gone_comes_back() {
+    let sim = Simulator::new(SimConfig::default()).unwrap();
+    let driver = sim.driver().unwrap();
+    let context = driver.context(0).unwrap();
+    let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+    let home = Stream::new(&context).unwrap();
+    for (returned, owned) in [(true, false), (false, false), (true, true), (false, true)] {
+        let raw = sim.create_context(0).unwrap();
+        // SAFETY: whoever asks finds out that it is gone.
+        let theirs = unsafe {
+            match owned {
+                true => Context::from_raw_with_owner(&driver, raw, ()),
+                false => Context::from_raw(&driver, raw),
+            }
+        }
+        .unwrap();
+        let on = Stream::new(&theirs).unwrap();
+        let lent = Tensor::zeroed(&allocator, DType::F32, &[1 << 18], &home).unwrap();
+        let export: Dlpack<DLManagedTensorVersioned> = lent.to_dlpack(&Peer::on(&on)).unwrap();
+        let kept: Box<dyn std::any::Any> = match returned {
+            true => Box::new(Tensor::from_dlpack(export, &on, Peer::on(&on)).unwrap()),
+            false => Box::new(export),
+        };
+        assert!(sim.destroy_context(raw));
+        drop((kept, lent, on, theirs));
+        drop(allocator.allocate(4096, &home).unwrap());
+        let live = allocator.stats().all.allocations.current;
+        assert_eq!(live, 0, "returned {returned}, owned {owned}");
+        allocator.synchronize().unwrap();
+    }
+    allocator.check().unwrap();
+    allocator.close().unwrap();
+    // The allocator was the last to hold a stream of theirs.
+    let under_a_lock = |report: &Report| matches!(report, Report::UnderLock { .. });
+    assert!(
+        !sim.reports().iter().any(under_a_lock),
+        "{:?}",
+        sim.reports()
+    );
 }

@@ -176,3 +176,38 @@ fn a_trace_without_an_end_is_refused_before_it_takes_all_memory() {
         "--max-rows",
     );
 }
+
+#[test]
+fn a_snapshot_of_more_rows_than_wanted_is_refused() {
+    let entry = |n: u64| {
+        let address = n * 4096;
+        format!(r#"{{"action":"alloc","addr":{address},"size":512,"stream":0}}"#)
+    };
+    let entries: Vec<String> = (1..=20).map(entry).collect();
+    let text = format!(
+        r#"{{"segments":[],"device_traces":[[{}]]}}"#,
+        entries.join(",")
+    );
+    for (rows, code) in [("20", 0), ("19", 1)] {
+        for words in [
+            &["replay", "--device", "sim", "--max-rows", rows, "-"][..],
+            &[
+                "export",
+                "--to",
+                "csv",
+                "--out",
+                "-",
+                "--max-rows",
+                rows,
+                "-",
+            ],
+        ] {
+            let output = fed(words, text.as_bytes());
+            let complaint = stderr(&output);
+            assert_eq!(output.status.code(), Some(code), "{words:?}: {complaint}");
+            let why =
+                "<stdin>: cannot be read: there are more than 19 rows; --max-rows N takes more";
+            assert_eq!(complaint.contains(why), code == 1, "{words:?}: {complaint}");
+        }
+    }
+}

@@ -17,7 +17,7 @@ use crate::allocator::extent::record::Recorded;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{AfterFree, StreamKey, Suspect, is_special};
 use crate::error::Error;
-use crate::sync::capture::own_capture_in;
+use crate::sync::capture::spoilt_by_wait;
 use crate::sync::order::wait_until_idle;
 
 /// What a free leaves to do without the lock: markers, and the end of an allocator whose last block it was.
@@ -338,9 +338,17 @@ impl Engine {
 
     pub(crate) fn tell(&self, block: &Lifetime, user: &User) -> Result<(), Error> {
         match user {
-            User::Stream(stream) => self.record(block.ptr, &self.named(stream)?, false),
+            User::Stream(stream) => {
+                let named = self.named(stream);
+                let told = named.and_then(|named| self.record(block.ptr, &named, false));
+                // Of a stream whose context is gone nothing is to be waited for, and nobody could.
+                told.or_else(|error| match self.has_gone(stream.context()) {
+                    true => Ok(()),
+                    false => Err(error),
+                })
+            }
             User::Context(context) => {
-                if let Some(stream) = own_capture_in(context) {
+                if let Some(stream) = spoilt_by_wait(context) {
                     return Err(Error::Capturing { stream });
                 }
                 // One that is lost runs nothing any more.

@@ -258,8 +258,11 @@ impl Heap {
     }
 
     /// The streams of a context get no more work, and what they were given cannot be asked for: it is
-    /// complete when everything was waited for.
-    pub(crate) fn context_gone(&mut self, key: u64, own: &Context) {
+    /// complete when everything was waited for. What is given back is dropped behind the lock: it may be the last that
+    /// holds a stream, whose end the driver is asked for.
+    #[must_use]
+    pub(crate) fn context_gone(&mut self, key: u64, own: &Context) -> Vec<(Context, Holder)> {
+        let mut held = Vec::new();
         let gone = self.streams.iter();
         let gone: Vec<u32> = gone
             .filter(|(_, slot)| slot.context.id() == key)
@@ -277,13 +280,17 @@ impl Heap {
             // Everything up to here is under tickets below the one that is open.
             drop(self.close_batch(stream));
             let slot = &mut self.streams[stream];
-            slot.context = own.clone();
-            slot.holder = Holder::Retired;
+            let context = std::mem::replace(&mut slot.context, own.clone());
+            held.push((
+                context,
+                std::mem::replace(&mut slot.holder, Holder::Retired),
+            ));
             slot.former = None;
             let markers = self.streams.take_markers_of(stream, key);
             events.extend(markers);
         }
         // The handles are nobody's, or somebody else's by now.
         events.into_iter().for_each(std::mem::forget);
+        held
     }
 }
