@@ -134,7 +134,9 @@ fn d4_memory_that_was_lent_to_a_context_which_is_gone_comes_back() {
             false => Box::new(export),
         };
         assert!(sim.destroy_context(raw));
-        drop((kept, lent, on, theirs));
+        // From here on the allocator may be the last to hold their stream.
+        drop((on, theirs));
+        drop((kept, lent));
         drop(allocator.allocate(4096, &home).unwrap());
         let live = allocator.stats().all.allocations.current;
         assert_eq!(live, 0, "returned {returned}, owned {owned}");
@@ -142,11 +144,37 @@ fn d4_memory_that_was_lent_to_a_context_which_is_gone_comes_back() {
     }
     allocator.check().unwrap();
     allocator.close().unwrap();
-    // The allocator was the last to hold a stream of theirs.
     let under_a_lock = |report: &Report| matches!(report, Report::UnderLock { .. });
     assert!(
         !sim.reports().iter().any(under_a_lock),
         "{:?}",
         sim.reports()
     );
+}
+
+/// D4: the last that holds a stream of such a context is the allocator, which lets go of it without its lock.
+#[test]
+fn d4_streams_of_a_context_which_is_gone_end_behind_the_lock() {
+    let sim = Simulator::new(SimConfig::default()).unwrap();
+    let driver = sim.driver().unwrap();
+    let context = driver.context(0).unwrap();
+    let allocator = Allocator::with_config(&context, Config::new()).unwrap();
+    let home = Stream::new(&context).unwrap();
+    let raw = sim.create_context(0).unwrap();
+    // SAFETY: whoever asks finds out that it is gone.
+    let theirs = unsafe { Context::from_raw(&driver, raw) }.unwrap();
+    let on = Stream::new(&theirs).unwrap();
+    let block = allocator.allocate(1 << 20, &home).unwrap();
+    block.record_stream(&on).unwrap();
+    drop(block);
+    drop((on, theirs));
+    assert!(sim.destroy_context(raw));
+    allocator.synchronize().unwrap();
+    let under_a_lock = |report: &Report| matches!(report, Report::UnderLock { .. });
+    assert!(
+        !sim.reports().iter().any(under_a_lock),
+        "{:?}",
+        sim.reports()
+    );
+    allocator.close().unwrap();
 }

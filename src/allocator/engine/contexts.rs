@@ -53,19 +53,13 @@ impl Engine {
             return Err(Error::Capturing { stream: user.raw });
         }
         for stream in kept {
-            let named = self.named(&stream);
-            match named.and_then(|named| self.refuse_capture(&named)) {
-                Err(error) if !self.has_gone(stream.context()) => return Err(error),
-                // Nothing captures in a context that is gone.
-                _ => {}
-            }
+            self.refuse_capture(&self.named(&stream)?)?;
         }
         let suspects = self.driver().own_suspects().into_iter();
         let there = |stream: &Stream| contexts.iter().any(|c| c.id() == stream.context().id());
         for stream in suspects.filter(there) {
             match stream.is_capturing() {
                 Ok(false) => {}
-                Err(_) if self.has_gone(stream.context()) => {}
                 Err(error) if !is_capture_refusal(error.code()) => return Err(self.error(error)),
                 _ => {
                     let stream = stream.raw() as usize;
@@ -74,11 +68,7 @@ impl Engine {
             }
         }
         for context in contexts {
-            let entered = match context.enter() {
-                Ok(entered) => entered,
-                Err(error) if self.is_gone(context, &error) => continue,
-                Err(error) => return Err(self.error(error)),
-            };
+            let entered = context.enter().map_err(|e| self.error(e))?;
             let legacy = std::ptr::null_mut();
             // SAFETY: the null handle is valid while a context is current.
             match unsafe { entered.driver().is_capturing(legacy) } {

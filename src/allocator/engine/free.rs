@@ -338,15 +338,7 @@ impl Engine {
 
     pub(crate) fn tell(&self, block: &Lifetime, user: &User) -> Result<(), Error> {
         match user {
-            User::Stream(stream) => {
-                let named = self.named(stream);
-                let told = named.and_then(|named| self.record(block.ptr, &named, false));
-                // Of a stream whose context is gone nothing is to be waited for, and nobody could.
-                told.or_else(|error| match self.has_gone(stream.context()) {
-                    true => Ok(()),
-                    false => Err(error),
-                })
-            }
+            User::Stream(stream) => self.record(block.ptr, &self.named(stream)?, false),
             User::Context(context) => {
                 if let Some(stream) = spoilt_by_wait(context) {
                     return Err(Error::Capturing { stream });

@@ -276,13 +276,6 @@ impl Engine {
             )
     }
 
-    /// Whether another context than ours is gone, and all its work with it.
-    pub(crate) fn has_gone(&self, context: &Context) -> bool {
-        context
-            .enter()
-            .is_err_and(|error| self.is_gone(context, &error))
-    }
-
     /// What a call came to that was made in a context. That another one than ours is gone is no loss of ours.
     pub(crate) fn error_in(&self, context: &Context, error: DriverError) -> Error {
         if error.code() != CUresult::CUDA_ERROR_INVALID_HANDLE && self.is_gone(context, &error) {
