@@ -20,6 +20,12 @@ def installed(**settings):
     return torch, cualloc.torch
 
 
+def gpus():
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def runtime():
     """The CUDA runtime that PyTorch has loaded."""
     import glob
@@ -406,7 +412,7 @@ threads = [threading.Thread(target=work) for _ in range(4)]
 
 
 def second_device():
-    torch, ours = installed()
+    torch, ours = installed(config="peers=0+1" if gpus() > 1 else None)
     if torch.cuda.device_count() < 2:
         return print("SKIPPED: one GPU")
     x = torch.full((1 << 20,), 2.0, device="cuda:1")
@@ -414,6 +420,7 @@ def second_device():
     y = x.to("cuda:0")
     del x
     assert float(y.sum()) == 2.0 * (1 << 20)
+    assert float(y.to("cuda:1").sum()) == 2.0 * (1 << 20)
     assert torch.cuda.memory_allocated(1) >= 0 and ours.stats(1)["blocks"]["total"] > 0
     ours.check(0)
     ours.check(1)
@@ -489,6 +496,9 @@ def jax():
     torch, ours = installed()
     import jax
 
+    # Of several GPUs it leaves another one current when it starts.
+    jax.devices()
+    torch.cuda.set_device(0)
     x = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
     y = jax.dlpack.from_dlpack(x)
     assert y.unsafe_buffer_pointer() == x.data_ptr()
