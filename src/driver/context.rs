@@ -263,6 +263,11 @@ impl Context {
         Ok(())
     }
 
+    /// Whether nobody destroys it: it was retained here, or has its owner here.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.0.is_kept()
+    }
+
     /// Makes this context current and leaves the capture mode alone: for the cheap queries.
     pub(super) fn switch(&self) -> Result<Switched<'_>, DriverError> {
         self.0.is_itself()?;
@@ -316,11 +321,15 @@ impl fmt::Debug for Context {
 }
 
 impl Inner {
+    /// Whether it was retained here, or has its owner here.
+    fn is_kept(&self) -> bool {
+        self.primary || self.owner.is_some()
+    }
+
     /// Fails if the handle is another context's by now: the driver gives the handles of those that were destroyed
-    /// again. Nobody destroys what was retained here, or has its owner here.
+    /// again. Nobody destroys what is kept.
     fn is_itself(&self) -> Result<(), DriverError> {
-        let kept = self.primary || self.owner.is_some();
-        if !kept && id_of(self.device.driver(), self.raw)? != self.id {
+        if !self.is_kept() && id_of(self.device.driver(), self.raw)? != self.id {
             let code = CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
             return Err(DriverError::new("cuCtxGetId", code));
         }

@@ -31,6 +31,7 @@ pub(crate) mod trial;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
+use crate::driver::sys::CUresult;
 use crate::driver::{Context, Device, Driver, DriverError, Feature, MemoryProperties, process};
 use crate::sync::event::EventPools;
 
@@ -364,12 +365,19 @@ impl Engine {
 
     /// Turns a driver's error into ours, and remembers a lost context.
     pub(crate) fn error(&self, error: DriverError) -> Error {
-        if error.is_fatal() {
+        if error.is_fatal() && !self.is_of_another(&error) {
             self.at_once.store(0, Ordering::Relaxed);
             self.pages.stop();
             return Error::ContextLost(*self.lost.get_or_init(|| error));
         }
         Error::Driver(error)
+    }
+
+    /// Whether an error says that a context which was looked at is gone, and that is not ours: ours is kept.
+    #[cold]
+    fn is_of_another(&self, error: &DriverError) -> bool {
+        let gone = DriverError::new("cuCtxGetId", CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
+        *error == gone && self.context.is_kept()
     }
 
     /// Whether calls make no sense any more: [`usable`](Self::usable) without the reason. In a forked child not even a
@@ -415,3 +423,34 @@ impl Engine {
 
 /// The shared inside of an allocator and its blocks.
 pub(crate) type Shared = Arc<Engine>;
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tests {
+    use crate::allocator::{Allocator, Config};
+    use crate::driver::sys::CUresult;
+    use crate::driver::{Context, DriverError, Stream};
+    use crate::error::Error;
+    use crate::sim::{SimConfig, Simulator};
+
+    #[test]
+    fn a_context_of_somebody_else_that_is_gone_is_no_loss_of_ours() {
+        let sim = Simulator::new(SimConfig::default()).unwrap();
+        let driver = sim.driver().unwrap();
+        let of = |context| Allocator::with_config(context, Config::new()).unwrap();
+        let gone = DriverError::new("cuCtxGetId", CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
+
+        let ours = driver.context(0).unwrap();
+        let (allocator, stream) = (of(&ours), Stream::new(&ours).unwrap());
+        assert!(matches!(allocator.engine().error(gone), Error::Driver(_)));
+        drop(allocator.allocate(4096, &stream).unwrap());
+        allocator.close().unwrap();
+
+        let raw = sim.create_context(0).unwrap();
+        // SAFETY: whoever asks finds out that it is gone.
+        let theirs = unsafe { Context::from_raw(&driver, raw) }.unwrap();
+        let allocator = of(&theirs);
+        assert!(sim.destroy_context(raw));
+        let lost = allocator.engine().error(gone);
+        assert!(matches!(lost, Error::ContextLost(_)), "{lost}");
+    }
+}
