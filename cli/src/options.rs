@@ -122,7 +122,7 @@ pub struct ExportOptions {
     /// What to write.
     #[arg(long, value_enum)]
     pub to: FormatChoice,
-    /// Events that the recording may have: each takes some 150 bytes of memory, as `pytorch-json` 350.
+    /// Events that the recording may have: each takes 130 to 200 bytes of memory, as `pytorch-json` 350.
     #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
     pub max_rows: u64,
     /// File to write; `-` is standard output.

@@ -47,12 +47,18 @@ fn own_capture_in(context: &Context) -> Option<usize> {
 /// The handle of a stream that captures in a context, whose capture a wait for all of that would spoil: one of this
 /// crate's, or the legacy stream (0), which answers for the blocking ones. Each thread's own default stream is one of
 /// these.
-pub(crate) fn spoilt_by_wait(context: &Context) -> Option<usize> {
-    // What else goes wrong with the second question the wait itself will say.
-    own_capture_in(context).or_else(|| {
-        let capturing = is_capturing(&Stream::legacy(context));
-        capturing.is_ok_and(|capturing| capturing).then_some(0)
-    })
+///
+/// # Errors
+/// Those that say that the context is lost. What else goes wrong the wait itself will say.
+pub(crate) fn spoilt_by_wait(context: &Context) -> Result<Option<usize>, DriverError> {
+    if let Some(stream) = own_capture_in(context) {
+        return Ok(Some(stream));
+    }
+    match is_capturing(&Stream::legacy(context)) {
+        Ok(capturing) => Ok(capturing.then_some(0)),
+        Err(error) if error.is_fatal() => Err(error),
+        Err(_) => Ok(None),
+    }
 }
 
 /// The handle of a stream that captures in a context, as far as that is known: one that was found

@@ -59,7 +59,7 @@ pub(crate) fn wait_for(event: &Pooled, stream: &Stream) -> Result<(), DriverErro
 /// # Errors
 /// The driver's, or what it would say.
 pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
-    if spoilt_by_wait(context).is_some() {
+    if spoilt_by_wait(context)?.is_some() {
         let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         return Err(DriverError::new("cuCtxSynchronize", code));
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 use crate::common::*;
 use crate::foreign::*;
 use cualloc::allocator::{Allocator, Config};
-use cualloc::driver::{Context, Stream};
+use cualloc::driver::{Context, Driver, Stream};
 use cualloc::exchange::dlpack::DLManagedTensorVersioned;
 use cualloc::exchange::*;
 use cualloc::sim::{Report, SimConfig, Simulator};
@@ -107,15 +107,27 @@ fn s5_65_import_is_ordered_with_the_producer_stream() {
     });
 }
 
-/// D4: memory that a stream used whose context was destroyed since goes back all the same: what was under way there
-/// ended with the context.
-#[test]
-fn d4_memory_that_was_lent_to_a_context_which_is_gone_comes_back() {
+/// An allocator of a primary context with a stream, for tests that destroy other contexts beside it.
+fn beside_others() -> (Simulator, Driver, Allocator, Stream) {
     let sim = Simulator::new(SimConfig::default()).unwrap();
     let driver = sim.driver().unwrap();
     let context = driver.context(0).unwrap();
     let allocator = Allocator::with_config(&context, Config::new()).unwrap();
     let home = Stream::new(&context).unwrap();
+    (sim, driver, allocator, home)
+}
+
+fn nothing_under_a_lock(sim: &Simulator) {
+    let under_a_lock = |report: &Report| matches!(report, Report::UnderLock { .. });
+    let reports = sim.reports();
+    assert!(!reports.iter().any(under_a_lock), "{reports:?}");
+}
+
+/// D4: memory that a stream used whose context was destroyed since goes back all the same: what was under way there
+/// ended with the context.
+#[test]
+fn d4_memory_that_was_lent_to_a_context_which_is_gone_comes_back() {
+    let (sim, driver, allocator, home) = beside_others();
     for (returned, owned) in [(true, false), (false, false), (true, true), (false, true)] {
         let raw = sim.create_context(0).unwrap();
         // SAFETY: whoever asks finds out that it is gone.
@@ -144,22 +156,13 @@ fn d4_memory_that_was_lent_to_a_context_which_is_gone_comes_back() {
     }
     allocator.check().unwrap();
     allocator.close().unwrap();
-    let under_a_lock = |report: &Report| matches!(report, Report::UnderLock { .. });
-    assert!(
-        !sim.reports().iter().any(under_a_lock),
-        "{:?}",
-        sim.reports()
-    );
+    nothing_under_a_lock(&sim);
 }
 
 /// D4: the last that holds a stream of such a context is the allocator, which lets go of it without its lock.
 #[test]
 fn d4_streams_of_a_context_which_is_gone_end_behind_the_lock() {
-    let sim = Simulator::new(SimConfig::default()).unwrap();
-    let driver = sim.driver().unwrap();
-    let context = driver.context(0).unwrap();
-    let allocator = Allocator::with_config(&context, Config::new()).unwrap();
-    let home = Stream::new(&context).unwrap();
+    let (sim, driver, allocator, home) = beside_others();
     let raw = sim.create_context(0).unwrap();
     // SAFETY: whoever asks finds out that it is gone.
     let theirs = unsafe { Context::from_raw(&driver, raw) }.unwrap();
@@ -170,11 +173,6 @@ fn d4_streams_of_a_context_which_is_gone_end_behind_the_lock() {
     drop((on, theirs));
     assert!(sim.destroy_context(raw));
     allocator.synchronize().unwrap();
-    let under_a_lock = |report: &Report| matches!(report, Report::UnderLock { .. });
-    assert!(
-        !sim.reports().iter().any(under_a_lock),
-        "{:?}",
-        sim.reports()
-    );
+    nothing_under_a_lock(&sim);
     allocator.close().unwrap();
 }

@@ -340,7 +340,7 @@ impl Engine {
         match user {
             User::Stream(stream) => self.record(block.ptr, &self.named(stream)?, false),
             User::Context(context) => {
-                if let Some(stream) = spoilt_by_wait(context) {
+                if let Ok(Some(stream)) = spoilt_by_wait(context) {
                     return Err(Error::Capturing { stream });
                 }
                 // One that is lost runs nothing any more.
