@@ -4,7 +4,6 @@
     python3 tests/layers.py               the check, against tests/layers.allow
     python3 tests/layers.py --shrink      takes off the list what is in no circle any more, then checks
     python3 tests/layers.py --arrows      every arrow between files, with the names that make it
-    python3 tests/layers.py --self-test   what must be found is planted in copies, and found
 
 A file imports another if its code names something that the other defines: in a `use`, or by a path
 (`super::x::y`, `crate::x::y`, `x::y` of a module in scope). Names are followed through re-exports to the
@@ -497,12 +496,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arrows", action="store_true")
     parser.add_argument("--shrink", action="store_true")
-    parser.add_argument("--self-test", action="store_true")
     options = parser.parse_args()
-    if options.self_test:
-        import layers_self_test
-
-        return 1 if layers_self_test.run() else 0
     if options.shrink:
         shrink(ROOT)
     if options.arrows:

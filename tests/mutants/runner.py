@@ -338,7 +338,6 @@ def parsed(arguments):
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many beside each other")
     parser.add_argument("--list", action="store_true", help="show them, run nothing")
     parser.add_argument("--check", action="store_true", help="only what the sources tell, of all mutants")
-    parser.add_argument("--self-test", action="store_true", help="show that the runner sees what it must see")
     parser.add_argument("names", nargs="*", metavar="NAME")
     return parser.parse_args(arguments)
 
@@ -346,10 +345,6 @@ def parsed(arguments):
 def main():
     options = parsed(sys.argv[1:])
     root = Path(__file__).resolve().parents[2]
-    if options.self_test:
-        import self_test
-
-        return self_test.run()
     # An end from outside ends the test of the moment too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     target = Path(os.environ.get("CARGO_TARGET_DIR", root / "target")).absolute()
