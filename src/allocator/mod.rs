@@ -34,7 +34,7 @@ pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
 pub(crate) use cache::stream_cache::Gauge;
-pub use config::{CONFIG_VARIABLE, Config, DebugModes, Limit, Policy, Profile};
+pub use config::{CONFIG_VARIABLE, Config, DebugModes, Limit, Policy, Profile, Waits};
 pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;

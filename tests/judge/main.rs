@@ -20,4 +20,4 @@ mod run;
 mod threads;
 mod world;
 
-use court::{rng, table};
+use court::{law, rng, table};

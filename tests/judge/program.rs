@@ -2,6 +2,7 @@
 //! program is a program.
 
 use cualloc::Policy;
+use cualloc::allocator::Waits;
 use cualloc::driver::sys::CUresult;
 
 use super::graphs;
@@ -68,6 +69,7 @@ pub struct Setup {
     pub seed: u64,
     pub policy: Policy,
     pub limit: Option<u64>,
+    pub waits: Waits,
     pub views: bool,
     pub budget: Option<u64>,
     pub handle: Option<u64>,
@@ -507,6 +509,11 @@ pub fn generate(
         seed: number,
         policy,
         limit,
+        waits: match number % 5 {
+            0 => Waits::Always,
+            1 => Waits::Never,
+            _ => Waits::Scarce,
+        },
         views: match profile.tight {
             true => rng.percent(45) || !packed,
             false => views || !packed,

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Request};
+use cualloc::allocator::{Allocator, Policy, Request};
 use cualloc::driver::sys::*;
 use cualloc::error::StreamMisuse;
 
+use super::law;
 use super::program::{Act, Step, size, tight_size};
 use super::rng::Rng;
-use super::table::court;
-use super::world::{Done, Held, Kind, Lane, Slot, World};
+use super::table::{court, requesting};
+use super::world::{Done, Held, Kind, Lane, MEMORY, Slot, World};
 
 const ALIGNMENTS: &[usize] = &[
     1 << 16,
@@ -179,29 +180,31 @@ impl World {
         }
         let placed = placed.views(rng.percent(50));
         let aligned = Request::new(bytes).align(alignment);
-        let mut owned = true;
         let act = match act {
             Act::AllocateRaw if it.stream.is_some() && !self.setup.mixed => Act::Allocate,
             act => act,
         };
-        let result = match (&it.stream, act) {
-            (Some(stream), Act::Allocate) => allocator.allocate(bytes, stream).map(Some),
-            (Some(stream), Act::AllocateAligned) => {
-                allocator.allocate_with(aligned, stream).map(Some)
-            }
-            (Some(stream), Act::AllocateAtHand) => {
-                let alignment = if rng.percent(40) { alignment } else { 1 };
-                let cached = Request::new(bytes).align(alignment).cached_only();
-                match allocator.allocate_with(cached, stream) {
-                    Err(Error::NotCached) => Ok(None),
-                    result => result.map(Some),
-                }
-            }
-            (Some(stream), Act::AllocatePlaced) => {
-                allocator.allocate_with(placed, stream).map(Some)
+        let request = self.judged(slot, bytes, alignment);
+        let owned = it.stream.is_some()
+            && matches!(
+                act,
+                Act::Allocate | Act::AllocateAligned | Act::AllocateAtHand | Act::AllocatePlaced
+            );
+        let result = requesting(request, || match &it.stream {
+            Some(stream) if owned => {
+                let block = match act {
+                    Act::Allocate => allocator.allocate(bytes, stream),
+                    Act::AllocateAligned => allocator.allocate_with(aligned, stream),
+                    Act::AllocatePlaced => allocator.allocate_with(placed, stream),
+                    _ => {
+                        let alignment = if rng.percent(40) { alignment } else { 1 };
+                        let cached = Request::new(bytes).align(alignment).cached_only();
+                        allocator.allocate_with(cached, stream)
+                    }
+                };
+                block.map(|block| (block.ptr(), Kind::Block(block)))
             }
             _ => {
-                owned = false;
                 let plain = act != Act::AllocatePlaced;
                 // SAFETY: the stream is live until it was retired.
                 let ptr = unsafe {
@@ -211,28 +214,47 @@ impl World {
                         _ => allocator.allocate_raw_with(placed, raw),
                     }
                 };
-                match ptr {
-                    Ok(ptr) => {
-                        self.told(slot, lane, false);
-                        return self.handed_out(slot, lane, (ptr, bytes as u64), Kind::Raw);
-                    }
-                    Err(error) => Err(error),
-                }
+                ptr.map(|ptr| (ptr, Kind::Raw))
             }
-        };
+        });
         self.told(slot, lane, owned);
         match result {
-            Ok(None) => Ok(()),
-            Ok(Some(block)) => {
-                self.lanes[lane].kept_in.insert(slot);
-                let place = (block.ptr(), bytes as u64);
-                if act == Act::AllocateAligned && !block.ptr().is_multiple_of(alignment as u64) {
-                    return Err(format!("{:#x} is not aligned to {alignment}", block.ptr()));
+            Ok((ptr, kind)) => {
+                if matches!(kind, Kind::Block(_)) {
+                    self.lanes[lane].kept_in.insert(slot);
                 }
-                self.handed_out(slot, lane, place, Kind::Block(block))
+                let aligned = ptr.is_multiple_of(alignment as u64);
+                if owned && act == Act::AllocateAligned && !aligned {
+                    return Err(format!("{ptr:#x} is not aligned to {alignment}"));
+                }
+                self.handed_out(slot, lane, (ptr, bytes as u64), kind)
             }
+            Err(Error::NotCached) => Ok(()),
             Err(_) if act == Act::AllocatePlaced => Ok(()),
             Err(error) => self.refused("an allocation was refused", &error),
+        }
+    }
+
+    /// What the judge of waits is told of a request.
+    fn judged(&self, slot: usize, bytes: usize, alignment: usize) -> law::Request {
+        const GRANULE: u64 = 2 << 20;
+        let Slot {
+            allocator, place, ..
+        } = &self.slots[slot];
+        let used = self.sim.memory_in_use(self.places[*place].device);
+        let held = allocator.stats().all.reserved.current;
+        let limit = allocator.limit().unwrap_or(u64::MAX);
+        let span = (bytes + alignment) as u64;
+        let least = match self.setup.policy {
+            Policy::Packed => 0,
+            // A segment of the classic policy serves several requests.
+            _ => 20 << 20,
+        };
+        law::Request {
+            waits: self.setup.waits,
+            bytes: bytes as u64,
+            needed: (span.next_multiple_of(GRANULE) + GRANULE).max(least),
+            room: limit.saturating_sub(held).min(MEMORY - used),
         }
     }
 

@@ -113,13 +113,15 @@ pub struct World {
     pub verdict: Cell<Option<String>>,
 }
 
+/// Bytes of memory of each device.
+pub const MEMORY: u64 = 4 << 30;
+
 pub type Done = Result<(), String>;
 
 impl World {
     pub fn new(setup: &Setup) -> Result<World, String> {
-        let memory = 4 << 30;
         let device = SimDevice {
-            memory,
+            memory: MEMORY,
             ..SimDevice::default()
         };
         let config = SimConfig {
@@ -217,6 +219,7 @@ impl World {
         let mut config = Config::new()
             .policy(setup.policy)
             .limit(setup.limit)
+            .waits(setup.waits)
             .views(setup.views)
             .capture_checks(setup.capture_checks)
             .ahead(setup.has_helpers());

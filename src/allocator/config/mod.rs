@@ -36,6 +36,23 @@ pub enum Profile {
     Quick,
 }
 
+/// Whether an allocation may wait for unfinished work of streams other than its own in order to reuse their memory.
+///
+/// If that work itself depends on work that the allocating stream gets later (a receive posted early, a kernel that
+/// polls a flag), such a wait is a deadlock; and it always costs overlap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Waits {
+    /// Only when the limit or the device leaves no room for new memory.
+    #[default]
+    Scarce,
+    /// Before memory is added beyond the soft cap: the least memory, and the least overlap of streams.
+    Always,
+    /// Not at all, on the device or on the host: a request that could only be served by waiting fails with
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    Never,
+}
+
 /// A bound on memory held from the driver.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Limit {
@@ -60,6 +77,8 @@ pub struct Config {
     pub limit: Option<Limit>,
     /// Ordinals of further devices that may access the memory. Packed policy only.
     pub peers: Vec<usize>,
+    /// Whether an allocation may wait for unfinished work of other streams.
+    pub waits: Waits,
     /// Whether memory may be used through second layouts (views), on by default. Packed policy only.
     /// Work that reads through one address what a grid still running writes through another (a
     /// persistent kernel, a dependent launch before its wait) is outside what views promise.
@@ -132,6 +151,7 @@ pub(crate) struct Tuning {
     pub budget: Option<u64>,
     pub profile: Profile,
     pub handle: Option<u64>,
+    pub waits: Waits,
 }
 
 /// Largest size of a handle that can be asked for.
@@ -143,6 +163,7 @@ impl Default for Config {
             policy: Policy::Auto,
             limit: None,
             peers: Vec::new(),
+            waits: Waits::Scarce,
             views: true,
             capture_checks: false,
             captures: true,
@@ -183,6 +204,12 @@ impl Config {
     /// Bounds the bytes held from the driver to a share of the device's memory.
     pub fn limit_fraction(mut self, fraction: f64) -> Self {
         self.limit = Some(Limit::Fraction(fraction));
+        self
+    }
+
+    /// Sets when an allocation may wait for unfinished work of other streams.
+    pub fn waits(mut self, waits: Waits) -> Self {
+        self.waits = waits;
         self
     }
 
@@ -284,6 +311,7 @@ impl Config {
             budget: self.budget,
             profile: self.profile,
             handle: self.handle,
+            waits: self.waits,
         }
     }
 

@@ -3,11 +3,11 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use crate::allocator::config::{Config, DebugModes, Limit, Policy, Profile};
+use crate::allocator::config::{Config, DebugModes, Limit, Policy, Profile, Waits};
 use crate::error::ConfigError;
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
-/// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `views=on|off`,
+/// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `waits=scarce|always|never`, `views=on|off`,
 /// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
 /// `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
 /// `profile=dense|quick`, `handle=BYTES`, `nvtx=auto|off`,
@@ -55,6 +55,14 @@ impl FromStr for Config {
                         .split('+')
                         .map(|p| p.parse().map_err(|_| invalid()))
                         .collect::<Result<_, _>>()?;
+                }
+                "waits" => {
+                    config.waits = match value {
+                        "scarce" => Waits::Scarce,
+                        "always" => Waits::Always,
+                        "never" => Waits::Never,
+                        _ => return Err(invalid()),
+                    }
                 }
                 "views" => config.views = parse_switch(value).ok_or_else(invalid)?,
                 "capture_checks" => {
@@ -275,6 +283,14 @@ mod tests {
             assert_eq!(parse(&format!("checks={value}")), Ok(expected));
         }
         assert_eq!(Config::new().context_checks, cfg!(debug_assertions));
+        for (value, waits) in [
+            ("scarce", Waits::Scarce),
+            ("always", Waits::Always),
+            ("never", Waits::Never),
+        ] {
+            let expected = Config::new().waits(waits);
+            assert_eq!(parse(&format!("waits={value}")), Ok(expected));
+        }
         assert_eq!(parse("profile=dense"), Ok(Config::new()));
         let quick = Config::new().profile(Profile::Quick);
         assert_eq!(parse("profile=quick"), Ok(quick));
@@ -306,6 +322,7 @@ mod tests {
             "self_test=1",
             "checks=on",
             "captures=off",
+            "waits=on",
             "unretired_streams=yes",
             "ahead=1",
             "slack=2",

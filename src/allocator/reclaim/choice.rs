@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use crate::allocator::config::Waits;
 use crate::allocator::engine::hooks::{Hooks, ReliefHook};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
@@ -14,9 +15,12 @@ use crate::allocator::heap::growth::{Bound, Growth};
 use crate::allocator::heap::stitch::STITCH_MIN;
 use crate::allocator::heap::{Heap, Part};
 use crate::allocator::physical::policy::Rules;
-use crate::allocator::physical::{Fresh, LEVELS, Release};
-use crate::allocator::size::{GRANULE, PAGE};
-use crate::allocator::stream::finder::{Reach, Run};
+use crate::allocator::physical::{Fresh, Release};
+use crate::allocator::reclaim::fit::{
+    Best, best_run, part_behind_waits, ready_in_view, run_behind_waits,
+};
+use crate::allocator::size::GRANULE;
+use crate::allocator::stream::finder::Run;
 use crate::allocator::stream::slot::StreamKey;
 use crate::allocator::view::mapping::{Openings, Stitch, ViewRun};
 use crate::driver::{DriverError, Event};
@@ -85,6 +89,8 @@ pub(crate) struct Reclaim<'a> {
     pub awaited: bool,
     /// A marker of the asking stream was tried since the last hook ran.
     pub marked: bool,
+    /// All streams with markers were asked.
+    pub polled: bool,
     /// No more address space can be had; what there is may do.
     pub cramped: bool,
     pub answer: Answer,
@@ -119,6 +125,8 @@ pub(crate) enum Step {
     EmptyCaches,
     /// Tries again to release what an earlier failure left behind.
     Retry,
+    /// Asks all streams with markers what is complete, those too that were asked a short time ago.
+    Poll,
     /// Waits until nothing is being made ahead of requests.
     AwaitAhead,
     Release(Vec<Release>),
@@ -153,20 +161,9 @@ impl Step {
     }
 }
 
-/// A ready extent is passed over for one that needs a wait if it is longer than this many times the
-/// other (plus a page), by level of the stitching budget. The longer one is what the request would take:
-/// where it leaves handles whole that is not the best fit, and such a piece waits sooner.
-const TOLERANCES: [u64; LEVELS] = [16, 8, 2, 1, 0, 0];
-
-const TOLERANCE_SLACK: u64 = PAGE / GRANULE;
-
 /// Views that stand idle go before there is more address space for views than so many times the
 /// device's memory.
 pub(crate) const VIEW_ADDRESSES: u64 = 8;
-
-/// Requests below this many bytes leave handles whole near the limit, if they can. Larger ones would take
-/// from long runs what large requests find in one piece now. From simulation over recorded work.
-const SPARING_BELOW: u64 = 8 << 20;
 
 impl<'a> Reclaim<'a> {
     pub(crate) fn new(hooks: &'a Hooks, total_memory: u64) -> Self {
@@ -181,6 +178,7 @@ impl<'a> Reclaim<'a> {
             retried: false,
             awaited: false,
             marked: false,
+            polled: false,
             cramped: false,
             answer: Answer::Known,
             last_resort: LastResort::Hooks(None),
@@ -248,16 +246,22 @@ impl<'a> Reclaim<'a> {
 
     fn choose(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if !want.in_one_handle()
-            && let Some(step) = fitting(heap, want)
+            && let Some(best) = best_run(heap, want)
         {
-            return step;
+            return match best {
+                Best::Ready(run) => Step::Take(run),
+                Best::Tighter(run) => {
+                    heap.stats.reclaim.tighter += 1;
+                    Step::Claim(heap.part(want, run))
+                }
+            };
         }
         if self.is_beyond(heap, want) {
             self.beyond = true;
             return Step::Fail;
         }
         if heap.rules == Rules::Classic {
-            return choose_classic(heap, want).unwrap_or_else(|| self.make_room(heap, want));
+            return self.choose_classic(heap, want);
         }
         if self.stage < Stage::CachesEmptied {
             self.stage = Stage::CachesEmptied;
@@ -266,7 +270,7 @@ impl<'a> Reclaim<'a> {
             }
         }
         if want.in_one_handle() {
-            return in_one_handle(heap, want).unwrap_or_else(|| self.make_room(heap, want));
+            return self.choose_handle(heap, want);
         }
         if heap.lacks_addresses(want, self.cramped) {
             return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
@@ -274,33 +278,130 @@ impl<'a> Reclaim<'a> {
         let mut open = None;
         if self.stitches(want)
             && self.shortened != Shortened::Now
-            && let Some(step) = ready_in_view(heap, want, &mut open)
+            && let Some(run) = ready_in_view(heap, want, &mut open)
         {
-            return step;
+            return Step::View(run);
         }
         if let Some(growth) = heap.plan_growth(want, Bound::SoftCap, false) {
             heap.stats.reclaim.grown += 1;
             return Step::Grow(growth);
         }
-        if let Some(step) = behind_waits(heap, want) {
+        let waits = heap.physical.tuning.waits;
+        let stitches = self.stitches(want) && !self.unstitched;
+        let first = waits == Waits::Always;
+        if !first && let Some(step) = self.poll(heap) {
             return step;
         }
-        if self.stitches(want)
-            && !self.unstitched
-            && let Some(step) = self.stitch_step(heap, want, open)
+        if first && let Some(step) = self.wait_for_memory(heap, want, run_behind_waits) {
+            return step;
+        }
+        if stitches && let Some(step) = self.stitch_step(heap, want, open, first) {
+            return step;
+        }
+        if let Some(growth) = heap.plan_growth(want, Bound::Limit, false) {
+            heap.stats.reclaim.grown_hard += 1;
+            return Step::Grow(growth);
+        }
+        if waits == Waits::Scarce && heap.streams.several() {
+            if let Some(step) = self.wait_for_memory(heap, want, run_behind_waits) {
+                return step;
+            }
+            if stitches && let Some(step) = self.stitch_step(heap, want, None, true) {
+                return step;
+            }
+        }
+        if waits != Waits::Never
+            && let Some(growth) = heap.plan_growth(want, Bound::Limit, true)
+        {
+            heap.stats.reclaim.grown_hard += 1;
+            return Step::Grow(growth);
+        }
+        self.make_room(heap, want)
+    }
+
+    /// Polls all streams, once in a reclaim, before memory is added or waited for.
+    fn poll(&mut self, heap: &Heap) -> Option<Step> {
+        if self.polled || !heap.streams.several() {
+            return None;
+        }
+        self.polled = true;
+        Some(Step::Poll)
+    }
+
+    /// Asks the driver again, once in a reclaim, if it refused memory to an earlier one: others may have freed some.
+    fn ask_again(&mut self, heap: &Heap) -> Option<Step> {
+        if !matches!(self.answer, Answer::Known) {
+            return None;
+        }
+        heap.physical.full_at?;
+        self.answer = Answer::AskedAgain;
+        Some(Step::AskAgain)
+    }
+
+    /// The steps of the classic policy before room is made.
+    fn choose_classic(&mut self, heap: &mut Heap, want: &Want) -> Step {
+        if let Some(fresh) = heap.plan_segment(want) {
+            heap.stats.reclaim.grown += 1;
+            return Step::Segment(fresh);
+        }
+        if let Some(step) = self.wait_for_memory(heap, want, run_behind_waits) {
+            return step;
+        }
+        self.make_room(heap, want)
+    }
+
+    /// The steps before room is made for a block that has to lie in one handle: the tightest open stretch of one, a
+    /// handle of its own, a stretch behind waits.
+    fn choose_handle(&mut self, heap: &mut Heap, want: &Want) -> Step {
+        if let Some(part) = heap.part_of_handle(want, |finder, id| finder.ready(id)) {
+            heap.stats.reclaim.ready += 1;
+            return Step::Claim(part);
+        }
+        let bytes = want.handle_bytes();
+        let Some(hole) = heap.hole_for_handle(want) else {
+            return Step::Reserve(want.space, bytes);
+        };
+        let early = heap.physical.tuning.waits == Waits::Always;
+        let within_cap = bytes <= heap.room_within(Bound::SoftCap);
+        if early
+            && !within_cap
+            && let Some(step) = self.wait_for_memory(heap, want, part_behind_waits)
         {
             return step;
         }
-        let growth = heap
-            .plan_growth(want, Bound::Limit, false)
-            .or_else(|| heap.plan_growth(want, Bound::Limit, true));
-        match growth {
-            Some(growth) => {
-                heap.stats.reclaim.grown_hard += 1;
-                Step::Grow(growth)
-            }
-            None => self.make_room(heap, want),
+        if bytes <= heap.room()
+            && let Some(growth) = heap.plan_handle(want, hole)
+        {
+            heap.stats.reclaim.grown += u64::from(within_cap);
+            heap.stats.reclaim.grown_hard += u64::from(!within_cap);
+            return Step::Grow(growth);
         }
+        if !early && let Some(step) = self.wait_for_memory(heap, want, part_behind_waits) {
+            return step;
+        }
+        self.make_room(heap, want)
+    }
+
+    /// A step that waits for other streams, chosen where no growth can serve the request, unless the driver should be
+    /// asked before.
+    fn wait_for_memory(
+        &mut self,
+        heap: &mut Heap,
+        want: &Want,
+        find: impl FnOnce(&Heap, &Want) -> Option<Part>,
+    ) -> Option<Step> {
+        let waits = heap.physical.tuning.waits;
+        if waits == Waits::Never || !heap.streams.several() {
+            return None;
+        }
+        if waits == Waits::Scarce
+            && let Some(step) = self.poll(heap).or_else(|| self.ask_again(heap))
+        {
+            return Some(step);
+        }
+        let part = find(heap, want)?;
+        heap.stats.reclaim.waited += 1;
+        Some(Step::Claim(part))
     }
 
     /// Whether a view could serve a request at all.
@@ -313,12 +414,13 @@ impl<'a> Reclaim<'a> {
         self.views_for(want) && u64::from(want.granules) * GRANULE >= STITCH_MIN
     }
 
-    /// A place in a view behind waits, or a stitch. `open` is what is ready, if that is known.
+    /// A stitch, or with `waits` a place in a view behind waits. `open` is what is ready, if that is known.
     fn stitch_step(
         &mut self,
         heap: &mut Heap,
         want: &Want,
         open: Option<Openings>,
+        waits: bool,
     ) -> Option<Step> {
         let open = match open {
             Some(open) => open,
@@ -331,7 +433,7 @@ impl<'a> Reclaim<'a> {
         {
             return Some(Step::View(run));
         }
-        let reachable = match open.more {
+        let reachable = match open.more && waits {
             true => Some(heap.openings(want, true)?),
             false => None,
         };
@@ -409,11 +511,13 @@ impl<'a> Reclaim<'a> {
             self.retried = true;
             return Step::Retry;
         }
+        let waits = heap.physical.tuning.waits != Waits::Never;
         if self.views_for(want) && !self.stitches(want) && !self.unstitched {
             let mut open = None;
             // At the limit memory always wins, also for requests that are not worth a view before.
-            if let Some(step) =
-                ready_in_view(heap, want, &mut open).or_else(|| self.stitch_step(heap, want, open))
+            if let Some(step) = ready_in_view(heap, want, &mut open)
+                .map(Step::View)
+                .or_else(|| self.stitch_step(heap, want, open, waits))
             {
                 return step;
             }
@@ -441,13 +545,13 @@ impl<'a> Reclaim<'a> {
             self.begin_again();
             return Step::Mark(heap.streams[want.stream].key);
         }
-        if matches!(self.answer, Answer::Known) && heap.physical.full_at.is_some() {
-            self.answer = Answer::AskedAgain;
-            return Step::AskAgain;
+        if let Some(step) = self.poll(heap).or_else(|| self.ask_again(heap)) {
+            return step;
         }
         let oldest = heap
             .streams
             .iter()
+            .filter(|(stream, _)| waits || *stream == want.stream)
             .filter_map(|(stream, slot)| slot.markers.front().map(|m| (m.order, stream, m)))
             .filter(|(_, _, marker)| !marker.doubtful)
             .min_by_key(|(order, _, _)| *order);
@@ -467,7 +571,7 @@ impl<'a> Reclaim<'a> {
             return Step::Hook(hook, missing.saturating_sub(heap.room()));
         }
         let asked = matches!(self.last_resort, LastResort::Hooks(_));
-        if asked && heap.streams.iter().any(|(_, slot)| !slot.covered()) {
+        if waits && asked && heap.streams.iter().any(|(_, slot)| !slot.covered()) {
             heap.stats.reclaim.synchronised += 1;
             self.last_resort = LastResort::Synchronised;
             self.begin_again();
@@ -475,129 +579,4 @@ impl<'a> Reclaim<'a> {
         }
         Step::Fail
     }
-}
-
-/// What comes before room is made under the classic policy.
-fn choose_classic(heap: &mut Heap, want: &Want) -> Option<Step> {
-    if let Some(fresh) = heap.plan_segment(want) {
-        heap.stats.reclaim.grown += 1;
-        return Some(Step::Segment(fresh));
-    }
-    behind_waits(heap, want)
-}
-
-/// What comes before room is made for a block that has to lie in one handle: the tightest open stretch of one, a
-/// handle of its own below the soft cap, a stretch behind waits, a handle below the limit.
-fn in_one_handle(heap: &mut Heap, want: &Want) -> Option<Step> {
-    if let Some(part) = heap.part_of_handle(want, |finder, id| finder.ready(id)) {
-        heap.stats.reclaim.ready += 1;
-        return Some(Step::Claim(part));
-    }
-    let bytes = want.handle_bytes();
-    let Some(hole) = heap.hole_for_handle(want) else {
-        return Some(Step::Reserve(want.space, bytes));
-    };
-    if bytes <= heap.room_within(Bound::SoftCap) {
-        heap.stats.reclaim.grown += 1;
-        return heap.plan_handle(want, hole).map(Step::Grow);
-    }
-    if heap.streams.several()
-        && let Some(part) = heap.part_of_handle(want, |finder, id| finder.reachable(id))
-    {
-        heap.stats.reclaim.waited += 1;
-        return Some(Step::Claim(part));
-    }
-    if bytes > heap.room() {
-        return None;
-    }
-    heap.stats.reclaim.grown_hard += 1;
-    heap.plan_handle(want, hole).map(Step::Grow)
-}
-
-/// Whether a request should leave handles whole where it can: near the limit, where others must find whole ones to
-/// stitch, if it is small. Not of a lone stream, whose requests are served without any look at handles.
-fn spares_handles(heap: &Heap, want: &Want) -> bool {
-    heap.rules.maps()
-        && want.space == SpaceId::Large
-        && u64::from(want.granules) * GRANULE < SPARING_BELOW
-        && heap.streams.several()
-        && !heap.bounds_hold(0)
-}
-
-/// A fitting extent: ready, or much tighter behind a wait.
-fn fitting(heap: &mut Heap, want: &Want) -> Option<Step> {
-    match best_run(heap, want)? {
-        Best::Ready(run) => Some(Step::Take(run)),
-        Best::Tighter(run) => {
-            heap.stats.reclaim.tighter += 1;
-            Some(Step::Claim(heap.part(want, run)))
-        }
-    }
-}
-
-impl Heap {
-    /// Takes the fitting extent, if it is ready and nothing behind a wait is much tighter: the first step of a reclaim,
-    /// where that is all.
-    pub(crate) fn take_ready_run(&mut self, want: &Want) -> Option<u32> {
-        let Best::Ready(run) = best_run(self, want)? else {
-            return None;
-        };
-        let id = self.take(want, run)?;
-        self.stats.reclaim.ready += 1;
-        Some(id)
-    }
-}
-
-/// What fits a request best.
-enum Best {
-    Ready(Run),
-    /// Behind a wait.
-    Tighter(Run),
-}
-
-#[inline]
-fn best_run(heap: &Heap, want: &Want) -> Option<Best> {
-    let finder = heap.finder(want.space, want.stream)?;
-    let best = finder.ready_run(want)?;
-    let ready = match spares_handles(heap, want) {
-        true => finder.handle_preserving_run(want, best, &heap.physical.handles),
-        false => best,
-    };
-    // Where handles are left whole, a tighter run counts whether it needs a wait or not.
-    let reach = match ready == best {
-        true => Reach::Waits,
-        false => Reach::Any,
-    };
-    let provisional = |tight: u64| {
-        ready.granules > (1 + TOLERANCES[heap.physical.level]) * tight + TOLERANCE_SLACK
-    };
-    // No run is tighter than the request itself.
-    if heap.rules.maps()
-        && heap.streams.several()
-        && provisional(u64::from(want.granules))
-        && let Some(tight) = finder.tightest_run(want, ready.granules, reach)
-        && provisional(tight.granules)
-    {
-        return Some(Best::Tighter(tight));
-    }
-    Some(Best::Ready(ready))
-}
-
-/// Memory that fits behind waits: where the newest of them is the oldest.
-fn behind_waits(heap: &mut Heap, want: &Want) -> Option<Step> {
-    if !heap.streams.several() {
-        return None;
-    }
-    let run = heap.finder(want.space, want.stream)?.oldest_run(want)?;
-    heap.stats.reclaim.waited += 1;
-    Some(Step::Claim(heap.part(want, run)))
-}
-
-/// A place in a view that is ready; and what was open.
-fn ready_in_view(heap: &Heap, want: &Want, open: &mut Option<Openings>) -> Option<Step> {
-    if heap.views.map.is_empty() {
-        return None;
-    }
-    let open = open.insert(heap.openings(want, false)?);
-    heap.views.find(want, open).map(Step::View)
 }

@@ -12,6 +12,7 @@ use log::Level;
 use crate::driver::{DriverError, steps};
 use crate::sync::capture::is_void_wait;
 
+use crate::allocator::config::Waits;
 use crate::allocator::engine::graph_pools::SOON;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::extent::record::SpaceId;
@@ -106,7 +107,7 @@ impl Engine {
         if heap.streams.woken {
             heap.streams_changed();
         }
-        if self.unretired {
+        if self.unretired && heap.physical.tuning.waits != Waits::Never {
             (heap, ()) = self.unlocked(heap, || self.wait_for_unretired())?;
         }
         if heap.streams.several() {
@@ -163,9 +164,9 @@ impl Engine {
                 heap.stats.reclaim.flushed += u64::from(heap.flush_caches());
                 Ok((heap, None))
             }
-            Step::AskAgain => {
-                heap.physical.full_at = None;
-                Ok((heap, None))
+            Step::Poll => {
+                heap.streams.ask_again();
+                Ok((self.poll_before(heap, want.stream)?, None))
             }
             Step::EmptyCaches => {
                 if heap.empty_large_caches() {
@@ -307,6 +308,12 @@ impl Engine {
                 // What it freed may be the driver's again, without having been ours.
                 self.lock().physical.full_at = None;
             }
+            Step::AskAgain => {
+                let info = self.context.enter().and_then(|entered| entered.mem_info());
+                let mut heap = self.lock();
+                // Memory that the driver reports as free may be had: then a growth finds out.
+                heap.physical.full_at = info.ok().map(|info| heap.present() + info.free);
+            }
             Step::Synchronise => match self.synchronise(false) {
                 // The step is not there while something captures.
                 Err(Error::Capturing { .. }) => {}
@@ -318,7 +325,7 @@ impl Engine {
             | Step::View(_)
             | Step::Flush
             | Step::EmptyCaches
-            | Step::AskAgain
+            | Step::Poll
             | Step::Fail => {}
         }
         Ok(None)

@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use cualloc::Block;
-use cualloc::allocator::Policy;
+use cualloc::allocator::{Config, Policy, Waits};
 use cualloc::driver::{Feature, Stream};
 use cualloc::sim::{Mode, SimConfig};
 
@@ -194,11 +194,11 @@ fn r63_freed_memory_does_not_wait_for_what_its_stream_is_given_later() {
     });
 }
 
-/// R36: three streams that pass blocks on hold hardly more than is live.
+/// R36: three streams that pass blocks on hold hardly more than is live, if they may wait for each other.
 #[test]
 fn r36_a_pipeline_of_streams_holds_little() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.allocator_with(Config::new().waits(Waits::Always));
         let [load, compute, store] = rig.streams();
         let follow = |after: &Stream, before: &Stream| {
             let event = rig.context.enter().unwrap().create_event().unwrap();

@@ -46,7 +46,7 @@ fn r32_steady_state_creates_no_events() {
             }
         };
         // Long enough for the batches of small blocks, too.
-        (0..4000).for_each(round);
+        (0..12_000).for_each(round);
         let (events, markers) = (rig.calls("cuEventCreate"), allocator.stats().markers);
         (0..1000).for_each(round);
         if rig.maybe_sim().is_some() {

@@ -18,6 +18,7 @@ mod sheet;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::thread::ThreadId;
 
+use cualloc::allocator::Waits;
 use cualloc::driver::sys::*;
 
 use self::captures::Capture;
@@ -27,6 +28,18 @@ use self::sheet::Link;
 use super::ranges::{Position, Ranges};
 
 type Clock = Vec<u64>;
+
+/// A request under way, as far as waits for it are judged.
+#[derive(Clone, Copy, Debug)]
+pub struct Request {
+    pub waits: Waits,
+    /// Bytes that were requested.
+    pub bytes: u64,
+    /// Bytes that a growth for it takes at most.
+    pub needed: u64,
+    /// Bytes that the limit and the device leave for growth.
+    pub room: u64,
+}
 
 fn merge(into: &mut Clock, from: &[u64]) {
     if into.len() < from.len() {
@@ -372,6 +385,31 @@ impl Law {
                 self.joins(stream, capture, &links);
             }
             Some(Stamp::Never) | None => {}
+        }
+    }
+
+    /// Judges a wait that the allocator queues on a stream for a request: it may do so only where no new memory can
+    /// serve the request.
+    pub fn judge_wait(&mut self, stream: CUstream, event: CUevent, request: &Request) {
+        let lane = self.number(stream);
+        let Some(Stamp::At(clock)) = self.events.get(&(event as u64)) else {
+            return;
+        };
+        let uses = || clock.iter().copied().enumerate();
+        if uses().all(|used| used.1 == 0 || self.ordered(lane, &[], used)) {
+            return;
+        }
+        match request.waits {
+            Waits::Never => self.found(format!(
+                "stream {lane} is ordered behind unfinished work for a request of {} bytes under waits=never",
+                request.bytes
+            )),
+            Waits::Scarce if request.needed <= request.room => self.found(format!(
+                "stream {lane} is ordered behind unfinished work for a request of {} bytes, although {} bytes can \
+                 be had",
+                request.bytes, request.room
+            )),
+            _ => {}
         }
     }
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cualloc::driver::sys::*;
 
-use super::law::Law;
+use super::law::{Law, Request};
 
 /// One call name that fails now and then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +49,7 @@ thread_local! {
     static OWN: Cell<bool> = const { Cell::new(false) };
     static INSIDE: Cell<bool> = const { Cell::new(false) };
     static NEXT: RefCell<Option<Interlude>> = const { RefCell::new(None) };
+    static REQUEST: Cell<Option<Request>> = const { Cell::new(None) };
 }
 
 /// There is one program at a time in a process.
@@ -141,6 +142,33 @@ pub fn inside(name: &'static str, after: bool, skip: u32, act: impl FnOnce() + '
         skip,
         act,
     }));
+}
+
+/// Makes a request of the allocator whose waits are judged, unless something else happens inside its calls.
+pub fn requesting<T>(request: Request, act: impl FnOnce() -> T) -> T {
+    let quiet = NEXT.with_borrow(Option::is_none) && !court().is_failing();
+    REQUEST.set(quiet.then_some(request));
+    let result = act();
+    REQUEST.set(None);
+    result
+}
+
+/// The request under way takes memory from the driver.
+fn grows(bytes: usize) {
+    if let Some(mut request) = REQUEST.get() {
+        request.room = request.room.saturating_sub(bytes as u64);
+        REQUEST.set(Some(request));
+    }
+}
+
+/// A stream waits for an event.
+fn waits(law: &mut Law, stream: CUstream, event: CUevent) {
+    if let Some(request) = REQUEST.get()
+        && !OWN.get()
+    {
+        law.judge_wait(stream, event, &request);
+    }
+    law.waits(stream, event);
 }
 
 /// Whatever was to be done inside a call is not.
@@ -322,7 +350,10 @@ table! {
     cuCtxGetDevice(a: *mut CUdevice);
     cuCtxSynchronize() => |law| law.context_done();
     cuCtxGetId(a: CUcontext, b: *mut c_ulonglong);
-    cuMemAlloc_v2(a: *mut CUdeviceptr, b: usize) => |law| law.segment(read(a), b as u64);
+    cuMemAlloc_v2(a: *mut CUdeviceptr, b: usize) => |law| {
+        grows(b);
+        law.segment(read(a), b as u64);
+    };
     cuMemFree_v2(a: CUdeviceptr) => |law| law.segment_freed(a);
     cuMemGetInfo_v2(a: *mut usize, b: *mut usize);
     cuMemHostAlloc(a: *mut *mut c_void, b: usize, c: c_uint);
@@ -368,7 +399,7 @@ table! {
     cuStreamDestroy_v2(a: CUstream) => |law| law.destroyed(a);
     cuStreamSynchronize(a: CUstream) => |law| law.stream_done(a);
     cuStreamQuery(a: CUstream) => |law| law.stream_done(a);
-    cuStreamWaitEvent(a: CUstream, b: CUevent, c: c_uint) => |law| law.waits(a, b);
+    cuStreamWaitEvent(a: CUstream, b: CUevent, c: c_uint) => |law| waits(law, a, b);
     cuStreamGetCtx(a: CUstream, b: *mut CUcontext);
     cuStreamIsCapturing(a: CUstream, b: *mut CUstreamCaptureStatus);
     cuStreamGetId(a: CUstream, b: *mut c_ulonglong);
@@ -412,7 +443,10 @@ table! {
     cuMemAddressReserve(a: *mut CUdeviceptr, b: usize, c: usize, d: CUdeviceptr, e: c_ulonglong);
     cuMemAddressFree(a: CUdeviceptr, b: usize) => |law| law.addresses_freed(a, b as u64);
     cuMemCreate(a: *mut CUmemGenericAllocationHandle, b: usize, c: *const CUmemAllocationProp, d: c_ulonglong)
-        => |law| law.handle(read(a));
+        => |law| {
+            grows(b);
+            law.handle(read(a));
+        };
     cuMemRelease(a: CUmemGenericAllocationHandle) => |law| law.handle_released(a);
     cuMemMap(a: CUdeviceptr, b: usize, c: usize, d: CUmemGenericAllocationHandle, e: c_ulonglong)
         => |law| law.mapped(a, b as u64, d, c as u64);
