@@ -9,9 +9,14 @@ const ONE_STREAM: [&str; 3] = ["dataframe", "gpt2_varlen", "resnet50"];
 
 /// The objects that a command writes for recordings.
 fn figures(arguments: &[&str], traces: &[&str]) -> Vec<Value> {
+    figures_with("", arguments, traces)
+}
+
+/// [`figures`] with settings of the allocator.
+fn figures_with(config: &str, arguments: &[&str], traces: &[&str]) -> Vec<Value> {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data");
     let files = traces.iter().map(|name| format!("{root}/{name}.csv.gz"));
-    objects(arguments, files.collect())
+    objects(arguments, files.collect(), config)
 }
 
 /// The object that a command writes for a made-up program of some rows.
@@ -27,17 +32,18 @@ fn made_up(kind: &[&str], rows: usize, arguments: &[&str]) -> Value {
         .status()
         .unwrap();
     assert!(made.success());
-    let value = objects(arguments, vec![file.clone()]).remove(0);
+    let value = objects(arguments, vec![file.clone()], "").remove(0);
     std::fs::remove_file(file).unwrap();
     value
 }
 
-fn objects(arguments: &[&str], files: Vec<String>) -> Vec<Value> {
+fn objects(arguments: &[&str], files: Vec<String>, config: &str) -> Vec<Value> {
     let traces = files.len();
     let output = Command::new(env!("CARGO_BIN_EXE_cualloc"))
         .args(arguments)
         .args(["--device", "sim", "--json"])
         .args(files)
+        .env("CUALLOC_CONFIG", config)
         .output()
         .unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
@@ -141,7 +147,7 @@ fn packed_on_several_streams_shares_what_is_complete() {
         let late = [
             "replay", "--policy", "packed", "--repeat", "10", "--lag", lag,
         ];
-        let late = &figures(&late, &["serve_streams"])[0];
+        let late = &figures_with("waits=always", &late, &["serve_streams"])[0];
         assert!(number(late, "ratio_max") <= 1.05, "{}", late["ratio_max"]);
         // Of 6000 rows: a part of a recording repeats less well than the whole.
         let last: u64 = handle_ops(late)[5..].iter().sum();
