@@ -69,9 +69,6 @@ struct MemoryLine {
     cut: u64,
     unbounded: u64,
     repaid_handles: u64,
-    ahead_handles: u64,
-    ahead_bytes: u64,
-    ahead_used_bytes: u64,
     self_test: &'static str,
 }
 
@@ -95,9 +92,6 @@ impl MemoryLine {
             cut: packing.bursts.cut,
             unbounded: packing.bursts.unbounded,
             repaid_handles: packing.bursts.repaid,
-            ahead_handles: packing.ahead.handles,
-            ahead_bytes: packing.ahead.bytes,
-            ahead_used_bytes: packing.ahead.used_bytes,
             self_test: packing.self_test.name(),
         }
     }

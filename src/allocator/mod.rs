@@ -44,7 +44,7 @@ pub use engine::suspend::{Resumed, Suspended};
 pub(crate) use extent::hash::Mixed;
 pub use graph::Footprint;
 pub use report::{
-    BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, MadeAhead, Packing,
+    BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
     PhysicalSegment, SegmentInfo, SelfTest, Trimmed,
 };
 pub(crate) use request::Element;

@@ -92,8 +92,6 @@ pub struct Packing {
     pub last_growth: Option<GrowthInfo>,
     /// Allocations that would have mapped very many handles.
     pub bursts: Bursts,
-    /// What was made before a request needed it, where [`Config::ahead`](super::Config::ahead) asks for that.
-    pub ahead: MadeAhead,
     /// Whether views were tested, and how that ended.
     pub self_test: SelfTest,
 }
@@ -142,21 +140,6 @@ pub struct Bursts {
     pub repaid: u64,
     /// Bytes of them.
     pub repaid_bytes: u64,
-}
-
-/// Memory that was made before a request needed it (numbers and bytes, since the start).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct MadeAhead {
-    /// Handles.
-    pub handles: u64,
-    /// Bytes of them.
-    pub bytes: u64,
-    /// Handles of them that were seen in use: at the next step ahead, or when this was asked for. One that was used and
-    /// is wholly free again by then does not count.
-    pub used: u64,
-    /// Bytes of those.
-    pub used_bytes: u64,
 }
 
 /// What a trim did.

@@ -29,7 +29,6 @@ mod pool;
 pub(crate) mod process;
 mod registry;
 mod share;
-pub(crate) mod steps;
 mod stream;
 mod symbols;
 mod table;

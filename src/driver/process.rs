@@ -8,9 +8,7 @@ mod state;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use std::time::Duration;
 
-use super::steps::{PATIENCE, Step, Steps};
 use crate::locks::held::{Held, Locked, locked};
 use state::{
     CAPTURES, EXITING, FORKED, LOOK_OUT, RECORDING, RECORDS, SAMPLES, TOOL, change, now_bits,
@@ -191,30 +189,6 @@ pub(super) fn watch_forks() {
     ONCE.call_once(imp::register_fork_handler);
 }
 
-/// Steps of work aside of all calls.
-static STEPS: Steps = Steps::new();
-
-/// Begins such a step on the calling thread; none in a forked child and once exit handlers run.
-pub(crate) fn begin_step() -> Option<Step> {
-    STEPS.begin(is_gone)
-}
-
-/// Waits for steps under way, where the process ends. Whether none is left.
-pub(crate) fn await_steps() -> bool {
-    /// An exit handler waited in vain: the next one does not.
-    static IN_VAIN: AtomicBool = AtomicBool::new(false);
-    let patience = match IN_VAIN.load(Ordering::Relaxed) {
-        true => Duration::ZERO,
-        false => PATIENCE,
-    };
-    // In a forked child there is none, whatever its parent was doing.
-    let ended = is_forked_child() || STEPS.await_end(patience);
-    if !ended {
-        IN_VAIN.store(true, Ordering::Relaxed);
-    }
-    ended
-}
-
 /// Has a function called when the process exits.
 pub(crate) fn at_exit(handler: extern "C" fn()) {
     imp::register_at_exit(handler);
@@ -248,8 +222,6 @@ mod imp {
 
     extern "C" fn on_exit() {
         change(EXITING, 0);
-        // What the driver registered is next, and may take away what a step is using.
-        super::await_steps();
     }
 
     pub(super) fn register_exit_handler() {

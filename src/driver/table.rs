@@ -5,7 +5,6 @@ use super::error::{DriverError, LoadError};
 use super::found::Found;
 use super::process;
 use super::registry::Registry;
-use super::steps;
 use super::symbols::{Call, Feature, SYMBOLS, Symbol, name_of, present};
 use super::sys::{self, CUresult};
 use super::trials::Trials;
@@ -371,11 +370,7 @@ impl Driver {
     pub(super) fn failed(&self, call: Call, code: CUresult) -> DriverError {
         let error = DriverError::new(name_of(call), code);
         if error.loses_driver() && !self.0.state.lost.swap(true, Ordering::Relaxed) {
-            steps::say(
-                Level::Error,
-                module_path!(),
-                format_args!("the CUDA driver's contexts are lost: {error}"),
-            );
+            log::error!("the CUDA driver's contexts are lost: {error}");
         }
         error
     }
@@ -397,11 +392,7 @@ impl Driver {
             true => (Level::Debug, ""),
             false => (Level::Warn, " (later failures are logged at debug)"),
         };
-        steps::say(
-            level,
-            module_path!(),
-            format_args!("{what} was not released: {error}{more}"),
-        );
+        log::log!(level, "{what} was not released: {error}{more}");
     }
 
     /// Whether two drivers are clones, and so share their table and its counters.

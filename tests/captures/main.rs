@@ -4,7 +4,6 @@
 //! process on.
 #![cfg(feature = "sim")]
 
-mod ahead;
 mod buffers;
 #[path = "../common/mod.rs"]
 mod common;

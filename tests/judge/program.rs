@@ -91,13 +91,6 @@ pub struct Setup {
     pub mixed: bool,
 }
 
-impl Setup {
-    /// Whether allocators make memory ahead of requests: some do, by their number alone.
-    pub fn has_helpers(&self) -> bool {
-        self.policy != Policy::Classic && self.seed.is_multiple_of(3)
-    }
-}
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Faults {
     None,

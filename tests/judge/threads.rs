@@ -105,8 +105,7 @@ pub fn attempt(
     let wish = Config::new()
         .policy(setup.policy)
         .limit(limit)
-        .views(setup.views)
-        .ahead(setup.has_helpers());
+        .views(setup.views);
     let made = || -> Result<_, Box<dyn std::error::Error>> {
         // SAFETY: the simulator's functions, behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table::install(sim.functions())) }?;

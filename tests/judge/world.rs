@@ -221,8 +221,7 @@ impl World {
             .limit(setup.limit)
             .waits(setup.waits)
             .views(setup.views)
-            .capture_checks(setup.capture_checks)
-            .ahead(setup.has_helpers());
+            .capture_checks(setup.capture_checks);
         if let Some(budget) = setup.budget {
             config = config.budget(budget);
         }
@@ -420,10 +419,6 @@ impl World {
             | Act::Drop => self.layer(step, &mut rng)?,
             _ => self.request(step, &mut rng)?,
         }
-        // So that a program is the same each time.
-        self.slots
-            .iter()
-            .for_each(|slot| slot.allocator.await_ahead());
         self.spares_captures()?;
         match self
             .verdict

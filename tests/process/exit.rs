@@ -1,9 +1,7 @@
 //! Things that take a process of their own: its exit, and the choice of the driver under test.
 
 use std::process::Output;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
-use std::thread::{current, yield_now};
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Block, Config, Policy};
@@ -34,7 +32,6 @@ fn text(output: &Output) -> String {
 fn child_entry() {
     match std::env::var(CASE).as_deref() {
         Ok("exit") => case_exit(),
-        Ok("ahead") => case_ahead(),
         Ok("suite") => each(|rig| {
             let allocator = rig.allocator();
             drop(allocator.allocate(512, &rig.stream()).unwrap());
@@ -128,71 +125,4 @@ fn r71_static_pool_makes_no_call_at_exit() {
         2,
         "{text}"
     );
-}
-
-/// The thread of an allocator is in a step, and whether the driver is gone.
-static IN_STEP: AtomicBool = AtomicBool::new(false);
-static TORN_DOWN: AtomicBool = AtomicBool::new(false);
-static LATE_CALLS: AtomicU64 = AtomicU64::new(0);
-
-/// Stands for the driver's own handler.
-extern "C" fn tear_down() {
-    TORN_DOWN.store(true, Ordering::SeqCst);
-    println!("in a step: {}", IN_STEP.load(Ordering::SeqCst));
-    (0..100).for_each(|_| yield_now());
-    println!("late calls: {}", LATE_CALLS.load(Ordering::SeqCst));
-}
-
-fn case_ahead() {
-    // Registered before the library's own handler, so it runs after that.
-    // SAFETY: a function of this program.
-    assert_eq!(unsafe { atexit(tear_down) }, 0);
-    let sim =
-        SIMULATOR.get_or_init(|| Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap());
-    let driver = sim.driver().unwrap();
-    let context = driver.context(0).unwrap();
-    let config = Config::new().policy(Policy::Packed).ahead(true);
-    let allocator = Allocator::with_config(&context, config).unwrap();
-    let stream = allocator.create_stream().unwrap();
-    sim.after(move |moment| {
-        if current().name() != Some("cualloc-ahead") {
-            return;
-        }
-        LATE_CALLS.fetch_add(
-            u64::from(TORN_DOWN.load(Ordering::SeqCst)),
-            Ordering::SeqCst,
-        );
-        match moment.call {
-            "cuMemCreate" if !IN_STEP.swap(true, Ordering::SeqCst) => {
-                while !driver.is_exiting() {
-                    yield_now();
-                }
-                // Who does not wait for the step goes on meanwhile.
-                let turns = (0..50).take_while(|_| !TORN_DOWN.load(Ordering::SeqCst));
-                turns.for_each(|_| yield_now());
-            }
-            // The last one of a step, but for those that a process which exits is spared.
-            "cuMemSetAccess" => IN_STEP.store(false, Ordering::SeqCst),
-            _ => {}
-        }
-    });
-    let block = allocator.allocate(20 * MIB, &stream).unwrap();
-    while !IN_STEP.load(Ordering::SeqCst) {
-        yield_now();
-    }
-    KEPT.lock().unwrap().push(Kept {
-        allocator,
-        block,
-        stream,
-    });
-}
-
-/// R71: the exit of the process waits for a step of a thread that makes memory ahead, and none begins after it.
-#[test]
-fn r71_the_exit_waits_for_a_step() {
-    let output = child("ahead", None);
-    let text = text(&output);
-    assert!(output.status.success(), "{text}");
-    assert!(text.contains("in a step: false"), "{text}");
-    assert!(text.contains("late calls: 0"), "{text}");
 }

@@ -403,12 +403,6 @@ impl Allocator {
         }
     }
 
-    /// Waits until nothing is left to be made ahead of requests ([`Config::ahead`]): for tests.
-    #[doc(hidden)]
-    pub fn await_ahead(&self) {
-        self.engine.await_ahead();
-    }
-
     fn log_trim(&self, done: &Trimmed) {
         let (released, pending) = (done.released, done.pending);
         log::debug!(

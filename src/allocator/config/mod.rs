@@ -135,11 +135,6 @@ pub struct Config {
     /// The part of it that stays with [`decay`](Self::decay): a share of the most bytes that blocks ever had at once,
     /// from 0 to 1.
     pub keep: Option<f64>,
-    /// Whether a thread of the allocator makes memory ahead of the next requests while memory grows, within the soft cap
-    /// and never above half of a limit; off by default. It begins with the first growth and stands still when memory
-    /// stops growing, while something captures, and while all memory is suspended. A trim, a suspension, a close and a
-    /// request for which room has to be made wait for its step under way. Packed policy only.
-    pub ahead: bool,
     /// What the allocator looks for in the program that uses it; nothing by default.
     pub debug: DebugModes,
 }
@@ -177,7 +172,6 @@ impl Default for Config {
             nvtx: true,
             decay: None,
             keep: None,
-            ahead: false,
             debug: DebugModes::new(),
         }
     }
@@ -293,12 +287,6 @@ impl Config {
         self
     }
 
-    /// Makes memory ahead of the next requests by a thread while memory grows, or in requests alone.
-    pub fn ahead(mut self, on: bool) -> Self {
-        self.ahead = on;
-        self
-    }
-
     /// Looks for errors of the program that uses the memory.
     pub fn debug(mut self, modes: DebugModes) -> Self {
         self.debug = modes;
@@ -353,7 +341,6 @@ impl Config {
             (classic && self.budget.is_some(), "policy=classic", "budget"),
             (classic && self.handle.is_some(), "policy=classic", "handle"),
             (classic && quick, "policy=classic", "profile=quick"),
-            (classic && self.ahead, "policy=classic", "ahead=on"),
             (quick && self.handle.is_some(), "profile=quick", "handle"),
             (no_views && self.budget.is_some(), "views=off", "budget"),
             (self.handle_above_limit(), "limit", "handle"),

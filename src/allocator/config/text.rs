@@ -11,7 +11,7 @@ use crate::error::ConfigError;
 /// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
 /// `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
 /// `profile=dense|quick`, `handle=BYTES`, `nvtx=auto|off`,
-/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`, `ahead=on|off`,
+/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
 /// `debug=guard+poison+quarantine:SIZE+leaks|off` (any of them).
 ///
 /// ```
@@ -119,7 +119,6 @@ impl FromStr for Config {
                     Some(Limit::Fraction(share)) => config.keep = Some(share),
                     _ => return Err(invalid()),
                 },
-                "ahead" => config.ahead = parse_switch(value).ok_or_else(invalid)?,
                 "debug" => config.debug = parse_debug(value).ok_or_else(invalid)?,
                 _ => return Err(ConfigError::UnknownKey(key.into())),
             }
@@ -296,8 +295,6 @@ mod tests {
         assert_eq!(parse("profile=quick"), Ok(quick));
         assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
         assert_eq!(parse("captures=watched"), Ok(Config::new()));
-        assert_eq!(parse("ahead=on"), Ok(Config::new().ahead(true)));
-        assert_eq!(parse("ahead=off"), Ok(Config::new()));
         assert_eq!(parse("debug=off"), Ok(Config::new()));
         let held = Config::new().debug(DebugModes::new().quarantine(64 << 20));
         assert_eq!(parse("debug=quarantine"), Ok(held));
@@ -324,7 +321,6 @@ mod tests {
             "captures=off",
             "waits=on",
             "unretired_streams=yes",
-            "ahead=1",
             "slack=2",
             "slack=-1%",
             "slack=101%",
@@ -355,7 +351,6 @@ mod tests {
             "policy=classic,budget=100",
             "policy=classic,handle=4M",
             "policy=classic,profile=quick",
-            "policy=classic,ahead=on",
             "profile=quick,handle=4M",
             "views=off,budget=100",
             "captures=never,capture_checks=on",

@@ -243,9 +243,7 @@ impl Engine {
             },
             None => {
                 let want = heap.want(request, stream);
-                // Of a lock that others had for no request of theirs nothing follows.
-                let ahead = std::mem::take(&mut heap.ahead.had_lock);
-                let contended = heap.contended && !ahead;
+                let contended = heap.contended;
                 heap.pass_by_cache(cache, contended);
                 let heap = self.mark_due(heap, stream);
                 let (mut heap, id, missed) = self.obtain(heap, &want)?;
@@ -260,11 +258,7 @@ impl Engine {
         };
         call.end(&mut heap);
         let repays = heap.physical.bursts.debt && grant.bytes() > PACKED_SMALL_LIMIT;
-        let grown = self.take_grown(&mut heap);
         drop(heap);
-        if let Some(grown) = grown {
-            self.grow_ahead(&grown);
-        }
         if repays {
             self.repay(stream);
         }

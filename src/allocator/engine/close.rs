@@ -24,7 +24,6 @@ impl Engine {
         let _span = nvtx::span(Category::Trim, || format!("{keep} bytes are kept"));
         process::do_postponed();
         self.free_deferred();
-        let _stopped = self.stop_ahead();
         // In a forked child, which is refused below, each such lock is memory that nobody has any more.
         if !process::is_forked_child() {
             self.suspender.drop_spare();
@@ -150,7 +149,6 @@ impl Engine {
     /// Waits for the allocator's markers, gives everything back, and refuses further calls. After
     /// an error the allocator is open again and owns what could not be given back.
     pub(crate) fn close(&self) -> Result<(), Error> {
-        let _ended = self.end_ahead();
         self.free_deferred();
         self.release_quarantine(0);
         self.discard_freed()?;

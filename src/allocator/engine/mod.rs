@@ -1,6 +1,5 @@
 //! The allocator's inside: one lock around the heap, driver calls outside it.
 
-pub(crate) mod ahead;
 pub(crate) mod bench;
 pub(crate) mod calls;
 pub(crate) mod close;
@@ -13,7 +12,6 @@ pub(crate) mod graph;
 pub(crate) mod graph_again;
 pub(crate) mod graph_pools;
 pub(crate) mod graph_uses;
-pub(crate) mod helper;
 pub(crate) mod hooks;
 pub(crate) mod large_cache;
 pub(crate) mod leaving;
@@ -40,7 +38,6 @@ use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::engine::bench::Unfinished;
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::decay::Decay;
-use crate::allocator::engine::helper::Helper;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::engine::segments::Suspender;
 use crate::allocator::heap::Heap;
@@ -120,8 +117,6 @@ pub(crate) struct Engine {
     pub decay: Option<Decay>,
     /// What looks for errors of the program, if anything does.
     pub debug: Option<Debug>,
-    /// Who makes memory before it is needed, if anybody does.
-    helper: Option<Helper>,
 }
 
 impl KeepAlive for Engine {}
@@ -228,7 +223,6 @@ impl Engine {
                 scopes: AtomicU64::new(0),
                 decay: Decay::of(config),
                 debug,
-                helper: (config.ahead && rules.maps()).then(Helper::default),
                 deferred: AtomicBool::new(false),
                 waits: AtomicBool::new(false),
                 told: AtomicU64::new(0),
@@ -264,8 +258,6 @@ impl Engine {
     pub(crate) fn remove_handle(&self) {
         if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
             process::do_postponed();
-            // Also where nothing can be closed.
-            drop(self.end_ahead());
             self.abandon();
         }
     }

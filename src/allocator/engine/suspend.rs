@@ -218,8 +218,6 @@ impl Engine {
         if matches!(selected, Selected::Allocator) {
             self.discard_freed()?;
         }
-        // What it has in hand would be neither here nor away.
-        let _stopped = self.stop_ahead();
         let mut work = Work::begin(self, selected, false)?;
         self.stop_debugging();
         // They would only have to be mapped again, or keep handles from going.

@@ -27,7 +27,6 @@ impl Heap {
             guarded: self.guards.bytes(),
             last_growth: self.physical.last_growth,
             bursts: self.physical.bursts.figures,
-            ahead: self.made_ahead_figures(),
             self_test: self.views.self_test,
         }
     }

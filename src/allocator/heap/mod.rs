@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-pub(crate) mod ahead;
 pub(crate) mod at_once;
 pub(crate) mod caches;
 pub(crate) mod check;
@@ -42,7 +41,6 @@ use crate::allocator::graph::Graphs;
 use crate::allocator::heap::guarded::Guards;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::physical::Physical;
-use crate::allocator::physical::ahead::Ahead;
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stats::Stats;
@@ -84,8 +82,6 @@ pub(crate) struct Heap {
     pub guards: Guards,
     /// Memory that was given back, and keeps its addresses.
     pub suspended: Suspensions,
-    /// Memory that was made before it was needed.
-    pub ahead: Ahead,
     pub stats: Stats,
     /// Memory for pieces whose uses are completed.
     pub pieces: Vec<Entry>,
@@ -126,7 +122,6 @@ impl Heap {
             graphs: Graphs::default(),
             guards: Guards::default(),
             suspended: Suspensions::default(),
-            ahead: Ahead::default(),
             stats: Stats::default(),
             pieces: Vec::new(),
             mixed_peak: 0,

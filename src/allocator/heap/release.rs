@@ -171,7 +171,6 @@ impl Heap {
         let first = self.extents.piece_around(space, addr)?;
         let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
         let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
-        self.leaves_ahead(addr, true);
         Some(Release {
             space,
             id,
@@ -185,9 +184,7 @@ impl Heap {
     /// Claims free handles that go back because an allocation created more than the soft cap allows:
     /// the smallest first, and only such as nobody can touch.
     pub(crate) fn plan_repayment(&mut self) -> Vec<Release> {
-        // What is on its way back already is owed no more.
-        let held = self.held().saturating_sub(self.ahead.going);
-        let mut excess = held.saturating_sub(self.soft_cap());
+        let mut excess = self.held().saturating_sub(self.soft_cap());
         if excess == 0 {
             self.physical.bursts.debt = false;
             return Vec::new();
@@ -225,7 +222,6 @@ impl Heap {
         self.tell_held(Kind::Unmap, release.addr, release.bytes, memory);
         if release.space == SpaceId::Large {
             self.physical.handles.remove(release.addr);
-            self.gone_ahead(release.addr);
         }
         self.extents.lookup.forget(release.addr, release.bytes);
         let (space, records) = self.extents.parts(release.space);
@@ -298,7 +294,6 @@ impl Heap {
 
     /// A planned release was not made, or its handle could not be unmapped: free memory again.
     pub(crate) fn keep(&mut self, release: Release) {
-        self.leaves_ahead(release.addr, false);
         self.restore(release.space, release.id, release.shards);
     }
 

@@ -3,7 +3,6 @@
 //! Nothing here reads a clock: work is counted in handles and requests.
 
 pub(crate) mod address;
-pub(crate) mod ahead;
 pub(crate) mod commit;
 pub(crate) mod policy;
 

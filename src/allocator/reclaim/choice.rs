@@ -85,8 +85,6 @@ pub(crate) struct Reclaim<'a> {
     pub supplied: bool,
     /// What earlier failures left behind was tried once more.
     pub retried: bool,
-    /// What was being made ahead was waited for.
-    pub awaited: bool,
     /// A marker of the asking stream was tried since the last hook ran.
     pub marked: bool,
     /// All streams with markers were asked.
@@ -127,8 +125,6 @@ pub(crate) enum Step {
     Retry,
     /// Asks all streams with markers what is complete, those too that were asked a short time ago.
     Poll,
-    /// Waits until nothing is being made ahead of requests.
-    AwaitAhead,
     Release(Vec<Release>),
     /// Marks the asking stream, which has this key.
     Mark(StreamKey),
@@ -176,7 +172,6 @@ impl<'a> Reclaim<'a> {
             unstitched: false,
             supplied: false,
             retried: false,
-            awaited: false,
             marked: false,
             polled: false,
             cramped: false,
@@ -223,7 +218,6 @@ impl<'a> Reclaim<'a> {
     pub(crate) fn begin_again(&mut self) {
         self.stage = Stage::Fit;
         self.unstitched = false;
-        self.awaited = false;
     }
 
     /// The driver had no memory, or no addresses, for a view. There is always growth.
@@ -498,11 +492,6 @@ impl<'a> Reclaim<'a> {
 
     /// The steps that make room below a limit.
     fn make_room(&mut self, heap: &mut Heap, want: &Want) -> Step {
-        if !self.awaited && heap.ahead.under_way > 0 {
-            // It may be what the request lacks.
-            self.awaited = true;
-            return Step::AwaitAhead;
-        }
         if self.stage < Stage::Flushed {
             self.stage = Stage::Flushed;
             return Step::Flush;

@@ -7,9 +7,7 @@
 //! Who calls what is here has to ask whether the lock was let go in between, as in `engine/calls.rs` and nowhere
 //! else.
 
-use log::Level;
-
-use crate::driver::{DriverError, steps};
+use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
 
 use crate::allocator::config::Waits;
@@ -297,7 +295,6 @@ impl Engine {
                 Ok(_) | Err(Error::Driver(_)) => {}
                 Err(error) => return Err(error),
             },
-            Step::AwaitAhead => drop(self.stop_ahead()),
             Step::Release(plan) => {
                 self.release(plan)?;
             }
@@ -394,7 +391,6 @@ impl Engine {
                 match waited {
                     Ok(()) => {
                         let id = heap.grown(want, &growth, &handles);
-                        self.note_grown(&mut heap, want, &growth.fresh);
                         Ok(Some(id))
                     }
                     Err(error) => {
@@ -538,7 +534,6 @@ impl Engine {
         if let Some(key) = mark {
             return self.mark_all([(stream, key)]);
         }
-        let plan = self.repay_later(plan);
         self.repay_all(plan);
     }
 
@@ -555,11 +550,7 @@ impl Engine {
                 heap.physical.bursts.figures.repaid_bytes += released;
             }
             Err(error) => {
-                steps::say(
-                    Level::Debug,
-                    module_path!(),
-                    format_args!("less was repaid than planned: {error}"),
-                );
+                log::debug!("less memory was released than planned: {error}");
             }
         }
     }

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cualloc::driver::sys::*;
 
@@ -52,14 +52,9 @@ thread_local! {
     static REQUEST: Cell<Option<Request>> = const { Cell::new(None) };
 }
 
-/// There is one program at a time in a process.
-static NEWEST: Mutex<Weak<Court>> = Mutex::new(Weak::new());
-
-/// The judge of the calling thread; a helper of an allocator has that of the program.
+/// The judge of the calling thread.
 fn judge() -> Option<Arc<Court>> {
-    let own = COURT.try_with(|court| court.borrow().clone()).ok()?;
-    let helps = || std::thread::current().name() == Some("cualloc-ahead");
-    own.or_else(|| locked(&NEWEST).upgrade().filter(|_| helps()))
+    COURT.try_with(|court| court.borrow().clone()).ok()?
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -80,10 +75,9 @@ impl Court {
         })
     }
 
-    /// Makes it the judge of this thread's calls, and of those of threads that the allocator begins from here on.
+    /// Makes it the judge of this thread's calls.
     pub fn enter(self: &Arc<Court>) {
         COURT.set(Some(Arc::clone(self)));
-        *locked(&NEWEST) = Arc::downgrade(self);
     }
 
     pub fn leave() {
