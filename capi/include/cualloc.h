@@ -132,11 +132,6 @@
 #define CUALLOC_SELECT_ALL 0
 
 /**
- * Handles in which large blocks of a stream lie and nothing else; `which` is the stream, as for cualloc_alloc.
- */
-#define CUALLOC_SELECT_STREAM 1
-
-/**
  * The memory of a graph pool; `which` is its handle (cualloc_pool_create).
  */
 #define CUALLOC_SELECT_POOL 2
@@ -1085,8 +1080,8 @@ struct cualloc_t *cualloc_shared_made(int32_t device);
  *
  * What the caller answers for:
  * Until cualloc_resume has succeeded nobody gives a device work that uses the memory. Contents that are not kept are
- * not read before they are written. `which` is, where a stream is looked for, a live one, or null, 1 or 2, and where a tag
- * is, null or a text that ends with a zero; `bytes` is null or may be written.
+ * not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a text that ends with a zero; `bytes` is
+ * null or may be written.
  */
 int32_t cualloc_suspend(struct cualloc_t *allocator,
                         int32_t select,
@@ -1106,8 +1101,7 @@ int32_t cualloc_suspend(struct cualloc_t *allocator,
  * Any thread, whatever context is current.
  *
  * What the caller answers for:
- * `which` is, where a stream is looked for, a live one, or null, 1 or 2, and where a tag is, null or a text that ends
- * with a zero; `bytes` is null or may be written.
+ * `which` is, for CUALLOC_SELECT_TAG, null or a text that ends with a zero; `bytes` is null or may be written.
  */
 int32_t cualloc_resume(struct cualloc_t *allocator,
                        int32_t select,

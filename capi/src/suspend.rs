@@ -4,7 +4,6 @@ use std::ffi::c_void;
 
 use cualloc::Allocator;
 use cualloc::allocator::{Contents, Select};
-use cualloc::driver::Stream;
 
 use crate::entry::{call, cleared};
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure};
@@ -12,8 +11,6 @@ use crate::{cualloc_t, handles, pool_table, tags};
 
 /// Everything that the allocator has; `which` is not looked at.
 pub const CUALLOC_SELECT_ALL: i32 = 0;
-/// Handles in which large blocks of a stream lie and nothing else; `which` is the stream, as for cualloc_alloc.
-pub const CUALLOC_SELECT_STREAM: i32 = 1;
 
 /// The memory of a graph pool; `which` is its handle (cualloc_pool_create).
 pub const CUALLOC_SELECT_POOL: i32 = 2;
@@ -29,19 +26,6 @@ pub const CUALLOC_CONTENTS_PINNED: i32 = 1;
 /// Contents are kept in plain host memory.
 pub const CUALLOC_CONTENTS_HOST: i32 = 2;
 
-/// The stream of a handle.
-///
-/// # Safety
-/// It is a live stream, or null, 1 or 2.
-unsafe fn stream_of(allocator: &Allocator, stream: *mut c_void) -> Result<Stream, Failure> {
-    match stream.addr() {
-        0 | 1 => Ok(Stream::legacy(allocator.context())),
-        2 => Ok(Stream::per_thread(allocator.context())),
-        // SAFETY: the caller's contract.
-        _ => Ok(unsafe { Stream::from_raw(allocator.context(), stream.cast()) }?),
-    }
-}
-
 /// Finds out what is meant, and does something with it.
 ///
 /// # Safety
@@ -55,11 +39,6 @@ unsafe fn selected<T>(
     let allocator = entered.allocator();
     let done = match select {
         CUALLOC_SELECT_ALL => run(allocator, Select::Allocator),
-        CUALLOC_SELECT_STREAM => {
-            // SAFETY: the caller's contract.
-            let stream = unsafe { stream_of(allocator, which) }?;
-            run(allocator, Select::Stream(&stream))
-        }
         CUALLOC_SELECT_POOL => {
             return pool_table::with_of(handle, which.cast(), |allocator, pool| {
                 run(allocator, Select::Pool(pool))
@@ -92,8 +71,8 @@ unsafe fn selected<T>(
 ///
 /// # Safety
 /// Until cualloc_resume has succeeded nobody gives a device work that uses the memory. Contents that are not kept are
-/// not read before they are written. `which` is, where a stream is looked for, a live one, or null, 1 or 2, and where a tag
-/// is, null or a text that ends with a zero; `bytes` is null or may be written.
+/// not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a text that ends with a zero; `bytes` is
+/// null or may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_suspend(
     allocator: *mut cualloc_t,
@@ -137,8 +116,7 @@ pub unsafe extern "C" fn cualloc_suspend(
 /// Any thread, whatever context is current.
 ///
 /// # Safety
-/// `which` is, where a stream is looked for, a live one, or null, 1 or 2, and where a tag is, null or a text that ends
-/// with a zero; `bytes` is null or may be written.
+/// `which` is, for CUALLOC_SELECT_TAG, null or a text that ends with a zero; `bytes` is null or may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_resume(
     allocator: *mut cualloc_t,

@@ -11,7 +11,6 @@ mod peers;
 mod pools;
 mod random;
 mod refused;
-mod streams;
 mod support;
 mod threads;
 mod whole;

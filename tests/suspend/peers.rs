@@ -152,7 +152,7 @@ fn a_peer_reads_whatever_was_mapped_last() {
                     try_suspend(allocator, Select::Pool(&pool), Contents::Drop).unwrap();
                 }
                 _ => {
-                    try_suspend(allocator, Select::Stream(stream), Contents::Pinned).unwrap();
+                    try_suspend(allocator, Select::Allocator, Contents::Pinned).unwrap();
                 }
             }
             let _none = allocator.resume(Select::Allocator);

@@ -73,9 +73,8 @@ struct Program<'a> {
     held: Vec<Held>,
     graphs: Vec<Captured>,
     words: u32,
-    /// What a model says is away: everything outside of pools, that of a stream, and each pool.
+    /// What a model says is away: everything outside of pools, and each pool.
     arenas: bool,
-    of_stream: [bool; 3],
     away: Vec<bool>,
     peer: bool,
     seen: Seen,
@@ -97,7 +96,6 @@ struct Seen {
 enum What {
     All,
     Pool(usize),
-    Stream(usize),
     Tag(usize),
 }
 
@@ -118,7 +116,7 @@ impl Program<'_> {
 
     fn is_there(&self, held: &Held) -> bool {
         match held.home {
-            Home::Stream => !self.arenas && !self.of_stream[held.stream],
+            Home::Stream => !self.arenas,
             Home::Pool(pool) => !self.away[pool],
         }
     }
@@ -168,17 +166,15 @@ impl Program<'_> {
         match what {
             What::All => Select::Allocator,
             What::Pool(pool) => Select::Pool(&self.pools[pool]),
-            What::Stream(stream) => Select::Stream(&self.streams[stream]),
             What::Tag(tag) => Select::Tag(Tag::new(TAGS[tag])),
         }
     }
 
     fn what(&mut self) -> What {
-        match self.random.below(6) {
+        match self.random.below(4) {
             0 | 1 => What::All,
             2 => What::Pool(self.random.below(self.pools.len())),
-            3 => What::Tag(self.random.below(2)),
-            _ => What::Stream(self.random.below(3)),
+            _ => What::Tag(self.random.below(2)),
         }
     }
 
@@ -212,7 +208,6 @@ impl Program<'_> {
     fn is_meant(&self, what: What, held: &Held) -> bool {
         match (what, held.home) {
             (What::All, _) => true,
-            (What::Stream(stream), Home::Stream) => held.stream == stream,
             (What::Pool(one), Home::Pool(pool)) => one == pool,
             (What::Tag(tag), Home::Pool(pool)) => pool % 2 == tag,
             _ => false,
@@ -225,12 +220,8 @@ impl Program<'_> {
             let select = Select::Pool(&self.pools[pool]);
             self.away[pool] = self.allocator.is_suspended(select).unwrap();
         }
-        for stream in 0..3 {
-            let select = Select::Stream(&self.streams[stream]);
-            self.of_stream[stream] = self.allocator.is_suspended(select).unwrap();
-        }
         let any = self.allocator.is_suspended(Select::Allocator).unwrap();
-        let others = self.away.iter().chain(&self.of_stream).any(|away| *away);
+        let others = self.away.iter().any(|away| *away);
         if !any {
             assert!(!others);
             self.arenas = false;
@@ -244,13 +235,7 @@ impl Program<'_> {
         let otherwise = [Contents::Drop, Contents::Pinned, Contents::Host][self.random.below(3)];
         let tagged = [Contents::Drop, Contents::Pinned][self.random.below(2)];
         let keep = Keep::from(otherwise).tag(TAGS[0], tagged);
-        // Suspending everything gives up what is away of streams whose blocks there have gone: others of these streams
-        // were there all the time.
-        let there = |held: &Held| match (what, held.home) {
-            (What::All, Home::Stream) => !self.arenas,
-            _ => self.is_there(held),
-        };
-        let before: Vec<bool> = self.held.iter().map(there).collect();
+        let before: Vec<bool> = self.held.iter().map(|held| self.is_there(held)).collect();
         // Work in the order of one pool ends before it goes; nobody launches meanwhile.
         let failing = self.trouble();
         let done = try_suspend(self.allocator, self.select(what), keep);
@@ -422,7 +407,6 @@ fn program(seed: u64, seen: &mut Seen) {
             graphs: Vec::new(),
             words: 0,
             arenas: false,
-            of_stream: [false; 3],
             away: vec![false; 3],
             peer,
             seen: *sum.borrow(),

@@ -250,41 +250,35 @@ fn a_hook_that_panics_does_no_harm() {
 #[test]
 fn debug_modes_neither_touch_nor_miss_suspended_memory() {
     for contents in [Contents::Drop, Contents::Host] {
-        for of_stream in [false, true] {
-            packed(|rig| {
-                let config: Config = "debug=guard+quarantine:64M+poison+leaks".parse().unwrap();
-                let allocator = rig.allocator_with(config);
-                let stream = rig.stream();
-                let sizes = [7 * MIB - 20, 9 * MIB - 30, 900, 8 * MIB, 6 * MIB];
-                let blocks = sizes.map(|bytes| allocator.allocate(bytes, &stream).unwrap());
-                let [first, second, small, third, freed] = blocks;
-                rig.settle(&stream);
-                drop(freed);
-                let select = || match of_stream {
-                    true => Select::Stream(&stream),
-                    false => Select::Allocator,
-                };
-                let done = try_suspend(&allocator, select(), contents).unwrap();
-                assert!(done.bytes >= 16 * MIB as u64, "{done:?}");
-                drop((second, small));
-                allocator.check().unwrap();
-                allocator.resume(select()).unwrap();
-                allocator.check().unwrap();
-                assert_eq!(allocator.findings(), []);
-                // What stands behind a block is kept with its contents, and not looked at if they are lost.
-                let end = first.ptr() + first.requested() as u64;
-                // SAFETY: the guard is behind it.
-                unsafe { stream.memset(end, 7, 1) }.unwrap();
-                drop((first, third));
-                let found = allocator.findings();
-                assert_eq!(
-                    found.len(),
-                    usize::from(contents == Contents::Host),
-                    "{found:?}"
-                );
-                rig.close(&allocator);
-                assert_eq!(allocator.findings().len(), found.len());
-            });
-        }
+        packed(|rig| {
+            let config: Config = "debug=guard+quarantine:64M+poison+leaks".parse().unwrap();
+            let allocator = rig.allocator_with(config);
+            let stream = rig.stream();
+            let sizes = [7 * MIB - 20, 9 * MIB - 30, 900, 8 * MIB, 6 * MIB];
+            let blocks = sizes.map(|bytes| allocator.allocate(bytes, &stream).unwrap());
+            let [first, second, small, third, freed] = blocks;
+            rig.settle(&stream);
+            drop(freed);
+            let done = try_suspend(&allocator, Select::Allocator, contents).unwrap();
+            assert!(done.bytes >= 16 * MIB as u64, "{done:?}");
+            drop((second, small));
+            allocator.check().unwrap();
+            allocator.resume(Select::Allocator).unwrap();
+            allocator.check().unwrap();
+            assert_eq!(allocator.findings(), []);
+            // What stands behind a block is kept with its contents, and not looked at if they are lost.
+            let end = first.ptr() + first.requested() as u64;
+            // SAFETY: the guard is behind it.
+            unsafe { stream.memset(end, 7, 1) }.unwrap();
+            drop((first, third));
+            let found = allocator.findings();
+            assert_eq!(
+                found.len(),
+                usize::from(contents == Contents::Host),
+                "{found:?}"
+            );
+            rig.close(&allocator);
+            assert_eq!(allocator.findings().len(), found.len());
+        });
     }
 }

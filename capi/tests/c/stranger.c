@@ -61,7 +61,7 @@ static void keeps_context(void *before) {
 /* ---- what the header says ------------------------------------------------------------------------------------- */
 
 static void functions_of_an_allocator(cualloc_t *handle, int32_t code) {
-    static const int32_t selects[] = {CUALLOC_SELECT_ALL, CUALLOC_SELECT_STREAM, CUALLOC_SELECT_POOL, CUALLOC_SELECT_TAG};
+    static const int32_t selects[] = {CUALLOC_SELECT_ALL, CUALLOC_SELECT_POOL, CUALLOC_SELECT_TAG};
     uint64_t out = 7, other = 7;
     cualloc_pool_t *pool = (cualloc_pool_t *)7;
     cualloc_stats_t figures;

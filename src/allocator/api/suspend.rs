@@ -6,7 +6,6 @@ use crate::allocator::engine::segments::SegmentHook;
 use crate::allocator::engine::suspend::{Resumed, Selected, Suspended};
 use crate::allocator::suspend::contents::Keep;
 use crate::block::Tag;
-use crate::driver::Stream;
 use crate::error::{Error, GraphPoolError};
 
 /// Which memory of an allocator is meant.
@@ -17,9 +16,6 @@ pub enum Select<'a> {
     Allocator,
     /// That of a graph pool, and of its family if it has one.
     Pool(&'a GraphPool),
-    /// Large blocks of a stream, as far as they fill handles with nobody but its own free memory; nothing of graph
-    /// pools.
-    Stream(&'a Stream),
     /// That of all graph pools with a tag ([`Allocator::graph_pool_for`]).
     Tag(Tag),
 }
@@ -28,7 +24,6 @@ impl Select<'_> {
     fn of(self, allocator: &Allocator) -> Result<Selected, Error> {
         Ok(match self {
             Select::Allocator => Selected::Allocator,
-            Select::Stream(stream) => Selected::Stream(stream.id()?),
             // Pools of several allocators have the same numbers.
             Select::Pool(pool) if pool.allocator().id() != allocator.id() => {
                 return Err(GraphPoolError::ForeignPool.into());
@@ -62,10 +57,9 @@ impl Allocator {
     ///
     /// Requests that would need suspended memory are [`Error::Suspended`], and so are [`trim`](Self::trim),
     /// [`guard`](Self::guard) and [`segments_of`](Self::segments_of) while it is that outside of graph pools.
-    /// [`Select::Allocator`] suspends what is not suspended yet, and is refused while memory of a stream is away. Waits for all work of the contexts involved.
+    /// [`Select::Allocator`] suspends what is not suspended yet. Waits for all work of the contexts involved.
     /// Page-locked memory of [`Contents::Pinned`](crate::allocator::Contents::Pinned) is kept for the next time, until
-    /// a trim, also one that is refused because of a suspension. A suspension of a stream that finds no handles is none:
-    /// there is nothing to resume. Figures count what is suspended outside of graph pools as reserved.
+    /// a trim, also one that is refused because of a suspension. Figures count what is suspended outside of graph pools as reserved.
     ///
     /// # Errors
     /// Nothing is suspended, and it may be tried again: [`Error::Guarded`] while guards keep memory outside of graph

@@ -151,7 +151,6 @@ impl Engine {
     pub(crate) fn close(&self) -> Result<(), Error> {
         self.free_deferred();
         self.release_quarantine(0);
-        self.discard_freed()?;
         {
             let mut heap = self.open()?;
             heap.refuse_guarded()?;

@@ -24,8 +24,6 @@ pub struct Suspended {
     pub handles: u64,
     /// Bytes of contents that are kept on the host.
     pub kept: u64,
-    /// Bytes of handles that stay although memory in them was meant, because there is other memory, too.
-    pub left: u64,
 }
 
 /// What was brought back.
@@ -44,7 +42,6 @@ pub struct Resumed {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Selected {
     Allocator,
-    Stream(u64),
     Pool(u64),
     Tag(Tag),
 }
@@ -69,7 +66,6 @@ impl Selected {
                 all.dedup();
                 all
             }
-            Selected::Stream(stream) => vec![Target::Stream(stream)],
             Selected::Pool(id) => vec![Target::Pool(heap.graphs.memory_of(id))],
             Selected::Tag(tag) => of_tag(tag).collect(),
         };
@@ -170,23 +166,16 @@ impl Drop for Work<'_> {
         let mut heap = self.engine.lock();
         for target in std::mem::take(&mut self.targets) {
             match parked.next() {
-                Some(mut suspension) if suspension.away && !suspension.is_of_nothing(target) => {
-                    match target {
-                        Target::Stream(_) => {
-                            let missing = suspension.missing();
-                            heap.suspended.count(&mut suspension, missing);
-                        }
-                        Target::Pool(id) => {
-                            if let Some(pool) = heap.graphs.pools.get_mut(&id) {
-                                pool.away = true;
-                            }
-                        }
-                        Target::Arenas => {}
+                Some(suspension) if suspension.away => {
+                    if let Target::Pool(id) = target
+                        && let Some(pool) = heap.graphs.pools.get_mut(&id)
+                    {
+                        pool.away = true;
                     }
                     heap.suspended.map.insert(target, suspension);
                 }
-                Some(mut suspension) => {
-                    heap.woken(target, &mut suspension);
+                Some(suspension) => {
+                    heap.woken(target, &suspension);
                     copies.push(suspension.copy);
                 }
                 None => heap.open_target(target),
@@ -215,15 +204,11 @@ impl Engine {
         self.free_deferred();
         self.release_quarantine(0);
         self.review_pool_captures();
-        if matches!(selected, Selected::Allocator) {
-            self.discard_freed()?;
-        }
         let mut work = Work::begin(self, selected, false)?;
         self.stop_debugging();
         // They would only have to be mapped again, or keep handles from going.
         let idle = match selected {
             Selected::Allocator => self.lock().idle_views(usize::MAX),
-            Selected::Stream(stream) => self.lock().idle_views_over(stream),
             Selected::Pool(_) | Selected::Tag(_) => Vec::new(),
         };
         self.evict(&idle)?;
@@ -237,12 +222,11 @@ impl Engine {
                 work.parked.push(parked);
             }
         }
-        for (target, parked) in work.targets.iter().zip(&work.parked) {
-            match (parked.contents, target) {
-                (Contents::Drop, Target::Arenas) => self.lose_guards(None),
-                (Contents::Drop, Target::Stream(number)) => self.lose_guards(Some(*number)),
-                _ => {}
-            }
+        let mut parked = work.targets.iter().zip(&work.parked);
+        if parked.any(|(target, parked)| {
+            matches!((parked.contents, target), (Contents::Drop, Target::Arenas))
+        }) {
+            self.lose_guards(None);
         }
         let dying = work.segments(SegmentChange::Death);
         self.suspender.tell(SegmentChange::Death, &dying);
@@ -254,7 +238,6 @@ impl Engine {
                     bytes,
                     handles,
                     kept,
-                    left: work.parked.iter().map(|parked| parked.left).sum(),
                 })
             }
             Err(error) => {
@@ -371,21 +354,6 @@ impl Engine {
             .map_err(|e| self.error(e))
     }
 
-    /// Gives up what is suspended of streams all of whose blocks there were freed.
-    pub(crate) fn discard_freed(&self) -> Result<(), Error> {
-        let away = {
-            let mut heap = self.open()?;
-            if heap.suspended.working {
-                // Who needs them gone is refused because of that.
-                return Ok(());
-            }
-            let away = heap.take_freed();
-            heap.suspended.working = !away.is_empty();
-            away
-        };
-        self.discard(away)
-    }
-
     /// Gives up what is suspended of pools that nobody can use any more.
     pub(crate) fn discard_pools(&self) -> Result<(), Error> {
         let away = {
@@ -464,7 +432,7 @@ impl Heap {
     fn contents(&self, target: Target, keep: &Keep) -> Contents {
         keep.of(match target {
             Target::Pool(id) => self.suspended.tags.get(&id).copied(),
-            Target::Arenas | Target::Stream(_) => None,
+            Target::Arenas => None,
         })
     }
 }

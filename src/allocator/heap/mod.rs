@@ -155,7 +155,7 @@ impl Heap {
 
     /// Bytes that are there, those of graph pools too.
     pub(crate) fn present(&self) -> u64 {
-        self.held() + self.graphs.held - self.suspended.absent
+        self.held() + self.graphs.held
     }
 
     /// Bytes that may still be taken from the driver.
@@ -176,8 +176,7 @@ impl Heap {
 
     /// Whether so many bytes more leave the bounds in force of what one allocation may map.
     pub(crate) fn bounds_hold(&self, more: u64) -> bool {
-        let held = self.held() - self.suspended.absent;
-        self.physical.bounds_hold(held.saturating_add(more))
+        self.physical.bounds_hold(self.held().saturating_add(more))
     }
 
     // ---- blocks ----------------------------------------------------------------------------

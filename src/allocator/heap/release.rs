@@ -65,7 +65,7 @@ impl Heap {
     /// then.
     pub(crate) fn plan_release(&mut self, arenas: &[SpaceId], missing: u64) -> Vec<Release> {
         let excess = missing.saturating_sub(self.room());
-        let held = self.held() - self.suspended.absent;
+        let held = self.held();
         let certain = match self.physical.limit {
             Some(limit) => missing.saturating_sub(limit.saturating_sub(held)),
             None => 0,

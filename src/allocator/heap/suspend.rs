@@ -1,10 +1,8 @@
 //! Suspended memory in the heap: what is chosen, what is refused, and what comes back.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use crate::allocator::extent::handle::Holding;
 use crate::allocator::extent::record::{Hot, NIL, SpaceId, State as Extent};
-use crate::allocator::extent::space::Shard;
 use crate::allocator::graph::Pool;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::guarded::Guarding;
@@ -68,18 +66,12 @@ impl Heap {
         match target {
             Target::Arenas => self.close_arenas(),
             Target::Pool(id) => self.close_pool(id),
-            Target::Stream(_) => {
-                // Its handles may be away with all others.
-                self.refuse()?;
-                self.refuse_guarded()
-            }
         }
     }
 
-    /// Refuses while guards keep memory where it is, other than those of suspended memory.
+    /// Refuses while guards keep memory where it is.
     pub(crate) fn refuse_guarded(&self) -> Result<(), Error> {
-        let own = self.suspended.of_streams().map(|away| away.blocks.len());
-        match self.guards.count() - own.sum::<usize>() as u64 {
+        match self.guards.count() {
             0 => Ok(()),
             guards => Err(Error::Guarded {
                 guards,
@@ -90,10 +82,6 @@ impl Heap {
 
     fn close_arenas(&mut self) -> Result<(), Error> {
         self.refuse_guarded()?;
-        if self.suspended.of_streams().next().is_some() {
-            // Part of it is away already.
-            return Err(Error::Suspended);
-        }
         let calls: u64 = self
             .streams
             .iter()
@@ -138,7 +126,6 @@ impl Heap {
                 }
                 self.graphs.recount();
             }
-            Target::Stream(_) => {}
         }
     }
 
@@ -146,18 +133,11 @@ impl Heap {
 
     /// What of a closed target is to be suspended.
     pub(crate) fn park(&mut self, target: Target, contents: Contents) -> Result<Suspension, Error> {
-        let (mut claimed, mut blocks, mut left) = (Vec::new(), Vec::new(), 0);
         let (handles, mut kept) = match target {
             Target::Arenas => self.park_arenas()?,
             Target::Pool(id) => {
                 let pool = self.graphs.pools.get(&id);
                 pool.map_or_else(Default::default, park_pool)
-            }
-            Target::Stream(stream) => {
-                let chosen = self.choose(stream);
-                left = chosen.left;
-                (claimed, blocks) = self.set_aside(&chosen);
-                (chosen.handles, chosen.kept)
             }
         };
         let graphs = self.graphs.pools.values();
@@ -183,10 +163,6 @@ impl Heap {
             lost: false,
             unseen: false,
             away: false,
-            claimed,
-            blocks,
-            left,
-            counted: 0,
         })
     }
 
@@ -257,132 +233,12 @@ impl Heap {
             .collect()
     }
 
-    /// The handles of large blocks of a stream in which nothing is of others, and nothing in a view.
-    fn choose(&mut self, stream: u64) -> Chosen {
-        // The heap is right about every block then.
-        self.clear_large_caches();
-        let mut chosen = Chosen::default();
-        let mut found: BTreeMap<u64, (bool, bool)> = BTreeMap::new();
-        let row = self.row(SpaceId::Large);
-        for (id, hot) in &row {
-            let own = match hot.state {
-                Extent::Unmapped => continue,
-                Extent::Free => self.over(*id),
-                Extent::Used => {
-                    self.streams[hot.stream].key.number() == stream
-                        && !self.guards.blocks.contains_key(id)
-                }
-                _ => false,
-            };
-            for (home, holding) in self.handles_of(hot) {
-                let (whole, any) = found.entry(home).or_insert((holding.views == 0, false));
-                *whole &= own;
-                *any |= own && hot.state == Extent::Used;
-            }
-        }
-        for (home, (whole, any)) in found {
-            let Some(holding) = self.physical.holdings.get(&home).filter(|_| any) else {
-                continue;
-            };
-            match whole {
-                true => chosen
-                    .handles
-                    .push(parked(home, holding.bytes, holding.handle)),
-                false => chosen.left += holding.bytes,
-            }
-        }
-        mapped(&mut chosen.handles);
-        for (id, hot) in &row {
-            let past = |h: &Parked| h.home + h.bytes <= hot.addr;
-            let first = chosen.handles.partition_point(past);
-            let handles = chosen.handles[first..].iter();
-            let handles = handles.take_while(|h| h.home < hot.end());
-            let parts = handles.map(|h| (hot.addr.max(h.home), hot.end().min(h.home + h.bytes)));
-            let parts: Vec<(u64, u64)> = parts.map(|(from, to)| (from, to - from)).collect();
-            match hot.state {
-                Extent::Free => chosen.free.extend(parts),
-                _ if !parts.is_empty() => {
-                    chosen.kept.extend(parts);
-                    chosen.blocks.push(*id);
-                }
-                _ => {}
-            }
-        }
-        chosen
-    }
-
-    /// Idle views of handles with large blocks of a stream.
-    pub(crate) fn idle_views_over(&mut self, stream: u64) -> Vec<u64> {
-        self.clear_large_caches();
-        let mut homes = BTreeSet::new();
-        for (_, hot) in self.row(SpaceId::Large) {
-            if hot.state == Extent::Used && self.streams[hot.stream].key.number() == stream {
-                homes.extend(self.handles_of(&hot).into_iter().map(|(home, _)| home));
-            }
-        }
-        let mut idle = self.idle_views(usize::MAX);
-        idle.retain(|base| {
-            let shown = &self.views.map[base].mappings;
-            shown.iter().any(|part| homes.contains(&part.home))
-        });
-        idle
-    }
-
-    /// Handles at home that an extent touches.
-    fn handles_of(&self, hot: &Hot) -> Vec<(u64, Holding)> {
-        let first = self.physical.holdings.range(..=hot.addr).next_back();
-        let first = first.map_or(hot.addr, |(home, _)| *home);
-        let holdings = self.physical.holdings.range(first..hot.end());
-        let touched = holdings.filter(|(home, holding)| *home + holding.bytes > hot.addr);
-        touched.map(|(home, holding)| (*home, *holding)).collect()
-    }
-
-    /// Takes what is chosen out of circulation: free memory at once, blocks when they are freed.
-    fn set_aside(&mut self, chosen: &Chosen) -> (Vec<(u32, Vec<Shard>)>, Vec<u32>) {
-        let mut claimed = Vec::new();
-        for (addr, bytes) in &chosen.free {
-            let Some(first) = self.extents.piece_around(SpaceId::Large, *addr) else {
-                continue;
-            };
-            let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
-            claimed.extend(self.claim(SpaceId::Large, first, skip, (bytes / GRANULE) as u32));
-        }
-        for id in &chosen.blocks {
-            self.guard(Guarding::Record(*id));
-        }
-        (claimed, chosen.blocks.clone())
-    }
-
-    /// Puts back what was taken out of circulation.
-    fn put_aside_back(&mut self, suspension: &mut Suspension) {
-        for (id, shards) in std::mem::take(&mut suspension.claimed) {
-            self.restore(SpaceId::Large, id, shards);
-        }
-        for id in std::mem::take(&mut suspension.blocks) {
-            self.unguard(id);
-        }
-    }
-
-    /// Takes out suspensions of streams all of whose blocks were freed.
-    pub(crate) fn take_freed(&mut self) -> Vec<(Target, Suspension)> {
-        let guards = &self.guards.blocks;
-        let freed = |id: &u32| guards.get(id).is_some_and(|guard| guard.freed.is_some());
-        let away = self.suspended.map.iter();
-        let over = away.filter(|(target, away)| {
-            matches!(target, Target::Stream(_)) && away.blocks.iter().all(freed)
-        });
-        let over: Vec<Target> = over.map(|(target, _)| *target).collect();
-        let over = over.into_iter();
-        over.filter_map(|target| Some((target, self.suspended.map.remove(&target)?)))
-            .collect()
-    }
-
     /// Takes out suspensions of pools that were released, of which there is no block, and that no graph can use.
     pub(crate) fn take_unused_pools(&mut self) -> Vec<(Target, Suspension)> {
         let away: Vec<Target> = self.suspended.map.keys().copied().collect();
         let over = away.into_iter().filter(|target| match target {
             Target::Pool(id) => self.graphs.is_unused(*id),
-            Target::Arenas | Target::Stream(_) => false,
+            Target::Arenas => false,
         });
         let over: Vec<Target> = over.collect();
         let over = over.into_iter();
@@ -422,13 +278,13 @@ impl Heap {
     }
 
     /// What a suspension has is there again.
-    pub(crate) fn woken(&mut self, target: Target, suspension: &mut Suspension) {
+    pub(crate) fn woken(&mut self, target: Target, suspension: &Suspension) {
         for parked in &suspension.handles {
             let Some(handle) = parked.handle else {
                 continue;
             };
             match target {
-                Target::Arenas | Target::Stream(_) => {
+                Target::Arenas => {
                     if let Some(holding) = self.physical.holdings.get_mut(&parked.home) {
                         holding.handle = Some(handle);
                     }
@@ -441,15 +297,11 @@ impl Heap {
                 }
             }
         }
-        self.put_aside_back(suspension);
-        self.suspended.count(suspension, 0);
         self.open_target(target);
     }
 
     /// What a suspension had is the driver's, and nobody wants it again: no block is live, and no work under way.
     pub(crate) fn forgotten(&mut self, target: Target, mut suspension: Suspension) {
-        self.put_aside_back(&mut suspension);
-        self.suspended.count(&mut suspension, 0);
         self.open_target(target);
         match target {
             Target::Pool(id) => {
@@ -465,7 +317,6 @@ impl Heap {
                     self.tell_pool_memory(Kind::Unmap, home, bytes);
                 }
             }
-            Target::Stream(_) => self.drop_unused(&mut suspension),
             Target::Arenas => {
                 for base in self.idle_views(usize::MAX) {
                     if let Some(view) = self.take_view(base) {
@@ -478,17 +329,6 @@ impl Heap {
             }
         }
     }
-}
-
-/// What is chosen of a stream.
-#[derive(Debug, Default)]
-struct Chosen {
-    handles: Vec<Parked>,
-    kept: Vec<(u64, u64)>,
-    /// Parts of free pieces, each of one.
-    free: Vec<(u64, u64)>,
-    blocks: Vec<u32>,
-    left: u64,
 }
 
 fn park_pool(pool: &Pool) -> Choice {

@@ -10,7 +10,6 @@ pub(crate) mod host;
 
 use std::collections::BTreeMap;
 
-use crate::allocator::extent::space::Shard;
 use crate::allocator::suspend::contents::Contents;
 use crate::allocator::suspend::host::HostCopy;
 use crate::block::Tag;
@@ -20,8 +19,6 @@ use crate::block::Tag;
 pub(crate) enum Target {
     /// Everything outside of graph pools.
     Arenas,
-    /// Whole handles of blocks of the stream with this number.
-    Stream(u64),
     /// A graph pool.
     Pool(u64),
 }
@@ -56,14 +53,6 @@ pub(crate) struct Suspension {
     pub unseen: bool,
     /// Nobody may use the memory: not all of it is there.
     pub away: bool,
-    /// Free memory that is taken out of circulation meanwhile: the record, and what stood there.
-    pub claimed: Vec<(u32, Vec<Shard>)>,
-    /// Records of blocks whose frees wait.
-    pub blocks: Vec<u32>,
-    /// Bytes of handles with memory that was meant, where other memory is, too.
-    pub left: u64,
-    /// Bytes that do not count for the limit.
-    pub counted: u64,
 }
 
 impl Suspension {
@@ -75,11 +64,6 @@ impl Suspension {
     pub(crate) fn missing(&self) -> u64 {
         let away = self.handles.iter().filter(|handle| handle.handle.is_none());
         away.map(|handle| handle.bytes).sum()
-    }
-
-    /// Whether no handle of a stream was found.
-    pub(crate) fn is_of_nothing(&self, target: Target) -> bool {
-        matches!(target, Target::Stream(_)) && self.handles.is_empty()
     }
 
     pub(crate) fn kept_bytes(&self) -> u64 {
@@ -129,8 +113,6 @@ pub(crate) struct Suspensions {
     pub under_way: Vec<(u64, u64)>,
     /// Bytes that a resume under way will take from the driver.
     pub coming: u64,
-    /// Bytes that are suspended outside of graph pools while other memory there is in use.
-    pub absent: u64,
     /// The tags of pools.
     pub tags: BTreeMap<u64, Tag>,
     /// Numbers of segments by their homes, as far as somebody was told of them.
@@ -151,18 +133,6 @@ impl Suspensions {
     /// The segment at an address is no more.
     pub(crate) fn died(&mut self, home: u64) {
         self.ids.remove(&home);
-    }
-
-    /// Says how many bytes of a suspension do not count for the limit.
-    pub(crate) fn count(&mut self, suspension: &mut Suspension, bytes: u64) {
-        self.absent = self.absent - suspension.counted + bytes;
-        suspension.counted = bytes;
-    }
-
-    /// Suspended memory of streams.
-    pub(crate) fn of_streams(&self) -> impl Iterator<Item = &Suspension> {
-        let map = self.map.iter();
-        map.filter_map(|(target, away)| matches!(target, Target::Stream(_)).then_some(away))
     }
 
     /// Whether a handle at this home is away, goes, or comes back.
@@ -205,10 +175,6 @@ mod tests {
             lost: false,
             unseen: false,
             away: true,
-            claimed: Vec::new(),
-            blocks: Vec::new(),
-            left: 0,
-            counted: 0,
         };
         assert_eq!(suspension.ranges(), [(0, 8), (8, 4), (100, 8)]);
     }
