@@ -1,10 +1,10 @@
 //! Time that can be given by a test.
 
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Condvar, Weak};
 use std::time::{Duration, Instant};
 
 use crate::driver::process;
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 
 /// Something that a sleeping thread can be woken by before its time.
 #[derive(Debug, Default)]

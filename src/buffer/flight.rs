@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context as TaskContext, Poll};
 
 use crate::driver::{DriverError, Entered, Stream, in_host_function, process};
@@ -16,6 +16,7 @@ use crate::sync::order::wait;
 use super::element::DeviceCopy;
 use super::order::{Failed, Memory, submit};
 use super::pinned::PinnedBuffer;
+use crate::locks::held::Mutex;
 
 /// A copy between a device and a [`PinnedBuffer`], which it owns until the copy is complete. [Wait](Self::wait)
 /// for it, `await` it, or [have it told](Self::on_complete).

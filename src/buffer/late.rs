@@ -3,10 +3,10 @@
 //!
 //! There are hardly ever any, so they are not kept in the memory, which has only a flag of them.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::driver::{Stream, process, sys};
+use crate::locks::held::Mutex;
 
 /// A memory: its allocator, and its address there.
 pub(super) type Key = (u64, sys::CUdeviceptr);

@@ -68,6 +68,7 @@ mod owner;
 mod pinned;
 mod slice;
 mod staging;
+mod turn;
 
 pub use device::DeviceBuffer;
 pub use element::{DeviceCopy, FillValue, Pod};

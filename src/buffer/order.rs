@@ -7,7 +7,6 @@
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use crate::allocator::{Block, Request};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
@@ -17,6 +16,7 @@ use crate::sync::{capture, order};
 
 use super::late::{self, Late};
 use super::owner::{Loan, Owner};
+use super::turn::Turn;
 use crate::error::{Error, Refused, StreamMisuse};
 
 /// Device memory with whoever takes it back, and its home stream.
@@ -30,10 +30,6 @@ pub(crate) struct Memory {
     /// Several owners submit to it, whom no borrow keeps apart: a tensor, and those made of its exports.
     shared: bool,
 }
-
-/// Held while work on shared memory is queued. Not counted as a lock that is held: whoever queues next waits for
-/// the driver's calls of this one in any case.
-static TURN: Mutex<()> = Mutex::new(());
 
 impl Memory {
     /// Asks a resource for memory. An allocator's block goes back to it without a detour.
@@ -397,11 +393,9 @@ pub(super) fn submit(
 ) -> Result<(), Failed> {
     let before = |error: DriverError| Failed::Before(error.into());
     let id = stream.id().map_err(before)?;
-    let _turn = match used.iter().any(|memory| memory.shared) {
-        true if process::is_forked_child() => return Err(Failed::Before(Error::ForkedChild)),
-        true => Some(TURN.lock().unwrap_or_else(PoisonError::into_inner)),
-        false => None,
-    };
+    let shared = used.iter().filter(|memory| memory.shared);
+    let turn = Turn::take(shared.map(|memory| memory.key()).collect());
+    let _turn = turn.map_err(Failed::Before)?;
     for memory in used {
         let ready = memory.admit(stream, id);
         let ready = ready.and_then(|()| memory.prepare(Access::ReadWrite));

@@ -3,10 +3,9 @@
 //! The driver counts its ids up from small numbers. Those of default streams have the highest bit, the number of
 //! the thread (0 for the legacy stream, which all threads share) and the number of the context.
 
-use crate::locks::held::locked;
+use crate::locks::held::Mutex;
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Every identity of a default stream has this bit, and none of another stream.
@@ -17,7 +16,7 @@ const CONTEXT_BITS: u32 = 32;
 /// The number of a context, by its key: the same for all that stand for one context, and no other's.
 pub(super) fn number_of(key: u64) -> u64 {
     static KNOWN: Mutex<Option<HashMap<u64, u64>>> = Mutex::new(None);
-    let mut known = locked(&KNOWN);
+    let mut known = KNOWN.lock();
     let known = known.get_or_insert_default();
     let next = known.len() as u64;
     *known.entry(key).or_insert(next)

@@ -2,11 +2,10 @@
 
 use super::process;
 use super::sys::CUstream;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::ThreadId;
 
-use crate::locks::held::locked;
+use crate::locks::held::Mutex;
 
 /// The list is looked through once in so many allocations that have to look out for captures.
 pub(crate) const REVIEW: u32 = 64;
@@ -61,13 +60,13 @@ impl Finding {
 impl Found {
     /// A capture was begun into a graph that has nodes. Its id is unique while the process lives.
     pub(super) fn add_joined(&self, capture: u64) {
-        locked(&self.list).joined.push(capture);
+        self.list.lock().joined.push(capture);
         self.any_joined.store(true, Ordering::Release);
     }
 
     /// Whether a capture was begun into a graph that has nodes.
     pub(super) fn is_joined(&self, capture: u64) -> bool {
-        self.any_joined.load(Ordering::Acquire) && locked(&self.list).joined.contains(&capture)
+        self.any_joined.load(Ordering::Acquire) && self.list.lock().joined.contains(&capture)
     }
 
     /// Whether a stream may be in the list.
@@ -78,7 +77,7 @@ impl Found {
 
     /// A stream captures, or is about to.
     pub(super) fn add(&self, stream: CUstream, unasked: bool) {
-        let mut list = locked(&self.list);
+        let mut list = self.list.lock();
         let last = self.newest.fetch_add(1, Ordering::SeqCst) + 1;
         // Mostly one that was found before, and is watched.
         let mut known = list.streams.iter_mut();
@@ -109,7 +108,7 @@ impl Found {
 
     #[cold]
     fn drop_all(&self, gone: impl Fn(&Finding) -> bool) {
-        let mut list = locked(&self.list);
+        let mut list = self.list.lock();
         list.drop_all(gone);
         self.bits.store(list.bits(), Ordering::Relaxed);
     }
@@ -119,7 +118,7 @@ impl Found {
         if self.bits.load(Ordering::Relaxed) == 0 {
             return Vec::new();
         }
-        let list = locked(&self.list);
+        let list = self.list.lock();
         let found = list.streams.iter().filter(|f| !f.unasked);
         found.map(|f| (f.stream, f.number)).collect()
     }
@@ -131,14 +130,14 @@ impl Found {
 
     /// The streams that calls look out for, by their handles.
     pub(super) fn watched(&self) -> Vec<usize> {
-        let list = locked(&self.list);
+        let list = self.list.lock();
         let watched = list.streams.iter().filter(|f| f.is_watched());
         watched.map(|f| f.stream).collect()
     }
 
     /// Nobody could be asked about a stream.
     pub(super) fn age(&self, stream: usize) {
-        let mut list = locked(&self.list);
+        let mut list = self.list.lock();
         let young = list.streams.iter_mut();
         for finding in young.filter(|f| f.stream == stream && f.is_watched()) {
             finding.age += 1;

@@ -10,7 +10,7 @@ use libloading::Library;
 use std::ffi::OsStr;
 use std::mem;
 use std::path::Path;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 /// Names the library to load instead of the platform's; see [`Driver::load`].
 const OVERRIDE: &str = "CUALLOC_DRIVER";
@@ -30,7 +30,7 @@ struct Opened {
 }
 
 static LOADED: OnceLock<Driver> = OnceLock::new();
-static OPENED: Mutex<Option<Opened>> = Mutex::new(None);
+static OPENED: OnceLock<Opened> = OnceLock::new();
 
 impl Driver {
     /// The process's driver: found, opened and initialised on the first call, the same table
@@ -45,7 +45,6 @@ impl Driver {
     /// # Errors
     /// See [`LoadError`]. Failures are not remembered: the next call tries again.
     pub fn load() -> Result<Driver, LoadError> {
-        // Before the lock, which a thread of the parent may have held while it forked.
         if process::is_forked_child() {
             return Err(LoadError::Init(DriverError::new(
                 "cuInit",
@@ -55,13 +54,14 @@ impl Driver {
         if let Some(driver) = LOADED.get() {
             return Ok(driver.clone());
         }
-        let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(driver) = LOADED.get() {
-            return Ok(driver.clone());
-        }
-        let opened = match &mut *opened {
+        // Libraries run code of their own when they are opened and the driver when it starts, so no lock is held here.
+        // Of two threads that come at the same time both may do it, which is harmless, and the first one's driver stays.
+        let opened = match OPENED.get() {
             Some(opened) => opened,
-            none => none.insert(open_default()?),
+            None => {
+                let opened = open_default()?;
+                OPENED.get_or_init(|| opened)
+            }
         };
         let origin = Origin {
             library: Some(opened.library.clone()),

@@ -10,10 +10,10 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
-use crate::locks::held::locked;
+use crate::locks::held::Mutex;
 
 /// A handle that nobody can name any more and that is to be destroyed.
 #[derive(Debug)]
@@ -115,7 +115,7 @@ impl Debts {
         }
         let left = driver.debts().lock().remove(&context);
         let list = left.and_then(|left| left.get::<Debts>());
-        let list = list.map_or_else(Vec::new, |left| std::mem::take(&mut *locked(&left.list)));
+        let list = list.map_or_else(Vec::new, |left| std::mem::take(&mut *left.list.lock()));
         Debts {
             any: AtomicBool::new(!list.is_empty()),
             list: Mutex::new(list),
@@ -133,17 +133,17 @@ impl Debts {
         if !self.any() || !driver.has(Feature::StreamIds) {
             return;
         }
-        let list = std::mem::take(&mut *locked(&self.list));
+        let list = std::mem::take(&mut *self.list.lock());
         let mut all = driver.debts().lock();
         let none = || Entry::Forever(Arc::<Debts>::default());
         let left = all.entry(context).or_insert_with(none);
         if let Some(left) = left.get::<Debts>() {
-            locked(&left.list).extend(list);
+            left.list.lock().extend(list);
         }
     }
 
     pub(super) fn add(&self, owed: Owed) {
-        let mut list = locked(&self.list);
+        let mut list = self.list.lock();
         list.push(owed);
         self.any.store(true, Ordering::Relaxed);
     }
@@ -155,7 +155,7 @@ impl Debts {
             return;
         }
         let due: Vec<Owed> = {
-            let mut list = locked(&self.list);
+            let mut list = self.list.lock();
             let (due, kept) = list.drain(..).partition(|owed| may_wait || !owed.waits());
             *list = kept;
             self.any.store(!list.is_empty(), Ordering::Relaxed);

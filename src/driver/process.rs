@@ -7,9 +7,9 @@
 mod state;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, Once, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Once, OnceLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::locks::held::{Held, Locked, locked};
+use crate::locks::held::{Held, Locked, Mutex, RwLock};
 use state::{
     CAPTURES, EXITING, FORKED, LOOK_OUT, RECORDING, RECORDS, SAMPLES, TOOL, change, now_bits,
 };
@@ -80,7 +80,7 @@ static CAPTURED: AtomicBool = AtomicBool::new(false);
 /// One more capture is known: until it is over each call has to ask about its stream.
 pub(crate) fn watch() {
     CAPTURED.store(true, Ordering::Relaxed);
-    let mut watched = locked(&WATCHED);
+    let mut watched = WATCHED.lock();
     *watched += 1;
     if *watched == 1 {
         change(CAPTURES, 0);
@@ -89,7 +89,7 @@ pub(crate) fn watch() {
 
 /// So many captures are over, or not looked out for any more.
 pub(crate) fn unwatch(captures: usize) {
-    let mut watched = locked(&WATCHED);
+    let mut watched = WATCHED.lock();
     let before = *watched;
     *watched = watched.saturating_sub(captures);
     if before > 0 && *watched == 0 {
@@ -166,21 +166,21 @@ fn nothing<'a, T: Default>() -> &'a T {
 #[inline]
 pub(crate) fn lock<T: Default>(mutex: &Mutex<T>) -> Locked<'_, T> {
     let mutex = if is_forked_child() { nothing() } else { mutex };
-    locked(mutex)
+    mutex.lock()
 }
 
 /// As [`lock`].
 #[inline]
 pub(crate) fn read<T: Default>(lock: &RwLock<T>) -> Held<RwLockReadGuard<'_, T>> {
     let lock = if is_forked_child() { nothing() } else { lock };
-    Held::of(lock.read())
+    lock.read()
 }
 
 /// As [`lock`].
 #[inline]
 pub(crate) fn write<T: Default>(lock: &RwLock<T>) -> Held<RwLockWriteGuard<'_, T>> {
     let lock = if is_forked_child() { nothing() } else { lock };
-    Held::of(lock.write())
+    lock.write()
 }
 
 /// Registers the fork handler, once per process; call it just before the first `cuInit`.

@@ -2,9 +2,9 @@
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use crate::locks::held::{Locked, locked};
+use crate::locks::held::{Locked, Mutex};
 
 /// Things of one type, by number.
 #[derive(Default)]
@@ -34,7 +34,7 @@ impl Entry {
 
 impl Registry {
     pub(super) fn lock(&self) -> Locked<'_, HashMap<u64, Entry>> {
-        locked(&self.0)
+        self.0.lock()
     }
 
     pub(super) fn find<T: Any + Send + Sync>(&self, number: u64) -> Option<Arc<T>> {

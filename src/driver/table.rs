@@ -12,12 +12,12 @@ use std::any::Any;
 use std::ffi::CStr;
 use std::fmt;
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
 use log::Level;
 
-use crate::locks::held::locked;
+use crate::locks::held::Mutex;
 
 /// The oldest supported driver: 10.1, where the youngest required function appeared.
 pub(super) const OLDEST_VERSION: u32 = 10010;
@@ -431,14 +431,14 @@ impl Driver {
 
     /// Whether a device keeps memory the same through two addresses, if it was tested.
     pub(crate) fn aliasing(&self, ordinal: usize) -> Option<bool> {
-        let known = locked(&self.0.state.aliasing);
+        let known = self.0.state.aliasing.lock();
         let mut of = known.iter().filter(|(d, _)| *d == ordinal);
         of.next().map(|(_, good)| *good)
     }
 
     /// Remembers it for all allocators over this driver.
     pub(crate) fn set_aliasing(&self, ordinal: usize, good: bool) {
-        let mut known = locked(&self.0.state.aliasing);
+        let mut known = self.0.state.aliasing.lock();
         known.retain(|(d, _)| *d != ordinal);
         known.push((ordinal, good));
     }

@@ -1,8 +1,6 @@
 //! What trials of virtual memory came to, for all users of a driver.
 
-use std::sync::Mutex;
-
-use crate::locks::held::locked;
+use crate::locks::held::Mutex;
 
 /// Devices, by their ordinals, whose virtual memory was tried. An allocator asks here before it tries one.
 #[derive(Default)]
@@ -15,7 +13,7 @@ pub(crate) struct Trials {
 impl Trials {
     /// Whether a device gave everything that was wished for.
     pub(crate) fn passed(&self, device: usize) -> bool {
-        locked(&self.passed).contains(&device)
+        self.passed.lock().contains(&device)
     }
 
     pub(crate) fn pass(&self, device: usize) {
@@ -30,7 +28,7 @@ impl Trials {
 
 /// Whether the device was not there yet.
 fn note(devices: &Mutex<Vec<usize>>, device: usize) -> bool {
-    let mut devices = locked(devices);
+    let mut devices = devices.lock();
     let new = !devices.contains(&device);
     if new {
         devices.push(device);

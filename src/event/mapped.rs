@@ -3,10 +3,10 @@
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use crate::event::file::{self, HEADER, MISSED, RECORD, RING_HEADER, Start};
 use crate::event::names;
+use crate::locks::held::Mutex;
 
 /// Rings of a file, and what is set aside for names.
 const RINGS: usize = 64;
@@ -76,7 +76,7 @@ impl Mapped {
 
     /// Writes the names that are not in the file yet, as far as there is room.
     pub(crate) fn write_names(&self) {
-        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names = self.names.lock();
         let (known, at) = &mut *names;
         for (number, name) in names::since(*known) {
             *known += 1;

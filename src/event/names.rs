@@ -2,9 +2,9 @@
 
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 
 use crate::event::record::{MOST_CONTEXTS, or_none};
+use crate::locks::held::Mutex;
 
 /// Most names; one more is the context without a name.
 const MOST: usize = MOST_CONTEXTS as usize;
@@ -24,7 +24,7 @@ thread_local! {
 }
 
 fn with<T>(work: impl FnOnce(&mut Names) -> T) -> T {
-    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut names = NAMES.lock();
     work(names.get_or_insert_default())
 }
 

@@ -8,11 +8,12 @@
 use std::backtrace::Backtrace;
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use crate::event::{Event, Kind, names, session, stack};
+use crate::locks::held::{Mutex, RwLock};
 
 /// What says where a program is, instead of the stack of the thread: the number of a context, 0 for none.
 pub(crate) type Source = Arc<dyn Fn() -> u32 + Send + Sync>;
@@ -81,7 +82,7 @@ pub(crate) fn set_mean(bytes: u64) {
 /// former one, but for so long at most: that thread may wait for this one, or be gone in a forked child.
 pub(crate) fn set_source(source: Option<Source>) {
     const PATIENCE: Duration = Duration::from_secs(2);
-    let mut place = SOURCE.write().unwrap_or_else(PoisonError::into_inner);
+    let mut place = SOURCE.write();
     let old = std::mem::replace(&mut *place, source);
     // What goes with it may do anything.
     drop(place);
@@ -119,10 +120,7 @@ pub(crate) fn allocated(bytes: u64, event: impl FnOnce() -> (Event, Option<u64>)
         return;
     }
     let _busy = Busy;
-    let source = SOURCE
-        .read()
-        .unwrap_or_else(PoisonError::into_inner)
-        .clone();
+    let source = SOURCE.read().clone();
     let context = source.map_or(0, |source| source());
     let context = match context {
         0 => of_thread(),
@@ -153,7 +151,7 @@ impl Drop for Busy {
 /// The context of the thread's stack.
 fn of_thread() -> u32 {
     let addresses = stack::addresses();
-    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = || KNOWN.lock();
     if let Some(number) = known().get_or_insert_default().get(addresses.as_slice()) {
         return *number;
     }

@@ -1,7 +1,7 @@
 //! The recording that runs, if one does: its rings, and who writes to them.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 
 use crate::event::clock;
@@ -10,6 +10,7 @@ use crate::event::mapped::Mapped;
 use crate::event::names;
 use crate::event::record::{self, Event, Kind, Record, Whose};
 use crate::event::ring::{Place, Ring, Writer};
+use crate::locks::held::{Locked, Mutex};
 
 /// The number of the recording that runs; 0 for none.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -18,8 +19,8 @@ static CURRENT: Mutex<Option<Arc<Session>>> = Mutex::new(None);
 /// that is not there may hold any of its locks.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-fn current() -> MutexGuard<'static, Option<Arc<Session>>> {
-    CURRENT.lock().unwrap_or_else(PoisonError::into_inner)
+fn current() -> Locked<'static, Option<Arc<Session>>> {
+    CURRENT.lock()
 }
 
 /// One recording.
@@ -116,11 +117,11 @@ impl Session {
 
     /// Has a thread told when a ring that is made from here on is half full.
     pub(crate) fn set_reader(&self, reader: Thread) {
-        *self.reader.lock().unwrap_or_else(PoisonError::into_inner) = Some(reader);
+        *self.reader.lock() = Some(reader);
     }
 
-    fn rings(&self) -> MutexGuard<'_, Vec<Arc<Ring>>> {
-        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
+    fn rings(&self) -> Locked<'_, Vec<Arc<Ring>>> {
+        self.rings.lock()
     }
 
     /// The rings, as long as somebody else has them.
@@ -133,7 +134,7 @@ impl Session {
         let ring = match &self.mapped {
             Some(file) => Ring::in_file(file)?,
             None => {
-                let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+                let reader = self.reader.lock();
                 Ring::new(self.capacity, reader.clone())
             }
         };
@@ -216,14 +217,10 @@ static SHARED: Mutex<Tap> = Mutex::new(Tap::none());
 /// that come and go must not push it out.
 static RARE: Mutex<Tap> = Mutex::new(Tap::none());
 
-fn locked(tap: &'static Mutex<Tap>) -> MutexGuard<'static, Tap> {
-    tap.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Lets go of the rings of those who have no tap of their own.
 pub(crate) fn clear() {
     for tap in [&SHARED, &RARE] {
-        *locked(tap) = Tap::none();
+        *tap.lock() = Tap::none();
     }
 }
 
@@ -241,13 +238,13 @@ pub(crate) fn push_in(event: Event, context: u32) {
         _ => &SHARED,
     };
     // The ring's order is that of time: what waits for the lock is later.
-    let mut tap = locked(tap);
+    let mut tap = tap.lock();
     tap.push_at(clock::ticks(), event, context);
 }
 
 /// [`push_in`] of an event of a stream that has no number in records: its handle goes before.
 pub(crate) fn push_of(handle: u64, event: Event, context: u32) {
-    let mut tap = locked(&SHARED);
+    let mut tap = SHARED.lock();
     tap.write_of(handle, event.at_time(clock::ticks(), context));
 }
 
@@ -261,7 +258,7 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
     };
     // What explains others comes before them: all are of one time, and rings that were made earlier come first.
     if apart.is_empty() {
-        let mut tap = locked(&RARE);
+        let mut tap = RARE.lock();
         rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));
     }
     let ring = session.and_then(|session| session.ring_for(apart.len() + held.len()));
@@ -272,7 +269,7 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
         }
         return;
     }
-    let mut tap = locked(&SHARED);
+    let mut tap = SHARED.lock();
     held.iter().for_each(|event| tap.push_at(ticks, *event, 0));
 }
 
@@ -390,7 +387,7 @@ impl Tap {
     #[inline(never)]
     fn miss(&self, record: Record) {
         if self.writer.whose().is_unnumbered() {
-            return locked(&SHARED).write_of(self.handle, record);
+            return SHARED.lock().write_of(self.handle, record);
         }
         if let Some(session) = own().filter(|session| session.number == self.number)
             && let Some(mapped) = &session.mapped

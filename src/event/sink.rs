@@ -3,14 +3,15 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::event::file::{self, END, NAME, RECORDS};
 use crate::event::names;
 use crate::event::session::{Batch, Progress, Session};
+use crate::locks::held::Mutex;
 
 /// How long records lie in their rings at most, if none is half full before.
 const INTERVAL: Duration = Duration::from_millis(20);
@@ -87,7 +88,7 @@ impl Inner {
         if self.session.is_of_parent() {
             return;
         }
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         if state.ended {
             return;
         }
@@ -156,7 +157,7 @@ impl Sink {
     pub(crate) fn finish(mut self) -> io::Result<(u64, u64)> {
         self.stop();
         let state = &self.inner.state;
-        let state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = state.lock();
         match state.failure {
             Some(kind) => Err(kind.into()),
             None => Ok((state.chunks.records, state.chunks.lost)),

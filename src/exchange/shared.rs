@@ -1,6 +1,6 @@
 //! Memory that a tensor shares with its exports, and the end of its life.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use crate::block::BlockId;
 use crate::buffer::{Foreign, HostBlock, Memory, Owner};
@@ -13,6 +13,7 @@ use crate::sync::order::wait_until_idle;
 
 use super::layout::Described;
 use super::peer::{Kind, Peer, order, wait_until_over};
+use crate::locks::held::Mutex;
 
 /// What keeps memory until its drop.
 pub(super) type Kept = Box<dyn Send + Sync>;
@@ -320,12 +321,11 @@ impl Drop for Shared {
             // Neither the driver nor whoever made the memory can be called here.
             return std::mem::forget(holder);
         }
-        let contexts = self.untracked.get_mut();
-        let contexts = std::mem::take(contexts.unwrap_or_else(PoisonError::into_inner));
+        let contexts = std::mem::take(self.untracked.get_mut());
         match holder {
             Some(Holder::Device(memory)) => memory.end_after(contexts),
             Some(Holder::Host(mut block, uses)) => {
-                let uses = uses.into_inner().unwrap_or_else(PoisonError::into_inner);
+                let uses = uses.into_inner();
                 let events = block.events().clone();
                 for user in &uses {
                     // What cannot be marked is waited for, or the block is never used again.

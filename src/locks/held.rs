@@ -1,12 +1,13 @@
-//! How many of the library's locks the calling thread holds: the allocator's own, and those of the standard
-//! library that are taken through [`locked`] and its like.
+//! The mutexes of the library, and how many of its locks the calling thread holds.
 //!
-//! Nothing that may wait is called under one of them, and every call of the driver may wait: for work, or
-//! for another thread in the driver. The simulator looks at this count in every call. Only debug builds
-//! count, so that the hot path of the others does not pay for it.
+//! No function that may wait is called under a lock: not the driver's, since each call of it may wait for work or for
+//! another thread in the driver, and no code of the program, such as hooks and loggers, since that may call the
+//! library again. The simulator reports each call that is made under a lock, and tests install a logger that does
+//! the same for log lines. `tests/layers.py` checks that `src` has no other locks than those of this folder.
+//! Only debug builds count, so that the hot path of the others does not pay for it.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::{Condvar, LockResult, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, LockResult, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 #[cfg(all(debug_assertions, not(loom)))]
@@ -35,7 +36,6 @@ mod count {
     }
 
     /// Locks that the calling thread holds.
-    #[cfg(feature = "sim")]
     pub(crate) fn locks() -> u32 {
         LOCKS.get()
     }
@@ -54,10 +54,60 @@ mod count {
         }
     }
 
-    /// 0: nobody counts.
-    #[cfg(feature = "sim")]
+    /// 0, since nothing is counted.
+    #[inline(always)]
     pub(crate) fn locks() -> u32 {
         0
+    }
+}
+
+/// A mutex that counts as held by its thread while it is locked.
+#[derive(Debug, Default)]
+pub(crate) struct Mutex<T: ?Sized>(std::sync::Mutex<T>);
+
+impl<T> Mutex<T> {
+    pub(crate) const fn new(value: T) -> Mutex<T> {
+        Mutex(std::sync::Mutex::new(value))
+    }
+
+    pub(crate) fn into_inner(self) -> T {
+        self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T: ?Sized> Mutex<T> {
+    #[inline]
+    pub(crate) fn lock(&self) -> Locked<'_, T> {
+        Held::of(self.0.lock())
+    }
+
+    /// The value, unless another thread has it, or a panic came while one had it.
+    pub(crate) fn try_lock(&self) -> Option<Locked<'_, T>> {
+        self.0.try_lock().ok().map(|guard| Held::of(Ok(guard)))
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// As [`Mutex`], for several readers or one writer.
+#[derive(Debug, Default)]
+pub(crate) struct RwLock<T: ?Sized>(std::sync::RwLock<T>);
+
+impl<T> RwLock<T> {
+    pub(crate) const fn new(value: T) -> RwLock<T> {
+        RwLock(std::sync::RwLock::new(value))
+    }
+}
+
+impl<T: ?Sized> RwLock<T> {
+    pub(crate) fn read(&self) -> Held<RwLockReadGuard<'_, T>> {
+        Held::of(self.0.read())
+    }
+
+    pub(crate) fn write(&self) -> Held<RwLockWriteGuard<'_, T>> {
+        Held::of(self.0.write())
     }
 }
 
@@ -68,13 +118,13 @@ pub(crate) struct Held<G> {
     _counted: Counted,
 }
 
-/// The guard of a mutex.
+/// The guard of a [`Mutex`].
 pub(crate) type Locked<'a, T> = Held<MutexGuard<'a, T>>;
 
 impl<G> Held<G> {
-    /// What was behind a lock is right also after a panic under it: nothing is left half done there.
+    /// A panic under a lock leaves no state half changed, so a poisoned lock is as good as any.
     #[inline]
-    pub(crate) fn of(guard: LockResult<G>) -> Held<G> {
+    fn of(guard: LockResult<G>) -> Held<G> {
         Held {
             guard: guard.unwrap_or_else(PoisonError::into_inner),
             _counted: Counted::new(),
@@ -83,8 +133,9 @@ impl<G> Held<G> {
 }
 
 impl<T> Locked<'_, T> {
-    /// Gives the lock away until the condition is notified.
+    /// Releases the lock until the condition is notified.
     pub(crate) fn wait(self, condition: &Condvar) -> Self {
+        debug_assert!(locks() <= 1, "a wait under another lock");
         Held {
             guard: condition
                 .wait(self.guard)
@@ -93,8 +144,9 @@ impl<T> Locked<'_, T> {
         }
     }
 
-    /// As [`wait`](Self::wait), for so long.
+    /// As [`wait`](Self::wait), for at most this time.
     pub(crate) fn wait_timeout(self, condition: &Condvar, left: Duration) -> Self {
+        debug_assert!(locks() <= 1, "a wait under another lock");
         let waited = condition.wait_timeout(self.guard, left);
         Held {
             guard: waited.unwrap_or_else(PoisonError::into_inner).0,
@@ -119,12 +171,4 @@ impl<G: DerefMut> DerefMut for Held<G> {
     }
 }
 
-/// Locks a mutex.
-#[inline]
-pub(crate) fn locked<T: ?Sized>(mutex: &Mutex<T>) -> Locked<'_, T> {
-    Held::of(mutex.lock())
-}
-
-pub(crate) use count::Counted;
-#[cfg(feature = "sim")]
-pub(crate) use count::locks;
+pub(crate) use count::{Counted, locks};

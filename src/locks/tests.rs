@@ -1,9 +1,9 @@
 //! Calls of the driver under a lock are reported.
 
-use std::sync::{Condvar, Mutex, RwLock};
+use std::sync::Condvar;
 use std::time::Duration;
 
-use super::held::locked;
+use super::held::{Mutex, RwLock};
 use super::lock::Lock;
 use crate::sim::{Report, SimConfig, Simulator};
 
@@ -26,9 +26,9 @@ fn a_mutex_of_the_standard_library_is_a_lock_too() {
     let driver = sim.driver().unwrap();
     let (plain, shared, awaited) = (Mutex::new(1), RwLock::new(1), Mutex::new(1));
     let held = (
-        locked(&plain),
-        crate::driver::process::read(&shared),
-        locked(&awaited).wait_timeout(&Condvar::new(), Duration::ZERO),
+        plain.lock(),
+        shared.read(),
+        awaited.lock().wait_timeout(&Condvar::new(), Duration::ZERO),
     );
     let _ = driver.device_count();
     drop(held);

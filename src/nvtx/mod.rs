@@ -13,13 +13,26 @@ mod tool;
 
 use std::sync::OnceLock;
 
+use tool::VARIABLE;
 pub(crate) use tool::{Category, Tool};
 
 static TOOL: OnceLock<Option<Tool>> = OnceLock::new();
 
 /// Attaches the tool that the environment names, once in the process.
 pub(crate) fn attach() -> Option<&'static Tool> {
-    TOOL.get_or_init(Tool::load).as_ref()
+    let mut failure = None;
+    let tool = TOOL.get_or_init(|| {
+        let tool = Tool::load();
+        tool.unwrap_or_else(|error| {
+            failure = Some(error);
+            None
+        })
+    });
+    // Not in there: the logger may make an allocator, which attaches the tool.
+    if let Some(error) = failure {
+        log::warn!("the tool that {VARIABLE} names was not attached: {error}");
+    }
+    tool.as_ref()
 }
 
 /// A range on the tool's time line, until it is dropped.

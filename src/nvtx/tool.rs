@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 use std::ffi::{CString, OsString, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use libloading::Library;
 
 use super::abi::{self, Handle};
 use crate::environment;
+use crate::locks::held::{Locked, Mutex};
 
 /// The variable by which a tool has itself loaded.
-pub(crate) const VARIABLE: &str = "NVTX_INJECTION64_PATH";
+pub(super) const VARIABLE: &str = "NVTX_INJECTION64_PATH";
 
 /// Functions of the memory extension, 0 where the tool has none. It may fill them in at any time.
 static MEMORY_FUNCTIONS: [AtomicUsize; abi::SLOTS] = [const { AtomicUsize::new(0) }; abi::SLOTS];
@@ -124,15 +124,11 @@ unsafe extern "C" fn module(
 }
 
 impl Tool {
-    /// The tool that the environment names; none where it names none, or one that does not work.
-    pub(crate) fn load() -> Option<Tool> {
-        let path = environment::variable(VARIABLE).filter(|path| !path.is_empty())?;
-        match Tool::open(&path) {
-            Ok(tool) => tool,
-            Err(error) => {
-                log::warn!("the tool that {VARIABLE} names was not attached: {error}");
-                None
-            }
+    /// The tool that the environment names; none without a name, or if the library has no function of NVTX's.
+    pub(super) fn load() -> Result<Option<Tool>, libloading::Error> {
+        match environment::variable(VARIABLE).filter(|path| !path.is_empty()) {
+            Some(path) => Tool::open(&path),
+            None => Ok(None),
         }
     }
 
@@ -151,8 +147,7 @@ impl Tool {
             )
         };
         let memory = memory.map(|attach| *attach);
-        if let (Err(error), Err(_)) = (&core, &memory) {
-            log::debug!("a tool without NVTX: {error}");
+        if let (Err(_), Err(_)) = (&core, &memory) {
             return Ok(None);
         }
         // The tool stays: it may have threads, and its functions are called from here on.
@@ -205,8 +200,8 @@ impl Tool {
         ptr::with_exposed_provenance_mut(self.domain)
     }
 
-    fn heaps(&self) -> MutexGuard<'_, BTreeMap<u64, (u64, usize)>> {
-        self.heaps.lock().unwrap_or_else(PoisonError::into_inner)
+    fn heaps(&self) -> Locked<'_, BTreeMap<u64, (u64, usize)>> {
+        self.heaps.lock()
     }
 
     // ---- memory -------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
 //! Blocks of the driver's own pools: who uses them, and when they go back.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use crate::allocator::Counter;
 use crate::block::BlockId;
 use crate::driver::{Context, MemoryPool, Stream, process, sys};
 use crate::error::{Error, RareLog};
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 use crate::resource::next_source;
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};

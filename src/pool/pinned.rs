@@ -4,12 +4,13 @@
 
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::allocator::Counter;
 use crate::buffer::{DeviceCopy, HostBlock, HostPool, PinnedBuffer, host_bytes};
 use crate::driver::{Context, process};
 use crate::error::{Error, InvalidArgument, RareLog};
+use crate::locks::held::Mutex;
 use crate::resource::Usage;
 use crate::sync::event::EventPools;
 

@@ -1,6 +1,6 @@
 //! The budget adaptor.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::allocator::{Counter, Request};
 use crate::driver::{Stream, process};
@@ -11,6 +11,7 @@ use super::traits::MemoryResource;
 use super::usage::Usage;
 use crate::block::BlockState;
 use crate::error::{Error, Refused};
+use crate::locks::held::Mutex;
 
 /// Bounds the bytes outstanding below it: live and pending together never pass the limit, at any
 /// instant and from any number of threads. Tells how scarce they are, and whoever wants to hear of it.

@@ -1,12 +1,11 @@
 //! Memory straight from the driver: one driver allocation per block.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator::Request;
 use crate::driver::{Context, Stream, process};
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 
 use super::block::RawBlock;
 use super::table::next_source;

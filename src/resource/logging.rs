@@ -2,15 +2,15 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{fmt, io};
 
 use crate::allocator::Request;
 use crate::driver::{Stream, process};
 use crate::foreign::guarded;
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 
 use super::block::RawBlock;
 use super::traits::MemoryResource;

@@ -1,8 +1,8 @@
 //! The memory manager: memory of a device under a budget of live bytes.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use crate::allocator::{Counter, Request};
 use crate::block::{BlockId, BlockState};
@@ -16,6 +16,7 @@ use super::runtime::DeviceRuntime;
 use super::table::next_source;
 use super::traits::MemoryResource;
 use super::usage::Usage;
+use crate::locks::held::Mutex;
 
 /// Gives out memory of one device up to a budget of live bytes, exact to the byte: a resource for buffers, columns,
 /// tables and further adaptors. Cheap to clone; buffers keep it alive.

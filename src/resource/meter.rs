@@ -1,8 +1,8 @@
 //! The meter of a budget: charges by one atomic step, pressure, listeners.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, RwLock};
 
 use crate::allocator::Counter;
 use crate::driver::process;
@@ -10,6 +10,7 @@ use crate::foreign::guarded;
 
 use super::usage::Tally;
 use crate::error::Error;
+use crate::locks::held::RwLock;
 
 /// How scarce memory is: by the share of a limit that is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]

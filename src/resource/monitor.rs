@@ -1,12 +1,13 @@
 //! When memory gets tight.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::driver::process;
 use crate::error::{Error, InvalidArgument};
 
 use super::meter::Pressure;
+use crate::locks::held::Mutex;
 
 type Transition = dyn Fn(Pressure, Pressure) + Send + Sync;
 type Eviction = dyn Fn(u64) -> u64 + Send + Sync;
@@ -185,7 +186,7 @@ mod tests {
         monitor.on_transition(move |old, new| {
             // A hook may use the monitor.
             assert_eq!(again.level(), new);
-            log.lock().unwrap().push((old, new));
+            log.lock().push((old, new));
         });
         monitor.on_eviction(|bytes| bytes / 2);
         for used in [0, 49, 50, 99, 100, 100, 10] {
@@ -193,7 +194,7 @@ mod tests {
         }
         use Pressure::{Critical, High, None};
         assert_eq!(
-            *seen.lock().unwrap(),
+            *seen.lock(),
             [(None, High), (High, Critical), (Critical, None)]
         );
         assert_eq!(monitor.evicted(), (50, 2));

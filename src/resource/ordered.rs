@@ -1,11 +1,11 @@
 //! The async resource: stream order with reads and writes told apart.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::allocator::{Allocator, Request, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
-use crate::locks::held::{Locked, locked};
+use crate::locks::held::{Locked, Mutex};
 
 use super::block::{Access, RawBlock};
 use super::dropped::{give_back, log_rarely};
@@ -93,7 +93,7 @@ struct Entry {
 impl Entry {
     fn uses(&self) -> Locked<'_, Uses> {
         // Of an entry, of which a forked child finds none.
-        locked(&self.uses)
+        self.uses.lock()
     }
 }
 

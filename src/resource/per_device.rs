@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Condvar, Mutex};
+use std::sync::Condvar;
 
 use crate::driver::process;
 use crate::error::Error;
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 
 type Build<T> = dyn Fn(usize) -> Result<T, Error> + Send + Sync;
 

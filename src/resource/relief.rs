@@ -1,8 +1,8 @@
 //! The relief adaptor: what is done when memory runs out.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use crate::allocator::{Hooks, ReliefHook, Request};
@@ -16,6 +16,7 @@ use super::usage::Usage;
 use crate::block::Tag;
 use crate::clock::{Clock, Wakeup};
 use crate::error::{Error, Refused};
+use crate::locks::held::{Mutex, RwLock};
 
 /// How often the waiting policy looks.
 const POLL: Duration = Duration::from_millis(100);

@@ -1,12 +1,12 @@
 //! Checks for debugging: poison, and no overlapping blocks.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
 
 use crate::allocator::Request;
 use crate::driver::{Stream, process};
 use crate::environment;
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 
 use super::block::{Access, RawBlock};
 use super::dropped::give_back;

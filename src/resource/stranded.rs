@@ -1,11 +1,11 @@
 //! Blocks without an owner that a resource could not take back yet.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::driver::process;
 
 use super::block::RawBlock;
+use crate::locks::held::Mutex;
 
 /// A later call tries again with each of them.
 #[derive(Debug, Default)]

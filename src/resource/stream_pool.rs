@@ -1,9 +1,9 @@
 //! A bounded set of streams with stable numbers.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::driver::{Context, Stream, process};
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 
 use crate::error::Error;
 

@@ -1,11 +1,10 @@
 //! The tracking adaptor: which blocks are live, by name.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
 
 use crate::allocator::Request;
 use crate::driver::{Stream, process};
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 
 use super::block::RawBlock;
 use super::traits::MemoryResource;

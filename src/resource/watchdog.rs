@@ -1,12 +1,12 @@
 //! A thread that watches the device's free memory.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::driver::process;
 use crate::foreign::guarded;
-use crate::locks::held::Locked;
+use crate::locks::held::{Locked, Mutex};
 
 use crate::clock::{Clock, Wakeup};
 

@@ -124,6 +124,12 @@ impl Drop for Inner {
     }
 }
 
+/// How many locks of the library the calling thread holds, for loggers and hooks of tests: they run under none. Builds
+/// without debug assertions count no locks.
+pub fn locks_held() -> u32 {
+    crate::locks::held::locks()
+}
+
 impl Simulator {
     /// Makes a simulator.
     ///

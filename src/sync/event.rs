@@ -1,9 +1,10 @@
 //! Pooled events: those of one context are recorded on streams of that context only.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::driver::{Context, DriverError, Event, Stream, process};
+use crate::locks::held::Mutex;
 
 /// Events that are not in use, by the key of their context. Cheap to clone; clones share the events.
 #[derive(Debug, Clone, Default)]

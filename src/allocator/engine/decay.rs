@@ -1,10 +1,10 @@
 //! Idle memory that goes back to the driver by itself: when it is time, in calls that come to the heap anyway.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::allocator::config::Config;
 use crate::clock::Clock;
+use crate::locks::held::Mutex;
 
 /// When memory is looked at next.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl Decay {
 
     /// Takes the time from another clock from here on.
     pub(crate) fn set_clock(&self, clock: Clock) {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         last.due = clock.now().saturating_add(self.after);
         last.clock = clock;
     }
@@ -49,7 +49,7 @@ impl Decay {
     /// Whether it is time to look again: to nobody else then.
     pub(crate) fn is_due(&self) -> bool {
         // Whoever has the lock looks.
-        let Ok(mut last) = self.last.try_lock() else {
+        let Some(mut last) = self.last.try_lock() else {
             return false;
         };
         let now = last.clock.now();
@@ -62,7 +62,7 @@ impl Decay {
 
     /// The clock of views at the last look; it stands there now.
     pub(crate) fn turn(&self, views: u64) -> u64 {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         std::mem::replace(&mut last.views, views)
     }
 }

@@ -3,10 +3,11 @@
 use std::cell::Cell;
 use std::cmp::Reverse;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::driver::process;
 use crate::foreign::guarded;
+use crate::locks::held::Mutex;
 
 thread_local! {
     /// A hook runs on this thread.

@@ -27,7 +27,7 @@ pub(crate) mod suspend;
 pub(crate) mod trial;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, Device, Driver, DriverError, Feature, MemoryProperties, process};
@@ -45,6 +45,7 @@ use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
 use crate::error::{Error, RareLog};
+use crate::locks::held::Mutex;
 use crate::locks::lock::{Held, Lock};
 use crate::nvtx::{self, Tool};
 

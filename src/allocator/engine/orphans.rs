@@ -1,11 +1,11 @@
 //! Allocators that nobody can name any more, and that a capture or a refusal of the driver keeps from giving
 //! their memory back.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 
 use crate::driver::process;
-use crate::locks::held::{Locked, locked};
+use crate::locks::held::{Locked, Mutex};
 
 use crate::allocator::engine::{Engine, Shared};
 use crate::error::Error;
@@ -28,7 +28,7 @@ struct Orphans {
 }
 
 fn orphans() -> Locked<'static, Orphans> {
-    locked(&ORPHANS)
+    ORPHANS.lock()
 }
 
 impl Engine {

@@ -1,7 +1,8 @@
 //! Recordings of what allocators do: how they begin and end, and what they are told at once.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::{Small, StreamCache, rarely};
@@ -19,6 +20,7 @@ use crate::event::sample;
 use crate::event::session::{self, Session};
 use crate::event::sink::Sink;
 use crate::event::{Event, Kind};
+use crate::locks::held::Mutex;
 
 /// The environment variable that has a program recorded.
 pub(crate) const RECORD_VARIABLE: &str = "CUALLOC_RECORD";
@@ -137,7 +139,7 @@ impl Drop for Running {
 
 /// The allocators that are there.
 fn engines() -> Vec<Arc<Engine>> {
-    let engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+    let engines = ENGINES.lock();
     engines.iter().filter_map(Weak::upgrade).collect()
 }
 
@@ -209,7 +211,7 @@ impl Engine {
             return;
         }
         {
-            let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut engines = ENGINES.lock();
             engines.retain(|engine| engine.strong_count() > 0);
             engines.push(Arc::downgrade(self));
         }
@@ -221,45 +223,44 @@ impl Engine {
 
 /// Begins the recording that the environment asks for, when the first allocator is made.
 pub(crate) fn begin_by_environment() {
-    static ONCE: Once = Once::new();
+    // No `Once`: the logger that hears of the recording may make an allocator, too.
+    static DONE: AtomicBool = AtomicBool::new(false);
     // Two processes cannot write one file, and the parent has begun already.
-    if process::is_forked_child() {
+    if process::is_forked_child() || DONE.swap(true, Ordering::Relaxed) {
         return;
     }
-    ONCE.call_once(|| {
-        let Some(value) = environment::variable(RECORD_VARIABLE).filter(|value| !value.is_empty())
-        else {
-            return;
-        };
-        let Some(text) = value.to_str() else {
-            return log::warn!("{RECORD_VARIABLE} is not Unicode: nothing is recorded");
-        };
-        let text = text.replace("%p", &std::process::id().to_string());
-        let Some((sampling, place)) = stacks(&text) else {
-            return log::warn!(
-                "{RECORD_VARIABLE}={text}: no size after `stacks:`; nothing is recorded"
-            );
-        };
-        let (path, mapped) = match place.strip_prefix("ring:") {
-            Some(path) => (PathBuf::from(path), true),
-            None => (PathBuf::from(place), false),
-        };
-        let target = match mapped {
-            true => Target::Mapped(&path),
-            false => Target::File(&path),
-        };
-        match Running::begin(target, sampling) {
-            Ok(running) => {
-                log::info!("recording to {}", path.display());
-                *BEGUN.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
-                process::at_exit(write_last);
-            }
-            Err(Refusal::Busy) => {}
-            Err(Refusal::Io(error)) => {
-                log::warn!("{} cannot be recorded to: {error}", path.display());
-            }
+    let Some(value) = environment::variable(RECORD_VARIABLE).filter(|value| !value.is_empty())
+    else {
+        return;
+    };
+    let Some(text) = value.to_str() else {
+        return log::warn!("{RECORD_VARIABLE} is not Unicode: nothing is recorded");
+    };
+    let text = text.replace("%p", &std::process::id().to_string());
+    let Some((sampling, place)) = stacks(&text) else {
+        return log::warn!(
+            "{RECORD_VARIABLE}={text}: no size after `stacks:`; nothing is recorded"
+        );
+    };
+    let (path, mapped) = match place.strip_prefix("ring:") {
+        Some(path) => (PathBuf::from(path), true),
+        None => (PathBuf::from(place), false),
+    };
+    let target = match mapped {
+        true => Target::Mapped(&path),
+        false => Target::File(&path),
+    };
+    match Running::begin(target, sampling) {
+        Ok(running) => {
+            log::info!("recording to {}", path.display());
+            *BEGUN.lock() = Some(running);
+            process::at_exit(write_last);
         }
-    });
+        Err(Refusal::Busy) => {}
+        Err(Refusal::Io(error)) => {
+            log::warn!("{} cannot be recorded to: {error}", path.display());
+        }
+    }
 }
 
 /// The bytes between two samples of stacks, and where the recording goes: `stacks:512K:run.rec`, or without the first
@@ -278,7 +279,7 @@ fn stacks(text: &str) -> Option<(u64, &str)> {
 /// Writes what is left of the recording that the environment asked for.
 extern "C" fn write_last() {
     // A thread that the exit has stopped may hold the lock, or one that a forked child lacks.
-    if let Ok(begun) = BEGUN.try_lock()
+    if let Some(begun) = BEGUN.try_lock()
         && let Some(sink) = begun.as_ref().and_then(|running| running.sink.as_ref())
     {
         sink.write_last();

@@ -1,10 +1,11 @@
 //! Who is told of segments, and page-locked memory between suspensions.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::driver::{HostAllocation, process};
 use crate::foreign::guarded;
+use crate::locks::held::Mutex;
 
 /// What happens to segments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

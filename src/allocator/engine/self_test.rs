@@ -17,7 +17,6 @@ use crate::allocator::report::SelfTest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::slot::Holder;
 use crate::allocator::view::commit;
-use crate::locks::held::locked;
 use crate::sync::capture::is_of_capture;
 
 /// How often to try to wait for the test's own work before its memory is given up.
@@ -174,7 +173,7 @@ impl Engine {
                     Err((error, work)) => {
                         let memory = Some((block, sides));
                         let unfinished = Unfinished { work, memory };
-                        locked(&self.unfinished).push(unfinished);
+                        self.unfinished.lock().push(unfinished);
                         Err(self.error(error))
                     }
                 }
@@ -243,7 +242,7 @@ impl Engine {
     /// Gives the memory of tests back that could not be waited for, as far as their work is over; with `wait`
     /// waits until it is, and gives back everything.
     pub(crate) fn finish_tests(&self, wait: bool) -> Result<Finished, Error> {
-        let unfinished = std::mem::take(&mut *locked(&self.unfinished));
+        let unfinished = std::mem::take(&mut *self.unfinished.lock());
         let (mut finished, mut failed) = (Finished::default(), None);
         let mut left = Vec::new();
         for mut test in unfinished {
@@ -274,7 +273,7 @@ impl Engine {
         }
         finished.is_over = left.iter().all(|test| test.memory.is_none());
         if !left.is_empty() {
-            locked(&self.unfinished).append(&mut left);
+            self.unfinished.lock().append(&mut left);
         }
         failed.map_or(Ok(finished), Err)
     }

@@ -6,10 +6,10 @@
 //! to the driver.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use crate::driver::{Context, Device, Driver, DriverError, Entered};
-use crate::locks::held::{Locked, locked};
+use crate::locks::held::{Locked, Mutex};
 
 use crate::allocator::size::PHYSICAL_GRANULE;
 
@@ -51,7 +51,7 @@ impl Addresses {
     /// The address space of a driver's device.
     pub(crate) fn of(driver: &Driver, device: Device, memory: u64) -> Arc<Self> {
         static ALL: Mutex<Vec<Weak<Addresses>>> = Mutex::new(Vec::new());
-        let mut all = locked(&ALL);
+        let mut all = ALL.lock();
         all.retain(|known| known.strong_count() > 0);
         let known = all.iter().filter_map(Weak::upgrade);
         let mut same = known.filter(|a| a.device == device && a.driver.same_table(driver));
@@ -69,7 +69,7 @@ impl Addresses {
     }
 
     fn lock(&self) -> Locked<'_, Inner> {
-        locked(&self.inner)
+        self.inner.lock()
     }
 
     /// Leases one of some lengths, the first one if it can be had: where another lease ends, or somewhere.

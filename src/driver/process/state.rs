@@ -3,10 +3,10 @@
 //! A call that finds all it needs in the cache of its stream reads the word there: it lies on a line that the call
 //! takes for itself anyway, where the one word of the process would be a line more, and its address another.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
-use std::sync::{Mutex, OnceLock};
 
-use crate::locks::held::locked;
+use crate::locks::held::Mutex;
 
 pub(super) const FORKED: u32 = 1;
 pub(super) const EXITING: u32 = 2;
@@ -121,7 +121,7 @@ impl Followed {
                 copy,
                 next: OnceLock::new(),
             }));
-            let mut last = locked(&self.last);
+            let mut last = self.last.lock();
             let place = last.map_or(&self.first, |last| &last.next);
             // Empty: it is the last one's.
             if place.set(follower).is_ok() {

@@ -25,7 +25,7 @@ pub(crate) mod thread;
 mod walk;
 mod worn;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use crate::driver::process::{self, Now, State};
 use crate::locks::lock::{self, AtomicPtr, Lock, pause};
@@ -38,6 +38,7 @@ pub(crate) use runs::Runs;
 
 use crate::allocator::size::GRANULE;
 use crate::event::Tap;
+use crate::locks::held::Mutex;
 use account::anew;
 pub(crate) use account::rarely;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -108,11 +109,7 @@ impl StreamCachePool {
 
     /// A stream cache without a stream.
     pub(crate) fn take(&self) -> &'static StreamCache {
-        let waiting = self
-            .waiting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop();
+        let waiting = self.waiting.lock().pop();
         waiting.unwrap_or_else(|| {
             let rank = self.made.fetch_add(1, Ordering::Relaxed);
             let cache: &'static StreamCache = Box::leak(Box::new(StreamCache::new(rank)));
@@ -123,7 +120,7 @@ impl StreamCachePool {
 
     /// Lets go of the rings of a recording that is over.
     pub(crate) fn clear_taps(&self) {
-        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let waiting = self.waiting.lock();
         for cache in waiting.iter() {
             cache.lock().tap.clear();
         }
@@ -137,10 +134,7 @@ impl StreamCachePool {
             inner.tap = std::mem::take(&mut former.tap);
             former
         };
-        self.waiting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(cache);
+        self.waiting.lock().push(cache);
         // The last user of an allocator may go with it: outside the locks.
         drop(former);
     }
