@@ -30,6 +30,9 @@ pub mod resource;
 pub mod sim;
 mod sync;
 pub mod trace;
+#[cfg(all(test, not(loom)))]
+#[path = "../tests/common/watchdog.rs"]
+mod watchdog;
 
 pub use allocator::{Allocator, Block, Config, Policy, Request, Stats};
 pub use block::{BlockId, Tag};

@@ -33,6 +33,9 @@ mod tests;
 
 #[cfg(all(test, feature = "sim"))]
 mod pool_tests;
+#[cfg(test)]
+#[path = "../../tests/common/watchdog.rs"]
+mod watchdog;
 
 pub use blocks::*;
 pub use life::*;

@@ -2,6 +2,9 @@
 //!
 //! `CUALLOC_BLESS_HEADER=1 cargo test -p cualloc-capi --test header` writes it anew.
 
+#[path = "../../tests/common/watchdog.rs"]
+mod watchdog;
+
 use std::path::Path;
 
 const TOP: &str = "\

@@ -1,5 +1,8 @@
 //! Calls that are refused take no memory of the host: a program that has none left still gets its answers.
 
+#[path = "../../tests/common/watchdog.rs"]
+mod watchdog;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ffi::{CStr, c_char};

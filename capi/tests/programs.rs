@@ -10,6 +10,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 mod tools;
+#[path = "../../tests/common/watchdog.rs"]
+mod watchdog;
 use tools::{checked, has, libraries, run, source};
 
 /// A folder of its own for what a test builds.

@@ -23,6 +23,9 @@ mod size;
 mod table;
 mod text;
 mod view;
+#[cfg(test)]
+#[path = "../../tests/common/watchdog.rs"]
+mod watchdog;
 
 use clap::Parser;
 use options::{Cli, Command};

@@ -1,5 +1,8 @@
 //! The `cualloc` command from outside: exit codes, results, complaints.
 
+#[path = "../../tests/common/watchdog.rs"]
+mod watchdog;
+
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::io::Write;

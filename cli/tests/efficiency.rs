@@ -1,6 +1,9 @@
 //! How dense recorded work is packed, on the simulator: bounds on what `replay` and `capacity` say
 //! of the recordings in `tests/data`. Placement reads no clock, so the figures are exact.
 
+#[path = "../../tests/common/watchdog.rs"]
+mod watchdog;
+
 use serde_json::Value;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::{GIB, KIB, MIB, Rig, each, only};
+use crate::common::{GIB, KIB, MIB, Rig, each, only, wait_until};
 use cualloc::allocator::Policy;
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::sim::FailPlan;
@@ -256,9 +256,9 @@ fn uses_recorded_by_two_threads_at_once_are_both_kept() {
             // Both are at the same block at the same time, to a few instructions.
             let together = |visits: usize| {
                 arrived.fetch_add(1, Ordering::Relaxed);
-                while arrived.load(Ordering::Relaxed) < 2 * visits {
-                    thread::yield_now();
-                }
+                wait_until("the other thread arrives", || {
+                    arrived.load(Ordering::Relaxed) >= 2 * visits
+                });
             };
             thread::scope(|scope| {
                 scope.spawn(|| {

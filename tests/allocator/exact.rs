@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
 
-use crate::common::{KIB, MIB, Rig, each, only};
+use crate::common::{KIB, MIB, Rig, SetAtEnd, each, only};
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Block, Policy, Stats};
 
@@ -226,6 +226,7 @@ fn s1_19_current_figures_are_the_sums_of_what_lives() {
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| observe(&allocator, &done, &observed));
+            let _done = SetAtEnd(&done);
             common.run(|worker| {
                 for _ in 0..rounds.max(1) {
                     (0..STEP).for_each(|_| worker.step());
@@ -233,7 +234,6 @@ fn s1_19_current_figures_are_the_sums_of_what_lives() {
                     worker.meet(|stats| common.sums.compare(stats));
                 }
             });
-            done.store(true, Ordering::Relaxed);
         });
         for mail in &common.mail {
             let mail = std::mem::take(&mut *mail.lock().unwrap());

@@ -93,13 +93,14 @@ fn r8_whole_cap_is_usable() {
         let allocator = rig.limited(CAP);
         let stream = rig.stream();
         for (bytes, size) in [(256, 512), (1024, 1024), (512, 512), (64 * KIB, 64 * KIB)] {
-            let mut live = Vec::new();
-            loop {
-                match allocator.allocate(bytes, &stream) {
-                    Ok(block) => live.push(block),
-                    Err(error) => break assert!(error.is_out_of_memory()),
+            let allocate = |_| match allocator.allocate(bytes, &stream) {
+                Ok(block) => Some(block),
+                Err(error) => {
+                    assert!(error.is_out_of_memory());
+                    None
                 }
-            }
+            };
+            let live: Vec<_> = (0..=CAP / size).map_while(allocate).collect();
             assert_eq!(live.len() * size, CAP, "blocks of {bytes}");
             let stats = allocator.stats();
             assert_eq!(stats.all.allocated.current, CAP as u64);

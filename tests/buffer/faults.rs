@@ -66,6 +66,7 @@ fn fail_each(rig: &Rig, sim: &Simulator, alloc: &Allocator, mode: Mode, in_a_row
             break;
         }
         nth += 1;
+        assert!(nth < 100_000, "each attempt makes more calls");
     }
     assert!(
         nth > 50 && failures > 20,

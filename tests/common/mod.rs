@@ -11,6 +11,7 @@ pub mod hooked;
 pub mod interlude;
 #[cfg(feature = "sim")]
 mod rig;
+mod watchdog;
 #[cfg(feature = "sim")]
 pub use rig::*;
 
@@ -23,6 +24,8 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// A tensor of one dimension with these values.
 pub fn column<T: Element>(from: &impl Source, values: &[T], on: &Stream) -> Result<Tensor, Error> {
@@ -90,6 +93,48 @@ pub fn itself(test: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
     command
+}
+
+/// Runs the calling test's work in a process of its own, where other tests cannot change what the process has once: a
+/// capture that is known, for example.
+pub fn alone(work: impl FnOnce()) {
+    const ALONE: &str = "CUALLOC_TEST_ALONE";
+    if env::var_os(ALONE).is_some() {
+        return work();
+    }
+    let thread = std::thread::current();
+    let test = thread.name().expect("tests run on threads of their names");
+    let output = itself(test).env(ALONE, "1").output().unwrap();
+    let said =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(output.status.success(), "{}\n{}", said[0], said[1]);
+    assert!(
+        said[0].contains("1 passed"),
+        "{test} did not run: {}",
+        said[0]
+    );
+}
+
+/// Waits for what another thread brings about. Fails if that does not come: the limit is for tests that fail, and has
+/// nothing to do with how long it takes.
+pub fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(
+            begun.elapsed() < Duration::from_secs(120),
+            "waited in vain: {what}"
+        );
+        std::thread::yield_now();
+    }
+}
+
+/// Sets a flag when it goes, also with a test that fails: for threads that work until then.
+pub struct SetAtEnd<'a>(pub &'a AtomicBool);
+
+impl Drop for SetAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
 }
 
 /// The C compiler: `$CC`, else `gcc`; none, with a word about it, if there is none.

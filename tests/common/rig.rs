@@ -79,6 +79,27 @@ pub fn only_on(policy: Policy, config: SimConfig, test: impl Fn(&Rig)) {
     rig.assert_clean();
 }
 
+/// A logger that fails tests whose lines come under a lock: a program's logger may call the library again.
+struct Unlocked;
+
+/// What it checks, for programs with loggers of their own.
+pub fn assert_unlocked(record: &log::Record<'_>) {
+    let locks = cualloc::sim::locks_held();
+    assert_eq!(locks, 0, "a line is logged under a lock: {}", record.args());
+}
+
+impl log::Log for Unlocked {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        assert_unlocked(record);
+    }
+
+    fn flush(&self) {}
+}
+
 /// The driver under test, and the simulator if it is that. Its counters count the calls of whoever asked alone.
 pub fn driver_under_test(config: SimConfig) -> (Driver, Option<Simulator>) {
     if on_cuda() {
@@ -87,6 +108,9 @@ pub fn driver_under_test(config: SimConfig) -> (Driver, Option<Simulator>) {
         // SAFETY: the driver's own library.
         (unsafe { Driver::open(library) }.unwrap(), None)
     } else {
+        if log::set_logger(&Unlocked).is_ok() {
+            log::set_max_level(log::LevelFilter::Trace);
+        }
         let simulator = Simulator::new(config).unwrap();
         (simulator.driver().unwrap(), Some(simulator))
     }

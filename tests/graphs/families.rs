@@ -165,7 +165,7 @@ fn each_pool_of_a_family_has_an_end_of_its_own() {
             allocator.trim(0).unwrap();
             footprint(&allocator, &small).physical
         };
-        in_time("what nobody sees goes", || left() <= needs + 2 * MIB as u64);
+        wait_until("what nobody sees goes", || left() <= needs + 2 * MIB as u64);
         assert_held(rig, left() as usize, "nothing else is held");
         run(&graph, &stream);
         assert_eq!(rig.mismatches(output.ptr(), MIB, 5, &stream), 0);

@@ -93,7 +93,7 @@ fn memory_of_a_pool_that_was_released_goes_with_its_last_graph() {
                 rig.driver_held().is_none_or(|held| held == 0)
             };
             let at_once = gone();
-            in_time("nobody has it", gone);
+            wait_until("nobody has it", gone);
             at_once
         };
         // The driver may need longer than anybody waits, where the machine has much else to do.
@@ -168,7 +168,7 @@ fn an_allocator_without_handles_goes_with_the_last_graph() {
         assert_held(rig, 2 * MIB, "a graph has it");
         drop(graph);
         // Any later call of any allocator looks.
-        in_time("nobody has it", || {
+        wait_until("nobody has it", || {
             drop(rig.allocator());
             rig.driver_held().is_none_or(|held| held == 0)
         });

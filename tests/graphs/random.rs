@@ -446,6 +446,7 @@ fn program(seed: u64, family: bool, launches: bool) -> Seen {
             program.step();
             judge.finds_nothing(&format!("seed {seed:#x}"));
             looks += 1;
+            assert!(looks < 100 * PROGRAM, "steps without operations");
             if looks % 16 == 0 && launches {
                 allocator.check().unwrap();
                 let reports = rig.sim().map(|sim| sim.reports()).unwrap_or_default();

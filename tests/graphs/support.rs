@@ -7,7 +7,6 @@ pub use cualloc::allocator::{Allocator, Block, Config, Footprint, GraphPool, Pol
 pub use cualloc::driver::{Graph, GraphExec, Stream};
 pub use cualloc::error::GraphPoolError;
 use cualloc::sim::SimConfig;
-use std::time::{Duration, Instant};
 
 /// The simulator tells the end of a graph as late as a driver.
 pub fn late() -> SimConfig {
@@ -22,19 +21,10 @@ pub fn packed(test: impl Fn(&Rig)) {
     only_on(Policy::Packed, late(), test);
 }
 
-/// Waits for what is true some time after a graph has gone.
-pub fn in_time(what: &str, is_so: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !is_so() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
-        std::thread::yield_now();
-    }
-}
-
 /// Waits until so many graphs have memory of a pool.
 pub fn await_leases(allocator: &Allocator, pool: &GraphPool, count: u64) {
     let leases = || footprint(allocator, pool).leases;
-    in_time("graphs that were destroyed have no leases", || {
+    wait_until("graphs that were destroyed have no leases", || {
         leases() == count
     });
 }
@@ -90,7 +80,7 @@ pub fn assert_held(rig: &Rig, bytes: usize, why: &str) {
 
 /// Trims until the device has everything back, where it can be asked.
 pub fn assert_trimmed(rig: &Rig, allocator: &Allocator) {
-    in_time("nobody has memory of a pool", || {
+    wait_until("nobody has memory of a pool", || {
         allocator.trim(0).unwrap();
         rig.driver_held().is_none_or(|held| held == 0)
     });

@@ -195,9 +195,9 @@ fn a_stream_is_not_retired_under_a_free_that_touches_it() {
                 done.store(true, Ordering::Release);
             });
             // Its own event is recorded; from there it has to wait for this call.
-            while driver.calls().get("cuEventRecord") == records {
-                std::thread::yield_now();
-            }
+            wait_until("the retirement has recorded its event", || {
+                driver.calls().get("cuEventRecord") != records
+            });
             let mut rounds = 0;
             while !seen.load(Ordering::Acquire) && rounds < 20_000 {
                 std::thread::yield_now();
@@ -207,9 +207,7 @@ fn a_stream_is_not_retired_under_a_free_that_touches_it() {
         // SAFETY: nothing uses the block.
         unsafe { allocator.free_raw(at) }.unwrap();
         assert!(!interlude::is_due());
-        while !gone.load(Ordering::Acquire) {
-            std::thread::yield_now();
-        }
+        wait_until("the stream is retired", || gone.load(Ordering::Acquire));
         std::mem::forget(raw);
         allocator.check().unwrap();
         drop((scope, pool));

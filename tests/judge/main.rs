@@ -18,6 +18,8 @@ mod program;
 mod requests;
 mod run;
 mod threads;
+#[path = "../common/watchdog.rs"]
+mod watchdog;
 mod world;
 
 use court::{law, rng, table};

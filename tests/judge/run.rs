@@ -60,6 +60,7 @@ impl log::Log for Announced {
     }
 
     fn log(&self, record: &log::Record<'_>) {
+        assert_eq!(cualloc::sim::locks_held(), 0, "{}", record.args());
         let text = record.args().to_string();
         if text.contains("is leaked") || text.contains("are never freed") {
             let _ = GIVEN_UP.try_with(|count| count.set(count.get() + 1));

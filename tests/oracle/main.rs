@@ -18,6 +18,8 @@ mod rng;
 mod shadow;
 mod shrink;
 mod threads;
+#[path = "../common/watchdog.rs"]
+mod watchdog;
 
 use std::time::Instant;
 

@@ -2,6 +2,7 @@
 
 use std::process::Output;
 use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Block, Config, Policy};
@@ -32,6 +33,7 @@ fn text(output: &Output) -> String {
 fn child_entry() {
     match std::env::var(CASE).as_deref() {
         Ok("exit") => case_exit(),
+        Ok("hang") => std::thread::sleep(Duration::from_secs(3600)),
         Ok("suite") => each(|rig| {
             let allocator = rig.allocator();
             drop(allocator.allocate(512, &rig.stream()).unwrap());
@@ -125,4 +127,18 @@ fn r71_static_pool_makes_no_call_at_exit() {
         2,
         "{text}"
     );
+}
+
+/// A test program that hangs ends by itself, and says in which test.
+#[test]
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn a_test_program_that_hangs_names_the_test() {
+    let mut command = itself("exit::child_entry");
+    let output = command.env(CASE, "hang").env("CUALLOC_TEST_LIMIT", "1");
+    let output = output.output().unwrap();
+    assert!(!output.status.success());
+    let text = text(&output);
+    assert!(text.contains("the time limit of 1 s is over"), "{text}");
+    let named = text.contains("test exit::child_entry\n");
+    assert!(named, "{text}");
 }

@@ -1,6 +1,6 @@
 //! Recordings of a process that forks: its children have nothing to do with them, and end.
 
-use crate::common::Folder;
+use crate::common::{Folder, SetAtEnd};
 use crate::scene::Scene;
 use cualloc::record::{Recorder, Recording, Target};
 use std::process::Command;
@@ -25,7 +25,8 @@ fn forks(scene: &Scene, mut work: impl FnMut()) -> Vec<i32> {
                 drop(scene.allocator.allocate(4096, &stream).unwrap());
             }
         });
-        let mut forked = |_| {
+        let _done = SetAtEnd(&done);
+        let mut forked = || {
             // SAFETY: the child calls what a forked child may call, and ends.
             unsafe {
                 let pid = fork();
@@ -42,9 +43,8 @@ fn forks(scene: &Scene, mut work: impl FnMut()) -> Vec<i32> {
         // The first that hangs is enough.
         let mut statuses = Vec::new();
         while statuses.len() < 100 && statuses.last().is_none_or(|status| *status == 0) {
-            statuses.push(forked(()));
+            statuses.push(forked());
         }
-        done.store(true, Ordering::Relaxed);
         statuses
     })
 }

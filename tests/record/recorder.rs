@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::{Command, Output};
 
-use crate::common::Folder;
+use crate::common::{Folder, wait_until};
 use crate::scene::{MIB, Scene, alone, memory};
 use cualloc::Error;
 use cualloc::allocator::Request;
@@ -349,9 +349,9 @@ fn a_file_has_everything_and_a_dump_what_the_rings_hold() {
             recorder.dump(&dump).unwrap();
         }
         let written = 32 * 16_000 * (round + 1);
-        while std::fs::metadata(&path).unwrap().len() < written {
-            std::thread::yield_now();
-        }
+        wait_until("the records are in the file", || {
+            std::fs::metadata(&path).unwrap().len() >= written
+        });
     }
     let dumped = Recording::read(&std::fs::read(&dump).unwrap()).unwrap();
     assert_eq!(blocks(&dumped, &scene).len(), 16_000);

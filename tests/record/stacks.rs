@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::common::Folder;
+use crate::common::{Folder, wait_until};
 use crate::scene::{MIB, Scene, alone};
 use cualloc::allocator::{Allocator, Block};
 use cualloc::driver::Stream;
@@ -91,9 +91,9 @@ fn estimates_are_within_a_twentieth_and_name_the_functions() {
         }
         // Rings have room for what comes until the thread has written all of this.
         if round % 8_000 == 7_999 {
-            while std::fs::metadata(&file).unwrap().len() < 32 * (calls + frees) {
-                std::thread::yield_now();
-            }
+            wait_until("the records are in the file", || {
+                std::fs::metadata(&file).unwrap().len() >= 32 * (calls + frees)
+            });
         }
     }
     let live = |blocks: &[Block]| blocks.iter().map(|b| b.requested() as u64).sum::<u64>();

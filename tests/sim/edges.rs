@@ -1,6 +1,7 @@
 //! Edges of graphs, and what may leave a node that is not over.
 
 use super::graphs::{PROGRAMMATIC, RELAXED, captured, counted, launch, race, stream};
+use crate::common::wait_until;
 use crate::support::*;
 use cualloc::driver::Dependency;
 use cualloc::driver::sys::*;
@@ -178,9 +179,7 @@ fn a_user_object_may_end_after_the_call_that_ended_it() {
         drop(object);
         drop(graph);
         let late = ends.load(Ordering::Relaxed) == 0;
-        while ends.load(Ordering::Relaxed) == 0 {
-            std::thread::yield_now();
-        }
+        wait_until("the object ends", || ends.load(Ordering::Relaxed) > 0);
         late
     });
     assert!(late);

@@ -1,7 +1,6 @@
 //! The simulator itself: what it answers, what it is harsh about, and what it reports.
 
 mod capture;
-#[cfg(unix)]
 #[path = "../common/mod.rs"]
 mod common;
 mod edges;

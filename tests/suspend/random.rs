@@ -361,11 +361,9 @@ impl Program<'_> {
 
 /// The driver tells the end of graphs that are gone a little later.
 fn await_graphs(pool: &GraphPool) {
-    let begun = std::time::Instant::now();
-    while pool.footprint().unwrap().leases > 0 {
-        assert!(begun.elapsed() < std::time::Duration::from_secs(60));
-        std::thread::yield_now();
-    }
+    wait_until("the graphs are gone", || {
+        pool.footprint().unwrap().leases == 0
+    });
 }
 
 fn program(seed: u64, seen: &mut Seen) {

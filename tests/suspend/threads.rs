@@ -28,21 +28,19 @@ fn requests_beside_a_suspension_get_memory_or_an_error() {
                     }
                 });
             }
-            let mut done = 0;
-            while done < 30 {
-                match try_suspend(&allocator, Select::Allocator, Contents::Pinned) {
-                    Ok(_) => {
-                        let refused = allocator.allocate(512, &first);
-                        assert!(matches!(refused, Err(Error::Suspended)));
-                        resume(&allocator);
-                        done += 1;
-                    }
-                    // A request is under way, and has memory in hand.
-                    Err(Error::InUse { what: "call", .. }) => std::thread::yield_now(),
-                    Err(error) => panic!("{error:?}"),
-                }
+            let _over = SetAtEnd(&over);
+            let suspend = || match try_suspend(&allocator, Select::Allocator, Contents::Pinned) {
+                Ok(_) => true,
+                // A request is under way, and has memory in hand.
+                Err(Error::InUse { what: "call", .. }) => false,
+                Err(error) => panic!("{error:?}"),
+            };
+            for _ in 0..30 {
+                wait_until("no request is under way", suspend);
+                let refused = allocator.allocate(512, &first);
+                assert!(matches!(refused, Err(Error::Suspended)));
+                resume(&allocator);
             }
-            over.store(true, Ordering::Relaxed);
         });
         assert_eq!(rig.mismatches(kept.ptr(), 3 * MIB, 4, &first), 0);
         drop(kept);

@@ -249,6 +249,10 @@ fn a_hook_that_panics_does_no_harm() {
 
 #[test]
 fn debug_modes_neither_touch_nor_miss_suspended_memory() {
+    alone(debug_modes_beside_suspension);
+}
+
+fn debug_modes_beside_suspension() {
     for contents in [Contents::Drop, Contents::Host] {
         packed(|rig| {
             let config: Config = "debug=guard+quarantine:64M+poison+leaks".parse().unwrap();

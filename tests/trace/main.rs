@@ -4,3 +4,5 @@ mod format;
 mod generate;
 #[cfg(feature = "sim")]
 mod replay;
+#[path = "../common/watchdog.rs"]
+mod watchdog;

@@ -3,6 +3,8 @@
 mod advise;
 mod files;
 mod memory;
+#[path = "../../../tests/common/watchdog.rs"]
+mod watchdog;
 mod words;
 
 use serde_json::Value;
