@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use log::Level;
 
 use crate::locks::held::Mutex;
+use crate::locks::lines;
 
 /// The oldest supported driver: 10.1, where the youngest required function appeared.
 pub(super) const OLDEST_VERSION: u32 = 10010;
@@ -370,7 +371,11 @@ impl Driver {
     pub(super) fn failed(&self, call: Call, code: CUresult) -> DriverError {
         let error = DriverError::new(name_of(call), code);
         if error.loses_driver() && !self.0.state.lost.swap(true, Ordering::Relaxed) {
-            log::error!("the CUDA driver's contexts are lost: {error}");
+            lines::say(
+                Level::Error,
+                module_path!(),
+                format_args!("the CUDA driver's contexts are lost: {error}"),
+            );
         }
         error
     }
@@ -392,7 +397,11 @@ impl Driver {
             true => (Level::Debug, ""),
             false => (Level::Warn, " (later failures are logged at debug)"),
         };
-        log::log!(level, "{what} was not released: {error}{more}");
+        lines::say(
+            level,
+            module_path!(),
+            format_args!("{what} was not released: {error}{more}"),
+        );
     }
 
     /// Whether two drivers are clones, and so share their table and its counters.

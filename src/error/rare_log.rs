@@ -22,4 +22,9 @@ impl RareLog {
         let count = self.0.fetch_add(1, Ordering::Relaxed) + 1;
         count.is_power_of_two().then_some(count)
     }
+
+    /// How many failures there were.
+    pub(crate) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
 }

@@ -1,6 +1,7 @@
 //! Locks, and what is counted of those that a thread holds.
 
 pub(crate) mod held;
+pub(crate) mod lines;
 pub(crate) mod lock;
 pub(crate) mod prefetch;
 #[cfg(all(test, feature = "sim", debug_assertions, not(loom)))]

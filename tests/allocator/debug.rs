@@ -1,12 +1,12 @@
 //! Debug modes: errors that are planted, and what is found of them.
 
-use super::common::{each_with_interludes, interlude};
+use super::common::{RawStream, each_simulated, each_with_interludes, interlude};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, Config, Request};
-use cualloc::driver::Stream;
+use cualloc::driver::{Stream, sys};
 use cualloc::error::{Finding, Misuse};
 use cualloc::record::Context;
-use cualloc::sim::{Mode, SimConfig, Simulator};
+use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
 
 const MIB: usize = 1 << 20;
 
@@ -293,6 +293,175 @@ fn a_program_without_errors_has_no_findings() {
             "{:?}",
             scene.simulator.reports()
         );
+    });
+}
+
+/// The driver refuses one call of a check and a free after the other, and is slow: a fill or read of a debug mode whose
+/// wait failed is still queued when the block's memory is reused, or unmapped. Whether a call was refused.
+fn refuses(scene: &Scene, call: &str, nth: u64) -> bool {
+    let (allocator, simulator) = (&scene.allocator, &scene.simulator);
+    let bytes = 20 * MIB - 100;
+    simulator.set_mode(Mode::Manual);
+    let block = scene.take(bytes);
+    simulator.complete_all();
+    let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    simulator.fail(FailPlan::call(call, code).unwrap().nth(nth));
+    let _ = allocator.check();
+    drop(block);
+    drop(scene.take(2 * MIB));
+    let refused = simulator.clear_failures() == 0;
+    allocator.trim(0).unwrap();
+    let next = scene.take(bytes);
+    scene.write(next.ptr(), bytes, &scene.stream);
+    simulator.complete_stream(scene.stream.id().unwrap(), usize::MAX);
+    let read = || simulator.read_memory(next.ptr(), 4096).unwrap();
+    assert_eq!(read(), [7; 4096]);
+    simulator.complete_all();
+    assert_eq!(read(), [7; 4096], "a late fill");
+    drop(next);
+    allocator.trim(0).unwrap();
+    simulator.complete_all();
+    allocator.close().unwrap();
+    assert_eq!(allocator.findings(), []);
+    assert_eq!(simulator.reports(), []);
+    refused
+}
+
+#[test]
+fn memory_is_not_reused_under_a_fill_or_read_that_may_still_be_queued() {
+    let modes = [
+        "poison",
+        "quarantine:1M",
+        "guard",
+        "guard+quarantine:30M+poison",
+    ];
+    let calls = [
+        ("cuStreamSynchronize", 2),
+        ("cuMemsetD8Async", 0),
+        ("cuMemcpyDtoHAsync_v2", 0),
+    ];
+    for modes in modes {
+        for (call, least) in calls {
+            for policy in ["packed", "classic"] {
+                let config = format!("policy={policy},debug={modes}");
+                let refused = |nth: &u64| refuses(&Scene::new(&config), call, *nth);
+                let count = (1..=6).take_while(refused).count();
+                assert!(count >= least, "{config}, {call}: {count}");
+            }
+        }
+    }
+}
+
+/// What was not checked is counted, for frees as for blocks that leave the quarantine.
+#[test]
+fn blocks_that_cannot_be_checked_are_counted() {
+    each("quarantine:1M", |scene| {
+        let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+        let fail = |call| scene.simulator.fail(FailPlan::call(call, code).unwrap());
+        fail("cuMemsetD8Async");
+        drop(scene.take(1000));
+        assert_eq!(scene.allocator.unchecked_frees(), 1);
+        drop(scene.take(1000));
+        fail("cuMemcpyDtoHAsync_v2");
+        drop(scene.take(2 * MIB));
+        assert_eq!(
+            scene.allocator.unchecked_frees(),
+            2,
+            "the block of 1000 bytes"
+        );
+        scene.allocator.close().unwrap();
+        assert_eq!(scene.allocator.unchecked_frees(), 2);
+    });
+}
+
+/// A question about a block's stream that fails leaves the block live, and its stream may be retired and destroyed then.
+#[test]
+fn a_free_that_fails_keeps_no_handle_of_its_stream() {
+    each_simulated(|rig, sim| {
+        for modes in ["guard", "quarantine:1M", "poison+leaks"] {
+            let config: Config = format!("debug={modes}").parse().unwrap();
+            let allocator = rig.allocator_with(config);
+            let raw = RawStream::new(rig);
+            // SAFETY: the stream is alive.
+            let ptr = unsafe { allocator.allocate_raw(MIB, raw.raw()) }.unwrap();
+            let code = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
+            sim.fail(FailPlan::call("cuStreamIsCapturing", code).unwrap());
+            // SAFETY: nothing uses the block.
+            let free = || unsafe { allocator.free_raw(ptr) };
+            assert!(matches!(free(), Err(Error::Driver(_))));
+            assert!(allocator.owns(ptr));
+            allocator.retire(&raw.borrowed()).unwrap();
+            raw.destroy();
+            allocator.check().unwrap();
+            free().unwrap();
+            assert!(matches!(free(), Err(Error::NotLive { .. })));
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// Of two frees of a block one is refused, also while the other one waits for the block's streams or reads its guard;
+/// and the first one frees no other block that has the address by then.
+#[test]
+fn a_block_is_freed_once_however_long_its_free_takes() {
+    each_with_interludes(|rig, _| {
+        for syncs in 1..=3 {
+            let config: Config = "debug=guard+poison".parse().unwrap();
+            let allocator = rig.allocator_with(config);
+            let stream = rig.stream();
+            let ptr = allocator.allocate(MIB - 100, &stream).unwrap().into_raw();
+            let again = allocator.clone();
+            after_nth("cuStreamSynchronize", syncs, move || {
+                // SAFETY: it is refused.
+                let refused = unsafe { again.free_raw(ptr) };
+                assert!(matches!(refused, Err(Error::NotLive { .. })), "{refused:?}");
+            });
+            // SAFETY: the block was given away above.
+            unsafe { allocator.free_raw(ptr) }.unwrap();
+            assert!(!interlude::is_due(), "{syncs} waits");
+            assert!(!allocator.owns(ptr));
+            rig.close(&allocator);
+        }
+    });
+}
+
+/// [`interlude::after`] the `nth` call from now.
+fn after_nth(call: &'static str, nth: u32, work: impl FnOnce() + 'static) {
+    interlude::after(call, move || match nth {
+        0 | 1 => work(),
+        _ => after_nth(call, nth - 1, work),
+    });
+}
+
+#[test]
+fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
+    each_with_interludes(|rig, _| {
+        for modes in ["guard", "guard+quarantine:30M+poison"] {
+            let config: Config = format!("debug={modes}").parse().unwrap();
+            let allocator = rig.allocator_with(config);
+            let stream = rig.stream();
+            let block = allocator.allocate(20 * MIB - 400, &stream).unwrap();
+            let (at, others, on) = (block.ptr(), allocator.clone(), stream.clone());
+            // The first is the wait for the block's stream, the second that for the read.
+            interlude::after("cuStreamSynchronize", move || {
+                interlude::before("cuStreamSynchronize", move || {
+                    drop(block);
+                    let next = others.allocate(20 * MIB - 400, &on).unwrap();
+                    assert_ne!(next.ptr(), at, "it is read");
+                    // SAFETY: it was freed before.
+                    let again = unsafe { others.free_raw(at) };
+                    assert!(matches!(again, Err(Error::NotLive { .. })), "{again:?}");
+                    drop(next);
+                    others.trim(0).unwrap();
+                });
+            });
+            allocator.check().unwrap();
+            assert!(!interlude::is_due());
+            drop(allocator.allocate(40 * MIB, &stream).unwrap());
+            assert!(!allocator.owns(at));
+            assert_eq!(allocator.findings(), []);
+            rig.close(&allocator);
+        }
     });
 }
 

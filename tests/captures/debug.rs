@@ -17,67 +17,125 @@ fn write(at: u64, bytes: usize, stream: &Stream) {
     stream.synchronize().unwrap();
 }
 
-/// Does something until there are so many findings: other tests of the process may be capturing.
-fn until_found(count: usize, allocator: &Allocator, run: impl Fn()) -> Vec<Finding> {
-    loop {
-        run();
-        let found = allocator.findings();
-        assert!(found.len() <= count, "{found:?}");
-        if found.len() == count {
-            return found;
-        }
-        std::thread::yield_now();
-    }
+fn only_finding(allocator: &Allocator) -> Finding {
+    let mut found = allocator.findings();
+    assert_eq!(found.len(), 1, "{found:?}");
+    found.remove(0)
 }
 
 #[test]
 fn a_capture_is_left_alone_by_debug_modes_which_go_on_after_it() {
-    each(|rig| {
-        let allocator = debugging(rig);
-        let (stream, capturing) = (rig.stream(), rig.stream());
-        let overrun = allocator.allocate(63, &stream).unwrap();
-        write(overrun.ptr(), 64, &stream);
-        let held_back = allocator.allocate(5000, &stream).unwrap();
-        let freed_at = held_back.ptr();
-        drop(held_back);
-        let under_way = Capturing::begin(&capturing, MODE);
-        let refused = allocator.allocate(512, &capturing);
-        assert!(
-            matches!(refused, Err(Error::Capturing { .. })),
-            "{refused:?}"
-        );
-        // What is born now has no guard, since nothing is filled: nobody sees what is behind it, now or later.
-        let born = allocator.allocate(1000, &stream).unwrap();
-        write(born.ptr(), 1001, &stream);
-        write(freed_at, 1, &stream);
-        allocator.check().unwrap();
-        drop(overrun);
-        drop(allocator.allocate(2 * MIB, &stream).unwrap());
-        allocator.check().unwrap();
-        assert_eq!(
-            allocator.findings(),
-            [],
-            "nothing is read while one captures"
-        );
-        drop(under_way.end().unwrap());
-        allocator.check().unwrap();
-        drop(born);
-        assert_eq!(allocator.findings(), []);
-        // The quarantine goes on where it was, in a moment in which no other test captures, either.
-        let found = until_found(1, &allocator, || {
+    alone(|| {
+        each(|rig| {
+            let allocator = debugging(rig);
+            let (stream, capturing) = (rig.stream(), rig.stream());
+            let overrun = allocator.allocate(63, &stream).unwrap();
+            write(overrun.ptr(), 64, &stream);
+            let held_back = allocator.allocate(5000, &stream).unwrap();
+            let freed_at = held_back.ptr();
+            drop(held_back);
+            let under_way = Capturing::begin(&capturing, MODE);
+            let refused = allocator.allocate(512, &capturing);
+            assert!(
+                matches!(refused, Err(Error::Capturing { .. })),
+                "{refused:?}"
+            );
+            // A block that is allocated now has no guard, since nothing is filled: it cannot be checked later either.
+            let born = allocator.allocate(1000, &stream).unwrap();
+            write(born.ptr(), 1001, &stream);
+            write(freed_at, 1, &stream);
+            allocator.check().unwrap();
+            drop(overrun);
             drop(allocator.allocate(2 * MIB, &stream).unwrap());
-        });
-        assert_eq!(
-            (found[0].misuse, found[0].address),
-            (Misuse::UseAfterFree, freed_at)
-        );
-        // Guards are looked at again.
-        until_found(2, &allocator, || {
+            assert_eq!(allocator.unchecked_frees(), 2);
+            allocator.check().unwrap();
+            assert_eq!(
+                allocator.findings(),
+                [],
+                "nothing is read while one captures"
+            );
+            drop(under_way.end().unwrap());
+            allocator.check().unwrap();
+            drop(born);
+            assert_eq!(allocator.findings(), []);
+            // The quarantine goes on where it was.
+            drop(allocator.allocate(2 * MIB, &stream).unwrap());
+            let found = only_finding(&allocator);
+            assert_eq!(
+                (found.misuse, found.address),
+                (Misuse::UseAfterFree, freed_at)
+            );
+            // Guards are read again.
             let next = allocator.allocate(63, &stream).unwrap();
             write(next.ptr(), 64, &stream);
             drop(next);
+            assert_eq!(allocator.findings().len(), 2);
+            assert_eq!(allocator.unchecked_frees(), 2);
+            rig.close(&allocator);
         });
-        rig.close(&allocator);
+    });
+}
+
+/// A capture begins when a free has filled its block, just before another block would be read and leave the
+/// quarantine: that one stays, and what was written into it is found later.
+#[test]
+fn a_block_that_cannot_be_read_stays_in_quarantine() {
+    alone(|| {
+        each_with_interludes(|rig, _| {
+            let allocator = rig.allocator_with("debug=quarantine:1M".parse().unwrap());
+            let [stream, capturing] = rig.streams();
+            let [first, second] =
+                [5000, 2 * MIB].map(|size| allocator.allocate(size, &stream).unwrap());
+            let freed_at = first.ptr();
+            drop(first);
+            write(freed_at, 1, &stream);
+            let begun = std::rc::Rc::new(std::cell::Cell::new(None));
+            let begins = std::rc::Rc::clone(&begun);
+            // The first is the wait for the block's stream, the second that for its fill.
+            interlude::after("cuStreamSynchronize", move || {
+                interlude::after("cuStreamSynchronize", move || {
+                    begins.set(Some(Capturing::begin(&capturing, MODE)));
+                });
+            });
+            drop(second);
+            let under_way = begun.take().expect("a capture");
+            assert!(allocator.owns(freed_at), "it is held back");
+            assert_eq!(allocator.findings(), []);
+            drop(under_way.end().unwrap());
+            drop(allocator.allocate(2 * MIB, &stream).unwrap());
+            let found = only_finding(&allocator);
+            assert_eq!(
+                (found.misuse, found.address),
+                (Misuse::UseAfterFree, freed_at)
+            );
+            assert_eq!(allocator.unchecked_frees(), 0);
+            rig.close(&allocator);
+        });
+    });
+}
+
+/// What has to leave the quarantine while nothing may be read is counted as unchecked.
+#[test]
+fn a_block_that_leaves_the_quarantine_unread_is_counted() {
+    alone(|| {
+        each(|rig| {
+            let config: Config = "debug=quarantine:1G".parse().unwrap();
+            let allocator = rig.allocator_with(config.limit(Some(24 * MIB as u64)));
+            let [stream, capturing] = rig.streams();
+            drop(allocator.allocate(20 * MIB, &stream).unwrap());
+            let under_way = Capturing::begin(&capturing, MODE);
+            let next = allocator.allocate(20 * MIB, &stream).unwrap();
+            assert_eq!(allocator.unchecked_frees(), 1);
+            drop(next);
+            assert_eq!(
+                allocator.unchecked_frees(),
+                2,
+                "and so is a free in a capture"
+            );
+            drop(under_way.end().unwrap());
+            assert_eq!(allocator.findings(), []);
+            rig.close(&allocator);
+        });
     });
 }
 

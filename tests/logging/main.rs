@@ -1,11 +1,12 @@
 //! What is logged, and how often.
 #![cfg(feature = "sim")]
 
+mod calls_back;
 #[path = "../common/mod.rs"]
 mod common;
 mod trial;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Once;
 
 use common::*;
@@ -21,6 +22,8 @@ thread_local! {
     static LINES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
     /// What allocators have said on it of what they do.
     static DEEDS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+    /// What the logger does at each line of the thread, except for lines that come of that.
+    static CALL: Cell<Option<Box<dyn FnMut()>>> = const { Cell::new(None) };
 }
 
 struct Collector;
@@ -46,6 +49,11 @@ impl log::Log for Collector {
     }
 
     fn log(&self, record: &log::Record<'_>) {
+        assert_unlocked(record);
+        if let Some(mut call) = CALL.take() {
+            call();
+            CALL.set(Some(call));
+        }
         if record.level() >= log::Level::Info && record.target().starts_with("cualloc::allocator") {
             DEEDS.with_borrow_mut(|lines| lines.push(record.args().to_string()));
         } else if record.level() <= log::Level::Info {

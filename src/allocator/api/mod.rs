@@ -2,12 +2,13 @@
 
 pub(crate) mod block;
 pub(crate) mod carver;
+pub(crate) mod checks;
 pub(crate) mod graph;
 pub(crate) mod guard;
 pub(crate) mod raw;
 pub(crate) mod suspend;
 
-use crate::error::{Error, Finding};
+use crate::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
@@ -523,29 +524,6 @@ impl Allocator {
         };
         heap.clear_large_caches();
         (heap.statistics(), heap.snapshot())
-    }
-
-    /// What the [debug modes](Config::debug) have found, the oldest first; the first thousand.
-    pub fn findings(&self) -> Vec<Finding> {
-        let debug = self.engine.debug.as_ref();
-        debug
-            .filter(|_| !process::is_forked_child())
-            .map_or_else(Vec::new, Debug::findings)
-    }
-
-    /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
-    /// cost grows with the number of blocks. At any time and from any thread: what other threads have
-    /// under way is counted as that.
-    ///
-    /// # Errors
-    /// The first thing that does not agree. [`Error::Misused`] for a live block with bytes written behind its end, where
-    /// [`Config::debug`] guards them: the streams that use each block are waited for then. In a forked child there is nothing to look at, which is one.
-    pub fn check(&self) -> Result<(), Error> {
-        self.engine.check_guards()?;
-        match self.engine.readable() {
-            Some(heap) => heap.check(),
-            None => crate::allocator::extent::invariant::holds("the heap of a forked child", false),
-        }
     }
 }
 

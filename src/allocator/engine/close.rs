@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::driver::{StreamKind, process};
+use crate::locks::lines::keep_lines;
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::graph_pools::SOON;
@@ -111,6 +112,7 @@ impl Engine {
 
     /// Waits on the host for the newest marker of each stream that is not known to capture.
     fn wait_for_markers(&self) -> Result<(), Error> {
+        let _lines = keep_lines();
         let waits: Vec<_> = {
             let heap = self.lock();
             let found = self.found_capturing(&heap);

@@ -8,6 +8,7 @@ use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{Batch, Holder};
 use crate::driver::{Context, Stream};
 use crate::error::Error;
+use crate::locks::lines::keep_lines;
 use crate::nvtx::{self, Category};
 use crate::sync::capture::is_capture_refusal;
 
@@ -98,6 +99,7 @@ impl Engine {
     /// error, with nothing changed, while something captures there, because that would suffer. `once` as
     /// for [`refuse_captures`](Self::refuse_captures).
     pub(crate) fn synchronise(&self, once: bool) -> Result<(), Error> {
+        let _lines = keep_lines();
         // Nobody may destroy one of them meanwhile.
         let (contexts, touched) = self.contexts()?;
         self.refuse_captures(&contexts, once)?;

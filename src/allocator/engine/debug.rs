@@ -1,38 +1,42 @@
-//! Debug modes: guards behind blocks, poison, quarantine of freed blocks, and the list of those that are left.
+//! Debug modes: guards behind blocks, poison, quarantine of freed blocks, and the list of blocks that are left.
 //!
-//! An allocator with any mode on has no caches, so that each block and each free comes by here. No driver call is made
-//! under the lock of [`Debug`], and none at all while a capture is known: blocks of that time are not checked.
+//! An allocator with any mode on has no caches, so each allocation and each free comes through here. The table of
+//! [`Debug`] is locked for moments only, never over a driver call or a log line. While a capture is known no memory is
+//! touched: a block freed then is not checked, and one in quarantine stays there.
 
 use std::collections::BTreeMap;
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::debug_table::{Debug, MOST_FINDINGS, Watched, say};
+use crate::allocator::engine::debug_table::{Debug, MAX_FINDINGS, Watched, say};
 use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::request::Checked;
+use crate::allocator::stream::slot::Suspect;
 use crate::block::Tag;
-use crate::driver::{Stream, StreamKind, process};
+use crate::driver::{DriverError, Entered, Stream, process};
 use crate::error::{Error, Finding, Misuse};
 use crate::event::names;
 
-/// What new and freed blocks are filled with, and what stands behind live ones.
+/// What new and freed blocks are filled with, and what live ones have behind them.
 const POISON: u8 = 0xDD;
 const GUARD: u8 = 0xFD;
-/// Bytes that are copied to the host at once.
+/// Bytes that one copy to the host reads.
 const PART: u64 = 1 << 20;
-/// Most lines of a list of live blocks.
-const MOST_LINES: usize = 20;
+/// The most lines of a list of live blocks.
+const MAX_LINES: usize = 20;
+/// Why a block is not checked.
+const UNTOUCHABLE: &str = "a capture is under way, or its memory is suspended";
 
-/// What is left to do for a free.
-pub(crate) enum Checkup {
-    /// The block goes to the heap.
-    Done,
-    /// It is held back.
-    Held,
+/// What becomes of a block that is freed.
+pub(crate) enum Freed {
+    /// It goes to the heap.
+    Now,
+    /// It is held back, and goes to the heap later.
+    Later,
 }
 
 impl Engine {
-    /// The request, with room for a guard if there are any.
+    /// The request, with room for a guard if blocks have one.
     pub(crate) fn with_guard(&self, request: &Checked) -> Result<Checked, Error> {
         match &self.debug {
             Some(debug) if debug.modes.guard => request.with_guard(),
@@ -57,41 +61,42 @@ impl Engine {
             Err(Error::OutOfMemory(_)) if self.release_quarantine(0) => make(),
             made => made,
         }?;
-        // Graphs use blocks of pools when nobody looks.
+        // Graphs use the blocks of pools without a call here.
         if !pooled {
             self.watch_block(debug, &grant, named, request.requested);
         }
         Ok(grant)
     }
 
-    /// Fills or reads memory, unless that would spoil a capture or the memory is suspended.
+    /// Fills or reads memory, unless that would invalidate a capture or the memory is suspended.
     fn touch<R>(
         &self,
         debug: &Debug,
         (ptr, bytes): (u64, u64),
         run: impl FnOnce() -> R,
     ) -> Option<R> {
-        let _touching = debug.touching();
+        let _touching = debug.begin_touch();
         let there = !process::is_watching() && self.lock().suspended.leaves(ptr, bytes);
         there.then(run)
     }
 
-    /// Memory is about to be suspended: nothing is filled or read any more, nor held back.
+    /// Memory is about to be suspended, which the heap knows: waits until none is filled or read any more, and
+    /// releases the quarantine.
     pub(crate) fn stop_debugging(&self) {
         if let Some(debug) = &self.debug {
-            drop(debug.untouched());
+            debug.await_touches();
             self.release_quarantine(0);
         }
     }
 
-    /// The contents of suspended memory are lost: of one stream's, or of all.
+    /// The contents of suspended memory are lost: those of one stream's blocks, or of all.
     pub(crate) fn lose_guards(&self, stream: Option<u64>) {
         if let Some(debug) = &self.debug {
             debug.lose_guards(stream);
         }
     }
 
-    /// A block was made: fills it, and enters it in the table.
+    /// Fills a new block and enters it in the table.
     pub(crate) fn watch_block(
         &self,
         debug: &Debug,
@@ -100,10 +105,8 @@ impl Engine {
         requested: u64,
     ) {
         let (ptr, bytes) = (grant.ptr(), grant.bytes());
-        // A block without a way to wait for its stream waits for everything.
-        let stream = self.stream_of(named);
-        let filled = stream.as_ref().and_then(|stream| {
-            // SAFETY: the block was just given to the stream, and nobody has it yet.
+        let filled = self.stream_of(named).and_then(|stream| {
+            // SAFETY: the block was just given to the stream, and no other work uses it yet.
             self.touch(debug, (ptr, bytes), || unsafe {
                 if debug.modes.poison {
                     stream.memset(ptr, POISON, requested as usize)?;
@@ -117,8 +120,6 @@ impl Engine {
         if let Some(Err(error)) = &filled {
             log::warn!("a new block cannot be filled: {error}");
         }
-        let guarded = debug.modes.guard && matches!(filled, Some(Ok(())));
-        let mine = stream.filter(|stream| self.lasts(stream));
         let mut table = debug.table();
         let watched = Watched {
             life: table.next_life(),
@@ -126,34 +127,14 @@ impl Engine {
             bytes,
             tag: Tag::NONE,
             context: names::context(),
+            key: named.key,
             handle: named.raw as usize,
-            everything: mine.is_none(),
-            users: mine.map(|stream| (named.key, stream)).into_iter().collect(),
-            guarded,
+            guarded: debug.modes.guard && matches!(filled, Some(Ok(()))),
+            filled: false,
+            queued: false,
         };
         let old = table.live.insert(ptr, watched);
-        drop(table);
         debug_assert!(old.is_none(), "a live block is handed out again");
-        // What goes with it is dropped outside the lock.
-        drop(old);
-    }
-
-    /// Another stream uses the block around an address.
-    #[cold]
-    pub(crate) fn watch_use(&self, debug: &Debug, ptr: u64, named: &Named<'_>) {
-        let stream = self.stream_of(named);
-        let stream = stream.filter(|stream| self.lasts(stream));
-        let mut table = debug.table();
-        let Some((at, watched)) = table.live.range_mut(..=ptr).next_back() else {
-            return;
-        };
-        if ptr - at >= watched.bytes || watched.users.iter().any(|(key, _)| *key == named.key) {
-            return;
-        }
-        watched.everything |= stream.is_none();
-        watched
-            .users
-            .extend(stream.map(|stream| (named.key, stream)));
     }
 
     /// The stream that a call names, for the time of the call.
@@ -162,99 +143,127 @@ impl Engine {
             return Some(stream.clone());
         }
         let context = self.context_of(named).ok()?;
-        // SAFETY: whoever made the name vouched for the stream, which is alive until it is retired, and given away with
-        // the call where nobody promises that.
+        // SAFETY: the caller of the call that named the stream vouches for it, and the result ends before that call.
         unsafe { Stream::from_raw(&context, named.raw) }.ok()
     }
 
-    /// Whether a stream's handle means that stream until it is retired.
-    fn lasts(&self, stream: &Stream) -> bool {
-        match stream.kind() {
-            StreamKind::Owned | StreamKind::LegacyDefault => true,
-            StreamKind::PerThreadDefault => false,
-            StreamKind::Borrowed => !self.unretired,
-        }
-    }
-
-    /// Looks at a live block that is about to be freed. After an error the block is live.
+    /// Checks a live block that is about to be freed. After an error the block is live.
     #[cold]
-    pub(crate) fn check_up(&self, debug: &Debug, ptr: u64) -> Result<Checkup, Error> {
-        // One of two threads that free it has it.
-        let Some(watched) = debug.take_live(ptr) else {
-            return Ok(Checkup::Done);
+    pub(crate) fn check_freed(&self, debug: &Debug, ptr: u64) -> Result<Freed, Error> {
+        let Some(watched) = debug.table().begin_free(ptr)? else {
+            return Ok(Freed::Now);
         };
-        if let Err(error) = self.refuse_captures_of(&watched) {
-            debug.table().live.insert(ptr, watched);
-            return Err(error);
+        let freed = self.check_held(debug, ptr, &watched);
+        match freed {
+            Ok(Freed::Now) => debug.table().end_free(ptr),
+            Ok(Freed::Later) => {
+                debug.table().quarantine(ptr, false);
+                self.release_quarantine(debug.modes.quarantine);
+            }
+            Err(_) => debug.table().undo_free(ptr),
         }
-        if process::is_watching() {
-            return Ok(Checkup::Done);
+        freed
+    }
+
+    /// [`check_freed`](Self::check_freed) of a block whose free has begun in the table.
+    fn check_held(&self, debug: &Debug, ptr: u64, watched: &Watched) -> Result<Freed, Error> {
+        let users = self.users_of(ptr);
+        self.refuse_captures_of(&users)?;
+        if debug.table().is_read(ptr) {
+            return Ok(Freed::Later);
         }
-        match self.retire_block(debug, ptr, &watched) {
+        let checked = match process::is_watching() {
+            true => Ok(false),
+            false => {
+                let waited = self.wait_for_users(&users);
+                waited.and_then(|()| self.inspect_freed(debug, ptr, watched))
+            }
+        };
+        match checked {
+            Ok(true) if debug.modes.quarantine > 0 && !self.lock().orphaned => {
+                return Ok(Freed::Later);
+            }
             Ok(true) => {}
-            Ok(false) => return Ok(Checkup::Done),
-            Err(error @ (Error::ContextLost(_) | Error::Capturing { .. })) => {
-                debug.table().live.insert(ptr, watched);
-                return Err(error);
-            }
-            Err(error) => {
-                log::warn!("a freed block cannot be checked: {error}");
-                return Ok(Checkup::Done);
-            }
+            Ok(false) => debug.count_unchecked(&UNTOUCHABLE),
+            Err(error @ (Error::ContextLost(_) | Error::Capturing { .. })) => return Err(error),
+            Err(error) => debug.count_unchecked(&error),
         }
-        if debug.modes.quarantine == 0 || self.lock().orphaned {
-            return Ok(Checkup::Done);
-        }
-        debug.table().hold(ptr, watched);
-        self.release_quarantine(debug.modes.quarantine);
-        Ok(Checkup::Held)
+        self.record_debug_stream(debug, ptr)?;
+        Ok(Freed::Now)
     }
 
-    fn refuse_captures_of(&self, watched: &Watched) -> Result<(), Error> {
-        watched.users.iter().try_for_each(|(key, stream)| {
-            self.refuse_capture(&Named {
-                key: *key,
-                raw: stream.raw(),
-                stream: Some(stream),
-            })
-        })
+    /// The streams that use a live block, its own first.
+    fn users_of(&self, ptr: u64) -> Vec<u32> {
+        let heap = self.lock();
+        let Some(id) = heap.extents.lookup.exact(ptr) else {
+            return Vec::new();
+        };
+        let recorded = heap.extents.records.cold(id).recorded().iter();
+        let own = std::iter::once(heap.extents.records[id].stream);
+        own.chain(recorded.map(|used| used.stream)).collect()
     }
 
-    /// Waits for the uses that are known.
-    fn wait_for_users(&self, watched: &Watched) -> Result<(), Error> {
-        if watched.everything {
-            self.synchronise(true)?;
+    /// A stream's handle as long as the result is held, during which the stream is not retired: so over single driver
+    /// calls. `None` if this thread cannot name the stream, or it was retired.
+    fn hold_stream(&self, stream: u32) -> Option<Suspect> {
+        self.lock().streams[stream].suspect()
+    }
+
+    fn refuse_captures_of(&self, users: &[u32]) -> Result<(), Error> {
+        let mut held = users.iter().filter_map(|stream| self.hold_stream(*stream));
+        held.try_for_each(|stream| self.refuse_if_capturing(&stream))
+    }
+
+    /// Waits for the streams that use a block; for whole contexts where one of them cannot be named any more.
+    fn wait_for_users(&self, users: &[u32]) -> Result<(), Error> {
+        let mut unnamed = false;
+        for stream in users {
+            let Some(held) = self.hold_stream(*stream) else {
+                unnamed = true;
+                continue;
+            };
+            let context = held.context.clone();
+            let handle = std::ptr::with_exposed_provenance_mut(held.raw);
+            // SAFETY: the stream lives as long as it is held; a default stream is named in its context.
+            let wait = |entered: Entered<'_>| unsafe { entered.stream_synchronize(handle) };
+            let waited = context.enter().and_then(wait);
+            drop(held);
+            waited.map_err(|error| self.error_in(&context, error))?;
         }
-        let mut users = watched.users.iter();
-        users
-            .try_for_each(|(_, stream)| stream.synchronize())
-            .map_err(|error| self.error(error))
+        match unnamed {
+            true => self.synchronise(true),
+            false => Ok(()),
+        }
     }
 
-    /// Checks what is behind a block that nobody uses any more, and fills it. False if it cannot be touched now.
-    fn retire_block(&self, debug: &Debug, ptr: u64, watched: &Watched) -> Result<bool, Error> {
-        self.wait_for_users(watched)?;
-        let looked = self.touch(debug, (ptr, watched.bytes), || -> Result<_, Error> {
-            let finding = self.overrun(debug, ptr, watched)?;
-            if debug.modes.poison || debug.modes.quarantine > 0 {
-                let stream = self.debug_stream(debug)?;
-                // SAFETY: the block is live, and all known uses of it are over.
-                unsafe { stream.memset(ptr, POISON, watched.bytes as usize) }
-                    .and_then(|()| stream.synchronize())
-                    .map_err(|error| self.error(error))?;
-            }
-            Ok(finding)
-        });
+    /// Checks what is behind a freed block that no stream uses any more, and fills it. False if its memory may not be
+    /// touched now.
+    fn inspect_freed(&self, debug: &Debug, ptr: u64, watched: &Watched) -> Result<bool, Error> {
+        let whole = (ptr, watched.bytes);
+        let looked = self.touch(debug, whole, || self.overrun(debug, ptr, watched));
         let Some(finding) = looked.transpose()? else {
             return Ok(false);
         };
         if let Some(finding) = finding {
             debug.found(finding);
         }
-        Ok(true)
+        if !debug.modes.poison && debug.modes.quarantine == 0 {
+            return Ok(true);
+        }
+        let filled = self.touch(debug, whole, || {
+            self.run_on_debug_stream(debug, ptr, |stream| {
+                // SAFETY: the heap counts the block as live until its free ends, and all known uses of it are over.
+                unsafe { stream.memset(ptr, POISON, watched.bytes as usize) }
+            })
+        });
+        let filled = filled.transpose()?.is_some();
+        if let Some(watched) = debug.table().get_mut(ptr) {
+            watched.filled = filled;
+        }
+        Ok(filled)
     }
 
-    /// What is wrong behind a block, all uses of which are over.
+    /// What is wrong behind a block that no stream uses now.
     fn overrun(
         &self,
         debug: &Debug,
@@ -269,7 +278,7 @@ impl Engine {
         Ok(wrong.map(|offset| watched.finding(Misuse::Overrun, ptr, offset)))
     }
 
-    /// The first of these bytes of a block that is not the one that was filled in.
+    /// The first byte of a part of a block that differs from what was filled in.
     fn first_unlike(
         &self,
         debug: &Debug,
@@ -277,20 +286,20 @@ impl Engine {
         (from, to): (u64, u64),
         byte: u8,
     ) -> Result<Option<u64>, Error> {
-        let stream = self.debug_stream(debug)?;
         let entered = self.context.enter().map_err(|error| self.error(error))?;
         let mut at = from;
         while at < to {
             let bytes = (to - at).min(PART) as usize;
             let mut copy = vec![0; bytes];
-            // SAFETY: the block is live, and the host's memory is kept until the copy is over.
-            let copied = unsafe {
-                entered.copy_device_to_host(copy.as_mut_ptr().cast(), ptr + at, bytes, stream.raw())
-            };
-            if let Err(error) = copied.and(stream.synchronize()) {
+            let into = copy.as_mut_ptr();
+            let read = self.run_on_debug_stream(debug, ptr, |stream| {
+                // SAFETY: the heap counts the block as live, and the host's memory is kept until the copy is over.
+                unsafe { entered.copy_device_to_host(into.cast(), ptr + at, bytes, stream.raw()) }
+            });
+            if let Err(error) = read {
                 // The copy may still be under way.
                 std::mem::forget(copy);
-                return Err(self.error(error));
+                return Err(error);
             }
             if let Some(wrong) = copy.iter().position(|found| *found != byte) {
                 return Ok(Some(at + wrong as u64));
@@ -298,6 +307,25 @@ impl Engine {
             at += bytes as u64;
         }
         Ok(None)
+    }
+
+    /// Gives the debug stream work on a block and waits for it. Where that fails, the work may still be queued: from
+    /// then on the block counts as used by that stream, too.
+    fn run_on_debug_stream(
+        &self,
+        debug: &Debug,
+        ptr: u64,
+        submit: impl FnOnce(&Stream) -> Result<(), DriverError>,
+    ) -> Result<(), Error> {
+        let stream = self.debug_stream(debug)?;
+        submit(stream)
+            .and_then(|()| stream.synchronize())
+            .map_err(|error| {
+                if let Some(watched) = debug.table().get_mut(ptr) {
+                    watched.queued = true;
+                }
+                self.error(error)
+            })
     }
 
     fn debug_stream<'a>(&self, debug: &'a Debug) -> Result<&'a Stream, Error> {
@@ -308,36 +336,58 @@ impl Engine {
         Ok(debug.stream.get_or_init(|| made))
     }
 
-    /// Lets blocks go, the oldest first, until no more than so many bytes are held back; whether any went.
+    /// Records the debug stream on a block before the heap gets it back, if work of that stream may still be queued.
+    fn record_debug_stream(&self, debug: &Debug, ptr: u64) -> Result<(), Error> {
+        let queued = debug.table().get_mut(ptr).is_some_and(|block| block.queued);
+        match debug.stream.get() {
+            Some(stream) if queued => self.record(ptr, &self.named(stream)?, false),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks and frees the oldest blocks in quarantine until at most `keep` bytes are in it. Whether any was freed.
+    ///
+    /// Blocks that may not be read now stay, unless all are to go (`keep` is 0): then they count as unchecked.
     pub(crate) fn release_quarantine(&self, keep: u64) -> bool {
         let Some(debug) = self.debug.as_ref().filter(|_| self.usable().is_ok()) else {
             return false;
         };
-        let out: Vec<_> = {
-            let mut table = debug.table();
-            std::iter::from_fn(|| table.let_go(keep)).collect()
-        };
         let mut any = false;
-        for (ptr, watched) in out {
+        // Each block once: one that cannot be freed now is put back.
+        let count = debug.table().quarantined();
+        for _ in 0..count {
+            let Some((ptr, watched)) = debug.table().leave_quarantine(keep) else {
+                break;
+            };
             let whole = (0, watched.bytes);
-            let looked = self.touch(debug, (ptr, watched.bytes), || {
-                self.first_unlike(debug, ptr, whole, POISON)
+            let looked = self.touch(debug, (ptr, watched.bytes), || match watched.filled {
+                true => self.first_unlike(debug, ptr, whole, POISON).map(Some),
+                false => Ok(None),
             });
             match looked {
-                None | Some(Ok(None)) => {}
-                Some(Ok(Some(offset))) => {
+                None if keep > 0 => {
+                    debug.table().quarantine(ptr, true);
+                    break;
+                }
+                None => debug.count_unchecked(&UNTOUCHABLE),
+                Some(Ok(None)) => debug.count_unchecked(&"it was freed while `check` read it"),
+                Some(Ok(Some(None))) => {}
+                Some(Ok(Some(Some(offset)))) => {
                     debug.found(watched.finding(Misuse::UseAfterFree, ptr, offset));
                 }
-                Some(Err(error)) => log::warn!("a freed block cannot be checked: {error}"),
+                Some(Err(error)) => debug.count_unchecked(&error),
             }
-            match self.free_at(ptr) {
+            let freed = self.record_debug_stream(debug, ptr).and_then(|()| {
+                debug.table().end_free(ptr);
+                self.free_at(ptr)
+            });
+            match freed {
                 Ok(()) => any = true,
+                Err(Error::NotLive { .. }) => {}
                 Err(error) => {
                     log::warn!("a block that was held back is not freed: {error}");
-                    if !matches!(error, Error::NotLive { .. }) {
-                        // Nobody else knows of it: it is tried again.
-                        debug.table().hold(ptr, watched);
-                    }
+                    // The program has no handle to it any more, so a later call tries again.
+                    debug.table().hold_again(ptr, watched);
                 }
             }
         }
@@ -354,25 +404,28 @@ impl Engine {
         }
         let mut next = 0;
         loop {
-            // A copy of the entry: a free meanwhile does not wait for the block's streams.
             let (ptr, watched) = {
                 let table = debug.table();
                 let Some((ptr, watched)) = table.live.range(next..).next() else {
                     return Ok(());
                 };
-                (*ptr, watched.clone())
+                (*ptr, *watched)
             };
             next = ptr + 1;
-            self.refuse_captures_of(&watched)?;
-            self.wait_for_users(&watched)?;
+            let users = self.users_of(ptr);
+            self.refuse_captures_of(&users)?;
+            self.wait_for_users(&users)?;
+            // It may have been freed meanwhile, and another block have its address.
+            if !debug.table().begin_read(ptr, watched.life) {
+                continue;
+            }
             let looked = self.touch(debug, (ptr, watched.bytes), || {
-                let life = debug.table().live.get(&ptr).map(|block| block.life);
-                // It may have been freed meanwhile, and another lie there.
-                match life == Some(watched.life) {
-                    true => self.overrun(debug, ptr, &watched),
-                    false => Ok(None),
-                }
+                self.overrun(debug, ptr, &watched)
             });
+            let freed = debug.table().end_read(ptr);
+            if freed {
+                self.release_quarantine(debug.modes.quarantine);
+            }
             if let Some(finding) = looked.transpose()?.flatten() {
                 debug.found(finding.clone());
                 return Err(Error::Misused(Box::new(finding)));
@@ -380,7 +433,7 @@ impl Engine {
         }
     }
 
-    /// Lists the blocks that are live at the end.
+    /// Lists the blocks that are live when the allocator ends.
     pub(crate) fn report_leaks(&self) {
         let Some(debug) = self.debug.as_ref().filter(|debug| debug.modes.leaks) else {
             return;
@@ -407,23 +460,23 @@ impl Engine {
             self.id,
             leaks.len()
         );
-        for ((tag, context), (blocks, bytes)) in lines.iter().take(MOST_LINES) {
+        for ((tag, context), (blocks, bytes)) in lines.iter().take(MAX_LINES) {
             let context = context.as_deref().unwrap_or("none");
             text += &format!("\n  {blocks} blocks, {bytes} bytes: tag {tag}, context {context}");
         }
-        if lines.len() > MOST_LINES {
+        if lines.len() > MAX_LINES {
             text += &format!(
                 "\n  and {} other tags and contexts",
-                lines.len() - MOST_LINES
+                lines.len() - MAX_LINES
             );
         }
         say(&text);
         let mut table = debug.table();
-        // Those of an earlier try to close are told again.
+        // The list of an earlier call of `close` is out of date.
         table
             .findings
             .retain(|finding| finding.misuse != Misuse::Leak);
-        let room = MOST_FINDINGS.saturating_sub(table.findings.len());
+        let room = MAX_FINDINGS.saturating_sub(table.findings.len());
         table.findings.extend(leaks.into_iter().take(room));
     }
 }

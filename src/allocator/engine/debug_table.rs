@@ -1,134 +1,132 @@
-//! What debug modes know of blocks.
+//! What the debug modes know about blocks.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Write;
-use std::sync::{
-    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::allocator::config::DebugModes;
 use crate::allocator::stream::slot::StreamKey;
 use crate::block::Tag;
-use crate::driver::{Stream, StreamKind};
-use crate::error::{Finding, Misuse};
+use crate::driver::Stream;
+use crate::error::{Error, Finding, Misuse, RareLog};
 use crate::event::names;
+use crate::locks::held::{Locked, Mutex};
+use crate::locks::lines::{KeptLines, keep_lines};
+use crate::locks::lock::pause;
 
-/// Most findings that are kept.
-pub(crate) const MOST_FINDINGS: usize = 1000;
+/// The most findings that are kept.
+pub(crate) const MAX_FINDINGS: usize = 1000;
 
-/// The debug modes of an allocator, and what they know.
+/// The debug modes of an allocator, and what they know about its blocks.
 #[derive(Debug)]
 pub(crate) struct Debug {
     pub(crate) modes: DebugModes,
     table: Mutex<Table>,
-    /// Read while the driver fills or reads memory for a debug mode. Who holds it takes no block back, and calls no
-    /// code of the program.
-    touched: RwLock<()>,
-    /// Fills and copies of blocks that nobody uses any more.
+    /// Threads that fill or read memory for a debug mode now.
+    touching: AtomicUsize,
+    /// Counts freed blocks that could not be checked.
+    pub(crate) unchecked: RareLog,
+    /// Fills and reads blocks that no stream of the program uses.
     pub(crate) stream: OnceLock<Stream>,
 }
 
-/// The live blocks, those that are held back, and what was found.
+/// The live blocks, the freed blocks that the heap does not have back yet, and the findings.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     /// Live blocks, by address.
     pub(crate) live: BTreeMap<u64, Watched>,
-    /// Freed blocks that are held back.
+    /// Blocks that the program has freed and the heap still counts as live: being checked, or in quarantine.
     held: BTreeMap<u64, Watched>,
-    /// Their addresses, the oldest first.
-    order: VecDeque<u64>,
-    held_bytes: u64,
+    /// The addresses of the held blocks in quarantine, the oldest first.
+    quarantine: VecDeque<u64>,
+    quarantined_bytes: u64,
+    /// Addresses of blocks that [`Engine::check_guards`](super::Engine::check_guards) reads now, once for each read.
+    read: Vec<u64>,
     lives: u64,
     pub(crate) findings: Vec<Finding>,
 }
 
-/// A block of the program.
-#[derive(Debug, Clone)]
+/// A block of the program. It names no stream: which streams use a block is the heap's knowledge, and a handle that
+/// is copied out of the heap is good only as long as its [`Suspect`](crate::allocator::stream::slot::Suspect).
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Watched {
-    /// Tells blocks apart that lie at one address one after the other.
+    /// Distinguishes blocks that have the same address one after the other.
     pub(crate) life: u64,
     pub(crate) requested: u64,
-    /// Bytes of the block.
+    /// Bytes of the block, its guard included.
     pub(crate) bytes: u64,
     pub(crate) tag: Tag,
     pub(crate) context: u32,
+    /// The stream that it was allocated on, by its number and its handle.
+    pub(crate) key: StreamKey,
     pub(crate) handle: usize,
-    /// The streams that use it: its own first.
-    pub(crate) users: Vec<(StreamKey, Stream)>,
-    /// A stream that uses it cannot be waited for by its handle.
-    pub(crate) everything: bool,
-    /// What is behind the requested bytes was filled.
+    /// The bytes behind the requested ones were filled.
     pub(crate) guarded: bool,
+    /// All bytes were filled after the free.
+    pub(crate) filled: bool,
+    /// A fill or read on the debug stream failed, or the wait for it did: it may still be queued.
+    pub(crate) queued: bool,
+}
+
+/// A fill or read of memory under way.
+pub(crate) struct Touch<'a>(&'a AtomicUsize, KeptLines);
+
+impl Drop for Touch<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
 }
 
 impl Debug {
-    /// None if everything is off.
+    /// `None` if every mode is off.
     pub(crate) fn of(modes: DebugModes) -> Option<Debug> {
         modes.is_any().then(|| Debug {
             modes,
             table: Mutex::default(),
-            touched: RwLock::default(),
+            touching: AtomicUsize::new(0),
+            unchecked: RareLog::default(),
             stream: OnceLock::new(),
         })
     }
 
-    pub(crate) fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn table(&self) -> Locked<'_, Table> {
+        self.table.lock()
     }
 
-    /// Memory stays what it is as long as this is held.
-    pub(crate) fn touching(&self) -> RwLockReadGuard<'_, ()> {
-        self.touched.read().unwrap_or_else(PoisonError::into_inner)
+    /// Begins a fill or read. Whether the memory may be touched is to be asked afterwards, under the heap's lock.
+    pub(crate) fn begin_touch(&self) -> Touch<'_> {
+        self.touching.fetch_add(1, Ordering::AcqRel);
+        Touch(&self.touching, keep_lines())
     }
 
-    /// Nothing is filled or read as long as this is held.
-    pub(crate) fn untouched(&self) -> RwLockWriteGuard<'_, ()> {
-        self.touched.write().unwrap_or_else(PoisonError::into_inner)
+    /// Waits for the fills and reads under way. The caller has forbidden new ones under the heap's lock.
+    pub(crate) fn await_touches(&self) {
+        let mut round = 0;
+        while self.touching.load(Ordering::Acquire) > 0 {
+            pause(round);
+            round += 1;
+        }
     }
 
-    /// A block is about to be freed: it is nobody's any more, and nobody looks at it.
-    pub(crate) fn take_live(&self, ptr: u64) -> Option<Watched> {
-        let _untouched = self.untouched();
-        self.table().live.remove(&ptr)
-    }
-
-    /// What is behind live blocks is lost: those of one stream, or all.
+    /// Notes that the guards of live blocks are lost with the memory's contents: those of one stream, or all.
     pub(crate) fn lose_guards(&self, stream: Option<u64>) {
         for watched in self.table().live.values_mut() {
-            let key = watched.users.first().map(|(key, _)| key.number());
-            // Without its key the block may be any stream's.
-            if stream.is_none() || key.is_none() || key == stream {
+            if stream.is_none_or(|stream| watched.key.number() == stream) {
                 watched.guarded = false;
             }
         }
     }
 
-    /// Whether nothing is usable behind the bytes that were asked for.
+    /// Whether only the requested bytes of a block are usable.
     pub(crate) fn guards(&self) -> bool {
         self.modes.guard
     }
 
-    /// Whether a freed block that begins at an address is held back.
-    pub(crate) fn holds(&self, ptr: u64) -> bool {
-        self.table().held.contains_key(&ptr)
-    }
-
-    /// A block has a label.
+    /// Sets the label of a block.
     pub(crate) fn name(&self, ptr: u64, tag: Tag) {
         if let Some(watched) = self.table().live.get_mut(&ptr) {
             watched.tag = tag;
-        }
-    }
-
-    /// A stream's handle may not be used any more.
-    pub(crate) fn retired(&self, key: StreamKey) {
-        for watched in self.table().live.values_mut() {
-            let before = watched.users.len();
-            // Streams of this crate are kept with the block.
-            watched
-                .users
-                .retain(|(user, stream)| *user != key || stream.kind() == StreamKind::Owned);
-            watched.everything |= watched.users.len() < before;
         }
     }
 
@@ -136,21 +134,31 @@ impl Debug {
         self.table().findings.clone()
     }
 
+    /// Reports and keeps a finding.
     pub(crate) fn found(&self, finding: Finding) {
         say(&finding);
         let mut table = self.table();
-        if table.findings.len() < MOST_FINDINGS {
+        if table.findings.len() < MAX_FINDINGS {
             table.findings.push(finding);
+        }
+    }
+
+    /// Counts a freed block that goes back to the heap without the check that a mode promises.
+    pub(crate) fn count_unchecked(&self, why: &dyn std::fmt::Display) {
+        if (self.modes.guard || self.modes.quarantine > 0)
+            && let Some(count) = self.unchecked.due()
+        {
+            log::warn!("{count} freed blocks could not be checked; the last one: {why}");
         }
     }
 }
 
-/// Tells the program's logger, or stderr where it has none: whoever asks for a debug mode wants to hear of it.
+/// Writes to the program's logger, or to stderr without one: a program that turns a debug mode on wants its findings.
 pub(crate) fn say(what: &dyn std::fmt::Display) {
     if log::log_enabled!(log::Level::Error) {
         log::error!("{what}");
     } else {
-        // Where nobody listens there is nobody to tell.
+        // Without a usable stderr there is nowhere left to report to.
         let _ = writeln!(std::io::stderr(), "cualloc: {what}");
     }
 }
@@ -161,22 +169,89 @@ impl Table {
         self.lives
     }
 
-    /// Holds a freed block back.
-    pub(crate) fn hold(&mut self, ptr: u64, watched: Watched) {
-        self.held_bytes += watched.bytes;
-        self.order.push_back(ptr);
-        self.held.insert(ptr, watched);
+    /// Takes a live block for a free; of two threads that free it, one. `None` for a block that is not watched.
+    pub(crate) fn begin_free(&mut self, ptr: u64) -> Result<Option<Watched>, Error> {
+        if self.held.contains_key(&ptr) {
+            return Err(Error::NotLive { ptr });
+        }
+        let watched = self.live.remove(&ptr);
+        self.held.extend(watched.map(|watched| (ptr, watched)));
+        Ok(watched)
     }
 
-    /// The oldest of the blocks that are held back, if they are more than so many bytes.
-    pub(crate) fn let_go(&mut self, keep: u64) -> Option<(u64, Watched)> {
-        if self.held_bytes <= keep {
+    /// The free failed: the block is live again.
+    pub(crate) fn undo_free(&mut self, ptr: u64) {
+        let watched = self.held.remove(&ptr);
+        self.live.extend(watched.map(|watched| (ptr, watched)));
+    }
+
+    /// The heap may have the block back.
+    pub(crate) fn end_free(&mut self, ptr: u64) {
+        self.held.remove(&ptr);
+    }
+
+    /// Puts a block whose free has begun into quarantine: behind the others, or before them.
+    pub(crate) fn quarantine(&mut self, ptr: u64, before: bool) {
+        let Some(watched) = self.held.get(&ptr) else {
+            return;
+        };
+        self.quarantined_bytes += watched.bytes;
+        match before {
+            true => self.quarantine.push_front(ptr),
+            false => self.quarantine.push_back(ptr),
+        }
+    }
+
+    /// Puts back a block that the heap did not take.
+    pub(crate) fn hold_again(&mut self, ptr: u64, watched: Watched) {
+        self.held.insert(ptr, watched);
+        self.quarantine(ptr, false);
+    }
+
+    pub(crate) fn quarantined(&self) -> usize {
+        self.quarantine.len()
+    }
+
+    /// Takes the oldest block that is not being read out of quarantine, if more than `keep` bytes are in it. The
+    /// block stays held.
+    pub(crate) fn leave_quarantine(&mut self, keep: u64) -> Option<(u64, Watched)> {
+        if self.quarantined_bytes <= keep {
             return None;
         }
-        let ptr = self.order.pop_front()?;
-        let watched = self.held.remove(&ptr)?;
-        self.held_bytes -= watched.bytes;
+        let read = &self.read;
+        let at = self.quarantine.iter().position(|ptr| !read.contains(ptr))?;
+        let ptr = self.quarantine.remove(at)?;
+        let watched = *self.held.get(&ptr)?;
+        self.quarantined_bytes -= watched.bytes;
         Some((ptr, watched))
+    }
+
+    /// A live or held block.
+    pub(crate) fn get_mut(&mut self, ptr: u64) -> Option<&mut Watched> {
+        let Table { live, held, .. } = self;
+        live.get_mut(&ptr).or_else(|| held.get_mut(&ptr))
+    }
+
+    /// Keeps a live block from the heap while it is read: a free meanwhile goes to the quarantine. False if the
+    /// block has been freed already.
+    pub(crate) fn begin_read(&mut self, ptr: u64, life: u64) -> bool {
+        let live = self.live.get(&ptr).is_some_and(|live| live.life == life);
+        if live {
+            self.read.push(ptr);
+        }
+        live
+    }
+
+    /// The read is over. Whether the block was freed meanwhile.
+    pub(crate) fn end_read(&mut self, ptr: u64) -> bool {
+        if let Some(at) = self.read.iter().position(|read| *read == ptr) {
+            self.read.swap_remove(at);
+        }
+        self.held.contains_key(&ptr)
+    }
+
+    pub(crate) fn is_read(&self, ptr: u64) -> bool {
+        self.read.contains(&ptr)
     }
 }
 

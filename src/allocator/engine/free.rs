@@ -10,7 +10,7 @@ use crate::driver::{process, sys};
 use crate::allocator::cache::deferred::{Deferred, User};
 use crate::allocator::cache::grant::{Lifetime, Place};
 use crate::allocator::cache::stream_cache::{Life, PageTable, SMALL_ID, page_of, thread};
-use crate::allocator::engine::debug::Checkup;
+use crate::allocator::engine::debug::Freed;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::extent::record::Recorded;
@@ -131,15 +131,14 @@ impl Engine {
         find: impl FnOnce(&mut Heap) -> Result<(u32, Option<u32>), Error>,
     ) -> Result<(), Error> {
         let mut heap = self.open()?;
-        let (id, generation) = find(&mut heap)?;
+        let (id, mut generation) = find(&mut heap)?;
         if let Some(debug) = &self.debug {
-            let of_record = heap.extents.records[id].generation;
-            let live = heap.is_live((id, generation.unwrap_or(of_record)));
+            // Another block may have the record when the check is over.
+            let life = generation.unwrap_or(heap.extents.records[id].generation);
+            generation = Some(life);
+            let live = heap.is_live((id, life));
             drop(heap);
-            if debug.holds(ptr) {
-                return Err(Error::NotLive { ptr });
-            }
-            if live && let Checkup::Held = self.check_up(debug, ptr)? {
+            if live && let Freed::Later = self.check_freed(debug, ptr)? {
                 return Ok(());
             }
             heap = self.open()?;
@@ -470,10 +469,6 @@ impl Engine {
                     return Err(Error::NotLive { ptr });
                 }
             }
-        }
-        drop(heap);
-        if let Some(debug) = &self.debug {
-            self.watch_use(debug, ptr, named);
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Blocks of graph pools in use: by which streams, in captures and outside of them, and their frees.
 
 use crate::driver::Stream;
+use crate::locks::lines::keep_lines;
 use crate::locks::lock::pause;
 use crate::sync::capture::is_of_capture;
 use crate::sync::event::Pooled;
@@ -37,6 +38,9 @@ impl Engine {
         (pool, users): (u64, Few<User>),
     ) -> Result<(), Error> {
         let gone = || Error::NotLive { ptr };
+        // The users go before what they keep from being logged.
+        let _lines = keep_lines();
+        let users = users;
         let (mut uses, mut all_told) = (LastUses::default(), Ok(()));
         let mut asked = None;
         if let [user] = &*users

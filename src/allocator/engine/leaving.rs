@@ -17,6 +17,7 @@ use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, StreamKey};
 use crate::error::Error;
+use crate::locks::lines;
 use crate::locks::lock::pause;
 
 impl Streams {
@@ -316,9 +317,13 @@ impl Engine {
 
     /// Another context is gone, with all that it had.
     pub(crate) fn context_gone(&self, context: &Context) {
-        log::warn!(
-            "a context on device {} is gone, but its streams were not retired",
-            context.device().ordinal()
+        lines::say(
+            log::Level::Warn,
+            module_path!(),
+            format_args!(
+                "a context on device {} is gone, but its streams were not retired",
+                context.device().ordinal()
+            ),
         );
         let held = self.lock().context_gone(context.id(), &self.context);
         drop(held);
@@ -349,9 +354,6 @@ impl Engine {
         };
         self.refuse_capture(named)?;
         self.leave_pools(named)?;
-        if let Some(debug) = &self.debug {
-            debug.retired(named.key);
-        }
         for stream in slots {
             self.retire_slot(stream, named.key)?;
         }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::driver::sys::CUstream;
 use crate::driver::{Context, Current, Event, process};
+use crate::locks::lines::keep_lines;
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
@@ -67,6 +68,7 @@ impl Engine {
     }
 
     fn cover_batch(&self, stream: u32, key: StreamKey, ask: bool) -> Result<(), Error> {
+        let _lines = keep_lines();
         let (batch, raw, context, holder) = {
             let mut heap = self.lock();
             let slot = &heap.streams[stream];

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::driver::{Context, Event, Stream, sys};
+use crate::locks::lines::{KeptLines, keep_lines};
 use crate::locks::lock::pause;
 
 /// An event recorded on a stream after everything freed under tickets up to the bound.
@@ -238,6 +239,7 @@ impl Slot {
             raw: self.raw,
             context: self.context.clone(),
             _holder: self.holder.clone(),
+            _lines: keep_lines(),
         })
     }
 
@@ -252,13 +254,15 @@ impl Slot {
     }
 }
 
-/// A stream that may be capturing. One that we hold stays alive with this.
+/// A stream whose handle is good as long as this is held: one that the allocator keeps stays alive with it, and the
+/// retirement of one that the caller owns waits for it.
 pub(crate) struct Suspect {
     pub(crate) key: StreamKey,
     pub(crate) raw: usize,
     /// A default stream is asked in its own context.
     pub(crate) context: Context,
     pub(crate) _holder: Holder,
+    _lines: KeptLines,
 }
 
 /// Frees after which a batch is full while several streams are active.

@@ -305,6 +305,17 @@ fn r24_retirement_waits_for_who_asks_the_stream() {
     ends_behind_the_free("cuStreamIsCapturing", checked, Allocator::retire);
 }
 
+/// A free under a debug mode asks its streams about captures, and waits for them.
+#[test]
+fn r24_retirement_waits_for_frees_of_debug_modes() {
+    for modes in ["guard", "poison", "quarantine:1M", "leaks"] {
+        for call in ["cuStreamIsCapturing", "cuStreamSynchronize"] {
+            let config = format!("debug={modes}").parse().unwrap();
+            ends_behind_the_free(call, config, Allocator::retire);
+        }
+    }
+}
+
 #[test]
 fn r24_closing_waits_for_who_marks_a_stream() {
     let close = |allocator: &Allocator, _: &Stream| allocator.close();
