@@ -143,3 +143,67 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
         }
     });
 }
+
+/// A full batch whose marker a capture kept away gets one when the capture is over and another stream asks for memory,
+/// without a call that names the stream, or another free on it.
+#[test]
+fn a_batch_that_a_capture_kept_from_its_marker_gets_it_afterwards() {
+    each_simulated(|rig, _| {
+        let allocator = rig.allocator();
+        let [own, user] = rig.streams();
+        let block = allocator.allocate(20 * MIB, &own).unwrap();
+        block.record_stream(&user).unwrap();
+        let at = block.ptr();
+        begin(rig, user.raw())();
+        let before = allocator.stats();
+        drop(block);
+        let freed = allocator.stats();
+        assert_eq!(
+            freed.failed_markers, before.failed_markers,
+            "it was asked first"
+        );
+        assert_eq!(end(rig, user.raw())(), CUresult::CUDA_SUCCESS);
+        let next = allocator.allocate(20 * MIB, &own).unwrap();
+        assert_eq!(next.ptr(), at, "its last user has a marker");
+        drop(next);
+        rig.close(&allocator);
+    });
+}
+
+/// An event that was recorded within a capture is a marker for no one. The next marker is recorded with it, and waits for
+/// the work that it then stands for alone.
+#[test]
+fn an_event_of_a_capture_is_used_for_the_next_marker() {
+    each_with_interludes(|rig, sim| {
+        let allocator = rig.allocator();
+        let [own, user] = rig.streams();
+        let block = allocator.allocate(20 * MIB, &own).unwrap();
+        block.record_stream(&user).unwrap();
+        let (at, raw) = (block.ptr(), user.raw());
+        sim.set_mode(Mode::Manual);
+        rig.stamp(at, 20 * MIB, 1, &user);
+        // Between the question whether the stream captures and the record, which comes after that on the block's own.
+        let begins = begin(rig, raw);
+        interlude::after("cuEventRecord", || {
+            interlude::before("cuEventRecord", begins)
+        });
+        let failed = allocator.stats().failed_markers;
+        drop(block);
+        assert!(!interlude::is_due());
+        assert_eq!(allocator.stats().failed_markers, failed + 1);
+        assert_eq!(end(rig, raw)(), CUresult::CUDA_SUCCESS);
+        let (events, markers) = (rig.calls("cuEventCreate"), allocator.stats().markers);
+        // SAFETY: the stream is alive.
+        unsafe { allocator.mark_raw(raw) }.unwrap();
+        assert_eq!(allocator.stats().markers, markers + 1);
+        assert_eq!(rig.calls("cuEventCreate"), events, "the event was kept");
+        let next = allocator.allocate(20 * MIB, &own).unwrap();
+        rig.stamp(next.ptr(), 20 * MIB, 2, &own);
+        sim.complete_all();
+        drop(next);
+        drop(allocator.allocate(20 * MIB, &own).unwrap());
+        sim.set_mode(Mode::Instant);
+        sim.complete_all();
+        rig.close(&allocator);
+    });
+}

@@ -3,12 +3,12 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use cualloc::allocator::{Block, Contents, Select};
+use cualloc::allocator::{Allocator, Block, Contents, Policy, Select};
 use cualloc::driver::sys::CUresult;
 use cualloc::sim::{FailPlan, Simulator};
 use cualloc::{Config, Error};
 
-use crate::common::{MIB, RawStream, Rig, each_simulated};
+use crate::common::{Folder, MIB, RawStream, Rig, each_simulated, itself, only};
 use crate::{CALL, collect};
 
 /// The logger of this thread does something until this goes, also with a test that fails.
@@ -131,4 +131,38 @@ fn a_logger_may_free_when_a_finding_is_logged() {
         assert_eq!(allocator.findings().len(), 2);
         rig.close(&allocator);
     });
+}
+
+/// What happens once in a process holds up no other thread, and not the logger either: a tool that cannot be attached,
+/// and a recording that begins with the first allocator.
+#[test]
+fn a_logger_may_make_an_allocator_while_the_first_one_is_made() {
+    const CHILD: &str = "CUALLOC_TEST_CALLS_BACK";
+    if std::env::var_os(CHILD).is_some() {
+        collect();
+        return only(Policy::Packed, |rig| {
+            let (context, lines) = (rig.context.clone(), Rc::new(Cell::new(0)));
+            let count = Rc::clone(&lines);
+            let calling = Calling::begin(move || {
+                count.set(count.get() + 1);
+                drop(Allocator::with_config(&context, Config::new()).unwrap());
+            });
+            drop(rig.allocator());
+            drop(calling);
+            assert!(lines.get() >= 2, "{} lines", lines.get());
+        });
+    }
+    let folder = Folder::new("calls-back");
+    let test = "calls_back::a_logger_may_make_an_allocator_while_the_first_one_is_made";
+    let mut child = itself(test);
+    child
+        .env(CHILD, "1")
+        .env("CUALLOC_RECORD", folder.file("run.rec"));
+    child.env("NVTX_INJECTION64_PATH", folder.file("missing.so"));
+    let output = child.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && said.contains("1 passed"),
+        "{said}"
+    );
 }

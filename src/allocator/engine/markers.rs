@@ -190,8 +190,8 @@ impl Engine {
         Ok(idle)
     }
 
-    /// Records the marker of a batch. False if the stream captures by now, and the event may be part of a
-    /// graph: such a marker would stand for nothing.
+    /// Records the marker of a batch. False if the stream captures by now: what was recorded within the capture
+    /// stands for no work.
     fn record_batch(
         &self,
         batch: Batch,
@@ -221,30 +221,23 @@ impl Engine {
             Err(_) => Ok(false),
         };
         let mut heap = self.lock();
-        match recorded {
-            _ if !matches!(captured, Ok(false)) => {
-                heap.stats.failed_markers += 1;
-                drop(heap);
-                // No other marker gets what a graph may know.
-                drop(event);
-                captured.map(|_| false)
-            }
-            Ok(()) => {
+        let unneeded = match (&captured, &recorded) {
+            (Ok(false), Ok(())) => {
                 heap.stats.markers += 1;
-                let unneeded = heap.streams.publish(batch, event);
-                let pool = heap.streams.events.entry(context.id()).or_default();
-                pool.extend(unneeded);
-                Ok(true)
+                heap.streams.publish(batch, event)
             }
-            Err(error) => {
+            // Its next record replaces what the event stands for, also within a capture (tried on an H200).
+            _ => {
                 heap.stats.failed_markers += 1;
-                heap.streams
-                    .events
-                    .entry(context.id())
-                    .or_default()
-                    .push(event);
-                Err(self.error(error))
+                Some(event)
             }
+        };
+        let pool = heap.streams.events.entry(context.id()).or_default();
+        pool.extend(unneeded);
+        drop(heap);
+        match captured {
+            Ok(false) => recorded.map(|()| true).map_err(|e| self.error(e)),
+            captured => captured.map(|_| false),
         }
     }
 

@@ -3,7 +3,7 @@
 
 mod exchanged;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy, Request};
@@ -204,6 +204,33 @@ fn d10_columns_of_one_memory_take_turns() {
         scope.spawn(|| round(&mut seen, 2));
     });
     drop((column, seen));
+    world.clean();
+}
+
+/// D10: what is called while an operation is queued, such as a logger, may use the same memory.
+#[test]
+fn d10_an_operation_inside_another_one_does_not_wait_for_it() {
+    let world = World::new(Mode::Lag(2), true);
+    let (home, other) = (world.stream(), world.stream());
+    let mut column = Tensor::zeroed(&world.allocator, DType::U32, &[100], &home).unwrap();
+    let lend = || column.to_dlpack::<DLManagedTensorVersioned>(&ordered());
+    let seen = Tensor::from_dlpack(lend().unwrap(), &other, ordered()).unwrap();
+    let inside = Arc::new(Mutex::new(Some(seen)));
+    let left = Arc::clone(&inside);
+    world.sim.before(move |moment| {
+        let seen = left
+            .lock()
+            .unwrap()
+            .take_if(|_| moment.call.starts_with("cuMemcpyHtoD"));
+        if let Some(mut seen) = seen {
+            set(&mut seen, &[2u32; 100]).unwrap();
+        }
+    });
+    set(&mut column, &[1u32; 100]).unwrap();
+    world.sim.clear_hooks();
+    assert!(inside.lock().unwrap().is_none(), "nothing was copied");
+    assert_eq!(values::<u32>(&column).unwrap(), [1; 100]);
+    drop(column);
     world.clean();
 }
 
