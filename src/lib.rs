@@ -30,7 +30,7 @@ pub mod resource;
 pub mod sim;
 mod sync;
 pub mod trace;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(loom), target_os = "linux", target_env = "gnu"))]
 #[path = "../tests/common/watchdog.rs"]
 mod watchdog;
 

@@ -33,7 +33,7 @@ mod tests;
 
 #[cfg(all(test, feature = "sim"))]
 mod pool_tests;
-#[cfg(test)]
+#[cfg(all(test, target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 

@@ -2,6 +2,7 @@
 //!
 //! `CUALLOC_BLESS_HEADER=1 cargo test -p cualloc-capi --test header` writes it anew.
 
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 

@@ -1,5 +1,6 @@
 //! Calls that are refused take no memory of the host: a program that has none left still gets its answers.
 
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 

@@ -10,6 +10,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 mod tools;
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 use tools::{checked, has, libraries, run, source};

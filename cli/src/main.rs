@@ -23,7 +23,7 @@ mod size;
 mod table;
 mod text;
 mod view;
-#[cfg(test)]
+#[cfg(all(test, target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 

@@ -1,5 +1,6 @@
 //! The `cualloc` command from outside: exit codes, results, complaints.
 
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 

@@ -1,6 +1,7 @@
 //! How dense recorded work is packed, on the simulator: bounds on what `replay` and `capacity` say
 //! of the recordings in `tests/data`. Placement reads no clock, so the figures are exact.
 
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 

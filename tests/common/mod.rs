@@ -11,6 +11,7 @@ pub mod hooked;
 pub mod interlude;
 #[cfg(feature = "sim")]
 mod rig;
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod watchdog;
 #[cfg(feature = "sim")]
 pub use rig::*;

@@ -18,6 +18,7 @@ mod program;
 mod requests;
 mod run;
 mod threads;
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../common/watchdog.rs"]
 mod watchdog;
 mod world;

@@ -23,7 +23,7 @@ thread_local! {
     /// What allocators have said on it of what they do.
     static DEEDS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
     /// What the logger does at each line of the thread, except for lines that come of that.
-    static CALL: Cell<Option<Box<dyn FnMut()>>> = const { Cell::new(None) };
+    static CALL: Cell<Option<Box<dyn FnMut(&str)>>> = const { Cell::new(None) };
 }
 
 struct Collector;
@@ -51,7 +51,7 @@ impl log::Log for Collector {
     fn log(&self, record: &log::Record<'_>) {
         assert_unlocked(record);
         if let Some(mut call) = CALL.take() {
-            call();
+            call(&record.args().to_string());
             CALL.set(Some(call));
         }
         if record.level() >= log::Level::Info && record.target().starts_with("cualloc::allocator") {

@@ -18,6 +18,7 @@ mod rng;
 mod shadow;
 mod shrink;
 mod threads;
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../common/watchdog.rs"]
 mod watchdog;
 

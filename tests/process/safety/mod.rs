@@ -3,6 +3,7 @@
 
 mod exchanged;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::common::*;
@@ -207,6 +208,45 @@ fn d10_columns_of_one_memory_take_turns() {
     world.clean();
 }
 
+/// D10: an operation on another thread waits for the turn, also if the first one takes long to be queued.
+#[test]
+fn d10_an_operation_waits_for_one_on_another_thread() {
+    let world = World::new(Mode::Lag(2), true);
+    let (home, other) = (world.stream(), world.stream());
+    let mut column = Tensor::zeroed(&world.allocator, DType::U32, &[100], &home).unwrap();
+    let lend = || column.to_dlpack::<DLManagedTensorVersioned>(&ordered());
+    let mut seen = Tensor::from_dlpack(lend().unwrap(), &other, ordered()).unwrap();
+    let (first, second) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (queued, ended) = (Arc::new(first), Arc::new(second));
+    let (copies, early) = (Arc::clone(&queued), Arc::clone(&ended));
+    let too_early = Arc::new(AtomicBool::new(false));
+    let seen_early = Arc::clone(&too_early);
+    world.sim.before(move |moment| {
+        if moment.call.starts_with("cuMemcpyHtoD") && !copies.swap(true, Ordering::SeqCst) {
+            for _ in 0..20_000 {
+                std::thread::yield_now();
+            }
+            seen_early.store(early.load(Ordering::SeqCst), Ordering::SeqCst);
+        }
+    });
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            wait_until("a copy is queued", || queued.load(Ordering::SeqCst));
+            set(&mut seen, &[2u32; 100]).unwrap();
+            ended.store(true, Ordering::SeqCst);
+        });
+        set(&mut column, &[1u32; 100]).unwrap();
+    });
+    world.sim.clear_hooks();
+    assert!(
+        !too_early.load(Ordering::SeqCst),
+        "it was queued in between"
+    );
+    assert_eq!(values::<u32>(&column).unwrap(), [2; 100]);
+    drop((column, seen));
+    world.clean();
+}
+
 /// D10: what is called while an operation is queued, such as a logger, may use the same memory.
 #[test]
 fn d10_an_operation_inside_another_one_does_not_wait_for_it() {
@@ -393,7 +433,6 @@ fn s4_streams_of_another_driver_are_refused() {
 fn d9_children_of_busy_threads_do_not_hang() {
     use cualloc::pool::{PinnedConfig, PinnedPool, PoolReport};
     use cualloc::resource::{Budget, DeviceRuntime, Manager, Relief, StreamPool, Tracking};
-    use std::sync::atomic::{AtomicBool, Ordering};
 
     unsafe extern "C" {
         fn fork() -> i32;
