@@ -186,13 +186,23 @@ pub(crate) fn write<T: Default>(lock: &RwLock<T>) -> Held<RwLockWriteGuard<'_, T
 /// Registers the fork handler, once per process; call it just before the first `cuInit`.
 pub(super) fn watch_forks() {
     static ONCE: Once = Once::new();
-    ONCE.call_once(imp::register_fork_handler);
+    let mut registered = true;
+    ONCE.call_once(|| registered = imp::register_fork_handler());
+    // Not in there: the logger may load a driver.
+    if !registered {
+        log::warn!("no fork handler could be registered: forked children are not detected");
+    }
 }
 
 /// Has a function called when the process exits.
 pub(crate) fn at_exit(handler: extern "C" fn()) {
-    imp::register_at_exit(handler);
+    if !imp::register_at_exit(handler) {
+        log::warn!("{NO_EXIT_HANDLER}");
+    }
 }
+
+const NO_EXIT_HANDLER: &str =
+    "no exit handler could be registered: drops at exit may call the driver";
 
 /// Registers the exit handler; call it after a successful `cuInit`, so that it runs before the
 /// handlers which the driver registered in there (they run in reverse order).
@@ -200,7 +210,11 @@ pub(super) fn watch_exit(from_library: bool) {
     static FUNCTIONS: Once = Once::new();
     static LIBRARY: Once = Once::new();
     let once = if from_library { &LIBRARY } else { &FUNCTIONS };
-    once.call_once(imp::register_exit_handler);
+    let mut registered = true;
+    once.call_once(|| registered = imp::register_exit_handler());
+    if !registered {
+        log::warn!("{NO_EXIT_HANDLER}");
+    }
 }
 
 #[cfg(any(unix, windows))]
@@ -224,16 +238,13 @@ mod imp {
         change(EXITING, 0);
     }
 
-    pub(super) fn register_exit_handler() {
-        register_at_exit(on_exit);
+    pub(super) fn register_exit_handler() -> bool {
+        register_at_exit(on_exit)
     }
 
-    pub(super) fn register_at_exit(handler: extern "C" fn()) {
+    pub(super) fn register_at_exit(handler: extern "C" fn()) -> bool {
         // SAFETY: the handler is a function of this library, which is there as long as the process.
-        let code = unsafe { atexit(handler) };
-        if code != 0 {
-            log::warn!("no exit handler could be registered: drops at exit may call the driver");
-        }
+        unsafe { atexit(handler) == 0 }
     }
 
     #[cfg(unix)]
@@ -242,23 +253,28 @@ mod imp {
     }
 
     #[cfg(unix)]
-    pub(super) fn register_fork_handler() {
+    pub(super) fn register_fork_handler() -> bool {
         // SAFETY: the handler is async-signal-safe: it only changes statics, and takes no lock.
-        let code = unsafe { pthread_atfork(None, None, Some(in_child)) };
-        if code != 0 {
-            log::warn!("no fork handler could be registered: forked children are not detected");
-        }
+        unsafe { pthread_atfork(None, None, Some(in_child)) == 0 }
     }
 
     #[cfg(not(unix))]
-    pub(super) fn register_fork_handler() {}
+    pub(super) fn register_fork_handler() -> bool {
+        true
+    }
 }
 
 #[cfg(not(any(unix, windows)))]
 mod imp {
-    pub(super) fn register_exit_handler() {}
-    pub(super) fn register_at_exit(_: extern "C" fn()) {}
-    pub(super) fn register_fork_handler() {}
+    pub(super) fn register_exit_handler() -> bool {
+        true
+    }
+    pub(super) fn register_at_exit(_: extern "C" fn()) -> bool {
+        true
+    }
+    pub(super) fn register_fork_handler() -> bool {
+        true
+    }
 }
 
 #[cfg(all(test, unix, feature = "sim"))]

@@ -21,18 +21,23 @@ fn calls_of_the_driver_under_a_lock_are_reported() {
 }
 
 #[test]
-fn a_mutex_of_the_standard_library_is_a_lock_too() {
+fn a_mutex_is_a_lock_too() {
     let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();
-    let (plain, shared, awaited) = (Mutex::new(1), RwLock::new(1), Mutex::new(1));
-    let held = (
-        plain.lock(),
-        shared.read(),
-        awaited.lock().wait_timeout(&Condvar::new(), Duration::ZERO),
-    );
+    let (awaited, plain, shared) = (Mutex::new(1), Mutex::new(1), RwLock::new(1));
+    let waited = awaited.lock().wait_timeout(&Condvar::new(), Duration::ZERO);
+    let held = (waited, plain.lock(), plain.try_lock(), shared.read());
     let _ = driver.device_count();
     drop(held);
     let _ = driver.device_count();
     let call = "cuDeviceGetCount";
     assert_eq!(sim.take_reports(), [Report::UnderLock { call, locks: 3 }]);
+}
+
+#[test]
+#[should_panic = "a wait under another lock"]
+fn nothing_is_waited_for_under_another_lock() {
+    let (held, awaited) = (Mutex::new(1), Mutex::new(1));
+    let _held = held.lock();
+    let _ = awaited.lock().wait_timeout(&Condvar::new(), Duration::ZERO);
 }
