@@ -17,13 +17,16 @@ use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
 use cualloc::sim::FailPlan;
 use cualloc::{Config, Policy, Request};
 
+/// Gets the text of a line.
+type Call = Box<dyn FnMut(&str)>;
+
 thread_local! {
     /// What the calling thread has logged.
     static LINES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
     /// What allocators have said on it of what they do.
     static DEEDS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
     /// What the logger does at each line of the thread, except for lines that come of that.
-    static CALL: Cell<Option<Box<dyn FnMut(&str)>>> = const { Cell::new(None) };
+    static CALL: Cell<Option<Call>> = const { Cell::new(None) };
 }
 
 struct Collector;

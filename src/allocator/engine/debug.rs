@@ -89,10 +89,10 @@ impl Engine {
         }
     }
 
-    /// The contents of suspended memory are lost: those of one stream's blocks, or of all.
-    pub(crate) fn lose_guards(&self, stream: Option<u64>) {
+    /// The contents of suspended memory are lost.
+    pub(crate) fn lose_guards(&self) {
         if let Some(debug) = &self.debug {
-            debug.lose_guards(stream);
+            debug.lose_guards();
         }
     }
 
@@ -127,7 +127,6 @@ impl Engine {
             bytes,
             tag: Tag::NONE,
             context: names::context(),
-            key: named.key,
             handle: named.raw as usize,
             guarded: debug.modes.guard && matches!(filled, Some(Ok(()))),
             filled: false,

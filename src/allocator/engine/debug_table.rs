@@ -6,7 +6,6 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::allocator::config::DebugModes;
-use crate::allocator::stream::slot::StreamKey;
 use crate::block::Tag;
 use crate::driver::Stream;
 use crate::error::{Error, Finding, Misuse, RareLog};
@@ -58,8 +57,7 @@ pub(crate) struct Watched {
     pub(crate) bytes: u64,
     pub(crate) tag: Tag,
     pub(crate) context: u32,
-    /// The stream that it was allocated on, by its number and its handle.
-    pub(crate) key: StreamKey,
+    /// The handle of the stream that it was allocated on, for reports alone.
     pub(crate) handle: usize,
     /// The bytes behind the requested ones were filled.
     pub(crate) guarded: bool,
@@ -109,12 +107,10 @@ impl Debug {
         }
     }
 
-    /// Notes that the guards of live blocks are lost with the memory's contents: those of one stream, or all.
-    pub(crate) fn lose_guards(&self, stream: Option<u64>) {
+    /// Notes that the guards of live blocks are lost with the memory's contents.
+    pub(crate) fn lose_guards(&self) {
         for watched in self.table().live.values_mut() {
-            if stream.is_none_or(|stream| watched.key.number() == stream) {
-                watched.guarded = false;
-            }
+            watched.guarded = false;
         }
     }
 

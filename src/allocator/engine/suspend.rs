@@ -226,7 +226,7 @@ impl Engine {
         if parked.any(|(target, parked)| {
             matches!((parked.contents, target), (Contents::Drop, Target::Arenas))
         }) {
-            self.lose_guards(None);
+            self.lose_guards();
         }
         let dying = work.segments(SegmentChange::Death);
         self.suspender.tell(SegmentChange::Death, &dying);
