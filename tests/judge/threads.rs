@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use cualloc::allocator::{Allocator, Block, Config, Request};
+use cualloc::allocator::{Allocator, Block, Config, DebugModes, Request};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
 use cualloc::error::StreamMisuse;
@@ -102,10 +102,14 @@ pub fn attempt(
     court.law().frees_may_wait = setup.frees_may_wait;
     court.enter();
     let limit = rng.percent(60).then(|| (12 + rng.below(60)) << 20);
-    let wish = Config::new()
+    let mut wish = Config::new()
         .policy(setup.policy)
         .limit(limit)
         .views(setup.views);
+    if rng.percent(25) && !without("debug") {
+        let modes = DebugModes::new().guard(true).poison(rng.percent(50));
+        wish = wish.debug(modes.quarantine(rng.pick(&[0, 1 << 20])));
+    }
     let made = || -> Result<_, Box<dyn std::error::Error>> {
         // SAFETY: the simulator's functions, behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table::install(sim.functions())) }?;
@@ -124,6 +128,7 @@ pub fn attempt(
             "cuEventRecord",
             "cuEventQuery",
             "cuMemCreate",
+            "cuStreamSynchronize",
         ]);
         court.fail(Some(table::Fault {
             name,
