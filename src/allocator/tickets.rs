@@ -1,6 +1,6 @@
 //! Tests of what a stream's slot hands on: its tickets, its markers, what it follows, and its name.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, mpsc};
 
 use super::carried::{Outcome, Rig, cached};
 use super::{Config, Policy};
@@ -10,8 +10,10 @@ use crate::allocator::extent::uses::Use;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::stream::slot::{Holder, StreamKey};
+use crate::driver::sys::CUresult;
 use crate::driver::{Context, Event, Stream};
 use crate::error::Error;
+use crate::locks::held::locked;
 use crate::sim::Mode;
 
 const KIB: usize = 1 << 10;
@@ -118,6 +120,28 @@ fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
         rig.end()?;
     }
     Ok(())
+}
+
+/// A stream that is retired while it rests, with a block that it still uses: its memory serves others once its last
+/// marker is complete.
+#[test]
+fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let [a, b] = rig.streams()?;
+    let kept = rig.allocator.allocate(24 * MIB, &b)?;
+    let at = kept.ptr();
+    large_requests(&rig, &a, 1200)?;
+    let (slot, _) = slot_of(&rig, &b)?;
+    assert!(rig.allocator.engine().lock().streams.rests(slot));
+    rig.sim.set_mode(Mode::Manual);
+    rig.write(at, 24 * MIB, &b)?;
+    rig.allocator.retire(&b)?;
+    drop(kept);
+    rig.sim.complete_all();
+    let block = rig.allocator.allocate(24 * MIB, &a)?;
+    assert_eq!(block.ptr(), at);
+    drop(block);
+    rig.end()
 }
 
 /// What a silent stream left is completed so many requests after the last word of it, wherever they are counted from,
@@ -394,6 +418,73 @@ fn d3_pages_of_a_stream_that_leaves_go_with_its_last_marker() -> Outcome {
     assert!(heap.streams[slot].in_use, "its work is under way");
     assert_eq!(heap.caches.pages_of(slot), 0);
     drop(heap);
+    rig.end()
+}
+
+/// A marker that another thread records beside a retirement, and publishes behind its end, is not kept: it is an event
+/// of a context that may be gone by then.
+#[test]
+fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let allocator = &rig.allocator;
+    let [own] = rig.streams()?;
+    drop(allocator.allocate(KIB, &own)?);
+    let raw = rig.sim.create_context(0).ok_or("no context")?;
+    // SAFETY: the context was just made, and is destroyed after its last use.
+    let there = unsafe { Context::from_raw(rig.context.driver(), raw) }?;
+    let mut stream = std::ptr::null_mut();
+    let create = rig.context.driver().functions().cuStreamCreate;
+    let create = create.ok_or("no function")?;
+    let entered = there.enter()?;
+    // SAFETY: a context is current; the output is a local. 1: non-blocking.
+    let code = unsafe { create(&mut stream, 1) };
+    drop(entered);
+    assert_eq!(code, CUresult::CUDA_SUCCESS);
+    // SAFETY: the stream is alive until it is retired.
+    let kept = unsafe { allocator.allocate_raw(4 * MIB, stream) }?;
+    // SAFETY: as above.
+    unsafe { allocator.free_raw(allocator.allocate_raw(100 * KIB, stream)?) }?;
+    let slots = allocator.engine().lock();
+    let found = slots.streams.iter().find(|(_, s)| s.raw == stream as usize);
+    let (slot, key) = found.map(|(at, s)| (at, s.key)).ok_or("no slot")?;
+    drop(slots);
+    rig.sim.set_mode(Mode::Manual);
+    rig.sim
+        .busy(stream, 1)
+        .map_err(|code| format!("{code:?}"))?;
+    let (recorded, goes_on) = mpsc::channel();
+    let marks = Mutex::new(Some(recorded));
+    let beside = allocator.clone();
+    rig.sim.after(move |moment| {
+        // Of the other thread alone, which comes first.
+        let first = (moment.call == "cuEventRecord").then(|| locked(&marks).take());
+        if let Some(Some(recorded)) = first {
+            let _ = recorded.send(());
+            let retired = || {
+                let heap = beside.engine().lock();
+                matches!(heap.streams[slot].holder, Holder::Retired)
+            };
+            (0..10_000_000).find(|_| {
+                std::thread::yield_now();
+                retired()
+            });
+        }
+    });
+    std::thread::scope(|scope| -> Outcome {
+        let marking = scope.spawn(|| allocator.engine().mark(slot, key));
+        goes_on.recv()?;
+        // SAFETY: the stream is alive, and gets no more work.
+        unsafe { allocator.retire_raw(stream) }?;
+        marking.join().map_err(|_| "the other thread panicked")??;
+        Ok(())
+    })?;
+    rig.sim.clear_hooks();
+    rig.sim.complete_all();
+    drop(there);
+    assert!(rig.sim.destroy_context(raw));
+    // SAFETY: nothing uses the block any more.
+    unsafe { allocator.free_raw(kept) }?;
+    allocator.trim(0)?;
     rig.end()
 }
 

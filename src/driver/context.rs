@@ -385,9 +385,7 @@ fn is_over(error: &DriverError) -> bool {
     error.is_fatal()
         || matches!(
             error.code(),
-            CUresult::CUDA_ERROR_INVALID_CONTEXT
-                | CUresult::CUDA_ERROR_INVALID_HANDLE
-                | CUresult::CUDA_ERROR_NOT_INITIALIZED
+            CUresult::CUDA_ERROR_INVALID_CONTEXT | CUresult::CUDA_ERROR_NOT_INITIALIZED
         )
 }
 

@@ -85,6 +85,11 @@ impl Pooled {
         }
     }
 
+    /// The context of the event.
+    pub(crate) fn context(&self) -> Option<&Context> {
+        self.event.as_ref().map(Event::context)
+    }
+
     /// Where it goes back to.
     pub(crate) fn pools(&self) -> &EventPools {
         &self.pools

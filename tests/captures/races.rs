@@ -1,6 +1,6 @@
 //! D4: captures that begin between a question of the allocator's and its act.
 
-use cualloc::allocator::{Allocator, Block, Policy, Request, SelfTest};
+use cualloc::allocator::{Allocator, Block, Policy, Request};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
 use cualloc::{DeviceBuffer, Error};

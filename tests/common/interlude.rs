@@ -67,3 +67,9 @@ pub fn before(call: &'static str, work: impl FnOnce() + 'static) {
 pub fn is_due() -> bool {
     NEXT.with_borrow(Option::is_some) || FIRST.with_borrow(Option::is_some)
 }
+
+/// Takes away what has not come yet.
+pub fn clear() {
+    NEXT.take();
+    FIRST.take();
+}

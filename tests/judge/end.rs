@@ -1,8 +1,8 @@
 //! The end of a program: what was made to fail does so no more, so everything must heal.
 
 use cualloc::Error;
-use cualloc::driver::Stream;
 use cualloc::driver::sys::*;
+use cualloc::driver::{DriverError, Stream};
 use cualloc::error::StreamMisuse;
 use cualloc::sim::Mode;
 
@@ -31,6 +31,9 @@ impl World {
             self.heals(slot)?;
         }
         self.give_back(&mut rng)?;
+        if self.setup.has_invalid_handles() && !self.keeps_distrust() {
+            self.retire_foreign()?;
+        }
         for slot in 0..self.slots.len() {
             self.strip(slot);
             self.marked(slot)?;
@@ -92,13 +95,29 @@ impl World {
                 .map_err(|e| format!("a trim at the end: {e:?}"))?
                 .pending;
         }
-        if pending > 0 {
+        if pending > 0 && !self.keeps_distrust() {
             return Err(format!("all work is done, and {pending} bytes wait for it"));
         }
         self.slots[slot]
             .allocator
             .check()
             .map_err(|e| format!("the heap is wrong at the end: {e}"))
+    }
+
+    /// Whether contexts that the allocators distrust stay so until they are closed: in every second program.
+    fn keeps_distrust(&self) -> bool {
+        self.setup.has_invalid_handles() && !self.setup.seed.is_multiple_of(2)
+    }
+
+    /// The streams of contexts of others are retired, which ends any distrust.
+    fn retire_foreign(&mut self) -> Done {
+        for lane in 0..self.lanes.len() {
+            let place = &self.places[self.lanes[lane].place];
+            if self.lanes[lane].alive && place.alive && place.foreign && !self.retire_lane(lane)? {
+                return Err("a stream of another context cannot be retired".to_owned());
+            }
+        }
+        Ok(())
     }
 
     fn mark_all(&mut self, slot: usize) -> Done {
@@ -121,9 +140,10 @@ impl World {
     fn close(&mut self, slot: usize) -> Done {
         self.become_current(self.slots[slot].place);
         let allocator = &self.slots[slot].allocator;
-        allocator
-            .synchronize()
-            .map_err(|e| format!("synchronize at the end: {e:?}"))?;
+        match allocator.synchronize() {
+            Err(Error::Driver(error)) if self.keeps_distrust() && is_invalid_handle(error) => {}
+            waited => waited.map_err(|e| format!("synchronize at the end: {e:?}"))?,
+        }
         allocator
             .close()
             .map_err(|e| format!("close at the end: {e:?}"))?;
@@ -162,6 +182,10 @@ impl World {
         after(&self.sim, fault)?;
         verdict.map_or(Ok(()), Err)
     }
+}
+
+fn is_invalid_handle(error: DriverError) -> bool {
+    error.code() == CUresult::CUDA_ERROR_INVALID_HANDLE
 }
 
 /// What is left when everything was given back.

@@ -91,11 +91,21 @@ pub struct Setup {
     pub mixed: bool,
 }
 
+impl Setup {
+    /// Whether calls fail because the driver takes a handle for invalid.
+    pub fn has_invalid_handles(&self) -> bool {
+        let code = self.fault.map(|fault| fault.code);
+        code == Some(CUresult::CUDA_ERROR_INVALID_HANDLE)
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Faults {
     None,
     One(&'static str),
     Turns,
+    /// The driver takes a handle for invalid, in one of [`HANDLES`].
+    Handles,
 }
 
 /// A kind of programs.
@@ -157,6 +167,29 @@ const TIGHT: &[(Act, u32)] = &[
     (Observe, 3),
     (NewStream, 2),
     (Trim, 20),
+];
+
+/// Tight, with contexts of others, whose streams come and go.
+const CONTEXTS: &[(Act, u32)] = &[
+    (Allocate, 110),
+    (AllocateAligned, 140),
+    (Surge, 30),
+    (AllocateAtHand, 40),
+    (AllocateRaw, 120),
+    (Free, 300),
+    (Work, 60),
+    (WorkElsewhere, 60),
+    (Complete, 20),
+    (Observe, 6),
+    (NewStream, 12),
+    (Retire, 10),
+    (Leave, 8),
+    (LeaveContext, 3),
+    (Mark, 8),
+    (Trim, 20),
+    (Synchronise, 8),
+    (Look, 4),
+    (Reopen, 2),
 ];
 
 const HOOKS: &[(Act, u32)] = &[
@@ -337,6 +370,17 @@ pub const PROFILES: &[Profile] = &[
         ..PLAIN
     },
     Profile {
+        name: "contexts",
+        steps: 160,
+        share: 60,
+        acts: CONTEXTS,
+        streams: (3, 6),
+        tight: true,
+        wide: true,
+        faults: Faults::Handles,
+        ..PLAIN
+    },
+    Profile {
         name: "layers",
         share: 80,
         acts: LAYERS,
@@ -452,6 +496,22 @@ pub const FAILING: &[&str] = &[
     "cuMemGetAllocationPropertiesFromHandle",
 ];
 
+/// The calls that may find a handle invalid, most often what another stream waits for.
+const HANDLES: &[&str] = &[
+    "cuStreamWaitEvent",
+    "cuEventQuery",
+    "cuStreamWaitEvent",
+    "cuEventSynchronize",
+    "cuStreamWaitEvent",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuCtxSynchronize",
+    "cuStreamWaitEvent",
+    "cuCtxSetCurrent",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+];
+
 const CODES: &[CUresult] = &[
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
@@ -482,14 +542,20 @@ pub fn generate(
             };
             Some(list[(number % list.len() as u64) as usize])
         }
+        Faults::Handles => Some(HANDLES[(number % HANDLES.len() as u64) as usize]),
     };
     let permille = match profile.faults {
         Faults::One(_) => rng.pick(&[200, 400, 400]),
+        Faults::Handles => rng.pick(&[10, 50, 200]),
         _ => rng.pick(&[10, 50, 100, 200, 400]),
     };
     let code = match rng.percent(15) && !without("900") {
         true => CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
         false => rng.pick(CODES),
+    };
+    let code = match profile.faults {
+        Faults::Handles => CUresult::CUDA_ERROR_INVALID_HANDLE,
+        _ => code,
     };
     let (low, high) = profile.streams;
     let limit = match profile.tight {

@@ -1,14 +1,19 @@
-//! Waiting for whole contexts, and refusing to while something in them captures.
+//! Contexts: waits for all that they were given, refused while something in them captures, and what a driver's error
+//! says about a context that is not the allocator's.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use log::Level;
+
 use crate::allocator::engine::Engine;
 use crate::allocator::heap::Heap;
-use crate::allocator::stream::slot::{Batch, Holder};
-use crate::driver::{Context, Stream};
+use crate::allocator::stream::slot::{Batch, Holder, Slot};
+use crate::driver::sys::CUresult;
+use crate::driver::{Context, DriverError, Stream};
 use crate::error::Error;
-use crate::locks::lines::keep_lines;
+use crate::locks::lines::{self, keep_lines};
+use crate::locks::lock::pause;
 use crate::nvtx::{self, Category};
 use crate::sync::capture::is_capture_refusal;
 
@@ -20,9 +25,8 @@ impl Engine {
     /// was found when one was asked last. That can be out of date, and nobody may ask a stream that its owner may have
     /// destroyed. So with `once` it is told once, and the next time the driver has to say it.
     pub(crate) fn refuse_captures(&self, contexts: &[Context], once: bool) -> Result<(), Error> {
-        let (kept, mut found, adopted) = {
+        let (mut found, adopted) = {
             let heap = self.lock();
-            let kept: Vec<Stream> = heap.streams.kept().cloned().collect();
             let found = self.found_capturing(&heap);
             let mut adopted = Vec::new();
             for (_, slot) in heap.streams.iter() {
@@ -32,7 +36,7 @@ impl Engine {
                     adopted.push((slot.raw, Arc::clone(token)));
                 }
             }
-            (kept, found, adopted)
+            (found, adopted)
         };
         // They may be captured no more, and nothing has named them since.
         for (raw, _token) in adopted {
@@ -53,6 +57,26 @@ impl Engine {
         if let Some(user) = self.pool_capturing() {
             return Err(Error::Capturing { stream: user.raw });
         }
+        for context in contexts {
+            let legacy = std::ptr::null_mut();
+            let asked = context.enter().and_then(|entered| {
+                // SAFETY: the null handle is valid while a context is current.
+                unsafe { entered.driver().is_capturing(legacy) }
+            });
+            match asked {
+                Ok(false) => {}
+                Ok(true) => return Err(Error::Capturing { stream: 0 }),
+                Err(error) if is_capture_refusal(error.code()) => {
+                    return Err(Error::Capturing { stream: 0 });
+                }
+                // Nothing captures in a context that is gone, and one that is distrusted is left alone.
+                Err(error) if self.is_unreachable(context, &error) => {
+                    self.error_in(context, error);
+                }
+                Err(error) => return Err(self.error(error)),
+            }
+        }
+        let kept: Vec<Stream> = self.lock().streams.kept().cloned().collect();
         for stream in kept {
             self.refuse_capture(&self.named(&stream)?)?;
         }
@@ -61,24 +85,13 @@ impl Engine {
         for stream in suspects.filter(there) {
             match stream.is_capturing() {
                 Ok(false) => {}
-                Err(error) if !is_capture_refusal(error.code()) => return Err(self.error(error)),
+                Err(error) if !is_capture_refusal(error.code()) => {
+                    return Err(self.error_in(stream.context(), error));
+                }
                 _ => {
                     let stream = stream.raw() as usize;
                     return Err(Error::Capturing { stream });
                 }
-            }
-        }
-        for context in contexts {
-            let entered = context.enter().map_err(|e| self.error(e))?;
-            let legacy = std::ptr::null_mut();
-            // SAFETY: the null handle is valid while a context is current.
-            match unsafe { entered.driver().is_capturing(legacy) } {
-                Ok(false) => {}
-                Ok(true) => return Err(Error::Capturing { stream: 0 }),
-                Err(error) if is_capture_refusal(error.code()) => {
-                    return Err(Error::Capturing { stream: 0 });
-                }
-                Err(error) => return Err(self.error(error)),
             }
         }
         Ok(())
@@ -95,36 +108,45 @@ impl Engine {
         found
     }
 
-    /// Waits until everything that was submitted to the streams' contexts so far is complete; an
-    /// error, with nothing changed, while something captures there, because that would suffer. `once` as
-    /// for [`refuse_captures`](Self::refuse_captures).
+    /// Waits until everything that was submitted to the streams' contexts so far is complete. While something captures
+    /// there the call is refused, because the wait would invalidate the capture. `once` as for
+    /// [`refuse_captures`](Self::refuse_captures); with it the call also fails if a distrusted context kept it from
+    /// waiting for everything.
     pub(crate) fn synchronise(&self, once: bool) -> Result<(), Error> {
         let _lines = keep_lines();
-        // Nobody may destroy one of them meanwhile.
-        let (contexts, touched) = self.contexts()?;
+        // No retirement that allows the owner to destroy one of them ends meanwhile.
+        let (mut contexts, touched) = self.contexts();
         self.refuse_captures(&contexts, once)?;
         let refuted = self.found_capturing(&self.lock());
         let mut retired = Vec::new();
         let mut unasked = Vec::new();
-        let bounds: Vec<Batch> = {
+        let bounds: Vec<(Batch, u64)> = {
             let mut heap = self.lock();
+            // The questions about captures may have found one gone, or made one distrusted.
+            contexts.retain(|context| {
+                let mut slots = heap.streams.iter().map(|(_, slot)| slot);
+                let reachable = |slot: &Slot| heap.closed || slot.distrusted.is_none();
+                context.id() == self.context.id()
+                    || slots.any(|s| s.context.id() == context.id() && reachable(s))
+            });
             let streams = heap.streams.iter();
             // Only what is waited for below: a stream of yet another context may have come since.
             let waited =
                 streams.filter(|(_, slot)| contexts.iter().any(|c| c.id() == slot.context.id()));
-            let mut working: Vec<u32> = Vec::new();
+            let mut working: Vec<(u32, u64)> = Vec::new();
             for (stream, slot) in waited {
                 if matches!(slot.holder, Holder::Retired) {
                     // What it was given is under tickets before the open one, also what is freed later.
                     retired.push((stream, slot.open - 1));
                 } else {
-                    working.push(stream);
+                    working.push((stream, slot.context.id()));
                 }
             }
             unasked.extend(&heap.graphs.unasked);
-            let batches = working.iter().map(|s| heap.close_batch(*s));
-            batches.collect()
+            let batches = working.iter();
+            batches.map(|(s, of)| (heap.close_batch(*s), *of)).collect()
         };
+        let mut unanswered = Vec::new();
         let span = nvtx::span(Category::Wait, || "for everything".to_owned());
         let waited = contexts.iter().try_for_each(|context| {
             match context.enter().and_then(|entered| entered.synchronize()) {
@@ -132,8 +154,11 @@ impl Engine {
                 Err(error) if is_capture_refusal(error.code()) => {
                     Err(Error::Capturing { stream: 0 })
                 }
-                Err(error) if self.is_gone(context, &error) => {
-                    self.context_gone(context);
+                Err(error) if self.is_unreachable(context, &error) => {
+                    if error.code() == CUresult::CUDA_ERROR_INVALID_HANDLE {
+                        unanswered.push(context.id());
+                    }
+                    self.error_in(context, error);
                     Ok(())
                 }
                 Err(error) => Err(self.error(error)),
@@ -142,19 +167,24 @@ impl Engine {
         drop(span);
         drop(touched);
         let mut heap = self.lock();
-        if let Err(error) = waited {
-            for batch in &bounds {
+        for (batch, of) in &bounds {
+            if waited.is_err() || unanswered.contains(of) {
                 heap.streams.reopen_batch(batch);
+            } else {
+                heap.streams.completed(batch.stream, batch.bound, &[]);
             }
-            return Err(error);
         }
-        let bounds = bounds.iter().map(|batch| (batch.stream, batch.bound));
-        for (stream, bound) in bounds.chain(retired) {
+        waited?;
+        for (stream, bound) in retired {
             heap.streams.completed(stream, bound, &[]);
         }
         heap.streams.pool_spent();
         heap.complete_uses();
-        let done = match unasked.is_empty() {
+        let distrusted = heap.streams.iter().find_map(|(_, slot)| {
+            let left_out = !heap.closed || unanswered.contains(&slot.context.id());
+            slot.distrusted.filter(|_| left_out)
+        });
+        let done = match unasked.is_empty() || distrusted.is_some() {
             true => Vec::new(),
             false => heap.graphs.completed(&unasked),
         };
@@ -164,6 +194,109 @@ impl Engine {
         for (_, number) in refuted {
             self.driver().not_capturing(number);
         }
-        Ok(())
+        match distrusted {
+            Some(error) if once => Err(Error::Driver(error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The contexts that a wait for everything includes: the allocator's own, and those of all streams that may have
+    /// work; distrusted ones only while the allocator is being closed. A retirement of a stream of another one, whose owner may destroy that context afterwards, waits until the
+    /// holders that come with them are dropped.
+    fn contexts(&self) -> (Vec<Context>, Vec<Holder>) {
+        let mut contexts = vec![self.context.clone()];
+        let mut touched = Vec::new();
+        let heap = self.lock();
+        for (_, slot) in heap.streams.iter() {
+            let context = slot.context.id();
+            if context == self.context.id() || (slot.distrusted.is_some() && !heap.closed) {
+                continue;
+            }
+            if let Holder::Foreign(_) = &slot.holder {
+                touched.push(slot.holder.clone());
+            }
+            if !contexts.iter().any(|c| c.id() == context) {
+                contexts.push(slot.context.clone());
+            }
+        }
+        drop(heap);
+        (contexts, touched)
+    }
+
+    // ---- errors about other contexts ---------------------------------------------------------
+
+    /// Whether an error of a driver call concerns nothing but the context of the stream or event that was used, which
+    /// is not the allocator's: the context is gone, or its handles cannot be trusted.
+    pub(crate) fn is_unreachable(&self, context: &Context, error: &DriverError) -> bool {
+        context.id() != self.context.id()
+            && matches!(
+                error.code(),
+                CUresult::CUDA_ERROR_INVALID_CONTEXT
+                    | CUresult::CUDA_ERROR_INVALID_HANDLE
+                    | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            )
+    }
+
+    /// The error of a driver call that used something of a context. If that is [unreachable](Self::is_unreachable), the
+    /// heap learns it here, and the allocator is not lost.
+    pub(crate) fn error_in(&self, context: &Context, error: DriverError) -> Error {
+        if !self.is_unreachable(context, &error) {
+            return self.error(error);
+        }
+        let device = context.device().ordinal();
+        if error.code() == CUresult::CUDA_ERROR_INVALID_HANDLE {
+            let news = self.lock().distrust(context.id(), error);
+            if news {
+                lines::say(
+                    Level::Warn,
+                    module_path!(),
+                    format_args!(
+                        "allocator {}: a context on device {device} is not used until its streams are retired: {error}",
+                        self.id
+                    ),
+                );
+            }
+        } else {
+            self.context_gone(context);
+        }
+        Error::Driver(error)
+    }
+
+    /// Another context is gone, with all that it had.
+    pub(crate) fn context_gone(&self, context: &Context) {
+        lines::say(
+            Level::Warn,
+            module_path!(),
+            format_args!(
+                "allocator {}: a context on device {} is gone, but its streams were not retired",
+                self.id,
+                context.device().ordinal()
+            ),
+        );
+        let held = self.lock().context_gone(context.id(), &self.context);
+        drop(held);
+    }
+
+    /// Destroys the events of another context once its last stream was retired.
+    pub(crate) fn let_go_of_context(&self, context: &Context) {
+        let key = context.id();
+        let mut events = {
+            let mut heap = self.lock();
+            let of_it = |(_, slot): (u32, &Slot)| slot.context.id() == key;
+            let needed = key == self.context.id() || heap.streams.iter().any(of_it);
+            match needed {
+                true => None,
+                false => heap.streams.events.remove(&key),
+            }
+        };
+        // A question about one of them, or a wait that is being queued, is over in a moment. The heap does not
+        // hand them out any more.
+        for event in events.iter_mut().flatten() {
+            let mut round = 0;
+            while Arc::get_mut(event).is_none() {
+                pause(round);
+                round += 1;
+            }
+        }
     }
 }

@@ -287,10 +287,15 @@ impl Engine {
             raw: std::ptr::with_exposed_provenance_mut(suspect.raw),
             stream: None,
         };
-        if is_special(named.raw) {
-            return self.refuse_special_capture(&named, &suspect.context);
+        let refused = match is_special(named.raw) {
+            true => self.refuse_special_capture(&named, &suspect.context),
+            false => self.refuse_capture(&named),
+        };
+        match refused {
+            // The free goes on: nothing of that context is asked from here on.
+            Err(Error::Driver(error)) if self.is_unreachable(&suspect.context, &error) => Ok(()),
+            refused => refused,
         }
-        self.refuse_capture(&named)
     }
 
     // ---- blocks whose owner went out of scope --------------------------------------------------------

@@ -211,7 +211,7 @@ impl Engine {
             true => Error::Capturing {
                 stream: raw as usize,
             },
-            false => self.error(error),
+            false => self.error_at(stream.map(Stream::context), raw, error),
         })
     }
 

@@ -86,7 +86,16 @@ impl Engine {
 
     /// Asks, or waits for, what free memory of a pool waits for.
     pub(crate) fn ask_pool_events(&self, pool: u64, wait: bool) -> Result<(), Error> {
-        let awaited = self.lock().graphs.awaited(pool);
+        let awaited = {
+            let heap = self.lock();
+            let mut awaited = heap.graphs.awaited(pool);
+            awaited.retain(|(_, event)| {
+                let elsewhere = event.context().filter(|c| c.id() != self.context.id());
+                let distrusted = elsewhere.and_then(|c| heap.streams.distrust_of(c.id()));
+                heap.closed || distrusted.is_none()
+            });
+            awaited
+        };
         if awaited.is_empty() {
             return Ok(());
         }
@@ -99,13 +108,19 @@ impl Engine {
             match asked {
                 Ok(true) => over.push(*number),
                 Ok(false) => {}
-                Err(error) => first = first.and(Err(error)),
+                Err(error) => {
+                    let error = match event.context() {
+                        Some(context) => self.error_in(context, error),
+                        None => self.error(error),
+                    };
+                    first = first.and(Err(error));
+                }
             }
         }
         let done = self.lock().graphs.completed(&over);
         drop(awaited);
         drop(done);
-        first.map_err(|e| self.error(e))
+        first
     }
 
     /// Asks what free memory of all pools waits for.

@@ -1,6 +1,6 @@
 //! Blocks of graph pools in use: by which streams, in captures and outside of them, and their frees.
 
-use crate::driver::Stream;
+use crate::driver::{Context, Stream};
 use crate::locks::lines::keep_lines;
 use crate::locks::lock::pause;
 use crate::sync::capture::is_of_capture;
@@ -119,7 +119,10 @@ impl Engine {
         asked: Option<Option<Present>>,
         uses: &mut LastUses,
     ) -> Result<(), Error> {
-        if self.may_be_gone(user) && !self.lock().graphs.serves_capture_of(user, pool) {
+        if asked.is_none()
+            && self.may_be_gone(user)
+            && !self.lock().graphs.serves_capture_of(user, pool)
+        {
             uses.unasked = true;
             // It is not asked, but the capture that it is known to be in may touch the block.
             if self.lock().graphs.captures_on(user.raw) {
@@ -169,10 +172,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether the owner of a stream that no call under way names may have destroyed it.
+    /// Whether a stream that no call under way names may not be used: its owner may have destroyed it, or its context is
+    /// distrusted.
     pub(crate) fn may_be_gone(&self, user: &User) -> bool {
+        let streams = &self.lock().streams;
+        let known = streams.find(user.key);
         let raw = user.stream.is_none() && user.raw > 2;
-        self.unretired && raw && !self.lock().streams.has_lasting(user.raw)
+        known.is_some_and(|stream| streams[stream].distrusted.is_some())
+            || (self.unretired && raw && !streams.has_lasting(user.raw))
     }
 
     /// An event behind everything that a stream outside of captures was given so far.
@@ -196,8 +203,20 @@ impl Engine {
         };
         recorded.map_err(|error| match is_of_capture(error.code()) {
             true => Error::Capturing { stream: user.raw },
-            false => self.error(error),
+            false => {
+                let raw = std::ptr::with_exposed_provenance_mut(user.raw);
+                self.error_at(user.stream.as_ref().map(Stream::context), raw, error)
+            }
         })
+    }
+
+    /// An event of the allocator's own context that completes after an event of another one, which may be destroyed
+    /// once its streams are retired.
+    fn brought_home(&self, event: &Pooled, context: &Context) -> Result<Pooled, Error> {
+        let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
+        let queued = event.hold_back(&follower);
+        let own = queued.and_then(|()| self.events.record(&follower));
+        own.map_err(|e| self.error_in(context, e))
     }
 
     /// Records a use of a block of a pool on another stream.
@@ -268,16 +287,22 @@ impl Engine {
     pub(crate) fn leave_pools(&self, named: &Named<'_>) -> Result<(), Error> {
         let user = Self::user_of(named, None);
         if !self.pools_know(named) {
-            self.lock().graphs.departed(&user);
+            self.lock().graphs.departed(&user, None);
             return Ok(());
         }
         if self.capture_of(&user)?.is_some() {
             return Err(Error::Capturing { stream: user.raw });
         }
-        let event = self.end_of(&user)?;
+        let mut event = self.end_of(&user)?;
+        let elsewhere = event.context().filter(|c| c.id() != self.context.id());
+        let elsewhere = elsewhere.cloned();
+        if let Some(context) = &elsewhere {
+            event = self.brought_home(&event, context)?;
+        }
         let mut heap = self.open()?;
-        heap.graphs.departed(&user);
         let end = heap.graphs.add_event(NO_STREAM, event);
+        heap.graphs
+            .departed(&user, elsewhere.is_some().then_some(end));
         let (mut gone, pools) = (Vec::new(), heap.graphs.pools.values_mut());
         for live in pools.flat_map(|pool| pool.arena.live.values_mut()) {
             let goes = |known: &User| known.is(&user);
@@ -285,7 +310,9 @@ impl Engine {
                 live.pending.push(end);
             }
         }
+        let unneeded = heap.graphs.completed(&[]);
         drop(heap);
+        drop(unneeded);
         // Frees under way may still touch the handle. Blocks of a capture have copies of one user.
         gone.sort_unstable_by_key(User::identity);
         gone.dedup_by(|other, left| other.is_copy_of(left));

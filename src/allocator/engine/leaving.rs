@@ -1,4 +1,4 @@
-//! How a stream leaves: what is made of its markers and its slot, and of a context that is not ours.
+//! Retirement: the last marker of a stream, and the end of its slot.
 //!
 //! From the moment on that the last marker is about to be recorded nobody finds the slot by the stream's
 //! name. Whoever owns memory of the stream and gave it work looks for the name before the free
@@ -7,8 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::driver::sys::CUresult;
-use crate::driver::{Context, DriverError, Event, Stream, StreamKind};
+use crate::driver::{Event, Stream, StreamKind};
 
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::engine::Engine;
@@ -43,7 +42,7 @@ impl Streams {
     pub(crate) fn held_here_alone(&self) -> Vec<(u32, StreamKey)> {
         let kept = || {
             self.iter().filter_map(|(at, slot)| match &slot.holder {
-                Holder::Kept(stream) => Some((at, slot, stream)),
+                Holder::Kept(stream) if slot.distrusted.is_none() => Some((at, slot, stream)),
                 _ => None,
             })
         };
@@ -61,14 +60,10 @@ impl Streams {
         alone.map(|(at, slot, _)| (at, slot.key)).collect()
     }
 
-    /// The last marker of a stream of another context, if its event is that context's: that context may be
-    /// destroyed once the stream is retired, and its events with it.
+    /// The last marker of a stream, if its event belongs to another context: that context may be destroyed once the
+    /// stream is retired, and its events with it.
     fn foreign_marker(&self, stream: u32, own: u64) -> Option<Marker> {
-        let slot = &self[stream];
-        if slot.context.id() == own || !matches!(slot.holder, Holder::Foreign(_)) {
-            return None;
-        }
-        let last = slot.markers.back()?;
+        let last = self[stream].markers.back()?;
         (last.event.context().id() != own).then(|| last.clone())
     }
 
@@ -89,27 +84,8 @@ impl Streams {
             vec![event]
         };
         let done = newest && (same || self[stream].markers.is_empty());
-        for event in gone {
-            let context = event.context().id();
-            self.events.entry(context).or_default().push(event);
-        }
+        self.pool_events(gone);
         done
-    }
-
-    /// Takes the markers of a stream that are events of a context.
-    #[must_use = "an event must not be destroyed under the lock"]
-    pub(crate) fn take_markers_of(&mut self, stream: u32, context: u64) -> Vec<Arc<Event>> {
-        let slot = &mut self.slots[stream as usize];
-        let mut gone = Vec::new();
-        slot.markers.retain(|marker| {
-            let other = marker.event.context().id() != context;
-            if !other {
-                gone.push(Arc::clone(&marker.event));
-            }
-            other
-        });
-        self.unseen -= gone.len();
-        gone
     }
 
     /// Another event stands for the newest marker of a stream from here on, and so for all before it. Gives
@@ -213,7 +189,13 @@ impl Drop for Leaving<'_> {
             return;
         }
         slot.leaving -= 1;
-        if slot.leaving == 0 && heap.streams.name_again(self.stream) {
+        if slot.is_left_alone() {
+            // No other call may use what the failed retirement recorded in a distrusted context.
+            let context = slot.context.id();
+            let events = heap.streams.take_markers_of(self.stream, context);
+            heap.streams.pool_events(events);
+        }
+        if heap.streams[self.stream].leaving == 0 && heap.streams.name_again(self.stream) {
             let known = matches!(self.key, StreamKey::Id(_));
             let open = heap.refuse().is_ok() && !heap.orphaned;
             heap.caches.set_fast(self.stream, known && open);
@@ -222,111 +204,19 @@ impl Drop for Leaving<'_> {
 }
 
 impl Engine {
-    /// An event of our own context behind one of another.
+    /// An event of the allocator's own context that completes after one of another context.
     fn follow(&self, event: &Event) -> Result<Arc<Event>, Error> {
         let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
-        let own = {
-            let entered = self.context.enter().map_err(|e| self.error(e))?;
-            Arc::new(entered.create_event().map_err(|e| self.error(e))?)
-        };
-        follower.wait(event).map_err(|e| self.error(e))?;
-        own.record(&follower).map_err(|e| self.error(e))?;
+        let own = self.event_of(&self.context)?;
+        let queued = follower.wait(event).and_then(|()| own.record(&follower));
         // The stream is destroyed, which lets what it was given run on.
-        Ok(own)
-    }
-
-    /// Destroys what is left of another context's events, after the retirement of a stream there: those of
-    /// its markers, and the pool if no other stream needs it.
-    pub(crate) fn let_go_of_context(&self, stream: u32, context: &Context) {
-        let (own, key) = (self.context.id(), context.id());
-        if key == own {
-            return;
-        }
-        let mut events = {
-            let mut heap = self.lock();
-            // Another thread may have recorded one on the way to the last. But another stream may be there.
-            let mut events = match &heap.streams[stream].context {
-                other if other.id() == key => Vec::new(),
-                _ => heap.streams.take_markers_of(stream, key),
-            };
-            if !heap.streams.iter().any(|(_, s)| s.context.id() == key) {
-                events.extend(heap.streams.events.remove(&key).into_iter().flatten());
-            }
-            events
-        };
-        // Who asks one of them a question, or has queued a wait for it, is done in a moment. The heap does not
-        // hand them out any more.
-        for event in &mut events {
-            let mut round = 0;
-            while Arc::get_mut(event).is_none() {
-                pause(round);
-                round += 1;
+        match queued {
+            Ok(()) => Ok(own),
+            Err(error) => {
+                self.lock().streams.pool_events([own]);
+                Err(self.error_in(event.context(), error))
             }
         }
-    }
-
-    /// Whether an error says no more than that another context than ours is gone, though a stream of it was
-    /// not retired.
-    pub(crate) fn is_gone(&self, context: &Context, error: &DriverError) -> bool {
-        context.id() != self.context.id()
-            && matches!(
-                error.code(),
-                CUresult::CUDA_ERROR_INVALID_CONTEXT
-                    | CUresult::CUDA_ERROR_INVALID_HANDLE
-                    | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
-            )
-    }
-
-    /// What a call came to that was made in a context. That another one than ours is gone is no loss of ours.
-    pub(crate) fn error_in(&self, context: &Context, error: DriverError) -> Error {
-        if error.code() != CUresult::CUDA_ERROR_INVALID_HANDLE && self.is_gone(context, &error) {
-            self.context_gone(context);
-            return Error::Driver(error);
-        }
-        self.error(error)
-    }
-
-    /// Our context, and those of all streams that may have work, as far as they are not gone. Whoever retires
-    /// a stream of another one, to destroy that, waits until what comes with them is dropped.
-    pub(crate) fn contexts(&self) -> Result<(Vec<Context>, Vec<Holder>), Error> {
-        let mut contexts = vec![self.context.clone()];
-        let mut touched = Vec::new();
-        for (_, slot) in self.lock().streams.iter() {
-            if slot.context.id() == self.context.id() {
-                continue;
-            }
-            if let Holder::Foreign(_) = &slot.holder {
-                touched.push(slot.holder.clone());
-            }
-            if !contexts.iter().any(|c| c.id() == slot.context.id()) {
-                contexts.push(slot.context.clone());
-            }
-        }
-        let mut alive = Vec::with_capacity(contexts.len());
-        for context in contexts {
-            match context.enter().map(drop) {
-                Err(error) if self.is_gone(&context, &error) => self.context_gone(&context),
-                entered => {
-                    entered.map_err(|e| self.error(e))?;
-                    alive.push(context);
-                }
-            }
-        }
-        Ok((alive, touched))
-    }
-
-    /// Another context is gone, with all that it had.
-    pub(crate) fn context_gone(&self, context: &Context) {
-        lines::say(
-            log::Level::Warn,
-            module_path!(),
-            format_args!(
-                "a context on device {} is gone, but its streams were not retired",
-                context.device().ordinal()
-            ),
-        );
-        let held = self.lock().context_gone(context.id(), &self.context);
-        drop(held);
     }
 
     /// The slot of a stream that is known, or why it is not.
@@ -374,7 +264,14 @@ impl Engine {
             if gone(&heap) {
                 return Ok(());
             }
-            Leaving::begin(self, &mut heap, stream, key)
+            let distrusted = heap.streams[stream].distrusted.is_some();
+            let context = heap.streams[stream].context.id();
+            let events = distrusted.then(|| heap.streams.events.remove(&context));
+            let leaving = Leaving::begin(self, &mut heap, stream, key);
+            drop(heap);
+            // One of them may be what the driver refused.
+            drop(events);
+            leaving
         };
         let mut heap;
         let mut rounds = 0;
@@ -412,11 +309,9 @@ impl Engine {
         let slot = &mut heap.streams[stream];
         let former = std::mem::replace(&mut slot.holder, Holder::Retired);
         let before = slot.former.take();
-        let context = match former {
-            // Of theirs nothing is left but the marker, which is ours.
-            Holder::Foreign(_) => Some(std::mem::replace(&mut slot.context, self.context.clone())),
-            _ => None,
-        };
+        slot.distrusted = None;
+        // Of another context nothing is left but the marker, which belongs to the allocator's own.
+        let context = std::mem::replace(&mut slot.context, self.context.clone());
         leaving.end();
         let asked = heap.caches.stop_asking(stream);
         heap.flush_caches_of(stream);
@@ -427,9 +322,7 @@ impl Engine {
         // destroyed if nobody else holds it: a driver call, so outside the lock.
         former.let_go();
         before.into_iter().for_each(Holder::let_go);
-        if let Some(context) = context {
-            self.let_go_of_context(stream, &context);
-        }
+        self.let_go_of_context(&context);
         Ok(())
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::driver::sys::CUstream;
-use crate::driver::{Context, Current, Event, process};
+use crate::driver::sys::{CUresult, CUstream};
+use crate::driver::{Context, Current, DriverError, Event, process};
 use crate::locks::lines::keep_lines;
 
 use crate::allocator::engine::Engine;
@@ -72,7 +72,7 @@ impl Engine {
         let (batch, raw, context, holder) = {
             let mut heap = self.lock();
             let slot = &heap.streams[stream];
-            let other = !slot.in_use || slot.key != key;
+            let other = !slot.in_use || slot.key != key || slot.is_left_alone();
             if other || matches!(slot.holder, Holder::Retired) || slot.covered() {
                 return Ok(());
             }
@@ -122,7 +122,7 @@ impl Engine {
         let stream = std::ptr::with_exposed_provenance_mut(raw);
         // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
         // of it, before which its owner may not destroy it.
-        if unsafe { self.captures_now(stream) }? {
+        if unsafe { self.captures_now(stream, context) }? {
             return Ok(false);
         }
         Ok(!is_per_thread(raw) || StreamKey::Id(context.per_thread_id()) == key)
@@ -132,7 +132,7 @@ impl Engine {
     ///
     /// # Safety
     /// The stream is alive, or special with its context current.
-    unsafe fn captures_now(&self, stream: CUstream) -> Result<bool, Error> {
+    unsafe fn captures_now(&self, stream: CUstream, context: &Context) -> Result<bool, Error> {
         if self.no_captures {
             return Ok(false);
         }
@@ -140,7 +140,7 @@ impl Engine {
         match unsafe { self.driver().is_capturing(stream) } {
             Ok(capturing) => Ok(capturing),
             Err(error) if is_of_capture(error.code()) => Ok(true),
-            Err(error) => Err(self.error(error)),
+            Err(error) => Err(self.error_in(context, error)),
         }
     }
 
@@ -163,21 +163,20 @@ impl Engine {
         batch: &Batch,
     ) -> Result<bool, Error> {
         let stream = std::ptr::with_exposed_provenance_mut(raw);
-        let entered = context.enter().map_err(|e| self.error(e))?;
-        // SAFETY: the stream is alive, as in `may_mark`.
-        let idle = unsafe { entered.is_idle(stream) };
-        drop(entered);
-        let mut heap = self.lock();
-        heap.stats.queries += 1;
+        let idle = context.enter().and_then(|entered| {
+            // SAFETY: the stream is alive, as in `may_mark`.
+            unsafe { entered.is_idle(stream) }
+        });
+        self.lock().stats.queries += 1;
         let idle = match idle {
             // It captures since it was asked: so will the record below say.
             Err(error) if is_of_capture(error.code()) => {
-                drop(heap);
                 self.driver().suspect_capture(stream);
                 return Ok(false);
             }
-            idle => idle.map_err(|e| self.error(e))?,
+            idle => idle.map_err(|e| self.error_in(context, e))?,
         };
+        let mut heap = self.lock();
         let slot = &mut heap.streams[batch.stream];
         if slot.key == key {
             slot.was_idle(idle);
@@ -190,6 +189,16 @@ impl Engine {
         Ok(idle)
     }
 
+    /// An event of a context that no marker needs.
+    pub(crate) fn event_of(&self, context: &Context) -> Result<Arc<Event>, Error> {
+        let pooled = self.lock().streams.pooled_event(context.id());
+        if let Some(event) = pooled {
+            return Ok(event);
+        }
+        let made = context.enter().and_then(|entered| entered.create_event());
+        made.map(Arc::new).map_err(|e| self.error_in(context, e))
+    }
+
     /// Records the marker of a batch. False if the stream captures by now: what was recorded within the capture
     /// stands for no work.
     fn record_batch(
@@ -198,14 +207,7 @@ impl Engine {
         raw: usize,
         (context, current): (&Context, &Current<'_>),
     ) -> Result<bool, Error> {
-        let pooled = self.lock().streams.pooled_event(context.id());
-        let event = match pooled {
-            Some(event) => event,
-            None => {
-                let entered = context.enter().map_err(|e| self.error(e))?;
-                Arc::new(entered.create_event().map_err(|e| self.error(e))?)
-            }
-        };
+        let event = self.event_of(context)?;
         let stream = std::ptr::with_exposed_provenance_mut(raw);
         // SAFETY: the stream is alive, as in `may_mark`; the event is of the stream's context and in no
         // marker.
@@ -213,7 +215,7 @@ impl Engine {
         let captured = match &recorded {
             // Another thread may have begun a capture since the question.
             // SAFETY: as above; the context of a special handle is current.
-            Ok(()) => unsafe { self.captures_now(stream) },
+            Ok(()) => unsafe { self.captures_now(stream, context) },
             Err(error) if is_of_capture(error.code()) => {
                 self.driver().suspect_capture(stream);
                 Ok(true)
@@ -226,17 +228,18 @@ impl Engine {
                 heap.stats.markers += 1;
                 heap.streams.publish(batch, event)
             }
-            // Its next record replaces what the event stands for, also within a capture (tried on an H200).
+            // The next record of the event replaces what it stands for now, also if that belongs to a capture.
             _ => {
                 heap.stats.failed_markers += 1;
                 Some(event)
             }
         };
-        let pool = heap.streams.events.entry(context.id()).or_default();
-        pool.extend(unneeded);
+        heap.streams.pool_events(unneeded);
         drop(heap);
         match captured {
-            Ok(false) => recorded.map(|()| true).map_err(|e| self.error(e)),
+            Ok(false) => recorded
+                .map(|()| true)
+                .map_err(|e| self.error_in(context, e)),
             captured => captured.map(|_| false),
         }
     }
@@ -380,10 +383,10 @@ impl Engine {
 
     fn ask(&self, due: &mut Poll, queries: &mut u64) -> Result<(), Error> {
         let entered = self.context.enter().map_err(|e| self.error(e))?;
-        let mut gone: Vec<Context> = Vec::new();
+        let mut unreachable: Vec<(Context, DriverError)> = Vec::new();
         let asked = due.ask(|event| {
             let context = event.context();
-            if gone.iter().any(|c| c.id() == context.id()) {
+            if unreachable.iter().any(|(c, _)| c.id() == context.id()) {
                 return Ok(Answer::Late);
             }
             *queries += 1;
@@ -391,15 +394,15 @@ impl Engine {
                 Ok(true) => Ok(Answer::Complete),
                 Ok(false) => Ok(Answer::Late),
                 Err(error) if is_void_event(error.code()) => Ok(Answer::Void),
-                Err(error) if self.is_gone(context, &error) => {
-                    gone.push(context.clone());
+                Err(error) if self.is_unreachable(context, &error) => {
+                    unreachable.push((context.clone(), error));
                     Ok(Answer::Late)
                 }
                 Err(error) => Err(self.error(error)),
             }
         });
-        for context in gone {
-            self.context_gone(&context);
+        for (context, error) in unreachable {
+            self.error_in(&context, error);
         }
         asked
     }
@@ -442,7 +445,9 @@ impl Engine {
             )
         };
         let handle = std::ptr::with_exposed_provenance_mut(raw);
-        let current = context.make_current().map_err(|e| self.error(e))?;
+        let current = context
+            .make_current()
+            .map_err(|e| self.error_in(&context, e))?;
         for wait in waits {
             // SAFETY: the stream is the one that the call under way names; the event is recorded
             // and kept alive by the wait.
@@ -453,7 +458,7 @@ impl Engine {
                 .map_or_else(|e| is_void_event(e.code()), |()| true);
             if doubtful {
                 // SAFETY: as above; the context of a special handle is current.
-                let captures = unsafe { self.captures_now(handle) }?;
+                let captures = unsafe { self.captures_now(handle, &context) }?;
                 if captures {
                     return Err(Error::Capturing { stream: raw });
                 }
@@ -462,11 +467,14 @@ impl Engine {
                 let of = wait.event.context();
                 if is_void_event(error.code()) {
                     self.drop_void(&[(wait.stream, wait.bound)]);
-                } else if self.is_gone(of, &error) && of.id() != context.id() {
-                    self.context_gone(of);
-                    return Err(Error::Driver(error));
+                } else if of.id() != context.id() && self.is_unreachable(of, &error) {
+                    let waited_for = self.error_in(of, error);
+                    if error.code() != CUresult::CUDA_ERROR_INVALID_HANDLE {
+                        return Err(waited_for);
+                    }
                 }
-                return Err(self.error(error));
+                // An invalid handle may also be that of the stream.
+                return Err(self.error_in(&context, error));
             }
             let mut heap = self.lock();
             heap.stats.stream_waits += 1;
@@ -489,9 +497,9 @@ impl Engine {
             entered.wait(&event)
         };
         if let Err(error) = &waited
-            && self.is_gone(event.context(), error)
+            && self.is_unreachable(event.context(), error)
         {
-            self.context_gone(event.context());
+            self.error_in(event.context(), *error);
             return Ok(());
         }
         drop(event);

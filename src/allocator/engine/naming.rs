@@ -6,7 +6,7 @@ use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::heap::Heap;
-use crate::allocator::stream::slot::{Holder, StreamKey};
+use crate::allocator::stream::slot::{Holder, Slot, StreamKey};
 use crate::allocator::stream::slot::{is_per_thread, is_special};
 use crate::error::{Error, StreamMisuse};
 use crate::sync::capture::is_capture_refusal;
@@ -34,7 +34,7 @@ impl Engine {
     /// Why a stream could not be named. Drivers refuse to say the id of one that is being captured.
     pub(crate) fn unnamed(&self, raw: sys::CUstream, error: DriverError) -> Error {
         if !is_capture_refusal(error.code()) {
-            return self.error(error);
+            return self.error_at(None, raw, error);
         }
         // The legacy stream, which stands behind others, is asked whenever it matters.
         if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
@@ -123,7 +123,7 @@ impl Engine {
         // SAFETY: whoever made the name vouched for the stream.
         match unsafe { self.driver().is_capturing(named.raw) } {
             Ok(false) => Ok(()),
-            capturing => self.refuse_if(named, capturing),
+            capturing => self.refuse_if(named, capturing, named.stream.map(Stream::context)),
         }
     }
 
@@ -135,11 +135,13 @@ impl Engine {
         context: &Context,
     ) -> Result<(), Error> {
         // The question is never refused, so the thread's capture mode need not be changed for it.
-        let current = context.make_current().map_err(|e| self.error(e))?;
+        let current = context
+            .make_current()
+            .map_err(|e| self.error_in(context, e))?;
         // SAFETY: special handles are valid while a context is current.
         let capturing = unsafe { self.driver().is_capturing(named.raw) };
         drop(current);
-        self.refuse_if(named, capturing)
+        self.refuse_if(named, capturing, Some(context))
     }
 
     #[cold]
@@ -148,6 +150,7 @@ impl Engine {
         &self,
         named: &Named<'_>,
         capturing: Result<bool, DriverError>,
+        context: Option<&Context>,
     ) -> Result<(), Error> {
         match capturing {
             Ok(false) => Ok(()),
@@ -159,7 +162,29 @@ impl Engine {
                     stream: named.raw as usize,
                 })
             }
-            Err(error) => Err(self.error(error)),
+            Err(error) => Err(self.error_at(context, named.raw, error)),
+        }
+    }
+
+    /// The error of a driver call that used a stream, as [`error_in`](Self::error_in) the context that is given, else in
+    /// that of the known stream with this handle.
+    pub(crate) fn error_at(
+        &self,
+        context: Option<&Context>,
+        raw: sys::CUstream,
+        error: DriverError,
+    ) -> Error {
+        let known = |slot: &Slot| slot.raw == raw as usize && slot.named && !is_special(raw);
+        let context = context.cloned().or_else(|| {
+            let heap = self.lock();
+            let mut slots = heap.streams.iter().map(|(_, slot)| slot);
+            slots
+                .find(|slot| known(slot))
+                .map(|slot| slot.context.clone())
+        });
+        match context {
+            Some(context) => self.error_in(&context, error),
+            None => self.error(error),
         }
     }
 

@@ -137,15 +137,18 @@ impl Graphs {
             })
     }
 
-    /// A stream was retired, which is in no capture: its name may be another one's from here on.
-    pub(crate) fn departed(&mut self, user: &User) {
+    /// A stream was retired, which is in no capture: its name may be another one's from here on. What waits for events
+    /// of the stream waits for `end` instead, if that is given.
+    pub(crate) fn departed(&mut self, user: &User, end: Option<Pending>) {
         self.notice(user, None);
-        if let StreamKey::Handle(_) = user.key {
+        if end.is_some() || matches!(user.key, StreamKey::Handle(_)) {
             let number = user.key.number();
             for pool in self.pools.values_mut() {
                 let rename = |used: &mut Vec<Pending>| {
-                    let own = used.iter_mut().filter(|used| used.stream == number);
-                    own.for_each(|used| used.stream = NO_STREAM);
+                    for used in used.iter_mut().filter(|used| used.stream == number) {
+                        used.stream = NO_STREAM;
+                        used.event = end.map_or(used.event, |end| end.event);
+                    }
                 };
                 pool.arena.retag(|tag| rename(&mut tag.pending));
                 let live = pool.arena.live.values_mut();

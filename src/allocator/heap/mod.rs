@@ -6,6 +6,7 @@ pub(crate) mod at_once;
 pub(crate) mod caches;
 pub(crate) mod check;
 pub(crate) mod complete;
+pub(crate) mod contexts;
 pub(crate) mod cut;
 pub(crate) mod figures;
 pub(crate) mod graph;

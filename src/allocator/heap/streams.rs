@@ -230,7 +230,8 @@ impl Heap {
             Holder::Retired => true,
             // A caller's stream that comes again is simply registered again.
             Holder::Foreign(_) => {
-                (many || !slot.named) && slot.leaving == 0 && !slot.holder.is_touched()
+                let goes_on = slot.leaving > 0 || slot.distrusted.is_some();
+                (many || !slot.named) && !goes_on && !slot.holder.is_touched()
             }
             Holder::Kept(_) | Holder::Adopted(_) => false,
         };
@@ -255,42 +256,5 @@ impl Heap {
         if self.streams.recycle(stream) {
             self.streams_changed();
         }
-    }
-
-    /// The streams of a context get no more work, and what they were given cannot be asked for: it is
-    /// complete when everything was waited for. What is given back is dropped behind the lock: it may be the last that
-    /// holds a stream, whose end the driver is asked for.
-    #[must_use]
-    pub(crate) fn context_gone(&mut self, key: u64, own: &Context) -> Vec<(Context, Holder)> {
-        let mut held = Vec::new();
-        let gone = self.streams.iter();
-        let gone: Vec<u32> = gone
-            .filter(|(_, slot)| slot.context.id() == key)
-            .map(|(stream, _)| stream)
-            .collect();
-        let mut events = self.streams.events.remove(&key).unwrap_or_default();
-        for stream in gone {
-            self.streams.tell(stream);
-            self.streams.forget_key(stream);
-            self.caches.set_fast(stream, false);
-            for cache in self.caches.all().to_vec() {
-                self.close_batches(cache, Some(stream), &mut AfterFree::default());
-            }
-            self.flush_caches_of(stream);
-            // Everything up to here is under tickets below the one that is open.
-            drop(self.close_batch(stream));
-            let slot = &mut self.streams[stream];
-            let context = std::mem::replace(&mut slot.context, own.clone());
-            held.push((
-                context,
-                std::mem::replace(&mut slot.holder, Holder::Retired),
-            ));
-            slot.former = None;
-            let markers = self.streams.take_markers_of(stream, key);
-            events.extend(markers);
-        }
-        // The handles are nobody's, or somebody else's by now.
-        events.into_iter().for_each(std::mem::forget);
-        held
     }
 }

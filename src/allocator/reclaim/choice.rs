@@ -21,7 +21,7 @@ use crate::allocator::reclaim::fit::{
 };
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::finder::Run;
-use crate::allocator::stream::slot::StreamKey;
+use crate::allocator::stream::slot::{Slot, StreamKey};
 use crate::allocator::view::mapping::{Openings, Stitch, ViewRun};
 use crate::driver::{DriverError, Event};
 
@@ -560,7 +560,8 @@ impl<'a> Reclaim<'a> {
             return Step::Hook(hook, missing.saturating_sub(heap.room()));
         }
         let asked = matches!(self.last_resort, LastResort::Hooks(_));
-        if waits && asked && heap.streams.iter().any(|(_, slot)| !slot.covered()) {
+        let mut slots = heap.streams.iter().map(|(_, slot)| slot);
+        if waits && asked && slots.any(Slot::needs_context_wait) {
             heap.stats.reclaim.synchronised += 1;
             self.last_resort = LastResort::Synchronised;
             self.begin_again();

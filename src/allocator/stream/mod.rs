@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod events;
 pub(crate) mod finder;
 pub(crate) mod poll;
 pub(crate) mod rest;
@@ -119,6 +120,7 @@ impl Streams {
             let old = &self.slots[at as usize];
             (old.open, old.open - 1)
         });
+        let distrusted = self.distrust_of(context.id());
         let slot = Slot {
             key,
             raw,
@@ -129,6 +131,7 @@ impl Streams {
             in_use: true,
             named: true,
             leaving: 0,
+            distrusted,
             live: 0,
             calls: 0,
             open,
@@ -194,10 +197,10 @@ impl Streams {
         (0u32..).zip(&self.slots).filter(|(_, s)| s.in_use)
     }
 
-    /// The streams that we keep alive.
+    /// The streams that the allocator keeps alive and may use.
     pub(crate) fn kept(&self) -> impl Iterator<Item = &Stream> {
         self.iter().filter_map(|(_, slot)| match &slot.holder {
-            Holder::Kept(stream) => Some(stream),
+            Holder::Kept(stream) if slot.distrusted.is_none() => Some(stream),
             _ => None,
         })
     }
@@ -288,26 +291,37 @@ impl Streams {
         }
     }
 
-    /// A marker was recorded after the batch had been closed. Gives the event back if nobody needs
-    /// it any more.
+    /// A marker was recorded after the batch had been closed. Returns an event that no marker needs any more: this
+    /// one, or that of the marker whose place it took.
     #[must_use = "an event must not be destroyed under the lock"]
     pub(crate) fn publish(&mut self, batch: Batch, event: Arc<Event>) -> Option<Arc<Event>> {
         self.orders += 1;
         let slot = &mut self.slots[batch.stream as usize];
-        if batch.bound <= slot.completed {
+        // The last marker of a retired stream covers the batch.
+        let retired = matches!(slot.holder, Holder::Retired);
+        if batch.bound <= slot.completed || retired || slot.is_left_alone() {
             return Some(event);
         }
+        let of_retirement = slot.leaving > 0;
+        let earlier = match slot.markers.back() {
+            Some(last) if of_retirement && last.of_retirement && last.bound < batch.bound => {
+                slot.markers.pop_back()
+            }
+            _ => None,
+        };
+        self.unseen -= usize::from(earlier.is_some());
         let marker = Marker {
             bound: batch.bound,
             event,
             order: self.orders,
             row: batch.row,
+            of_retirement,
             doubtful: false,
         };
         let at = slot.markers.partition_point(|m| m.bound < marker.bound);
         slot.markers.insert(at, marker);
         self.unseen += 1;
-        None
+        earlier.map(|marker| marker.event)
     }
 
     /// The host saw a marker complete: so are all tickets up to its bound, and all that the stream
@@ -383,7 +397,7 @@ impl Streams {
 
     pub(crate) fn list_full(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
-        let kept = slot.in_use && slot.holder.is_lasting();
+        let kept = slot.in_use && slot.holder.is_lasting() && !slot.is_left_alone();
         if kept && !slot.listed && slot.is_full() {
             slot.listed = true;
             self.full.push(stream);
@@ -422,6 +436,7 @@ impl Streams {
         let slots = self.iter();
         slots
             .filter(|(_, slot)| slot.holder.is_lasting() && !slot.covered())
+            .filter(|(_, slot)| !slot.is_left_alone())
             .map(|(stream, slot)| (stream, slot.key))
             .collect()
     }
@@ -495,22 +510,6 @@ impl Streams {
             .map(|m| Arc::clone(&m.row));
         self.completed(stream, bound, row.as_deref().unwrap_or(&[]));
         self.pool_spent();
-    }
-
-    /// Keeps the events that no marker needs any more for the next markers of the same context.
-    pub(crate) fn pool_spent(&mut self) {
-        for (context, event) in self.spent.drain(..) {
-            self.events.entry(context).or_default().push(event);
-        }
-    }
-
-    /// An event of a context for the next marker.
-    pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
-        let pool = self.events.get_mut(&context)?;
-        // A wait or a question under way may still hold one.
-        let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
-        let at = pool.iter_mut().rposition(idle)?;
-        Some(pool.swap_remove(at))
     }
 
     /// The waits after which a stream may use what the shards were. One wait brings everything that

@@ -82,7 +82,7 @@ impl Streams {
         let silent = |slot: &Slot| self.silence(slot) >= SILENT;
         let slots = self.iter();
         slots
-            .filter(|(_, slot)| slot.may_be_gone() && silent(slot))
+            .filter(|(_, slot)| slot.may_be_gone() && slot.distrusted.is_none() && silent(slot))
             .map(|(_, slot)| slot.open_bytes)
             .sum()
     }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::driver::{Context, Event, Stream, sys};
+use crate::driver::{Context, DriverError, Event, Stream, sys};
 use crate::locks::lines::{KeptLines, keep_lines};
 use crate::locks::lock::pause;
 
@@ -16,6 +16,9 @@ pub(crate) struct Marker {
     pub order: u64,
     /// What the stream was known to follow when the event was recorded.
     pub row: Arc<[u64]>,
+    /// Recorded while the stream was being retired. The next such marker takes its place, so that retirements
+    /// which fail again and again leave one marker.
+    pub of_retirement: bool,
     /// A question was answered as if it stood for nothing, and there will be no other one: nobody waits for
     /// it, but it is asked again.
     pub doubtful: bool,
@@ -122,6 +125,9 @@ pub(crate) struct Slot {
     pub named: bool,
     /// Retirements under way.
     pub leaving: u32,
+    /// Why the stream's context is distrusted, if it is: a driver call on something of it was answered with this
+    /// `CUDA_ERROR_INVALID_HANDLE`. The allocator's own context is never distrusted.
+    pub distrusted: Option<DriverError>,
     /// Live blocks allocated on the stream or recorded on it, as far as stream caches do not count them.
     pub live: u64,
     /// Calls under way that name the stream.
@@ -157,6 +163,12 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
+    /// Whether no marker may be recorded on the stream although it goes on: its context is distrusted, and no
+    /// retirement under way vouches for it.
+    pub(crate) fn is_left_alone(&self) -> bool {
+        self.distrusted.is_some() && self.leaving == 0
+    }
+
     /// Whether the stream's owner may have destroyed it by now, unless the call under way names it.
     #[inline]
     pub(crate) fn may_be_gone(&self) -> bool {
@@ -171,10 +183,15 @@ impl Slot {
         bound + 1 >= self.open && self.open_uses == 0
     }
 
+    /// Whether a wait for the stream's context would complete something that no marker covers.
+    pub(crate) fn needs_context_wait(&self) -> bool {
+        !self.covered() && self.distrusted.is_none()
+    }
+
     /// Whether only a wait for the whole context tells when something freed on the stream is complete: it has no
-    /// marker, and nobody but the stream's owner may record one.
+    /// marker, and only the stream's owner may record one.
     pub(crate) fn lacks_markers(&self) -> bool {
-        !self.covered() && (!self.holder.is_lasting() || is_per_thread(self.raw))
+        self.needs_context_wait() && (!self.holder.is_lasting() || is_per_thread(self.raw))
     }
 
     /// Whether frees left something for a marker of a stream that may be gone.
@@ -212,11 +229,16 @@ impl Slot {
         self.in_use && self.named && self.key == key
     }
 
+    /// Whether a call that does not name the stream may use its handle.
+    fn may_be_asked(&self) -> bool {
+        let retired = matches!(self.holder, Holder::Retired);
+        !retired && self.distrusted.is_none() && !self.may_be_gone()
+    }
+
     /// The handle, if nothing more is needed to ask the stream whether it captures; else 0.
     pub(crate) fn handle_to_ask(&self) -> usize {
         // A default stream is asked in its context.
-        let retired = matches!(self.holder, Holder::Retired);
-        let ask = !retired && self.raw > 2 && !self.may_be_gone();
+        let ask = self.raw > 2 && self.may_be_asked();
         if ask { self.raw } else { 0 }
     }
 
@@ -232,8 +254,7 @@ impl Slot {
     /// The stream, if a free may ask it whether it is capturing.
     pub(crate) fn suspect(&self) -> Option<Suspect> {
         // The per-thread handle would ask about the calling thread's stream.
-        let retired = matches!(self.holder, Holder::Retired);
-        let ask = !retired && !is_per_thread(self.raw) && !self.may_be_gone();
+        let ask = !is_per_thread(self.raw) && self.may_be_asked();
         ask.then(|| Suspect {
             key: self.key,
             raw: self.raw,

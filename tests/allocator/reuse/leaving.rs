@@ -1,18 +1,18 @@
 //! Streams that leave while their memory is in use, and contexts that go with them.
 
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 
 use crate::common::*;
 use cualloc::allocator::{Allocator, Config, Policy, Request};
-use cualloc::driver::{Context, Stream, sys};
+use cualloc::driver::{Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::exchange::dlpack::DLManagedTensor;
 use cualloc::exchange::{DType, Peer, Tensor};
 use cualloc::pool::WorkspacePool;
-use cualloc::sim::{FailPlan, Mode, Report, Simulator};
+use cualloc::sim::{FailPlan, Mode, Simulator};
 use cualloc::{DeviceBuffer, Error};
 
-const BLOCK: usize = 12 * MIB;
+pub(super) const BLOCK: usize = 12 * MIB;
 
 /// Room for a block, or for a page or a segment of small ones.
 fn room_for(bytes: usize) -> usize {
@@ -21,7 +21,7 @@ fn room_for(bytes: usize) -> usize {
 
 /// Another stream writes to memory of that size, of which there is no other; whatever still uses it is
 /// reported.
-fn use_elsewhere(rig: &Rig, allocator: &Allocator, bytes: usize, stream: &Stream) {
+pub(super) fn use_elsewhere(rig: &Rig, allocator: &Allocator, bytes: usize, stream: &Stream) {
     let next = allocator.allocate(bytes, stream).unwrap();
     rig.stamp(next.ptr(), bytes, 2, stream);
     rig.assert_clean();
@@ -257,194 +257,6 @@ fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
         drop(kept);
         rig.close(&allocator);
     });
-}
-
-/// A context beside the primary one, with a stream of its own.
-struct Elsewhere {
-    context: sys::CUcontext,
-    stream: sys::CUstream,
-}
-
-fn elsewhere(rig: &Rig, sim: &Simulator) -> Elsewhere {
-    let context = sim.create_context(0).unwrap();
-    let mut stream = std::ptr::null_mut();
-    // SAFETY: the context was just made, and is not destroyed as long as this is in use.
-    let foreign = unsafe { Context::from_raw(&rig.driver, context) }.unwrap();
-    let _entered = foreign.enter().unwrap();
-    // SAFETY: a context is current; the output is a local. 1: non-blocking.
-    let code = unsafe { rig.driver.functions().cuStreamCreate.unwrap()(&mut stream, 1) };
-    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-    Elsewhere { context, stream }
-}
-
-/// Ends the allocator's use of its stream.
-fn retired(allocator: &Allocator, there: &Elsewhere) {
-    // SAFETY: the stream is alive, and gets no more work.
-    unsafe { allocator.retire_raw(there.stream) }.unwrap();
-}
-
-/// Everything can be waited for and given back, and is no longer pending.
-fn nothing_is_pending(allocator: &Allocator) {
-    allocator.trim(0).unwrap();
-    allocator.synchronize().unwrap();
-    assert_eq!(allocator.trim(0).unwrap().pending, 0);
-}
-
-/// Memory of a context's stream, and of ours that it used, is freed.
-fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize) {
-    // SAFETY: the stream is alive.
-    unsafe {
-        let ptr = allocator.allocate_raw(bytes, there.stream).unwrap();
-        allocator.free_raw(ptr).unwrap();
-        let block = allocator.allocate(bytes, own).unwrap();
-        allocator.record_use_raw(block.ptr(), there.stream).unwrap();
-    }
-}
-
-/// Also where another thread waits for all contexts just then: the retirement ends when that is done with them.
-#[test]
-fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
-    each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
-        let own = rig.stream();
-        let there = elsewhere(rig, sim);
-        let kept = allocator.allocate(70_000, &own).unwrap();
-        used_by(&allocator, &own, &there, 4 * MIB);
-        let other = allocator.clone();
-        let stream = there.stream as usize;
-        let retire = Mutex::new(Some(move || {
-            // SAFETY: the stream is alive, and gets no more work.
-            unsafe { other.retire_raw(stream as sys::CUstream) }.is_ok()
-        }));
-        let (hand, owner) = mpsc::channel();
-        sim.after(move |moment| {
-            if moment.call != "cuStreamIsCapturing" {
-                return;
-            }
-            let Some(retire) = retire.lock().unwrap().take() else {
-                return;
-            };
-            let thread = std::thread::spawn(retire);
-            // It has every chance to end.
-            for _ in 0..5_000 {
-                std::thread::yield_now();
-            }
-            hand.send((thread.is_finished(), thread)).unwrap();
-        });
-        allocator.synchronize().unwrap();
-        let (ended, thread) = owner.recv().expect("a stream is asked whether it captures");
-        sim.clear_hooks();
-        assert!(!ended, "the context could be destroyed under the wait");
-        assert!(thread.join().unwrap(), "the retirement went well");
-        assert!(sim.destroy_context(there.context));
-        drop(kept);
-        rig.close(&allocator);
-    });
-}
-
-/// Once its streams are retired a context may be destroyed: nothing of it is asked any more.
-#[test]
-fn d6_a_context_may_go_once_its_streams_are_retired() {
-    for (bytes, seen) in [(KIB, false), (4 * MIB, false), (4 * MIB, true)] {
-        each_simulated(|rig, sim| {
-            let allocator = rig.allocator();
-            let own = rig.stream();
-            sim.set_mode(Mode::Manual);
-            let there = elsewhere(rig, sim);
-            let kept = allocator.allocate(70_000, &own).unwrap();
-            used_by(&allocator, &own, &there, bytes);
-            sim.busy(there.stream, 1).unwrap();
-            retired(&allocator, &there);
-            sim.complete_all();
-            if seen {
-                allocator.trim(u64::MAX).unwrap();
-            }
-            assert!(sim.destroy_context(there.context));
-            drop(allocator.allocate(2 * bytes, &own).unwrap());
-            nothing_is_pending(&allocator);
-            drop(kept);
-            sim.set_mode(Mode::Instant);
-            rig.close(&allocator);
-        });
-    }
-}
-
-/// The events of another context go with the last of its streams, the markers' and the spare ones.
-#[test]
-fn d6_no_event_of_a_context_outlives_the_last_of_its_streams() {
-    each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
-        let own = rig.stream();
-        drop(allocator.allocate(KIB, &own).unwrap());
-        let there = elsewhere(rig, sim);
-        sim.set_mode(Mode::Manual);
-        for _ in 0..3 {
-            used_by(&allocator, &own, &there, 4 * MIB);
-            sim.busy(there.stream, 1).unwrap();
-        }
-        retired(&allocator, &there);
-        sim.complete_all();
-        let events = sim.leaks().events;
-        assert!(sim.destroy_context(there.context));
-        assert_eq!(sim.leaks().events, events, "some went with the context");
-        sim.set_mode(Mode::Instant);
-        rig.close(&allocator);
-    });
-}
-
-/// What a retired stream of another context is still at comes before the memory's next user.
-#[test]
-fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
-    each_simulated(|rig, sim| {
-        let allocator = rig.limited(BLOCK);
-        let own = rig.stream();
-        sim.set_mode(Mode::Manual);
-        let there = elsewhere(rig, sim);
-        let block = allocator.allocate(BLOCK, &own).unwrap();
-        own.synchronize().unwrap();
-        // SAFETY: the stream is alive, and the context for as long as it is in use.
-        unsafe {
-            let foreign = Context::from_raw(&rig.driver, there.context).unwrap();
-            let borrowed = Stream::from_raw(&foreign, there.stream).unwrap();
-            let entered = foreign.enter().unwrap();
-            entered
-                .memset_d32(block.ptr(), 1, BLOCK / 4, borrowed.raw())
-                .unwrap();
-            drop(entered);
-            allocator.record_use_raw(block.ptr(), there.stream).unwrap();
-        }
-        drop(block);
-        retired(&allocator, &there);
-        use_elsewhere(rig, &allocator, BLOCK, &own);
-        assert!(sim.destroy_context(there.context));
-        rig.close(&allocator);
-    });
-}
-
-/// A context is destroyed though a stream of it was not retired: its memory is unknown until everything was
-/// waited for, and nobody else suffers.
-#[test]
-fn d6_a_context_that_goes_without_a_word_is_no_loss_of_ours() {
-    for bytes in [KIB, 4 * MIB] {
-        each_simulated(|rig, sim| {
-            let allocator = rig.allocator();
-            let own = rig.stream();
-            sim.set_mode(Mode::Manual);
-            let there = elsewhere(rig, sim);
-            let kept = allocator.allocate(70_000, &own).unwrap();
-            used_by(&allocator, &own, &there, bytes);
-            sim.complete_all();
-            assert!(sim.destroy_context(there.context));
-            sim.set_mode(Mode::Instant);
-            drop(allocator.allocate(2 * bytes, &own).unwrap());
-            nothing_is_pending(&allocator);
-            drop(kept);
-            rig.close(&allocator);
-            // It was asked for what went with the context, and no more than that was wrong.
-            let gone = |report: &Report| matches!(report, Report::Destroyed { .. });
-            assert!(sim.take_reports().iter().all(gone));
-        });
-    }
 }
 
 /// A synchronisation that fails leaves tickets as they were: what is freed on a retired stream is covered by its

@@ -3,6 +3,7 @@
 mod adopted;
 mod at_once;
 mod bytes;
+mod contexts;
 mod independent;
 mod late;
 mod leaving;

@@ -141,7 +141,11 @@ impl World {
         self.sim
             .destroy_context(self.places[place].raw as CUcontext);
         self.places[place].alive = false;
-        self.add_context(0).map_err(|e| e.to_string())
+        // The program's own call.
+        self.court.fail(None);
+        let added = self.add_context(0).map_err(|e| e.to_string());
+        self.court.fail(self.setup.fault);
+        added
     }
 
     /// Whether streams of a foreign context are all the program's own handles: a `Stream` that an allocator

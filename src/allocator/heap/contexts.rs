@@ -1,0 +1,58 @@
+//! Other contexts than the allocator's that are gone, or distrusted.
+
+use crate::driver::{Context, DriverError};
+
+use crate::allocator::heap::Heap;
+use crate::allocator::stream::slot::{AfterFree, Holder};
+
+impl Heap {
+    /// A context is distrusted from now on, until its streams are retired: its streams are not used, and what they were
+    /// given counts as unfinished. Whether that is news of any stream.
+    pub(crate) fn distrust(&mut self, context: u64, error: DriverError) -> bool {
+        let known = self.streams.distrust_of(context).is_some();
+        let streams = self.streams.distrust(context, error);
+        for &stream in &streams {
+            self.caches.stop_asking(stream);
+        }
+        !known && !streams.is_empty()
+    }
+
+    /// The streams of a context get no more work, and cannot be asked: what they were given is complete once the
+    /// allocator's own context was waited for. The result is dropped without the lock: it may be the last that holds a
+    /// stream, which is then destroyed by a driver call.
+    #[must_use]
+    pub(crate) fn context_gone(&mut self, key: u64, own: &Context) -> Vec<(Context, Holder)> {
+        let mut held = Vec::new();
+        let gone = self.streams.iter();
+        let gone: Vec<u32> = gone
+            .filter(|(_, slot)| slot.context.id() == key)
+            .map(|(stream, _)| stream)
+            .collect();
+        let mut events = self.streams.events.remove(&key).unwrap_or_default();
+        for stream in gone {
+            self.streams.tell(stream);
+            self.streams.forget_key(stream);
+            self.caches.set_fast(stream, false);
+            self.caches.stop_asking(stream);
+            for cache in self.caches.all().to_vec() {
+                self.close_batches(cache, Some(stream), &mut AfterFree::default());
+            }
+            self.flush_caches_of(stream);
+            // Everything up to here is under tickets below the one that is open.
+            drop(self.close_batch(stream));
+            let slot = &mut self.streams[stream];
+            let context = std::mem::replace(&mut slot.context, own.clone());
+            held.push((
+                context,
+                std::mem::replace(&mut slot.holder, Holder::Retired),
+            ));
+            slot.former = None;
+            slot.distrusted = None;
+            let markers = self.streams.take_markers_of(stream, key);
+            events.extend(markers);
+        }
+        // Their handles went with the context, and may be those of other events by now.
+        events.into_iter().for_each(std::mem::forget);
+        held
+    }
+}

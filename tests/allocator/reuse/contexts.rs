@@ -1,0 +1,565 @@
+//! Contexts beside the allocator's own: the retirement of their streams, their end, and the answer that a handle of
+//! theirs is invalid.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::{Mutex, mpsc};
+
+use super::leaving::{BLOCK, use_elsewhere};
+use crate::common::*;
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Block, Config};
+use cualloc::driver::{Context, Stream, sys};
+use cualloc::sim::{FailPlan, Mode, Report, Simulator};
+
+const INVALID: sys::CUresult = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
+
+/// A context beside the primary one, with a stream of its own.
+struct Elsewhere {
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+}
+
+impl Elsewhere {
+    /// Another stream of the context.
+    fn beside(&self, rig: &Rig) -> Elsewhere {
+        stream_in(rig, self.context)
+    }
+}
+
+fn elsewhere(rig: &Rig, sim: &Simulator) -> Elsewhere {
+    stream_in(rig, sim.create_context(0).unwrap())
+}
+
+fn stream_in(rig: &Rig, context: sys::CUcontext) -> Elsewhere {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the context is not destroyed as long as this is in use.
+    let foreign = unsafe { Context::from_raw(&rig.driver, context) }.unwrap();
+    let _entered = foreign.enter().unwrap();
+    // SAFETY: a context is current; the output is a local. 1: non-blocking.
+    let code = unsafe { rig.driver.functions().cuStreamCreate.unwrap()(&mut stream, 1) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    Elsewhere { context, stream }
+}
+
+/// Ends the allocator's use of its stream.
+fn retired(allocator: &Allocator, there: &Elsewhere) {
+    // SAFETY: the stream is alive, and gets no more work.
+    unsafe { allocator.retire_raw(there.stream) }.unwrap();
+}
+
+/// Everything can be waited for and given back, and is no longer pending.
+fn nothing_is_pending(allocator: &Allocator) {
+    allocator.trim(0).unwrap();
+    allocator.synchronize().unwrap();
+    assert_eq!(allocator.trim(0).unwrap().pending, 0);
+}
+
+/// Memory of a context's stream, and of ours that it used, is freed.
+fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize) {
+    // SAFETY: the stream is alive.
+    unsafe {
+        let ptr = allocator.allocate_raw(bytes, there.stream).unwrap();
+        allocator.free_raw(ptr).unwrap();
+        let block = allocator.allocate(bytes, own).unwrap();
+        allocator.record_use_raw(block.ptr(), there.stream).unwrap();
+    }
+}
+
+/// Also where another thread waits for all contexts just then: the retirement ends when that is done with them.
+#[test]
+fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
+    each_simulated(|rig, sim| {
+        let allocator = rig.allocator();
+        let own = rig.stream();
+        let there = elsewhere(rig, sim);
+        let kept = allocator.allocate(70_000, &own).unwrap();
+        used_by(&allocator, &own, &there, 4 * MIB);
+        let other = allocator.clone();
+        let stream = there.stream as usize;
+        let retire = Mutex::new(Some(move || {
+            // SAFETY: the stream is alive, and gets no more work.
+            unsafe { other.retire_raw(stream as sys::CUstream) }.is_ok()
+        }));
+        let (hand, owner) = mpsc::channel();
+        sim.after(move |moment| {
+            if moment.call != "cuStreamIsCapturing" {
+                return;
+            }
+            let Some(retire) = retire.lock().unwrap().take() else {
+                return;
+            };
+            let thread = std::thread::spawn(retire);
+            // It has every chance to end.
+            for _ in 0..5_000 {
+                std::thread::yield_now();
+            }
+            hand.send((thread.is_finished(), thread)).unwrap();
+        });
+        allocator.synchronize().unwrap();
+        let (ended, thread) = owner.recv().expect("a stream is asked whether it captures");
+        sim.clear_hooks();
+        assert!(!ended, "the context could be destroyed under the wait");
+        assert!(thread.join().unwrap(), "the retirement went well");
+        assert!(sim.destroy_context(there.context));
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// Once its streams are retired a context may be destroyed: nothing of it is asked any more.
+#[test]
+fn d6_a_context_may_go_once_its_streams_are_retired() {
+    for (bytes, seen) in [(KIB, false), (4 * MIB, false), (4 * MIB, true)] {
+        each_simulated(|rig, sim| {
+            let allocator = rig.allocator();
+            let own = rig.stream();
+            sim.set_mode(Mode::Manual);
+            let there = elsewhere(rig, sim);
+            let kept = allocator.allocate(70_000, &own).unwrap();
+            used_by(&allocator, &own, &there, bytes);
+            sim.busy(there.stream, 1).unwrap();
+            retired(&allocator, &there);
+            sim.complete_all();
+            if seen {
+                allocator.trim(u64::MAX).unwrap();
+            }
+            assert!(sim.destroy_context(there.context));
+            drop(allocator.allocate(2 * bytes, &own).unwrap());
+            nothing_is_pending(&allocator);
+            drop(kept);
+            sim.set_mode(Mode::Instant);
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// The events of another context go with the last of its streams, the markers' and the spare ones.
+#[test]
+fn d6_no_event_of_a_context_outlives_the_last_of_its_streams() {
+    each_simulated(|rig, sim| {
+        let allocator = rig.allocator();
+        let own = rig.stream();
+        drop(allocator.allocate(KIB, &own).unwrap());
+        let there = elsewhere(rig, sim);
+        sim.set_mode(Mode::Manual);
+        for _ in 0..3 {
+            used_by(&allocator, &own, &there, 4 * MIB);
+            sim.busy(there.stream, 1).unwrap();
+        }
+        retired(&allocator, &there);
+        sim.complete_all();
+        let events = sim.leaks().events;
+        assert!(sim.destroy_context(there.context));
+        assert_eq!(sim.leaks().events, events, "some went with the context");
+        sim.set_mode(Mode::Instant);
+        rig.close(&allocator);
+    });
+}
+
+/// What a retired stream of another context is still at comes before the memory's next user.
+#[test]
+fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
+    each_simulated(|rig, sim| {
+        let allocator = rig.limited(BLOCK);
+        let own = rig.stream();
+        sim.set_mode(Mode::Manual);
+        let there = elsewhere(rig, sim);
+        let block = allocator.allocate(BLOCK, &own).unwrap();
+        own.synchronize().unwrap();
+        // SAFETY: the stream is alive, and the context for as long as it is in use.
+        unsafe {
+            let foreign = Context::from_raw(&rig.driver, there.context).unwrap();
+            let borrowed = Stream::from_raw(&foreign, there.stream).unwrap();
+            let entered = foreign.enter().unwrap();
+            entered
+                .memset_d32(block.ptr(), 1, BLOCK / 4, borrowed.raw())
+                .unwrap();
+            drop(entered);
+            allocator.record_use_raw(block.ptr(), there.stream).unwrap();
+        }
+        drop(block);
+        retired(&allocator, &there);
+        use_elsewhere(rig, &allocator, BLOCK, &own);
+        assert!(sim.destroy_context(there.context));
+        rig.close(&allocator);
+    });
+}
+
+/// A context is destroyed without a retirement of its stream. The wait for everything finds that out: what the stream
+/// used is complete then, and no free asks it any more.
+#[test]
+fn a_context_that_is_found_gone_is_no_loss_of_ours() {
+    for checks in [false, true] {
+        each_simulated(|rig, sim| {
+            let allocator = rig.allocator_with(Config::new().capture_checks(checks));
+            let own = rig.stream();
+            let there = elsewhere(rig, sim);
+            let live = live_blocks(&allocator, &own, &there);
+            used_by(&allocator, &own, &there, KIB);
+            used_by(&allocator, &own, &there, 4 * MIB);
+            assert!(sim.destroy_context(there.context));
+            allocator.synchronize().unwrap();
+            // It was asked once, and nothing else was wrong.
+            let gone = |report: &Report| matches!(report, Report::Destroyed { .. });
+            assert!(sim.take_reports().iter().all(gone));
+            live.free(&allocator);
+            nothing_is_pending(&allocator);
+            rig.assert_clean();
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// Live blocks of a stream elsewhere, small and large, and one of an own stream that it uses.
+struct LiveBlocks {
+    raw: [sys::CUdeviceptr; 3],
+}
+
+impl LiveBlocks {
+    fn free(self, allocator: &Allocator) {
+        for ptr in self.raw {
+            // SAFETY: a live block, which nothing uses.
+            unsafe { allocator.free_raw(ptr) }.unwrap();
+        }
+    }
+}
+
+fn live_blocks(allocator: &Allocator, own: &Stream, there: &Elsewhere) -> LiveBlocks {
+    // SAFETY: the streams are alive.
+    unsafe {
+        let small = allocator.allocate_raw(KIB, there.stream).unwrap();
+        let large = allocator.allocate_raw(3 * MIB, there.stream).unwrap();
+        let lent = allocator.allocate_raw(2 * MIB, own.raw()).unwrap();
+        allocator.record_stream_raw(lent, there.stream).unwrap();
+        LiveBlocks {
+            raw: [small, large, lent],
+        }
+    }
+}
+
+/// The driver call that finds a handle invalid, and what makes it.
+type Find = (&'static str, u64, fn(&Allocator, &Elsewhere));
+
+/// Each kind of call on something of another context.
+const FINDS: &[Find] = &[
+    ("cuEventQuery", 1, |allocator, _| {
+        allocator.trim(u64::MAX).unwrap();
+    }),
+    ("cuEventSynchronize", 1, |allocator, _| {
+        allocator.empty_cache().unwrap();
+    }),
+    // The one before is of the allocator's own context.
+    ("cuCtxSynchronize", 2, |allocator, _| {
+        assert!(is_invalid(allocator.synchronize()));
+    }),
+    ("cuCtxSetCurrent", 1, |allocator, _| {
+        assert!(is_invalid(allocator.synchronize()));
+    }),
+    ("cuEventRecord", 1, |allocator, there| {
+        // SAFETY: the stream is alive.
+        unsafe {
+            let ptr = allocator.allocate_raw(MIB, there.stream).unwrap();
+            allocator.free_raw(ptr).unwrap();
+            // Unless the free has recorded a marker.
+            drop(allocator.mark_raw(there.stream));
+        }
+    }),
+    ("cuStreamIsCapturing", 1, |allocator, there| {
+        // SAFETY: the stream is alive.
+        let asked = unsafe { allocator.allocate_raw(KIB, there.stream) };
+        assert!(is_invalid(asked.map(drop)));
+    }),
+];
+
+fn is_invalid(result: Result<(), Error>) -> bool {
+    matches!(result, Err(Error::Driver(error)) if error.code() == INVALID)
+}
+
+/// The driver finds a handle invalid in the next such call.
+fn invalidate(sim: &Simulator, allocator: &Allocator, there: &Elsewhere, find: &Find) {
+    let (call, nth, act) = find;
+    sim.fail(FailPlan::call(call, INVALID).unwrap().nth(*nth));
+    act(allocator, there);
+    assert_eq!(sim.clear_failures(), 0, "{call} was not made");
+}
+
+/// After one invalid handle nothing of the context is used any more, so that it may be gone without any retirement, and
+/// nothing of it counts as complete before the allocator is closed.
+#[test]
+fn nothing_of_a_context_is_used_after_an_invalid_handle() {
+    for find in FINDS {
+        for large in [false, true] {
+            each_simulated(|rig, sim| {
+                let _entered = rig.context.enter().unwrap();
+                let allocator = rig.allocator_with(Config::new().capture_checks(true));
+                let own = rig.stream();
+                sim.set_mode(Mode::Manual);
+                let there = elsewhere(rig, sim);
+                // Its stream comes first.
+                let live = live_blocks(&allocator, &own, &there);
+                let kept = allocator.allocate(70_000, &own).unwrap();
+                sim.busy(there.stream, 1).unwrap();
+                used_by(&allocator, &own, &there, if large { 4 * MIB } else { KIB });
+                invalidate(sim, &allocator, &there, find);
+                sim.complete_all();
+                assert!(sim.destroy_context(there.context));
+                sim.set_mode(Mode::Instant);
+                drop(allocator.allocate(8 * MIB, &own).unwrap());
+                live.free(&allocator);
+                for _ in 0..80 {
+                    drop(allocator.allocate(MIB, &own).unwrap());
+                }
+                allocator.empty_cache().unwrap();
+                assert!(is_invalid(allocator.synchronize()));
+                assert_ne!(allocator.trim(0).unwrap().pending, 0);
+                drop(kept);
+                rig.assert_clean();
+                rig.close(&allocator);
+                sim.take_reports();
+            });
+        }
+    }
+}
+
+/// What a living context's stream uses is not given to others because of an invalid handle, neither at once nor when
+/// its work is over, but once the stream is retired.
+#[test]
+fn memory_of_a_living_context_is_kept_until_its_stream_is_retired() {
+    // There is no room for another block.
+    for find in FINDS.iter().filter(|find| find.0 != "cuEventRecord") {
+        each_simulated(|rig, sim| {
+            let _entered = rig.context.enter().unwrap();
+            let allocator = rig.limited(BLOCK);
+            let own = rig.stream();
+            sim.set_mode(Mode::Manual);
+            let there = elsewhere(rig, sim);
+            writes_and_leaves(rig, &allocator, &there);
+            invalidate(sim, &allocator, &there, find);
+            for _ in 0..2 {
+                let refused = allocator.allocate(BLOCK, &own);
+                assert!(matches!(refused, Err(Error::OutOfMemory(_))), "{refused:?}");
+                allocator.empty_cache().unwrap();
+                assert!(is_invalid(allocator.synchronize()));
+                assert_eq!(allocator.stats().all.reserved.current, BLOCK as u64);
+                // So it is once all work is complete.
+                sim.complete_all();
+            }
+            retired(&allocator, &there);
+            use_elsewhere(rig, &allocator, BLOCK, &own);
+            assert!(sim.destroy_context(there.context));
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// The stream elsewhere gets a block, writes to it, and frees it.
+fn writes_and_leaves(rig: &Rig, allocator: &Allocator, there: &Elsewhere) {
+    // SAFETY: the context and its stream are alive; the block is freed behind the work.
+    unsafe {
+        let ptr = allocator.allocate_raw(BLOCK, there.stream).unwrap();
+        let foreign = Context::from_raw(&rig.driver, there.context).unwrap();
+        let entered = foreign.enter().unwrap();
+        entered.memset_d32(ptr, 1, BLOCK / 4, there.stream).unwrap();
+        drop(entered);
+        allocator.free_raw(ptr).unwrap();
+        allocator.mark_raw(there.stream).unwrap();
+    }
+}
+
+/// The first stream of a context that is retired gives its own memory back, the last one ends the distrust.
+#[test]
+fn the_distrust_of_a_context_ends_with_its_last_stream() {
+    each_simulated(|rig, sim| {
+        let allocator = rig.allocator();
+        let own = rig.stream();
+        let there = elsewhere(rig, sim);
+        let beside = there.beside(rig);
+        // SAFETY: the streams are alive, and nothing uses the blocks.
+        unsafe {
+            let streams = [there.stream, beside.stream];
+            let blocks = streams.map(|s| allocator.allocate_raw(BLOCK, s).unwrap());
+            blocks
+                .iter()
+                .for_each(|ptr| allocator.free_raw(*ptr).unwrap());
+        }
+        invalidate(sim, &allocator, &there, &FINDS[0]);
+        let pending = allocator.trim(0).unwrap().pending;
+        retired(&allocator, &there);
+        let left = allocator.trim(0).unwrap().pending;
+        assert!(0 < left && left < pending, "{left} of {pending}");
+        // A stream that comes now is of a context that is distrusted.
+        let late = there.beside(rig);
+        used_by(&allocator, &own, &late, 4 * MIB);
+        let markers = allocator.stats().markers;
+        // SAFETY: the stream is alive.
+        unsafe { allocator.mark_raw(late.stream) }.unwrap();
+        assert_eq!(allocator.stats().markers, markers);
+        retired(&allocator, &beside);
+        retired(&allocator, &late);
+        nothing_is_pending(&allocator);
+        let again = there.beside(rig);
+        used_by(&allocator, &own, &again, 4 * MIB);
+        // SAFETY: the stream is alive.
+        unsafe { allocator.mark_raw(again.stream) }.unwrap();
+        assert_eq!(allocator.trim(0).unwrap().pending, 0);
+        retired(&allocator, &again);
+        assert!(sim.destroy_context(there.context));
+        rig.close(&allocator);
+    });
+}
+
+/// Once a call says that a distrusted context is gone, its memory is complete, and the allocator goes on.
+#[test]
+fn the_distrust_of_a_context_ends_when_it_is_known_to_be_gone() {
+    use sys::CUresult as Code;
+    for gone in [
+        Code::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+        Code::CUDA_ERROR_INVALID_CONTEXT,
+    ] {
+        each_simulated(|rig, sim| {
+            let allocator = rig.allocator();
+            let own = rig.stream();
+            let there = elsewhere(rig, sim);
+            used_by(&allocator, &own, &there, 4 * MIB);
+            invalidate(sim, &allocator, &there, &FINDS[0]);
+            sim.fail(FailPlan::call("cuStreamGetId", gone).unwrap());
+            // SAFETY: the stream is alive.
+            let named = unsafe { allocator.allocate_raw(KIB, there.stream) };
+            assert!(
+                matches!(named, Err(Error::Driver(error)) if error.code() == gone),
+                "{named:?}"
+            );
+            assert_eq!(sim.clear_failures(), 0);
+            assert!(sim.destroy_context(there.context));
+            nothing_is_pending(&allocator);
+            rig.assert_clean();
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// A close asks the context again, waits for it if it lives, and changes nothing if that fails.
+#[test]
+fn a_close_waits_for_a_distrusted_context() {
+    each_simulated(|rig, sim| {
+        let allocator = rig.limited(BLOCK);
+        let own = rig.stream();
+        sim.set_mode(Mode::Manual);
+        let there = elsewhere(rig, sim);
+        writes_and_leaves(rig, &allocator, &there);
+        invalidate(sim, &allocator, &there, &FINDS[0]);
+        sim.fail(FailPlan::call("cuCtxSynchronize", INVALID).unwrap().nth(2));
+        assert!(is_invalid(allocator.close()));
+        assert_eq!(sim.clear_failures(), 0);
+        let refused = allocator.allocate(BLOCK, &own);
+        assert!(matches!(refused, Err(Error::OutOfMemory(_))), "{refused:?}");
+        rig.close(&allocator);
+        assert!(sim.destroy_context(there.context));
+    });
+}
+
+/// A stream of a distrusted context that is retired in due form may be destroyed: no free asks it.
+#[test]
+fn a_retired_stream_of_a_distrusted_context_is_not_asked() {
+    for find in FINDS {
+        each_simulated(|rig, sim| {
+            let _entered = rig.context.enter().unwrap();
+            let allocator = rig.allocator_with(Config::new().capture_checks(true));
+            let own = rig.stream();
+            sim.set_mode(Mode::Manual);
+            let there = elsewhere(rig, sim);
+            let live = live_blocks(&allocator, &own, &there);
+            used_by(&allocator, &own, &there, 4 * MIB);
+            sim.busy(there.stream, 1).unwrap();
+            invalidate(sim, &allocator, &there, find);
+            retired(&allocator, &there);
+            sim.complete_all();
+            assert!(sim.destroy_context(there.context));
+            live.free(&allocator);
+            nothing_is_pending(&allocator);
+            rig.assert_clean();
+            sim.set_mode(Mode::Instant);
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// A retirement that fails for ever leaves no more with each try: neither markers nor events.
+#[test]
+fn retirements_that_fail_leave_a_bounded_number_of_events() {
+    use sys::CUresult as Code;
+    // The last marker cannot be recorded, or cannot be brought to the allocator's context.
+    let plans = [
+        ("cuEventRecord", Code::CUDA_ERROR_OUT_OF_MEMORY, 0),
+        ("cuEventRecord", INVALID, 0),
+        ("cuEventRecord", Code::CUDA_ERROR_OUT_OF_MEMORY, 1),
+        ("cuStreamWaitEvent", Code::CUDA_ERROR_OUT_OF_MEMORY, 0),
+        ("cuStreamWaitEvent", INVALID, 0),
+        ("cuStreamCreate", Code::CUDA_ERROR_OUT_OF_MEMORY, 0),
+    ];
+    for (call, code, skip) in plans {
+        each_simulated(|rig, sim| {
+            let allocator = rig.allocator();
+            let own = rig.stream();
+            sim.set_mode(Mode::Manual);
+            let there = elsewhere(rig, sim);
+            let live = live_blocks(&allocator, &own, &there);
+            sim.busy(there.stream, 1).unwrap();
+            let tries = |count: u64| {
+                for _ in 0..count {
+                    sim.fail(FailPlan::call(call, code).unwrap().nth(skip + 1));
+                    // SAFETY: the stream is alive.
+                    unsafe { allocator.retire_raw(there.stream) }.unwrap_err();
+                    assert_eq!(sim.clear_failures(), 0, "{call} was not made");
+                }
+                sim.leaks().events
+            };
+            let few = tries(3);
+            assert_eq!(tries(200), few, "events after {call}");
+            retired(&allocator, &there);
+            sim.complete_all();
+            assert!(sim.destroy_context(there.context));
+            live.free(&allocator);
+            nothing_is_pending(&allocator);
+            rig.close(&allocator);
+        });
+    }
+}
+
+/// So does one that fails since others go on freeing.
+#[test]
+fn a_retirement_beside_frees_leaves_one_marker() {
+    each_with_interludes(|rig, sim| {
+        // A free asks the driver then, and comes to the heap.
+        let allocator = rig.allocator_with(Config::new().capture_checks(true));
+        let [a, b] = rig.streams();
+        drop(allocator.allocate(KIB, &b).unwrap());
+        sim.set_mode(Mode::Manual);
+        sim.busy(a.raw(), 1).unwrap();
+        let blocks = (0..200).map(|_| allocator.allocate(100 * KIB, &a).unwrap());
+        let blocks = Rc::new(RefCell::new(blocks.collect()));
+        free_beside_markers(Rc::clone(&blocks));
+        let tries = [(); 3].map(|()| {
+            let error = allocator.retire(&a).unwrap_err();
+            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            sim.leaks().events
+        });
+        assert_eq!(tries[0], tries[2]);
+        interlude::clear();
+        drop(blocks);
+        sim.complete_all();
+        allocator.retire(&a).unwrap();
+        sim.set_mode(Mode::Instant);
+        rig.close(&allocator);
+    });
+}
+
+/// Frees a block behind each marker.
+fn free_beside_markers(blocks: Rc<RefCell<Vec<Block>>>) {
+    interlude::after("cuEventRecord", move || {
+        let block = blocks.borrow_mut().pop();
+        drop(block);
+        free_beside_markers(blocks);
+    });
+}
