@@ -391,31 +391,6 @@ fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
     });
 }
 
-/// D4: a stream that begins to capture while the device is tested counts as one that works.
-#[test]
-fn d4_the_test_of_a_device_that_meets_a_capture_goes_on() {
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
-        let allocator = rig.allocator();
-        let stream = rig.stream();
-        drop(allocator.allocate(MIB, &stream).unwrap());
-        let answer = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-        sim.fail(FailPlan::call("cuStreamQuery", answer).unwrap());
-        // A request that only a view can serve within its means.
-        let mut kept: Vec<Block> = (0..41)
-            .map(|_| allocator.allocate(2 * MIB, &stream).unwrap())
-            .collect();
-        (0..20).for_each(|at| drop(kept.remove(at + 1)));
-        kept.push(allocator.allocate(40 * MIB, &stream).unwrap());
-        assert_eq!(sim.clear_failures(), 0);
-        assert_eq!(allocator.stats().packing.self_test, SelfTest::Passed);
-        drop(kept);
-        rig.close(&allocator);
-    });
-}
-
 /// D7: a stream that leaves has no other marker than its last one. A question about it that fails, with a code
 /// that speaks of captures, does not take it away.
 #[test]

@@ -1,13 +1,14 @@
 //! The first capture of a process: until then nobody is on the watch. So this test is alone in its
 //! program, and the other one runs it anew for itself.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::capturing::{MODE, begin, end};
 use crate::common::{MIB, RawStream, Rig, interlude, itself, only};
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Policy};
+use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
 use cualloc::driver::{Stream, sys};
 use cualloc::sim::FailPlan;
 
@@ -158,4 +159,67 @@ fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
     assert_eq!(allocator.stats().reclaim.synchronised, 0);
     drop((taken, elsewhere));
     rig.close(&allocator);
+}
+
+/// A request that only a view can serve within its means; the test of the device comes before it. Whether it passed,
+/// and how many streams were queried meanwhile.
+fn first_view(rig: &Rig, config: Config) -> (SelfTest, u64) {
+    let allocator = rig.allocator_with(config);
+    let [stream, other] = rig.streams();
+    drop(allocator.allocate(MIB, &other).unwrap());
+    let mut kept: Vec<Block> = (0..41)
+        .map(|_| allocator.allocate(2 * MIB, &stream).unwrap())
+        .collect();
+    (0..20).for_each(|at| drop(kept.remove(at + 1)));
+    allocator.synchronize().unwrap();
+    let queries = rig.calls("cuStreamQuery");
+    kept.push(allocator.allocate(40 * MIB, &stream).unwrap());
+    let packing = allocator.stats().packing;
+    assert_eq!(packing.views, 1);
+    drop(kept);
+    let queries = rig.calls("cuStreamQuery") - queries;
+    rig.close(&allocator);
+    (packing.self_test, queries)
+}
+
+/// The test of a device queries the streams of others only as long as none of them may be captured: a query would
+/// invalidate a capture that begins in that moment. In a process of its own.
+#[test]
+fn the_test_of_a_device_queries_no_stream_that_may_be_captured() {
+    const NAME: &str = "first_capture::the_test_of_a_device_queries_no_stream_that_may_be_captured";
+    if std::env::var_os("CUALLOC_TEST_CHILD").is_none() {
+        let child = itself(NAME).env("CUALLOC_TEST_CHILD", "1").status();
+        assert!(child.unwrap().success());
+        return;
+    }
+    // The device is tested once for each driver.
+    let view = |config: Config, before: &dyn Fn(&Rig)| {
+        let found = Cell::new(None);
+        only(Policy::Packed, |rig| {
+            before(rig);
+            found.set(Some(first_view(rig, config.clone())));
+            if let Some(sim) = rig.maybe_sim() {
+                assert_eq!(sim.clear_failures(), 0);
+            }
+        });
+        found.take().unwrap()
+    };
+    let (passed, queries) = view(Config::new(), &|_| ());
+    assert!(passed == SelfTest::Passed && queries > 0);
+    let checked = Config::new().capture_checks(true);
+    assert_eq!(view(checked, &|_| ()), (SelfTest::Passed, 0));
+    // D4: a stream that begins to be captured in that moment counts as one that works.
+    let meets = |rig: &Rig| {
+        let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        if let Some(sim) = rig.maybe_sim() {
+            sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
+        }
+    };
+    assert_eq!(view(Config::new(), &meets).0, SelfTest::Passed);
+    let captures = |rig: &Rig| {
+        let stream = rig.stream();
+        stream.begin_capture(MODE).unwrap();
+        drop(stream.end_capture().unwrap());
+    };
+    assert_eq!(view(Config::new(), &captures), (SelfTest::Passed, 0));
 }

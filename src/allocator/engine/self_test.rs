@@ -61,11 +61,19 @@ impl Engine {
         Ok(self.lock().views.self_test)
     }
 
-    /// Whether nothing runs on any stream that is known.
+    /// Whether it is known that nothing runs on any known stream. Streams that may be captured at any time are not
+    /// queried, since the query would invalidate the capture.
     fn is_quiet(&self) -> Result<bool, Error> {
+        if self.may_capture() {
+            return Ok(false);
+        }
         let holders: Vec<Holder> = {
             let heap = self.lock();
-            heap.streams.iter().map(|(_, s)| s.holder.clone()).collect()
+            let streams = || heap.streams.iter().map(|(_, slot)| slot);
+            if streams().any(|slot| slot.distrusted.is_some()) {
+                return Ok(false);
+            }
+            streams().map(|slot| slot.holder.clone()).collect()
         };
         for holder in holders {
             let idle = match holder {
@@ -73,7 +81,7 @@ impl Engine {
                     match stream.is_complete() {
                         // It captures since it was asked.
                         Err(error) if is_of_capture(error.code()) => false,
-                        idle => idle.map_err(|e| self.error(e))?,
+                        idle => idle.map_err(|e| self.error_in(stream.context(), e))?,
                     }
                 }
                 Holder::Retired => true,
