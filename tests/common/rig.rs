@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
+use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy};
 use cualloc::driver::{Context, Driver, Module, Stream, sys};
 use cualloc::sim::{Mode, SimConfig, Simulator};
@@ -373,10 +374,17 @@ impl Rig {
         }
     }
 
-    /// Closes an allocator, after which the driver holds nothing of it.
+    /// Closes an allocator, after which the driver holds nothing of it. The ends of graphs are reported by another
+    /// thread.
     pub fn close(&self, allocator: &Allocator) {
         allocator.check().unwrap();
-        allocator.close().unwrap();
+        super::wait_until("graphs are gone", || match allocator.close() {
+            Err(Error::InUse { what: "graph", .. }) => false,
+            closed => {
+                closed.unwrap();
+                true
+            }
+        });
         allocator.check().unwrap();
         assert_eq!(allocator.stats().all.reserved.current, 0);
         if let Some(held) = self.driver_held() {

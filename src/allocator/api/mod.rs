@@ -417,7 +417,8 @@ impl Allocator {
     ///
     /// # Errors
     /// [`Error::Capturing`] while a stream there is being captured; driver errors, among them those
-    /// of the work itself.
+    /// of the work itself. After a `CUDA_ERROR_INVALID_HANDLE` about another context, whose streams have to be retired
+    /// first, that error again: everything else is complete then.
     pub fn synchronize(&self) -> Result<(), Error> {
         drop(self.engine.open()?);
         process::do_postponed();
@@ -456,8 +457,9 @@ impl Allocator {
     /// markers, and for the whole context where a raw stream left work without one. On an error the
     /// allocator stays open and owns what could not be given back.
     ///
-    /// The driver tells the end of a graph some time after it was destroyed, so a graph that has memory of a
-    /// [`GraphPool`](crate::allocator::GraphPool) is waited for, for a tenth of a second at most.
+    /// The driver reports the end of a graph some time after it was destroyed. While reports come in, the call looks
+    /// again; else it returns [`Error::InUse`] for graphs that have memory of a
+    /// [`GraphPool`](crate::allocator::GraphPool), and a later call may succeed.
     ///
     /// Dropping the last handle does the same, as soon as no block is live; what a capture or the driver refuses
     /// is done when a capture was ended through this crate, or by a later call of any allocator.

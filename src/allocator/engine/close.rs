@@ -1,7 +1,6 @@
 //! Giving memory back, and the end.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::driver::{StreamKind, process};
 use crate::locks::lines::keep_lines;
@@ -15,8 +14,8 @@ use crate::error::Error;
 use crate::nvtx::{self, Category};
 use crate::sync::capture::is_of_capture;
 
-/// How long a close waits for the driver to say that graphs are gone. It does so about 0.1 ms after they are.
-const LATE: Duration = Duration::from_millis(100);
+/// What keeps an allocator open while graphs may use memory of its pools.
+const GRAPH: &str = "graph";
 
 impl Engine {
     /// Gives unused memory back until no more than `keep` bytes of it are held. Never waits, unless to close
@@ -137,15 +136,16 @@ impl Engine {
         Ok(())
     }
 
-    /// [`close`](Self::close), which waits a little for graphs that are just gone.
+    /// [`close`](Self::close), which looks again while leases end that graphs have of pools.
     pub(crate) fn close_after_graphs(&self) -> Result<(), Error> {
-        self.free_deferred();
-        // Blocks that a debug mode holds back are nobody's.
-        self.release_quarantine(0);
-        if self.open()?.live_totals().0 == 0 {
-            self.await_leases(LATE, |_| true);
+        let ended = Arc::clone(&self.open()?.graphs.ended);
+        loop {
+            let seen = ended.count();
+            match self.close() {
+                Err(Error::InUse { what: GRAPH, .. }) if ended.count() > seen => {}
+                closed => return closed,
+            }
         }
-        self.close()
     }
 
     /// Waits for the allocator's markers, gives everything back, and refuses further calls. After
@@ -159,7 +159,7 @@ impl Engine {
             let leases = heap.graphs.count_leases();
             if leases > 0 {
                 return Err(Error::InUse {
-                    what: "graph",
+                    what: GRAPH,
                     count: leases,
                     bytes: heap.graphs.held,
                 });
