@@ -1,6 +1,6 @@
 //! Tests of what a stream's slot hands on: its tickets, its markers, what it follows, and its name.
 
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 
 use super::carried::{Outcome, Rig, cached};
 use super::{Config, Policy};
@@ -13,7 +13,7 @@ use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, Event, Stream};
 use crate::error::Error;
-use crate::locks::held::locked;
+use crate::locks::held::Mutex;
 use crate::sim::Mode;
 
 const KIB: usize = 1 << 10;
@@ -457,7 +457,7 @@ fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
     let beside = allocator.clone();
     rig.sim.after(move |moment| {
         // Of the other thread alone, which comes first.
-        let first = (moment.call == "cuEventRecord").then(|| locked(&marks).take());
+        let first = (moment.call == "cuEventRecord").then(|| marks.lock().take());
         if let Some(Some(recorded)) = first {
             let _ = recorded.send(());
             let retired = || {

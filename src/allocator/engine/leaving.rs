@@ -16,8 +16,6 @@ use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, StreamKey};
 use crate::error::Error;
-use crate::locks::lines;
-use crate::locks::lock::pause;
 
 impl Streams {
     /// The stream is known by its name again, unless another slot is by now. Whether it is.
