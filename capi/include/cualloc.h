@@ -532,10 +532,11 @@ int32_t cualloc_free_on(struct cualloc_t *allocator,
 
 /**
  * Says that another stream uses the block around ptr (any address inside it). After its free the block is used anew
- * only when the work is done that the stream was given until the free.
+ * only when the work is done that the stream was given until the free. In a capture that a graph pool serves, the use
+ * counts from the end of the capture on.
  *
- * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle,
- * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_INVALID_ARGUMENT for a
+ * null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
  *
  * Any thread, whatever context is current.
  *

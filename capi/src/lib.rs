@@ -37,6 +37,9 @@ mod pool_tests;
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 
+#[cfg(all(test, feature = "sim"))]
+mod capture_tests;
+
 pub use blocks::*;
 pub use life::*;
 pub use memory::*;

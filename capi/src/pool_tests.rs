@@ -11,7 +11,7 @@ use std::thread;
 use super::*;
 use crate::tests::world;
 
-fn allocator() -> *mut cualloc_t {
+pub(crate) fn allocator() -> *mut cualloc_t {
     let (options, mut made) = (cualloc_options_new(), null_mut());
     // SAFETY: texts end with a zero, and the pointer is to a local.
     unsafe {
@@ -23,7 +23,7 @@ fn allocator() -> *mut cualloc_t {
     made
 }
 
-fn pool_of(allocator: *mut cualloc_t) -> *mut cualloc_pool_t {
+pub(crate) fn pool_of(allocator: *mut cualloc_t) -> *mut cualloc_pool_t {
     let mut made = null_mut();
     // SAFETY: the pointer is to a local.
     let code = unsafe { cualloc_pool_create(allocator, &mut made) };
@@ -33,9 +33,9 @@ fn pool_of(allocator: *mut cualloc_t) -> *mut cualloc_pool_t {
 
 /// What a predicate of the tests looks at.
 #[derive(Default)]
-struct Asked {
+pub(crate) struct Asked {
     times: AtomicU32,
-    answer: AtomicBool,
+    pub(crate) answer: AtomicBool,
     ended: AtomicU32,
 }
 
@@ -52,7 +52,7 @@ unsafe extern "C" fn ends(data: *mut c_void) {
     asked.ended.fetch_add(1, Ordering::Relaxed);
 }
 
-fn scope(kind: i32, asked: &Asked) -> cualloc_scope_t {
+pub(crate) fn scope(kind: i32, asked: &Asked) -> cualloc_scope_t {
     cualloc_scope_t {
         struct_size: size_of::<cualloc_scope_t>(),
         kind,
@@ -64,7 +64,7 @@ fn scope(kind: i32, asked: &Asked) -> cualloc_scope_t {
     }
 }
 
-fn enter(pool: *mut cualloc_pool_t, which: &cualloc_scope_t) -> (i32, u64) {
+pub(crate) fn enter(pool: *mut cualloc_pool_t, which: &cualloc_scope_t) -> (i32, u64) {
     let mut number = 1;
     // SAFETY: the pointers are to locals, and what a predicate looks at outlives the scope.
     let code = unsafe { cualloc_pool_enter(pool, which, &mut number) };
@@ -245,7 +245,7 @@ fn abandon(number: u64, stream: usize) -> i32 {
     unsafe { cualloc_torch_pool_abandon(number, stream as *mut c_void) }
 }
 
-fn shared_is_simulated() {
+pub(crate) fn shared_is_simulated() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let options = cualloc_options_new();
@@ -259,12 +259,12 @@ fn shared_is_simulated() {
     });
 }
 
-fn torch_id(second: u64) -> cualloc_torch_pool_id_t {
+pub(crate) fn torch_id(second: u64) -> cualloc_torch_pool_id_t {
     cualloc_torch_pool_id_t { first: 0, second }
 }
 
 /// What the thread has begun, by its number.
-fn torch_begin(id: cualloc_torch_pool_id_t, asked: &Asked) -> u64 {
+pub(crate) fn torch_begin(id: cualloc_torch_pool_id_t, asked: &Asked) -> u64 {
     let data = std::ptr::from_ref(asked).cast_mut().cast();
     // SAFETY: what the predicate looks at outlives the scopes.
     let code = unsafe { cualloc_torch_pool_begin(0, id, Some(asks), Some(ends), data) };

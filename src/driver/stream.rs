@@ -67,7 +67,7 @@ impl Driver {
     }
 
     /// The owned stream with a handle, if there is one.
-    pub(super) fn own_stream(&self, raw: usize) -> Option<Stream> {
+    pub(crate) fn own_stream(&self, raw: usize) -> Option<Stream> {
         let streams: Vec<Arc<Inner>> = self.streams().all();
         let own = streams.into_iter().find(|own| own.raw as usize == raw);
         own.map(Stream)

@@ -15,6 +15,7 @@ mod families;
 mod judged;
 mod kept;
 mod leases;
+mod postponed;
 mod random;
 mod refused;
 mod reuse;

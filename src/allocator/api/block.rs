@@ -102,10 +102,11 @@ impl Block {
     }
 
     /// Says that another stream uses the block: after the drop it is reused only when everything
-    /// which that stream was given until the drop has completed.
+    /// which that stream was given until the drop has completed. In a capture that a graph pool serves, the use counts
+    /// from the end of the capture on.
     ///
     /// # Errors
-    /// [`Error::Capturing`]; a lost context; driver errors.
+    /// [`Error::Capturing`] in any other capture; a lost context; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         let engine = self.engine();
         engine.record(self.place.ptr, &engine.named(stream)?, false)

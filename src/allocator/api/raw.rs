@@ -187,7 +187,8 @@ impl Allocator {
     }
 
     /// Says that another stream uses the block around `ptr` (any address inside it): after its free
-    /// it is reused only when everything which that stream was given until the free has completed.
+    /// it is reused only when everything which that stream was given until the free has completed. In a capture that a
+    /// graph pool serves, the use counts from the end of the capture on.
     ///
     /// # Errors
     /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.

@@ -432,14 +432,18 @@ impl Engine {
                 return self.record_pooled(block, named, now);
             }
         }
-        self.refuse_capture(named)?;
-        if self.unretired {
+        // A graph pool serves the capture that the stream is in. Its markers wait for the capture's end, and so does
+        // the use.
+        let captures = match self.refuse_capture(named) {
+            Err(Error::Capturing { .. }) if self.is_scoped() && self.is_served(named)? => true,
+            refused => refused.map(|()| false)?,
+        };
+        if self.unretired && !captures {
             self.mark_while_named(named);
         }
         let (mut heap, stream) = self.slot(self.open()?, named)?;
-        let cache = heap.cache_of(stream, thread::thread_number());
         if let StreamKey::Id(key) = named.key {
-            thread::remember(key, cache);
+            thread::remember(key, heap.cache_of(stream, thread::thread_number()));
         }
         let block = heap.large_around(ptr);
         let owner = match block {
@@ -450,13 +454,13 @@ impl Engine {
             return Err(Error::NotLive { ptr });
         };
         let now = now && owner != stream;
-        // Covered by the marker below: frees after it get a later ticket.
+        // Covered by the marker below, or the next one: frees after that get a later ticket.
         let ticket = now.then(|| {
             let slot = &mut heap.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
             slot.open
         });
-        if now {
+        if now && !captures {
             // What may fail comes first: a use of which the caller hears that it failed is not recorded.
             drop(heap);
             self.mark(stream, named.key)?;

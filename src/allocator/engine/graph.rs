@@ -364,6 +364,13 @@ impl Engine {
         }
     }
 
+    /// Whether requests of a stream that captured a moment ago go to a pool.
+    pub(crate) fn is_served(&self, named: &Named<'_>) -> Result<bool, Error> {
+        let info = self.capture_of_named(named.key, named.raw, named.kept())?;
+        let user = Self::user_of(named, info.as_ref().map(|info| info.id));
+        Ok(info.is_none() || self.resolve(&user, info.as_ref())?.is_some())
+    }
+
     /// Has a capture's graph keep the pool's memory before it gets or uses any.
     pub(crate) fn lease(&self, info: &Present, pool: u64) -> Result<(), Error> {
         if !self.open()?.graphs.lacks_lease(info.id, pool) {

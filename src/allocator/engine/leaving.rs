@@ -219,14 +219,15 @@ impl Engine {
 
     /// The slot of a stream that is known, or why it is not.
     pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
-        let heap = self.open()?;
-        let known = heap.streams.find(named.key);
+        let mut heap = self.open()?;
+        let known = heap.find_slot(named);
         known.ok_or_else(|| heap.streams.not_here(named.raw as usize))
     }
 
     /// All slots of a stream that is known: more than one where others retired it while it went on.
     fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
-        let heap = self.open()?;
+        let mut heap = self.open()?;
+        heap.find_slot(named);
         let slots = heap.streams.all_of(named.key);
         if slots.is_empty() {
             return Err(heap.streams.not_here(named.raw as usize));

@@ -61,9 +61,9 @@ impl Engine {
             match unsafe { self.raw_id(raw) } {
                 Ok(Some(id)) => StreamKey::Id(id),
                 Ok(None) => StreamKey::Handle(raw as usize),
-                // A pool serves it all the same, and what does not refuses it.
+                // A pool may serve it all the same; what does not refuses it.
                 Err(error) if self.is_scoped() && is_capture_refusal(error.code()) => {
-                    StreamKey::Handle(raw as usize)
+                    self.key_of_capturing(raw as usize)
                 }
                 Err(error) => return Err(self.unnamed(raw, error)),
             }
@@ -73,6 +73,18 @@ impl Engine {
             raw,
             stream: None,
         })
+    }
+
+    /// The key of a stream that captures, so that the driver does not tell its id: its handle, unless that is known
+    /// to be the stream's own.
+    fn key_of_capturing(&self, raw: usize) -> StreamKey {
+        if let Some(own) = self.driver().own_stream(raw) {
+            return StreamKey::Id(own.own_id());
+        }
+        let heap = self.lock();
+        let mut known = heap.streams.iter();
+        let same = known.find(|(_, slot)| slot.named && slot.handle_to_ask() == raw);
+        same.map_or(StreamKey::Handle(raw), |(_, slot)| slot.key)
     }
 
     /// The driver's id of a stream, if it has ids.
@@ -269,9 +281,25 @@ impl Engine {
 }
 
 impl Heap {
+    /// The slot that a call finds by a stream's name, also if it was registered by the handle alone while the stream
+    /// captured. Where streams may go without being retired such a handle may be another stream's by now.
+    pub(crate) fn find_slot(&mut self, named: &Named<'_>) -> Option<u32> {
+        let by_handle = StreamKey::Handle(named.raw as usize);
+        let known = self.streams.find(named.key);
+        if known.is_some() || named.key == by_handle || self.streams.unretired {
+            return known;
+        }
+        let stream = self.streams.find(by_handle)?;
+        if !self.caches.of(stream).is_empty() {
+            return None;
+        }
+        self.streams.rename(stream, named.key);
+        Some(stream)
+    }
+
     /// The slot of a stream, if it is known.
     pub(crate) fn known_slot(&mut self, named: &Named<'_>) -> Option<u32> {
-        let stream = self.streams.find(named.key)?;
+        let stream = self.find_slot(named)?;
         self.streams.tell(stream);
         if self.streams.woken {
             self.streams_changed();

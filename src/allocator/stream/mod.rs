@@ -165,6 +165,13 @@ impl Streams {
         at
     }
 
+    /// A stream gets the key that its next calls name it by.
+    pub(crate) fn rename(&mut self, stream: u32, key: StreamKey) {
+        let former = std::mem::replace(&mut self[stream].key, key);
+        self.by_key.remove(&former);
+        self.by_key.insert(key, stream);
+    }
+
     /// The stream's handle is gone: a new stream may appear under the same handle.
     pub(crate) fn forget_key(&mut self, stream: u32) {
         let slot = &mut self[stream];
