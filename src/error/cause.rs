@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use crate::driver::DriverError;
 use crate::error::memory::{Bytes, OutOfMemory};
 
 /// Which of the ways to run out of memory it was.
@@ -21,6 +22,8 @@ pub enum Cause {
     Guarded,
     /// What is live and the request are more than the device has.
     Device,
+    /// There is enough memory, and the driver refuses the address space to map it at.
+    Refused,
 }
 
 impl Cause {
@@ -33,6 +36,7 @@ impl Cause {
             Cause::Pending => "pending",
             Cause::Guarded => "guarded",
             Cause::Device => "device",
+            Cause::Refused => "refused",
         }
     }
 }
@@ -60,6 +64,12 @@ impl OutOfMemory {
         bounds.min().unwrap_or(self.reserved)
     }
 
+    /// The driver's refusal of address space, if the request failed for that.
+    fn refused_addresses(&self) -> Option<DriverError> {
+        self.driver
+            .filter(|error| error.call() == "cuMemAddressReserve")
+    }
+
     /// Which way to run out of memory it was.
     pub fn cause(&self) -> Cause {
         let need = self.allocated.saturating_add(self.requested);
@@ -68,6 +78,7 @@ impl OutOfMemory {
             return match (self.guarded > 0, self.waiting() > 0) {
                 (true, _) if !fits(self.guarded) => Cause::Guarded,
                 (_, true) if !fits(self.guarded.saturating_add(self.waiting())) => Cause::Pending,
+                _ if self.refused_addresses().is_some() => Cause::Refused,
                 _ => Cause::Fragmented,
             };
         }
@@ -130,6 +141,11 @@ impl OutOfMemory {
                 "Drop the guards and graphs that keep {} of freed memory.",
                 Bytes(self.guarded),
             ),
+            Cause::Refused => {
+                "The driver refuses address space, not memory: lift the limit on the address space of the process \
+                 (ulimit -v), or use policy=classic, which reserves none."
+                    .to_owned()
+            }
             Cause::Device => format!(
                 "The device lacks {}: ask for less at once, free what is live, or take a device with more memory.",
                 Bytes(

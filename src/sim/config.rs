@@ -101,6 +101,10 @@ pub struct SimConfig {
     pub broken_aliasing: bool,
     /// Detect races. Off, long runs are faster.
     pub races: bool,
+    /// Address space that all reservations share, in bytes; at most 32 TiB.
+    pub address_space: u64,
+    /// The longest reservation that the driver grants, in bytes.
+    pub longest_reservation: u64,
     /// Modelled nanoseconds of one row in [`Mode::Lag`].
     pub row_nanos: u64,
     /// In what order nodes of a launched graph run that the graph does not order, where the mode does not say so:
@@ -123,6 +127,8 @@ impl Default for SimConfig {
             late_destructors: false,
             broken_aliasing: false,
             races: true,
+            address_space: u64::MAX,
+            longest_reservation: u64::MAX,
             row_nanos: 1000,
             seed: 0,
             missing: Vec::new(),

@@ -209,7 +209,13 @@ impl State {
             plain: Addresses::new(PLAIN.0, PLAIN.1),
             quarantine: Vec::new(),
             slabs: BTreeMap::new(),
-            reserve: Addresses::new(RESERVED.0, RESERVED.1),
+            reserve: Addresses::new(
+                RESERVED.0,
+                RESERVED
+                    .0
+                    .saturating_add(config.address_space)
+                    .min(RESERVED.1),
+            ),
             reservations: BTreeMap::new(),
             mappings: BTreeMap::new(),
             allocs: Vec::new(),

@@ -109,6 +109,9 @@ impl State {
         // Handles are mapped at multiples of the granule; so a reservation begins at one.
         let granules = self.config.devices.iter().map(|device| device.granularity);
         let align = align.max(granules.max().unwrap_or(PAGE));
+        if size > self.config.longest_reservation {
+            return fail(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        }
         let hinted = addr != 0 && addr.is_multiple_of(align) && self.reserve.take_at(addr, size);
         let start = match hinted {
             true => addr,

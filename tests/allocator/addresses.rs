@@ -1,14 +1,12 @@
 //! Address space stays bounded, however long a program runs and however many allocators it has.
 
 use crate::common::*;
-use cualloc::allocator::{Allocator, Block, Policy};
+use cualloc::Error;
+use cualloc::allocator::{Allocator, Block, Config, Policy, Request};
+use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
+use cualloc::error::{Cause, OutOfMemory};
 use cualloc::sim::{FailPlan, SimConfig};
-
-/// Calls so far, but for the one by which the first allocator tried the device's virtual memory.
-fn calls(rig: &Rig, name: &str) -> u64 {
-    rig.calls(name) - 1
-}
 
 /// Uneven sizes from 1 to 64 MiB.
 fn sizes(round: usize) -> impl Iterator<Item = usize> {
@@ -35,19 +33,19 @@ fn r3_filling_and_emptying_for_ever_beside_a_survivor_stays_bounded() {
                 allocator.trim(0).unwrap();
             }
             if round == 20 {
-                after_warm_up = calls(rig, "cuMemAddressReserve");
+                after_warm_up = rig.calls("cuMemAddressReserve");
             }
         }
         assert_eq!(after_warm_up, 1);
-        assert_eq!(calls(rig, "cuMemAddressReserve"), after_warm_up);
+        assert_eq!(rig.calls("cuMemAddressReserve"), after_warm_up);
         let all = allocator.stats().all;
         assert!(all.reserved.peak <= all.requested.peak * 105 / 100 + (16 << 20));
         allocator.check().unwrap();
         drop(survivor);
         rig.close(&allocator);
         assert_eq!(
-            calls(rig, "cuMemAddressFree"),
-            calls(rig, "cuMemAddressReserve")
+            rig.calls("cuMemAddressFree"),
+            rig.calls("cuMemAddressReserve")
         );
     });
 }
@@ -62,7 +60,7 @@ fn a_thousand_allocators_of_a_device_share_its_address_space() {
             let blocks = [4 * MIB, 1000].map(|bytes| allocator.allocate(bytes, &stream).unwrap());
             open.push((allocator, blocks));
         }
-        assert!(calls(rig, "cuMemAddressReserve") <= 2);
+        assert!(rig.calls("cuMemAddressReserve") <= 2);
         // The ones in between go: their address space serves others.
         let mut kept = Vec::new();
         for (at, (allocator, blocks)) in open.into_iter().enumerate() {
@@ -78,8 +76,8 @@ fn a_thousand_allocators_of_a_device_share_its_address_space() {
             let blocks = [8 * MIB, 1000].map(|bytes| allocator.allocate(bytes, &stream).unwrap());
             kept.push((allocator, blocks));
         }
-        assert!(calls(rig, "cuMemAddressReserve") <= 2);
-        assert_eq!(calls(rig, "cuMemAddressFree"), 0);
+        assert!(rig.calls("cuMemAddressReserve") <= 2);
+        assert_eq!(rig.calls("cuMemAddressFree"), 0);
         let mut starts: Vec<u64> = kept
             .iter()
             .flat_map(|(_, b)| b.each_ref().map(Block::ptr))
@@ -96,8 +94,8 @@ fn a_thousand_allocators_of_a_device_share_its_address_space() {
             allocator.close().unwrap();
         }
         assert_eq!(
-            calls(rig, "cuMemAddressFree"),
-            calls(rig, "cuMemAddressReserve")
+            rig.calls("cuMemAddressFree"),
+            rig.calls("cuMemAddressReserve")
         );
         rig.assert_clean();
     });
@@ -114,11 +112,11 @@ fn one_allocator_after_the_other_reserves_anew_only_when_none_is_left() {
             let two = second.allocate(8 * MIB, &stream).unwrap();
             drop(one);
             first.close().unwrap();
-            assert_eq!(calls(rig, "cuMemAddressFree"), round - 1);
+            assert_eq!(rig.calls("cuMemAddressFree"), round - 1);
             drop(two);
             second.close().unwrap();
-            assert_eq!(calls(rig, "cuMemAddressReserve"), round);
-            assert_eq!(calls(rig, "cuMemAddressFree"), round);
+            assert_eq!(rig.calls("cuMemAddressReserve"), round);
+            assert_eq!(rig.calls("cuMemAddressFree"), round);
         }
     });
 }
@@ -133,6 +131,192 @@ fn address_space_that_cannot_be_freed_is_freed_by_the_next_close() {
         sim.fail(FailPlan::call("cuMemAddressFree", CUresult::CUDA_ERROR_INVALID_VALUE).unwrap());
         allocator.close().unwrap_err();
         allocator.close().unwrap();
-        assert_eq!(calls(rig, "cuMemAddressFree"), 2);
+        assert_eq!(rig.calls("cuMemAddressFree"), 2);
+    });
+}
+
+/// A device of 24 GiB whose driver grants little address space, or none at a stretch.
+fn cramped(address_space: u64, longest_reservation: u64) -> SimConfig {
+    SimConfig {
+        address_space,
+        longest_reservation,
+        ..SimConfig::with_devices(1, 24 << 30)
+    }
+}
+
+fn made(rig: &Rig, policy: Policy) -> Result<Allocator, Error> {
+    Allocator::with_config(&rig.context, Config::new().policy(policy))
+}
+
+/// What can be reserved decides when the allocator is made: later it would fail with most of the memory free.
+#[test]
+fn without_address_space_worth_it_the_policy_is_classic() {
+    for longest in [0, 2 << 20, 64 << 20, (512 << 20) - 1] {
+        for (space, longest) in [(u64::MAX, longest), (longest, u64::MAX)] {
+            let rig = Rig::new(Policy::Auto, cramped(space, longest));
+            let Some(sim) = rig.sim() else { return };
+            let refused = made(&rig, Policy::Packed).unwrap_err();
+            let Error::DeviceRefused { what, cause } = refused else {
+                panic!("{refused:?}");
+            };
+            assert_eq!(
+                (what, cause.call()),
+                ("address space", "cuMemAddressReserve")
+            );
+            assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+            // The usual length, then 8 GiB and 512 MiB.
+            assert_eq!(rig.calls("cuMemAddressReserve"), 3);
+            let allocator = made(&rig, Policy::Auto).unwrap();
+            assert_eq!(allocator.policy(), Policy::Classic);
+            assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+            let stream = rig.stream();
+            for mib in [1, 100, 20 << 10] {
+                let block = allocator.allocate(mib * MIB, &stream).unwrap();
+                rig.stamp(block.ptr(), 4096, 1, &stream);
+                assert_eq!(rig.mismatches(block.ptr(), 4096, 1, &stream), 0);
+            }
+            rig.close(&allocator);
+            rig.assert_clean();
+        }
+    }
+}
+
+#[test]
+fn a_reservation_that_is_refused_is_tried_shorter() {
+    let granted = [
+        (48 << 30, 1),
+        ((48 << 30) - 1, 2),
+        (8 << 30, 2),
+        ((8 << 30) - 1, 3),
+        (512 << 20, 3),
+    ];
+    for (longest, tries) in granted {
+        only_on(Policy::Packed, cramped(u64::MAX, longest), |rig| {
+            let Some(sim) = rig.sim() else { return };
+            let allocator = rig.allocator();
+            assert_eq!(rig.calls("cuMemAddressReserve"), tries);
+            let stream = rig.stream();
+            // More than one reservation holds, in blocks that each fit into one.
+            let bytes = 100 * MIB;
+            let blocks: Vec<Block> = (0..16)
+                .map(|_| allocator.allocate(bytes, &stream).unwrap())
+                .collect();
+            for block in &blocks {
+                rig.stamp(block.ptr(), bytes, 1, &stream);
+            }
+            let reserved = sim.leaks().reservations as u64;
+            assert!(reserved * longest >= 1600 << 20, "{reserved}");
+            assert!(reserved <= 16, "{reserved}");
+            drop(blocks);
+            rig.settle(&stream);
+            rig.close(&allocator);
+            assert_eq!(sim.leaks().reservations, 0);
+        });
+    }
+}
+
+fn refusal(allocator: &Allocator, bytes: usize, stream: &Stream) -> OutOfMemory {
+    match allocator.allocate(bytes, stream) {
+        Err(Error::OutOfMemory(picture)) => *picture,
+        other => panic!("no refusal: {other:?}"),
+    }
+}
+
+/// Addresses are named, not memory, of which there is plenty; what is there goes on to serve.
+#[test]
+fn a_request_that_lacks_addresses_says_so() {
+    only_on(Policy::Packed, cramped(1 << 30, 512 << 20), |rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        for single in [false, true] {
+            let request = Request::new(700 * MIB);
+            let request = if single {
+                request.single_handle()
+            } else {
+                request
+            };
+            let picture = match allocator.allocate_with(request, &stream) {
+                Err(Error::OutOfMemory(picture)) => *picture,
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(picture.cause(), Cause::Refused, "{picture}");
+            let driver = picture.driver.unwrap();
+            assert_eq!(driver.call(), "cuMemAddressReserve");
+            assert!(
+                picture.to_string().contains("cuMemAddressReserve"),
+                "{picture}"
+            );
+            assert!(picture.report().contains("refuses address space"));
+            assert!(picture.driver_free.unwrap() > 20 << 30);
+        }
+        let kept = allocator.allocate(300 * MIB, &stream).unwrap();
+        drop(allocator.allocate(100 * MIB, &stream).unwrap());
+        allocator.check().unwrap();
+        // A want of memory is one still, whatever addresses there are.
+        allocator.set_limit(Some(400 << 20));
+        assert_eq!(
+            refusal(&allocator, 700 * MIB, &stream).cause(),
+            Cause::Limit
+        );
+        drop(kept);
+        rig.close(&allocator);
+    });
+}
+
+/// Before it fails for want of addresses a request waits for work, and gives free memory back for longer holes.
+#[test]
+fn memory_that_stands_in_the_way_of_addresses_makes_room() {
+    only_on(Policy::Packed, cramped(512 << 20, 512 << 20), |rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        let allocator = rig.allocator_with(Config::new().views(false));
+        let [stream, other] = rig.streams();
+        let blocks: Vec<Block> = (0..6)
+            .map(|_| allocator.allocate(32 * MIB, &stream).unwrap())
+            .collect();
+        let held: Vec<Block> = blocks
+            .into_iter()
+            .enumerate()
+            .filter_map(|(at, block)| (at % 2 == 1).then_some(block))
+            .collect();
+        allocator.synchronize().unwrap();
+        // Holes of 32 MiB between blocks.
+        allocator.trim(0).unwrap();
+        for block in &held {
+            block.record_stream(&other).unwrap();
+        }
+        let busy = rig.busy(&other);
+        drop(held);
+        let long = allocator.allocate(200 * MIB, &stream).unwrap();
+        rig.stamp(long.ptr(), 200 * MIB, 1, &stream);
+        drop((busy, long));
+        rig.close(&allocator);
+    });
+}
+
+/// Small blocks have addresses of their own. Without any they lie where large ones do, if there is room.
+#[test]
+fn small_blocks_that_lack_addresses_lie_beside_large_ones() {
+    only_on(Policy::Packed, cramped(512 << 20, 512 << 20), |rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        let allocator = rig.allocator();
+        let stream = rig.stream();
+        // The rest of its last handle is free.
+        let large = allocator.allocate(512 * MIB - 64 * KIB, &stream).unwrap();
+        let small = allocator.allocate(40 * KIB, &stream).unwrap();
+        rig.stamp(small.ptr(), 40 * KIB, 1, &stream);
+        let picture = refusal(&allocator, 40 * KIB, &stream);
+        assert_eq!(picture.cause(), Cause::Refused, "{picture}");
+        drop(large);
+        let again = allocator.allocate(40 * KIB, &stream).unwrap();
+        drop((small, again));
+        rig.settle(&stream);
+        rig.close(&allocator);
     });
 }

@@ -132,22 +132,7 @@ impl Engine {
         if tool.is_some() {
             process::set_tool();
         }
-        // compute-sanitizer refuses heaps in mapped memory.
-        let tracked = tool.is_some_and(Tool::tracks_memory) && config.peers.is_empty();
-        let mapped = match config.policy {
-            Policy::Classic => None,
-            Policy::Auto if tracked => None,
-            Policy::Auto | Policy::Packed => trial::memory_of(context, config.policy)?,
-        };
-        let rules = match &mapped {
-            Some(_) => Rules::Packed,
-            None => Rules::Classic,
-        };
-        if !rules.maps() && !config.peers.is_empty() {
-            return Err(Error::NotSupported {
-                what: "peer access without virtual memory management",
-            });
-        }
+        let total_memory = device.total_memory()?;
         let mut access = vec![device.clone()];
         for ordinal in &config.peers {
             let peer = driver.device(*ordinal)?;
@@ -161,7 +146,24 @@ impl Engine {
             }
             access.push(peer);
         }
-        let total_memory = device.total_memory()?;
+        let addresses = Addresses::of(driver, device.clone(), total_memory);
+        // compute-sanitizer refuses heaps in mapped memory.
+        let tracked = tool.is_some_and(Tool::tracks_memory) && config.peers.is_empty();
+        // Nothing after this fails while address space is reserved for the allocator.
+        let mapped = match config.policy {
+            Policy::Classic => None,
+            Policy::Auto if tracked => None,
+            Policy::Auto | Policy::Packed => trial::memory_of(context, config.policy, &addresses)?,
+        };
+        let rules = match &mapped {
+            Some(_) => Rules::Packed,
+            None => Rules::Classic,
+        };
+        if !rules.maps() && !config.peers.is_empty() {
+            return Err(Error::NotSupported {
+                what: "peer access without virtual memory management",
+            });
+        }
         let limit = config.limit.map(|limit| match limit {
             Limit::Bytes(bytes) => bytes,
             Limit::Fraction(share) => (total_memory as f64 * share) as u64,
@@ -204,7 +206,7 @@ impl Engine {
                 properties,
                 access,
                 total_memory,
-                addresses: Addresses::of(driver, device.clone(), total_memory),
+                addresses,
                 hooks: Hooks::default(),
                 suspender: Suspender::default(),
                 events: EventPools::of(context),

@@ -2,12 +2,13 @@
 //! written before the first allocator is made.
 //!
 //! Some drivers say that they support it and then refuse one of the calls, for any memory or for memory that
-//! can be exported. Every request would fail there.
+//! can be exported, or have hardly any address space. Every request would fail there, or every large one.
 
 use crate::driver::sys::{CUdeviceptr, CUmemGenericAllocationHandle};
 use crate::driver::{Context, Device, DriverError, Entered, MemoryProperties, Stream, Trials};
 
 use crate::allocator::config::Policy;
+use crate::allocator::physical::address::Addresses;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::error::Error;
 
@@ -29,12 +30,14 @@ enum Outcome {
     Refused(DriverError),
 }
 
-/// What the physical memory of an allocator is made like; `None` if it has to do without.
+/// What the physical memory of an allocator is made like; `None` if it has to do without. Otherwise the address space
+/// has some that the allocator can lease.
 pub(crate) fn memory_of(
     context: &Context,
     policy: Policy,
+    addresses: &Addresses,
 ) -> Result<Option<MemoryProperties>, Error> {
-    let (driver, device) = (context.driver(), context.device());
+    let device = context.device();
     if !device.supports_vmm()? {
         return match policy {
             Policy::Packed => Err(Error::NotSupported { what: WHAT }),
@@ -42,27 +45,32 @@ pub(crate) fn memory_of(
         };
     }
     let wished = MemoryProperties::for_device(device)?;
-    let trials = driver.trials();
-    if trials.passed(device.ordinal()) {
-        return Ok(Some(wished));
+    let trials = context.driver().trials();
+    let outcome = outcome(context, wished, trials, addresses).map_err(failed);
+    if !matches!(outcome, Ok(Outcome::Usable(_) | Outcome::Unknown(_))) {
+        // Reservations that the driver does not take back serve the next allocator.
+        let _returned = context
+            .enter()
+            .map(|entered| addresses.return_idle(&entered));
     }
-    match outcome(context, wished, trials).map_err(failed)? {
-        Outcome::Usable(properties) | Outcome::Unknown(properties) => Ok(Some(properties)),
-        Outcome::Refused(source) if policy == Policy::Packed => Err(Error::DeviceRefused {
-            what: WHAT,
-            cause: source,
-        }),
-        Outcome::Refused(error) => {
-            if trials.first_refusal(device.ordinal()) {
-                log::warn!(
-                    "device {} refuses the virtual memory that it advertises, the classic policy is used: \
-                     {error}",
-                    device.ordinal()
-                );
-            }
-            Ok(None)
-        }
+    let cause = match outcome? {
+        Outcome::Usable(properties) | Outcome::Unknown(properties) => return Ok(Some(properties)),
+        Outcome::Refused(cause) => cause,
+    };
+    let what = match cause.call() {
+        "cuMemAddressReserve" => "address space",
+        _ => WHAT,
+    };
+    if policy == Policy::Packed {
+        return Err(Error::DeviceRefused { what, cause });
     }
+    if trials.first_refusal(device.ordinal()) {
+        log::warn!(
+            "device {} refuses {what}; falling back to the classic policy: {cause}",
+            device.ordinal()
+        );
+    }
+    Ok(None)
 }
 
 fn failed(error: DriverError) -> Error {
@@ -73,14 +81,22 @@ fn failed(error: DriverError) -> Error {
     }
 }
 
-/// Tries the properties that are wished for, then with less. Only what went well is remembered: a fault that
-/// passes costs the allocator that met it something, and not the process.
+/// Reserves address space, then tries the properties that are wished for, then with less. Only what went well is
+/// remembered: a fault that passes costs the allocator that met it something, and not the process.
 fn outcome(
     context: &Context,
     wished: MemoryProperties,
     trials: &Trials,
+    addresses: &Addresses,
 ) -> Result<Outcome, DriverError> {
     let device = context.device();
+    let entered = context.enter()?;
+    match addresses.prepare(&entered) {
+        Err(error) if error.is_fatal() => return Err(error),
+        Err(error) => return Ok(Outcome::Refused(error)),
+        Ok(()) if trials.passed(device.ordinal()) => return Ok(Outcome::Usable(wished)),
+        Ok(()) => {}
+    }
     let mut attempts = vec![wished];
     for less in [
         MemoryProperties {
@@ -93,7 +109,6 @@ fn outcome(
             attempts.push(less);
         }
     }
-    let entered = context.enter()?;
     let stream = match Stream::new(context) {
         Ok(stream) => stream,
         Err(error) if error.is_fatal() => return Err(error),
@@ -102,7 +117,8 @@ fn outcome(
     };
     let mut refusal = None;
     for properties in attempts {
-        let Failure { error, leaks } = match try_memory(&entered, &stream, &properties) {
+        let tried = try_memory(&entered, &stream, &properties, addresses);
+        let Failure { error, leaks } = match tried {
             Ok(()) => {
                 match refusal {
                     None => trials.pass(device.ordinal()),
@@ -203,10 +219,10 @@ fn try_memory(
     entered: &Entered<'_>,
     stream: &Stream,
     properties: &MemoryProperties,
+    addresses: &Addresses,
 ) -> Result<(), Failure> {
-    let at = entered
-        .address_reserve(BYTES, BYTES, 0)
-        .map_err(Failure::clean)?;
+    let at = addresses.lease(entered, BYTES as u64);
+    let at = at.map_err(Failure::clean)?;
     let (done, mapped) = match entered.mem_create(BYTES, properties) {
         Err(error) => (Err(Failure::clean(error)), false),
         Ok(handle) => {
@@ -216,11 +232,10 @@ fn try_memory(
             (both(done, released), mapped)
         }
     };
-    if mapped {
-        return done;
+    if !mapped {
+        addresses.give_back(at, BYTES as u64);
     }
-    // SAFETY: reserved above; nothing is mapped there, and nobody knows the address.
-    both(done, insist(|| unsafe { entered.address_free(at, BYTES) }))
+    done
 }
 
 /// Maps, opens and writes a handle at an address, and unmaps it. Also says whether it is mapped still.
@@ -230,7 +245,7 @@ fn try_mapping(
     at: CUdeviceptr,
     handle: CUmemGenericAllocationHandle,
 ) -> (Result<(), Failure>, bool) {
-    // SAFETY: the range is reserved for this and holds nothing; the handle is that large.
+    // SAFETY: the range is leased for this and holds nothing; the handle is that large.
     if let Err(error) = unsafe { entered.mem_map(at, BYTES, handle) } {
         return (Err(Failure::clean(error)), false);
     }

@@ -98,13 +98,12 @@ impl Heap {
         Some(opening.mapped * GRANULE)
     }
 
-    /// Whether addresses are lacking: there is no opening, or no hole in which all of a request could be made new,
-    /// as long as more can be had.
-    pub(crate) fn lacks_addresses(&self, want: &Want, cramped: bool) -> bool {
+    /// Whether addresses are lacking: there is no opening, or no hole in which all of a request could be made new.
+    pub(crate) fn lacks_addresses(&self, want: &Want) -> bool {
         let holes = self.extents.space(want.space).into_iter();
         let mut holes = holes.flat_map(|space| space.holes().values());
         self.missing(want).is_none()
-            || (!cramped && !holes.any(|id| self.extents.records[*id].granules >= want.span()))
+            || !holes.any(|id| self.extents.records[*id].granules >= want.span())
     }
 
     /// Plans a growth of the packed policy within a bound. With `pending`, memory that needs a wait counts as

@@ -59,12 +59,17 @@ impl Heap {
         uses.iter().all(|u| self.streams.complete(u))
     }
 
-    /// Claims what of some arenas to release so that there is room for `missing` bytes: the smallest
-    /// that is enough, else the largest first. Empty, with nothing changed, if that cannot be enough.
+    /// Claims what of some arenas to release so that there is room for `missing` bytes, where there is `room` now: the
+    /// smallest that is enough, else the largest first. Empty, with nothing changed, if that cannot be enough.
     /// What a refusal of the driver told is a guess on the safe side, so it stops nothing: all goes
     /// then.
-    pub(crate) fn plan_release(&mut self, arenas: &[SpaceId], missing: u64) -> Vec<Release> {
-        let excess = missing.saturating_sub(self.room());
+    pub(crate) fn plan_release(
+        &mut self,
+        arenas: &[SpaceId],
+        missing: u64,
+        room: u64,
+    ) -> Vec<Release> {
+        let excess = missing.saturating_sub(room);
         let held = self.held();
         let certain = match self.physical.limit {
             Some(limit) => missing.saturating_sub(limit.saturating_sub(held)),

@@ -3,7 +3,7 @@
 //! Address space is reserved from the driver in long stretches, about twice the device's memory, and
 //! leased to arenas piece by piece. A lease is made far from others, so that it can grow in place;
 //! what a closed allocator gives back is leased again. When the last lease has ended, all goes back
-//! to the driver.
+//! to the driver. Where the driver refuses a long reservation, shorter ones are tried.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -15,6 +15,15 @@ use crate::allocator::size::PHYSICAL_GRANULE;
 
 /// A reservation is so many times as long as the device's memory.
 const MEMORY_TIMES: u64 = 2;
+
+/// Address space that an arena leases first.
+pub(crate) const FIRST_LEASE: u64 = 8 << 20;
+
+/// Lengths to try after the driver refused a reservation, longest first.
+const SHORTER: [u64; 2] = [8 << 30, SHORTEST];
+
+/// An allocator for which not even this much can be reserved would fail with most of the memory free.
+const SHORTEST: u64 = 512 << 20;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -72,6 +81,31 @@ impl Addresses {
         self.inner.lock()
     }
 
+    /// Makes sure that a new allocator can lease address space, of which [`SHORTEST`] is reserved at least.
+    pub(crate) fn prepare(&self, entered: &Entered<'_>) -> Result<(), DriverError> {
+        let least = self.usual.min(SHORTEST);
+        let longest = self.lock().longest();
+        if longest.is_some_and(|(_, free)| free >= FIRST_LEASE) {
+            return Ok(());
+        }
+        let (base, bytes) = self.reserve(entered, least)?;
+        self.lock().reserved(base, bytes);
+        Ok(())
+    }
+
+    /// Reserves the usual length, or what the driver grants of at least `least` bytes: base and length.
+    fn reserve(&self, entered: &Entered<'_>, least: u64) -> Result<(u64, u64), DriverError> {
+        let mut shorter = SHORTER.into_iter().chain([least]).filter(|b| *b >= least);
+        let mut bytes = self.usual.max(least);
+        loop {
+            let made = entered.address_reserve(bytes as usize, PHYSICAL_GRANULE as usize, 0);
+            match (made, shorter.find(|shorter| *shorter < bytes)) {
+                (Err(error), Some(next)) if !error.is_fatal() => bytes = next,
+                (made, _) => return made.map(|base| (base, bytes)),
+            }
+        }
+    }
+
     /// Leases one of some lengths, the first one if it can be had: where another lease ends, or somewhere.
     pub(crate) fn lease_for(
         &self,
@@ -112,23 +146,16 @@ impl Addresses {
     }
 
     /// Leases `bytes` somewhere; their base.
-    fn lease(&self, entered: &Entered<'_>, bytes: u64) -> Result<u64, DriverError> {
+    pub(crate) fn lease(&self, entered: &Entered<'_>, bytes: u64) -> Result<u64, DriverError> {
         let known = self.lock().lease(bytes);
         if let Some(base) = known {
             return Ok(base);
         }
-        let align = PHYSICAL_GRANULE as usize;
-        let mut got = self.usual.max(bytes);
-        let mut made = entered.address_reserve(got as usize, align, 0);
-        if made.is_err_and(|e| !e.is_fatal()) && bytes < got {
-            // Address space is short: take what is needed.
-            got = bytes;
-            made = entered.address_reserve(got as usize, align, 0);
-        }
+        let made = self.reserve(entered, bytes);
         let mut inner = self.lock();
-        let base = match made {
-            Ok(base) => base,
-            // Another thread may have been given what there was.
+        let (base, got) = match made {
+            Ok(made) => made,
+            // Another thread may have reserved what there was.
             Err(error) => return inner.lease(bytes).ok_or(error),
         };
         inner.reserved(base, got);
@@ -200,15 +227,16 @@ impl Inner {
         true
     }
 
+    /// The longest free range, the last of equals: base and bytes.
+    fn longest(&self) -> Option<(u64, u64)> {
+        let free = self.free.iter().map(|(base, free)| (*base, *free));
+        free.max_by_key(|(base, free)| (*free, *base))
+    }
+
     /// A range in the longest free one: at its start if a reservation begins there, else in its
     /// middle, so that neither this lease nor the one before it has a neighbour.
     fn lease(&mut self, bytes: u64) -> Option<u64> {
-        let (start, free) = self
-            .free
-            .iter()
-            .map(|(base, free)| (*base, *free))
-            .max_by_key(|(base, free)| (*free, *base))
-            .filter(|(_, free)| *free >= bytes)?;
+        let (start, free) = self.longest().filter(|(_, free)| *free >= bytes)?;
         let at = if self.reservations.contains_key(&start) {
             start
         } else {

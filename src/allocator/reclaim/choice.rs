@@ -89,8 +89,8 @@ pub(crate) struct Reclaim<'a> {
     pub marked: bool,
     /// All streams with markers were asked.
     pub polled: bool,
-    /// No more address space can be had; what there is may do.
-    pub cramped: bool,
+    /// The driver refused address space for the request: only what is there may serve it.
+    pub cramped: Option<DriverError>,
     pub answer: Answer,
     pub last_resort: LastResort,
     /// No step can serve the request: see [`Reclaim::is_beyond`].
@@ -174,7 +174,7 @@ impl<'a> Reclaim<'a> {
             retried: false,
             marked: false,
             polled: false,
-            cramped: false,
+            cramped: None,
             answer: Answer::Known,
             last_resort: LastResort::Hooks(None),
             beyond: false,
@@ -196,7 +196,10 @@ impl<'a> Reclaim<'a> {
     }
 
     /// The driver's error that an out-of-memory error names.
-    pub(crate) fn cause(&self) -> Option<DriverError> {
+    pub(crate) fn cause(&self, heap: &Heap, want: &Want) -> Option<DriverError> {
+        if self.cramped.is_some() && heap.missing(want).is_none() {
+            return self.cramped;
+        }
         match self.answer {
             Answer::Refused(error) => Some(error),
             Answer::Known | Answer::AskedAgain => self.failure,
@@ -266,7 +269,7 @@ impl<'a> Reclaim<'a> {
         if want.in_one_handle() {
             return self.choose_handle(heap, want);
         }
-        if heap.lacks_addresses(want, self.cramped) {
+        if self.cramped.is_none() && heap.lacks_addresses(want) {
             return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
         }
         let mut open = None;
@@ -352,9 +355,10 @@ impl<'a> Reclaim<'a> {
             return Step::Claim(part);
         }
         let bytes = want.handle_bytes();
-        let Some(hole) = heap.hole_for_handle(want) else {
+        let hole = heap.hole_for_handle(want);
+        if hole.is_none() && self.cramped.is_none() {
             return Step::Reserve(want.space, bytes);
-        };
+        }
         let early = heap.physical.tuning.waits == Waits::Always;
         let within_cap = bytes <= heap.room_within(Bound::SoftCap);
         if early
@@ -364,7 +368,7 @@ impl<'a> Reclaim<'a> {
             return step;
         }
         if bytes <= heap.room()
-            && let Some(growth) = heap.plan_handle(want, hole)
+            && let Some(growth) = hole.and_then(|hole| heap.plan_handle(want, hole))
         {
             heap.stats.reclaim.grown += u64::from(within_cap);
             heap.stats.reclaim.grown_hard += u64::from(!within_cap);
@@ -465,7 +469,7 @@ impl<'a> Reclaim<'a> {
         }
         let lacking = heap.stitch_lacking(want)?;
         if lacking > heap.room() {
-            let plan = heap.plan_release(&[SpaceId::Small], lacking);
+            let plan = heap.plan_release(&[SpaceId::Small], lacking, heap.room());
             return self.release(heap, plan);
         }
         if self.supplied || lacking == 0 {
@@ -477,6 +481,19 @@ impl<'a> Reclaim<'a> {
         heap.stats.reclaim.grown += u64::from(within);
         heap.stats.reclaim.grown_hard += u64::from(!within);
         Some(Step::Supply(fresh))
+    }
+
+    /// Idle views go, once.
+    fn evict(&mut self, heap: &Heap) -> Option<Step> {
+        if self.stage == Stage::Evicted {
+            return None;
+        }
+        let idle = heap.idle_views(usize::MAX);
+        if idle.is_empty() {
+            return None;
+        }
+        self.stage = Stage::Evicted;
+        Some(Step::Evict(idle))
     }
 
     /// Memory goes back to the driver, if there is any.
@@ -513,19 +530,26 @@ impl<'a> Reclaim<'a> {
         }
         if let Some(missing) = heap.missing(want) {
             let arenas = [SpaceId::Large, SpaceId::Small];
-            let plan = heap.plan_release(&arenas, missing);
+            let plan = heap.plan_release(&arenas, missing, heap.room());
             if let Some(step) = self.release(heap, plan) {
                 return step;
             }
             if let Some(step) = self.supply_stitch(heap, want) {
                 return step;
             }
-            if missing > heap.room() && self.stage < Stage::Evicted {
-                let idle = heap.idle_views(usize::MAX);
-                if !idle.is_empty() {
-                    self.stage = Stage::Evicted;
-                    return Step::Evict(idle);
-                }
+            if missing > heap.room()
+                && let Some(step) = self.evict(heap)
+            {
+                return step;
+            }
+        } else if self.cramped.is_some() {
+            // Released memory leaves longer holes.
+            if let Some(step) = self.evict(heap) {
+                return step;
+            }
+            let (plan, _) = heap.plan_trim(0);
+            if let Some(step) = self.release(heap, plan) {
+                return step;
             }
         }
         if !self.marked && !heap.streams[want.stream].covered() {

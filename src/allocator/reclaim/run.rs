@@ -18,6 +18,7 @@ use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::growth::Growth;
+use crate::allocator::physical::address::FIRST_LEASE;
 use crate::allocator::physical::commit;
 use crate::allocator::physical::{Fresh, GrowthFailure, Release};
 use crate::allocator::reclaim::choice::{Answer, Reclaim, Step};
@@ -28,10 +29,6 @@ use crate::nvtx::{self, Category};
 
 /// So many markers that stand for nothing may stand in the way of a request.
 const VOID_WAITS: u32 = 16;
-
-/// Address space that an arena leases first; then as much again as it has, while that is less than
-/// the device's memory.
-const FIRST_LEASE: u64 = 8 << 20;
 
 impl Engine {
     /// Does something without the lock.
@@ -193,9 +190,10 @@ impl Engine {
                         return Ok((heap, None));
                     }
                 }
+                let cause = reclaim.cause(&heap, want);
                 let error = heap.out_of_memory(want.requested);
                 drop(heap);
-                Err(self.out_of_memory(error, reclaim.cause()))
+                Err(self.out_of_memory(error, cause))
             }
             step => self.unlocked(heap, || self.execute(want, step, reclaim)),
         }
@@ -279,7 +277,13 @@ impl Engine {
             Step::Grow(growth) => return self.grow(want, growth, reclaim),
             Step::Segment(fresh) => return self.grow_segment(want, &fresh, reclaim),
             Step::Supply(fresh) => self.supply(want, fresh, reclaim)?,
-            Step::Reserve(space, bytes) => self.reserve_for(want, (space, bytes), reclaim)?,
+            Step::Reserve(space, bytes) => match self.reserve_span(space, bytes) {
+                Err(Error::Driver(error)) if space == SpaceId::Views => {
+                    reclaim.give_up_stitch(error);
+                }
+                Err(Error::Driver(error)) => reclaim.cramped = Some(error),
+                done => done?,
+            },
             Step::Evict(idle) => self.evict(&idle)?,
             Step::MakeWay(idle) => match self.evict(&idle) {
                 Err(Error::Driver(error)) => reclaim.give_up_stitch(error),
@@ -326,39 +330,6 @@ impl Engine {
             | Step::Fail => {}
         }
         Ok(None)
-    }
-
-    /// Reserves so much more address space.
-    fn reserve_for(
-        &self,
-        want: &Want,
-        (space, bytes): (SpaceId, u64),
-        reclaim: &mut Reclaim<'_>,
-    ) -> Result<(), Error> {
-        match self.reserve_span(space, bytes) {
-            Ok(()) => Ok(()),
-            Err(Error::Driver(error)) if space == SpaceId::Views => {
-                reclaim.give_up_stitch(error);
-                Ok(())
-            }
-            Err(error) => {
-                let mut heap = self.lock();
-                match error {
-                    Error::Driver(error) if heap.missing(want).is_some() => {
-                        reclaim.cramped = true;
-                        reclaim.failure = Some(error);
-                        Ok(())
-                    }
-                    // No address space: as good as no memory.
-                    Error::Driver(refusal) if refusal.is_out_of_memory() => {
-                        let error = heap.out_of_memory(want.requested);
-                        drop(heap);
-                        Err(self.out_of_memory(error, Some(refusal)))
-                    }
-                    error => Err(error),
-                }
-            }
-        }
     }
 
     fn log_growth(&self, want: &Want, fresh: &Fresh) {
@@ -486,7 +457,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Leases address space for an arena: as much as it has already, behind its last if that is free.
+    /// Leases address space for an arena: as much as it has already, while that is less than the device's memory, behind
+    /// its last if that is free.
     pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
         let at_least = at_least.next_multiple_of(PHYSICAL_GRANULE);
         let (end, held) = self.lock().extents.addresses_of(space);
