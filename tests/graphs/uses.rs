@@ -165,6 +165,42 @@ fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
     });
 }
 
+/// A plan sets memory aside that a capture freed; the capture ends meanwhile, and the plan fails.
+#[test]
+fn memory_that_a_failed_plan_had_is_free_when_the_capture_has_ended() {
+    with_interludes(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let scope = pool.enter(Scope::NextCapture).unwrap();
+        let under_way = Capturing::begin(&stream, MODE);
+        let block = used(rig, &allocator, 2 * MIB, &stream);
+        let at = block.ptr();
+        drop(block);
+        let code = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+        sim.fail(FailPlan::call("cuMemCreate", code).unwrap());
+        let looking = allocator.clone();
+        interlude::before("cuMemCreate", move || {
+            drop(under_way.end().unwrap());
+            // This notices the end of the capture.
+            looking.trim(0).unwrap();
+        });
+        allocator.allocate(4 * MIB, &stream).unwrap_err();
+        assert!(!interlude::is_due());
+        assert_eq!(sim.clear_failures(), 0);
+        scope.leave().unwrap();
+        assert_eq!(footprint(&allocator, &pool).free, 2 * MIB as u64);
+        let next = capture(&pool, &stream, || {
+            assert_eq!(used(rig, &allocator, 2 * MIB, &stream).ptr(), at);
+        });
+        assert_eq!(footprint(&allocator, &pool).physical, 2 * MIB as u64);
+        run(&next, &stream);
+        drop((next, pool));
+        rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
 #[test]
 fn a_stream_is_not_retired_under_a_free_that_touches_it() {
     with_interludes(|rig| {
