@@ -12,6 +12,7 @@ mod again;
 #[path = "../judge/court/mod.rs"]
 mod court;
 mod families;
+mod idle;
 mod judged;
 mod kept;
 mod leases;

@@ -3,7 +3,8 @@
 use super::support::*;
 use cualloc::allocator::Request;
 use cualloc::driver::sys;
-use cualloc::sim::FailPlan;
+use cualloc::error::Cause;
+use cualloc::sim::{FailPlan, SimConfig};
 
 #[test]
 fn a_pool_that_was_released_is_refused() {
@@ -87,7 +88,6 @@ fn a_request_that_fails_spoils_no_capture_and_changes_nothing() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let calls = [
-            "cuMemAddressReserve",
             "cuMemCreate",
             "cuMemMap",
             "cuMemSetAccess",
@@ -131,7 +131,7 @@ fn a_request_that_fails_spoils_no_capture_and_changes_nothing() {
                     let fired = sim.clear_failures() == 0;
                     assert!(fired || nth > 1, "{call} was not made");
                     // What is there to try again is tried again, where that can help.
-                    let retried = code == codes[0] || call == "cuMemAddressReserve";
+                    let retried = code == codes[0];
                     assert_eq!(
                         failures == 1,
                         fired && (!retried || failures > 0),
@@ -241,6 +241,72 @@ fn a_block_in_a_single_handle_is_refused_by_a_pool_and_served_beside_it() {
         drop(allocator.allocate_with(request, &stream).unwrap());
         drop((graph, pool));
         rig.settle(&stream);
+        rig.close(&allocator);
+    });
+}
+
+/// The driver grants a pool no more addresses.
+fn with_512_mib_of_addresses(test: impl Fn(&Rig)) {
+    let short = SimConfig {
+        address_space: 512 << 20,
+        ..SimConfig::with_devices(1, 24 << 30)
+    };
+    only_on(Policy::Packed, short, |rig| {
+        if rig.sim().is_some() {
+            test(rig);
+        }
+    });
+}
+
+#[test]
+fn a_pool_that_lacks_addresses_says_so() {
+    with_512_mib_of_addresses(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        // Those of a family have their blocks in views.
+        let family = allocator.graph_family().unwrap();
+        let member = family.graph_pool().unwrap();
+        for pool in [&pool, &member] {
+            let graph = capture(pool, &stream, || {
+                let error = allocator.allocate(600 * MIB, &stream).unwrap_err();
+                let Error::OutOfMemory(picture) = error else {
+                    panic!("{error:?}");
+                };
+                assert_eq!(picture.cause(), Cause::Refused, "{picture}");
+                let driver = picture.driver.unwrap();
+                assert_eq!(driver.call(), "cuMemAddressReserve");
+                drop(used(rig, &allocator, 60 * MIB, &stream));
+            });
+            run(&graph, &stream);
+        }
+        drop((pool, member, family));
+        rig.settle(&stream);
+        assert_trimmed(rig, &allocator);
+        rig.close(&allocator);
+    });
+}
+
+/// Two handles of 16 MiB would make a view of 32 MiB. There are addresses for 30 MiB, which the request has.
+#[test]
+fn where_a_view_has_no_addresses_a_pool_grows() {
+    with_512_mib_of_addresses(|rig| {
+        let allocator = rig.allocator_with("handle=16M".parse().unwrap());
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let mut blocks: Vec<Block> = [16, 16, 16, 16, 16, 512 - 80 - 30]
+            .map(|mib| used(rig, &allocator, mib * MIB, &stream))
+            .into();
+        blocks.remove(3);
+        blocks.remove(1);
+        rig.settle(&stream);
+        let before = footprint(&allocator, &pool);
+        assert_eq!((before.free, before.physical), (32 << 20, 482 << 20));
+        let block = used(rig, &allocator, 30 * MIB, &stream);
+        let after = footprint(&allocator, &pool);
+        assert_eq!((after.free, after.physical), (32 << 20, 512 << 20));
+        drop((block, blocks, scope, pool));
+        rig.settle(&stream);
+        assert_trimmed(rig, &allocator);
         rig.close(&allocator);
     });
 }

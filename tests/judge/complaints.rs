@@ -240,6 +240,27 @@ fn captures_of_a_pool_share_it_and_those_of_others_do_not() {
     log.wrong("of no pool has memory of pool 1");
 }
 
+/// A handle whose memory no pool had is a pool's when nothing of it is mapped elsewhere any more.
+#[test]
+fn memory_of_no_pool_moves_into_one_without_its_mappings() {
+    for (owner, gone) in [(None, 2), (None, 1), (POOL, 2)] {
+        let mut log = Log::new();
+        log.block(owner, A, 0);
+        log.free(A);
+        for at in [A, VIEW].into_iter().take(gone) {
+            log.0.unmapped("cuMemUnmap", at, 16 * MIB);
+        }
+        log.0.mapped(3 * A, 16 * MIB, 1, 0);
+        log.0.accessible(3 * A, 16 * MIB);
+        log.block(OTHER, 3 * A, 0);
+        match (owner, gone) {
+            (None, 2) => log.fine(),
+            (None, _) => log.wrong("of pool 2 has memory of no pool"),
+            _ => log.wrong("of pool 2 has memory of pool 1"),
+        }
+    }
+}
+
 /// Nothing happened in a capture that failed.
 #[test]
 fn a_capture_that_failed_uses_nothing() {

@@ -22,27 +22,12 @@ impl Engine {
     /// others that a capture kept from it.
     pub(crate) fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         let _span = nvtx::span(Category::Trim, || format!("{keep} bytes are kept"));
-        process::do_postponed();
-        self.free_deferred();
         // In a forked child, which is refused below, each such lock is memory that nobody has any more.
         if !process::is_forked_child() {
             self.suspender.drop_spare();
         }
-        let ours: Vec<(u32, StreamKey)> = {
-            let mut heap = self.open()?;
-            heap.refuse()?;
-            heap.flush_caches();
-            heap.streams.kept_uncovered()
-        };
-        self.cover_all(&ours)?;
-        let retried = self.retry_orphaned_handles();
-        let finished = self.finish_tests(false)?;
-        self.lock().streams.ask_again();
-        self.poll()?;
+        let (finished, retried) = self.find_idle()?;
         let mut heap = self.lock();
-        heap.complete_uses();
-        // What was held back for streams that are done by now.
-        heap.flush_caches();
         let (_, allocated) = heap.live_totals();
         let all = &heap.stats.all;
         let idle = if keep.saturating_add(allocated) < all.reserved.current {
@@ -66,10 +51,35 @@ impl Engine {
         let released = self.release(plan)?;
         evicted?;
         Ok(Trimmed {
-            released: finished.released + released + retried? + dissolved?,
+            released: finished + released + retried? + dissolved?,
             pending,
             streams,
         })
+    }
+
+    /// Finds out without a wait what memory is idle: markers are recorded and asked for where that may be done, and
+    /// caches hand back what they can spare. Returns the bytes that this gave back to the driver, and those of earlier
+    /// failures, which are tried again.
+    pub(crate) fn find_idle(&self) -> Result<(u64, Result<u64, Error>), Error> {
+        process::do_postponed();
+        self.free_deferred();
+        let ours: Vec<(u32, StreamKey)> = {
+            let mut heap = self.open()?;
+            heap.refuse()?;
+            heap.flush_caches();
+            heap.streams.kept_uncovered()
+        };
+        self.cover_all(&ours)?;
+        let retried = self.retry_orphaned_handles();
+        let finished = self.finish_tests(false)?;
+        self.lock().streams.ask_again();
+        self.poll()?;
+        let mut heap = self.lock();
+        heap.complete_uses();
+        // What was held back for streams that are done by now.
+        heap.flush_caches();
+        drop(heap);
+        Ok((finished.released, retried))
     }
 
     /// Gives all unused memory back, with waits for what only a wait can tell: first for the allocator's own

@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering;
 use std::thread;
 
-use crate::driver::{Dependency, Stream, process, sys};
+use crate::driver::{Dependency, DriverError, Stream, process, sys};
 use crate::sync::capture::is_of_capture;
 
 use crate::allocator::cache::grant::Grant;
@@ -69,6 +69,14 @@ impl Engine {
 
     /// Opens a scope; its number. From here on calls look where they belong.
     pub(crate) fn enter_scope(&self, pool: u64, kind: Kind) -> Result<u64, Error> {
+        let uncovered = {
+            let mut heap = self.open()?;
+            usable_pool(&heap.graphs, pool)?;
+            heap.empty_large_caches();
+            heap.streams.kept_uncovered()
+        };
+        // Once a stream captures, only an earlier marker tells when memory is idle that was freed on it before.
+        self.mark_all(uncovered);
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
         let scope = heap.graphs.scopes.add(pool, kind);
@@ -396,7 +404,8 @@ impl Engine {
         user: User,
         cached_only: bool,
     ) -> Result<Grant, Error> {
-        let mut trimmed = false;
+        let (mut request, memory) = (*request, request.of.memory);
+        let (mut made_room, mut refusal) = (false, None);
         loop {
             let mut heap = self.open()?;
             usable_pool(&heap.graphs, request.of.pool)?;
@@ -415,34 +424,36 @@ impl Engine {
             if cached_only {
                 return Err(Error::NotCached);
             }
-            let plan = match heap.plan_in_pool(request) {
+            let plan = heap.plan_in_pool(&request);
+            drop(heap);
+            let plan = match plan {
                 Ok(plan) => plan,
                 Err(Lacking::Homes(bytes)) => {
-                    drop(heap);
-                    self.lease_addresses(request.of.memory, bytes, |arena| &mut arena.homes)?;
+                    let leased = self.lease_addresses(memory, bytes, |arena| &mut arena.homes);
+                    leased.map_err(|error| self.no_addresses(&request, error))?;
                     continue;
                 }
                 Err(Lacking::Sites(bytes)) => {
-                    drop(heap);
-                    self.lease_addresses(request.of.memory, bytes, |arena| &mut arena.sites)?;
+                    let leased = self.lease_addresses(memory, bytes, |arena| &mut arena.sites);
+                    if leased.is_err() && request.of.is_plain() {
+                        // New memory at home may need fewer addresses.
+                        (request.views, request.fit.views) = (false, false);
+                        continue;
+                    }
+                    leased.map_err(|error| self.no_addresses(&request, error))?;
                     continue;
                 }
-                Err(Lacking::Memory(_)) if !trimmed => {
-                    drop(heap);
-                    trimmed = true;
-                    self.make_room()?;
+                Err(Lacking::Memory(_)) if made_room => return Err(self.no_room(&request, refusal)),
+                Err(Lacking::Memory(bytes)) => {
+                    made_room = true;
+                    self.make_room(memory, bytes, refusal)?;
                     continue;
-                }
-                Err(Lacking::Memory(_)) => {
-                    let error = heap.out_of_memory(request.requested);
-                    drop(heap);
-                    return Err(self.out_of_memory(error, None));
                 }
             };
-            drop(heap);
+            let asked = plan.fresh_bytes();
             let made = commit::make(&self.maker(), &plan);
             let mut heap = self.lock();
-            let place = heap.planned_in_pool(request.of.memory, plan, made.as_deref());
+            let place = heap.planned_in_pool(memory, plan, made.as_deref());
             match made {
                 Ok(_) => {
                     if let Some(place) = place {
@@ -455,36 +466,38 @@ impl Engine {
                     }
                 }
                 Err(not_made) => {
+                    drop(heap);
                     let cause = not_made.failure.error;
                     if !cause.is_out_of_memory() {
-                        drop(heap);
                         return Err(self.error(cause));
                     }
-                    if trimmed {
-                        let error = heap.out_of_memory(request.requested);
-                        drop(heap);
-                        return Err(self.out_of_memory(error, Some(cause)));
+                    refusal = Some(cause);
+                    if made_room {
+                        return Err(self.no_room(&request, refusal));
                     }
-                    drop(heap);
-                    trimmed = true;
-                    self.make_room()?;
+                    made_room = true;
+                    self.make_room(memory, asked, refusal)?;
                 }
             }
         }
     }
 
-    /// Gives back what other memory can spare, without a wait.
-    fn make_room(&self) -> Result<(), Error> {
-        match self.trim(0) {
-            Ok(_) => Ok(()),
-            Err(Error::ContextLost(error)) => Err(Error::ContextLost(error)),
-            // What could not be given back stays where it was.
-            Err(_) => Ok(()),
+    /// The error of a request to a pool for which no addresses could be leased.
+    fn no_addresses(&self, request: &PoolRequest, error: Error) -> Error {
+        match error {
+            Error::Driver(refusal) => self.no_room(request, Some(refusal)),
+            error => error,
         }
     }
 
+    /// The error of a request to a pool that found no room.
+    fn no_room(&self, request: &PoolRequest, refusal: Option<DriverError>) -> Error {
+        let error = self.lock().out_of_memory(request.requested);
+        self.out_of_memory(error, refusal)
+    }
+
     /// Leases addresses for a pool.
-    fn lease_addresses(
+    pub(crate) fn lease_addresses(
         &self,
         pool: u64,
         bytes: u64,

@@ -7,11 +7,14 @@ use std::time::Duration;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::graph::usable_pool;
 use crate::allocator::extent::hash::Mixed;
+use crate::allocator::extent::record::SpaceId;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
 use crate::allocator::graph::family::Gone;
+use crate::allocator::graph::plan::Plan;
 use crate::allocator::graph::{Footprint, Pool};
 use crate::allocator::heap::graph::Restoration;
+use crate::allocator::physical::Release;
 use crate::clock::Clock;
 use crate::driver::DriverError;
 use crate::error::{Error, GraphPoolError};
@@ -148,6 +151,105 @@ impl Engine {
                 return;
             }
             clock.wait(limit, &ended, seen);
+        }
+    }
+
+    // ---- room for growth ----------------------------------------------------------------------------------
+
+    /// Makes room for a growth of a pool by so many bytes, without a wait: what other pools can spare goes back to the
+    /// driver, and idle memory of the allocator moves into the pool, as much as the limit or the driver's `refusal`
+    /// makes necessary.
+    pub(crate) fn make_room(
+        &self,
+        pool: u64,
+        missing: u64,
+        refusal: Option<DriverError>,
+    ) -> Result<(), Error> {
+        match self.move_idle(pool, missing, refusal) {
+            Err(Error::ContextLost(error)) => Err(Error::ContextLost(error)),
+            // The growth is tried all the same. What could not be moved stays where it was.
+            _ => Ok(()),
+        }
+    }
+
+    fn move_idle(
+        &self,
+        pool: u64,
+        missing: u64,
+        refusal: Option<DriverError>,
+    ) -> Result<(), Error> {
+        let _retried = self.find_idle()?;
+        let dissolved = self.ask_pools().and_then(|()| self.dissolve_pools(true));
+        let idle = self.lock().idle_views(usize::MAX);
+        let evicted = self.evict(&idle);
+        let free = match refusal.map(|error| self.driver_free(error)) {
+            None => u64::MAX,
+            Some(free) if free < missing => free,
+            // The driver refuses memory that it reports as free.
+            Some(_) => 0,
+        };
+        let mut claimed = {
+            let mut heap = self.lock();
+            let room = heap.room().min(free);
+            let arenas = [SpaceId::Large, SpaceId::Small];
+            let claimed = heap.plan_release(&arenas, missing, room);
+            let bytes: u64 = claimed.iter().map(|release| release.bytes).sum();
+            if bytes < missing.saturating_sub(room) {
+                // It would not be enough, and it is of more use where it is.
+                claimed.into_iter().for_each(|release| heap.keep(release));
+                return Ok(());
+            }
+            claimed.into_iter()
+        };
+        let moved = claimed
+            .by_ref()
+            .try_for_each(|release| self.move_handle(pool, release));
+        let mut heap = self.lock();
+        claimed.for_each(|release| heap.keep(release));
+        drop(heap);
+        dissolved.map(drop).and(evicted).and(moved)
+    }
+
+    /// Moves a claimed handle into the free memory of a pool.
+    fn move_handle(&self, pool: u64, release: Release) -> Result<(), Error> {
+        let home = match release.handle {
+            Some(handle) => self.plan_home(pool, release.bytes).map(|at| (at, handle)),
+            None => Err(Error::NotSupported {
+                what: "graph pools without virtual memory management",
+            }),
+        };
+        let (home, handle) = match home {
+            Ok(home) => home,
+            Err(error) => {
+                self.lock().keep(release);
+                return Err(error);
+            }
+        };
+        let planned = (home, vec![release.bytes]);
+        let (left, made) = commit::move_in(&self.maker(), &planned, (&release, handle));
+        let mut heap = self.lock();
+        heap.planned_in_pool(pool, Plan::free(planned), made.as_deref());
+        if left {
+            heap.gone(&release);
+            heap.unhold(release.bytes, release.space);
+        } else {
+            heap.keep(release);
+        }
+        drop(heap);
+        made.map(drop)
+            .map_err(|not_made| self.error(not_made.failure.error))
+    }
+
+    /// Finds a home in a pool for a handle, and leases addresses if the pool has none.
+    fn plan_home(&self, pool: u64, bytes: u64) -> Result<u64, Error> {
+        loop {
+            let mut heap = self.open()?;
+            heap.refuse_pool(pool)?;
+            if let Some(home) = heap.graphs.plan_free(pool, bytes) {
+                return Ok(home);
+            }
+            drop(heap);
+            self.lease_addresses(pool, bytes, |arena| &mut arena.homes)?;
         }
     }
 

@@ -7,7 +7,7 @@ use crate::allocator::graph::arena::Arena;
 use crate::allocator::graph::lease::{self, Lease, Leases};
 use crate::allocator::graph::plan::Plan;
 use crate::allocator::physical::commit::{self, Maker};
-use crate::allocator::physical::{Fresh, GrowthFailure};
+use crate::allocator::physical::{Fresh, GrowthFailure, Release};
 use crate::allocator::report::GrowthReason;
 
 /// A plan that was not carried out, and what could not be undone.
@@ -19,18 +19,9 @@ pub(crate) struct NotMade {
 
 /// Makes what was planned, or nothing. The new handles.
 pub(crate) fn make(maker: &Maker<'_>, plan: &Plan) -> Result<Vec<u64>, NotMade> {
-    let failed = |failure| NotMade { failure, lost: 0 };
-    let fresh = plan.fresh.as_ref().map(|(addr, sizes)| Fresh {
-        space: SpaceId::Large,
-        id: NIL,
-        shards: Vec::new(),
-        addr: *addr,
-        sizes: sizes.clone(),
-        stretches: vec![(*addr, sizes.iter().sum())],
-        reason: GrowthReason::Short,
-    });
+    let fresh = plan.fresh.as_ref().map(fresh_at);
     let handles = match &fresh {
-        Some(fresh) => commit::map(maker, fresh).map_err(failed)?,
+        Some(fresh) => commit::map(maker, fresh).map_err(not_made)?,
         None => Vec::new(),
     };
     let Err((error, lost)) = show(maker, plan, &handles) else {
@@ -45,6 +36,33 @@ pub(crate) fn make(maker: &Maker<'_>, plan: &Plan) -> Result<Vec<u64>, NotMade> 
         },
     };
     Err(NotMade { failure, lost })
+}
+
+/// Moves a claimed handle from its home to where it is planned in a pool. Also returns whether it left its home.
+pub(crate) fn move_in(
+    maker: &Maker<'_>,
+    planned: &(u64, Vec<u64>),
+    (from, handle): (&Release, u64),
+) -> (bool, Result<Vec<u64>, NotMade>) {
+    let (left, made) = commit::remap(maker, &fresh_at(planned), (from, handle));
+    (left, made.map_err(not_made))
+}
+
+fn not_made(failure: GrowthFailure) -> NotMade {
+    NotMade { failure, lost: 0 }
+}
+
+/// New handles of a pool, by their home and their sizes.
+fn fresh_at((addr, sizes): &(u64, Vec<u64>)) -> Fresh {
+    Fresh {
+        space: SpaceId::Large,
+        id: NIL,
+        shards: Vec::new(),
+        addr: *addr,
+        sizes: sizes.clone(),
+        stretches: vec![(*addr, sizes.iter().sum())],
+        reason: GrowthReason::Short,
+    }
 }
 
 /// Maps the view of a plan. With the error comes how much of it could not be unmapped again.

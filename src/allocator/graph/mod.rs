@@ -262,6 +262,17 @@ impl Graphs {
         Ok(plan)
     }
 
+    /// Finds a home for a handle that moves into a pool, with no block in it yet. None if the pool lacks addresses.
+    pub(crate) fn plan_free(&mut self, id: u64, bytes: u64) -> Option<u64> {
+        let pool = self.pools.get_mut(&id)?;
+        let home = pool.arena.homes.lowest(bytes)?;
+        pool.arena.homes.cut(home, bytes);
+        pool.calls += 1;
+        pool.planned += bytes;
+        self.recount();
+        Some(home)
+    }
+
     /// What was planned is there, with these new handles, or not. The block's place.
     pub(crate) fn planned(
         &mut self,

@@ -21,6 +21,20 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
+    /// New handles by their home, and their sizes, all of which is free memory.
+    pub(crate) fn free((home, sizes): (u64, Vec<u64>)) -> Plan {
+        Plan {
+            place: Place {
+                addr: home,
+                parts: Few::None,
+                open: Vec::new(),
+            },
+            fresh: Some((home, sizes)),
+            view: None,
+            shown: Vec::new(),
+        }
+    }
+
     /// Bytes of new memory.
     pub(crate) fn fresh_bytes(&self) -> u64 {
         let sizes = self.fresh.iter().flat_map(|(_, sizes)| sizes);
@@ -84,7 +98,7 @@ impl Arena {
             return self.plan_view(fit, stitch, means, owner);
         }
         let opening = self.opening(fit, runs);
-        // A view begins at a multiple of a physical granule, and no larger one is looked for.
+        // Leased addresses and views begin at a multiple of a physical granule, and for views no larger one is looked for.
         let aligned = u64::from(fit.align) * GRANULE <= PHYSICAL_GRANULE;
         let stitch = (means.views && aligned).then(|| self.stitch(fit, runs));
         let at_home = opening.map_or(u64::MAX, |opening| opening.fresh);
@@ -95,7 +109,7 @@ impl Arena {
             return self.plan_view(fit, stitch, means, PLAIN);
         }
         let Some(opening) = opening else {
-            let slack = fit.aligned(1) - 1;
+            let slack = if aligned { 0 } else { fit.aligned(1) - 1 };
             return Err(Lacking::Homes(fit.bytes() + slack));
         };
         if opening.fresh > means.room {

@@ -41,12 +41,40 @@ struct Made {
 
 /// Creates, maps and opens the handles of new memory behind each other; undoes everything if a call fails.
 pub(crate) fn map(maker: &Maker<'_>, fresh: &Fresh) -> Result<Vec<u64>, GrowthFailure> {
+    map_with(maker, fresh, |entered, bytes| {
+        entered.mem_create(bytes as usize, maker.properties)
+    })
+}
+
+/// [`map`] of one handle that exists, and is unmapped at its home first. Also returns whether it was: the handle is
+/// released if a later call fails.
+pub(crate) fn remap(
+    maker: &Maker<'_>,
+    fresh: &Fresh,
+    (from, handle): (&Release, u64),
+) -> (bool, Result<Vec<u64>, GrowthFailure>) {
+    let mut unmapped = false;
+    let made = map_with(maker, fresh, |entered, _| {
+        // SAFETY: one whole mapping of the allocator, claimed for this, and every use of it was seen complete by the
+        // host.
+        unsafe { entered.mem_unmap(from.addr, from.bytes as usize) }?;
+        unmapped = true;
+        Ok(handle)
+    });
+    (unmapped, made)
+}
+
+fn map_with(
+    maker: &Maker<'_>,
+    fresh: &Fresh,
+    mut make: impl FnMut(&Entered<'_>, u64) -> Result<u64, DriverError>,
+) -> Result<Vec<u64>, GrowthFailure> {
     let entered = maker.context.enter().map_err(GrowthFailure::new)?;
     let mut made: Vec<Made> = Vec::with_capacity(fresh.sizes.len());
     let result = (|| {
         let mut addr = fresh.addr;
         for bytes in &fresh.sizes {
-            let handle = entered.mem_create(*bytes as usize, maker.properties)?;
+            let handle = make(&entered, *bytes)?;
             made.push(Made {
                 addr,
                 bytes: *bytes,

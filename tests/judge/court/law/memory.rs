@@ -78,12 +78,19 @@ impl Law {
         self.perhaps_gone(physical);
     }
 
-    /// Physical memory goes with its last handle and mapping.
+    /// Physical memory goes with its last handle and mapping. What no pool had may move into one once nothing is
+    /// mapped to it.
     fn perhaps_gone(&mut self, physical: u64) {
         let base = physical / SPAN * SPAN;
         let held = self.handles.values().any(|h| h.physical == base);
         let shown = |m: &Mapping| m.physical / SPAN * SPAN == base;
-        if held || self.mappings.values().any(shown) {
+        if self.mappings.values().any(shown) {
+            return;
+        }
+        if held {
+            if self.owners.get(&base) == Some(&None) {
+                self.owners.remove(&base);
+            }
             return;
         }
         let (from, to) = (base, base + SPAN);
