@@ -360,8 +360,8 @@ impl Snapshot {
     }
 
     /// The trace of a device, as it can be replayed. Blocks that were there before the snapshot's own trace begins come
-    /// first: those that are live at its end, and those whose frees it has. A completion that follows its free at once is
-    /// none.
+    /// first: those that are live at its end, and those whose frees it has. A completion that directly follows its free is
+    /// left out. Failed requests are rows of [`Op::Oom`].
     ///
     /// # Errors
     /// [`TraceError::LiveBytesOverflow`]: the bytes of a file from a stranger may add up to anything.
@@ -421,6 +421,9 @@ impl Snapshot {
                         rows.extend(lost.map(|block| row(Op::Free, block, 0)));
                     }
                 },
+                Act::Oom if entry.size > 0 => {
+                    rows.push(row(Op::Oom, (0, stream_of(entry.stream)), entry.size));
+                }
                 _ => {}
             }
         }

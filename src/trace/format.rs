@@ -22,8 +22,10 @@ pub enum Op {
     Allocate,
     /// `f`: the owner gives the block up.
     Free,
-    /// `c`: the last use of the given-up block on another stream has completed.
+    /// `c`: the last use of the freed block on another stream has completed.
     Complete,
+    /// `oom`: a request failed. No block comes of it, so [`Row::id`] is 0 and names none.
+    Oom,
 }
 
 /// One row of a trace.
@@ -35,17 +37,30 @@ pub struct Row {
     pub stream: u32,
     /// Which block; blocks are numbered from 0 in order of allocation.
     pub id: usize,
-    /// Bytes requested, before any rounding; 0 except for [`Op::Allocate`].
+    /// Bytes requested, before any rounding; 0 for [`Op::Free`] and [`Op::Complete`].
     pub bytes: u64,
+}
+
+impl Row {
+    /// The row with 0 for what means nothing to its operation.
+    pub(crate) fn normalized(mut self) -> Row {
+        match self.op {
+            Op::Allocate => {}
+            Op::Free | Op::Complete => self.bytes = 0,
+            Op::Oom => self.id = 0,
+        }
+        self
+    }
 }
 
 /// As the line of a trace, without its end.
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let op = match self.op {
-            Op::Allocate => 'a',
-            Op::Free => 'f',
-            Op::Complete => 'c',
+            Op::Allocate => "a",
+            Op::Free => "f",
+            Op::Complete => "c",
+            Op::Oom => "oom",
         };
         write!(f, "{op},{},{},{}", self.id, self.bytes, self.stream)
     }
@@ -127,10 +142,8 @@ impl Trace {
     ) -> Result<Trace, TraceError> {
         let mut checked = Vec::new();
         let mut blocks: Vec<Block> = Vec::new();
-        for mut row in rows {
-            if row.op != Op::Allocate {
-                row.bytes = 0;
-            }
+        for row in rows {
+            let row = row.normalized();
             note(&mut blocks, checked.len(), row)?;
             checked.push(row);
         }
@@ -216,6 +229,22 @@ impl Trace {
         self.requested_peak
     }
 
+    /// Requested bytes of the live blocks after each row.
+    #[doc(hidden)]
+    pub fn live_bytes(&self) -> impl Iterator<Item = u64> + '_ {
+        // All fit into 64 bits: the peak does.
+        live_bytes(&self.rows, &self.allocations).map(|live| live as u64)
+    }
+
+    /// The index of the first row after which the requested bytes of the live blocks are at their peak; 0 without rows.
+    #[doc(hidden)]
+    pub fn peak_row(&self) -> usize {
+        let at_peak = self
+            .live_bytes()
+            .position(|live| live == self.requested_peak);
+        at_peak.unwrap_or(0)
+    }
+
     /// The names of the contexts that blocks were allocated in: tags of a recording, or stacks of a PyTorch snapshot
     /// with semicolons between their parts, outermost first. A trace as text has none.
     pub fn contexts(&self) -> &[String] {
@@ -280,6 +309,7 @@ fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
         Some(b"a") => Op::Allocate,
         Some(b"f") => Op::Free,
         Some(b"c") => Op::Complete,
+        Some(b"oom") => Op::Oom,
         other => {
             return Err(TraceError::UnknownOp {
                 line,
@@ -314,8 +344,9 @@ fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
         stream: stream as u32,
         // Ids are dense, so one that does not fit is caught as out of order or unknown.
         id: usize::try_from(id).unwrap_or(usize::MAX),
-        bytes: if op == Op::Allocate { bytes } else { 0 },
-    })
+        bytes,
+    }
+    .normalized())
 }
 
 /// Decimal digits only: no sign, no space, no other base; `None` also above 64 bits.
@@ -332,6 +363,12 @@ fn parse_number(field: &[u8]) -> Option<u64> {
 /// Checks `row`, whose index is `index`, against the blocks so far, and enters it.
 fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), TraceError> {
     let (line, id) = (Trace::line_of(index), row.id as u64);
+    if matches!(row.op, Op::Allocate | Op::Oom) && row.bytes == 0 {
+        return Err(TraceError::ZeroBytes { line });
+    }
+    if row.op == Op::Oom {
+        return Ok(());
+    }
     if row.op == Op::Allocate {
         if row.id != blocks.len() {
             return Err(TraceError::IdOutOfOrder {
@@ -339,9 +376,6 @@ fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), TraceErro
                 expected: blocks.len() as u64,
                 found: id,
             });
-        }
-        if row.bytes == 0 {
-            return Err(TraceError::ZeroBytes { line, id });
         }
         blocks.push(Block {
             outline: Allocation {
@@ -378,21 +412,28 @@ fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), TraceErro
     Ok(())
 }
 
-fn requested_peak(rows: &[Row], allocations: &[Allocation]) -> Result<u64, TraceError> {
-    let mut live = 0u64;
-    let mut peak = 0u64;
-    for (index, row) in rows.iter().enumerate() {
-        let block = &allocations[row.id];
-        if row.op == Op::Allocate {
-            live = live
-                .checked_add(block.bytes)
-                .ok_or(TraceError::LiveBytesOverflow {
-                    line: Trace::line_of(index),
-                })?;
-            peak = peak.max(live);
-        } else if block.released == Some(index) {
-            live -= block.bytes;
+/// Requested bytes of the live blocks after each row.
+fn live_bytes(rows: &[Row], allocations: &[Allocation]) -> impl Iterator<Item = u128> {
+    rows.iter().enumerate().scan(0, |live, (index, row)| {
+        let block = allocations.get(row.id);
+        match row.op {
+            Op::Allocate => *live += u128::from(row.bytes),
+            _ => {
+                let block = block.filter(|block| block.released == Some(index));
+                *live -= block.map_or(0, |block| u128::from(block.bytes));
+            }
         }
+        Some(*live)
+    })
+}
+
+fn requested_peak(rows: &[Row], allocations: &[Allocation]) -> Result<u64, TraceError> {
+    let mut peak = 0;
+    for (index, live) in live_bytes(rows, allocations).enumerate() {
+        let live = u64::try_from(live).map_err(|_| TraceError::LiveBytesOverflow {
+            line: Trace::line_of(index),
+        })?;
+        peak = peak.max(live);
     }
     Ok(peak)
 }
@@ -426,7 +467,7 @@ pub enum TraceError {
         /// The line of the file, counted from 1; the header is line 1.
         line: u64,
     },
-    /// The first field is none of `a`, `f` and `c`.
+    /// The first field is none of `a`, `f`, `c` and `oom`.
     #[error("line {line}: unknown op `{found}`")]
     UnknownOp {
         /// The line of the file, counted from 1; the header is line 1.
@@ -468,13 +509,11 @@ pub enum TraceError {
         /// The id of the row.
         found: u64,
     },
-    /// A block of no bytes is allocated.
-    #[error("line {line}: block {id} has no bytes")]
+    /// A block of no bytes is requested.
+    #[error("line {line}: expected a request of at least 1 byte, found 0 bytes")]
     ZeroBytes {
         /// The line of the file, counted from 1; the header is line 1.
         line: u64,
-        /// The block.
-        id: u64,
     },
     /// A block is freed or completed that has not been allocated.
     #[error("line {line}: block {id} has not been allocated")]
@@ -548,7 +587,7 @@ impl TraceError {
             | TraceError::FieldsLeftOver { line, .. }
             | TraceError::NotANumber { line, .. }
             | TraceError::IdOutOfOrder { line, .. }
-            | TraceError::ZeroBytes { line, .. }
+            | TraceError::ZeroBytes { line }
             | TraceError::UnknownId { line, .. }
             | TraceError::FreedTwice { line, .. }
             | TraceError::CompletedBeforeFreed { line, .. }

@@ -163,7 +163,7 @@ impl<'a> Replay<'a> {
         let allocator = Allocator::with_config(stage.context(), self.config.clone())?;
         let steps = steps(trace);
         let mut run = Run {
-            peak_row: peak_row(&steps, trace),
+            peak_row: trace.peak_row(),
             at_peak: None,
             steps,
             slots: std::iter::repeat_with(|| None)
@@ -296,7 +296,7 @@ struct Step {
 enum Action {
     Allocate,
     Release,
-    /// The row is not its block's release point.
+    /// The row is not its block's release point, or has no block.
     Pass,
 }
 
@@ -525,39 +525,23 @@ fn rows(
     Ok(())
 }
 
-/// The row after which the most bytes are live.
-fn peak_row(steps: &[Step], trace: &Trace) -> usize {
-    let (mut live, mut peak, mut row) = (0u64, 0, 0);
-    for (index, step) in steps.iter().enumerate() {
-        match step.action {
-            Action::Allocate => live += step.bytes,
-            Action::Release => live -= trace.allocations()[step.id].bytes,
-            Action::Pass => {}
-        }
-        if live > peak {
-            (peak, row) = (live, index);
-        }
-    }
-    row
-}
-
 fn steps(trace: &Trace) -> Vec<Step> {
     let rows = trace.rows().iter().enumerate();
     rows.map(|(index, row)| {
-        let block = &trace.allocations()[row.id];
+        let block = trace.allocations().get(row.id);
         let stream = trace
             .streams()
             .partition_point(|number| *number < row.stream);
         Step {
             action: match row.op {
                 Op::Allocate => Action::Allocate,
-                _ if block.released == Some(index) => Action::Release,
+                _ if block.is_some_and(|block| block.released == Some(index)) => Action::Release,
                 _ => Action::Pass,
             },
             // Stream numbers have 32 bits, so their indices have no more.
             stream: stream as u32,
             id: row.id,
-            bytes: block.bytes,
+            bytes: block.map_or(0, |block| block.bytes),
         }
     })
     .collect()

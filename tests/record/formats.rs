@@ -212,7 +212,8 @@ fn pickles_of_other_programs_are_read_and_never_executed() {
     let read = |name: &str| Snapshot::read(&std::fs::read(folder.file(name)).unwrap());
     // Block 0 was there before: its free alone is known. The completion of block 1 follows its free but for events
     // that are no rows.
-    let expected = "a,0,10,0 f,0,0,0 a,1,100,0 a,2,300,1 f,1,0,0 f,2,0,1 a,3,70,0 c,2,0,1";
+    let expected =
+        "a,0,10,0 f,0,0,0 a,1,100,0 a,2,300,1 f,1,0,0 f,2,0,1 a,3,70,0 c,2,0,1 oom,0,1,0";
     for name in ["2.pickle", "4.pickle", "5.pickle", "whole.json"] {
         let snapshot = read(name).unwrap();
         assert_eq!(snapshot.devices(), 2);

@@ -50,6 +50,25 @@ fn blocks_older_than_the_trace_of_a_snapshot_come_first() {
     assert_eq!(Snapshot::read(beyond.as_bytes()).unwrap().devices(), 2);
 }
 
+/// The request that failed is what the reader of a snapshot wants to know about; it has a row of its own.
+#[test]
+fn failed_requests_of_a_snapshot_are_rows() {
+    let json = r#"{"segments":[],"device_traces":[[
+        {"action":"oom","device_free":7,"size":900,"stream":9,"time_us":1},
+        {"action":"alloc","addr":512,"size":100,"stream":0,"time_us":2},
+        {"action":"oom","device_free":0,"size":5000,"stream":0,"time_us":3},
+        {"action":"free_requested","addr":512,"size":100,"stream":0,"time_us":4},
+        {"action":"free_completed","addr":512,"size":100,"stream":0,"time_us":5}]]}"#;
+    let trace = Snapshot::read(json.as_bytes()).unwrap();
+    let trace = trace.to_trace("oom", 0).unwrap();
+    let rows: Vec<String> = trace.rows().iter().map(ToString::to_string).collect();
+    assert_eq!(
+        rows,
+        ["oom,0,900,0", "a,0,100,1", "oom,0,5000,1", "f,0,0,1"]
+    );
+    assert_eq!(trace.requested_peak(), 100);
+}
+
 /// More streams than 16 bits can number.
 #[test]
 fn each_of_many_streams_of_a_snapshot_is_one_of_its_trace() {

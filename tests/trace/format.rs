@@ -63,6 +63,35 @@ fn edges_that_are_valid() {
     assert_eq!(Trace::line_of(2), 4);
 }
 
+/// Failed requests are rows without a block: also before the first block, and they are not live.
+#[test]
+fn failed_requests_are_rows_without_a_block() {
+    let text = "op,id,bytes,stream\noom,7,900,3\na,0,100,0\noom,0,5000,0\nf,0,0,0\na,1,70,0\n";
+    let trace = parse(text).unwrap();
+    let oom = [&trace.rows()[0], &trace.rows()[2]];
+    assert!(oom.iter().all(|row| row.op == Op::Oom && row.id == 0));
+    assert_eq!(
+        oom.map(|row| (row.bytes, row.stream)),
+        [(900, 3), (5000, 0)]
+    );
+    assert_eq!(trace.allocations().len(), 2);
+    assert_eq!((trace.requested_peak(), trace.streams()), (100, &[0][..]));
+    assert_eq!(trace.live_bytes().collect::<Vec<_>>(), [0, 100, 100, 0, 70]);
+    assert_eq!(trace.peak_row(), 1);
+    let mut written = Vec::new();
+    trace.write(&mut written).unwrap();
+    assert_eq!(
+        String::from_utf8(written).unwrap(),
+        text.replace("oom,7", "oom,0")
+    );
+    let again = Trace::from_rows("rows", trace.rows().iter().copied()).unwrap();
+    assert_eq!(again.rows(), trace.rows());
+    let only = parse("op,id,bytes,stream\noom,0,1,0\n").unwrap();
+    assert_eq!((only.rows().len(), only.requested_peak()), (1, 0));
+    let none = parse("op,id,bytes,stream\na,0,1,0\noom,0,0,0\n").unwrap_err();
+    assert!(matches!(none, TraceError::ZeroBytes { line: 3 }), "{none}");
+}
+
 /// A broken file, the line that breaks it, and the fault.
 macro_rules! broken {
     ($($file:literal, $line:literal, $fault:pat,)*) => {
@@ -93,7 +122,7 @@ broken! {
     "completed_twice", 5, TraceError::CompletedTwice { id: 0, .. },
     "completed_before_freed", 3, TraceError::CompletedBeforeFreed { id: 0, .. },
     "completed_unknown", 4, TraceError::UnknownId { id: 7, .. },
-    "zero_bytes", 3, TraceError::ZeroBytes { id: 1, .. },
+    "zero_bytes", 3, TraceError::ZeroBytes { .. },
     "bytes_overflow", 2, TraceError::NotANumber { field: "bytes", .. },
     "id_overflow", 3, TraceError::NotANumber { field: "id", .. },
     "negative", 2, TraceError::NotANumber { field: "bytes", .. },

@@ -1,7 +1,7 @@
 //! Traces made up by rules.
 
 use cualloc::trace::generate::{Kind, Program, Rows, varied, vary};
-use cualloc::trace::{Op, Trace};
+use cualloc::trace::{Op, Row, Trace};
 
 const KINDS: [Kind; 4] = [Kind::Large, Kind::Sharded, Kind::Random, Kind::Churn];
 
@@ -203,6 +203,20 @@ fn figures_of_rows_that_nobody_keeps_are_those_of_the_trace() {
         agree(varied(&trace(kind, 3, 1500), 3, 30, 1));
     }
     agree(Program::new(Kind::Sharded, 1).rows());
+}
+
+/// Copies keep failed requests in their places and change their sizes as they change others.
+#[test]
+fn varied_traces_keep_failed_requests() {
+    let text = "op,id,bytes,stream\noom,0,1000,2\na,0,1000,0\noom,0,1000000,0\nf,0,0,0\n";
+    let trace = Trace::read("failed", text.as_bytes()).unwrap();
+    let ops = [Op::Oom, Op::Allocate, Op::Oom, Op::Free].repeat(2);
+    let rows: Vec<Row> = varied(&trace, 2, 20, 1).collect();
+    assert_eq!(rows.iter().map(|row| row.op).collect::<Vec<_>>(), ops);
+    let large = |row: &Row| (800_000..=1_200_000).contains(&row.bytes);
+    assert!(large(&rows[2]) && large(&rows[6]) && rows[2].bytes != rows[6].bytes);
+    assert_eq!((rows[0].stream, rows[2].stream), (2, 0));
+    agree(varied(&trace, 3, 30, 1));
 }
 
 #[test]

@@ -61,6 +61,17 @@ fn of(policy: Policy) -> Config {
     Config::new().policy(policy)
 }
 
+/// A replay requests again what the program got, and not what it did not get.
+#[test]
+fn failed_requests_are_not_repeated() {
+    let trace =
+        trace("oom,0,1000000000000,5\na,0,4096,0\noom,0,1000000000000,0\nf,0,0,0\noom,0,1,0\n");
+    let simulator = simulator(1 << 30);
+    let report = run(Replay::new(&trace).verify(true), &device(&simulator, 0));
+    assert!(report.is_clean(), "{report:?}");
+    assert_eq!(report.stats.all.allocations.peak, 1);
+}
+
 #[test]
 fn every_replay_has_its_own_figures_and_progress_ends_at_the_last_row() {
     let trace = rolling(3000);

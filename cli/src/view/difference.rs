@@ -1,9 +1,8 @@
 //! What grew and what shrank from one trace to another.
 
 use super::contexts;
-use super::film::peak_row;
 use crate::size::Size;
-use cualloc::trace::{Op, Trace};
+use cualloc::trace::Trace;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 
@@ -67,17 +66,10 @@ fn told(side: &Side<'_>) -> Value {
 
 /// The most bytes requested in each of the parts that the rows are divided into.
 fn curve(trace: &Trace) -> Vec<u64> {
-    let rows = trace.rows();
-    let mut points = vec![0; POINTS.min(rows.len())];
-    let mut live = 0;
-    for (index, row) in rows.iter().enumerate() {
-        let block = &trace.allocations()[row.id];
-        if row.op == Op::Allocate {
-            live += block.bytes;
-        } else if block.released == Some(index) {
-            live -= block.bytes;
-        }
-        let point = index * points.len() / rows.len();
+    let rows = trace.rows().len();
+    let mut points = vec![0; POINTS.min(rows)];
+    for (index, live) in trace.live_bytes().enumerate() {
+        let point = index * points.len() / rows;
         points[point] = live.max(points[point]);
     }
     points
@@ -109,7 +101,7 @@ fn add(
     instant: Instant,
     name: fn(&Trace, usize) -> String,
 ) {
-    let peak = peak_row(trace);
+    let peak = trace.peak_row();
     // Names are made once for what is equal in them.
     let mut known: BTreeMap<(u32, u32, Option<usize>), (u64, u64)> = BTreeMap::new();
     let mut examples = BTreeMap::new();

@@ -61,7 +61,7 @@ impl<'a> Film<'a> {
             maps: Vec::new(),
             pieces: 0,
             instants: instants.collect(),
-            peak_row: peak_row(trace),
+            peak_row: trace.peak_row(),
         }
     }
 
@@ -221,21 +221,4 @@ fn state(state: BlockState) -> u64 {
 
 fn last(curve: &[u64]) -> u64 {
     curve.last().copied().unwrap_or(0)
-}
-
-/// The row after which the most requested bytes are live.
-pub fn peak_row(trace: &Trace) -> usize {
-    let (mut live, mut peak, mut found) = (0u64, 0, 0);
-    for (index, row) in trace.rows().iter().enumerate() {
-        let block = &trace.allocations()[row.id];
-        if row.op == Op::Allocate {
-            live += block.bytes;
-        } else if block.released == Some(index) {
-            live -= block.bytes;
-        }
-        if live > peak {
-            (peak, found) = (live, index);
-        }
-    }
-    found
 }

@@ -115,7 +115,7 @@ pub(super) trait Maker {
 /// Where a block is released that a row frees.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Release {
-    /// The row does not free: it allocates.
+    /// The row frees nothing.
     Never,
     /// At the row itself.
     Here,
@@ -153,6 +153,12 @@ impl Draft {
         self.blocks += 1;
         self.push(Op::Allocate, block, Release::Never);
         block
+    }
+
+    /// A request that failed.
+    pub(super) fn fail(&mut self, bytes: u64, stream: u32) {
+        let id = 0;
+        self.push(Op::Oom, Made { id, bytes, stream }, Release::Never);
     }
 
     pub(super) fn free(&mut self, block: Made) {
@@ -205,8 +211,9 @@ impl Draft {
                 op,
                 stream: block.stream,
                 id: block.id,
-                bytes: if op == Op::Allocate { block.bytes } else { 0 },
-            },
+                bytes: block.bytes,
+            }
+            .normalized(),
             bytes: block.bytes,
             release,
         });

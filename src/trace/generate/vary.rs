@@ -58,6 +58,7 @@ impl Maker for Varied<'_> {
                 _ => draft.free(made),
             },
             (Op::Complete, Some(made)) => draft.complete(made, None),
+            (Op::Oom, _) => draft.fail(bytes, row.stream),
             _ => self.blocks.push(draft.allocate(bytes, row.stream)),
         }
         self.row += 1;
