@@ -6,8 +6,10 @@
 //! [`Trace`](crate::trace::Trace) that can be replayed, a [`Snapshot`] in PyTorch's formats, or a [`Profile`].
 //! [`metrics`] and [`summary`] need no recording.
 
+mod history;
+mod import;
+#[cfg(feature = "json")]
 mod json;
-mod out;
 mod pickle;
 mod profile;
 mod protobuf;
@@ -20,9 +22,10 @@ mod stacks;
 mod text;
 mod tree;
 
+pub use import::SnapshotError;
 pub use profile::{Profile, Share};
 pub use read::ReadError;
 pub use recorder::{Context, Recorded, Recorder, RecorderError, Target, set_stack_source};
 pub use recording::{Action, Event, RecordedStream, Recording};
-pub use snapshot::{Snapshot, SnapshotError};
+pub use snapshot::Snapshot;
 pub use text::{metrics, summary};

@@ -6,10 +6,9 @@
 
 use std::collections::HashMap;
 
-use crate::record::out::Out;
-use crate::record::tree::{DEEPEST, Fault, Node, Tree};
+use crate::record::tree::{Fault, Node, Tree};
 
-/// Bytes that grow.
+/// A writer of nested values. Within a dictionary texts and values alternate.
 pub(super) struct Pickle {
     pub bytes: Vec<u8>,
     /// Places of texts, and of values by their numbers.
@@ -35,7 +34,7 @@ impl Pickle {
         self.bytes
     }
 
-    /// Writes what stands at a place.
+    /// Writes what is at a place.
     fn get(&mut self, place: u32) {
         match u8::try_from(place) {
             Ok(place) => self.bytes.extend_from_slice(&[b'h', place]),
@@ -59,26 +58,24 @@ impl Pickle {
         }
         place
     }
-}
 
-impl Out for Pickle {
-    fn open_list(&mut self) {
+    pub(super) fn open_list(&mut self) {
         self.bytes.extend_from_slice(b"](");
     }
 
-    fn close_list(&mut self) {
+    pub(super) fn close_list(&mut self) {
         self.bytes.push(b'e');
     }
 
-    fn open_dict(&mut self) {
+    pub(super) fn open_dict(&mut self) {
         self.bytes.extend_from_slice(b"}(");
     }
 
-    fn close_dict(&mut self) {
+    pub(super) fn close_dict(&mut self) {
         self.bytes.push(b'u');
     }
 
-    fn text(&mut self, text: &str) {
+    pub(super) fn text(&mut self, text: &str) {
         if let Some(place) = self.texts.get(text) {
             return self.get(*place);
         }
@@ -91,18 +88,20 @@ impl Out for Pickle {
         self.texts.insert(text.to_owned(), place);
     }
 
-    fn again(&mut self, number: u32) -> bool {
+    /// Writes a value again that [`keep`](Self::keep) was told of with this number, if there is one.
+    pub(super) fn again(&mut self, number: u32) -> bool {
         let place = self.values.get(&number).copied();
         place.into_iter().for_each(|place| self.get(place));
         place.is_some()
     }
 
-    fn keep(&mut self, number: u32) {
+    /// The value that was just written can be written again by this number.
+    pub(super) fn keep(&mut self, number: u32) {
         let place = self.put();
         self.values.insert(number, place);
     }
 
-    fn number(&mut self, number: u64) {
+    pub(super) fn number(&mut self, number: u64) {
         match number {
             0..=0xff => self.bytes.extend_from_slice(&[b'K', number as u8]),
             0x100..=0xffff => {
@@ -114,21 +113,34 @@ impl Out for Pickle {
                 self.bytes.extend_from_slice(&(number as u32).to_le_bytes());
             }
             _ => {
-                self.bytes.extend_from_slice(&[0x8a, 8]);
-                let number = number.min(i64::MAX as u64);
-                self.bytes.extend_from_slice(&number.to_le_bytes());
+                // The ninth byte is the sign of numbers of 2^63 and more.
+                let bytes = if number >> 63 == 0 { 8 } else { 9 };
+                self.bytes.extend_from_slice(&[0x8a, bytes]);
+                let wide = u128::from(number).to_le_bytes();
+                self.bytes.extend_from_slice(&wide[..bytes.into()]);
             }
         }
     }
 
-    fn flag(&mut self, flag: bool) {
+    pub(super) fn flag(&mut self, flag: bool) {
         self.bytes.push(if flag { 0x88 } else { 0x89 });
     }
 
-    fn pair(&mut self, first: u64, second: u64) {
+    /// Two numbers as a tuple.
+    pub(super) fn pair(&mut self, first: u64, second: u64) {
         self.number(first);
         self.number(second);
         self.bytes.push(0x86);
+    }
+
+    pub(super) fn entry(&mut self, key: &str, number: u64) {
+        self.text(key);
+        self.number(number);
+    }
+
+    pub(super) fn text_entry(&mut self, key: &str, text: &str) {
+        self.text(key);
+        self.text(text);
     }
 }
 
@@ -186,18 +198,16 @@ impl Reader<'_> {
         usize::try_from(self.number::<N>()?).map_err(|_| Fault::Short)
     }
 
-    fn push(&mut self, node: Node) -> Result<(), Fault> {
-        let number = self.tree.nodes.len() as u32;
-        self.tree.nodes.push(node);
+    fn push(&mut self, node: Node) {
+        let number = self.tree.push(node);
         self.stack.push(Entry::Value(number));
-        Ok(())
     }
 
     fn text(&mut self, bytes: usize) -> Result<(), Fault> {
-        let text = std::str::from_utf8(self.take(bytes)?);
-        let text = text.map_err(|_| Fault::Damaged("a text is not UTF-8"))?;
-        let node = Node::Text(text.to_owned());
-        self.push(node)
+        // Python writes halves of surrogate pairs, which names of files can have, and which are no UTF-8.
+        let text = String::from_utf8_lossy(self.take(bytes)?).into_owned();
+        self.push(Node::Text(text));
+        Ok(())
     }
 
     fn pop(&mut self) -> Result<u32, Fault> {
@@ -227,18 +237,10 @@ impl Reader<'_> {
             .collect())
     }
 
-    /// How deep values lie in a new one that holds these.
-    fn depth(&self, values: &[u32]) -> Result<usize, Fault> {
-        let deepest = values.iter().map(|number| self.tree.depth(*number)).max();
-        match deepest.unwrap_or(0) + 1 {
-            depth if depth > DEEPEST => Err(Fault::Damaged("values nest too deep")),
-            depth => Ok(depth),
-        }
-    }
-
     fn list(&mut self, values: Vec<u32>) -> Result<(), Fault> {
-        let depth = self.depth(&values)?;
-        self.push(Node::List(values, depth))
+        let depth = self.tree.depth_around(&values)?;
+        self.push(Node::List(values, depth));
+        Ok(())
     }
 
     fn tuple(&mut self, count: usize) -> Result<(), Fault> {
@@ -251,7 +253,7 @@ impl Reader<'_> {
     }
 
     fn append(&mut self, values: Vec<u32>) -> Result<(), Fault> {
-        let (to, deep) = (self.top()? as usize, self.depth(&values)?);
+        let (to, deep) = (self.top()? as usize, self.tree.depth_around(&values)?);
         match self.tree.nodes.get_mut(to) {
             Some(Node::List(list, depth)) => {
                 list.extend(values);
@@ -263,7 +265,7 @@ impl Reader<'_> {
     }
 
     fn set(&mut self, values: &[u32]) -> Result<(), Fault> {
-        let (to, deep) = (self.top()? as usize, self.depth(values)?);
+        let (to, deep) = (self.top()? as usize, self.tree.depth_around(values)?);
         if !values.len().is_multiple_of(2) {
             return Err(STACK);
         }
@@ -300,8 +302,8 @@ impl Reader<'_> {
                 _ => return Err(Fault::Damaged("this protocol is not read")),
             },
             0x95 => drop(self.take(8)?),
-            b'}' => self.push(Node::Dict(Vec::new(), 1))?,
-            b']' | b')' => self.push(Node::List(Vec::new(), 1))?,
+            b'}' => self.push(Node::Dict(Vec::new(), 1)),
+            b']' | b')' => self.push(Node::List(Vec::new(), 1)),
             b'(' => self.stack.push(Entry::Mark),
             b's' => {
                 let value = self.pop()?;
@@ -322,7 +324,7 @@ impl Reader<'_> {
             }
             b'd' => {
                 let values = self.above_mark()?;
-                self.push(Node::Dict(Vec::new(), 1))?;
+                self.push(Node::Dict(Vec::new(), 1));
                 self.set(&values)?;
             }
             b'l' | b't' => {
@@ -334,26 +336,33 @@ impl Reader<'_> {
             0x87 => self.tuple(3)?,
             b'K' => {
                 let number = self.number::<1>()?;
-                self.push(Node::Number(number as i64))?;
+                self.push(Node::Number(number));
             }
             b'M' => {
                 let number = self.number::<2>()?;
-                self.push(Node::Number(number as i64))?;
+                self.push(Node::Number(number));
             }
             b'J' => {
-                let number = self.number::<4>()? as u32 as i32;
-                self.push(Node::Number(number.into()))?;
+                let node = integer(self.take(4)?);
+                self.push(node);
             }
             0x8a => {
                 let bytes = self.length::<1>()?;
-                let node = long(self.take(bytes)?);
-                self.push(node)?;
+                let node = integer(self.take(bytes)?);
+                self.push(node);
+            }
+            0x8b => {
+                let bytes = self.length::<4>()?;
+                let node = integer(self.take(bytes)?);
+                self.push(node);
             }
             b'G' => {
-                self.take(8)?;
-                self.push(Node::Other)?;
+                let bits = self.number::<8>()?.swap_bytes();
+                self.push(Node::Float(f64::from_bits(bits)));
             }
-            b'N' | 0x88 | 0x89 => self.push(Node::Other)?,
+            b'N' => self.push(Node::Null),
+            0x88 => self.push(Node::Flag(true)),
+            0x89 => self.push(Node::Flag(false)),
             b'X' => {
                 let bytes = self.length::<4>()?;
                 self.text(bytes)?;
@@ -393,18 +402,17 @@ impl Reader<'_> {
     }
 }
 
-/// A number of any length, the least significant byte first; of no use here beyond 64 bits.
-fn long(bytes: &[u8]) -> Node {
+/// A signed integer of any length, the least significant byte first.
+fn integer(bytes: &[u8]) -> Node {
     let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
     let fill = if negative { 0xff } else { 0 };
-    let mut whole = [fill; 8];
-    let (low, high) = bytes.split_at(bytes.len().min(8));
-    whole[..low.len()].copy_from_slice(low);
-    let number = i64::from_le_bytes(whole);
-    let fits = high.iter().all(|byte| *byte == fill) && (number < 0) == negative;
-    if fits {
-        Node::Number(number)
-    } else {
-        Node::Other
+    let mut low = [fill; 8];
+    let kept = bytes.len().min(8);
+    low[..kept].copy_from_slice(&bytes[..kept]);
+    let number = i64::from_le_bytes(low);
+    match bytes[kept..].iter().all(|byte| *byte == fill) {
+        true if !negative => Node::Number(number.cast_unsigned()),
+        true if number < 0 => Node::Negative(number),
+        _ => Node::Huge,
     }
 }

@@ -54,7 +54,7 @@ impl Device {
             address: event.address,
             size,
             stream,
-            time_us: start.saturating_add(event.time) / 1000,
+            time_us: Some(start.saturating_add(event.time) / 1000),
             context: event.context,
         });
     }
@@ -273,6 +273,7 @@ fn snapshot(recording: &Recording) -> Snapshot {
             .collect(),
         traces: devices.into_iter().map(|device| device.entries).collect(),
         contexts: (1..=most).map(name).collect(),
+        ..Snapshot::default()
     }
 }
 

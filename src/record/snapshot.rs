@@ -1,47 +1,11 @@
-//! PyTorch's memory snapshots: made of recordings, written as pickle or JSON, and read.
+//! PyTorch's memory snapshots, written as pickle or JSON.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use crate::record::json::{self, Json};
-use crate::record::out::Out;
-use crate::record::pickle::{self, Pickle};
-use crate::record::stacks::Stacks;
-use crate::record::tree::{Fault, MOST_FRAMES, Tree};
-use crate::trace::{Op, Row, Trace, TraceError};
-
-/// A snapshot cannot be read.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum SnapshotError {
-    /// The file ends too early.
-    #[error("byte {at}: the snapshot is cut off")]
-    Short {
-        /// Where, in bytes from the beginning.
-        at: usize,
-    },
-    /// The pickle has an opcode that plain values do not need. It would make an object or call something.
-    #[error("byte {at}: opcode {opcode:#04x} is not one of plain values, and is not executed")]
-    Opcode {
-        /// Where, in bytes from the beginning.
-        at: usize,
-        /// The opcode.
-        opcode: u8,
-    },
-    /// Something in the file cannot be.
-    #[error("byte {at}: {what}")]
-    Damaged {
-        /// Where, in bytes from the beginning.
-        at: usize,
-        /// What is wrong.
-        what: &'static str,
-    },
-    /// The file holds something else.
-    #[error("this is no memory snapshot: {what}")]
-    NotASnapshot {
-        /// What is missing.
-        what: &'static str,
-    },
-}
+#[cfg(feature = "json")]
+use crate::record::pickle;
+use crate::record::pickle::Pickle;
+use crate::record::tree::MOST_FRAMES;
 
 /// What a block of a segment is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +17,7 @@ pub(super) enum State {
 }
 
 impl State {
-    const NAMES: [(State, &'static str); 3] = [
+    pub(super) const NAMES: [(State, &'static str); 3] = [
         (State::Live, "active_allocated"),
         (State::Pending, "active_pending_free"),
         (State::Free, "inactive"),
@@ -106,7 +70,7 @@ pub(super) enum Act {
 }
 
 impl Act {
-    const NAMES: [(Act, &'static str); 10] = [
+    pub(super) const NAMES: [(Act, &'static str); 10] = [
         (Act::Alloc, "alloc"),
         (Act::FreeRequested, "free_requested"),
         (Act::FreeCompleted, "free_completed"),
@@ -119,6 +83,14 @@ impl Act {
         (Act::Snapshot, "snapshot"),
     ];
 
+    /// Whether it is about a block.
+    pub(super) fn is_of_block(self) -> bool {
+        matches!(
+            self,
+            Act::Alloc | Act::Free | Act::FreeRequested | Act::FreeCompleted
+        )
+    }
+
     fn name(self) -> &'static str {
         let found = Act::NAMES.iter().find(|(act, _)| *act == self);
         found.map_or("", |(_, name)| name)
@@ -129,21 +101,25 @@ impl Act {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Entry {
     pub act: Act,
+    /// For [`Act::Oom`] the bytes that were free on the device.
     pub address: u64,
     pub size: u64,
     pub stream: u64,
-    pub time_us: u64,
+    /// Older files do not say it.
+    pub time_us: Option<u64>,
     pub context: u32,
 }
 
-/// Most devices whose numbers are believed.
+/// Device ordinals are below this.
 pub(super) const DEVICES: usize = 1024;
 
-/// A block that was there before its trace begins.
-struct Earlier {
-    bytes: u64,
-    stream: u64,
-    context: u32,
+/// What the file of a snapshot leaves open.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Gaps {
+    /// Blocks in use whose requested size is not known. Their own size counts.
+    pub unrequested: u64,
+    /// Entries whose action is not known, by its name. They are left out.
+    pub unknown: BTreeMap<String, u64>,
 }
 
 /// A memory snapshot as PyTorch has them: what each device's memory is divided into, and how it came to that.
@@ -153,6 +129,7 @@ pub struct Snapshot {
     pub(super) traces: Vec<Vec<Entry>>,
     /// Names of contexts: that of context 1 first.
     pub(super) contexts: Vec<String>,
+    pub(super) gaps: Gaps,
 }
 
 impl Snapshot {
@@ -164,13 +141,14 @@ impl Snapshot {
     }
 
     /// Writes it as JSON with the same keys.
+    #[cfg(feature = "json")]
     pub fn to_json(&self) -> String {
-        let mut out = Json::default();
-        self.write(&mut out);
-        out.text
+        // Neither step can fail: the pickle has just been written, and all keys in it are texts.
+        let tree = pickle::read(&self.to_pickle()).unwrap_or_default();
+        serde_json::to_string(&tree.root()).unwrap_or_default()
     }
 
-    fn write(&self, out: &mut impl Out) {
+    fn write(&self, out: &mut Pickle) {
         out.open_dict();
         out.text("segments");
         out.open_list();
@@ -201,7 +179,7 @@ impl Snapshot {
         out.close_dict();
     }
 
-    fn write_segment(&self, segment: &Segment, out: &mut impl Out) {
+    fn write_segment(&self, segment: &Segment, out: &mut Pickle) {
         let sum = |count: fn(&Block) -> Option<u64>| -> u64 {
             segment.blocks.iter().filter_map(count).sum()
         };
@@ -240,7 +218,7 @@ impl Snapshot {
         out.close_dict();
     }
 
-    fn write_entry(&self, entry: &Entry, out: &mut impl Out) {
+    fn write_entry(&self, entry: &Entry, out: &mut Pickle) {
         out.open_dict();
         out.text_entry("action", entry.act.name());
         match entry.act {
@@ -249,7 +227,9 @@ impl Snapshot {
         }
         out.entry("size", entry.size);
         out.entry("stream", entry.stream);
-        out.entry("time_us", entry.time_us);
+        if let Some(time_us) = entry.time_us {
+            out.entry("time_us", time_us);
+        }
         self.write_frames(entry.context, out);
         out.text_entry("compile_context", "N/A");
         out.text_entry(
@@ -259,13 +239,13 @@ impl Snapshot {
         out.close_dict();
     }
 
-    fn context(&self, context: u32) -> Option<&str> {
+    pub(super) fn context(&self, context: u32) -> Option<&str> {
         let at = (context as usize).checked_sub(1)?;
         self.contexts.get(at).map(String::as_str)
     }
 
     /// The innermost parts of a context's name between semicolons as a stack, innermost first.
-    fn write_frames(&self, context: u32, out: &mut impl Out) {
+    fn write_frames(&self, context: u32, out: &mut Pickle) {
         out.text("frames");
         if out.again(context) {
             return;
@@ -285,255 +265,4 @@ impl Snapshot {
         out.close_list();
         out.keep(context);
     }
-
-    /// Reads a pickle of PyTorch's, or JSON with the same keys: a snapshot, or a bare list of segments. Nothing in it is
-    /// executed: values are numbers, texts, lists and dictionaries, and anything else is an error. Keys and actions that
-    /// are not known are passed over. Of stacks the innermost 32 frames are kept, as contexts.
-    ///
-    /// # Errors
-    /// What is wrong with the file, and where.
-    pub fn read(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
-        let tree = match json::is_json(bytes) {
-            true => json::read(bytes),
-            false => pickle::read(bytes),
-        };
-        let tree = tree.map_err(|(at, fault)| match fault {
-            Fault::Short => SnapshotError::Short { at },
-            Fault::Opcode(opcode) => SnapshotError::Opcode { at, opcode },
-            Fault::Damaged(what) => SnapshotError::Damaged { at, what },
-        })?;
-        read(&tree)
-    }
-
-    /// The number of devices of which it has a trace or blocks; the traces of some may be empty.
-    pub fn devices(&self) -> usize {
-        let used = |segment: &&Segment| segment.blocks.iter().any(|b| b.state != State::Free);
-        let devices = self
-            .segments
-            .iter()
-            .filter(used)
-            .map(|segment| segment.device);
-        let last = devices.filter(|device| *device < DEVICES).max();
-        let traces = self.traces.len().min(DEVICES);
-        traces.max(last.map_or(0, |last| last + 1))
-    }
-
-    /// What was live on a device before its trace begins, by address: what the trace frees and never had, and what is
-    /// live at the end and the trace says nothing about.
-    fn earlier(&self, device: usize) -> BTreeMap<u64, Earlier> {
-        let mut earlier = BTreeMap::new();
-        let mut known = BTreeSet::new();
-        for entry in self.traces.get(device).into_iter().flatten() {
-            let frees = match entry.act {
-                Act::Alloc => false,
-                Act::Free | Act::FreeRequested | Act::FreeCompleted => true,
-                _ => continue,
-            };
-            if known.insert(entry.address) && frees {
-                let (bytes, stream, context) = (entry.size, entry.stream, entry.context);
-                let block = Earlier {
-                    bytes,
-                    stream,
-                    context,
-                };
-                earlier.insert(entry.address, block);
-            }
-        }
-        let segments = self.segments.iter().filter(|s| s.device == device);
-        for (segment, block) in segments.flat_map(|s| s.blocks.iter().map(move |b| (s, b))) {
-            if block.state != State::Free && known.insert(block.address) {
-                let bytes = match block.requested {
-                    0 => block.size,
-                    bytes => bytes,
-                };
-                let (stream, context) = (segment.stream, block.context);
-                let earlier_block = Earlier {
-                    bytes,
-                    stream,
-                    context,
-                };
-                earlier.insert(block.address, earlier_block);
-            }
-        }
-        earlier.retain(|_, block| block.bytes > 0);
-        earlier
-    }
-
-    /// The trace of a device, as it can be replayed. Blocks that were there before the snapshot's own trace begins come
-    /// first: those that are live at its end, and those whose frees it has. A completion that directly follows its free is
-    /// left out. Failed requests are rows of [`Op::Oom`].
-    ///
-    /// # Errors
-    /// [`TraceError::LiveBytesOverflow`]: the bytes of a file from a stranger may add up to anything.
-    pub fn to_trace(&self, name: &str, device: usize) -> Result<Trace, TraceError> {
-        let mut rows: Vec<Row> = Vec::new();
-        let mut streams: BTreeMap<u64, u32> = BTreeMap::new();
-        // Blocks by address: live ones, and those that wait for their completion.
-        let mut live: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
-        let mut freed: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
-        let mut contexts = Vec::new();
-        let mut next = 0;
-        let row = |op, (id, stream): (usize, u32), bytes| Row {
-            op,
-            stream,
-            id,
-            bytes,
-        };
-        let mut stream_of = |handle| {
-            // Each came with a segment or an entry, and of 2^32 no memory has room.
-            let known = streams.len() as u32;
-            *streams.entry(handle).or_insert(known)
-        };
-        for (at, block) in self.earlier(device) {
-            let stream = stream_of(block.stream);
-            live.insert(at, (next, stream));
-            rows.push(row(Op::Allocate, (next, stream), block.bytes));
-            contexts.push(block.context);
-            next += 1;
-        }
-        for entry in self.traces.get(device).into_iter().flatten() {
-            let at = entry.address;
-            match entry.act {
-                Act::Alloc if entry.size > 0 => {
-                    let stream = stream_of(entry.stream);
-                    let lost = live.insert(at, (next, stream));
-                    rows.extend(lost.map(|block| row(Op::Free, block, 0)));
-                    freed.remove(&at);
-                    rows.push(row(Op::Allocate, (next, stream), entry.size));
-                    contexts.push(entry.context);
-                    next += 1;
-                }
-                Act::FreeRequested | Act::Free => {
-                    if let Some(block) = live.remove(&at) {
-                        rows.push(row(Op::Free, block, 0));
-                        if entry.act == Act::FreeRequested {
-                            freed.insert(at, block);
-                        }
-                    }
-                }
-                Act::FreeCompleted => match freed.remove(&at) {
-                    // At once: nobody else used it.
-                    Some((id, _))
-                        if rows.last().is_some_and(|r| r.id == id && r.op == Op::Free) => {}
-                    Some(block) => rows.push(row(Op::Complete, block, 0)),
-                    None => {
-                        let lost = live.remove(&at);
-                        rows.extend(lost.map(|block| row(Op::Free, block, 0)));
-                    }
-                },
-                Act::Oom if entry.size > 0 => {
-                    rows.push(row(Op::Oom, (0, stream_of(entry.stream)), entry.size));
-                }
-                _ => {}
-            }
-        }
-        let name_of = |number| self.context(number).map(str::to_owned);
-        Ok(Trace::from_rows(name, rows)?.with_contexts(&contexts, name_of))
-    }
-}
-
-fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
-    let not = |what| SnapshotError::NotASnapshot { what };
-    let root = tree.root();
-    let segments = match tree.list(root) {
-        Some(_) => root,
-        None => tree
-            .get(root, "segments")
-            .ok_or(not("it has no segments"))?,
-    };
-    let listed = tree.list(segments).ok_or(not("its segments are no list"))?;
-    let mut snapshot = Snapshot::default();
-    // Each segment, block and entry is a value of its own in what PyTorch writes. Of one value that is used over and
-    // over, a small pickle would make any number.
-    let mut left = tree.len();
-    let mut stacks = Stacks::default();
-    for segment in listed {
-        let blocks = tree.get(*segment, "blocks");
-        let blocks = blocks.and_then(|blocks| tree.list(blocks));
-        let blocks = blocks.unwrap_or_default();
-        spend(&mut left, 1 + blocks.len())?;
-        let segment = read_segment(tree, *segment, blocks, &mut stacks);
-        snapshot.segments.push(segment);
-    }
-    let traces = tree.get(root, "device_traces");
-    for trace in traces
-        .and_then(|traces| tree.list(traces))
-        .into_iter()
-        .flatten()
-    {
-        let entries = tree.list(*trace).ok_or(not("a trace is no list"))?;
-        spend(&mut left, entries.len())?;
-        let entries = entries.iter();
-        let entries = entries.filter_map(|entry| read_entry(tree, *entry, &mut stacks));
-        snapshot.traces.push(entries.collect());
-    }
-    snapshot.contexts = stacks.names;
-    Ok(snapshot)
-}
-
-/// Takes so many from the values that are left.
-fn spend(left: &mut usize, values: usize) -> Result<(), SnapshotError> {
-    let what = "its values are shared";
-    let rest = left.checked_sub(values);
-    *left = rest.ok_or(SnapshotError::NotASnapshot { what })?;
-    Ok(())
-}
-
-fn number(tree: &Tree, of: u32, key: &str) -> Option<u64> {
-    tree.number(tree.get(of, key)?)
-}
-
-fn read_segment(tree: &Tree, segment: u32, blocks: &[u32], stacks: &mut Stacks) -> Segment {
-    let of = |key| number(tree, segment, key).unwrap_or(0);
-    let text = |of: u32, key| tree.get(of, key).and_then(|value| tree.text(value));
-    let mut at = of("address");
-    let blocks = blocks.iter().map(|block| {
-        let size = number(tree, *block, "size").unwrap_or(0);
-        let address = number(tree, *block, "address").unwrap_or(at);
-        at = address.saturating_add(size);
-        // Older files keep what was asked for elsewhere.
-        let history = tree.get(*block, "history").and_then(|list| tree.list(list));
-        let first = history.and_then(|list| list.first());
-        let real = first.and_then(|first| number(tree, *first, "real_size"));
-        Block {
-            address,
-            size,
-            requested: number(tree, *block, "requested_size").or(real).unwrap_or(0),
-            state: match text(*block, "state") {
-                Some("active_allocated") => State::Live,
-                Some("active_pending_free" | "active_awaiting_free") => State::Pending,
-                _ => State::Free,
-            },
-            context: stacks.of(tree, first.copied().unwrap_or(*block)),
-        }
-    });
-    let blocks = blocks.collect();
-    Segment {
-        device: of("device") as usize,
-        address: of("address"),
-        size: of("total_size"),
-        stream: of("stream"),
-        small: text(segment, "segment_type") == Some("small"),
-        expandable: false,
-        blocks,
-    }
-}
-
-/// An entry of a trace, if its action is known.
-fn read_entry(tree: &Tree, entry: u32, stacks: &mut Stacks) -> Option<Entry> {
-    let action = tree.text(tree.get(entry, "action")?)?;
-    let (act, _) = Act::NAMES.iter().find(|(_, name)| *name == action)?;
-    let of = |key| number(tree, entry, key);
-    Some(Entry {
-        act: *act,
-        address: of("addr").or_else(|| of("device_free")).unwrap_or(0),
-        size: of("size").unwrap_or(0),
-        stream: of("stream").unwrap_or(0),
-        time_us: of("time_us").unwrap_or(0),
-        // Other entries than those of blocks' beginnings say nothing that is shown.
-        context: match act {
-            Act::Alloc => stacks.of(tree, entry),
-            _ => 0,
-        },
-    })
 }

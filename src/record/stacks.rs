@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::record::tree::{MOST_FRAMES, Tree};
+use crate::record::tree::{MOST_FRAMES, Unexpected, Value};
 
 /// Bytes that the names may have together. A small file can share texts and so have any number of long stacks; those
 /// beyond are none.
@@ -23,28 +23,31 @@ pub(super) struct Stacks {
 
 impl Stacks {
     /// The context of a block or an event: its stack, or what the program said of it. 0 if there is neither.
-    pub(super) fn of(&mut self, tree: &Tree, value: u32) -> u32 {
-        let frames = tree.get(value, "frames");
-        if let Some(frames) = frames
-            && let Some(known) = self.lists.get(&frames)
-        {
-            return *known;
+    pub(super) fn of(&mut self, value: &Value<'_>) -> Result<u32, Unexpected> {
+        let frames = value.get("frames");
+        let shared = frames.number();
+        if let Some(known) = shared.and_then(|number| self.lists.get(&number)) {
+            return Ok(*known);
         }
-        let parts = frames.and_then(|frames| tree.list(frames));
-        let parts = parts.unwrap_or_default();
+        let parts = match frames.exists() {
+            Some(frames) => frames.list()?,
+            None => &[],
+        };
         if parts.is_empty() {
-            let said = tree.get(value, "user_metadata");
-            let said = said.and_then(|said| tree.text(said));
-            return said.map_or(0, |said| self.number(shortened(said)));
+            // It may be anything else that the program chose.
+            let said = value
+                .get("user_metadata")
+                .text("a text")
+                .unwrap_or_default();
+            return Ok(self.number(shortened(said)));
         }
         // Innermost first.
-        let innermost = parts.iter().take(MOST_FRAMES).rev();
-        let names: Vec<String> = innermost.map(|frame| name(tree, *frame)).collect();
-        let number = self.number(names.join(";"));
-        if let Some(frames) = frames {
-            self.lists.insert(frames, number);
-        }
-        number
+        let innermost = parts.iter().enumerate().take(MOST_FRAMES).rev();
+        let names = innermost.map(|(index, frame)| name(&frames.at(index, *frame)));
+        let names: Vec<String> = names.collect::<Result<_, _>>()?;
+        let context = self.number(names.join(";"));
+        self.lists.extend(shared.map(|number| (number, context)));
+        Ok(context)
     }
 
     fn number(&mut self, name: String) -> u32 {
@@ -62,23 +65,27 @@ impl Stacks {
     }
 }
 
-/// A frame as PyTorch's tools write it: the file without its folder, the line and the function, or the function alone.
-fn name(tree: &Tree, frame: u32) -> String {
-    let text = |key| tree.get(frame, key).and_then(|value| tree.text(value));
-    let (file, function) = (text("filename"), text("name").unwrap_or("?"));
-    let file = file.and_then(|file| file.rsplit('/').next());
-    let line = tree
-        .get(frame, "line")
-        .and_then(|value| tree.number(value))
-        .unwrap_or(0);
+/// A frame as PyTorch's tools write it: the file without its folder, the line and the function, as far as they are known.
+fn name(frame: &Value<'_>) -> Result<String, Unexpected> {
+    let frame = frame.dict()?;
+    let [file, function] = [frame.get("filename"), frame.get("name")];
+    let file = file.exists().map(|file| file.text("the name of a file"));
+    let function = function
+        .exists()
+        .map(|function| function.text("the name of a function"));
+    let line = frame.get("line");
+    let line = line
+        .exists()
+        .map(|line| line.count(1 << 63, "the number of a line"));
+    let file = file.transpose()?.and_then(|file| file.rsplit('/').next());
+    let file = file.filter(|file| !file.is_empty()).map(shortened);
+    // Without a file the line means nothing.
+    let line = line.transpose()?.filter(|_| file.is_some());
+    let function = shortened(function.transpose()?.unwrap_or("?"));
+    let parts = [file, line.map(|line| line.to_string()), Some(function)];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
     // Semicolons stand between frames.
-    let frame = match file {
-        Some(file) if !file.is_empty() => {
-            format!("{}:{line}:{}", shortened(file), shortened(function))
-        }
-        _ => shortened(function),
-    };
-    frame.replace(';', ",")
+    Ok(parts.join(":").replace(';', ","))
 }
 
 fn shortened(text: &str) -> String {

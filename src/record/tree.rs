@@ -1,4 +1,6 @@
-//! Nested values as a file has them, whatever its format.
+//! Nested values as a file has them, whatever its format, and typed access to them.
+
+use std::fmt;
 
 /// Deepest nesting that is read.
 pub(super) const DEEPEST: usize = 64;
@@ -6,6 +8,8 @@ pub(super) const DEEPEST: usize = 64;
 pub(super) const MOST_FRAMES: usize = 32;
 /// Keys of a dictionary that are looked at.
 const MOST_KEYS: usize = 256;
+/// Characters of a text that an error quotes.
+const QUOTED: usize = 40;
 
 /// Why a file is not read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,10 +25,17 @@ pub(super) enum Fault {
 /// A value; others that it holds by their numbers.
 #[derive(Debug)]
 pub(super) enum Node {
-    /// Nothing, a flag, a number with a point, or one that is too large: of no use here.
-    Other,
-    Number(i64),
+    Null,
+    Flag(bool),
+    /// An integer of at least 0.
+    Number(u64),
+    /// An integer below 0.
+    Negative(i64),
+    /// An integer that neither of these can be.
+    Huge,
+    Float(f64),
     Text(String),
+    /// Its values, and how deep the deepest of them lies.
     List(Vec<u32>, usize),
     Dict(Vec<(u32, u32)>, usize),
 }
@@ -42,11 +53,13 @@ impl Tree {
         self.nodes.len()
     }
 
-    pub(super) fn root(&self) -> u32 {
-        self.root
+    /// Adds a value; its number.
+    pub(super) fn push(&mut self, node: Node) -> u32 {
+        self.nodes.push(node);
+        (self.nodes.len() - 1) as u32
     }
 
-    fn node(&self, number: u32) -> Option<&Node> {
+    pub(super) fn node(&self, number: u32) -> Option<&Node> {
         self.nodes.get(number as usize)
     }
 
@@ -57,35 +70,248 @@ impl Tree {
         }
     }
 
-    pub(super) fn list(&self, number: u32) -> Option<&[u32]> {
-        match self.node(number)? {
-            Node::List(values, _) => Some(values),
-            _ => None,
+    /// How deep values lie in a new one that holds these.
+    pub(super) fn depth_around(&self, values: &[u32]) -> Result<usize, Fault> {
+        let deepest = values.iter().map(|number| self.depth(*number)).max();
+        match deepest.unwrap_or(0) + 1 {
+            depth if depth > DEEPEST => Err(Fault::Damaged("values nest too deep")),
+            depth => Ok(depth),
         }
     }
 
-    /// The value that a dictionary has for a key; the last one, if there are several. A dictionary with more than
-    /// [`MOST_KEYS`] is of no known kind, and the first of them are passed over: to look for one key must not take long.
-    pub(super) fn get(&self, number: u32, key: &str) -> Option<u32> {
-        let Node::Dict(entries, _) = self.node(number)? else {
-            return None;
+    /// The outermost value.
+    pub(super) fn root(&self) -> Value<'_> {
+        Value {
+            tree: self,
+            number: Some(self.root),
+            path: Path {
+                parent: None,
+                step: Step::Key(""),
+            },
+        }
+    }
+}
+
+/// A value of a tree with the path to it, which errors name. It may also be a place where there is no value.
+#[derive(Clone, Copy)]
+pub(super) struct Value<'a> {
+    tree: &'a Tree,
+    number: Option<u32>,
+    path: Path<'a>,
+}
+
+#[derive(Clone, Copy)]
+struct Path<'a> {
+    parent: Option<&'a Path<'a>>,
+    step: Step,
+}
+
+#[derive(Clone, Copy)]
+enum Step {
+    Key(&'static str),
+    Index(usize),
+}
+
+/// As a person writes it: `device_traces[0][17].addr`.
+impl fmt::Display for Path<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let outer = self.parent.map_or(String::new(), Path::to_string);
+        match self.step {
+            Step::Index(index) => write!(f, "{outer}[{index}]"),
+            Step::Key(key) if outer.is_empty() => f.write_str(key),
+            Step::Key(key) => write!(f, "{outer}.{key}"),
+        }
+    }
+}
+
+/// A value is not what the format has in its place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Unexpected {
+    pub at: String,
+    pub expected: &'static str,
+    pub found: String,
+}
+
+impl<'a> Value<'a> {
+    /// What a dictionary has for a key; the last value, if there are several. A dictionary with more than [`MOST_KEYS`]
+    /// is of no known kind, and only its last keys are looked at: to look for one key must not take long.
+    pub(super) fn get<'b>(&'b self, key: &'static str) -> Value<'b> {
+        let number = match self.node() {
+            Some(Node::Dict(entries, _)) => {
+                let mut entries = entries.iter().rev().take(MOST_KEYS);
+                let found = entries.find(|(name, _)| match self.tree.node(*name) {
+                    Some(Node::Text(name)) => name == key,
+                    _ => false,
+                });
+                found.map(|(_, value)| *value)
+            }
+            _ => None,
         };
-        let mut entries = entries.iter().rev().take(MOST_KEYS);
-        let found = entries.find(|(name, _)| self.text(*name) == Some(key));
-        found.map(|(_, value)| *value)
+        self.inner(number, Step::Key(key))
     }
 
-    pub(super) fn text(&self, number: u32) -> Option<&str> {
-        match self.node(number)? {
-            Node::Text(text) => Some(text),
-            _ => None,
+    /// The value with this index of a list.
+    pub(super) fn at<'b>(&'b self, index: usize, number: u32) -> Value<'b> {
+        self.inner(Some(number), Step::Index(index))
+    }
+
+    fn inner<'b>(&'b self, number: Option<u32>, step: Step) -> Value<'b> {
+        let parent = Some(&self.path);
+        Value {
+            tree: self.tree,
+            number,
+            path: Path { parent, step },
         }
     }
 
-    pub(super) fn number(&self, number: u32) -> Option<u64> {
-        match self.node(number)? {
-            Node::Number(number) => u64::try_from(*number).ok(),
-            _ => None,
+    /// The same value where the path begins with this name.
+    pub(super) fn named(mut self, name: &'static str) -> Value<'a> {
+        self.path = Path {
+            parent: None,
+            step: Step::Key(name),
+        };
+        self
+    }
+
+    fn node(&self) -> Option<&'a Node> {
+        self.tree.node(self.number?)
+    }
+
+    /// Tells values apart that several places share.
+    pub(super) fn number(&self) -> Option<u32> {
+        self.number
+    }
+
+    /// The value, if there is one.
+    pub(super) fn exists(self) -> Option<Value<'a>> {
+        match self.node() {
+            None | Some(Node::Null) => None,
+            Some(_) => Some(self),
+        }
+    }
+
+    pub(super) fn is_dict(&self) -> bool {
+        matches!(self.node(), Some(Node::Dict(..)))
+    }
+
+    /// The first keys of a dictionary.
+    pub(super) fn keys(&self) -> Vec<String> {
+        match self.node() {
+            Some(Node::Dict(entries, _)) => {
+                let names = entries.iter().take(8);
+                names.map(|(name, _)| self.describe(Some(*name))).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// An error that says what is here instead.
+    pub(super) fn unexpected(&self, expected: &'static str) -> Unexpected {
+        Unexpected {
+            at: self.path.to_string(),
+            expected,
+            found: self.found(),
+        }
+    }
+
+    /// What is here, in words.
+    pub(super) fn found(&self) -> String {
+        self.describe(self.number)
+    }
+
+    fn describe(&self, number: Option<u32>) -> String {
+        match number.and_then(|number| self.tree.node(number)) {
+            None => "nothing".to_owned(),
+            Some(Node::Null) => "null".to_owned(),
+            Some(Node::Flag(flag)) => flag.to_string(),
+            Some(Node::Number(number)) => number.to_string(),
+            Some(Node::Negative(number)) => number.to_string(),
+            Some(Node::Huge) => "an integer of more than 64 bits".to_owned(),
+            Some(Node::Float(number)) => format!("the floating-point number {number}"),
+            Some(Node::Text(text)) => {
+                let quoted: String = text.chars().take(QUOTED).collect();
+                let dots = if quoted.len() < text.len() { "…" } else { "" };
+                format!("`{quoted}{dots}`")
+            }
+            Some(Node::List(values, _)) => match values.first() {
+                None => "an empty list".to_owned(),
+                Some(first) => match self.tree.node(*first) {
+                    Some(Node::List(..)) => "a list of lists".to_owned(),
+                    Some(Node::Dict(..)) => "a list of dictionaries".to_owned(),
+                    _ => format!("a list that begins with {}", self.describe(Some(*first))),
+                },
+            },
+            Some(Node::Dict(..)) => "a dictionary".to_owned(),
+        }
+    }
+
+    pub(super) fn list(&self) -> Result<&'a [u32], Unexpected> {
+        match self.node() {
+            Some(Node::List(values, _)) => Ok(values),
+            _ => Err(self.unexpected("a list")),
+        }
+    }
+
+    pub(super) fn dict(self) -> Result<Value<'a>, Unexpected> {
+        match self.is_dict() {
+            true => Ok(self),
+            false => Err(self.unexpected("a dictionary")),
+        }
+    }
+
+    pub(super) fn text(&self, expected: &'static str) -> Result<&'a str, Unexpected> {
+        match self.node() {
+            Some(Node::Text(text)) => Ok(text),
+            _ => Err(self.unexpected(expected)),
+        }
+    }
+
+    /// An address or a handle: 64 bits, which C++ also writes as a signed number.
+    pub(super) fn address(&self, expected: &'static str) -> Result<u64, Unexpected> {
+        match self.node() {
+            Some(Node::Number(number)) => Ok(*number),
+            Some(Node::Negative(number)) => Ok(number.cast_unsigned()),
+            _ => Err(self.unexpected(expected)),
+        }
+    }
+
+    /// A count below a limit.
+    pub(super) fn count(&self, limit: u64, expected: &'static str) -> Result<u64, Unexpected> {
+        match self.node() {
+            Some(Node::Number(number)) if *number < limit => Ok(*number),
+            _ => Err(self.unexpected(expected)),
+        }
+    }
+
+    pub(super) fn flag(&self) -> Result<bool, Unexpected> {
+        match self.node() {
+            Some(Node::Flag(flag)) => Ok(*flag),
+            _ => Err(self.unexpected("true or false")),
+        }
+    }
+
+    /// A number of bytes.
+    pub(super) fn bytes(&self) -> Result<u64, Unexpected> {
+        self.count(1 << 63, "a number of bytes")
+    }
+}
+
+/// Writes the values as another format has them.
+#[cfg(feature = "json")]
+impl serde::Serialize for Value<'_> {
+    fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let value = |number: &u32| self.inner(Some(*number), Step::Index(0));
+        match self.node() {
+            Some(Node::Flag(flag)) => to.serialize_bool(*flag),
+            Some(Node::Number(number)) => to.serialize_u64(*number),
+            Some(Node::Negative(number)) => to.serialize_i64(*number),
+            Some(Node::Float(number)) => to.serialize_f64(*number),
+            Some(Node::Text(text)) => to.serialize_str(text),
+            Some(Node::List(values, _)) => to.collect_seq(values.iter().map(value)),
+            Some(Node::Dict(entries, _)) => {
+                to.collect_map(entries.iter().map(|(key, of)| (value(key), value(of))))
+            }
+            None | Some(Node::Null | Node::Huge) => to.serialize_unit(),
         }
     }
 }

@@ -268,7 +268,9 @@ fn debug_modes_leave_memory_of_pools_alone() {
         // No more than what was asked for, rounded up.
         assert_eq!(
             live,
-            blocks.map(|bytes| bytes.next_multiple_of(granule)).sum()
+            blocks
+                .map(|bytes| bytes.next_multiple_of(granule))
+                .sum::<u64>()
         );
         let graph = capture(&pool, &stream, || drop(used(rig, &allocator, MIB, &stream)));
         run(&graph, &stream);

@@ -6,6 +6,8 @@ mod causes;
 mod common;
 #[cfg(feature = "sim")]
 mod device;
+#[cfg(feature = "sim")]
+mod foreign;
 #[cfg(all(feature = "sim", target_os = "linux"))]
 mod forks;
 #[cfg(feature = "sim")]

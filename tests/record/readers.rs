@@ -197,7 +197,8 @@ fn hostile_pickles_take_no_more_than_their_bytes() {
         bytes.extend([b'h', level, b'h', level, 0x86, b'q', level + 1]);
     }
     bytes.push(b'.');
-    assert!(Snapshot::read(&bytes).is_ok_and(|snapshot| snapshot.devices() == 0));
+    let refused = Snapshot::read(&bytes).unwrap_err().to_string();
+    assert_eq!(refused, "not a memory snapshot, but a list of lists");
     let deep = [vec![0x80, 2, b']'], vec![0x85; 100], vec![b'.']].concat();
     assert!(
         Snapshot::read(&deep)
@@ -220,14 +221,18 @@ fn hostile_pickles_take_no_more_than_their_bytes() {
         &[b']', b'q', 0, b'h', 0, b'a', b'u', b'.'],
     ]
     .concat();
-    assert!(Snapshot::read(&circle).is_ok());
+    let refused = Snapshot::read(&circle).unwrap_err().to_string();
+    assert!(
+        refused.contains("`segments` are a list of lists"),
+        "{refused}"
+    );
 }
 
 #[test]
 fn a_pickle_that_shares_its_values_is_refused() {
     const TIMES: usize = 1000;
     let text = |text: &str| [&[b'X', text.len() as u8, 0, 0, 0], text.as_bytes()].concat();
-    let empty = vec![b'}'];
+    let number = |number: u8| vec![b'K', number];
     // A list of one value so many times, by the memo's place.
     let list = |value: Vec<u8>, place: u8| {
         let again = [b'h', place].repeat(TIMES - 1);
@@ -235,8 +240,23 @@ fn a_pickle_that_shares_its_values_is_refused() {
     };
     let dict = |entries: Vec<Vec<u8>>| [&b"}("[..], &entries.concat(), b"u"].concat();
     let whole = |entries| [&[0x80, 2][..], &dict(entries), b"."].concat();
-    let segment = dict(vec![text("blocks"), list(empty.clone(), 0)]);
-    let trace = list(empty, 0);
+    let sized = [text("size"), number(1)].concat();
+    let stream = [text("stream"), number(0)].concat();
+    let block = dict(vec![sized.clone(), text("state"), text("inactive")]);
+    let segment = dict(vec![
+        stream.clone(),
+        [text("address"), number(1), text("device"), number(0)].concat(),
+        [
+            text("total_size"),
+            number(1),
+            text("segment_type"),
+            text("small"),
+        ]
+        .concat(),
+        [text("blocks"), list(block, 0)].concat(),
+    ]);
+    let alloc = [text("action"), text("alloc"), text("addr"), number(1)].concat();
+    let trace = list(dict(vec![alloc, sized, stream]), 0);
     let none = vec![b']'];
     for bytes in [
         whole(vec![text("segments"), list(segment, 1)]),
@@ -248,7 +268,7 @@ fn a_pickle_that_shares_its_values_is_refused() {
         ]),
     ] {
         let error = Snapshot::read(&bytes).unwrap_err().to_string();
-        assert!(error.contains("its values are shared"), "{error}");
+        assert!(error.contains("uses the same values many times"), "{error}");
     }
 }
 
@@ -260,7 +280,7 @@ fn a_stack_of_many_long_frames_is_a_short_name() {
     );
     let frames = [frame.as_str(); 40].join(",");
     let json = format!(
-        r#"{{"segments":[],"device_traces":[[{{"action":"alloc","addr":512,"size":1,"frames":[{frames}]}}]]}}"#
+        r#"{{"segments":[],"device_traces":[[{{"action":"alloc","addr":512,"size":1,"stream":0,"frames":[{frames}]}}]]}}"#
     );
     let trace = Snapshot::read(json.as_bytes()).unwrap();
     let trace = trace.to_trace("long", 0).unwrap();

@@ -46,8 +46,12 @@ fn blocks_older_than_the_trace_of_a_snapshot_come_first() {
     assert_eq!(rows(0), format!("{first} f,2,0,0 a,3,2000,0 a,4,100,0"));
     assert_eq!((rows(1), snapshot.devices()), (String::new(), 1001));
     assert_eq!(rows(1000), "a,0,1000,0 a,1,2000,0 a,2,4000,0");
-    let beyond = json.replace("\"device\":1000", "\"device\":123456789");
-    assert_eq!(Snapshot::read(beyond.as_bytes()).unwrap().devices(), 2);
+    let beyond = json.replace("\"device\":1000", "\"device\":1024");
+    let beyond = Snapshot::read(beyond.as_bytes()).unwrap_err();
+    assert_eq!(
+        beyond.to_string(),
+        "`segments[1].device`: expected the ordinal of a device, below 1024, found 1024"
+    );
 }
 
 /// The request that failed is what the reader of a snapshot wants to know about; it has a row of its own.

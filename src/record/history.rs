@@ -1,0 +1,222 @@
+//! The history of a snapshot: what can be replayed of it, and what it lacks.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::error::memory::Bytes;
+use crate::record::snapshot::{Act, Segment, Snapshot, State};
+use crate::trace::{Op, Row, Trace, TraceError};
+
+/// A block that was there before its trace begins.
+struct Earlier {
+    bytes: u64,
+    stream: u64,
+    context: u32,
+}
+
+/// A number of things, by the name of one.
+fn counted(number: impl TryInto<u64>, name: &str) -> String {
+    match number.try_into().unwrap_or(u64::MAX) {
+        1 => format!("1 {name}"),
+        number => format!("{number} {name}s"),
+    }
+}
+
+fn bytes(bytes: u128) -> Bytes {
+    Bytes(u64::try_from(bytes).unwrap_or(u64::MAX))
+}
+
+impl Snapshot {
+    /// The number of devices of which it has a trace or blocks; the traces of some may be empty.
+    pub fn devices(&self) -> usize {
+        let used = |segment: &&Segment| segment.blocks.iter().any(|b| b.state != State::Free);
+        let devices = self
+            .segments
+            .iter()
+            .filter(used)
+            .map(|segment| segment.device);
+        let last = devices.max().map_or(0, |last| last + 1);
+        last.max(self.traces.len())
+    }
+
+    /// What the snapshot does not say of a device, in sentences: figures that are taken from it may be too small.
+    pub fn gaps(&self, device: usize) -> Vec<String> {
+        let mut gaps: Vec<String> = self.missing_history(device).into_iter().collect();
+        let crooked = self.segments.iter().filter(|segment| {
+            let blocks = segment.blocks.iter().map(|block| u128::from(block.size));
+            segment.device == device && blocks.sum::<u128>() != u128::from(segment.size)
+        });
+        match crooked.count() {
+            0 => {}
+            crooked => gaps.push(format!(
+                "{} of GPU {device} have another size than all their blocks together",
+                counted(crooked, "segment")
+            )),
+        }
+        if self.gaps.unrequested > 0 {
+            gaps.push(format!(
+                "the requested size of {} is unknown; the rounded size counts",
+                counted(self.gaps.unrequested, "block")
+            ));
+        }
+        for (action, count) in &self.gaps.unknown {
+            let times = counted(*count, "time");
+            gaps.push(format!(
+                "the history has the unknown action `{action}` {times}, which is ignored"
+            ));
+        }
+        gaps
+    }
+
+    /// Why the peak of a device is not known, if it is not.
+    fn missing_history(&self, device: usize) -> Option<String> {
+        let history = || self.traces.get(device).into_iter().flatten();
+        let earlier = self.earlier(device);
+        let live = earlier.values().map(|block| u128::from(block.bytes)).sum();
+        let blocks = format!("{} ({})", counted(earlier.len(), "block"), bytes(live));
+        if !history().any(|entry| entry.act.is_of_block()) {
+            return Some(match earlier.len() {
+                0 => format!("GPU {device} has neither blocks nor a history in this snapshot"),
+                _ => format!(
+                    "the snapshot has no history of GPU {device}, only what was live at its end: {blocks}; the peak is \
+                     unknown"
+                ),
+            });
+        }
+        // What was there before is what is held at the end and was not mapped by the history.
+        let mapped = history().filter_map(|entry| match entry.act {
+            Act::SegmentAlloc | Act::SegmentMap => Some(i128::from(entry.size)),
+            Act::SegmentFree | Act::SegmentUnmap => Some(-i128::from(entry.size)),
+            _ => None,
+        });
+        let segments = self
+            .segments
+            .iter()
+            .filter(|segment| segment.device == device);
+        let held: i128 = segments.map(|segment| i128::from(segment.size)).sum();
+        let older = match earlier.len() {
+            // Programs that write no entries of segments say nothing about them.
+            0 if mapped.clone().next().is_none() || held <= mapped.clone().sum() => return None,
+            0 => format!(
+                "{} of segments",
+                bytes((held - mapped.sum::<i128>()).unsigned_abs())
+            ),
+            _ => blocks,
+        };
+        Some(format!(
+            "the history of GPU {device} begins late, or its beginning was overwritten: {older} were there before; an \
+             earlier peak is unknown"
+        ))
+    }
+    /// What was live on a device before its trace begins, by address: what the trace frees and never had, and what is
+    /// live at the end and the trace says nothing about.
+    fn earlier(&self, device: usize) -> BTreeMap<u64, Earlier> {
+        let mut earlier = BTreeMap::new();
+        let mut known = BTreeSet::new();
+        for entry in self.traces.get(device).into_iter().flatten() {
+            let frees = match entry.act {
+                Act::Alloc => false,
+                Act::Free | Act::FreeRequested | Act::FreeCompleted => true,
+                _ => continue,
+            };
+            if known.insert(entry.address) && frees {
+                let (bytes, stream, context) = (entry.size, entry.stream, entry.context);
+                let block = Earlier {
+                    bytes,
+                    stream,
+                    context,
+                };
+                earlier.insert(entry.address, block);
+            }
+        }
+        let segments = self.segments.iter().filter(|s| s.device == device);
+        for (segment, block) in segments.flat_map(|s| s.blocks.iter().map(move |b| (s, b))) {
+            if block.state != State::Free && known.insert(block.address) {
+                let bytes = match block.requested {
+                    0 => block.size,
+                    bytes => bytes,
+                };
+                let (stream, context) = (segment.stream, block.context);
+                let earlier_block = Earlier {
+                    bytes,
+                    stream,
+                    context,
+                };
+                earlier.insert(block.address, earlier_block);
+            }
+        }
+        earlier.retain(|_, block| block.bytes > 0);
+        earlier
+    }
+
+    /// The trace of a device, as it can be replayed. Blocks that were there before the history of the snapshot begins come
+    /// first: those that are live at its end, and those whose frees it has. A completion that directly follows its free is
+    /// left out. Failed requests are rows of [`Op::Oom`].
+    ///
+    /// # Errors
+    /// [`TraceError::LiveBytesOverflow`]: the bytes of a file from a stranger may add up to anything.
+    pub fn to_trace(&self, name: &str, device: usize) -> Result<Trace, TraceError> {
+        let mut rows: Vec<Row> = Vec::new();
+        let mut streams: BTreeMap<u64, u32> = BTreeMap::new();
+        // Blocks by address: live ones, and those that wait for their completion.
+        let mut live: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
+        let mut freed: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
+        let mut contexts = Vec::new();
+        let mut next = 0;
+        let row = |op, (id, stream): (usize, u32), bytes| Row {
+            op,
+            stream,
+            id,
+            bytes,
+        };
+        let mut stream_of = |handle| {
+            // Each came with a segment or an entry, and of 2^32 no memory has room.
+            let known = streams.len() as u32;
+            *streams.entry(handle).or_insert(known)
+        };
+        for (at, block) in self.earlier(device) {
+            let stream = stream_of(block.stream);
+            live.insert(at, (next, stream));
+            rows.push(row(Op::Allocate, (next, stream), block.bytes));
+            contexts.push(block.context);
+            next += 1;
+        }
+        for entry in self.traces.get(device).into_iter().flatten() {
+            let at = entry.address;
+            match entry.act {
+                Act::Alloc if entry.size > 0 => {
+                    let stream = stream_of(entry.stream);
+                    let lost = live.insert(at, (next, stream));
+                    rows.extend(lost.map(|block| row(Op::Free, block, 0)));
+                    freed.remove(&at);
+                    rows.push(row(Op::Allocate, (next, stream), entry.size));
+                    contexts.push(entry.context);
+                    next += 1;
+                }
+                Act::FreeRequested | Act::Free => {
+                    if let Some(block) = live.remove(&at) {
+                        rows.push(row(Op::Free, block, 0));
+                        if entry.act == Act::FreeRequested {
+                            freed.insert(at, block);
+                        }
+                    }
+                }
+                Act::FreeCompleted => match freed.remove(&at) {
+                    // At once: nobody else used it.
+                    Some((id, _))
+                        if rows.last().is_some_and(|r| r.id == id && r.op == Op::Free) => {}
+                    Some(block) => rows.push(row(Op::Complete, block, 0)),
+                    None => {
+                        let lost = live.remove(&at);
+                        rows.extend(lost.map(|block| row(Op::Free, block, 0)));
+                    }
+                },
+                Act::Oom if entry.size > 0 => {
+                    rows.push(row(Op::Oom, (0, stream_of(entry.stream)), entry.size));
+                }
+                _ => {}
+            }
+        }
+        let name_of = |number| self.context(number).map(str::to_owned);
+        Ok(Trace::from_rows(name, rows)?.with_contexts(&contexts, name_of))
+    }
+}
