@@ -2,17 +2,10 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::io::{self, BufRead, Read, Write};
+use std::io::{self, BufRead, Write};
 
-/// What some programs begin every file with.
-const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
-
-/// The longest line a trace may have; the longest valid one is far shorter. It keeps a file that is
-/// not a trace from being read into memory as one line.
-const LINE_LIMIT: u64 = 1024;
-
-/// Stream numbers are below this.
-const STREAM_LIMIT: u64 = 1 << 32;
+use super::error::{HEADER, STREAM_LIMIT, TraceError};
+use super::lines::Lines;
 
 /// What a row does to its block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -97,7 +90,7 @@ pub struct Trace {
 
 impl Trace {
     /// The first line of every trace.
-    pub const HEADER: &str = "op,id,bytes,stream";
+    pub const HEADER: &str = HEADER;
 
     /// Reads a trace as text; lines end in LF or CRLF, the last one may end with the file. A byte order
     /// mark is skipped.
@@ -107,15 +100,9 @@ impl Trace {
     /// # Errors
     /// The first violation of the format, with its line.
     pub fn read(name: impl Into<String>, reader: impl BufRead) -> Result<Trace, TraceError> {
-        let mut parser = Parser {
-            reader,
-            line: 0,
-            buffer: Vec::new(),
-        };
-        match parser.next_line()? {
-            Some(line)
-                if line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line)
-                    == Trace::HEADER.as_bytes() => {}
+        let mut lines = Lines::new(reader);
+        match lines.next_line()? {
+            Some(line) if line == HEADER.as_bytes() => {}
             found => {
                 let found = String::from_utf8_lossy(found.unwrap_or_default()).into_owned();
                 return Err(TraceError::Header { line: 1, found });
@@ -123,7 +110,7 @@ impl Trace {
         }
         let mut rows = Vec::new();
         let mut blocks: Vec<Block> = Vec::new();
-        while let Some(line) = parser.next_line()? {
+        while let Some(line) = lines.next_line()? {
             let row = parse_row(Trace::line_of(rows.len()), line)?;
             note(&mut blocks, rows.len(), row)?;
             rows.push(row);
@@ -271,37 +258,6 @@ struct Block {
     completed: bool,
 }
 
-struct Parser<R> {
-    reader: R,
-    line: u64,
-    buffer: Vec<u8>,
-}
-
-impl<R: BufRead> Parser<R> {
-    /// The next line without its end, `None` at the end of the file.
-    fn next_line(&mut self) -> Result<Option<&[u8]>, TraceError> {
-        self.line += 1;
-        let line = self.line;
-        self.buffer.clear();
-        let read = (&mut self.reader)
-            .take(LINE_LIMIT)
-            .read_until(b'\n', &mut self.buffer)
-            .map_err(|source| TraceError::Read { line, source })?;
-        if read == 0 {
-            return Ok(None);
-        }
-        if self.buffer.last() == Some(&b'\n') {
-            self.buffer.pop();
-            if self.buffer.last() == Some(&b'\r') {
-                self.buffer.pop();
-            }
-        } else if read as u64 == LINE_LIMIT {
-            return Err(TraceError::LineTooLong { line });
-        }
-        Ok(Some(&self.buffer))
-    }
-}
-
 fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
     let owned = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
     let mut fields = text.split(|byte| *byte == b',');
@@ -350,7 +306,7 @@ fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
 }
 
 /// Decimal digits only: no sign, no space, no other base; `None` also above 64 bits.
-fn parse_number(field: &[u8]) -> Option<u64> {
+pub(super) fn parse_number(field: &[u8]) -> Option<u64> {
     if field.is_empty() {
         return None;
     }
@@ -436,165 +392,4 @@ fn requested_peak(rows: &[Row], allocations: &[Allocation]) -> Result<u64, Trace
         peak = peak.max(live);
     }
     Ok(peak)
-}
-
-/// A trace could not be read: the line, and what is wrong with it.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum TraceError {
-    /// The file could not be read on.
-    #[error("line {line}: cannot be read")]
-    Read {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// What the reader said.
-        source: io::Error,
-    },
-    /// The first line is not the header.
-    #[error(
-        "line {line}: the first line must be `{}`, not `{found}`",
-        Trace::HEADER
-    )]
-    Header {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The first line.
-        found: String,
-    },
-    /// The line is longer than any row can be.
-    #[error("line {line}: longer than {LINE_LIMIT} bytes")]
-    LineTooLong {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-    },
-    /// The first field is none of `a`, `f`, `c` and `oom`.
-    #[error("line {line}: unknown op `{found}`")]
-    UnknownOp {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The field.
-        found: String,
-    },
-    /// The row ends too early.
-    #[error("line {line}: the field `{field}` is missing")]
-    FieldMissing {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The name of the first missing field.
-        field: &'static str,
-    },
-    /// The row has more than four fields.
-    #[error("line {line}: more than four fields")]
-    FieldsLeftOver {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-    },
-    /// A field is not an unsigned decimal integer of at most 64 bits.
-    #[error("line {line}: `{field}` must be a whole number from 0 to {max}, not `{found}`", max = u64::MAX)]
-    NotANumber {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The name of the field.
-        field: &'static str,
-        /// The field.
-        found: String,
-    },
-    /// A new block's id does not follow the last one.
-    #[error("line {line}: the next new id is {expected}, not {found}")]
-    IdOutOfOrder {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The id a new block has here.
-        expected: u64,
-        /// The id of the row.
-        found: u64,
-    },
-    /// A block of no bytes is requested.
-    #[error("line {line}: expected a request of at least 1 byte, found 0 bytes")]
-    ZeroBytes {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-    },
-    /// A block is freed or completed that has not been allocated.
-    #[error("line {line}: block {id} has not been allocated")]
-    UnknownId {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The block.
-        id: u64,
-    },
-    /// A block is freed again.
-    #[error("line {line}: block {id} is freed a second time")]
-    FreedTwice {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The block.
-        id: u64,
-    },
-    /// A block completes that its owner has not given up.
-    #[error("line {line}: block {id} completes before it is freed")]
-    CompletedBeforeFreed {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The block.
-        id: u64,
-    },
-    /// A block completes again.
-    #[error("line {line}: block {id} completes a second time")]
-    CompletedTwice {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The block.
-        id: u64,
-    },
-    /// A stream number has more than 32 bits.
-    #[error("line {line}: stream {found} is not below {STREAM_LIMIT}")]
-    StreamTooLarge {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The number.
-        found: u64,
-    },
-    /// A block is freed or completed on another stream than its own.
-    #[error("line {line}: block {id} belongs to stream {expected}, not {found}")]
-    StreamChanged {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-        /// The block.
-        id: u64,
-        /// The stream it was allocated on.
-        expected: u32,
-        /// The stream of the row.
-        found: u32,
-    },
-    /// The blocks live at the same time have more than 2^64 bytes.
-    #[error("line {line}: the live blocks have more bytes than 64 bits can count")]
-    LiveBytesOverflow {
-        /// The line of the file, counted from 1; the header is line 1.
-        line: u64,
-    },
-}
-
-impl TraceError {
-    /// The line of the file, counted from 1; the header is line 1.
-    pub fn line(&self) -> u64 {
-        match self {
-            TraceError::Read { line, .. }
-            | TraceError::Header { line, .. }
-            | TraceError::LineTooLong { line, .. }
-            | TraceError::UnknownOp { line, .. }
-            | TraceError::FieldMissing { line, .. }
-            | TraceError::FieldsLeftOver { line, .. }
-            | TraceError::NotANumber { line, .. }
-            | TraceError::IdOutOfOrder { line, .. }
-            | TraceError::ZeroBytes { line }
-            | TraceError::UnknownId { line, .. }
-            | TraceError::FreedTwice { line, .. }
-            | TraceError::CompletedBeforeFreed { line, .. }
-            | TraceError::CompletedTwice { line, .. }
-            | TraceError::StreamTooLarge { line, .. }
-            | TraceError::StreamChanged { line, .. }
-            | TraceError::LiveBytesOverflow { line, .. } => *line,
-        }
-    }
 }

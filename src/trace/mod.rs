@@ -7,15 +7,20 @@
 //! [`Allocator`]: crate::allocator::Allocator
 
 mod capacity;
+mod error;
 mod format;
 #[doc(hidden)]
 pub mod generate;
+mod lines;
+mod log;
 mod replay;
 mod stage;
 mod work;
 
+pub use self::log::AllocationLog;
 pub use capacity::Capacity;
+pub use error::TraceError;
 #[doc(hidden)]
 pub use format::Allocation;
-pub use format::{Op, Row, Trace, TraceError};
+pub use format::{Op, Row, Trace};
 pub use replay::{Pass, Replay, ReplayReport, Watched};

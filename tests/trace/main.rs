@@ -2,6 +2,7 @@
 
 mod format;
 mod generate;
+mod logs;
 #[cfg(feature = "sim")]
 mod replay;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]

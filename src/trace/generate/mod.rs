@@ -11,7 +11,8 @@ mod random;
 mod sharded;
 mod vary;
 
-use super::format::{Op, Row, Trace, TraceError};
+use super::error::TraceError;
+use super::format::{Op, Row, Trace};
 use draft::{Draft, Maker, Ready, Release};
 use std::collections::BTreeSet;
 use std::fmt;
