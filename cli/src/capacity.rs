@@ -60,7 +60,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
     for path in &options.files {
         let Input {
             trace, warnings, ..
-        } = match input::read(path, options.max_rows, output) {
+        } = match input::read(path, &options.input, output) {
             Ok(input) => input,
             Err(error) => {
                 output.failed(&input::name(path), error.line(), &error)?;

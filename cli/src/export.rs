@@ -19,11 +19,6 @@ const STDOUT: &str = "<stdout>";
 enum ExportError {
     #[error(transparent)]
     Input(#[from] InputError),
-    #[error(
-        "{}: is no recording of cualloc, which this format is made of",
-        text::file(path, input::STDIN)
-    )]
-    NotARecording { path: PathBuf },
     #[error("{}: cannot be written", text::file(path, STDOUT))]
     Write { path: PathBuf, source: io::Error },
 }
@@ -48,7 +43,7 @@ pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
 fn export(options: &ExportOptions, output: &Output) -> Result<(), ExportError> {
     let bytes = match options.to {
         FormatChoice::Csv => {
-            let input = input::read(&options.file, options.max_rows, output)?;
+            let input = input::read(&options.file, &options.input, output)?;
             let mut text = Vec::new();
             input
                 .trace
@@ -60,10 +55,7 @@ fn export(options: &ExportOptions, output: &Output) -> Result<(), ExportError> {
             text
         }
         format => {
-            let recording = input::recording(&options.file, options.max_rows, output)?;
-            let recording = recording.ok_or_else(|| ExportError::NotARecording {
-                path: options.file.clone(),
-            })?;
+            let recording = input::recording(&options.file, &options.input, output)?;
             made(format, &recording)
         }
     };

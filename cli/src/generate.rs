@@ -69,7 +69,7 @@ pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) 
             "{file} cannot be its own copy: --out names the file that is read"
         )));
     }
-    let trace = match input::read(&options.file, options.max_rows, output) {
+    let trace = match input::read(&options.file, &options.input, output) {
         Ok(input) => input.trace,
         Err(error) => {
             output.failed(&input::name(&options.file), error.line(), &error)?;

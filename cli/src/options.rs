@@ -113,6 +113,17 @@ impl GlobalOptions {
     }
 }
 
+/// How files are read.
+#[derive(Args, Debug)]
+pub struct InputOptions {
+    /// Of which GPU, if a snapshot, a recording or a log has several; by default the one with the most rows.
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub gpu: Option<usize>,
+    /// Rows or events that a file may have: each takes 80 to 600 bytes of memory.
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS, allow_negative_numbers = true)]
+    pub max_rows: u64,
+}
+
 #[derive(Args, Debug)]
 pub struct ExportOptions {
     /// Recording of cualloc (CUALLOC_RECORD), plain or gzip; for csv also a PyTorch snapshot or a trace; `-` is standard
@@ -122,9 +133,8 @@ pub struct ExportOptions {
     /// What to write.
     #[arg(long, value_enum)]
     pub to: FormatChoice,
-    /// Events that the recording may have: each takes 130 to 200 bytes of memory, as `pytorch-json` 350.
-    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
-    pub max_rows: u64,
+    #[command(flatten)]
+    pub input: InputOptions,
     /// File to write; `-` is standard output.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
@@ -169,9 +179,8 @@ pub struct ViewOptions {
     /// How many maps of memory to take, in equal distances, beside those at the peak and at the end.
     #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(..=1000))]
     pub maps: u16,
-    /// Rows that the trace may have: each takes some 300 bytes of memory.
-    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
-    pub max_rows: u64,
+    #[command(flatten)]
+    pub input: InputOptions,
 }
 
 #[derive(Args, Debug)]
@@ -222,9 +231,8 @@ pub struct VaryOptions {
     /// Different seeds change the sizes differently.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// Rows that the trace may have: each takes some 80 bytes of memory.
-    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
-    pub max_rows: u64,
+    #[command(flatten)]
+    pub input: InputOptions,
     /// File to write, compressed if it ends in `.gz`; `-` is standard output.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
@@ -257,9 +265,8 @@ pub struct TraceOptions {
     /// Decides which checks are delayed, when verifying over several streams.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
     pub seed: u64,
-    /// Rows that a trace may have: each takes some 120 bytes of memory.
-    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
-    pub max_rows: u64,
+    #[command(flatten)]
+    pub input: InputOptions,
     /// Show all columns, however narrow the terminal is.
     #[arg(long, conflicts_with = "json")]
     pub wide: bool,
@@ -279,9 +286,8 @@ pub struct AdviseOptions {
     /// Work submitted at one row completes this many rows later.
     #[arg(long, value_name = "ROWS", default_value_t = 0)]
     pub lag: u64,
-    /// Rows that a trace may have: each takes some 120 bytes of memory.
-    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
-    pub max_rows: u64,
+    #[command(flatten)]
+    pub input: InputOptions,
     /// Show all columns, however narrow the terminal is.
     #[arg(long, conflicts_with = "json")]
     pub wide: bool,

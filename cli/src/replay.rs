@@ -169,7 +169,7 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
     for path in &traces.files {
         let Input {
             trace, warnings, ..
-        } = match input::read(path, traces.max_rows, output) {
+        } = match input::read(path, &traces.input, output) {
             Ok(input) => input,
             Err(error) => {
                 output.failed(&input::name(path), error.line(), &error)?;

@@ -35,6 +35,14 @@ pub fn is_standard(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 
+/// A number of things, by the name of one.
+pub fn counted(number: usize, name: &str) -> String {
+    match number {
+        1 => format!("1 {name}"),
+        number => format!("{number} {name}s"),
+    }
+}
+
 /// The messages of an error and of all its sources, in one line.
 pub fn chain(error: &dyn Error) -> String {
     messages(error).join(": ")

@@ -103,8 +103,8 @@ impl Snapshot {
             _ => blocks,
         };
         Some(format!(
-            "the history of GPU {device} begins late, or its beginning was overwritten: {older} were there before; an \
-             earlier peak is unknown"
+            "the history of GPU {device} lacks the allocation of {older}: it begins late, or its beginning was \
+             overwritten; an earlier peak is unknown"
         ))
     }
     /// What was live on a device before its trace begins, by address: what the trace frees and never had, and what is

@@ -114,7 +114,7 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
         true => root.get("segments"),
         false => root.named("segments"),
     };
-    if !may_be_segments(&segments) {
+    if !may_be_segments(&segments, whole) {
         let found = what_else(&root, &segments);
         return Err(SnapshotError::NotASnapshot { found });
     }
@@ -140,10 +140,10 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
     Ok(snapshot)
 }
 
-/// Whether a list has segments of memory, or nothing.
-fn may_be_segments(segments: &Value<'_>) -> bool {
+/// Whether a list has segments of memory. It may be empty where the rest of a snapshot is around it.
+fn may_be_segments(segments: &Value<'_>, whole: bool) -> bool {
     match segments.list() {
-        Ok([]) => true,
+        Ok([]) => whole,
         Ok([first, ..]) => {
             let first = segments.at(0, *first);
             let keys = ["address", "total_size", "blocks"];
@@ -162,6 +162,11 @@ fn what_else(root: &Value<'_>, segments: &Value<'_>) -> String {
         keys if keys.is_empty() => "without keys".to_owned(),
         keys => format!("with the keys {}", keys.join(", ")),
     };
+    if let Ok([first, ..]) = root.list()
+        && root.at(0, *first).list().is_ok()
+    {
+        return "a list of lists, as memory timelines of torch.profiler are".to_owned();
+    }
     let first = |value: &Value<'_>| match value.list() {
         Ok([first, ..]) => Some(value.at(0, *first))
             .filter(Value::is_dict)

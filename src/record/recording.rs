@@ -108,6 +108,15 @@ impl Recording {
         self.devices.iter().map(|(id, device)| (*id, *device))
     }
 
+    /// The part of the recording that is about one device.
+    pub fn of_device(&self, device: usize) -> Recording {
+        let mut part = self.clone();
+        part.devices.retain(|_, of| *of == device);
+        part.events
+            .retain(|event| part.devices.contains_key(&event.allocator));
+        part
+    }
+
     /// Nanoseconds since 1970 when it began.
     pub fn start(&self) -> u64 {
         self.start

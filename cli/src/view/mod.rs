@@ -82,7 +82,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     };
     let mut traces = Vec::with_capacity(options.files.len());
     for path in &options.files {
-        match input::read(path, options.max_rows, output) {
+        match input::read(path, &options.input, output) {
             Ok(read) => traces.push((path, read)),
             Err(error) => return failed(path, output, &error.into()),
         }

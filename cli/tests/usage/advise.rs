@@ -120,11 +120,11 @@ fn what_is_no_recording_or_no_size_is_refused() {
     }
     let one = |bytes: u64| format!("{HEADER}a,0,{bytes},0\nf,0,0,0\n");
     for (input, words) in [
-        ("garbage".to_owned(), "first line"),
-        (one(0), "no bytes"),
+        ("garbage".to_owned(), "text with the first line `garbage`"),
+        (one(0), "at least 1 byte"),
         (one(1 << 63), "no device has"),
         (one(u64::MAX), "no device has"),
-        ("\u{0}\u{80}\u{2}".to_owned(), "first line"),
+        ("\u{0}\u{80}\u{2}".to_owned(), "binary data"),
     ] {
         let arguments = ["advise", "-", "--json", "--memory", "1G,16777215TiB"];
         let output = fed(&arguments, input.as_bytes());

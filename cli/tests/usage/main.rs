@@ -2,6 +2,7 @@
 
 mod advise;
 mod files;
+mod foreign;
 mod memory;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../../tests/common/watchdog.rs"]

@@ -1,0 +1,193 @@
+//! What a file is, told by its first bytes.
+
+use crate::text;
+use cualloc::record::Recording;
+use cualloc::trace::{AllocationLog, Trace};
+
+/// What some programs begin every file of text with.
+const MARK: &[u8] = "\u{FEFF}".as_bytes();
+
+/// Characters of a line that a message quotes.
+const QUOTED: usize = 60;
+
+/// What a file is.
+#[derive(PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Rows of allocations and frees.
+    Trace,
+    /// A log of RMM's, or of the library's logging adaptor.
+    Log,
+    Recording,
+    /// A memory snapshot as pickle or JSON, if it is one.
+    Snapshot,
+    /// A page of PyTorch's viewer, if it is one: the pickle is inside.
+    Page,
+    /// None of these, but this.
+    Other(String),
+}
+
+/// First bytes of files that are taken for others, and what they are.
+const OTHERS: [(&[u8], &str); 12] = [
+    // The number that `torch.save` began its files with.
+    (
+        b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19",
+        "a file of torch.save",
+    ),
+    (
+        b"PK\x03\x04",
+        "a zip archive, as torch.save and numpy.savez write",
+    ),
+    (b"\x1f\x8b", "gzip data within gzip data"),
+    (b"\x28\xb5\x2f\xfd", "data compressed by zstd"),
+    (b"\xfd7zXZ", "data compressed by xz"),
+    (b"BZh", "data compressed by bzip2"),
+    (
+        b"SQLite format 3",
+        "an SQLite database, as Nsight Systems exports",
+    ),
+    (b"\xff\xfe", "text in UTF-16 (UTF-8 is read)"),
+    (b"\xfe\xff", "text in UTF-16 (UTF-8 is read)"),
+    (b"(dp", "a pickle of protocol 0 (2 to 5 are read)"),
+    (b"(lp", "a pickle of protocol 0 (2 to 5 are read)"),
+    (b"}q", "a pickle of protocol 1 (2 to 5 are read)"),
+];
+
+impl Kind {
+    /// The kind of a file that begins so; all of it, if it is short.
+    pub fn of(first: &[u8]) -> Kind {
+        if first.starts_with(&Recording::MAGIC) {
+            return Kind::Recording;
+        }
+        if let Some((_, name)) = OTHERS.iter().find(|(magic, _)| first.starts_with(magic)) {
+            return Kind::Other((*name).to_owned());
+        }
+        let text = telling(first);
+        let line = text.split(|byte| *byte == b'\n').next().unwrap_or(text);
+        let line = line.trim_ascii_end();
+        match text {
+            [0x80, 2..=5, ..] => Kind::Snapshot,
+            [b'[', ..] if is_debug_log(line) => Kind::Other("a debug log of RMM".to_owned()),
+            [b'{' | b'[', ..] => Kind::Snapshot,
+            [b'<', ..] => Kind::Page,
+            _ if line == Trace::HEADER.as_bytes() => Kind::Trace,
+            _ if AllocationLog::is_header(line) => Kind::Log,
+            _ => Kind::Other(other(first, line)),
+        }
+    }
+}
+
+/// What first bytes tell with: those behind a byte order mark and white space.
+pub fn telling(first: &[u8]) -> &[u8] {
+    let text = first.strip_prefix(MARK).unwrap_or(first);
+    text.trim_ascii_start()
+}
+
+/// Whether a line is one of RMM's debug log: the thread, the time and the level in brackets.
+fn is_debug_log(line: &[u8]) -> bool {
+    let line = String::from_utf8_lossy(line);
+    let mut parts = line.split(['[', ']']).filter(|part| !part.is_empty());
+    let is_number = |part: &str| part.trim().bytes().all(|byte| byte.is_ascii_digit());
+    let is_time = |part: &str| {
+        let digits = |byte: u8| byte.is_ascii_digit() || matches!(byte, b':' | b'.');
+        part.contains(':') && part.bytes().all(digits)
+    };
+    parts.next().is_some_and(is_number) && parts.next().is_some_and(is_time)
+}
+
+/// What a file is that begins like none that is known.
+fn other(first: &[u8], line: &[u8]) -> String {
+    if first.is_empty() {
+        return "an empty file".to_owned();
+    }
+    if first.get(257..262) == Some(b"ustar") {
+        return "a tar archive".to_owned();
+    }
+    // The last character may be cut.
+    let is_text = match std::str::from_utf8(first) {
+        Ok(_) => true,
+        Err(error) => error.error_len().is_none(),
+    };
+    if !is_text || first.contains(&0) {
+        return "binary data".to_owned();
+    }
+    let line = String::from_utf8_lossy(line);
+    let quoted: String = line.chars().take(QUOTED).collect();
+    let dots = if quoted.len() < line.len() { "…" } else { "" };
+    let line = format!("`{}{dots}`", text::visible(&quoted));
+    match quoted.contains(',') {
+        true => format!("CSV with the first line {line}"),
+        false => format!("text with the first line {line}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_told_by_their_first_bytes() {
+        let of = |text: &str| Kind::of(text.as_bytes());
+        assert_eq!(of("op,id,bytes,stream\na,0,1,0\n"), Kind::Trace);
+        assert_eq!(of("\u{FEFF}op,id,bytes,stream\r\n"), Kind::Trace);
+        let log = "Thread,Time,Action,Pointer,Size,Stream";
+        assert_eq!(of(log), Kind::Log);
+        assert_eq!(of(&format!("{log},Device,Tag,Error\n")), Kind::Log);
+        for snapshot in ["{\"segments\"", " \n[", "[1]", "[  101]", "[ 10 , 12:5]"] {
+            assert_eq!(of(snapshot), Kind::Snapshot, "{snapshot}");
+        }
+        assert_eq!(Kind::of(b"\x80\x05\x95"), Kind::Snapshot);
+        assert_eq!(of("\n<!DOCTYPE html>"), Kind::Page);
+        let others: [(&[u8], &str); 17] = [
+            (b"", "an empty file"),
+            (
+                b"[  101][10:00:00:000100][info  ] RMM",
+                "a debug log of RMM",
+            ),
+            (b"[4242][09:13:00.5][error ] [A]", "a debug log of RMM"),
+            (
+                b"PK\x03\x04\0\0archive/data.pkl",
+                "a zip archive, as torch.save",
+            ),
+            (
+                b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
+                "a file of torch.save",
+            ),
+            (b"\x1f\x8b\x08", "gzip data within gzip data"),
+            (b"SQLite format 3\0", "an SQLite database"),
+            (b"\xff\xfeo\0p\0", "text in UTF-16"),
+            (b"(dp0\nVsegments", "a pickle of protocol 0"),
+            (b"}q\x01(U\x08segments", "a pickle of protocol 1"),
+            (b"\x7fELF\x02\x01\0\0", "binary data"),
+            (b"\xc3\x28\xa0", "binary data"),
+            (
+                b"Event Type,Device ID,Address\n1",
+                "CSV with the first line `Event Type,Device ID,Address`",
+            ),
+            (
+                b"op, id, bytes, stream\n",
+                "CSV with the first line `op, id, bytes, stream`",
+            ),
+            (
+                b"hello\x1b[31m\nworld",
+                "text with the first line `hello\\u{1b}[31m`",
+            ),
+            ("größe".as_bytes(), "text with the first line `größe`"),
+            (b"op,id", "CSV with the first line `op,id`"),
+        ];
+        for (first, expected) in others {
+            match Kind::of(first) {
+                Kind::Other(found) => assert!(found.starts_with(expected), "{found}"),
+                kind => panic!("{expected}: {kind:?}"),
+            }
+        }
+        // A character that is cut off by the part that was read.
+        let cut = &"größe".as_bytes()[..3];
+        assert_eq!(
+            Kind::of(cut),
+            Kind::Other("text with the first line `gr\u{FFFD}`".to_owned())
+        );
+        let mut tar = vec![b'x'; 300];
+        tar[257..262].copy_from_slice(b"ustar");
+        assert_eq!(Kind::of(&tar), Kind::Other("a tar archive".to_owned()));
+    }
+}
