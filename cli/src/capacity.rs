@@ -50,12 +50,11 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
         Column::new("requested", "MiB", 0, 1),
         Column::new("limit", "MiB", 10, 0),
         Column::new("ratio", "", 6, 0),
-        Column::new("ns/row", "", 7, 4),
-        Column::new("handles", "", 0, 5),
+        Column::new("ns/row", "last", 7, 4),
+        Column::new("handles", "last", 0, 5),
     ];
     let terminal = if options.wide { None } else { output::width() };
     let table = Table::new(columns, terminal);
-    output.header(&table)?;
     let mut well = true;
     for path in &options.files {
         let Input {
@@ -80,10 +79,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
         let faults = match &search.fault {
             Some(report) => replay::faults(report),
             None if search.limit.is_none() => {
-                let most = trace.requested_peak().saturating_mul(Capacity::FACTOR);
-                vec![replay::Fault::new(format!(
-                    "runs under no limit up to {most} bytes"
-                ))]
+                vec![replay::Fault::new(text::no_limit(trace.requested_peak()))]
             }
             None => Vec::new(),
         };
@@ -91,7 +87,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
         if output.json {
             output.json(&line)?;
         } else {
-            output.line(&table.row(cells(&line)))?;
+            output.row(&table, cells(&line))?;
         }
         replay::complain(path, &faults);
         well &= search.limit.is_some();

@@ -63,7 +63,7 @@ pub fn run(global: &GlobalOptions, options: &GenerateOptions, output: &mut Outpu
 
 pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) -> Outcome {
     check(global, "vary", &options.out)?;
-    if same(&options.file, &options.out) {
+    if input::is_same(&options.file, &options.out) {
         let file = text::file(&options.file, input::STDIN);
         return Err(Failure::Usage(format!(
             "{file} cannot be its own copy: --out names the file that is read"
@@ -94,17 +94,6 @@ fn check(global: &GlobalOptions, command: &str, out: &Path) -> Result<(), Failur
         ));
     }
     Ok(())
-}
-
-/// Whether both names lead to one file.
-fn same(one: &Path, other: &Path) -> bool {
-    if text::is_standard(one) || text::is_standard(other) {
-        return false;
-    }
-    match (std::fs::canonicalize(one), std::fs::canonicalize(other)) {
-        (Ok(one), Ok(other)) => one == other && one.is_file(),
-        _ => false,
-    }
 }
 
 /// Writes the rows and says what was written; whether all went well.

@@ -208,6 +208,9 @@ fn write_driver(name: &str, driver: &DriverInfo, output: &mut Output) -> std::io
     }
     for device in &driver.devices {
         output.line(&format!("  device {}: {}", device.ordinal, device.name))?;
+        if output.quiet {
+            continue;
+        }
         let some = |text: &Option<String>| text.clone().unwrap_or_else(|| "unknown".to_owned());
         let able = |able: bool| if able { "yes" } else { "no" };
         let list = |list: Vec<String>| match list.is_empty() {

@@ -41,10 +41,7 @@ impl Machine {
             DeviceChoice::Auto => match Machine::cuda() {
                 Ok(machine) => machine,
                 Err(error) => {
-                    output.note(&format!(
-                        "device: the simulator, for there is no GPU ({})",
-                        reason(&error)
-                    ));
+                    output.note(&format!("device: the simulator ({})", reason(&error)));
                     return Ok(simulated);
                 }
             },
@@ -133,9 +130,12 @@ impl Ground {
     }
 }
 
-/// Why there is no GPU, in few words.
+/// Why there is no GPU, in few words: it is said at every call.
 fn reason(error: &MachineError) -> String {
     match error {
+        MachineError::NoDriver(LoadError::NotFound { .. }) => {
+            "no CUDA driver; `cualloc info` says where it was looked for".to_owned()
+        }
         MachineError::NoDriver(error) => load_messages(error).join(": "),
         MachineError::NoDevice => "the driver knows no device".to_owned(),
         error => text::chain(error),

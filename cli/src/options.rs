@@ -34,30 +34,59 @@ pub struct Cli {
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Show the driver, its devices and what they can do.
+    #[command(after_help = "Examples:\n  cualloc info\n  cualloc info --device sim --json")]
     Info,
     /// Replay recorded allocations and show memory, driver calls and time.
+    #[command(
+        after_help = "Examples:\n  cualloc replay run.rec --repeat 3\n  cualloc replay snapshot.pickle --gpu 1 --limit 24GiB"
+    )]
     Replay(ReplayOptions),
     /// Find the smallest memory limit that recorded allocations run under.
+    #[command(
+        after_help = "Examples:\n  cualloc capacity run.rec\n  cualloc capacity trace.csv.gz --policy classic"
+    )]
     Capacity(TraceOptions),
     /// Say whether recorded allocations fit into so much memory, and with which settings.
+    #[command(
+        after_help = "Examples:\n  cualloc advise snapshot.pickle\n  cualloc advise run.rec --memory 24GiB,80GiB --all"
+    )]
     Advise(AdviseOptions),
     /// Write a recording in the format of another tool.
+    #[command(
+        after_help = "Examples:\n  cualloc export run.rec --to pytorch --out snapshot.pickle\n  cualloc export snapshot.pickle --to csv --out trace.csv"
+    )]
     Export(ExportOptions),
     /// Write a page for a browser that shows what is in memory, when and where.
+    #[command(
+        after_help = "Examples:\n  cualloc view run.rec --open\n  cualloc view before.rec after.rec -o page.html"
+    )]
     View(ViewOptions),
     /// Make up a trace by rules and write it to a file.
+    #[command(
+        after_help = "Examples:\n  cualloc generate random --rows 100000 --out random.csv.gz\n  cualloc generate churn --live 2GiB --out - | cualloc replay -"
+    )]
     Generate(GenerateOptions),
     /// Write a trace several times over, each time with all its sizes changed at random.
+    #[command(
+        after_help = "Examples:\n  cualloc vary run.rec --copies 2 --percent 10 --out varied.csv"
+    )]
     Vary(VaryOptions),
     /// Measure what an allocation costs, alone and with many threads.
+    #[command(
+        after_help = "Examples:\n  cualloc bench --quick\n  cualloc bench --only pair,churn --json"
+    )]
     Bench(BenchOptions),
     /// Write a script that completes this command's words in a shell.
+    #[command(
+        after_help = "Examples:\n  cualloc completions bash > ~/.local/share/bash-completion/completions/cualloc"
+    )]
     Completions {
         /// Which shell reads it.
         #[arg(value_enum)]
         shell: Shell,
     },
     /// Write a page of the manual.
+    #[command(after_help = "Examples:\n  cualloc man replay | man -l -")]
     Man {
         /// Of this subcommand, instead of the whole command.
         #[arg(value_name = "SUBCOMMAND")]
@@ -72,7 +101,7 @@ pub struct GlobalOptions {
     #[arg(long, value_enum, global = true)]
     device: Option<DeviceChoice>,
     /// Memory of the simulated device [default: 144 GiB].
-    #[arg(long, value_name = "SIZE", global = true)]
+    #[arg(long, value_name = "SIZE", global = true, allow_hyphen_values = true)]
     sim_memory: Option<Size>,
     /// Write one JSON object per line instead of text.
     #[arg(long, global = true)]
@@ -126,8 +155,7 @@ pub struct InputOptions {
 
 #[derive(Args, Debug)]
 pub struct ExportOptions {
-    /// Recording of cualloc (CUALLOC_RECORD), plain or gzip; for csv also a PyTorch snapshot or a trace; `-` is standard
-    /// input.
+    /// Recording of cualloc (CUALLOC_RECORD), plain or gzip; for csv any file that `replay` reads; `-` is standard input.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
     /// What to write.
@@ -156,13 +184,16 @@ pub enum FormatChoice {
 
 #[derive(Args, Debug)]
 pub struct ViewOptions {
-    /// Trace, recording or PyTorch snapshot, plain or gzip; `-` is standard input. Of two the page shows the second, and
-    /// what grew and shrank from the first to it.
+    /// Trace, recording, PyTorch snapshot or allocation log, plain or gzip; `-` is standard input. Of two the page shows the
+    /// second, and what grew and shrank from the first to it.
     #[arg(required = true, value_name = "FILE", num_args = 1..=2)]
     pub files: Vec<PathBuf>,
-    /// Page to write; `-` is standard output.
+    /// Page to write; `-` is standard output [default: the name of FILE with `.view.html`, in the current folder].
     #[arg(short, long, value_name = "FILE")]
-    pub out: PathBuf,
+    pub out: Option<PathBuf>,
+    /// Open the page in a browser.
+    #[arg(long)]
+    pub open: bool,
     /// How memory is taken from the driver; by default the best that the device supports.
     #[arg(long, value_enum)]
     pub policy: Option<PolicyChoice>,
@@ -171,13 +202,18 @@ pub struct ViewOptions {
     pub no_views: bool,
     /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
     /// requested peak like `1.02x`.
-    #[arg(long, value_name = "SIZE|SHARE%|RATIOx")]
+    #[arg(long, value_name = "SIZE|SHARE%|RATIOx", allow_hyphen_values = true)]
     pub limit: Option<Limit>,
     /// Work submitted at one row completes this many rows later.
-    #[arg(long, value_name = "ROWS", default_value_t = 0)]
+    #[arg(
+        long,
+        value_name = "ROWS",
+        default_value_t = 0,
+        allow_negative_numbers = true
+    )]
     pub lag: u64,
     /// How many maps of memory to take, in equal distances, beside those at the peak and at the end.
-    #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(..=1000), allow_negative_numbers = true)]
     pub maps: u16,
     #[command(flatten)]
     pub input: InputOptions,
@@ -189,16 +225,21 @@ pub struct GenerateOptions {
     #[arg(value_enum)]
     pub kind: KindChoice,
     /// Programs of different seeds differ; the same seed gives the same trace everywhere.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        allow_negative_numbers = true
+    )]
     pub seed: u64,
     /// Rows to write, instead of as many as usual.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub rows: Option<usize>,
     /// Streams of a random program, instead of what the seed says.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..), allow_negative_numbers = true)]
     pub streams: Option<u16>,
     /// Most bytes live in a random program, instead of 8 GiB.
-    #[arg(long, value_name = "SIZE", value_parser = live)]
+    #[arg(long, value_name = "SIZE", value_parser = live, allow_hyphen_values = true)]
     pub live: Option<Size>,
     /// File to write, compressed if it ends in `.gz`; `-` is standard output.
     #[arg(long, value_name = "FILE")]
@@ -219,17 +260,22 @@ pub enum KindChoice {
 
 #[derive(Args, Debug)]
 pub struct VaryOptions {
-    /// Trace file, plain or gzip; `-` is standard input.
+    /// Trace, recording, PyTorch snapshot or allocation log, plain or gzip; `-` is standard input.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
     /// How many copies to write, one after another.
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
     pub copies: u32,
     /// By how much of itself a size may change.
-    #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..100))]
+    #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..100), allow_negative_numbers = true)]
     pub percent: u8,
     /// Different seeds change the sizes differently.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        allow_negative_numbers = true
+    )]
     pub seed: u64,
     #[command(flatten)]
     pub input: InputOptions,
@@ -247,7 +293,7 @@ pub enum DeviceChoice {
 
 #[derive(Args, Debug)]
 pub struct TraceOptions {
-    /// Trace files, plain or gzip; `-` is standard input.
+    /// Traces, recordings, PyTorch snapshots or allocation logs (RMM), plain or gzip; `-` is standard input.
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
     /// How memory is taken from the driver; by default the best that the device supports.
@@ -260,10 +306,21 @@ pub struct TraceOptions {
     #[arg(long)]
     pub verify: bool,
     /// On the simulator: work submitted at one row completes this many rows later.
-    #[arg(long, value_name = "ROWS", default_value_t = 0)]
+    #[arg(
+        long,
+        value_name = "ROWS",
+        default_value_t = 0,
+        allow_negative_numbers = true
+    )]
     pub lag: u64,
     /// Decides which checks are delayed, when verifying over several streams.
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        requires = "verify",
+        allow_negative_numbers = true
+    )]
     pub seed: u64,
     #[command(flatten)]
     pub input: InputOptions,
@@ -274,17 +331,27 @@ pub struct TraceOptions {
 
 #[derive(Args, Debug)]
 pub struct AdviseOptions {
-    /// Traces, recordings or PyTorch snapshots, plain or gzip; `-` is standard input.
+    /// Traces, recordings, PyTorch snapshots or allocation logs (RMM), plain or gzip; `-` is standard input.
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
-    /// Memory that the allocator may hold, like `24GiB`; several sizes with commas between.
-    #[arg(long, required = true, value_name = "SIZE", value_delimiter = ',')]
+    /// Memory that the allocator may hold, like `24GiB`; several sizes with commas between. Without it: what is needed.
+    #[arg(
+        long,
+        value_name = "SIZE",
+        value_delimiter = ',',
+        allow_hyphen_values = true
+    )]
     pub memory: Vec<Size>,
     /// Show all settings that were tried, the cheapest that fits first; --json always does.
     #[arg(long, conflicts_with = "json")]
     pub all: bool,
     /// Work submitted at one row completes this many rows later.
-    #[arg(long, value_name = "ROWS", default_value_t = 0)]
+    #[arg(
+        long,
+        value_name = "ROWS",
+        default_value_t = 0,
+        allow_negative_numbers = true
+    )]
     pub lag: u64,
     #[command(flatten)]
     pub input: InputOptions,
@@ -296,17 +363,17 @@ pub struct AdviseOptions {
 #[derive(Args, Debug)]
 pub struct ReplayOptions {
     /// How often to replay each file, on one allocator; --json shows each, for some 2.5 KB of memory.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
     pub repeat: u32,
     /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
     /// requested peak like `1.02x`.
-    #[arg(long, value_name = "SIZE|SHARE%|RATIOx")]
+    #[arg(long, value_name = "SIZE|SHARE%|RATIOx", allow_hyphen_values = true)]
     pub limit: Option<Limit>,
     /// Show each replay in so many parts of equal length; needs --json.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000), allow_negative_numbers = true)]
     pub parts: Option<u16>,
     /// Walk over the allocator's structures after each so many rows.
-    #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
     pub check_every: Option<u32>,
     #[command(flatten)]
     pub traces: TraceOptions,

@@ -1,7 +1,7 @@
 //! Results for people and for programs, notes and errors.
 
 use crate::options::GlobalOptions;
-use crate::table::Table;
+use crate::table::{Cell, Table};
 use crate::text;
 use console::{Term, style, truncate_str};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -21,7 +21,9 @@ pub struct Output {
     stdout: Stdout,
     /// Whether results are objects of JSON.
     pub json: bool,
-    quiet: bool,
+    pub quiet: bool,
+    /// Whether a table has its head.
+    headed: bool,
 }
 
 /// What `--json` writes where there is no result.
@@ -59,6 +61,7 @@ impl Output {
             stdout: io::stdout(),
             json: options.json,
             quiet: options.quiet,
+            headed: false,
         }
     }
 
@@ -73,22 +76,21 @@ impl Output {
         self.line(&line)
     }
 
-    /// The head of a table, if there is one.
-    pub fn header(&mut self, table: &Table) -> io::Result<()> {
-        if self.json {
-            return Ok(());
+    /// Writes a row of a table; before the first one its head.
+    pub fn row(&mut self, table: &Table, cells: impl IntoIterator<Item = Cell>) -> io::Result<()> {
+        if !std::mem::replace(&mut self.headed, true) {
+            match table.left_out() {
+                0 => {}
+                1 => self.note("a column does not fit here: --wide shows it"),
+                count => self.note(&format!(
+                    "{count} columns do not fit here: --wide shows them"
+                )),
+            }
+            for line in table.header() {
+                self.line(&line)?;
+            }
         }
-        match table.left_out() {
-            0 => {}
-            1 => self.note("a column does not fit here: --wide shows it"),
-            count => self.note(&format!(
-                "{count} columns do not fit here: --wide shows them"
-            )),
-        }
-        for line in table.header() {
-            self.line(&line)?;
-        }
-        Ok(())
+        self.line(&table.row(cells))
     }
 
     /// Says on stderr what is good to know, unless it was asked for quiet.

@@ -31,9 +31,9 @@ struct Line<'a> {
     requested_peak_bytes: u64,
     /// Of the first replay.
     reserved_peak_bytes: u64,
-    /// Of the first replay.
+    /// Of the first replay; null if that failed, for what it held until then says nothing about the trace.
     ratio: Option<f64>,
-    /// Of all replays.
+    /// Of all replays; null if one failed.
     ratio_max: Option<f64>,
     completed: bool,
     /// Counted from 1; the header is not a row.
@@ -164,7 +164,6 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
     settings.announce(output);
     let terminal = if traces.wide { None } else { output::width() };
     let table = table(&traces.files, terminal);
-    output.header(&table)?;
     let mut well = true;
     for path in &traces.files {
         let Input {
@@ -191,7 +190,7 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
         if output.json {
             output.json(&line)?;
         } else {
-            output.line(&table.row(cells(&line, &report, &table)))?;
+            output.row(&table, cells(&line, &report, &table))?;
         }
         complain(path, &faults);
         well &= report.is_clean();
@@ -262,6 +261,7 @@ fn line<'a>(
     faults: &[Fault],
 ) -> Line<'a> {
     let peak = trace.requested_peak();
+    let ratio = |held, complete: bool| output::ratio_of(held, peak).filter(|_| complete);
     Line {
         schema: SCHEMA,
         trace: trace.name(),
@@ -274,8 +274,8 @@ fn line<'a>(
         limit_bytes: report.limit,
         requested_peak_bytes: peak,
         reserved_peak_bytes: report.reserved_peak,
-        ratio: output::ratio_of(report.reserved_peak, peak),
-        ratio_max: output::ratio_of(report.reserved_peak_max(), peak),
+        ratio: ratio(report.reserved_peak, !report.passes.is_empty()),
+        ratio_max: ratio(report.reserved_peak_max(), report.failed.is_none()),
         completed: report.failed.is_none(),
         failed_row: report.failed.map(|(_, row)| row),
         error: faults.first().map(|fault| fault.text.clone()),

@@ -1,5 +1,7 @@
 //! Text for people: what a terminal may be shown, and errors in words.
 
+use console::measure_text_width;
+use cualloc::trace::Capacity;
 use std::error::Error;
 use std::path::Path;
 
@@ -43,6 +45,12 @@ pub fn counted(number: usize, name: &str) -> String {
     }
 }
 
+/// That a trace with this requested peak runs under no limit that was tried.
+pub fn no_limit(requested_peak: u64) -> String {
+    let most = requested_peak.saturating_mul(Capacity::FACTOR);
+    format!("runs under no limit up to {most} bytes")
+}
+
 /// The messages of an error and of all its sources, in one line.
 pub fn chain(error: &dyn Error) -> String {
     messages(error).join(": ")
@@ -62,42 +70,21 @@ pub fn messages(error: &dyn Error) -> Vec<String> {
     messages
 }
 
-/// A message as lines no wider than `width` where it has places to break: all behind the first is
-/// indented, one fact a line.
+/// A message as lines no wider than `width`, as far as its words allow; all behind the first are indented.
 pub fn fold(message: &str, width: usize) -> String {
-    if message.chars().count() <= width {
-        return message.to_owned();
-    }
-    let mut lines = vec![String::new()];
-    let (mut depth, mut quoted, mut last) = (0u32, false, ' ');
-    for c in message.chars() {
-        let ends = c == ' ' && depth == 0 && !quoted && matches!(last, ',' | ':' | ';');
-        match c {
-            '(' => depth += 1,
-            ')' => depth = depth.saturating_sub(1),
-            '`' => quoted = !quoted,
-            _ => {}
-        }
-        if ends {
-            lines.push(String::new());
-        } else if let Some(line) = lines.last_mut() {
-            line.push(c);
-        }
-        last = c;
-    }
-    // Short ones share the first line, which names the file.
-    let mut folded = lines.remove(0);
-    let mut first = folded.chars().count();
-    for line in lines {
-        let length = line.chars().count();
-        if line.ends_with(':') && first + 1 + length <= width && !folded.contains('\n') {
-            folded.push(' ');
-            first += 1 + length;
-        } else {
+    let (mut folded, mut used) = (String::new(), 0);
+    for word in message.split(' ') {
+        let length = measure_text_width(word);
+        if used > 0 && used + 1 + length > width {
             folded.push('\n');
             folded += INDENT;
+            used = INDENT.len();
+        } else if used > 0 {
+            folded.push(' ');
+            used += 1;
         }
-        folded += &line;
+        folded += word;
+        used += length;
     }
     folded
 }
@@ -139,12 +126,17 @@ mod tests {
     }
 
     #[test]
-    fn long_messages_become_a_block() {
-        let message = "error: a.csv:7: row 6: out of memory: asked for 2 GiB, held 1 GiB (3 live, 4 cached), limit 1 GiB";
+    fn long_messages_are_folded_between_words() {
+        let message = "error: a.csv:7: row 6 failed: out of memory: 2 GiB requested, 1 GiB live";
         assert_eq!(fold(message, 200), message);
         assert_eq!(
-            fold(message, 40),
-            "error: a.csv:7: row 6: out of memory:\n    asked for 2 GiB,\n    held 1 GiB (3 live, 4 cached),\n    limit 1 GiB"
+            fold(message, 30),
+            "error: a.csv:7: row 6 failed:\n    out of memory: 2 GiB\n    requested, 1 GiB live"
         );
+        let long = format!("note: {}/file.csv: größe", "folder".repeat(9));
+        let folded = fold(&long, 30);
+        assert_eq!(folded.replace("\n    ", " "), long);
+        assert_eq!(folded.lines().count(), 3, "{folded}");
+        assert_eq!(fold("", 0), "");
     }
 }

@@ -20,6 +20,9 @@ use trial::{Choice, Stop, Trial, Trials};
 /// Recordings of more live bytes are not replayed: a simulated device of that size takes very long to fill.
 const MOST: u64 = 512 << 30;
 
+/// The width of a size that is not known beforehand.
+const SIZE: usize = 10;
+
 /// One line of `--json`: a trace and a size.
 #[derive(Serialize)]
 struct Line<'a> {
@@ -179,7 +182,6 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
         output.note("the limit of CUALLOC_CONFIG is not used: --memory says how much there is");
     }
     let table = table(options, &choices);
-    output.header(&table)?;
     let mut well = true;
     for path in &options.files {
         let Input {
@@ -207,7 +209,7 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
             }
             let shown = if options.all { usize::MAX } else { 1 };
             for choice in advice.choices.iter().take(shown) {
-                output.line(&table.row(cells(&trace, advice, choice)))?;
+                output.row(&table, cells(&trace, advice, choice))?;
             }
             for reason in advice.reasons() {
                 let (file, size) = (text::file(path, input::STDIN), Size(advice.memory));
@@ -247,9 +249,14 @@ fn advise(
     let mut trials = Trials::new(&machine, options.lag, trace, choices, told)?;
     let needed = trials.needed();
     let advice = needed.and_then(|needed| {
-        let sizes = options.memory.iter();
+        let mut sizes: Vec<u64> = options.memory.iter().map(|size| size.0).collect();
+        if sizes.is_empty() {
+            let none = || Stop::Faults(vec![Fault::new(text::no_limit(peak))]);
+            sizes.push(needed.ok_or_else(none)?);
+        }
+        let sizes = sizes.into_iter();
         sizes
-            .map(|memory| under(&mut trials, choices, memory.0, needed))
+            .map(|memory| under(&mut trials, choices, memory, needed))
             .collect()
     });
     drop(trials);
@@ -323,7 +330,7 @@ fn table(options: &AdviseOptions, choices: &[Choice]) -> Table {
     let shown = choices.iter().map(|choice| choice.shown().len());
     let columns = vec![
         Column::new("trace", "", replay::name_width(&options.files), 0),
-        Column::new("memory", "", sizes.max().unwrap_or(0), 0),
+        Column::new("memory", "", sizes.max().unwrap_or(SIZE), 0),
         Column::new("fits", "", 0, 0),
         Column::new("spare", "MiB", 8, 0),
         Column::new("needed", "MiB", 8, 2),

@@ -432,6 +432,17 @@ fn broken(text: &mut impl Read) -> Option<io::Error> {
     io::copy(&mut text.take(READ_ON), &mut io::sink()).err()
 }
 
+/// Whether both names lead to one file.
+pub fn is_same(one: &Path, other: &Path) -> bool {
+    if text::is_standard(one) || text::is_standard(other) {
+        return false;
+    }
+    match (std::fs::canonicalize(one), std::fs::canonicalize(other)) {
+        (Ok(one), Ok(other)) => one == other && one.is_file(),
+        _ => false,
+    }
+}
+
 /// The name of the file without its folder and its endings; `stdin` for `-`.
 pub fn name(path: &Path) -> String {
     if text::is_standard(path) {

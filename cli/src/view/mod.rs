@@ -27,6 +27,7 @@ use serde_json::{Value, json};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 /// The page, with the names of what goes into it between `@@`.
 const PAGE: &str = include_str!("page.html");
@@ -75,6 +76,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         return Err(Failure::Usage(only.to_owned()));
     }
     replay::check(&options.files)?;
+    let out = out(options)?;
     let settings = Settings::read(options.policy, options.no_views)?;
     settings.announce(output);
     let machine = Machine::Simulated {
@@ -138,15 +140,55 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     if let Some(error) = page.meta["error"].as_str() {
         output.note(&format!("the page ends where the replay did: {error}"));
     }
-    let written = Sink::create(&options.out).and_then(|sink| sink.write(|to| page.write(to)));
+    let written = Sink::create(&out).and_then(|sink| sink.write(|to| page.write(to)));
     match written {
-        Ok(()) => Ok(true),
-        Err(source) if source.kind() == io::ErrorKind::BrokenPipe => Err(Failure::Output(source)),
-        Err(source) => {
-            let out = options.out.clone();
-            failed(path, output, &ViewError::Write { path: out, source })
+        Ok(()) => {
+            if options.out.is_none() {
+                output.note(&format!("the page is {}", text::file(&out, STDOUT)));
+            }
+            if options.open
+                && let Err(error) = open_in_browser(&out)
+            {
+                output.warning(&format!("cannot open a browser: {error}"));
+            }
+            Ok(true)
         }
+        Err(source) if source.kind() == io::ErrorKind::BrokenPipe => Err(Failure::Output(source)),
+        Err(source) => failed(path, output, &ViewError::Write { path: out, source }),
     }
+}
+
+/// Where the page goes. It replaces no file that is read.
+fn out(options: &ViewOptions) -> Result<PathBuf, Failure> {
+    let last = options.files.last().map(|path| input::name(path));
+    let name = || format!("{}.view.html", last.unwrap_or_default());
+    let out = options.out.clone().unwrap_or_else(|| name().into());
+    if options.open && text::is_standard(&out) {
+        let wrong = "--open needs a file: -o - writes to standard output";
+        return Err(Failure::Usage(wrong.to_owned()));
+    }
+    if let Some(read) = options.files.iter().find(|file| input::is_same(file, &out)) {
+        return Err(Failure::Usage(format!(
+            "the page would replace {}, which is read: name another file with -o",
+            text::file(read, input::STDIN)
+        )));
+    }
+    Ok(out)
+}
+
+/// Starts the program that opens pages on this system, and does not wait for it.
+fn open_in_browser(page: &Path) -> io::Result<()> {
+    let mut command = match std::env::consts::OS {
+        "macos" => Command::new("open"),
+        "windows" => Command::new("explorer"),
+        _ => Command::new("xdg-open"),
+    };
+    let command = command.arg(page).stdin(Stdio::null());
+    command
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()?;
+    Ok(())
 }
 
 fn cannot_begin(path: &Path, error: Error, output: &mut Output) -> Outcome {

@@ -103,7 +103,7 @@ fn settings_of_the_environment_are_tried_among_the_others() {
 fn what_is_no_recording_or_no_size_is_refused() {
     let lf = data("lf.csv");
     for (arguments, words) in [
-        (&["advise", &lf][..], "--memory"),
+        (&["advise"][..], "FILE"),
         (&["advise", &lf, "--memory", "0"], "--memory"),
         (&["advise", &lf, "--memory", "1G,50%"], "--memory"),
         (&["advise", "-", "-", "--memory", "1G"], "given twice"),

@@ -3,6 +3,7 @@
 mod advise;
 mod files;
 mod foreign;
+mod help;
 mod memory;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../../tests/common/watchdog.rs"]
