@@ -148,7 +148,7 @@ pub struct InputOptions {
     /// Of which GPU, if a snapshot, a recording or a log has several; by default the one with the most rows.
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub gpu: Option<usize>,
-    /// Rows or events that a file may have: each takes 80 to 600 bytes of memory.
+    /// Rows or events that a file may have: each takes 80 bytes to 1 KB of memory.
     #[arg(long, value_name = "N", default_value_t = MAX_ROWS, allow_negative_numbers = true)]
     pub max_rows: u64,
 }

@@ -7,6 +7,8 @@ use crate::record::tree::{MOST_FRAMES, Unexpected, Value};
 /// Bytes that the names may have together. A small file can share texts and so have any number of long stacks; those
 /// beyond are none.
 const MOST_BYTES: usize = 64 << 20;
+/// Lines that a file of a program can have.
+const MOST_LINES: u64 = i32::MAX as u64;
 /// Characters of a frame that are kept.
 const MOST_CHARACTERS: usize = 200;
 
@@ -68,19 +70,20 @@ impl Stacks {
 /// A frame as PyTorch's tools write it: the file without its folder, the line and the function, as far as they are known.
 fn name(frame: &Value<'_>) -> Result<String, Unexpected> {
     let frame = frame.dict()?;
-    let [file, function] = [frame.get("filename"), frame.get("name")];
+    let [file, line, function] = ["filename", "line", "name"].map(|key| frame.get(key));
     let file = file.exists().map(|file| file.text("the name of a file"));
+    let line = line
+        .exists()
+        .map(|line| line.address("the number of a line"));
     let function = function
         .exists()
         .map(|function| function.text("the name of a function"));
-    let line = frame.get("line");
-    let line = line
-        .exists()
-        .map(|line| line.count(1 << 63, "the number of a line"));
     let file = file.transpose()?.and_then(|file| file.rsplit('/').next());
     let file = file.filter(|file| !file.is_empty()).map(shortened);
-    // Without a file the line means nothing.
-    let line = line.transpose()?.filter(|_| file.is_some());
+    // Python writes -1 where it knows none. Without a file a line means nothing.
+    let line = line
+        .transpose()?
+        .filter(|line| file.is_some() && *line <= MOST_LINES);
     let function = shortened(function.transpose()?.unwrap_or("?"));
     let parts = [file, line.map(|line| line.to_string()), Some(function)];
     let parts: Vec<String> = parts.into_iter().flatten().collect();

@@ -233,7 +233,10 @@ const FIELDS: [(&str, &str); 26] = [
     ("segments[0].blocks[0].requested_size", "optional number"),
     ("segments[0].blocks[0].state", "word"),
     ("segments[0].blocks[0].frames", "optional list"),
-    ("segments[0].blocks[0].frames[0].line", "optional number"),
+    (
+        "segments[0].blocks[0].frames[0].line",
+        "optional number address",
+    ),
     ("segments[0].blocks[0].frames[0].filename", "optional name"),
     ("device_traces", "list"),
     ("device_traces[0]", "element"),
@@ -324,6 +327,39 @@ fn every_wrong_value_is_named() {
             huge(number),
             "`device_traces[0][3].size`: expected a number of bytes, found an integer of more than 64 bits"
         );
+    }
+}
+
+/// Frames are shown as far as they are known: Python has no line for some, and writes -1.
+#[test]
+fn frames_without_a_line_have_none() {
+    for (frame, shown) in [
+        (
+            json!({"filename": "/x/f.py", "line": 3, "name": "f"}),
+            "f.py:3:f",
+        ),
+        (
+            json!({"filename": "/x/f.py", "line": 0, "name": "f"}),
+            "f.py:0:f",
+        ),
+        (
+            json!({"filename": "/x/f.py", "line": -1, "name": "f"}),
+            "f.py:f",
+        ),
+        (
+            json!({"filename": "/x/f.py", "line": null, "name": "f"}),
+            "f.py:f",
+        ),
+        (json!({"filename": "/x/f.py", "name": "f"}), "f.py:f"),
+        (json!({"filename": "", "line": 3, "name": "f"}), "f"),
+        (json!({"line": 3, "name": "f"}), "f"),
+        (json!({"filename": "/x/f.py", "line": 3}), "f.py:3:?"),
+        (json!({}), "?"),
+    ] {
+        let mut file = whole();
+        *at(&mut file, "device_traces[0][1].frames") = json!([frame]);
+        let trace = read(&file).unwrap().to_trace("frames", 0).unwrap();
+        assert_eq!(trace.contexts()[trace.context_of(0).unwrap()], shown);
     }
 }
 
