@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::capturing::{MODE, begin, end};
-use crate::common::{MIB, RawStream, Rig, interlude, itself, only};
+use crate::common::{MIB, RawStream, Rig, alone, interlude, itself, only};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
 use cualloc::driver::{Stream, sys};
@@ -186,40 +186,36 @@ fn first_view(rig: &Rig, config: Config) -> (SelfTest, u64) {
 /// invalidate a capture that begins in that moment. In a process of its own.
 #[test]
 fn the_test_of_a_device_queries_no_stream_that_may_be_captured() {
-    const NAME: &str = "first_capture::the_test_of_a_device_queries_no_stream_that_may_be_captured";
-    if std::env::var_os("CUALLOC_TEST_CHILD").is_none() {
-        let child = itself(NAME).env("CUALLOC_TEST_CHILD", "1").status();
-        assert!(child.unwrap().success());
-        return;
-    }
-    // The device is tested once for each driver.
-    let view = |config: Config, before: &dyn Fn(&Rig)| {
-        let found = Cell::new(None);
-        only(Policy::Packed, |rig| {
-            before(rig);
-            found.set(Some(first_view(rig, config.clone())));
+    alone(|| {
+        // The device is tested once for each driver.
+        let view = |config: Config, before: &dyn Fn(&Rig)| {
+            let found = Cell::new(None);
+            only(Policy::Packed, |rig| {
+                before(rig);
+                found.set(Some(first_view(rig, config.clone())));
+                if let Some(sim) = rig.maybe_sim() {
+                    assert_eq!(sim.clear_failures(), 0);
+                }
+            });
+            found.take().unwrap()
+        };
+        let (passed, queries) = view(Config::new(), &|_| ());
+        assert!(passed == SelfTest::Passed && queries > 0);
+        let checked = Config::new().capture_checks(true);
+        assert_eq!(view(checked, &|_| ()), (SelfTest::Passed, 0));
+        // D4: a stream that begins to be captured in that moment counts as one that works.
+        let meets = |rig: &Rig| {
+            let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
             if let Some(sim) = rig.maybe_sim() {
-                assert_eq!(sim.clear_failures(), 0);
+                sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
             }
-        });
-        found.take().unwrap()
-    };
-    let (passed, queries) = view(Config::new(), &|_| ());
-    assert!(passed == SelfTest::Passed && queries > 0);
-    let checked = Config::new().capture_checks(true);
-    assert_eq!(view(checked, &|_| ()), (SelfTest::Passed, 0));
-    // D4: a stream that begins to be captured in that moment counts as one that works.
-    let meets = |rig: &Rig| {
-        let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-        if let Some(sim) = rig.maybe_sim() {
-            sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
-        }
-    };
-    assert_eq!(view(Config::new(), &meets).0, SelfTest::Passed);
-    let captures = |rig: &Rig| {
-        let stream = rig.stream();
-        stream.begin_capture(MODE).unwrap();
-        drop(stream.end_capture().unwrap());
-    };
-    assert_eq!(view(Config::new(), &captures), (SelfTest::Passed, 0));
+        };
+        assert_eq!(view(Config::new(), &meets).0, SelfTest::Passed);
+        let captures = |rig: &Rig| {
+            let stream = rig.stream();
+            stream.begin_capture(MODE).unwrap();
+            drop(stream.end_capture().unwrap());
+        };
+        assert_eq!(view(Config::new(), &captures), (SelfTest::Passed, 0));
+    });
 }
