@@ -3,8 +3,8 @@
 use super::clocks::Clock;
 use super::hooks;
 use crate::driver::sys::{CUhostFn, CUmemAllocationHandleType};
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 /// A host function to run once the lock is released.
@@ -13,8 +13,25 @@ pub(super) struct Callback {
     pub(super) data: usize,
     /// Whether it is a user object's, in which no call of the driver is let through.
     pub(super) alone: bool,
-    /// Whether a thread of its own runs it, while whoever caused it goes on.
+    /// Whether another thread runs it, after those before it, while the thread that caused it goes on.
     pub(super) late: bool,
+}
+
+type Late = Box<dyn FnOnce() + Send>;
+
+/// Runs a function on another thread, after all functions that were passed before, as the driver's own thread does.
+fn run_late(run: impl FnOnce() + Send + 'static) {
+    static WAITING: Mutex<VecDeque<Late>> = Mutex::new(VecDeque::new());
+    static TURN: Mutex<()> = Mutex::new(());
+    let waiting = || WAITING.lock().unwrap_or_else(PoisonError::into_inner);
+    waiting().push_back(Box::new(run));
+    drop(thread::spawn(move || {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = waiting().pop_front();
+        if let Some(next) = next {
+            next();
+        }
+    }));
 }
 
 impl Callback {
@@ -24,7 +41,7 @@ impl Callback {
             // this argument.
             let run = move || unsafe { function(self.data as *mut std::ffi::c_void) };
             match (self.alone, self.late) {
-                (true, true) => drop(thread::spawn(move || hooks::as_callback(run))),
+                (true, true) => run_late(move || hooks::as_callback(run)),
                 (true, false) => hooks::as_callback(run),
                 (false, _) => run(),
             }
