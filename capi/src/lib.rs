@@ -75,7 +75,7 @@ pub extern "C" fn cualloc_abi_version() -> u32 {
     CUALLOC_ABI_VERSION
 }
 
-/// Why the calling thread's last failed call failed: UTF-8, ended by a zero, at most 1023 bytes. Empty if none
+/// Why the calling thread's last failed call failed: UTF-8, ended by a zero, at most 4095 bytes. Empty if none
 /// failed yet; a call that succeeds does not change it. Never null. The text is overwritten by the thread's next
 /// call that fails, and is gone when the thread ends. For people: programs go by the code.
 ///

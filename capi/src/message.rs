@@ -9,7 +9,7 @@ use std::ptr;
 use crate::results::CUALLOC_OK;
 
 /// Longer texts are cut at a character's border.
-const BYTES: usize = 1024;
+const BYTES: usize = 4096;
 
 type Text = [u8; BYTES];
 

@@ -43,7 +43,7 @@ pub const CUALLOC_SUSPENDED: i32 = 13;
 /// A file could not be made or written; the text says why.
 pub const CUALLOC_IO: i32 = 14;
 
-/// Why a call failed. Carries no text of its own, so that telling it takes no memory.
+/// Why a call failed. Carries no text of its own: a call that is refused takes no memory of the host.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// A code, and why.
@@ -77,6 +77,7 @@ impl fmt::Display for Failure {
             Failure::NoSuchDevice { device, count } => {
                 write!(f, "there is no device {device}: the driver has {count}")
             }
+            Failure::Library(Error::OutOfMemory(error)) => f.write_str(&error.report()),
             Failure::Library(error) => error.fmt(f),
             Failure::Torch(error) => torch::write(error, f),
             Failure::Io(error) => write!(f, "the recording cannot be written: {error}"),

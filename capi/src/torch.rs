@@ -321,7 +321,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// Lack of memory in PyTorch's words, which programs and people look for, and then our picture of it.
+/// An out-of-memory error in PyTorch's words, which programs and people look for, and then its report.
 pub(crate) fn write(picture: &OutOfMemory, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let (asked, device) = (Size(picture.requested), picture.device);
     if picture.requested >= 1 << 60 {
@@ -354,10 +354,10 @@ pub(crate) fn write(picture: &OutOfMemory, f: &mut fmt::Formatter<'_>) -> fmt::R
     }
     write!(
         f,
-        ". Of the allocated memory {} is allocated by PyTorch, and {} is reserved by PyTorch but unallocated. \
-         (cualloc: {picture})",
-        Size(picture.allocated),
-        Size(picture.cached)
+        ". Of the allocated memory {} is allocated by PyTorch, and {} is reserved by PyTorch but unallocated.\n{}",
+        Size(picture.live()),
+        Size(picture.cached),
+        picture.report()
     )
 }
 

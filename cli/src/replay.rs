@@ -326,10 +326,6 @@ pub fn faults(report: &ReplayReport) -> Vec<Fault> {
             line: Some(Trace::line_of(row.saturating_sub(1))),
             text: format!("replay {pass} failed at row {row}{why}"),
         });
-        if let Some(Error::OutOfMemory(picture)) = &report.error {
-            let (cause, advice) = (picture.cause().name(), picture.advice());
-            faults.push(Fault::new(format!("the cause is `{cause}`. {advice}")));
-        }
     }
     let mut also = |text: String| faults.push(Fault::new(text));
     if let Some(mismatches) = report.mismatches.filter(|count| *count > 0) {

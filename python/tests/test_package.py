@@ -173,7 +173,10 @@ def out_of_memory_has_the_words_of_pytorch():
     said, code = text(2 << 30)
     begin = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which "
     assert code == 1 and said.startswith(begin), said
-    for part in ("is free; 1024.00 MiB allowed", "512.00 MiB is allocated by PyTorch", "out of memory on device 0"):
+    figures = "(limit): requested 2.00 GiB, live 512.00 MiB, bound 1.00 GiB (limit), missing 1.50 GiB"
+    holder = "holder       512.00 MiB in 1 block: blocks of 512.00 MiB to 1.00 GiB on stream"
+    words = ("is free; 1024.00 MiB allowed", "512.00 MiB is allocated by PyTorch", "out of memory on device 0")
+    for part in (*words, figures, "Raise the limit by 1610612736 bytes", holder):
         assert part in said, said
     assert "Others hold" not in said, said
     assert torch._C._cuda_memoryStats(0)["num_ooms"] == 1
@@ -183,6 +186,17 @@ def out_of_memory_has_the_words_of_pytorch():
     said = text(2 << 30)[0]
     assert "Others hold 70.00 GiB: other processes, " in said and ", others hold 70.00 GiB" in said, said
     assert others.cuMemFree_v2(handle) == 0
+    # Tags come first, the largest before the others.
+    made = []
+    for tag, bytes in (("cache", 96 << 20), ("weights", 256 << 20), ("workspace", 32 << 20)):
+        with ours.tag(tag):
+            made.append((call["alloc"](bytes, 0, None), bytes))
+    said = text(2 << 30)[0]
+    assert "(limit): requested 2.00 GiB, live 896.00 MiB, bound 1.00 GiB" in said, said
+    holders = [line.split(":")[1].strip() for line in said.splitlines() if line.strip().startswith("holder")]
+    assert holders[1:] == ["tag weights", "tag cache", "tag workspace"], said
+    for ptr, bytes in made:
+        call["free"](ptr, bytes, 0, None)
     assert "Tried to allocate 800000000.00 GiB. GPU 0 has a total capacity of 80.00 GiB" in text(800000000 << 30)[0]
     assert text(8000000000 << 30) == ("CUDA out of memory. Tried to allocate more than 1EB memory.", 1)
     said, code = text(1, 2)

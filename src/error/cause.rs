@@ -1,327 +1,187 @@
-//! Why memory ran out, what helps, and the whole picture in lines and as JSON.
+//! The cause of an out-of-memory error, and the number of bytes that were missing.
 
-use std::fmt::Write;
+use crate::error::memory::OutOfMemory;
 
-use crate::driver::DriverError;
-use crate::error::memory::{Bytes, OutOfMemory};
-
-/// Which of the ways to run out of memory it was.
+/// Why a request found no memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Cause {
-    /// What is live and the request do not fit into the allocator's limit.
+    /// The allocator's limit leaves too little room.
     Limit,
-    /// What is live and the request would fit into the device, but others hold too much of it: other processes, other
-    /// allocators, or the program itself.
+    /// The device has enough memory, but other processes, other allocators or the program itself hold too much of it.
     Others,
-    /// There is enough free memory, but in pieces that are too small, between live blocks.
-    Fragmented,
-    /// There is enough free memory, but work that was not seen to end may still use it.
-    Pending,
-    /// There is enough freed memory, but guards or graphs keep it.
-    Guarded,
-    /// What is live and the request are more than the device has.
+    /// The request and what the allocator holds are more than the device has.
     Device,
-    /// There is enough memory, and the driver refuses the address space to map it at.
+    /// The driver refuses memory, or addresses, although it reports enough free memory and the limit leaves room.
     Refused,
+    /// Enough freed memory is there, but unfinished work on a stream may still access it.
+    Pending,
+    /// Enough freed memory is there, but guards or graph pools keep it, or a resume under way takes it.
+    Pools,
+    /// Enough free memory is there, but in pieces between live blocks that no view joins.
+    Fragmented,
 }
 
+/// What CUDA itself (contexts, modules, libraries) takes of a device counts as the device's own up to this part of it
+/// and this many bytes: no user can free it.
+const OWN_PART: u64 = 16;
+const OWN_BYTES: u64 = 1 << 30;
+
+/// With more than this share of the bound live, free memory in pieces is what dense memory always has, and the memory
+/// is simply full.
+const FULL_PERCENT: u128 = 90;
+
 impl Cause {
+    /// All causes. The number of a cause in recordings is its place here, from 1.
+    const ALL: [Cause; 7] = [
+        Cause::Limit,
+        Cause::Others,
+        Cause::Device,
+        Cause::Refused,
+        Cause::Pending,
+        Cause::Pools,
+        Cause::Fragmented,
+    ];
+
     /// One word for people and machines.
     pub fn name(self) -> &'static str {
         match self {
             Cause::Limit => "limit",
             Cause::Others => "others",
-            Cause::Fragmented => "fragmented",
-            Cause::Pending => "pending",
-            Cause::Guarded => "guarded",
             Cause::Device => "device",
             Cause::Refused => "refused",
+            Cause::Pending => "pending",
+            Cause::Pools => "pools",
+            Cause::Fragmented => "fragmented",
         }
+    }
+
+    /// The cause's number in recordings.
+    pub(crate) fn number(self) -> u64 {
+        let place = Cause::ALL.iter().position(|cause| *cause == self);
+        place.map_or(0, |place| place as u64 + 1)
+    }
+
+    /// The cause with a number in recordings.
+    pub(crate) fn from_number(number: u64) -> Option<Cause> {
+        let place = usize::try_from(number).ok()?.checked_sub(1)?;
+        Cause::ALL.get(place).copied()
     }
 }
 
 impl OutOfMemory {
-    /// Bytes that wait for streams.
-    fn waiting(&self) -> u64 {
-        let waiting = self.pending.iter().map(|stream| stream.bytes);
-        // Memory that waits for several streams is told of for each.
-        waiting.sum::<u64>().min(self.cached)
+    /// Bytes in live blocks, those of graph pools included.
+    pub fn live(&self) -> u64 {
+        self.allocated.saturating_add(self.in_graph_pools)
     }
 
-    /// Bytes that the device has left for the allocator.
-    fn device_bound(&self) -> Option<u64> {
-        let free = self.driver_free?;
-        Some(self.reserved.saturating_add(free))
+    /// Bytes that the allocator holds from the driver, as its limit counts them.
+    pub(crate) fn held(&self) -> u64 {
+        let present = self.reserved.saturating_sub(self.suspended);
+        present.saturating_add(self.graph_pools)
     }
 
-    /// Bytes that the allocator could hold at most: of its limit, or of what the device has left for it.
-    fn bound(&self) -> u64 {
-        let limit = self
-            .limit
-            .map(|limit| limit.saturating_sub(self.graph_pools));
-        let bounds = limit.into_iter().chain(self.device_bound());
-        bounds.min().unwrap_or(self.reserved)
-    }
-
-    /// The driver's refusal of address space, if the request failed for that.
-    fn refused_addresses(&self) -> Option<DriverError> {
-        self.driver
-            .filter(|error| error.call() == "cuMemAddressReserve")
-    }
-
-    /// Which way to run out of memory it was.
-    pub fn cause(&self) -> Cause {
-        let need = self.allocated.saturating_add(self.requested);
-        if need <= self.bound() {
-            let fits = |kept: u64| need.saturating_add(kept) <= self.bound();
-            return match (self.guarded > 0, self.waiting() > 0) {
-                (true, _) if !fits(self.guarded) => Cause::Guarded,
-                (_, true) if !fits(self.guarded.saturating_add(self.waiting())) => Cause::Pending,
-                _ if self.refused_addresses().is_some() => Cause::Refused,
-                _ => Cause::Fragmented,
-            };
-        }
-        let need = need.saturating_add(self.graph_pools);
-        let total = self.driver_total.unwrap_or(u64::MAX);
-        let fits_device = need <= total;
-        let fits_limit = self.limit.is_none_or(|limit| need <= limit);
-        match (fits_device, fits_limit) {
-            (false, _) => Cause::Device,
-            (true, false) => Cause::Limit,
-            (true, true) => Cause::Others,
-        }
-    }
-
-    /// What makes the request succeed if it is done, in a sentence or two.
-    pub fn advice(&self) -> String {
-        let need = self.allocated.saturating_add(self.requested);
-        match self.cause() {
-            Cause::Limit => {
-                let need = need.saturating_add(self.graph_pools);
-                let raise = format!(
-                    "Raise the limit to at least {need} bytes ({}), by Allocator::set_limit or limit= in the settings, \
-                     or free {} of what is live.",
-                    Bytes(need),
-                    Bytes(need.saturating_sub(self.limit.unwrap_or(need))),
-                );
-                let bound = self.device_bound();
-                match bound.map(|bound| bound.saturating_add(self.graph_pools)) {
-                    Some(bound) if bound < need => {
-                        format!("{raise} {}", self.others_advice(need - bound))
-                    }
-                    _ => raise,
-                }
-            }
-            Cause::Others => self.others_advice(need.saturating_sub(self.bound())),
-            Cause::Fragmented => {
-                let switch = match (self.mapped, self.views) {
-                    (false, _) => "Use policy=packed, which joins scattered memory. ",
-                    (true, false) => "Allow views (views=on), which join scattered memory. ",
-                    (true, true) => "",
-                };
-                let blocks = self.bounding_blocks();
-                match blocks.is_empty() {
-                    true => format!("{switch}Free blocks that lie between free memory."),
-                    false => format!("{switch}Free what stands between the holes: {blocks}."),
-                }
-            }
-            Cause::Pending => {
-                let streams = self
-                    .pending
-                    .iter()
-                    .map(|stream| stream.stream_id.to_string());
-                let streams = streams.collect::<Vec<_>>().join(", ");
-                format!(
-                    "Wait for the work that uses freed memory, on streams {streams}: end captures that are under way, \
-                     then call Allocator::synchronize, and ask again."
-                )
-            }
-            Cause::Guarded => format!(
-                "Drop the guards and graphs that keep {} of freed memory.",
-                Bytes(self.guarded),
-            ),
-            Cause::Refused => {
-                "The driver refuses address space, not memory: lift the limit on the address space of the process \
-                 (ulimit -v), or use policy=classic, which reserves none."
-                    .to_owned()
-            }
-            Cause::Device => format!(
-                "The device lacks {}: ask for less at once, free what is live, or take a device with more memory.",
-                Bytes(
-                    need.saturating_add(self.graph_pools)
-                        .saturating_sub(self.driver_total.unwrap_or(need))
-                ),
-            ),
-        }
-    }
-
-    /// What others on the device have to do until so many more bytes are free.
-    fn others_advice(&self, lacking: u64) -> String {
-        format!(
-            "Others hold {} of the device: end other processes, or have other allocators of this one give back what \
-             they cache (Allocator::empty_cache). {} more have to be free.",
-            Bytes(self.others().unwrap_or(0)),
-            Bytes(lacking),
-        )
-    }
-
-    /// Bytes of the device that neither this allocator holds nor anybody has free: of other processes, of other
+    /// Bytes of the device that neither this allocator holds nor are free: of other processes, of other
     /// allocators, and of the driver itself. None if the driver could not be asked.
     pub fn others(&self) -> Option<u64> {
         let (free, total) = (self.driver_free?, self.driver_total?);
-        let ours = self.reserved.saturating_add(self.graph_pools);
-        Some(total.saturating_sub(free).saturating_sub(ours))
+        Some(total.saturating_sub(free).saturating_sub(self.held()))
     }
 
-    /// The same where it is so much that it is worth a word: more than contexts and modules take.
-    pub(crate) fn much_of_others(&self) -> Option<u64> {
-        let total = self.driver_total?;
-        self.others().filter(|others| *others > total / 16)
+    /// Bytes that the driver has to give for the request.
+    pub(crate) fn needed(&self) -> u64 {
+        match self.shortage.growth {
+            0 => self.requested,
+            _ => self.shortage.needed,
+        }
     }
 
-    fn bounding_blocks(&self) -> String {
-        let bounds = self.holes.iter().flat_map(|hole| [hole.before, hole.after]);
-        let mut blocks: Vec<u64> = bounds.flatten().collect();
-        blocks.extend(self.pinned.iter().map(|pinned| pinned.block));
-        blocks.sort_unstable();
-        blocks.dedup();
-        let blocks = blocks.iter().take(4).map(|block| format!("{block:#x}"));
-        blocks.collect::<Vec<_>>().join(", ")
+    /// Bytes by which the limit is too low.
+    pub(crate) fn lacking_below_limit(&self) -> u64 {
+        let taken = self.held().saturating_add(self.shortage.coming);
+        let wanted = taken.saturating_add(self.needed());
+        self.limit.map_or(0, |limit| wanted.saturating_sub(limit))
     }
 
-    /// The picture in lines: what was asked for, what is held, the holes and who bounds them, what waits for what, the
-    /// cause, and what helps.
-    pub fn report(&self) -> String {
-        let mut text = String::new();
-        let mut line = |name: &str, value: String| {
-            let _ = writeln!(text, "  {name:<12} {value}");
+    /// Bytes that the device has too few, as far as it could be asked.
+    pub(crate) fn lacking_on_device(&self) -> u64 {
+        self.driver_free
+            .map_or(0, |free| self.needed().saturating_sub(free))
+    }
+
+    /// Whether the device would lack memory even if nobody else used it.
+    fn exceeds_device(&self) -> bool {
+        let (Some(total), Some(others)) = (self.driver_total, self.others()) else {
+            return false;
         };
-        line("asked for", Bytes(self.requested).to_string());
-        let limit = self.limit.map(|limit| format!(", limit {}", Bytes(limit)));
-        line(
-            "held",
-            format!("{}{}", Bytes(self.reserved), limit.unwrap_or_default()),
-        );
-        line(
-            "live",
-            format!(
-                "{}, {} of it in views",
-                Bytes(self.allocated),
-                Bytes(self.in_views)
-            ),
-        );
-        line(
-            "free",
-            format!(
-                "{}, {} at most in one run",
-                Bytes(self.cached),
-                Bytes(self.largest_run)
-            ),
-        );
-        if self.guarded > 0 {
-            line(
-                "guarded",
-                format!("{} of freed memory", Bytes(self.guarded)),
-            );
-        }
-        if let (Some(free), Some(total)) = (self.driver_free, self.driver_total) {
-            let others = Bytes(self.others().unwrap_or(0));
-            let (free, total) = (Bytes(free), Bytes(total));
-            line(
-                "device",
-                format!("{free} free of {total}, others hold {others}"),
-            );
-        }
-        if self.graph_pools > 0 {
-            let held = format!("{} held by them", Bytes(self.graph_pools));
-            line("graph pools", held);
-        }
-        for hole in &self.holes {
-            let side = |block: Option<u64>| match block {
-                Some(block) => format!("the block at {block:#x}"),
-                None => "no large block".to_owned(),
-            };
-            let (before, after) = (side(hole.before), side(hole.after));
-            let (at, bytes) = (hole.address, Bytes(hole.bytes));
-            line(
-                "hole",
-                format!("{bytes} at {at:#x}, between {before} and {after}"),
-            );
-        }
-        for pinned in &self.pinned {
-            let (live, bytes) = (Bytes(pinned.live), Bytes(pinned.bytes));
-            let (at, block) = (pinned.address, pinned.block);
-            line(
-                "pinned",
-                format!("{bytes} at {at:#x} by {live} live, from the block at {block:#x} on"),
-            );
-        }
-        for stream in &self.pending {
-            let (bytes, unmarked) = (Bytes(stream.bytes), Bytes(stream.unmarked));
-            let id = stream.stream_id;
-            line(
-                "waits",
-                format!("{bytes} for stream {id}, {unmarked} of it without a marker"),
-            );
-        }
-        line("cause", self.cause().name().to_owned());
-        line("advice", self.advice());
-        format!("out of memory on device {}\n{text}", self.device)
+        let own = others.min(total / OWN_PART).min(OWN_BYTES);
+        self.held().saturating_add(self.needed()) > total - own
     }
 
-    /// The picture as a JSON object: `schema` is `cualloc.out_of_memory.1`, amounts are bytes, what is not known is
-    /// `null`.
-    pub fn to_json(&self) -> String {
-        let optional =
-            |value: Option<u64>| value.map_or("null".to_owned(), |value| value.to_string());
-        let list = |items: Vec<String>| format!("[{}]", items.join(","));
-        let holes = self.holes.iter().map(|hole| {
-            format!(
-                r#"{{"address":{},"bytes":{},"before":{},"after":{}}}"#,
-                hole.address,
-                hole.bytes,
-                optional(hole.before),
-                optional(hole.after)
-            )
-        });
-        let pinned = self.pinned.iter().map(|pinned| {
-            format!(
-                r#"{{"address":{},"bytes":{},"live":{},"block":{}}}"#,
-                pinned.address, pinned.bytes, pinned.live, pinned.block
-            )
-        });
-        let pending = self.pending.iter().map(|stream| {
-            format!(
-                r#"{{"stream":{},"bytes":{},"unmarked":{}}}"#,
-                stream.stream_id, stream.bytes, stream.unmarked
-            )
-        });
-        // The advice has neither quotes nor backslashes.
-        format!(
-            concat!(
-                r#"{{"schema":"cualloc.out_of_memory.1","device":{},"requested":{},"limit":{},"reserved":{},"#,
-                r#""allocated":{},"cached":{},"largest_free":{},"largest_run":{},"in_views":{},"guarded":{},"#,
-                r#""graph_pools":{},"driver_free":{},"driver_total":{},"holes":{},"pinned":{},"pending":{},"cause":"{}","advice":"{}"}}"#
-            ),
-            self.device,
-            self.requested,
-            optional(self.limit),
-            self.reserved,
-            self.allocated,
-            self.cached,
-            self.largest_free,
-            self.largest_run,
-            self.in_views,
-            self.guarded,
-            self.graph_pools,
-            optional(self.driver_free),
-            optional(self.driver_total),
-            list(holes.collect()),
-            list(pinned.collect()),
-            list(pending.collect()),
-            self.cause().name(),
-            self.advice(),
-        )
+    /// Bytes that the allocator can hold at most: its limit, or what the device leaves it, whichever is less. None
+    /// without a limit if the driver could not be asked.
+    pub fn bound(&self) -> Option<u64> {
+        let device = self
+            .driver_free
+            .map(|free| self.held().saturating_add(free));
+        self.limit.into_iter().chain(device).min()
+    }
+
+    /// Whether the ready memory would serve the request in one piece, and is more than what dense memory always has in
+    /// pieces. Views could not join it, or the request would have been served.
+    fn is_fragmented(&self) -> bool {
+        let ready = self.shortage.ready;
+        if ready == 0 || ready < self.shortage.growth {
+            return false;
+        }
+        let bound = self.bound().unwrap_or(self.held());
+        u128::from(self.live()) * 100 <= u128::from(bound) * FULL_PERCENT
+    }
+
+    /// Why there was no memory: what would have served the request, in the order pending work, memory that guards or
+    /// pools keep, free memory in one piece, and memory that the driver reports as free; else what bounds the
+    /// allocator.
+    pub fn cause(&self) -> Cause {
+        let shortage = &self.shortage;
+        let (below_limit, on_device) = (self.lacking_below_limit(), self.lacking_on_device());
+        let short = match below_limit.max(on_device) {
+            // The driver gives nothing of what it reports as free.
+            0 if self.driver.is_some() => self.needed(),
+            short => short,
+        };
+        let pending = shortage.waiting >= short || shortage.fits_pending;
+        let pools = shortage.kept >= short || shortage.fits_guarded;
+        let both = shortage.waiting.saturating_add(shortage.kept) >= short;
+        match short > 0 {
+            true if pending => return Cause::Pending,
+            true if pools => return Cause::Pools,
+            true if both && shortage.waiting >= shortage.kept => return Cause::Pending,
+            true if both => return Cause::Pools,
+            _ => {}
+        }
+        if self.is_fragmented() {
+            return Cause::Fragmented;
+        }
+        match (below_limit > 0, on_device > 0) {
+            (false, false) => Cause::Refused,
+            _ if self.exceeds_device() => Cause::Device,
+            (true, _) => Cause::Limit,
+            (false, true) => Cause::Others,
+        }
+    }
+
+    /// Bytes that were missing. Where the cause is the limit, the request succeeds once the limit is raised by as many;
+    /// where it is the device or others on it, once as many are free there.
+    pub fn missing(&self) -> u64 {
+        let (below_limit, on_device) = (self.lacking_below_limit(), self.lacking_on_device());
+        match self.cause() {
+            Cause::Limit => below_limit,
+            Cause::Others | Cause::Device => on_device,
+            Cause::Refused => self.needed(),
+            Cause::Pending | Cause::Pools | Cause::Fragmented => match below_limit.max(on_device) {
+                0 => self.needed(),
+                short => short,
+            },
+        }
     }
 }

@@ -59,7 +59,66 @@ impl Hole {
     }
 }
 
-/// The whole picture at the moment when memory ran out. All figures in bytes.
+/// What live blocks have in common in the list of the largest holders.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum HeldBy {
+    /// The tag of their graph pool, or the label of their requests.
+    Tag(String),
+    /// The context in which a recording saw them allocated.
+    Context(String),
+    /// Their size and their stream, of blocks that have neither.
+    Size {
+        /// Bytes that each of them has at least.
+        least: u64,
+        /// Bytes that each of them has at most.
+        most: u64,
+        /// The driver's id of the stream that they were allocated on.
+        stream: u64,
+    },
+}
+
+/// Live blocks that belong together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Holder {
+    /// What they have in common.
+    pub by: HeldBy,
+    /// Bytes of them, after rounding.
+    pub bytes: u64,
+    /// Number of them.
+    pub blocks: u64,
+}
+
+impl Holder {
+    pub(crate) fn new(by: HeldBy, (bytes, blocks): (u64, u64)) -> Holder {
+        Holder { by, bytes, blocks }
+    }
+}
+
+/// What the request lacked, as the heap saw it: the cause follows from this and the driver's answers. All figures in
+/// bytes.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Shortage {
+    /// Handles or segments that the request takes if none of it lies in memory that is there.
+    pub growth: u64,
+    /// What the driver has to give, after everything idle was released. At most `growth`.
+    pub needed: u64,
+    /// Free memory of the request's arena that its stream may use now.
+    pub ready: u64,
+    /// Handles and segments that would be idle if no work were pending.
+    pub waiting: u64,
+    /// Whether a run of free memory would hold the request if no work were pending.
+    pub fits_pending: bool,
+    /// Freed memory that guards and graph pools keep, and what a resume under way will take.
+    pub kept: u64,
+    /// Whether a block that a guard keeps would hold the request.
+    pub fits_guarded: bool,
+    /// What a resume under way will take.
+    pub coming: u64,
+}
+
+/// Everything known about memory at the moment when a request failed for want of it. All figures in bytes.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct OutOfMemory {
@@ -69,11 +128,11 @@ pub struct OutOfMemory {
     pub requested: u64,
     /// The allocator's limit on memory held from the driver, if one is set.
     pub limit: Option<u64>,
-    /// Held from the driver.
+    /// Held from the driver, suspended memory included; graph pools not.
     pub reserved: u64,
-    /// In live blocks, after rounding.
+    /// In live blocks, after rounding; those of graph pools not included.
     pub allocated: u64,
-    /// Held and not in live blocks.
+    /// Reserved and not in live blocks.
     pub cached: u64,
     /// The largest free extent, whatever it is pending on.
     pub largest_free: u64,
@@ -83,8 +142,14 @@ pub struct OutOfMemory {
     pub in_views: u64,
     /// In freed blocks that guards keep.
     pub guarded: u64,
+    /// Suspended: part of `reserved`, and returned to the driver meanwhile.
+    pub suspended: u64,
     /// Held from the driver by graph pools of the allocator; not part of `reserved`. The limit counts it.
     pub graph_pools: u64,
+    /// In live blocks of graph pools; part of `graph_pools`.
+    pub in_graph_pools: u64,
+    /// The groups of live blocks that hold the most, largest first; at most five.
+    pub holders: Vec<Holder>,
     /// Free memory that waits for streams, most first.
     pub pending: Vec<StreamBytes>,
     /// The longest runs of adjacent free memory, longest first; a few.
@@ -102,55 +167,7 @@ pub struct OutOfMemory {
     /// The driver's refusal of memory; else an earlier failure of the driver, after which the request was tried by
     /// other steps; none if there was neither.
     pub driver: Option<DriverError>,
-}
-
-impl fmt::Display for OutOfMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "out of memory on device {}: asked for {}, held {} ({} live, {} cached, largest free extent {})",
-            self.device,
-            Bytes(self.requested),
-            Bytes(self.reserved),
-            Bytes(self.allocated),
-            Bytes(self.cached),
-            Bytes(self.largest_free),
-        )?;
-        if let Some(limit) = self.limit {
-            write!(f, ", limit {}", Bytes(limit))?;
-        }
-        if let (Some(free), Some(total)) = (self.driver_free, self.driver_total) {
-            write!(f, ", device {} free of {}", Bytes(free), Bytes(total))?;
-        }
-        if self.graph_pools > 0 {
-            write!(f, ", graph pools hold {}", Bytes(self.graph_pools))?;
-        }
-        if let Some(others) = self.much_of_others() {
-            write!(f, ", others hold {}", Bytes(others))?;
-        }
-        for pending in &self.pending {
-            write!(
-                f,
-                ", {} pending on stream {}",
-                Bytes(pending.bytes),
-                pending.stream_id
-            )?;
-        }
-        for pinned in &self.pinned {
-            write!(
-                f,
-                ", {} live of {} at {:#x} pinned by the block at {:#x}",
-                Bytes(pinned.live),
-                Bytes(pinned.bytes),
-                pinned.address,
-                pinned.block
-            )?;
-        }
-        match self.driver {
-            Some(cause) => write!(f, ", {cause}"),
-            None => Ok(()),
-        }
-    }
+    pub(crate) shortage: Shortage,
 }
 
 impl std::error::Error for OutOfMemory {}

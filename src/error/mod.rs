@@ -12,6 +12,7 @@ mod import;
 pub(crate) mod kinds;
 pub(crate) mod memory;
 mod rare_log;
+mod report;
 
 pub use argument::{InvalidArgument, StreamMisuse};
 pub use cause::Cause;
@@ -20,5 +21,6 @@ pub use finding::{Finding, Misuse};
 pub use graph::GraphPoolError;
 pub use import::ImportFault;
 pub(crate) use kinds::{Error, Refused};
-pub use memory::{Hole, OutOfMemory, PinnedSegment, StreamBytes};
+pub(crate) use memory::Shortage;
+pub use memory::{HeldBy, Holder, Hole, OutOfMemory, PinnedSegment, StreamBytes};
 pub(crate) use rare_log::RareLog;

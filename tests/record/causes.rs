@@ -30,10 +30,15 @@ pub fn named(picture: &OutOfMemory, cause: Cause) {
         line("advice").unwrap().ends_with(&picture.advice()),
         "{report}"
     );
-    assert!(
-        line("asked for").is_some() && line("held").is_some(),
-        "{report}"
-    );
+    assert!(line("held").is_some() && line("live").is_some(), "{report}");
+    let headline = report.lines().next().unwrap();
+    let figures = ["requested ", "live ", "bound ", "missing "];
+    let named = format!("({})", cause.name());
+    assert!(headline.contains(&named), "{headline}");
+    assert!(figures.iter().all(|f| headline.contains(f)), "{headline}");
+    let text = picture.to_string();
+    assert!(text.starts_with(headline) && text.ends_with(&picture.advice()));
+    assert!(!text.contains('\n'), "{text}");
     let json = picture.to_json();
     assert!(
         json.contains(&format!("\"cause\":\"{}\"", cause.name())),
@@ -48,7 +53,43 @@ pub fn named(picture: &OutOfMemory, cause: Cause) {
         json.contains(&format!("\"reserved\":{reserved},")),
         "{json}"
     );
+    for (name, bytes) in [("live", picture.live()), ("missing", picture.missing())] {
+        assert!(json.contains(&format!("\"{name}\":{bytes},")), "{json}");
+    }
     assert_eq!(json.matches('{').count(), json.matches('}').count());
+}
+
+/// The missing bytes that the first line of a text shows: what a person reads there.
+pub fn shown_missing(text: &str) -> u64 {
+    let headline = text.lines().next().unwrap();
+    let (_, shown) = headline.split_once("missing ").unwrap();
+    let (figure, rest) = shown.split_once(' ').unwrap();
+    let unit = rest.trim_end_matches(|c: char| !c.is_alphabetic());
+    let unit: String = unit.chars().take_while(|c| c.is_alphabetic()).collect();
+    let unit = match unit.as_str() {
+        "B" => 1.0,
+        "KiB" => 1024.0,
+        "MiB" => 1_048_576.0,
+        _ => 1_073_741_824.0,
+    };
+    (figure.parse::<f64>().unwrap() * unit) as u64
+}
+
+/// Raises the limit by what the report shows as missing, and no more: the request succeeds.
+pub fn raised(allocator: &Allocator, picture: &OutOfMemory, stream: &Stream) {
+    let limit = picture.limit.unwrap();
+    let missing = shown_missing(&picture.report());
+    assert!(missing >= picture.missing() && missing > 0);
+    let slack = missing - picture.missing();
+    assert!(
+        slack <= picture.missing() / 50 + 1,
+        "{missing} of {}",
+        picture.missing()
+    );
+    allocator.set_limit(Some(limit + missing));
+    let served = allocator.allocate(picture.requested as usize, stream);
+    drop(served.unwrap_or_else(|error| panic!("{error}, after {}", picture.report())));
+    allocator.set_limit(Some(limit));
 }
 
 #[test]
@@ -60,9 +101,12 @@ fn a_limit() {
     let picture = refused(&scene.allocator, 16 * MIB, &stream);
     named(&picture, Cause::Limit);
     let need: u64 = picture.allocated + picture.requested;
-    assert!(picture.advice().contains(&format!("at least {need} bytes")));
-    scene.allocator.set_limit(Some(need));
-    drop(scene.allocator.allocate(16 * MIB, &stream).unwrap());
+    assert!(picture.advice().contains(&format!("to {need} bytes")));
+    assert_eq!(picture.missing(), 8 << 20);
+    raised(&scene.allocator, &picture, &stream);
+    scene.allocator.empty_cache().unwrap();
+    scene.allocator.set_limit(Some(need - 1));
+    named(&refused(&scene.allocator, 16 * MIB, &stream), Cause::Limit);
     drop(kept);
 }
 
@@ -78,10 +122,7 @@ fn a_limit_that_others_leave_no_room_to_raise() {
     let picture = refused(&scene.allocator, 120 * MIB, &stream);
     named(&picture, Cause::Limit);
     let (need, advice) = (120 * MIB, picture.advice());
-    assert!(
-        advice.contains(&format!("at least {need} bytes")),
-        "{advice}"
-    );
+    assert!(advice.contains(&format!("to {need} bytes")), "{advice}");
     assert!(advice.contains("Others hold"), "{advice}");
     // The first half of the advice is not enough.
     scene.allocator.set_limit(Some(need as u64));
@@ -108,14 +149,19 @@ fn others_on_the_device() {
         picture.advice()
     );
     assert_eq!(picture.others(), Some(180 * MIB as u64));
-    let text = picture.to_string();
-    assert!(text.contains(", others hold 180.00 MiB"), "{text}");
+    assert_eq!(picture.missing(), 44 << 20);
+    let text = picture.report();
+    assert!(
+        text.contains("bound 76.00 MiB (what others leave)"),
+        "{text}"
+    );
+    assert!(text.contains("others hold 180.00 MiB"), "{text}");
     drop(theirs);
     other.empty_cache().unwrap();
     drop(scene.allocator.allocate(120 * MIB, &stream).unwrap());
 }
 
-/// What graph pools hold is the allocator's own, and counts in the limit.
+/// What live blocks of graph pools hold is live, and counts in the limit.
 #[test]
 fn memory_of_graph_pools() {
     let _alone = alone();
@@ -132,15 +178,14 @@ fn memory_of_graph_pools() {
     assert_eq!((picture.graph_pools, picture.others()), (held, Some(0)));
     let need = held + 64 * MIB as u64;
     let advice = picture.advice();
+    assert!(advice.contains(&format!("to {need} bytes")), "{advice}");
+    assert_eq!(picture.live(), held);
+    let text = picture.report();
     assert!(
-        advice.contains(&format!("at least {need} bytes")),
-        "{advice}"
+        text.contains("100.00 MiB of what is held, 100.00 MiB of it live"),
+        "{text}"
     );
-    let text = picture.to_string();
-    assert!(text.contains(", graph pools hold 100.00 MiB"), "{text}");
-    assert!(!text.contains("others hold"), "{text}");
-    scene.allocator.set_limit(Some(need));
-    drop(scene.allocator.allocate(64 * MIB, &stream).unwrap());
+    raised(&scene.allocator, &picture, &stream);
     drop(inside);
 }
 
@@ -204,7 +249,8 @@ fn guards() {
     let guard = scene.allocator.guard(block.ptr(), 20 << 20).unwrap();
     drop(block);
     let picture = refused(&scene.allocator, 20 * MIB, &stream);
-    named(&picture, Cause::Guarded);
+    named(&picture, Cause::Pools);
+    assert!(picture.advice().contains("Drop the guards"));
     drop(guard);
     drop(scene.allocator.allocate(20 * MIB, &stream).unwrap());
 }
@@ -217,7 +263,11 @@ fn more_than_the_device() {
     let kept = scene.allocator.allocate(100 * MIB, &stream).unwrap();
     let picture = refused(&scene.allocator, 200 * MIB, &stream);
     named(&picture, Cause::Device);
-    assert!(picture.advice().contains("free what is live"));
+    assert!(
+        picture
+            .advice()
+            .starts_with("Free 44.00 MiB of what is live")
+    );
     drop(kept);
     drop(scene.allocator.allocate(200 * MIB, &stream).unwrap());
 }

@@ -15,11 +15,15 @@ mod formats;
 #[cfg(feature = "sim")]
 mod graphs;
 #[cfg(feature = "sim")]
+mod holders;
+#[cfg(feature = "sim")]
 mod readers;
 #[cfg(feature = "sim")]
 mod recorder;
 #[cfg(feature = "sim")]
 mod rings;
+#[cfg(feature = "sim")]
+mod shares;
 mod snapshots;
 #[cfg(feature = "sim")]
 mod stacks;
@@ -42,7 +46,7 @@ mod scene {
 
     /// A simulated device with an allocator.
     pub struct Scene {
-        _simulator: Simulator,
+        pub simulator: Simulator,
         pub context: Context,
         pub allocator: Allocator,
     }
@@ -62,7 +66,7 @@ mod scene {
             let config: Config = settings.parse().unwrap();
             let allocator = Allocator::with_config(&context, config).unwrap();
             Scene {
-                _simulator: simulator,
+                simulator,
                 context,
                 allocator,
             }

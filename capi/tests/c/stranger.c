@@ -46,7 +46,7 @@ static void start(void) {
 static int32_t sound(int32_t code) {
     const char *said = cualloc_last_error();
     CHECK(code >= CUALLOC_OK && code <= CUALLOC_IO && code != CUALLOC_PANIC);
-    CHECK(said != 0 && strlen(said) <= 1023);
+    CHECK(said != 0 && strlen(said) <= 4095);
     if (code != CUALLOC_OK) CHECK(cualloc_last_code() == code && said[0] != 0);
     return code;
 }

@@ -9,7 +9,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::grant::{Grant, Place};
 use crate::allocator::cache::stream_cache::{Allocated, Small, StreamCache, thread};
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::{Engine, Guard};
@@ -24,6 +24,7 @@ use crate::allocator::stream::slot::StreamKey;
 use crate::block::Tag;
 use crate::driver::process;
 use crate::error::Error;
+use crate::event::names;
 
 /// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
 /// call announced is withdrawn if it fails, or if a hook of the user panics in it.
@@ -56,6 +57,11 @@ impl Engine {
     #[inline]
     pub(crate) fn allocate(&self, named: &Named<'_>, request: &Request) -> Result<Grant, Error> {
         let made = self.allocate_as(named, request);
+        if request.tag != Tag::NONE
+            && let Ok(grant) = &made
+        {
+            self.label(grant, request.tag);
+        }
         self.sample(&made, request.bytes());
         made
     }
@@ -86,19 +92,12 @@ impl Engine {
                 .0
                 .ok_or(Error::NotCached);
         }
-        let made = self.allocate_missed(named, &checked);
-        if request.tag != Tag::NONE && (process::has_tool() || self.debug.is_some()) {
-            self.tell_tag(&made, request.tag);
-        }
-        made
+        self.allocate_missed(named, &checked)
     }
 
-    /// Gives a block its label in the reports of the tool and of debug modes.
-    #[cold]
-    fn tell_tag(&self, made: &Result<Grant, Error>, tag: Tag) {
-        let Ok(grant) = made else {
-            return;
-        };
+    /// Gives a block its label in the reports of out-of-memory errors, debug modes and the tool.
+    #[inline(never)]
+    fn label(&self, grant: &Grant, tag: Tag) {
         if let Some(debug) = &self.debug {
             debug.name(grant.ptr(), tag);
         }
@@ -106,6 +105,18 @@ impl Engine {
             && let Some(tool) = self.lock().tool
         {
             tool.name(grant.ptr(), tag.as_str());
+        }
+        let label = names::number_of(tag.as_str()) as u16;
+        let Place { generation, .. } = grant.place;
+        match (grant.place.node(), grant.place.record()) {
+            (Some(node), _) => {
+                let mut inner = grant.place.home().lock();
+                if let Some(names) = inner.runs.names_mut(node, generation) {
+                    names.label = label;
+                }
+            }
+            (None, Some(id)) => self.lock().set_label(id, label),
+            (None, None) => {}
         }
     }
 

@@ -443,7 +443,9 @@ impl Engine {
                     leased.map_err(|error| self.no_addresses(&request, error))?;
                     continue;
                 }
-                Err(Lacking::Memory(_)) if made_room => return Err(self.no_room(&request, refusal)),
+                Err(Lacking::Memory(bytes)) if made_room => {
+                    return Err(self.no_room(&request, bytes, refusal));
+                }
                 Err(Lacking::Memory(bytes)) => {
                     made_room = true;
                     self.make_room(memory, bytes, refusal)?;
@@ -473,7 +475,7 @@ impl Engine {
                     }
                     refusal = Some(cause);
                     if made_room {
-                        return Err(self.no_room(&request, refusal));
+                        return Err(self.no_room(&request, asked, refusal));
                     }
                     made_room = true;
                     self.make_room(memory, asked, refusal)?;
@@ -485,14 +487,17 @@ impl Engine {
     /// The error of a request to a pool for which no addresses could be leased.
     fn no_addresses(&self, request: &PoolRequest, error: Error) -> Error {
         match error {
-            Error::Driver(refusal) => self.no_room(request, Some(refusal)),
+            Error::Driver(refusal) => {
+                let needed = request.fit.bytes().next_multiple_of(PHYSICAL_GRANULE);
+                self.no_room(request, needed, Some(refusal))
+            }
             error => error,
         }
     }
 
-    /// The error of a request to a pool that found no room.
-    fn no_room(&self, request: &PoolRequest, refusal: Option<DriverError>) -> Error {
-        let error = self.lock().out_of_memory(request.requested);
+    /// The error of a request to a pool that found no room for so many bytes of the driver.
+    fn no_room(&self, request: &PoolRequest, needed: u64, refusal: Option<DriverError>) -> Error {
+        let error = self.lock().out_of_memory_in_pool(request, needed);
         self.out_of_memory(error, refusal)
     }
 

@@ -8,6 +8,7 @@ pub(crate) mod hash;
 pub(crate) mod index;
 pub(crate) mod invariant;
 pub(crate) mod lookup;
+pub(crate) mod origin;
 pub(crate) mod record;
 pub(crate) mod single_stream;
 pub(crate) mod space;
@@ -76,28 +77,13 @@ impl Extents {
         (at != NIL && self.records[at].state == Extent::Free).then_some(at)
     }
 
-    /// Runs of adjacent free pieces: first byte and bytes.
+    /// Runs of adjacent free pieces in all spaces: first byte and bytes.
     pub(crate) fn free_runs(&self) -> Vec<(u64, u64)> {
-        let mut runs: Vec<(u64, u64)> = Vec::new();
-        for space in self.spaces() {
-            let pieces = space.pieces();
-            let mut pieces: Vec<(u64, u64)> = pieces
-                .map(|e| (e.addr, u64::from(e.granules) * GRANULE))
-                .collect();
-            pieces.sort_unstable();
-            for (addr, bytes) in pieces {
-                match runs.last_mut() {
-                    Some((first, run)) if *first + *run == addr => *run += bytes,
-                    _ => runs.push((addr, bytes)),
-                }
-            }
-        }
-        runs
+        self.spaces().flat_map(Space::free_runs).collect()
     }
 
     pub(crate) fn largest_run(&self) -> u64 {
-        let runs = self.free_runs().into_iter();
-        runs.map(|(_, bytes)| bytes).max().unwrap_or(0)
+        self.spaces().map(Space::largest_run).max().unwrap_or(0)
     }
 
     /// Where the last address space of an arena ends, and how much it has.

@@ -3,6 +3,7 @@
 //! A record describes one extent of address space: a block in use, a free piece, a range that a
 //! driver call is working on, or a range without memory. Ids are 32 bits.
 
+use crate::allocator::extent::origin::Origin;
 use crate::allocator::extent::uses::Uses;
 
 /// No record.
@@ -111,6 +112,8 @@ pub(crate) struct Cold {
     pub freed: u64,
     /// Aliased: the block.
     pub aliased_by: u32,
+    /// Used: who asked for the block.
+    pub origin: Origin,
     /// Made when there is anything to note in it, and kept until the record is given back.
     rare: Option<Box<Rare>>,
 }
@@ -137,6 +140,7 @@ impl Cold {
             owner,
             freed,
             aliased_by,
+            origin: _,
             rare,
         } = self;
         debug_assert!(rare.is_none(), "put aside before");

@@ -156,6 +156,29 @@ impl Space {
             .unwrap_or(0)
     }
 
+    /// Runs of adjacent free pieces: first byte and bytes.
+    pub(crate) fn free_runs(&self) -> Vec<(u64, u64)> {
+        let pieces = self.pieces();
+        let mut pieces: Vec<(u64, u64)> = pieces
+            .map(|e| (e.addr, u64::from(e.granules) * GRANULE))
+            .collect();
+        pieces.sort_unstable();
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for (addr, bytes) in pieces {
+            match runs.last_mut() {
+                Some((first, run)) if *first + *run == addr => *run += bytes,
+                _ => runs.push((addr, bytes)),
+            }
+        }
+        runs
+    }
+
+    /// Bytes of the longest of them.
+    pub(crate) fn largest_run(&self) -> u64 {
+        let runs = self.free_runs().into_iter();
+        runs.map(|(_, bytes)| bytes).max().unwrap_or(0)
+    }
+
     /// The class of a free piece, and what its index says of it.
     #[inline]
     pub(crate) fn entry(records: &Records, id: u32) -> (u32, Entry) {

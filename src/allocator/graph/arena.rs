@@ -9,6 +9,7 @@ mod lives;
 
 use std::collections::BTreeMap;
 
+use crate::allocator::extent::origin::Names;
 use crate::allocator::graph::addresses::Addresses;
 use crate::allocator::graph::arena::lives::{Counted, Lives};
 use crate::allocator::graph::few::Few;
@@ -117,6 +118,8 @@ pub(crate) struct Live {
     pub touched: Vec<Lease>,
     /// How much had been counted when it got its place.
     pub born: u64,
+    /// Who asked for it.
+    pub names: Names,
 }
 
 /// What is left of a block that was freed.

@@ -172,6 +172,7 @@ mod tests {
             captured: true,
             touched: Vec::new(),
             born: 1,
+            names: Default::default(),
         }
     }
 

@@ -36,6 +36,7 @@ use crate::allocator::graph::lease::{Lease, Leases};
 use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::scope::Scopes;
 use crate::allocator::graph::user::User;
+use crate::allocator::size::GRANULE;
 use crate::clock::Wakeup;
 use crate::error::{Error, GraphPoolError};
 use crate::sync::event::Pooled;
@@ -234,6 +235,28 @@ impl Graphs {
             arena.take_each(*part, |_, tag| open.extend(&tag.pending));
         }
         Some(place)
+    }
+
+    /// Free bytes of a pool's memory that an asker may use now, and those that it might use if no work outside of
+    /// captures were pending.
+    pub(crate) fn free_for(&self, of: Share, asker: Asker) -> (u64, u64) {
+        let leased = self.is_leased_for(of.memory, asker);
+        let usable = usable(&self.captures, asker, leased);
+        let (mut ready, mut waiting) = (0, 0);
+        let arena = self.pools.get(&of.memory).map(|pool| &pool.arena);
+        for (part, tag) in arena.into_iter().flat_map(Arena::tags) {
+            let bytes = u64::from(part.granules) * GRANULE;
+            let done = Tag {
+                pending: Vec::new(),
+                ..tag.clone()
+            };
+            if usable(tag) {
+                ready += bytes;
+            } else if usable(&done) {
+                waiting += bytes;
+            }
+        }
+        (ready, waiting)
     }
 
     /// Whether a launch may write memory that work outside of captures asks for.

@@ -2,6 +2,7 @@
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
+use crate::allocator::extent::origin::Names;
 use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Asker;
@@ -13,7 +14,8 @@ use crate::allocator::graph::plan::{Lacking, Means, Plan};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::Sharers;
-use crate::event::Kind;
+use crate::driver::process;
+use crate::event::{self, Kind};
 
 /// A request to a pool.
 #[derive(Debug, Clone, Copy)]
@@ -113,6 +115,10 @@ impl Heap {
         records.cold_mut(id).requested = requested;
         self.extents.lookup.insert(place.addr, id);
         let captured = users.iter().any(|user| user.since.is_some());
+        let mut names = Names::default();
+        if process::is_recording() {
+            names.context = event::names::context() as u16;
+        }
         self.tell_pooled(Kind::Allocate, (place.addr, requested), users.first());
         let live = Live {
             id,
@@ -126,6 +132,7 @@ impl Heap {
             captured,
             touched: Vec::new(),
             born: self.graphs.number(),
+            names,
             users,
         };
         self.graphs.enter(of, place.addr, live);
@@ -180,9 +187,10 @@ impl Heap {
                 parts: live.parts,
                 open: Vec::new(),
             };
-            let sizes = (live.granules, live.requested);
+            let (sizes, names) = ((live.granules, live.requested), live.names);
             let grant = self.pooled_born(of, sizes, place, live.users);
             if let Some(live) = self.graphs.live_mut(addr) {
+                live.names = names;
                 live.captured |= captured;
             }
             revived.push((grant, live.requested));

@@ -30,7 +30,7 @@ impl Heap {
         if !cold.home().is_empty() {
             return false;
         }
-        let requested = cold.requested;
+        let (requested, origin) = (cold.requested, cold.origin);
         if self.caches.contention == 0 {
             // Somebody else's may have come since this request took the last one off: the heap was
             // let go for a call of the driver, or of a hook.
@@ -44,6 +44,7 @@ impl Heap {
             counted: requested,
             requested,
             reuses: 0,
+            origin,
         };
         let gone = {
             let mut inner = cache.lock();
@@ -81,7 +82,7 @@ impl Heap {
         }
         let less = block.counted - block.requested;
         let cold = self.extents.records.cold_mut(block.id);
-        cold.requested = block.requested;
+        (cold.requested, cold.origin) = (block.requested, block.origin);
         let small = self.extents.records[block.id].space
             != crate::allocator::extent::record::SpaceId::Large;
         self.stats.on_pool(small, |pool| pool.requested.sub(less));

@@ -64,9 +64,11 @@ impl Heap {
 
     /// A block was handed out.
     #[inline(always)]
-    pub(crate) fn tell_granted(&self, id: u32, requested: u64) {
+    pub(crate) fn tell_granted(&mut self, id: u32, requested: u64) {
         if process::is_recording() {
-            let hot = &self.extents.records[id];
+            let hot = self.extents.records[id];
+            let origin = &mut self.extents.records.cold_mut(id).origin;
+            origin.names_mut(hot.generation).context = names::context() as u16;
             self.tell(Kind::Allocate, hot.addr, requested, hot.stream);
         }
     }

@@ -191,7 +191,7 @@ impl Engine {
                     }
                 }
                 let cause = reclaim.cause(&heap, want);
-                let error = heap.out_of_memory(want.requested);
+                let error = heap.out_of_memory(want);
                 drop(heap);
                 Err(self.out_of_memory(error, cause))
             }

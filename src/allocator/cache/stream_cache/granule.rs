@@ -1,5 +1,6 @@
 //! What the runs of a stream cache are made of: granules and pages.
 
+use crate::allocator::extent::origin::Origin;
 use crate::allocator::size::{GRANULE, PAGE};
 
 /// Granules of a page, and the longest run.
@@ -191,6 +192,8 @@ pub(super) struct Page {
     pub ticket: u64,
     pub present: bool,
     pub granules: [Granule; GRANULES],
+    /// Who asked for the blocks, by their first granules. Made when there is anything to note.
+    pub origins: Option<Box<[Origin; GRANULES]>>,
 }
 
 impl Page {
@@ -203,6 +206,7 @@ impl Page {
             ticket,
             present: true,
             granules: [Granule::default(); GRANULES],
+            origins: None,
         }
     }
 

@@ -12,6 +12,7 @@
 //! their order is chance anyway, do blocks stay beside other work.
 
 use crate::allocator::extent::invariant::{holds, same};
+use crate::allocator::extent::origin::{Names, Origin};
 use crate::allocator::extent::record::{NIL, SPENT};
 use crate::error::Error;
 
@@ -32,6 +33,8 @@ pub(crate) struct CachedBlock {
     pub requested: u64,
     /// How often it was handed out again here.
     pub reuses: u32,
+    /// Who asked for it.
+    pub origin: Origin,
 }
 
 impl CachedBlock {
@@ -175,6 +178,13 @@ impl LargeCache {
     pub(crate) fn find(&self, id: u32) -> Option<&CachedBlock> {
         let at = self.place(id)?;
         Some(&self.blocks[at])
+    }
+
+    /// Who asked for a block that is here, in its present life, to be noted.
+    pub(crate) fn names_mut(&mut self, id: u32) -> Option<&mut Names> {
+        let at = self.place(id)?;
+        let block = &mut self.blocks[at];
+        Some(block.origin.names_mut(block.generation))
     }
 
     /// Takes a block out of the large-block cache.

@@ -4,7 +4,7 @@ use crate::allocator::cache::stream_cache::{
     CachedBlock, Inner, Life, Node, Owner, Small, StreamCache, Taken,
 };
 use crate::driver::process;
-use crate::event::Kind;
+use crate::event::{Kind, names};
 
 impl StreamCache {
     /// [`free_told`](Inner::free_told) of a block with an owner while a recording runs, if nobody is at the stream cache
@@ -44,7 +44,19 @@ impl Inner {
         let event = (Kind::Allocate, taken.ptr, request.requested.into());
         // SAFETY: it is the tap's place: nobody else was at it since.
         unsafe { self.tap.put_own(place, event) };
+        self.note_context(&taken);
         Some(taken)
+    }
+
+    /// Notes the context that a block was taken in.
+    #[inline(always)]
+    fn note_context(&mut self, taken: &Taken) {
+        let context = names::context();
+        if context != 0
+            && let Some(names) = self.runs.names_mut(taken.node, taken.generation)
+        {
+            names.context = context as u16;
+        }
     }
 
     #[inline(always)]
@@ -57,6 +69,7 @@ impl Inner {
     pub(crate) fn tell_taken(&mut self, taken: &Taken, requested: u32) {
         if process::is_recording() {
             self.tell(Kind::Allocate, taken.ptr, requested.into());
+            self.note_context(taken);
         }
     }
 
@@ -73,6 +86,12 @@ impl Inner {
     pub(crate) fn tell_large(&mut self, block: &CachedBlock) {
         if process::is_recording() {
             self.tell(Kind::Allocate, block.ptr, block.requested);
+            let context = names::context();
+            if context != 0
+                && let Some(names) = self.large_cache.names_mut(block.id)
+            {
+                names.context = context as u16;
+            }
         }
     }
 

@@ -2,6 +2,7 @@
 
 use super::granule::{GRANULES, Kind, NIL, Node, PAGE_GRANULES, PageInfo, Run, Taken};
 use super::runs::{LISTS, NO_QUICK, Runs};
+use crate::allocator::extent::origin::{Names, Origin};
 use crate::allocator::size::GRANULE;
 
 impl Runs {
@@ -32,6 +33,29 @@ impl Runs {
                 granules: u32::from(granule.len),
                 kind: granule.kind(),
                 live: self.live(node, ptr),
+            })
+        })
+    }
+
+    /// Who asked for a live block with this generation, to be noted.
+    #[inline(never)]
+    pub(crate) fn names_mut(&mut self, node: Node, generation: u32) -> Option<&mut Names> {
+        let page = self.pages.get_mut(node.page())?;
+        let none = || Box::new([Origin::default(); GRANULES]);
+        let origins = page.origins.get_or_insert_with(none);
+        Some(origins[node.place()].names_mut(generation))
+    }
+
+    /// Live blocks: bytes, and who asked for each.
+    pub(crate) fn live_blocks(&self) -> impl Iterator<Item = (u64, Names)> + '_ {
+        self.pages().flat_map(|(page, _)| {
+            let live = self.runs(page).filter_map(|run| Some((run, run.live?)));
+            live.map(|(run, live)| {
+                let page = self.pages.get(run.node.page());
+                let origins = page.and_then(|page| page.origins.as_ref());
+                let names = origins.map(|of| of[run.node.place()].names(live.generation));
+                let bytes = u64::from(run.granules) * GRANULE;
+                (bytes, names.unwrap_or_default())
             })
         })
     }

@@ -1,0 +1,56 @@
+//! Who asked for a block, kept beside it for the reports that list who holds memory.
+
+/// Numbers of names, 0 for none: of the context that a recording saw, and of the label of the request.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Names {
+    pub context: u16,
+    pub label: u16,
+}
+
+/// The names of one life of a record. A life that nobody has noted anything about has none, so what stands here for an
+/// earlier one need not be cleared.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Origin {
+    generation: u32,
+    names: Names,
+}
+
+impl Origin {
+    /// The names of the life with this generation.
+    pub(crate) fn names(&self, generation: u32) -> Names {
+        match self.generation == generation {
+            true => self.names,
+            false => Names::default(),
+        }
+    }
+
+    /// The names of the life with this generation, to be changed.
+    pub(crate) fn names_mut(&mut self, generation: u32) -> &mut Names {
+        *self = Origin {
+            generation,
+            names: self.names(generation),
+        };
+        &mut self.names
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_belong_to_one_life() {
+        let mut origin = Origin::default();
+        origin.names_mut(3).context = 7;
+        origin.names_mut(3).label = 9;
+        let both = Names {
+            context: 7,
+            label: 9,
+        };
+        assert_eq!(origin.names(3), both);
+        assert_eq!(origin.names(5), Names::default());
+        origin.names_mut(5).label = 1;
+        assert_eq!(origin.names(5).context, 0);
+        assert_eq!(origin.names(3), Names::default());
+    }
+}

@@ -1,0 +1,147 @@
+//! Who holds memory: the live blocks by the tag of their pool or the label of their request, else by the context in
+//! which a recording saw them allocated, else by size and stream.
+
+use std::collections::HashMap;
+
+use crate::allocator::extent::origin::Names;
+use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
+use crate::allocator::graph::arena::PLAIN;
+use crate::allocator::heap::Heap;
+use crate::allocator::size::GRANULE;
+use crate::block::Tag;
+use crate::error::{HeldBy, Holder};
+use crate::event::names;
+
+/// How many holders an out-of-memory error names.
+const HOLDERS_NAMED: usize = 5;
+
+/// What live blocks have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Group {
+    Tag(Tag),
+    Label(u16),
+    Context(u16),
+    /// Blocks of 2 to the power of the first number bytes and more, below twice that, by their stream.
+    Size(u32, u64),
+}
+
+impl Group {
+    fn of(names: Names, bytes: u64, stream: impl FnOnce() -> u64) -> Group {
+        match names {
+            Names {
+                label: 0,
+                context: 0,
+            } => Group::Size(bytes.checked_ilog2().unwrap_or(0), stream()),
+            Names { label: 0, context } => Group::Context(context),
+            Names { label, .. } => Group::Label(label),
+        }
+    }
+
+    fn name(self) -> HeldBy {
+        let named = |number: u16| names::name_of(number.into()).unwrap_or_default();
+        match self {
+            Group::Tag(tag) => HeldBy::Tag(tag.as_str().to_owned()),
+            Group::Label(label) => HeldBy::Tag(named(label)),
+            Group::Context(context) => HeldBy::Context(named(context)),
+            Group::Size(log, stream) => HeldBy::Size {
+                least: 1 << log,
+                most: (2 << log) - GRANULE,
+                stream,
+            },
+        }
+    }
+}
+
+/// Bytes and blocks of each group.
+#[derive(Default)]
+struct Sums(HashMap<Group, (u64, u64)>);
+
+impl Sums {
+    fn add(&mut self, group: Group, bytes: u64) {
+        let (sum, blocks) = self.0.entry(group).or_default();
+        *sum += bytes;
+        *blocks += 1;
+    }
+}
+
+impl Heap {
+    /// The groups of live blocks that hold the most, largest first.
+    pub(crate) fn holders(&self) -> Vec<Holder> {
+        let mut sums = Sums::default();
+        self.add_small(&mut sums);
+        self.add_large(&mut sums);
+        self.add_pooled(&mut sums);
+        let groups = sums.0.into_iter();
+        let mut holders: Vec<Holder> = groups
+            .map(|(group, sum)| Holder::new(group.name(), sum))
+            .collect();
+        // By name where bytes are equal, so that equal states give equal reports.
+        holders.sort_by(|a, b| b.bytes.cmp(&a.bytes).then_with(|| a.by.cmp(&b.by)));
+        holders.truncate(HOLDERS_NAMED);
+        holders
+    }
+
+    fn add_small(&self, sums: &mut Sums) {
+        for cache in self.caches.all() {
+            let inner = cache.lock();
+            let stream = self.streams[inner.slot].key.number();
+            for (bytes, names) in inner.runs.live_blocks() {
+                sums.add(Group::of(names, bytes, || stream), bytes);
+            }
+        }
+    }
+
+    fn add_large(&self, sums: &mut Sums) {
+        // Other extents in use are pages, and the addresses of views.
+        let has_blocks = |space| match space {
+            SpaceId::Large => true,
+            SpaceId::Small => !self.rules.caches(),
+            SpaceId::Views => false,
+        };
+        for (id, hot) in self.extents.records.iter() {
+            if hot.state != Extent::Used || !has_blocks(hot.space) {
+                continue;
+            }
+            let names = match self.large_cache_of(id) {
+                None => self.extents.records.cold(id).origin.names(hot.generation),
+                Some(cache) => match cache.lock().large_cache.find(id) {
+                    Some(block) if block.is_live() => block.origin.names(block.generation),
+                    _ => continue,
+                },
+            };
+            let stream = || self.streams[hot.stream].key.number();
+            sums.add(Group::of(names, hot.bytes(), stream), hot.bytes());
+        }
+    }
+
+    fn add_pooled(&self, sums: &mut Sums) {
+        for (id, pool) in &self.graphs.pools {
+            for live in pool.arena.live.values() {
+                let owner = if live.owner == PLAIN { *id } else { live.owner };
+                let stream = || live.users.first().map_or(0, |user| user.key.number());
+                let group = match self.suspended.tags.get(&owner) {
+                    Some(tag) => Group::Tag(*tag),
+                    None => Group::of(live.names, live.bytes(), stream),
+                };
+                sums.add(group, live.bytes());
+            }
+        }
+    }
+
+    /// Notes a label, by its number among names, for the live block with a record.
+    pub(crate) fn set_label(&mut self, id: u32, label: u16) {
+        let Hot {
+            addr, generation, ..
+        } = self.extents.records[id];
+        if let Some(live) = self.graphs.live_mut(addr) {
+            live.names.label = label;
+        } else if let Some(cache) = self.large_cache_of(id) {
+            if let Some(names) = cache.lock().large_cache.names_mut(id) {
+                names.label = label;
+            }
+        } else {
+            let origin = &mut self.extents.records.cold_mut(id).origin;
+            origin.names_mut(generation).label = label;
+        }
+    }
+}

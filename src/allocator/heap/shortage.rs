@@ -1,0 +1,179 @@
+//! What a want of memory looks like: what the request lacked, who holds the memory, and how the rest of it lies.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use crate::allocator::extent::record::{SpaceId, State as Extent};
+use crate::allocator::extent::want::Want;
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::graph::PoolRequest;
+use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+use crate::error::{Hole, OutOfMemory, PinnedSegment, Shortage};
+
+impl Heap {
+    /// Counts a request that found no memory. What the error reports of the heap.
+    pub(crate) fn out_of_memory(&mut self, want: &Want) -> OutOfMemory {
+        self.stats.misses += 1;
+        self.stats.ooms += 1;
+        let shortage = self.shortage(want);
+        self.picture(want.requested, shortage)
+    }
+
+    /// [`out_of_memory`](Self::out_of_memory) of a request to a graph pool that needs so many bytes of the driver.
+    pub(crate) fn out_of_memory_in_pool(
+        &mut self,
+        request: &PoolRequest,
+        needed: u64,
+    ) -> OutOfMemory {
+        self.stats.misses += 1;
+        self.stats.ooms += 1;
+        let (ready, waiting) = self.graphs.free_for(request.of, request.asker);
+        let shortage = Shortage {
+            growth: request.fit.bytes().next_multiple_of(PHYSICAL_GRANULE),
+            needed,
+            ready,
+            waiting,
+            kept: self.kept().saturating_sub(ready + waiting),
+            coming: self.suspended.coming,
+            ..Shortage::default()
+        };
+        self.picture(request.requested, shortage)
+    }
+
+    /// The picture of an allocator that lacks so many bytes of the driver, where no request is to be counted.
+    pub(crate) fn short_of(&mut self, bytes: u64) -> OutOfMemory {
+        let shortage = Shortage {
+            growth: bytes,
+            needed: bytes,
+            kept: self.kept(),
+            coming: self.suspended.coming,
+            ..Shortage::default()
+        };
+        self.picture(bytes, shortage)
+    }
+
+    /// Freed memory that guards and graph pools keep, and what a resume under way will take.
+    fn kept(&self) -> u64 {
+        let pools = self.graphs.pools.values().filter(|pool| !pool.away);
+        let free = pools.map(|pool| pool.arena.held().saturating_sub(pool.arena.live_bytes()));
+        free.sum::<u64>() + self.guards.bytes() + self.suspended.coming
+    }
+
+    fn shortage(&self, want: &Want) -> Shortage {
+        let span = u64::from(want.span()) * GRANULE;
+        let growth = match self.rules.segment_for(want) {
+            Some(segment) => segment,
+            None if want.in_one_handle() => want.handle_bytes(),
+            None => span.next_multiple_of(PHYSICAL_GRANULE),
+        };
+        let all = |over: &dyn Fn(u32) -> bool| -> u64 {
+            let spaces = [SpaceId::Large, SpaceId::Small].into_iter();
+            let found = spaces.flat_map(|space| self.releasable(space, over));
+            found.map(|(_, bytes)| bytes).sum()
+        };
+        let idle = all(&|id| self.over(id));
+        let at_home = self.missing(want).unwrap_or(growth);
+        let space = self.extents.space(want.space);
+        let pieces = space.into_iter().flat_map(|space| space.pieces());
+        let finder = self.finder(want.space, want.stream);
+        let ready = pieces.filter(|piece| finder.as_ref().is_some_and(|of| of.ready(piece.id)));
+        let guarded = self.guards.blocks.iter();
+        let mut guarded = guarded.filter(|(_, guarded)| guarded.freed.is_some());
+        Shortage {
+            growth,
+            needed: growth.saturating_sub(idle).min(at_home),
+            ready: ready.map(|piece| u64::from(piece.granules) * GRANULE).sum(),
+            waiting: all(&|_| true) - idle,
+            fits_pending: !want.in_one_handle()
+                && space.is_some_and(|space| space.largest_run() >= span)
+                && !self.pending_bytes().is_empty(),
+            kept: self.kept(),
+            fits_guarded: guarded.any(|(id, _)| self.extents.records[*id].bytes() >= span),
+            coming: self.suspended.coming,
+        }
+    }
+
+    fn picture(&mut self, requested: u64, shortage: Shortage) -> OutOfMemory {
+        let (_, allocated) = self.live_totals();
+        let reserved = self.stats.all.reserved.current;
+        let largest = self.extents.spaces().map(|space| space.largest_piece());
+        OutOfMemory {
+            requested,
+            limit: self.physical.limit,
+            reserved,
+            allocated,
+            cached: reserved.saturating_sub(allocated),
+            largest_free: largest.max().unwrap_or(0),
+            largest_run: self.extents.largest_run(),
+            in_views: self.views.aliased_bytes,
+            guarded: self.guards.bytes(),
+            suspended: self.suspended.absent,
+            graph_pools: self.graphs.held,
+            in_graph_pools: self.graphs.live_totals().1,
+            holders: self.holders(),
+            pending: self.pending_bytes(),
+            pinned: self.pinned(),
+            holes: self.holes(),
+            mapped: self.rules.maps(),
+            shortage,
+            ..OutOfMemory::default()
+        }
+    }
+
+    /// The longest runs of adjacent free memory, longest first.
+    fn holes(&self) -> Vec<Hole> {
+        let mut holes = self.extents.free_runs();
+        holes.sort_by_key(|(_, bytes)| Reverse(*bytes));
+        holes.truncate(HOLES_NAMED);
+        let bounded = |(address, bytes): (u64, u64)| {
+            let below = address.checked_sub(1);
+            let before = below.and_then(|at| self.extents.lookup.at_or_below(at));
+            let before = before.map(|id| &self.extents.records[id]);
+            let before = before.filter(|block| block.end() == address);
+            let after = self.extents.lookup.exact(address + bytes);
+            let after = after.map(|id| self.extents.records[id].addr);
+            Hole::new((address, bytes), before.map(|block| block.addr), after)
+        };
+        holes.into_iter().map(bounded).collect()
+    }
+
+    /// Where few live bytes hold the most memory.
+    pub(crate) fn pinned(&self) -> Vec<PinnedSegment> {
+        let mut live: BTreeMap<u64, PinnedSegment> = BTreeMap::new();
+        for (_, hot) in self.extents.records.iter() {
+            if hot.state != Extent::Used {
+                continue;
+            }
+            let (mut addr, end) = (hot.addr, hot.end());
+            while addr < end {
+                let Some((base, holding)) = self.physical.holdings.range(..=addr).next_back()
+                else {
+                    break;
+                };
+                let top = base + holding.bytes;
+                if top <= addr {
+                    break;
+                }
+                let entry = live.entry(*base).or_insert(PinnedSegment {
+                    address: *base,
+                    bytes: holding.bytes,
+                    live: 0,
+                    block: hot.addr,
+                });
+                entry.live += end.min(top) - addr;
+                entry.block = entry.block.min(hot.addr);
+                addr = top;
+            }
+        }
+        let mut pinned: Vec<PinnedSegment> =
+            live.into_values().filter(|p| p.live < p.bytes).collect();
+        pinned.sort_by_key(|p| Reverse(p.bytes - p.live));
+        pinned.truncate(PINNED_NAMED);
+        pinned
+    }
+}
+
+/// How many pinned segments an out-of-memory error names.
+pub(crate) const PINNED_NAMED: usize = 3;
+/// How many holes an out-of-memory error names.
+const HOLES_NAMED: usize = 4;

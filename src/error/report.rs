@@ -1,0 +1,432 @@
+//! An out-of-memory error as text for people and as JSON: both have the same content.
+
+use std::fmt::{self, Write};
+
+use crate::error::cause::Cause;
+use crate::error::memory::{Bytes, HeldBy, Holder, OutOfMemory, StreamBytes};
+
+/// Bytes with a binary unit, never less than they are: for amounts that somebody has to provide.
+pub(crate) struct AtLeast(pub u64);
+
+impl fmt::Display for AtLeast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Two decimals are shown of a unit.
+        let unit = match self.0 {
+            0..0x400 => 1,
+            0x400..0x10_0000 => 1 << 10,
+            0x10_0000..0x4000_0000 => 1 << 20,
+            _ => 1 << 30,
+        };
+        let hundredths = (u128::from(self.0) * 100).div_ceil(unit);
+        let shown = (hundredths * unit).div_ceil(100);
+        Bytes(u64::try_from(shown).unwrap_or(u64::MAX)).fmt(f)
+    }
+}
+
+/// Characters of a name that a text shows: the end of a stack is its innermost function.
+const NAME_SHOWN: usize = 160;
+
+impl HeldBy {
+    /// `tag`, `context` or `size`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            HeldBy::Tag(_) => "tag",
+            HeldBy::Context(_) => "context",
+            HeldBy::Size { .. } => "size",
+        }
+    }
+}
+
+impl fmt::Display for HeldBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            HeldBy::Tag(name) | HeldBy::Context(name) => {
+                let hidden = name.chars().count().saturating_sub(NAME_SHOWN);
+                write!(f, "{} {}", self.kind(), if hidden > 0 { "…" } else { "" })?;
+                let printable = |c: char| if c.is_control() { ' ' } else { c };
+                let shown = name.chars().skip(hidden).map(printable);
+                shown.into_iter().try_for_each(|c| f.write_char(c))
+            }
+            HeldBy::Size {
+                least,
+                most,
+                stream,
+            } => write!(
+                f,
+                "blocks of {} to {} on stream {stream}",
+                Bytes(*least),
+                Bytes(*most)
+            ),
+        }
+    }
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plural = if self.blocks == 1 { "" } else { "s" };
+        let (bytes, blocks) = (Bytes(self.bytes), self.blocks);
+        write!(f, "{bytes} in {blocks} block{plural}: {}", self.by)
+    }
+}
+
+/// What bounds the allocator, by its name in texts.
+struct Bound {
+    bytes: u64,
+    name: &'static str,
+}
+
+impl OutOfMemory {
+    /// The bound that the first line names.
+    fn named_bound(&self) -> Option<Bound> {
+        let bound = |bytes: u64, name| Some(Bound { bytes, name });
+        let device = |free: u64| self.held().saturating_add(free);
+        match (self.cause(), self.limit, self.driver_free) {
+            (Cause::Device, ..) => bound(self.driver_total?, "device"),
+            (Cause::Others, _, Some(free)) => bound(device(free), "what others leave"),
+            (Cause::Limit, Some(limit), _) => bound(limit, "limit"),
+            (_, Some(limit), Some(free)) if device(free) < limit => bound(device(free), "device"),
+            (_, Some(limit), _) => bound(limit, "limit"),
+            (_, None, Some(free)) => bound(device(free), "device"),
+            (_, None, None) => None,
+        }
+    }
+
+    /// The first line of every text: what was requested, what is live, what bounds it, and what is missing.
+    fn headline(&self) -> String {
+        let (device, cause) = (self.device, self.cause().name());
+        let (requested, live) = (Bytes(self.requested), Bytes(self.live()));
+        let bound = self.named_bound().map_or(String::new(), |bound| {
+            format!(", bound {} ({})", Bytes(bound.bytes), bound.name)
+        });
+        let missing = AtLeast(self.missing());
+        format!(
+            "out of memory on device {device} ({cause}): requested {requested}, live {live}{bound}, missing {missing}"
+        )
+    }
+
+    /// What makes the request succeed if it is done, in a sentence or two.
+    pub fn advice(&self) -> String {
+        let missing = self.missing();
+        match self.cause() {
+            Cause::Limit => {
+                let raise = self.raise(missing);
+                let advice = format!("{raise}, or free as much of what is live.");
+                match self.lacking_on_device() {
+                    0 => advice,
+                    more => format!("{advice} {}", self.others_advice(more)),
+                }
+            }
+            Cause::Others => self.others_advice(missing),
+            Cause::Device => format!(
+                "Free {} of what is live, request less, or use a device with more memory.",
+                AtLeast(missing)
+            ),
+            Cause::Refused => self.refused_advice(),
+            Cause::Pending => {
+                let streams = self.pending.iter().map(|stream| stream.stream_id);
+                let streams: Vec<String> = streams.map(|id| id.to_string()).collect();
+                format!(
+                    "Wait until the work on streams {} that may access freed memory is complete: end captures that are \
+                     under way, call Allocator::synchronize, and request again.",
+                    streams.join(", ")
+                )
+            }
+            Cause::Pools => self.pools_advice(),
+            Cause::Fragmented => {
+                let switch = match (self.mapped, self.views) {
+                    (false, _) => "Use policy=packed, which joins scattered memory. ",
+                    (true, false) => "Allow views (views=on), which join scattered memory. ",
+                    (true, true) => "",
+                };
+                let blocks = self.bounding_blocks();
+                let blocks = match blocks.is_empty() {
+                    true => "Free blocks that lie between free memory".to_owned(),
+                    false => format!("Free the blocks between the holes ({blocks})"),
+                };
+                match self.lacking_below_limit() {
+                    0 => format!("{switch}{blocks}."),
+                    more => format!("{switch}{blocks}. Or: {}.", self.raise(more)),
+                }
+            }
+        }
+    }
+
+    /// How to raise the limit by so many bytes.
+    fn raise(&self, bytes: u64) -> String {
+        let raised = self.limit.unwrap_or_default().saturating_add(bytes);
+        format!(
+            "Raise the limit by {bytes} bytes ({}) to {raised} bytes, by Allocator::set_limit or limit= in the settings",
+            AtLeast(bytes)
+        )
+    }
+
+    /// What others on the device have to do until so many more bytes are free.
+    fn others_advice(&self, lacking: u64) -> String {
+        format!(
+            "Others hold {} of the device, and {} more have to be free: end other processes, or have other allocators \
+             of this one release what they cache (Allocator::empty_cache).",
+            Bytes(self.others().unwrap_or(0)),
+            AtLeast(lacking),
+        )
+    }
+
+    fn refused_advice(&self) -> String {
+        let free = self.driver_free.map_or(String::new(), |free| {
+            format!(" although it reports {} free", Bytes(free))
+        });
+        match self.driver {
+            Some(error) if error.call() == "cuMemAddressReserve" => format!(
+                "The driver refused {} of address space, not memory{free}: raise the process's limit of address space \
+                 (ulimit -v), or use policy=classic.",
+                AtLeast(self.needed())
+            ),
+            Some(error) => format!(
+                "The driver refused memory ({}){free}: look for a limiter of this process (container, MPS, virtual \
+                 GPU), or set limit= below what it allows.",
+                error.call()
+            ),
+            None => "Request again: memory became free meanwhile.".to_owned(),
+        }
+    }
+
+    fn pools_advice(&self) -> String {
+        let pools = self.graph_pools.saturating_sub(self.in_graph_pools);
+        let mut parts = Vec::new();
+        if self.guarded > 0 {
+            parts.push(format!(
+                "Drop the guards that keep {} of freed memory.",
+                Bytes(self.guarded)
+            ));
+        }
+        if pools > 0 {
+            parts.push(format!(
+                "Release graph pools, or the graphs that use them: {} of their memory is in no live block.",
+                Bytes(pools)
+            ));
+        }
+        if self.shortage.coming > 0 {
+            parts.push(format!(
+                "Wait for the resume under way, which takes {}.",
+                Bytes(self.shortage.coming)
+            ));
+        }
+        parts.join(" ")
+    }
+
+    /// The blocks beside the holes and those that pin memory, a few.
+    fn bounding_blocks(&self) -> String {
+        let bounds = self.holes.iter().flat_map(|hole| [hole.before, hole.after]);
+        let mut blocks: Vec<u64> = bounds.flatten().collect();
+        blocks.extend(self.pinned.iter().map(|pinned| pinned.block));
+        blocks.sort_unstable();
+        blocks.dedup();
+        let blocks = blocks.iter().take(4).map(|block| format!("{block:#x}"));
+        blocks.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Live bytes of none of the holders.
+    fn other_live(&self) -> u64 {
+        let listed: u64 = self.holders.iter().map(|holder| holder.bytes).sum();
+        self.live().saturating_sub(listed)
+    }
+
+    /// Everything that is known, in lines: the headline, the advice, who holds the memory, how it is divided, and the
+    /// holes at last.
+    pub fn report(&self) -> String {
+        let mut text = self.headline();
+        text.push('\n');
+        let mut line = |name: &str, value: String| {
+            let _ = writeln!(text, "  {name:<12} {value}");
+        };
+        line("cause", self.cause().name().to_owned());
+        line("advice", self.advice());
+        for holder in &self.holders {
+            line("holder", holder.to_string());
+        }
+        if !self.holders.is_empty() && self.other_live() > 0 {
+            line(
+                "holder",
+                format!("{}: all others", Bytes(self.other_live())),
+            );
+        }
+        let limit = self.limit.map(|limit| format!(", limit {}", Bytes(limit)));
+        let (held, limit) = (Bytes(self.held()), limit.unwrap_or_default());
+        line("held", format!("{held}{limit}"));
+        let (live, in_views) = (Bytes(self.live()), Bytes(self.in_views));
+        line("live", format!("{live}, {in_views} of it in views"));
+        let (free, run) = (Bytes(self.cached), Bytes(self.largest_run));
+        line("free", format!("{free}, {run} at most in one run"));
+        if self.guarded > 0 {
+            let guarded = Bytes(self.guarded);
+            line("guarded", format!("{guarded} of freed memory"));
+        }
+        if self.suspended > 0 {
+            line("suspended", Bytes(self.suspended).to_string());
+        }
+        if self.graph_pools > 0 {
+            let (held, live) = (Bytes(self.graph_pools), Bytes(self.in_graph_pools));
+            let pools = format!("{held} of what is held, {live} of it live");
+            line("graph pools", pools);
+        }
+        if let (Some(free), Some(total)) = (self.driver_free, self.driver_total) {
+            let others = Bytes(self.others().unwrap_or(0));
+            let (free, total) = (Bytes(free), Bytes(total));
+            let device = format!("{free} free of {total}, others hold {others}");
+            line("device", device);
+        }
+        if let Some(error) = self.driver {
+            line("driver", error.to_string());
+        }
+        for StreamBytes {
+            stream_id,
+            bytes,
+            unmarked,
+        } in &self.pending
+        {
+            let (bytes, unmarked) = (Bytes(*bytes), Bytes(*unmarked));
+            let waits =
+                format!("{bytes} for stream {stream_id}, {unmarked} of it without a marker");
+            line("pending", waits);
+        }
+        for pinned in &self.pinned {
+            let (live, bytes) = (Bytes(pinned.live), Bytes(pinned.bytes));
+            let (at, block) = (pinned.address, pinned.block);
+            let pins =
+                format!("{bytes} at {at:#x} by {live} live, from the block at {block:#x} on");
+            line("pinned", pins);
+        }
+        for hole in &self.holes {
+            let side = |block: Option<u64>| match block {
+                Some(block) => format!("the block at {block:#x}"),
+                None => "no large block".to_owned(),
+            };
+            let (before, after) = (side(hole.before), side(hole.after));
+            let (at, bytes) = (hole.address, Bytes(hole.bytes));
+            let between = format!("{bytes} at {at:#x}, between {before} and {after}");
+            line("hole", between);
+        }
+        text
+    }
+
+    /// The content of [`report`](Self::report) as a JSON object: `schema` is `cualloc.out_of_memory.2`, amounts are
+    /// bytes, what is not known is `null`.
+    pub fn to_json(&self) -> String {
+        let bound = self.named_bound();
+        let holders = list(&self.holders, |holder| {
+            let (name, least, most, stream) = match &holder.by {
+                HeldBy::Tag(name) | HeldBy::Context(name) => (Some(name), None, None, None),
+                HeldBy::Size {
+                    least,
+                    most,
+                    stream,
+                } => (None, Some(*least), Some(*most), Some(*stream)),
+            };
+            format!(
+                r#"{{"by":"{}","name":{},"least":{},"most":{},"stream":{},"bytes":{},"blocks":{}}}"#,
+                holder.by.kind(),
+                name.map_or("null".to_owned(), |name| quote(name)),
+                optional(least),
+                optional(most),
+                optional(stream),
+                holder.bytes,
+                holder.blocks
+            )
+        });
+        let pending = list(&self.pending, |stream| {
+            format!(
+                r#"{{"stream":{},"bytes":{},"unmarked":{}}}"#,
+                stream.stream_id, stream.bytes, stream.unmarked
+            )
+        });
+        let pinned = list(&self.pinned, |pinned| {
+            format!(
+                r#"{{"address":{},"bytes":{},"live":{},"block":{}}}"#,
+                pinned.address, pinned.bytes, pinned.live, pinned.block
+            )
+        });
+        let holes = list(&self.holes, |hole| {
+            format!(
+                r#"{{"address":{},"bytes":{},"before":{},"after":{}}}"#,
+                hole.address,
+                hole.bytes,
+                optional(hole.before),
+                optional(hole.after)
+            )
+        });
+        let members = [
+            ("schema", quote("cualloc.out_of_memory.2")),
+            ("device", self.device.to_string()),
+            ("cause", quote(self.cause().name())),
+            ("requested", self.requested.to_string()),
+            ("live", self.live().to_string()),
+            ("bound", optional(bound.as_ref().map(|bound| bound.bytes))),
+            (
+                "bound_of",
+                bound.map_or("null".to_owned(), |bound| quote(bound.name)),
+            ),
+            ("missing", self.missing().to_string()),
+            ("advice", quote(&self.advice())),
+            ("holders", holders),
+            ("other_live", self.other_live().to_string()),
+            ("limit", optional(self.limit)),
+            ("reserved", self.reserved.to_string()),
+            ("allocated", self.allocated.to_string()),
+            ("cached", self.cached.to_string()),
+            ("largest_free", self.largest_free.to_string()),
+            ("largest_run", self.largest_run.to_string()),
+            ("in_views", self.in_views.to_string()),
+            ("guarded", self.guarded.to_string()),
+            ("suspended", self.suspended.to_string()),
+            ("graph_pools", self.graph_pools.to_string()),
+            ("in_graph_pools", self.in_graph_pools.to_string()),
+            ("driver_free", optional(self.driver_free)),
+            ("driver_total", optional(self.driver_total)),
+            (
+                "driver",
+                self.driver
+                    .map_or("null".to_owned(), |error| quote(&error.to_string())),
+            ),
+            ("pending", pending),
+            ("pinned", pinned),
+            ("holes", holes),
+        ];
+        let members = members.map(|(name, value)| format!("\"{name}\":{value}"));
+        format!("{{{}}}", members.join(","))
+    }
+}
+
+/// The headline and the advice, in one line.
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.headline())?;
+        if let Some(error) = self.driver {
+            write!(f, " ({error})")?;
+        }
+        write!(f, ". {}", self.advice())
+    }
+}
+
+fn optional(value: Option<u64>) -> String {
+    value.map_or("null".to_owned(), |value| value.to_string())
+}
+
+fn list<T>(items: &[T], one: impl Fn(&T) -> String) -> String {
+    let items: Vec<String> = items.iter().map(one).collect();
+    format!("[{}]", items.join(","))
+}
+
+/// A text as JSON has it.
+fn quote(text: &str) -> String {
+    let mut quoted = String::from('"');
+    for character in text.chars() {
+        match character {
+            '"' | '\\' => quoted.extend(['\\', character]),
+            character if character.is_control() => {
+                let _ = write!(quoted, "\\u{:04x}", u32::from(character));
+            }
+            character => quoted.push(character),
+        }
+    }
+    quoted.push('"');
+    quoted
+}
