@@ -265,7 +265,7 @@ def cannot_serve(browser):
     if not reasons or "could serve" in reasons:
         raise AssertionError(f"of what is free: {reasons}")
     holes = browser.value("JSON.parse(document.getElementById('meta').textContent).out_of_memory.holes.map(h => h.bytes)")
-    same("rows of holes", browser.value("document.querySelector('#oom-table tbody').children.length"), len(holes))
+    same("rows of holes", browser.value("document.querySelector('#oom-holes tbody').children.length"), len(holes))
     colours = browser.value("""(c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size)
         (document.getElementById('oom-canvas'))""")
     if colours < 3:

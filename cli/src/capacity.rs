@@ -79,7 +79,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
         let faults = match &search.fault {
             Some(report) => replay::faults(report),
             None if search.limit.is_none() => {
-                vec![replay::Fault::new(text::no_limit(trace.requested_peak()))]
+                vec![replay::Fault::new(text::no_limit(trace.required_peak()))]
             }
             None => Vec::new(),
         };
@@ -107,6 +107,7 @@ fn search(
     let mut probes = 0;
     let search = settings
         .replay(trace, options, None)
+        .serve_failed(true)
         .on_progress(|limit| {
             let limit = output::mebibytes(limit);
             bar.set_message(format!("{probes} limits tried, now {limit} MiB"));

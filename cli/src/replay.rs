@@ -5,6 +5,7 @@ use crate::machine::Machine;
 use crate::options::{GlobalOptions, ReplayOptions};
 use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
+use crate::size::Size;
 use crate::table::{Cell, Column, Table};
 use crate::{Failure, Outcome, input, text};
 use cualloc::Error;
@@ -29,6 +30,10 @@ struct Line<'a> {
     config: Option<&'a str>,
     limit_bytes: Option<u64>,
     requested_peak_bytes: u64,
+    /// Requests that failed in the recorded program, which the replay does not make.
+    failed_requests: usize,
+    /// What would have been live at most had they succeeded.
+    required_peak_bytes: u64,
     /// Of the first replay.
     reserved_peak_bytes: u64,
     /// Of the first replay; null if that failed, for what it held until then says nothing about the trace.
@@ -176,6 +181,10 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
                 continue;
             }
         };
+        if let Some(failed) = failed_requests(&trace) {
+            let file = text::file(path, input::STDIN);
+            output.note(&format!("{file}: {failed}; the replay does not make them"));
+        }
         let report = match replay(&machine, &trace, options, &settings, output)? {
             Ok(report) => report,
             Err(error) => {
@@ -196,6 +205,22 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
         well &= report.is_clean();
     }
     Ok(well)
+}
+
+/// What there is to say of the requests that failed in a recorded program, if any did.
+pub fn failed_requests(trace: &Trace) -> Option<String> {
+    let (row, bytes) = trace.failed_requests().max_by_key(|(_, bytes)| *bytes)?;
+    let (count, line, size) = (
+        trace.failed_requests().count(),
+        Trace::line_of(row),
+        Size(bytes),
+    );
+    Some(match count {
+        1 => format!("one request failed in the recorded program, of {size} (line {line})"),
+        _ => format!(
+            "{count} requests failed in the recorded program, the largest of {size} (line {line})"
+        ),
+    })
 }
 
 /// Refuses files that cannot all be read.
@@ -273,6 +298,8 @@ fn line<'a>(
         config: settings.text(),
         limit_bytes: report.limit,
         requested_peak_bytes: peak,
+        failed_requests: trace.failed_requests().count(),
+        required_peak_bytes: trace.required_peak(),
         reserved_peak_bytes: report.reserved_peak,
         ratio: ratio(report.reserved_peak, !report.passes.is_empty()),
         ratio_max: ratio(report.reserved_peak_max(), report.failed.is_none()),

@@ -109,10 +109,12 @@ fn replay_writes_one_object_per_trace_with_these_fields() {
                 "streams",
                 "limit_bytes",
                 "requested_peak_bytes",
+                "required_peak_bytes",
                 "reserved_peak_bytes",
                 "ratio",
                 "ratio_max",
                 "completed",
+                "failed_requests",
                 "failed_row",
                 "memory",
                 "replays"

@@ -75,7 +75,7 @@ impl OutOfMemory {
         self.allocated.saturating_add(self.in_graph_pools)
     }
 
-    /// Bytes that the allocator holds from the driver, as its limit counts them.
+    /// Bytes that the allocator holds from the driver.
     pub(crate) fn held(&self) -> u64 {
         let present = self.reserved.saturating_sub(self.suspended);
         present.saturating_add(self.graph_pools)
@@ -98,8 +98,11 @@ impl OutOfMemory {
 
     /// Bytes by which the limit is too low.
     pub(crate) fn lacking_below_limit(&self) -> u64 {
-        let taken = self.held().saturating_add(self.shortage.coming);
-        let wanted = taken.saturating_add(self.needed());
+        let counted = match self.shortage.growth {
+            0 => self.held(),
+            _ => self.shortage.counted,
+        };
+        let wanted = counted.saturating_add(self.needed());
         self.limit.map_or(0, |limit| wanted.saturating_sub(limit))
     }
 

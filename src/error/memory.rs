@@ -71,8 +71,8 @@ pub enum HeldBy {
     Size {
         /// Bytes that each of them has at least.
         least: u64,
-        /// Bytes that each of them has at most.
-        most: u64,
+        /// Bytes that each of them has less than: twice as many.
+        below: u64,
         /// The driver's id of the stream that they were allocated on.
         stream: u64,
     },
@@ -110,8 +110,11 @@ pub(crate) struct Shortage {
     pub waiting: u64,
     /// Whether a run of free memory would hold the request if no work were pending.
     pub fits_pending: bool,
-    /// Freed memory that guards and graph pools keep, and what a resume under way will take.
+    /// Freed memory that guards and graph pools keep, suspended memory that counts for the limit, and what a resume
+    /// under way will take.
     pub kept: u64,
+    /// What the limit counts without the request.
+    pub counted: u64,
     /// Whether a block that a guard keeps would hold the request.
     pub fits_guarded: bool,
     /// What a resume under way will take.
@@ -142,7 +145,7 @@ pub struct OutOfMemory {
     pub in_views: u64,
     /// In freed blocks that guards keep.
     pub guarded: u64,
-    /// Suspended: part of `reserved`, and returned to the driver meanwhile.
+    /// Suspended, and part of `reserved`.
     pub suspended: u64,
     /// Held from the driver by graph pools of the allocator; not part of `reserved`. The limit counts it.
     pub graph_pools: u64,
@@ -185,5 +188,23 @@ impl fmt::Display for Bytes {
             value /= 1024.0;
         }
         write!(f, "{value:.2} GiB")
+    }
+}
+
+/// Bytes with a binary unit, never less than they are: for amounts that somebody has to provide.
+pub(crate) struct AtLeast(pub u64);
+
+impl fmt::Display for AtLeast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Two decimals are shown of a unit.
+        let unit = match self.0 {
+            0..0x400 => 1,
+            0x400..0x10_0000 => 1 << 10,
+            0x10_0000..0x4000_0000 => 1 << 20,
+            _ => 1 << 30,
+        };
+        let hundredths = (u128::from(self.0) * 100).div_ceil(unit);
+        let shown = (hundredths * unit).div_ceil(100);
+        Bytes(u64::try_from(shown).unwrap_or(u64::MAX)).fmt(f)
     }
 }

@@ -3,25 +3,7 @@
 use std::fmt::{self, Write};
 
 use crate::error::cause::Cause;
-use crate::error::memory::{Bytes, HeldBy, Holder, OutOfMemory, StreamBytes};
-
-/// Bytes with a binary unit, never less than they are: for amounts that somebody has to provide.
-pub(crate) struct AtLeast(pub u64);
-
-impl fmt::Display for AtLeast {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Two decimals are shown of a unit.
-        let unit = match self.0 {
-            0..0x400 => 1,
-            0x400..0x10_0000 => 1 << 10,
-            0x10_0000..0x4000_0000 => 1 << 20,
-            _ => 1 << 30,
-        };
-        let hundredths = (u128::from(self.0) * 100).div_ceil(unit);
-        let shown = (hundredths * unit).div_ceil(100);
-        Bytes(u64::try_from(shown).unwrap_or(u64::MAX)).fmt(f)
-    }
-}
+use crate::error::memory::{AtLeast, Bytes, HeldBy, Holder, OutOfMemory, StreamBytes};
 
 /// Characters of a name that a text shows: the end of a stack is its innermost function.
 const NAME_SHOWN: usize = 160;
@@ -49,13 +31,13 @@ impl fmt::Display for HeldBy {
             }
             HeldBy::Size {
                 least,
-                most,
+                below,
                 stream,
             } => write!(
                 f,
                 "blocks of {} to {} on stream {stream}",
                 Bytes(*least),
-                Bytes(*most)
+                Bytes(*below)
             ),
         }
     }
@@ -204,6 +186,12 @@ impl OutOfMemory {
                 Bytes(pools)
             ));
         }
+        if self.suspended > 0 {
+            parts.push(format!(
+                "Resume {} of suspended memory and release it, since the limit counts it.",
+                Bytes(self.suspended)
+            ));
+        }
         if self.shortage.coming > 0 {
             parts.push(format!(
                 "Wait for the resume under way, which takes {}.",
@@ -313,20 +301,20 @@ impl OutOfMemory {
     pub fn to_json(&self) -> String {
         let bound = self.named_bound();
         let holders = list(&self.holders, |holder| {
-            let (name, least, most, stream) = match &holder.by {
+            let (name, least, below, stream) = match &holder.by {
                 HeldBy::Tag(name) | HeldBy::Context(name) => (Some(name), None, None, None),
                 HeldBy::Size {
                     least,
-                    most,
+                    below,
                     stream,
-                } => (None, Some(*least), Some(*most), Some(*stream)),
+                } => (None, Some(*least), Some(*below), Some(*stream)),
             };
             format!(
-                r#"{{"by":"{}","name":{},"least":{},"most":{},"stream":{},"bytes":{},"blocks":{}}}"#,
+                r#"{{"by":"{}","name":{},"least":{},"below":{},"stream":{},"bytes":{},"blocks":{}}}"#,
                 holder.by.kind(),
                 name.map_or("null".to_owned(), |name| quote(name)),
                 optional(least),
-                optional(most),
+                optional(below),
                 optional(stream),
                 holder.bytes,
                 holder.blocks

@@ -14,7 +14,7 @@ pub(crate) enum Kind {
     Map = 4,
     /// Memory went back to the driver.
     Unmap = 5,
-    /// A request found no memory.
+    /// A request found no memory: at the bytes that the device had free.
     OutOfMemory = 6,
     /// A block was live already when the recording began.
     Held = 7,
@@ -24,7 +24,34 @@ pub(crate) enum Kind {
     Source = 9,
     /// The stack of the allocation before at the address was taken: its context is the stack.
     Sample = 10,
+    /// The limit of the allocator from here on: the bytes, or [`NO_LIMIT`].
+    Limit = 11,
+    /// The memory of the allocator's device: the bytes.
+    DeviceMemory = 12,
+    /// Why the request failed that the next record is about: at the bytes that were missing, with the number of the
+    /// cause in place of the bytes.
+    Cause = 13,
 }
+
+/// All kinds.
+pub(crate) const KINDS: [Kind; 13] = [
+    Kind::Allocate,
+    Kind::Free,
+    Kind::Use,
+    Kind::Map,
+    Kind::Unmap,
+    Kind::OutOfMemory,
+    Kind::Held,
+    Kind::Stream,
+    Kind::Source,
+    Kind::Sample,
+    Kind::Limit,
+    Kind::DeviceMemory,
+    Kind::Cause,
+];
+
+/// Of [`Kind::Limit`], in the place of the bytes.
+pub(crate) const NO_LIMIT: u64 = u64::MAX;
 
 /// Of [`Kind::Map`] and [`Kind::Unmap`], in the place of the stream: the memory is of the small pool.
 pub(crate) const SMALL: u32 = 1;
@@ -35,7 +62,7 @@ pub(crate) const MAPPED: u32 = 2;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Event {
     pub kind: Kind,
-    /// The first byte, a multiple of 512; 0 if it is about no memory.
+    /// The first byte, or an amount of bytes, a multiple of 512; 0 if it is about neither.
     pub at: u64,
     /// Bytes as asked for.
     pub bytes: u64,

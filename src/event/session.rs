@@ -232,7 +232,7 @@ pub(crate) fn push(event: Event) {
 /// [`push`] in a context that is not the thread's.
 pub(crate) fn push_in(event: Event, context: u32) {
     let tap = match event.kind {
-        Kind::Source | Kind::Map | Kind::Unmap => &RARE,
+        Kind::Source | Kind::Map | Kind::Unmap | Kind::Limit | Kind::DeviceMemory => &RARE,
         // What is told of before each of its blocks stays in their order.
         Kind::Stream if record::has_number(event.stream) => &RARE,
         _ => &SHARED,
@@ -244,8 +244,20 @@ pub(crate) fn push_in(event: Event, context: u32) {
 
 /// [`push_in`] of an event of a stream that has no number in records: its handle goes before.
 pub(crate) fn push_of(handle: u64, event: Event, context: u32) {
+    push_together(Some(handle), &[event], context);
+}
+
+/// Records events of one stream with nothing between them, behind its handle if it has no number in records.
+pub(crate) fn push_together(handle: Option<u64>, events: &[Event], context: u32) {
     let mut tap = SHARED.lock();
-    tap.write_of(handle, event.at_time(clock::ticks(), context));
+    let ticks = clock::ticks();
+    for event in events {
+        let record = event.at_time(ticks, context);
+        match handle {
+            Some(handle) => tap.write_of(handle, record),
+            None => tap.write(record),
+        }
+    }
 }
 
 /// Records what was there at a time, which nobody's context has to do with: what explains other events, and the blocks
@@ -319,11 +331,13 @@ impl Tap {
         };
     }
 
-    /// Records an event of the writer's own stream now, in the thread's context: its kind, address and bytes.
+    /// Records an event of the writer's own stream now: its kind, address and bytes. The thread's context.
     #[inline]
-    pub(crate) fn push_own(&mut self, event: (Kind, u64, u64)) {
-        let now = (clock::ticks(), names::context());
+    pub(crate) fn push_own(&mut self, event: (Kind, u64, u64)) -> u32 {
+        let context = names::context();
+        let now = (clock::ticks(), context);
         self.write(self.writer.whose().record(event, now));
+        context
     }
 
     /// The place for [`put_own`](Self::put_own), which is all that there is to do then. `None` if there is no ring in the
@@ -333,16 +347,17 @@ impl Tap {
         self.writer.place()
     }
 
-    /// [`push_own`](Self::push_own) without a look at anything else.
+    /// [`push_own`](Self::push_own) without a look at anything else. The thread's context.
     ///
     /// # Safety
     /// The [place](Self::place) is the tap's, which nobody has been at since.
     #[inline(always)]
-    pub(crate) unsafe fn put_own(&mut self, place: Place, event: (Kind, u64, u64)) {
-        let now = (clock::ticks(), names::context());
-        let record = self.writer.whose().record(event, now);
+    pub(crate) unsafe fn put_own(&mut self, place: Place, event: (Kind, u64, u64)) -> u32 {
+        let context = names::context();
+        let record = self.writer.whose().record(event, (clock::ticks(), context));
         // SAFETY: the place is the writer's, as the caller knows.
         unsafe { self.writer.put(place, record) };
+        context
     }
 
     /// Records an event of a time that has been, in a context.

@@ -6,6 +6,7 @@
 //! [`Trace`](crate::trace::Trace) that can be replayed, a [`Snapshot`] in PyTorch's formats, or a [`Profile`].
 //! [`metrics`] and [`summary`] need no recording.
 
+mod failed;
 mod history;
 mod import;
 #[cfg(feature = "json")]
@@ -22,6 +23,7 @@ mod stacks;
 mod text;
 mod tree;
 
+pub use failed::FailedRequest;
 pub use import::SnapshotError;
 pub use profile::{Profile, Share};
 pub use read::ReadError;

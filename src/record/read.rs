@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::error::Cause;
 use crate::event::Kind;
 use crate::event::file;
 use crate::event::file::UNIT;
 use crate::event::names::LONGEST;
-use crate::event::record::{self, MAPPED, SMALL, UNNUMBERED};
+use crate::event::record::{self, KINDS, MAPPED, NO_LIMIT, SMALL, UNNUMBERED};
 use crate::record::recording::{Action, Event, RecordedStream, Recording};
 
 /// Most bytes of an event: more than any device has, and few enough to be added up.
@@ -351,36 +352,58 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
         ..Recording::default()
     };
     let mut slots = Slots::default();
+    let mut causes: HashMap<(u32, u16), (Option<Cause>, u64)> = HashMap::new();
     for raw in &parts.records {
-        let (kind, address, bytes, slot, context, allocator) = record::parts(&raw.record);
+        let (number, address, bytes, slot, context, allocator) = record::parts(&raw.record);
+        // Of a later version, or nonsense.
+        let Some(kind) = KINDS.into_iter().find(|kind| *kind as u64 == number) else {
+            continue;
+        };
         let ticks = raw.record[0].saturating_sub(first);
         let time = u128::from(ticks) * 1_000_000_000 / u128::from(per_second);
         let pool = u32::from(slot);
         let (small, mapped) = (pool & SMALL != 0, pool & MAPPED != 0);
-        const KINDS: [(Kind, Option<Action>); 7] = [
-            (Kind::Allocate, Some(Action::Allocate)),
-            (Kind::Free, Some(Action::Free)),
-            (Kind::Use, Some(Action::Use)),
-            (Kind::Held, Some(Action::Held)),
-            (Kind::OutOfMemory, Some(Action::OutOfMemory)),
-            (Kind::Sample, Some(Action::Sample)),
-            (Kind::Source, None),
-        ];
-        let known = KINDS.iter().find(|(known, _)| *known as u64 == kind);
-        let (action, of_stream) = match known {
-            Some((_, Some(action))) => (*action, true),
-            Some(_) => {
+        let mut address = address;
+        let (action, of_stream) = match kind {
+            Kind::Allocate => (Action::Allocate, true),
+            Kind::Free => (Action::Free, true),
+            Kind::Use => (Action::Use, true),
+            Kind::Held => (Action::Held, true),
+            Kind::Sample => (Action::Sample, true),
+            Kind::Map => (Action::Map { small, mapped }, false),
+            Kind::Unmap => (Action::Unmap { small, mapped }, false),
+            Kind::OutOfMemory => {
+                let (cause, missing) = causes.remove(&(raw.ring, allocator)).unzip();
+                let device_free = cause.map(|_| address);
+                address = 0;
+                let refused = Action::OutOfMemory {
+                    cause: cause.flatten(),
+                    missing,
+                    device_free,
+                };
+                (refused, true)
+            }
+            Kind::Limit => {
+                let limit = Some(bytes).filter(|bytes| *bytes != NO_LIMIT);
+                (Action::Limit(limit), false)
+            }
+            Kind::Cause => {
+                let cause = Cause::from_number(bytes);
+                causes.insert((raw.ring, allocator), (cause, address));
+                continue;
+            }
+            Kind::Source => {
                 recording.devices.insert(allocator, bytes as usize);
                 continue;
             }
-            None if kind == Kind::Map as u64 => (Action::Map { small, mapped }, false),
-            None if kind == Kind::Unmap as u64 => (Action::Unmap { small, mapped }, false),
-            None if kind == Kind::Stream as u64 => {
+            Kind::DeviceMemory => {
+                recording.memory.insert(allocator, bytes);
+                continue;
+            }
+            Kind::Stream => {
                 slots.begin(&mut recording.streams, (allocator, slot), bytes);
                 continue;
             }
-            // Of a later version, or nonsense.
-            None => continue,
         };
         let stream = match of_stream {
             true => slots.stream(&mut recording.streams, (allocator, slot)),
@@ -391,7 +414,10 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
             action,
             time: u64::try_from(time).unwrap_or(u64::MAX),
             address,
-            bytes: bytes.min(MOST_BYTES),
+            bytes: match action {
+                Action::Limit(_) => 0,
+                _ => bytes.min(MOST_BYTES),
+            },
             stream,
             context,
             allocator,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::error::Cause;
 use crate::trace::{Op, Row, Trace, TraceError};
 
 /// What happened.
@@ -31,7 +32,16 @@ pub enum Action {
         mapped: bool,
     },
     /// A request found no memory.
-    OutOfMemory,
+    OutOfMemory {
+        /// Why, if the recording says so: one of an earlier version of this crate does not.
+        cause: Option<Cause>,
+        /// Bytes that were missing, rounded up to a multiple of 512, if the recording says so.
+        missing: Option<u64>,
+        /// Bytes that the device had free, rounded down to a multiple of 512, if the recording says so.
+        device_free: Option<u64>,
+    },
+    /// The limit of the allocator is this from here on; none if it has no limit.
+    Limit(Option<u64>),
     /// The stack of the block at the address was taken, which was just handed out: the context is the stack.
     Sample,
 }
@@ -44,9 +54,9 @@ pub struct Event {
     pub action: Action,
     /// When: nanoseconds since the recording began.
     pub time: u64,
-    /// The first byte of what it is about; 0 for [`Action::OutOfMemory`].
+    /// The first byte of what it is about; 0 for [`Action::OutOfMemory`] and [`Action::Limit`].
     pub address: u64,
-    /// Bytes, of a block as they were asked for; 0 for [`Action::Use`].
+    /// Bytes, of a block as they were asked for; 0 for [`Action::Use`] and [`Action::Limit`].
     pub bytes: u64,
     /// The stream, as an index of [`Recording::streams`]; of memory from the driver 0 means nothing.
     pub stream: u32,
@@ -73,6 +83,8 @@ pub struct Recording {
     pub(super) streams: Vec<RecordedStream>,
     pub(super) contexts: BTreeMap<u32, String>,
     pub(super) devices: BTreeMap<u16, usize>,
+    /// Bytes of the devices of allocators.
+    pub(super) memory: BTreeMap<u16, u64>,
     pub(super) start: u64,
     pub(super) lost: u64,
     pub(super) complete: bool,
@@ -117,6 +129,24 @@ impl Recording {
         part
     }
 
+    /// Bytes of memory of an allocator's device; none if the recording does not say.
+    pub fn device_memory_of(&self, allocator: u16) -> Option<u64> {
+        self.memory.get(&allocator).copied()
+    }
+
+    /// The limit of an allocator at the end; none if it had none, or the recording does not say.
+    pub fn limit_of(&self, allocator: u16) -> Option<u64> {
+        let own = self
+            .events
+            .iter()
+            .rev()
+            .filter(|event| event.allocator == allocator);
+        own.into_iter().find_map(|event| match event.action {
+            Action::Limit(limit) => Some(limit),
+            _ => None,
+        })?
+    }
+
     /// Nanoseconds since 1970 when it began.
     pub fn start(&self) -> u64 {
         self.start
@@ -139,7 +169,7 @@ impl Recording {
 
     /// The allocations and frees as a trace that can be replayed: of one allocator, or of all of them. What was live
     /// when the recording began comes first. Frees of blocks that the recording does not know are left out, and so
-    /// is an allocation of no bytes.
+    /// is an allocation of no bytes. Requests that failed are rows of [`Op::Oom`].
     ///
     /// # Errors
     /// [`TraceError::LiveBytesOverflow`]: the bytes of a recording from a stranger may add up to anything.
@@ -176,6 +206,12 @@ impl Recording {
                     next += 1;
                 }
                 Action::Free => free(&mut rows, live.remove(&place)),
+                Action::OutOfMemory { .. } if event.bytes > 0 => rows.push(Row {
+                    op: Op::Oom,
+                    stream: event.stream,
+                    id: 0,
+                    bytes: event.bytes,
+                }),
                 _ => {}
             }
         }

@@ -233,7 +233,8 @@ fn snapshot(recording: &Recording) -> Snapshot {
     for event in recording.events() {
         let end = event.address.checked_add(rounded(event.bytes));
         let index = recording.device_of(event.allocator);
-        if end.is_none_or(|end| end >= HIGHEST) || index >= DEVICES {
+        let is_shown = !matches!(event.action, Action::Use | Action::Limit(_));
+        if !is_shown || end.is_none_or(|end| end >= HIGHEST) || index >= DEVICES {
             continue;
         }
         while devices.len() <= index {
@@ -256,9 +257,13 @@ fn snapshot(recording: &Recording) -> Snapshot {
                 device.hold(event, start, held);
             }
             Action::Unmap { .. } => device.let_go(event, start),
-            Action::OutOfMemory => device.add(Act::Oom, event, start, (event.bytes, 0)),
+            Action::OutOfMemory { device_free, .. } => {
+                let address = device_free.unwrap_or(0).min(HIGHEST - 1);
+                let event = Event { address, ..*event };
+                device.add(Act::Oom, &event, start, (event.bytes, handle));
+            }
             Action::Sample => device.sampled(event),
-            Action::Use => {}
+            Action::Use | Action::Limit(_) => {}
         }
     }
     let most = recording.contexts.keys().next_back().copied().unwrap_or(0);

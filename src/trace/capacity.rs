@@ -44,7 +44,10 @@ impl Replay<'_> {
     /// # Errors
     /// As [`run`](Replay::run).
     pub fn capacity(mut self, on: &Context) -> Result<Capacity, Error> {
-        let peak = self.trace.requested_peak();
+        let peak = match self.serve_failed {
+            true => self.trace.required_peak(),
+            false => self.trace.requested_peak(),
+        };
         self.repeat = Capacity::REPLAYS;
         let told = std::mem::replace(&mut self.progress, Box::new(|_| {}));
         let mut prober = Prober {

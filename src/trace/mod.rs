@@ -8,6 +8,7 @@
 
 mod capacity;
 mod error;
+mod failed;
 mod format;
 #[doc(hidden)]
 pub mod generate;

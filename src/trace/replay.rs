@@ -40,6 +40,7 @@ pub struct Replay<'a> {
     verify: bool,
     seed: u64,
     check_every: Option<usize>,
+    pub(super) serve_failed: bool,
     pub(super) progress: Box<dyn FnMut(u64) + 'a>,
     watch: Option<Box<Watch<'a>>>,
 }
@@ -73,6 +74,7 @@ impl<'a> Replay<'a> {
             verify: false,
             seed: 1,
             check_every: None,
+            serve_failed: false,
             progress: Box::new(|_| {}),
             watch: None,
         }
@@ -122,6 +124,13 @@ impl<'a> Replay<'a> {
         self
     }
 
+    /// Whether requests that failed in the recorded program are made, too: each is allocated and freed at its row, so
+    /// that a replay which completes had memory for all of them. Else their rows do nothing.
+    pub fn serve_failed(mut self, on: bool) -> Self {
+        self.serve_failed = on;
+        self
+    }
+
     /// Is told now and then how many rows are done, over all passes; the clock stands still meanwhile. A search for
     /// the [`capacity`](Self::capacity) tells before each probe the limit in bytes instead.
     pub fn on_progress(mut self, told: impl FnMut(u64) + 'a) -> Self {
@@ -161,7 +170,7 @@ impl<'a> Replay<'a> {
             false => None,
         };
         let allocator = Allocator::with_config(stage.context(), self.config.clone())?;
-        let steps = steps(trace);
+        let steps = steps(trace, self.serve_failed);
         let mut run = Run {
             peak_row: trace.peak_row(),
             at_peak: None,
@@ -169,9 +178,8 @@ impl<'a> Replay<'a> {
             slots: std::iter::repeat_with(|| None)
                 .take(trace.allocations().len())
                 .collect(),
-            streams: trace
-                .streams()
-                .iter()
+            // One more for requests that failed on streams which own no block.
+            streams: (0..trace.streams().len() + usize::from(self.serve_failed))
                 .map(|_| Stream::new(stage.context()))
                 .collect::<Result<_, _>>()?,
             stage,
@@ -296,6 +304,8 @@ struct Step {
 enum Action {
     Allocate,
     Release,
+    /// A request that failed in the recorded program is made, and its block freed.
+    Attempt,
     /// The row is not its block's release point, or has no block.
     Pass,
 }
@@ -518,6 +528,11 @@ fn rows(
                     block.free().map_err(|failed| (row, failed.error))?;
                 }
             }
+            Action::Attempt => {
+                let stream = &streams[step.stream as usize];
+                let block = allocator.allocate(step.bytes as usize, stream);
+                drop(block.map_err(|error| (row, error))?);
+            }
             Action::Pass => {}
         }
         work.row_over();
@@ -525,23 +540,30 @@ fn rows(
     Ok(())
 }
 
-fn steps(trace: &Trace) -> Vec<Step> {
+fn steps(trace: &Trace, serve_failed: bool) -> Vec<Step> {
     let rows = trace.rows().iter().enumerate();
     rows.map(|(index, row)| {
         let block = trace.allocations().get(row.id);
-        let stream = trace
-            .streams()
-            .partition_point(|number| *number < row.stream);
+        let streams = trace.streams();
+        let stream = match (row.op, streams.binary_search(&row.stream)) {
+            (Op::Oom, Err(_)) => streams.len(),
+            (_, Ok(index) | Err(index)) => index,
+        };
         Step {
             action: match row.op {
                 Op::Allocate => Action::Allocate,
+                Op::Oom if serve_failed => Action::Attempt,
+                Op::Oom => Action::Pass,
                 _ if block.is_some_and(|block| block.released == Some(index)) => Action::Release,
                 _ => Action::Pass,
             },
             // Stream numbers have 32 bits, so their indices have no more.
             stream: stream as u32,
             id: row.id,
-            bytes: block.map_or(0, |block| block.bytes),
+            bytes: match row.op {
+                Op::Oom => row.bytes,
+                _ => block.map_or(0, |block| block.bytes),
+            },
         }
     })
     .collect()

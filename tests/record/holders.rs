@@ -98,7 +98,7 @@ fn contexts_of_a_recording() {
         assert!(
             found[3]
                 .0
-                .starts_with("blocks of 16.00 KiB to 31.50 KiB on stream")
+                .starts_with("blocks of 16.00 KiB to 32.00 KiB on stream")
         );
         let sum: u64 = picture.holders.iter().map(|holder| holder.bytes).sum();
         assert_eq!(sum, picture.live(), "{settings}");
@@ -144,7 +144,7 @@ fn sizes_and_streams_without_a_recording() {
         (5 * MIB, 10),
         (9 * MIB, 3),
         (100 * KIB, 40),
-        (1 * MIB, 6),
+        (MIB, 6),
         (600, 50),
         (40 * KIB, 9),
     ];
@@ -173,12 +173,12 @@ fn sizes_and_streams_without_a_recording() {
             6,
         ),
         (
-            format!("blocks of 64.00 KiB to 127.50 KiB on stream {a}"),
+            format!("blocks of 64.00 KiB to 128.00 KiB on stream {a}"),
             4000 << 10,
             40,
         ),
         (
-            format!("blocks of 32.00 KiB to 63.50 KiB on stream {b}"),
+            format!("blocks of 32.00 KiB to 64.00 KiB on stream {b}"),
             360 << 10,
             9,
         ),
@@ -235,7 +235,7 @@ fn tags_come_before_contexts() {
         .map(|(by, b, n)| (by.as_str(), *b, *n))
         .collect();
     assert_eq!(found, expected);
-    assert_eq!(picture.live(), (181 << 20) + (5 * 30 << 10));
+    assert_eq!(picture.live(), (181 << 20) + ((5 * 30) << 10));
     drop((live, pools, recorder));
 }
 

@@ -7,6 +7,8 @@ mod common;
 #[cfg(feature = "sim")]
 mod device;
 #[cfg(feature = "sim")]
+mod failed;
+#[cfg(feature = "sim")]
 mod foreign;
 #[cfg(all(feature = "sim", target_os = "linux"))]
 mod forks;

@@ -124,7 +124,7 @@ fn uses_refusals_and_memory_of_the_driver_are_recorded() {
     let refused = recording
         .events()
         .iter()
-        .find(|e| e.action == Action::OutOfMemory);
+        .find(|e| matches!(e.action, Action::OutOfMemory { .. }));
     assert_eq!(refused.unwrap().bytes, 100 * MIB as u64);
     let sum = |map: bool| -> u64 {
         let of = |e: &&Event| match e.action {

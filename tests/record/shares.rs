@@ -4,7 +4,7 @@ use crate::causes::{named, raised, refused};
 use crate::common::capturing::{Capturing, MODE, captured};
 use crate::common::{Random, RawStream, Rig};
 use crate::scene::{MIB, Scene, alone};
-use cualloc::allocator::{Allocator, Block, Config, Policy, Scope};
+use cualloc::allocator::{Allocator, Block, Config, Policy, Scope, Waits};
 use cualloc::driver::{Stream, sys};
 use cualloc::error::Cause;
 use cualloc::sim::{FailPlan, SimConfig};
@@ -166,6 +166,34 @@ fn pending_work_at_every_share() {
         });
         allocator.synchronize().unwrap();
         drop(allocator.allocate(rest - 2 * MIB, &other).unwrap());
+        drop(kept);
+    });
+}
+
+/// Without waits freed memory of another stream is not to be had while its work is unfinished.
+#[test]
+fn unfinished_work_at_every_share_without_waits() {
+    let _alone = alone();
+    shares(90, |policy, live| {
+        let policy = match policy.ends_with("packed") {
+            true => Policy::Packed,
+            false => Policy::Classic,
+        };
+        let rig = Rig::new(policy, SimConfig::default());
+        let config = Config::new().waits(Waits::Never).limit(Some(BOUND as u64));
+        let allocator = rig.allocator_with(config.policy(policy));
+        let [stream, other] = rig.streams();
+        let kept = allocator.allocate(live, &stream).unwrap();
+        let freed = allocator.allocate(BOUND - live, &other).unwrap();
+        let busy = rig.busy(&other);
+        drop(freed);
+        let picture = refused(&allocator, BOUND - live, &stream);
+        named(&picture, Cause::Pending);
+        let id = other.id().unwrap();
+        assert!(picture.advice().contains(&format!("streams {id} ")));
+        drop(busy);
+        allocator.synchronize().unwrap();
+        drop(allocator.allocate(BOUND - live, &stream).unwrap());
         drop(kept);
     });
 }

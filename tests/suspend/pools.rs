@@ -3,7 +3,7 @@
 use super::support::*;
 use cualloc::Tag;
 use cualloc::allocator::{Segment, SegmentHook};
-use cualloc::error::GraphPoolError;
+use cualloc::error::{Cause, GraphPoolError};
 use std::sync::{Arc, Mutex};
 
 /// A graph that writes a word over its input, through memory of its own, into its output; and the output.
@@ -157,7 +157,11 @@ fn a_pool_is_not_suspended_in_a_capture_and_not_without_room() {
         // The limit is of memory that is there.
         let other = allocator.allocate(12 * MIB, &stream).unwrap();
         match allocator.resume(Select::Pool(&pool)) {
-            Err(Error::OutOfMemory(why)) => assert_eq!(why.requested, 12 * MIB as u64),
+            Err(Error::OutOfMemory(why)) => {
+                let figures = (why.requested, why.missing(), why.live());
+                assert_eq!(figures, (12 << 20, 8 << 20, 12 << 20));
+                assert_eq!(why.cause(), Cause::Limit, "{}", why.report());
+            }
             other => panic!("{other:?}"),
         }
         drop(other);

@@ -2,6 +2,7 @@
 
 use super::support::*;
 use cualloc::allocator::{Segment, SegmentChange, SegmentHook};
+use cualloc::error::Cause;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
@@ -91,7 +92,13 @@ fn a_resume_without_memory_changes_nothing_and_may_be_tried_again() {
         for _ in 0..3 {
             let before = sim.memory_in_use(0);
             match world.allocator.resume(Select::Allocator) {
-                Err(Error::OutOfMemory(why)) => assert!(why.requested > 40 * MIB as u64),
+                Err(Error::OutOfMemory(why)) => {
+                    assert!(why.requested > 40 * MIB as u64);
+                    // What is suspended is not on the device.
+                    assert_eq!(why.cause(), Cause::Others, "{}", why.report());
+                    assert_eq!(why.others(), Some(free - 4 * MIB as u64));
+                    assert_eq!(why.missing(), why.requested - 4 * MIB as u64);
+                }
                 other => panic!("{other:?}"),
             }
             assert!(is_suspended(&world.allocator));

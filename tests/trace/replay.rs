@@ -72,6 +72,45 @@ fn failed_requests_are_not_repeated() {
     assert_eq!(report.stats.all.allocations.peak, 1);
 }
 
+/// A replay that serves the requests that failed has room for each beside what was live, and says where it has not.
+#[test]
+fn failed_requests_are_served_where_that_is_asked_for() {
+    let rows = "a,0,20971520,0\noom,0,41943040,7\nf,0,0,0\na,1,1048576,0\noom,0,10485760,0\n";
+    let trace = trace(rows);
+    assert_eq!(trace.streams(), [0]);
+    assert_eq!(
+        (trace.requested_peak(), trace.required_peak()),
+        (20 << 20, 60 << 20)
+    );
+    let failed: Vec<_> = trace.failed_requests().collect();
+    assert_eq!(failed, [(1, 40 << 20), (4, 10 << 20)]);
+    for policy in [Policy::Packed, Policy::Classic] {
+        let simulator = simulator(1 << 30);
+        let serve = |limit: u64| {
+            let config = of(policy).limit(Some(limit << 20));
+            run(
+                Replay::new(&trace).config(config).serve_failed(true),
+                &device(&simulator, 0),
+            )
+        };
+        let report = serve(100);
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(report.stats.all.allocations.total_allocated, 4);
+        let report = serve(58);
+        assert_eq!(report.failed, Some((1, 2)), "{report:?}");
+        let capacity = |on: bool| {
+            let replay = Replay::new(&trace).config(of(policy)).serve_failed(on);
+            replay
+                .capacity(&device(&simulator, 0))
+                .unwrap()
+                .limit
+                .unwrap()
+        };
+        assert!(capacity(false) < 40 << 20);
+        assert!((60 << 20..80 << 20).contains(&capacity(true)));
+    }
+}
+
 #[test]
 fn every_replay_has_its_own_figures_and_progress_ends_at_the_last_row() {
     let trace = rolling(3000);

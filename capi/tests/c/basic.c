@@ -112,8 +112,9 @@ static void memory_runs_out(cualloc_t *allocator) {
     EXPECT(CUALLOC_OK, cualloc_set_limit(allocator, 8u << 20));
     EXPECT(CUALLOC_OUT_OF_MEMORY, cualloc_alloc(allocator, 64u << 20, 0, &ptr));
     CHECK(ptr == 0);
-    CHECK(strstr(cualloc_last_error(), "out of memory on device 0: asked for 64.00 MiB") != 0);
-    CHECK(strstr(cualloc_last_error(), "limit 8.00 MiB") != 0);
+    CHECK(strstr(cualloc_last_error(), "out of memory on device 0 (limit): requested 64.00 MiB") != 0);
+    CHECK(strstr(cualloc_last_error(), "bound 8.00 MiB (limit), missing 56.00 MiB") != 0);
+    CHECK(strstr(cualloc_last_error(), "Raise the limit by 58720256 bytes") != 0);
     EXPECT(CUALLOC_OK, cualloc_stats(allocator, &stats));
     CHECK(stats.ooms == 1 && stats.limit == 8u << 20);
     EXPECT(CUALLOC_OK, cualloc_set_limit(allocator, UINT64_MAX));

@@ -31,6 +31,10 @@ struct Line<'a> {
     memory_bytes: u64,
     fits: bool,
     requested_peak_bytes: u64,
+    /// Requests that failed in the recorded program: what fits serves them, too.
+    failed_requests: usize,
+    /// What would have been live at most had they succeeded.
+    required_peak_bytes: u64,
     /// The smallest memory that the settings which need least run under.
     needed_bytes: Option<u64>,
     /// What is left if that is all they get. Null if it does not fit.
@@ -194,6 +198,10 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
                 continue;
             }
         };
+        if let Some(failed) = replay::failed_requests(&trace) {
+            let file = text::file(path, input::STDIN);
+            output.note(&format!("{file}: {failed}; what fits serves them, too"));
+        }
         let advice = match advise(global, options, &trace, &choices, output) {
             Ok(advice) => advice,
             Err(stop) => {
@@ -228,7 +236,7 @@ fn advise(
     choices: &[Choice],
     output: &Output,
 ) -> Result<Vec<Advice>, Stop> {
-    let peak = trace.requested_peak();
+    let peak = trace.required_peak();
     if peak > MOST {
         return Err(Stop::Faults(vec![Fault::new(format!(
             "{peak} bytes are asked for at once: more than {}, which no device has",
@@ -313,6 +321,8 @@ fn line<'a>(
         memory_bytes: advice.memory,
         fits: best.is_some(),
         requested_peak_bytes: trace.requested_peak(),
+        failed_requests: trace.failed_requests().count(),
+        required_peak_bytes: trace.required_peak(),
         needed_bytes: advice.needed(),
         spare_bytes: advice.spare(),
         missing_bytes: advice.missing(),

@@ -166,9 +166,13 @@ impl<'a> Trials<'a> {
     fn replay(&mut self, index: usize, limit: u64) -> Result<Trial, Stop> {
         let choice = &self.choices[index];
         let config = choice.config.clone().limit(Some(limit));
-        let peak = self.trace.requested_peak();
+        let peak = self.trace.required_peak();
         if peak > limit {
-            let why = format!("{peak} bytes are asked for at once");
+            let failed = match peak > self.trace.requested_peak() {
+                true => ", with a request that failed",
+                false => "",
+            };
+            let why = format!("{peak} bytes are asked for at once{failed}");
             return Ok(Trial::refused(config.policy, why));
         }
         // Settings and limit can contradict each other.
@@ -176,7 +180,7 @@ impl<'a> Trials<'a> {
             return Ok(Trial::refused(config.policy, error.to_string()));
         }
         (self.told)(&choice.text, limit);
-        let replay = Replay::new(self.trace).config(config);
+        let replay = Replay::new(self.trace).config(config).serve_failed(true);
         let report = replay
             .repeat(Capacity::REPLAYS)
             .run(self.ground.context())?;
@@ -191,6 +195,7 @@ impl<'a> Trials<'a> {
         let told = &mut self.told;
         let search = Replay::new(self.trace)
             .config(choice.config.clone())
+            .serve_failed(true)
             .on_progress(|limit| told(&choice.text, limit))
             .capacity(self.ground.context())?;
         match search.fault {

@@ -7,7 +7,7 @@ mod source;
 use crate::options::InputOptions;
 use crate::output::Output;
 use crate::text;
-use cualloc::record::{Profile, ReadError, Recording, Snapshot, SnapshotError};
+use cualloc::record::{FailedRequest, Profile, ReadError, Recording, Snapshot, SnapshotError};
 use cualloc::trace::{AllocationLog, Op, Trace, TraceError};
 use kind::Kind;
 use source::{Begun, Bounded, Source, buffered, decompressed, open, too_many, whole};
@@ -254,7 +254,7 @@ fn converted(
     options: &InputOptions,
 ) -> Result<Input, InputError> {
     let (name, gpu) = (name(path), options.gpu);
-    let (mut warnings, mut stacks) = (Vec::new(), None);
+    let (mut warnings, mut stacks, mut recorded) = (Vec::new(), None, Recorded::default());
     let (_, trace, note) = if *kind == Kind::Recording {
         let mut recording = read_recording(path, bytes, options.max_rows)?;
         warnings = missing(&recording);
@@ -272,6 +272,7 @@ fn converted(
             }
         };
         stacks = (recording.sampling() > 0).then(|| Profile::of_stacks(&recording));
+        recorded = Recorded::of(&recording);
         chosen
     } else {
         let inside = match kind {
@@ -286,6 +287,7 @@ fn converted(
         let of_device = |device| snapshot.to_trace(&name, device);
         let chosen = choose(path, gpu, &devices, of_device)?;
         warnings.extend(snapshot.gaps(chosen.0));
+        recorded.failed = snapshot.failed_requests(chosen.0);
         chosen
     };
     warnings.extend(note);
@@ -299,6 +301,7 @@ fn converted(
         trace,
         stacks,
         warnings,
+        recorded,
     })
 }
 
@@ -324,6 +327,30 @@ pub struct Input {
     pub stacks: Option<Profile>,
     /// What the file lacks, so that figures of it may be too small.
     pub warnings: Vec<String>,
+    pub recorded: Recorded,
+}
+
+/// What a recording or a snapshot says beside its rows.
+#[derive(Default)]
+pub struct Recorded {
+    /// Of each row of a request that failed, in their order.
+    pub failed: Vec<FailedRequest>,
+    /// The limit at the end, where there is one allocator.
+    pub limit: Option<u64>,
+    /// The memory of its device, in bytes.
+    pub memory: Option<u64>,
+}
+
+impl Recorded {
+    fn of(recording: &Recording) -> Recorded {
+        let mut allocators = recording.allocators().map(|(id, _)| id);
+        let only = allocators.next().filter(|_| allocators.next().is_none());
+        Recorded {
+            failed: recording.failed_requests(None),
+            limit: only.and_then(|id| recording.limit_of(id)),
+            memory: only.and_then(|id| recording.device_memory_of(id)),
+        }
+    }
 }
 
 /// Reads a file by its first bytes.
@@ -389,6 +416,7 @@ fn lines(
         trace,
         stacks: None,
         warnings,
+        recorded: Recorded::default(),
     })
 }
 

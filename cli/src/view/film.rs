@@ -45,6 +45,8 @@ pub struct Film<'a> {
     /// Rows after which a map is taken, those in equal distances.
     instants: BTreeSet<usize>,
     peak_row: usize,
+    /// The row of the last request that failed in the recorded program.
+    failed_row: Option<usize>,
 }
 
 impl<'a> Film<'a> {
@@ -62,6 +64,7 @@ impl<'a> Film<'a> {
             pieces: 0,
             instants: instants.collect(),
             peak_row: trace.peak_row(),
+            failed_row: trace.failed_requests().last().map(|(row, _)| row),
         }
     }
 
@@ -92,6 +95,7 @@ impl<'a> Film<'a> {
         self.requested.push(requested);
         self.allocated.push(allocated);
         let must = seen.row == self.peak_row
+            || Some(seen.row) == self.failed_row
             || seen.error.is_some()
             || seen.row + 1 == self.trace.rows().len();
         if must || (self.instants.contains(&seen.row) && self.pieces < MAP_PIECES) {

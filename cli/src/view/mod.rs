@@ -3,12 +3,13 @@
 mod contexts;
 mod difference;
 mod encode;
+mod failed;
 mod film;
 mod levels;
 #[cfg(test)]
 mod tests;
 
-use crate::input::{self, Input, InputError};
+use crate::input::{self, Input, InputError, Recorded};
 use crate::machine::Machine;
 use crate::options::{DeviceChoice, GlobalOptions, ViewOptions};
 use crate::output::Output;
@@ -68,6 +69,7 @@ struct Frame<'a> {
     stacks: Option<&'a Profile>,
     /// What the file lacks.
     warnings: &'a [String],
+    recorded: &'a Recorded,
 }
 
 pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -> Outcome {
@@ -128,6 +130,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         config: settings.text(),
         stacks: shown.stacks.as_ref(),
         warnings: &shown.warnings,
+        recorded: &shown.recorded,
     };
     let bar = output.progress(trace.rows().len() as u64, trace.name());
     let replay = replay(trace).on_progress(|done| bar.set_position(done));
@@ -235,7 +238,7 @@ fn page(
     let picture = match &report.error {
         // It is made by the library, so it is read without a fault.
         Some(Error::OutOfMemory(picture)) => serde_json::from_str(&picture.to_json()).ok(),
-        _ => None::<Value>,
+        _ => failed::last(frame.trace, &frame.recorded.failed),
     };
     let contexts = Contexts::of(frame.trace);
     let columns = film.columns(&contexts);
@@ -261,6 +264,11 @@ fn page(
         "error": error,
         "warnings": frame.warnings,
         "out_of_memory": picture,
+        "failed": failed::all(frame.trace, &frame.recorded.failed),
+        "recorded": {
+            "limit": frame.recorded.limit.map(|limit| limit.min(encode::MOST)),
+            "memory": frame.recorded.memory.map(|memory| memory.min(encode::MOST)),
+        },
         "difference": difference,
         "stacks": frame.stacks.map(by_stack),
         "columns": columns.counts,

@@ -1,12 +1,19 @@
+// What holds the memory, by its name in an out-of-memory error.
+const holderName = of => of.by !== 'size' ? of.by + ' ' + of.name :
+  'blocks of ' + bytes(of.least) + ' to ' + bytes(of.below) + ' on stream ' + of.stream;
+
 function drawOutOfMemory() {
   const oom = meta.out_of_memory;
   if (!oom) return;
   $('oom').hidden = false;
-  $('oom-words').textContent = 'Asked for ' + bytes(oom.requested) + '; held ' + bytes(oom.reserved) + ', of which ' +
-    bytes(oom.allocated) + ' live' + (oom.limit === null ? '' : '; limit ' + bytes(oom.limit)) + '. Cause: ' + oom.cause +
-    '. ' + oom.advice;
-  const bars = [['asked for', oom.requested, '#d55e00'], ...oom.holes.map((hole, n) => ['hole ' + (n + 1), hole.bytes, '#56b4e9']),
-    ...oom.pending.map(of => ['waits for stream ' + of.stream, of.bytes, '#e69f00'])].slice(0, 7);
+  const amount = (name, value) => value === null ? [] : [name + ' ' + bytes(value)];
+  const where = oom.recorded ? 'The recorded program ran out of memory at row ' + (oom.row + 1) : 'The replay ran out of memory';
+  $('oom-words').textContent = where + (oom.cause === null ? '' : ' (' + oom.cause + ')') + ': ' +
+    [...amount('requested', oom.requested), ...amount('live', oom.live), ...amount('bound', oom.bound).map(text => text + ' (' + oom.bound_of + ')'),
+      ...amount('missing', oom.missing)].join(', ') + '. ' + oom.advice;
+  const bars = [['requested', oom.requested, '#d55e00'], ...oom.holders.map((of, n) => ['holder ' + (n + 1), of.bytes, '#009e73']),
+    ...oom.pending.map(of => ['pending on stream ' + of.stream, of.bytes, '#e69f00']),
+    ...oom.holes.map((hole, n) => ['hole ' + (n + 1), hole.bytes, '#56b4e9'])].slice(0, 9);
   const page = begin('oom-canvas'), high = Math.max(1, ...bars.map(bar => bar[1])), each = page.height / bars.length;
   bars.forEach(([name, amount, colour], n) => {
     page.pen.fillStyle = colour;
@@ -15,9 +22,20 @@ function drawOutOfMemory() {
     page.pen.fillText(name, 4, n * each + each / 2 + 4);
     page.pen.fillText(bytes(amount), 156 + amount / high * (page.width - 260), n * each + each / 2 + 4);
   });
+  $('oom-table').replaceChildren();
+  const more = (id, caption, head, lines) => {
+    if (!lines.length) return;
+    const place = element('div', undefined, $('oom-table'));
+    place.id = id;
+    table(place, caption, head, lines);
+  };
+  more('oom-holders', 'Who held the memory', ['holder', 'bytes', 'blocks'], [
+    ...oom.holders.map(of => [holderName(of), bytes(of.bytes), of.blocks]),
+    ...(oom.other_live ? [['all others', bytes(oom.other_live), '']] : [])]);
+  more('oom-failed', 'Requests that failed in the recorded program', ['row', 'requested', 'live', 'cause', 'context'],
+    meta.failed.map(([row, asked, live, cause, context]) => [row + 1, bytes(asked), bytes(live), cause || '-', context || '-']));
+  more('oom-pending', 'Freed memory that work may still access', ['stream', 'bytes'], oom.pending.map(of => [of.stream, bytes(of.bytes)]));
   const bound = block => block === null ? 'no large block' : '0x' + block.toString(16);
-  table($('oom-table'), 'The longest holes, and the large live blocks on both sides', ['address', 'bytes', 'before', 'after'],
+  more('oom-holes', 'The longest holes, and the large live blocks on both sides', ['address', 'bytes', 'before', 'after'],
     oom.holes.map(hole => ['0x' + hole.address.toString(16), bytes(hole.bytes), bound(hole.before), bound(hole.after)]));
-  const waits = element('div', undefined, $('oom-table'));
-  table(waits, 'What waits', ['stream', 'bytes'], oom.pending.map(of => [of.stream, bytes(of.bytes)]));
 }

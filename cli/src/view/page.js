@@ -39,7 +39,8 @@ function drawCurves() {
   const page = begin('curves'), { pen, width, height } = page, [from, to] = visible();
   drawn.curves = 1;
   if (!rows) return;
-  let top = meta.limit || 0;
+  const limit = meta.limit === null ? meta.recorded.limit : meta.limit;
+  let top = limit || 0;
   const high = Math.max(...Object.keys(CURVES).map(name => extent(name, from, to)[1]));
   top = Math.max(high, top < 2 * high ? top : 0, 1) * 1.05;
   const y = amount => height - share(amount, top) * height, span = state.to - state.from;
@@ -60,11 +61,18 @@ function drawCurves() {
     pen.stroke();
   }
   pen.setLineDash([]);
-  if (meta.limit && meta.limit < top) {
+  if (limit && limit < top) {
     pen.fillStyle = page.ink;
-    pen.fillRect(0, y(meta.limit), width, 1);
-    pen.fillText('limit ' + bytes(meta.limit), 4, y(meta.limit) + 14);
+    pen.fillRect(0, y(limit), width, 1);
+    pen.fillText('limit ' + bytes(limit), 4, y(limit) + 14);
     drawn.curves++;
+  }
+  drawn.failed = 0;
+  pen.fillStyle = '#d55e00';
+  for (const [row] of meta.failed) {
+    if (row < from || row >= to) continue;
+    pen.fillRect((row + 0.5 - state.from) / span * width - 1, 0, 2, height);
+    drawn.failed++;
   }
   pen.fillStyle = page.ink;
   pen.fillText(bytes(top / 1.05), 4, 12);
@@ -362,6 +370,12 @@ function blockLegend() {
     ...Array.from({ length: Math.min(8, names) }, (_, n) => ['blocks of ' + name(n), PALETTE[n]])]);
 }
 
+// What the recording says of the limit and the device of its allocator.
+function recordedFacts() {
+  const { limit, memory } = meta.recorded;
+  return memory === null ? [] : ['recorded with ' + (limit === null ? 'no limit' : 'limit ' + bytes(limit)) + ' on a device of ' + bytes(memory)];
+}
+
 async function main() {
   document.title = meta.name + ' – cualloc view';
   $('name').textContent = meta.name;
@@ -369,7 +383,7 @@ async function main() {
   prepare();
   $('facts').textContent = [rows + ' rows', data.born.length + ' blocks', meta.streams.length + ' streams', meta.policy + ' policy',
     'limit ' + (meta.limit === null ? 'none' : bytes(meta.limit)), bytes(meta.memory) + ' of device memory',
-    ...(meta.config === null ? [] : ['CUALLOC_CONFIG=' + meta.config]), ...meta.warnings].join(', ');
+    ...recordedFacts(), ...(meta.config === null ? [] : ['CUALLOC_CONFIG=' + meta.config]), ...meta.warnings].join(', ');
   if (meta.error !== null) {
     $('error').hidden = false;
     $('error').textContent = meta.error;
@@ -390,7 +404,8 @@ async function main() {
     table($('stacks-table'), 'Estimates, the most bytes first', ['stack', 'live blocks', 'live bytes', 'bytes asked for in all'],
       meta.stacks.map(([name, blocks, live, all]) => [name, blocks, bytes(live), bytes(all)]));
   }
-  select(meta.error !== null ? rows - 1 : rows ? peakRow(0, rows) : 0);
+  const failed = meta.out_of_memory && meta.out_of_memory.recorded ? meta.out_of_memory.row : -1;
+  select(meta.error !== null ? rows - 1 : failed >= 0 && failed < rows ? failed : rows ? peakRow(0, rows) : 0);
   // What tests and other scripts may ask.
   window.__view = {
     state, drawn, curves, data, maps, layers, extent, stacks, largest, sums, select, view, zoom, reason, contents, look, files, showFiles, draw, share, csv,

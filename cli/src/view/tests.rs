@@ -41,6 +41,7 @@ fn written(trace: &Trace, limit: Option<u64>) -> String {
         config: Some("limit=</script><img src=x onerror=alert(1)>"),
         stacks: None,
         warnings: &[],
+        recorded: &Default::default(),
     };
     let context = simulator.context(0).unwrap();
     let page = page(
@@ -302,6 +303,7 @@ fn hostile_stacks_are_text() {
         config: None,
         stacks: Some(&profile),
         warnings: &[],
+        recorded: &Default::default(),
     };
     let context = simulator.context(0).unwrap();
     let page = page(&frame, Replay::new(&trace), 3, &context).unwrap();

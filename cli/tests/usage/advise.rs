@@ -154,6 +154,52 @@ fn what_does_not_fit_is_an_answer() {
     assert_eq!(lines[0]["reasons"][0], "100 bytes are asked for at once");
 }
 
+/// What a program ran out of memory in does not fit, whatever was live: of a trace, a snapshot and a recording alike.
+#[test]
+fn a_request_that_failed_has_to_fit_too() {
+    let trace = format!("{HEADER}a,0,{0},0\noom,0,{1},0\n", 80 << 20, 50 << 20);
+    let snapshot = r#"{"segments":[],"device_traces":[[
+        {"action":"alloc","addr":1048576,"size":83886080,"stream":0,"time_us":1},
+        {"action":"oom","device_free":1000,"size":52428800,"stream":0,"time_us":2}]]}"#;
+    for file in [trace.as_bytes(), snapshot.as_bytes()] {
+        let output = fed(&["advise", "-", "--json", "--memory", "120M,140M"], file);
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let text = stdout(&output);
+        let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
+        let lines: Vec<Value> = lines.collect();
+        assert_eq!(
+            (&lines[0]["fits"], &lines[1]["fits"]),
+            (&false.into(), &true.into())
+        );
+        for line in &lines {
+            assert_eq!(line["failed_requests"], 1);
+            assert_eq!(line["requested_peak_bytes"], 80 << 20);
+            assert_eq!(line["required_peak_bytes"], 130 << 20);
+            assert!(line["needed_bytes"].as_u64().unwrap() >= 130 << 20);
+        }
+        let reason = "136314880 bytes are asked for at once, with a request that failed";
+        assert_eq!(lines[0]["reasons"][0], reason);
+        let told = stderr(&output);
+        let note = "one request failed in the recorded program, of 50 MiB (line 3)";
+        assert!(told.contains(note), "{told}");
+        let output = fed(&["replay", "-", "--device", "sim", "--json"], file);
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let line = object(&output);
+        assert_eq!(
+            (&line["failed_requests"], &line["completed"]),
+            (&1.into(), &true.into())
+        );
+        let told = stderr(&output);
+        assert!(
+            told.contains(note) && told.contains("does not make them"),
+            "{told}"
+        );
+        let output = fed(&["capacity", "-", "--device", "sim", "--json"], file);
+        let least = object(&output)["min_limit_bytes"].as_u64().unwrap();
+        assert!(least >= 130 << 20, "{least}");
+    }
+}
+
 #[test]
 fn tables_of_advice_fit_the_terminal() {
     let lf = data("lf.csv");

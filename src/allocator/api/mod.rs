@@ -9,6 +9,7 @@ pub(crate) mod raw;
 pub(crate) mod suspend;
 
 use crate::error::Error;
+use crate::error::memory::Bytes;
 use std::fmt;
 use std::sync::Arc;
 
@@ -432,8 +433,10 @@ impl Allocator {
             return;
         };
         heap.physical.limit = bytes;
+        heap.tell_limit();
         drop(heap);
-        log::info!("allocator {}: limit {bytes:?} bytes", self.id());
+        let limit = bytes.map_or("none".to_owned(), |bytes| Bytes(bytes).to_string());
+        log::info!("allocator {}: limit {limit}", self.id());
     }
 
     /// The bound on bytes held from the driver.

@@ -202,9 +202,10 @@ impl Engine {
         }
         let made = self.reclaim(heap, named, request);
         if process::is_recording()
-            && let Err(Error::OutOfMemory(_)) = made
+            && let Err(Error::OutOfMemory(refused)) = &made
         {
-            self.lock().tell_refused(request.requested);
+            let stream = (named.key, named.raw as usize);
+            self.lock().tell_refused(refused, stream);
         }
         made
     }

@@ -328,11 +328,12 @@ impl Engine {
                 what: "blocks of a family that are not to lie in a view",
             });
         }
+        let stream = (user.key, user.raw);
         let made = self.obtain_in_pool(&request, user, cached_only);
         if process::is_recording()
-            && let Err(Error::OutOfMemory(_)) = made
+            && let Err(Error::OutOfMemory(refused)) = &made
         {
-            self.lock().tell_refused(request.requested);
+            self.lock().tell_refused(refused, stream);
         }
         made.map(Some)
     }

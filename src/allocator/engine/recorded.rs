@@ -94,7 +94,7 @@ impl Running {
         sample::set_mean(start.sampling);
         for engine in engines() {
             if let Some(mut heap) = engine.readable() {
-                heap.tell_all(start.ticks);
+                heap.tell_all(start.ticks, engine.total_memory);
             }
         }
         Ok(running)
@@ -216,7 +216,8 @@ impl Engine {
             engines.push(Arc::downgrade(self));
         }
         if process::is_recording() {
-            self.lock().tell_all(crate::event::clock::ticks());
+            let ticks = crate::event::clock::ticks();
+            self.lock().tell_all(ticks, self.total_memory);
         }
     }
 }
@@ -394,6 +395,7 @@ mod tests {
             drop(made);
         }
         held.record_stream(&streams[2]).unwrap();
+        assert!(allocator.allocate(1 << 40, &streams[1]).is_err());
         let mut bytes = Vec::new();
         let mut chunks = Chunks::begin(&running.session, &mut bytes).unwrap();
         let batches = running.session.read(&mut Progress::default());
@@ -418,6 +420,10 @@ mod tests {
         };
         assert_eq!(first(Action::Held), streams[1].raw() as u64);
         assert_eq!(first(Action::Use), streams[2].raw() as u64);
+        let mut refused = recording.events().iter();
+        let refused = refused.find(|e| matches!(e.action, Action::OutOfMemory { .. }));
+        assert_eq!(of(refused.unwrap()), streams[1].raw() as u64);
+        assert!(recording.failed_requests(None)[0].cause.is_some());
         // It would look through all streams for each of them.
         std::mem::forget((streams, held, allocator, simulator));
     }

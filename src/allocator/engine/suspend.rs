@@ -274,10 +274,9 @@ impl Engine {
         };
         if !self.lock().announce_back(missing) {
             self.spare_memory()?;
-            let mut heap = self.lock();
-            if !heap.announce_back(missing) {
-                let error = heap.short_of(missing);
-                drop(heap);
+            if !self.lock().announce_back(missing) {
+                drop(work);
+                let error = self.lock().short_of(missing);
                 return Err(self.out_of_memory(error, None));
             }
         }

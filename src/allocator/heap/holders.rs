@@ -7,7 +7,6 @@ use crate::allocator::extent::origin::Names;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::graph::arena::PLAIN;
 use crate::allocator::heap::Heap;
-use crate::allocator::size::GRANULE;
 use crate::block::Tag;
 use crate::error::{HeldBy, Holder};
 use crate::event::names;
@@ -45,7 +44,7 @@ impl Group {
             Group::Context(context) => HeldBy::Context(named(context)),
             Group::Size(log, stream) => HeldBy::Size {
                 least: 1 << log,
-                most: (2 << log) - GRANULE,
+                below: 2 << log,
                 stream,
             },
         }
@@ -115,7 +114,7 @@ impl Heap {
     }
 
     fn add_pooled(&self, sums: &mut Sums) {
-        for (id, pool) in &self.graphs.pools {
+        for (id, pool) in self.graphs.pools.iter().filter(|(_, pool)| !pool.away) {
             for live in pool.arena.live.values() {
                 let owner = if live.owner == PLAIN { *id } else { live.owner };
                 let stream = || live.users.first().map_or(0, |user| user.key.number());

@@ -6,9 +6,11 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
 use crate::allocator::report::BlockState;
+use crate::allocator::size::GRANULE;
 use crate::allocator::stream::slot::StreamKey;
 use crate::driver::process;
-use crate::event::record::{MAPPED, OTHERS, SMALL, has_number};
+use crate::error::OutOfMemory;
+use crate::event::record::{MAPPED, NO_LIMIT, OTHERS, SMALL, has_number};
 use crate::event::{Event, Kind, names, session};
 use crate::nvtx::Category;
 
@@ -55,9 +57,6 @@ impl Heap {
             Kind::Free => tool.gone(at),
             Kind::Map => tool.heap(at, bytes),
             Kind::Unmap => tool.heap_gone(at),
-            Kind::OutOfMemory => {
-                tool.mark(Category::OutOfMemory, &format!("{bytes} bytes"));
-            }
             _ => {}
         }
     }
@@ -91,10 +90,37 @@ impl Heap {
         }
     }
 
-    /// A request found no memory.
+    /// A request found no memory, of a stream by its key and its handle.
     #[cold]
-    pub(crate) fn tell_refused(&self, requested: u64) {
-        self.tell(Kind::OutOfMemory, 0, requested, 0);
+    pub(crate) fn tell_refused(&self, refused: &OutOfMemory, (key, raw): (StreamKey, usize)) {
+        let stream = self.streams.find(key);
+        let numbered = stream.filter(|stream| has_number(*stream));
+        let slot = numbered.unwrap_or(OTHERS);
+        // Amounts have the place of addresses, which are multiples of a granule.
+        let free = refused.driver_free.unwrap_or(0) / GRANULE * GRANULE;
+        let missing = refused.missing().next_multiple_of(GRANULE);
+        let cause = refused.cause().number();
+        let events = [
+            self.event(Kind::Cause, missing, cause, slot),
+            self.event(Kind::OutOfMemory, free, refused.requested, slot),
+        ];
+        let handle = numbered.is_none().then_some(raw as u64);
+        session::push_together(handle, &events, names::context());
+        if let Some(tool) = self.tool {
+            tool.mark(Category::OutOfMemory, &refused.to_string());
+        }
+    }
+
+    /// The limit was set.
+    pub(crate) fn tell_limit(&self) {
+        if process::is_recording() {
+            session::push(self.limit_event());
+        }
+    }
+
+    fn limit_event(&self) -> Event {
+        let limit = self.physical.limit.unwrap_or(NO_LIMIT);
+        self.event(Kind::Limit, 0, limit, 0)
     }
 
     /// Memory came from the driver, or went: of the pool, and whether it is a handle that is mapped.
@@ -135,15 +161,19 @@ impl Heap {
         }
     }
 
-    /// Tells a recording that began at a time what was there then: the allocator, its streams, what it holds, and
-    /// its live blocks.
-    pub(crate) fn tell_all(&mut self, ticks: u64) {
+    /// Tells a recording that began at a time what was there then: the allocator with its limit, its device and the
+    /// bytes that this has, its streams, what it holds, and its live blocks.
+    pub(crate) fn tell_all(&mut self, ticks: u64, device_memory: u64) {
         if self.closed {
             return;
         }
         self.clear_large_caches();
         let device = self.device as u64;
-        let mut rare = vec![self.event(Kind::Source, 0, device, 0)];
+        let mut rare = vec![
+            self.event(Kind::Source, 0, device, 0),
+            self.event(Kind::DeviceMemory, 0, device_memory, 0),
+            self.limit_event(),
+        ];
         let numbered = self.streams.iter().filter(|(slot, _)| has_number(*slot));
         for (slot, stream) in numbered {
             rare.push(self.event(Kind::Stream, 0, stream.raw as u64, slot));

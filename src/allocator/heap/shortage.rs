@@ -5,9 +5,11 @@ use std::collections::BTreeMap;
 
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::want::Want;
+use crate::allocator::graph::arena::Arena;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::graph::PoolRequest;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+use crate::allocator::suspend::{Suspension, Target};
 use crate::error::{Hole, OutOfMemory, PinnedSegment, Shortage};
 
 impl Heap {
@@ -34,29 +36,48 @@ impl Heap {
             ready,
             waiting,
             kept: self.kept().saturating_sub(ready + waiting),
+            counted: self.present() + self.suspended.coming,
             coming: self.suspended.coming,
             ..Shortage::default()
         };
         self.picture(request.requested, shortage)
     }
 
-    /// The picture of an allocator that lacks so many bytes of the driver, where no request is to be counted.
+    /// The picture of an allocator that lacks so many bytes of the driver for suspended memory, where no request is to
+    /// be counted.
     pub(crate) fn short_of(&mut self, bytes: u64) -> OutOfMemory {
+        let absent = self.absent();
         let shortage = Shortage {
             growth: bytes,
             needed: bytes,
-            kept: self.kept(),
+            kept: self.kept() - absent,
+            counted: self.present() - absent + self.suspended.coming,
             coming: self.suspended.coming,
             ..Shortage::default()
         };
         self.picture(bytes, shortage)
     }
 
-    /// Freed memory that guards and graph pools keep, and what a resume under way will take.
-    fn kept(&self) -> u64 {
+    /// Graph pools whose memory is not suspended.
+    fn present_arenas(&self) -> impl Iterator<Item = &Arena> {
         let pools = self.graphs.pools.values().filter(|pool| !pool.away);
-        let free = pools.map(|pool| pool.arena.held().saturating_sub(pool.arena.live_bytes()));
-        free.sum::<u64>() + self.guards.bytes() + self.suspended.coming
+        pools.map(|pool| &pool.arena)
+    }
+
+    /// Bytes that are suspended, and count as reserved.
+    fn absent(&self) -> u64 {
+        let arenas = self.suspended.map.get(&Target::Arenas);
+        arenas.map_or(0, Suspension::missing)
+    }
+
+    /// What guards and graph pools keep of freed memory, what is suspended and counts for the limit, and what a resume
+    /// under way will take.
+    fn kept(&self) -> u64 {
+        let free = |arena: &Arena| arena.held().saturating_sub(arena.live_bytes());
+        self.present_arenas().map(free).sum::<u64>()
+            + self.guards.bytes()
+            + self.absent()
+            + self.suspended.coming
     }
 
     fn shortage(&self, want: &Want) -> Shortage {
@@ -89,6 +110,7 @@ impl Heap {
                 && !self.pending_bytes().is_empty(),
             kept: self.kept(),
             fits_guarded: guarded.any(|(id, _)| self.extents.records[*id].bytes() >= span),
+            counted: self.present() + self.suspended.coming,
             coming: self.suspended.coming,
         }
     }
@@ -107,9 +129,9 @@ impl Heap {
             largest_run: self.extents.largest_run(),
             in_views: self.views.aliased_bytes,
             guarded: self.guards.bytes(),
-            suspended: self.suspended.absent,
+            suspended: self.absent(),
             graph_pools: self.graphs.held,
-            in_graph_pools: self.graphs.live_totals().1,
+            in_graph_pools: self.present_arenas().map(Arena::live_bytes).sum(),
             holders: self.holders(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),

@@ -4,7 +4,7 @@ use crate::allocator::cache::stream_cache::{
     CachedBlock, Inner, Life, Node, Owner, Small, StreamCache, Taken,
 };
 use crate::driver::process;
-use crate::event::{Kind, names};
+use crate::event::Kind;
 
 impl StreamCache {
     /// [`free_told`](Inner::free_told) of a block with an owner while a recording runs, if nobody is at the stream cache
@@ -43,15 +43,14 @@ impl Inner {
         self.account(bytes, request.requested);
         let event = (Kind::Allocate, taken.ptr, request.requested.into());
         // SAFETY: it is the tap's place: nobody else was at it since.
-        unsafe { self.tap.put_own(place, event) };
-        self.note_context(&taken);
+        let context = unsafe { self.tap.put_own(place, event) };
+        self.note_context(&taken, context);
         Some(taken)
     }
 
     /// Notes the context that a block was taken in.
     #[inline(always)]
-    fn note_context(&mut self, taken: &Taken) {
-        let context = names::context();
+    fn note_context(&mut self, taken: &Taken, context: u32) {
         if context != 0
             && let Some(names) = self.runs.names_mut(taken.node, taken.generation)
         {
@@ -60,16 +59,16 @@ impl Inner {
     }
 
     #[inline(always)]
-    fn tell(&mut self, kind: Kind, at: u64, bytes: u64) {
-        self.tap.push_own((kind, at, bytes));
+    fn tell(&mut self, kind: Kind, at: u64, bytes: u64) -> u32 {
+        self.tap.push_own((kind, at, bytes))
     }
 
     /// A block was taken.
     #[inline(always)]
     pub(crate) fn tell_taken(&mut self, taken: &Taken, requested: u32) {
         if process::is_recording() {
-            self.tell(Kind::Allocate, taken.ptr, requested.into());
-            self.note_context(taken);
+            let context = self.tell(Kind::Allocate, taken.ptr, requested.into());
+            self.note_context(taken, context);
         }
     }
 
@@ -85,8 +84,7 @@ impl Inner {
     #[inline]
     pub(crate) fn tell_large(&mut self, block: &CachedBlock) {
         if process::is_recording() {
-            self.tell(Kind::Allocate, block.ptr, block.requested);
-            let context = names::context();
+            let context = self.tell(Kind::Allocate, block.ptr, block.requested);
             if context != 0
                 && let Some(names) = self.large_cache.names_mut(block.id)
             {
