@@ -130,6 +130,12 @@ impl OutOfMemory {
         self.limit.into_iter().chain(device).min()
     }
 
+    /// Whether the driver refused address space.
+    pub(crate) fn refused_addresses(&self) -> bool {
+        let call = self.driver.map(|error| error.call());
+        call == Some("cuMemAddressReserve")
+    }
+
     /// Whether the ready memory would serve the request in one piece, and is more than what dense memory always has in
     /// pieces. Views could not join it, or the request would have been served.
     fn is_fragmented(&self) -> bool {
@@ -163,7 +169,11 @@ impl OutOfMemory {
             _ => {}
         }
         if self.is_fragmented() {
-            return Cause::Fragmented;
+            return match self.refused_addresses() {
+                // For a view, which would have joined it.
+                true => Cause::Refused,
+                false => Cause::Fragmented,
+            };
         }
         match (below_limit > 0, on_device > 0) {
             (false, false) => Cause::Refused,

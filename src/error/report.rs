@@ -156,12 +156,12 @@ impl OutOfMemory {
         let free = self.driver_free.map_or(String::new(), |free| {
             format!(" although it reports {} free", Bytes(free))
         });
+        if self.refused_addresses() {
+            return "The driver refuses address space, not memory: lift the limit on the address space of the process \
+                    (ulimit -v), or use policy=classic, which reserves none."
+                .to_owned();
+        }
         match self.driver {
-            Some(error) if error.call() == "cuMemAddressReserve" => format!(
-                "The driver refused {} of address space, not memory{free}: raise the process's limit of address space \
-                 (ulimit -v), or use policy=classic.",
-                AtLeast(self.needed())
-            ),
             Some(error) => format!(
                 "The driver refused memory ({}){free}: look for a limiter of this process (container, MPS, virtual \
                  GPU), or set limit= below what it allows.",

@@ -48,9 +48,9 @@ mod scene {
 
     /// A simulated device with an allocator.
     pub struct Scene {
-        pub simulator: Simulator,
-        pub context: Context,
         pub allocator: Allocator,
+        pub context: Context,
+        pub simulator: Simulator,
     }
 
     impl Scene {
