@@ -1014,7 +1014,8 @@ int32_t cualloc_record_stop(uint64_t *events,
 /**
  * The number of a name for what a thread is doing, for cualloc_set_context. Parts between semicolons are a stack,
  * outermost first: "train;forward". The same name has the same number. 0 if the name is null or not UTF-8, or 65535
- * others are known already: a program keeps the numbers that it gets. Of a long name the first 4096 bytes count.
+ * others are known already: a program keeps the numbers that it gets. Of a name longer than 4096 bytes the innermost
+ * parts are kept.
  *
  * Any thread, any time; takes a lock.
  *

@@ -2,12 +2,13 @@
 
 use crate::input::{self, InputError};
 use crate::options::{ExportOptions, FormatChoice};
-use crate::output::Output;
+use crate::output::{self, Output, SCHEMA};
 use crate::sink::Sink;
 use crate::{Failure, Outcome, text};
-use cualloc::record::{Profile, Recording, Snapshot};
+use cualloc::record::{Moment, Profile, Recording, Snapshot};
 use flate2::Compression;
 use flate2::bufread::GzEncoder;
+use serde::Serialize;
 use std::io::{self, Read};
 use std::path::PathBuf;
 
@@ -19,13 +20,37 @@ const STDOUT: &str = "<stdout>";
 enum ExportError {
     #[error(transparent)]
     Input(#[from] InputError),
-    #[error("{}: cannot be written", text::file(path, STDOUT))]
+    #[error("{}: cannot write the export", text::file(path, STDOUT))]
     Write { path: PathBuf, source: io::Error },
+}
+
+/// What `--json` says of an export that was written. It goes to stderr if the export goes to stdout.
+#[derive(Serialize)]
+struct Line<'a> {
+    schema: u32,
+    trace: &'a str,
+    completed: bool,
+    bytes: usize,
+    /// The instant whose live memory is added up; null for formats that have all events.
+    sums_at: Option<String>,
+    /// What the file lacks, and why the export is empty if it is.
+    warnings: Vec<String>,
+}
+
+/// An export that is to be written, and what is worth knowing about it.
+struct Made {
+    bytes: Vec<u8>,
+    /// The instant whose live memory is added up.
+    sums_at: Option<Moment>,
+    /// Why there is nothing in it.
+    empty: Option<String>,
+    /// What the file lacks; it was reported when the file was read.
+    lacks: Vec<String>,
 }
 
 pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
     match export(options, output) {
-        Ok(()) => Ok(true),
+        Ok(made) => report(options, made, output),
         Err(ExportError::Write { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => {
             Err(Failure::Output(source))
         }
@@ -40,19 +65,50 @@ pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
     }
 }
 
-fn export(options: &ExportOptions, output: &Output) -> Result<(), ExportError> {
-    let bytes = match options.to {
+fn report(options: &ExportOptions, made: Made, output: &mut Output) -> Outcome {
+    let file = text::file(&options.file, input::STDIN);
+    let sums_at = made.sums_at.map(|moment| moment.to_string());
+    if let Some(moment) = &sums_at {
+        output.note(&format!("{file}: the export shows memory {moment}"));
+    }
+    let empty = made.empty.map(|why| format!("the export is empty: {why}"));
+    if let Some(why) = &empty {
+        output.warning(&format!("{file}: {why}"));
+    }
+    if output.json {
+        let line = Line {
+            schema: SCHEMA,
+            trace: &input::name(&options.file),
+            completed: true,
+            bytes: made.bytes.len(),
+            sums_at,
+            warnings: made.lacks.into_iter().chain(empty).collect(),
+        };
+        match text::is_standard(&options.out) {
+            true => output::plain(&serde_json::to_string(&line).map_err(io::Error::from)?),
+            false => output.json(&line)?,
+        }
+    }
+    Ok(true)
+}
+
+fn export(options: &ExportOptions, output: &Output) -> Result<Made, ExportError> {
+    let write = |source| ExportError::Write {
+        path: options.out.clone(),
+        source,
+    };
+    let made = match options.to {
         FormatChoice::Csv => {
             let input = input::read(&options.file, &options.input, output)?;
-            let mut text = Vec::new();
-            input
-                .trace
-                .write(&mut text)
-                .map_err(|source| ExportError::Write {
-                    path: options.out.clone(),
-                    source,
-                })?;
-            text
+            let mut bytes = Vec::new();
+            input.trace.write(&mut bytes).map_err(write)?;
+            let empty = input.trace.rows().is_empty();
+            Made {
+                bytes,
+                sums_at: None,
+                empty: empty.then(|| "the file has no allocation".to_owned()),
+                lacks: input.warnings,
+            }
         }
         format => {
             let recording = input::recording(&options.file, &options.input, output)?;
@@ -60,38 +116,57 @@ fn export(options: &ExportOptions, output: &Output) -> Result<(), ExportError> {
         }
     };
     let sink = Sink::create(&options.out);
-    let written = sink.and_then(|sink| sink.write(|writer| writer.write_all(&bytes)));
-    written.map_err(|source| ExportError::Write {
-        path: options.out.clone(),
-        source,
+    let written = sink.and_then(|sink| sink.write(|writer| writer.write_all(&made.bytes)));
+    written.map_err(write)?;
+    Ok(made)
+}
+
+fn made(format: FormatChoice, recording: &Recording) -> Made {
+    // By stacks if the recording has them, else by contexts.
+    let profile = match recording.sampling() {
+        0 => Profile::of(recording),
+        _ => Profile::of_stacks(recording),
+    };
+    let bytes = match format {
+        FormatChoice::Pytorch => Snapshot::of(recording).to_pickle(),
+        FormatChoice::PytorchJson => Snapshot::of(recording).to_json().into_bytes(),
+        FormatChoice::Pprof => compressed(&profile.to_pprof()),
+        FormatChoice::Collapsed => profile.to_collapsed().into_bytes(),
+        FormatChoice::Csv => Vec::new(),
+    };
+    let is_profile = matches!(format, FormatChoice::Pprof | FormatChoice::Collapsed);
+    Made {
+        bytes,
+        sums_at: profile.moment().filter(|_| is_profile),
+        empty: why_empty(&profile, is_profile, recording.sampling()),
+        lacks: input::missing(recording),
+    }
+}
+
+/// Why an export shows no memory; none if it shows some.
+fn why_empty(profile: &Profile, is_profile: bool, sampling: u64) -> Option<String> {
+    let Some(Moment { live, .. }) = profile.moment() else {
+        return Some("the recording has no allocation".to_owned());
+    };
+    if !is_profile || profile.shares().any(|(_, share)| share.live_bytes > 0) {
+        return None;
+    }
+    Some(match live {
+        0 => "no block was live then".to_owned(),
+        _ => format!(
+            "no block that was live then has a stack: one is recorded per {} KiB requested",
+            sampling >> 10
+        ),
     })
 }
 
-fn made(format: FormatChoice, recording: &Recording) -> Vec<u8> {
-    match format {
-        FormatChoice::Pytorch => Snapshot::of(recording).to_pickle(),
-        FormatChoice::PytorchJson => Snapshot::of(recording).to_json().into_bytes(),
-        FormatChoice::Pprof => compressed(&profile(recording).to_pprof()),
-        FormatChoice::Collapsed => profile(recording).to_collapsed().into_bytes(),
-        FormatChoice::Csv => Vec::new(),
-    }
-}
-
-/// As profiles lie in files: some of their readers know no others.
+/// Compressed by gzip: some readers of profiles know no others.
 fn compressed(bytes: &[u8]) -> Vec<u8> {
     let mut packed = Vec::new();
     let mut reader = GzEncoder::new(bytes, Compression::default());
-    // What lies in memory is read without an error.
+    // Reading from memory does not fail.
     match reader.read_to_end(&mut packed) {
         Ok(_) => packed,
         Err(_) => bytes.to_vec(),
-    }
-}
-
-/// By stacks if the recording has them, else by contexts.
-fn profile(recording: &Recording) -> Profile {
-    match recording.sampling() {
-        0 => Profile::of(recording),
-        _ => Profile::of_stacks(recording),
     }
 }

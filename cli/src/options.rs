@@ -176,9 +176,9 @@ pub enum FormatChoice {
     Pytorch,
     /// The same as JSON.
     PytorchJson,
-    /// A profile by contexts, for pprof.
+    /// A profile by stacks or contexts, for pprof; `inuse` figures as `collapsed`.
     Pprof,
-    /// What is live at the end by contexts, for flame graphs.
+    /// Live bytes by stacks or contexts when the program ran out of memory, else at the peak, for flame graphs.
     Collapsed,
 }
 

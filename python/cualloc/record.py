@@ -51,6 +51,7 @@ def stop():
     return events.value, lost.value
 
 
+_PACKAGE = os.path.dirname(__file__) + os.sep
 _MOST_FRAMES = 64
 _MOST_PLACES = 65535
 _known = {}
@@ -60,6 +61,9 @@ def _where(_):
     """The context that stands for the Python functions of the thread; 0 if there are none."""
     try:
         frame, place = sys._getframe(1), []
+        # What calls this package counts, not the package.
+        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+            frame = frame.f_back
         while frame is not None and len(place) < _MOST_FRAMES:
             place.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
@@ -70,8 +74,6 @@ def _where(_):
         if number is None:
             names = [f"{os.path.basename(code.co_filename)}:{line}:{code.co_name}" for code, line in place]
             name = ";".join(part.replace(";", ",") for part in reversed(names)).encode(errors="replace")
-            # The innermost functions count, and no character is cut in two.
-            name = name[-4096:].decode(errors="ignore").encode()
             number = _l.LIBRARY.cualloc_context(name)
             # A program that makes functions as it runs has places without end.
             if len(_known) < _MOST_PLACES:

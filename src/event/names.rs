@@ -8,7 +8,7 @@ use crate::locks::held::Mutex;
 
 /// Most names; one more is the context without a name.
 const MOST: usize = MOST_CONTEXTS as usize;
-/// Most bytes of a name; what is behind them is left out.
+/// Most bytes of a name; of a longer one the outermost parts are left out.
 pub(crate) const LONGEST: usize = 4096;
 
 #[derive(Debug, Default)]
@@ -28,11 +28,23 @@ fn with<T>(work: impl FnOnce(&mut Names) -> T) -> T {
     work(names.get_or_insert_default())
 }
 
+/// The inner end of a name that is too long: whole parts, or the end of the innermost part if that alone is too long.
+fn shortened(name: &str) -> &str {
+    let excess = name.len().saturating_sub(LONGEST);
+    let mut cuts = excess..=name.len();
+    let cut = cuts.find_map(|at| name.split_at_checked(at));
+    let (outer, inner) = cut.unwrap_or(("", name));
+    match inner.split_once(';') {
+        Some((_, whole)) if !(outer.is_empty() || outer.ends_with(';') || whole.is_empty()) => {
+            whole
+        }
+        _ => inner,
+    }
+}
+
 /// The number of a name, from 1; 0 if there are too many.
 pub(crate) fn number_of(name: &str) -> u32 {
-    let end = (0..=name.len().min(LONGEST)).rev();
-    let end = end.into_iter().find(|at| name.is_char_boundary(*at));
-    let name = name.get(..end.unwrap_or(0)).unwrap_or_default();
+    let name = shortened(name);
     with(|names| {
         if let Some(number) = names.numbers.get(name) {
             return *number;
@@ -97,11 +109,38 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_too_long_ends_at_a_character() {
-        let name = "ä".repeat(LONGEST);
-        let number = number_of(&name);
-        let kept = since(number as usize - 1);
-        assert_eq!(kept[0].0, number);
-        assert_eq!(kept[0].1.len(), LONGEST);
+    fn the_inner_end_of_a_name_that_is_too_long_is_kept() {
+        let long = |count: usize| "ä".repeat(count / 2);
+        for (name, kept) in [
+            (long(LONGEST), long(LONGEST)),
+            (long(LONGEST + 2), long(LONGEST)),
+            // No character is cut in two.
+            (long(LONGEST + 2) + "x", long(LONGEST - 2) + "x"),
+            // A part is kept whole or not at all.
+            (
+                format!("outer;{};inner", long(100)),
+                format!("outer;{};inner", long(100)),
+            ),
+            (
+                format!("{};middle;inner", long(LONGEST)),
+                "middle;inner".to_owned(),
+            ),
+            (format!("outer;{}", long(LONGEST)), long(LONGEST)),
+            (
+                format!("outer;{};inner", long(LONGEST - 6)),
+                format!("{};inner", long(LONGEST - 6)),
+            ),
+            (
+                format!("outer;{};inner", long(LONGEST - 4)),
+                "inner".to_owned(),
+            ),
+            (
+                format!("{};", long(LONGEST)),
+                format!("{};", long(LONGEST - 2)),
+            ),
+        ] {
+            let number = number_of(&name);
+            assert_eq!(since(number as usize - 1)[0], (number, kept));
+        }
     }
 }

@@ -156,7 +156,7 @@ fn of_thread() -> u32 {
         return *number;
     }
     // Takes milliseconds, but in the thread that writes a file they would cost events.
-    let number = names::number_of(&stack::text(&Backtrace::force_capture(), names::LONGEST));
+    let number = names::number_of(&stack::text(&Backtrace::force_capture()));
     if number != 0 {
         let addresses = addresses.into_boxed_slice();
         known().get_or_insert_default().insert(addresses, number);

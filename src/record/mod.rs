@@ -25,7 +25,7 @@ mod tree;
 
 pub use failed::FailedRequest;
 pub use import::SnapshotError;
-pub use profile::{Profile, Share};
+pub use profile::{Moment, Profile, Share};
 pub use read::ReadError;
 pub use recorder::{Context, Recorded, Recorder, RecorderError, Target, set_stack_source};
 pub use recording::{Action, Event, RecordedStream, Recording};

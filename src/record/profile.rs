@@ -1,9 +1,12 @@
-//! Who holds memory, and who asks for it, by context: as pprof has it, and as collapsed stacks.
+//! Memory by context at an instant of a recording, as pprof has it, and as collapsed stacks.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::time::Duration;
 
+use crate::error::memory::Bytes;
 use crate::record::protobuf::Message;
-use crate::record::recording::{Action, Recording};
+use crate::record::recording::{Action, Event, Recording};
 
 /// The context of what has none.
 const NAMELESS: &str = "untagged";
@@ -16,12 +19,70 @@ const HELD: &str = "held";
 pub struct Share {
     /// Blocks that were handed out while the recording ran, and those that were live when it began.
     pub allocations: u64,
-    /// Bytes of them, as they were asked for.
+    /// Bytes of them, as they were requested.
     pub allocated: u64,
-    /// Blocks that are live at the end.
+    /// Blocks that are live at the [moment](Profile::moment) of the profile.
     pub live: u64,
-    /// Bytes of them, as they were asked for.
+    /// Bytes of them, as they were requested.
     pub live_bytes: u64,
+}
+
+/// The instant whose live memory a profile describes: when the last request failed that found no memory, or else when the
+/// most memory was live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Moment {
+    /// Nanoseconds since the recording began.
+    pub time: u64,
+    /// Requested bytes of live blocks.
+    pub live: u64,
+    /// Bytes of the request that failed; none at the peak.
+    pub failed: Option<u64>,
+}
+
+impl Moment {
+    /// The moment of a recording, and the index of its event. None if nothing was allocated.
+    fn of(recording: &Recording) -> Option<(usize, Moment)> {
+        let mut blocks: HashMap<(u16, u64), u64> = HashMap::new();
+        let mut live = 0u64;
+        let (mut peak, mut failure) = (None::<(usize, Moment)>, None);
+        for (index, event) in recording.events().iter().enumerate() {
+            let place = (event.allocator, event.address);
+            let moment = |live, failed| {
+                let time = event.time;
+                Some((index, Moment { time, live, failed }))
+            };
+            match event.action {
+                Action::Held if blocks.contains_key(&place) => {}
+                Action::Held | Action::Allocate => {
+                    let lost = blocks.insert(place, event.bytes).unwrap_or(0);
+                    live = live.saturating_sub(lost).saturating_add(event.bytes);
+                    if live > peak.map_or(0, |(_, peak)| peak.live) {
+                        peak = moment(live, None);
+                    }
+                }
+                Action::Free => live = live.saturating_sub(blocks.remove(&place).unwrap_or(0)),
+                Action::OutOfMemory => failure = moment(live, Some(event.bytes)),
+                _ => {}
+            }
+        }
+        failure.or(peak)
+    }
+}
+
+impl fmt::Display for Moment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.failed {
+            Some(bytes) => write!(f, "when a request of {} ran out of memory", Bytes(bytes))?,
+            None => f.write_str("at the peak")?,
+        }
+        let seconds = Duration::from_nanos(self.time).as_secs_f64();
+        let live = Bytes(self.live);
+        write!(
+            f,
+            ", {seconds:.3} s after the recording began, with {live} live"
+        )
+    }
 }
 
 /// What a recording comes to by its contexts. The parts of a context's name between semicolons are a stack,
@@ -30,101 +91,138 @@ pub struct Share {
 pub struct Profile {
     shares: BTreeMap<String, Share>,
     start: u64,
+    moment: Option<Moment>,
+}
+
+/// A block while it is live.
+struct Block {
+    /// The index of its allocation.
+    born: usize,
+    bytes: u64,
+    /// None for what was live when the recording began.
+    context: Option<u32>,
+    /// How many blocks it stands for.
+    weight: f64,
+}
+
+/// What is added up by context: blocks and bytes of all, and of those that are live at the moment.
+#[derive(Default)]
+struct Sums {
+    by_context: BTreeMap<Option<u32>, [f64; 4]>,
+    moment: usize,
+}
+
+impl Sums {
+    fn add(&mut self, block: &Block, first: usize) {
+        if block.weight == 0.0 {
+            return;
+        }
+        let sums = self.by_context.entry(block.context).or_default();
+        sums[first] += block.weight;
+        sums[first + 1] += block.weight * block.bytes as f64;
+    }
+
+    fn begin(&mut self, block: &Block) {
+        self.add(block, 0);
+    }
+
+    /// The block is live until the event with this index.
+    fn end(&mut self, block: Option<Block>, until: usize) {
+        if let Some(block) = block
+            && (block.born..until).contains(&self.moment)
+        {
+            self.add(&block, 2);
+        }
+    }
 }
 
 impl Profile {
-    /// The profile at the end of a recording.
+    /// The profile of a recording when its last request ran out of memory, else at its peak.
     pub fn of(recording: &Recording) -> Profile {
-        let mut shares: BTreeMap<u32, Share> = BTreeMap::new();
-        let mut live: HashMap<(u16, u64), (u32, u64)> = HashMap::new();
-        for event in recording.events() {
-            let place = (event.allocator, event.address);
-            let gone = match event.action {
-                Action::Held if live.contains_key(&place) => None,
-                Action::Held | Action::Allocate => {
-                    let share = shares.entry(event.context).or_default();
-                    share.allocations += 1;
-                    share.allocated = share.allocated.saturating_add(event.bytes);
-                    share.live += 1;
-                    share.live_bytes = share.live_bytes.saturating_add(event.bytes);
-                    live.insert(place, (event.context, event.bytes))
-                }
-                Action::Free => live.remove(&place),
-                _ => None,
-            };
-            if let Some((context, bytes)) = gone {
-                let share = shares.entry(context).or_default();
-                share.live = share.live.saturating_sub(1);
-                share.live_bytes = share.live_bytes.saturating_sub(bytes);
-            }
-        }
-        let mut named: BTreeMap<String, Share> = BTreeMap::new();
-        for (context, share) in shares {
-            let name = recording.context(context).filter(|name| !name.is_empty());
-            let sum = named
-                .entry(name.unwrap_or(NAMELESS).to_owned())
-                .or_default();
-            sum.allocations += share.allocations;
-            sum.allocated = sum.allocated.saturating_add(share.allocated);
-            sum.live += share.live;
-            sum.live_bytes = sum.live_bytes.saturating_add(share.live_bytes);
-        }
-        Profile {
-            shares: named,
-            start: recording.start(),
-        }
+        Profile::new(recording, |event| match event.action {
+            Action::Held | Action::Allocate => (Some(event.context), 1.0),
+            _ => (None, 0.0),
+        })
     }
 
-    /// What a recording comes to by the stacks that were [sampled](crate::record::Recorder::start_with_stacks), each
+    /// As [`of`](Self::of), by the stacks that were [sampled](crate::record::Recorder::start_with_stacks), each
     /// standing for all that was not: figures are estimates, whose expectation is what [`of`](Self::of) adds up to.
     /// What was live when the recording began has no stack and is called "held"; it is counted as it is. Without
     /// stacks this is all that there is.
     pub fn of_stacks(recording: &Recording) -> Profile {
         let mean = recording.sampling().max(1) as f64;
-        let mut shares: BTreeMap<&str, [f64; 4]> = BTreeMap::new();
-        let mut live: HashMap<(u16, u64), (&str, f64, u64)> = HashMap::new();
-        for event in recording.events() {
-            let place = (event.allocator, event.address);
-            let (name, weight) = match event.action {
-                Action::Held if live.contains_key(&place) => continue,
-                Action::Held => (HELD, 1.0),
-                Action::Sample => {
-                    let name = recording.context(event.context).unwrap_or_default();
-                    let name = if name.is_empty() { NAMELESS } else { name };
-                    (name, -1.0 / (-(event.bytes as f64) / mean).exp_m1())
-                }
-                _ => ("", 0.0),
-            };
-            let is_over = matches!(event.action, Action::Allocate | Action::Free) || weight > 0.0;
-            if is_over && let Some((name, weight, bytes)) = live.remove(&place) {
-                let share = shares.entry(name).or_default();
-                share[2] -= weight;
-                share[3] -= weight * bytes as f64;
+        Profile::new(recording, |event| match event.action {
+            Action::Held => (None, 1.0),
+            Action::Sample => {
+                let weight = -1.0 / (-(event.bytes as f64) / mean).exp_m1();
+                // The chance of a block of no bytes is none.
+                let weight = if weight.is_finite() { weight } else { 0.0 };
+                (Some(event.context), weight)
             }
-            // The chance of a block of no bytes is none.
-            if weight > 0.0 && weight.is_finite() {
-                let (share, bytes) = (shares.entry(name).or_default(), event.bytes as f64);
-                for (sum, of) in share.iter_mut().zip([1.0, bytes, 1.0, bytes]) {
-                    *sum += weight * of;
-                }
-                live.insert(place, (name, weight, event.bytes));
-            }
-        }
-        let rounded = |(name, share): (&str, [f64; 4])| {
-            // Numbers below 0, which rounding leaves, are 0.
-            let [allocations, allocated, live, live_bytes] = share.map(|sum| sum.round() as u64);
-            let share = Share {
-                allocations,
-                allocated,
-                live,
-                live_bytes,
-            };
-            (name.to_owned(), share)
+            _ => (None, 0.0),
+        })
+    }
+
+    /// `weigh` says for an event which context a block is counted in, and as how many.
+    fn new(recording: &Recording, weigh: impl Fn(&Event) -> (Option<u32>, f64)) -> Profile {
+        let moment = Moment::of(recording);
+        let mut sums = Sums {
+            moment: moment.map_or(0, |(index, _)| index),
+            ..Sums::default()
         };
-        Profile {
-            shares: shares.into_iter().map(rounded).collect(),
-            start: recording.start(),
+        let mut live: HashMap<(u16, u64), Block> = HashMap::new();
+        for (index, event) in recording.events().iter().enumerate() {
+            let place = (event.allocator, event.address);
+            let (context, weight) = weigh(event);
+            let mut block = Block {
+                born: index,
+                bytes: event.bytes,
+                context,
+                weight,
+            };
+            match event.action {
+                Action::Held if live.contains_key(&place) => {}
+                Action::Held | Action::Allocate => {
+                    sums.begin(&block);
+                    sums.end(live.insert(place, block), index);
+                }
+                // The stack of an allocation comes behind it.
+                Action::Sample if weight > 0.0 => {
+                    sums.begin(&block);
+                    block.born = live.get(&place).map_or(index, |known| known.born);
+                    live.insert(place, block);
+                }
+                Action::Free => sums.end(live.remove(&place), index),
+                _ => {}
+            }
         }
+        for block in live.into_values() {
+            sums.end(Some(block), usize::MAX);
+        }
+        let mut shares: BTreeMap<String, Share> = BTreeMap::new();
+        for (context, figures) in sums.by_context {
+            let name = match context {
+                None => HELD,
+                Some(context) => recording.context(context).unwrap_or_default(),
+            };
+            let name = if name.is_empty() { NAMELESS } else { name };
+            let [allocations, allocated, live, live_bytes] = figures.map(|sum| sum.round() as u64);
+            let share = shares.entry(name.to_owned()).or_default();
+            share.allocations = share.allocations.saturating_add(allocations);
+            share.allocated = share.allocated.saturating_add(allocated);
+            share.live = share.live.saturating_add(live);
+            share.live_bytes = share.live_bytes.saturating_add(live_bytes);
+        }
+        Profile {
+            shares,
+            start: recording.start(),
+            moment: moment.map(|(_, moment)| moment),
+        }
+    }
+
+    /// The instant at which the memory is live that the profile shows. None if nothing was allocated.
+    pub fn moment(&self) -> Option<Moment> {
+        self.moment
     }
 
     /// The figures of each context, by name. What has no context is called "untagged".
@@ -135,7 +233,7 @@ impl Profile {
     }
 
     /// Live bytes as collapsed stacks: a line `outer;inner bytes` for each context that holds any, for the tools that
-    /// draw flame graphs.
+    /// draw flame graphs. Empty if nothing is live at the [moment](Self::moment), or nothing of it was sampled.
     pub fn to_collapsed(&self) -> String {
         let mut text = String::new();
         for (name, share) in self.shares().filter(|(_, share)| share.live_bytes > 0) {

@@ -172,7 +172,8 @@ pub fn set_stack_source(source: Option<Arc<dyn Fn() -> Context + Send + Sync>>) 
 
 /// A name for what a thread is doing: the events that it causes carry it.
 ///
-/// A program may have 65535 of them; those that come later have none. Of a longer name the first 4096 bytes count.
+/// A program may have 65535 of them; those that come later have none. Of a name longer than 4096 bytes the
+/// innermost parts are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Context(u32);
 

@@ -6,15 +6,18 @@ use std::process::{Command, Stdio};
 
 use crate::common::Folder;
 use crate::scene::{MIB, Scene, alone, memory};
+use cualloc::allocator::Block;
 use cualloc::record::{self, Context, Profile, Recording, Snapshot};
 use cualloc::trace::Trace;
 
-/// A program of two streams with contexts, growth, shrinking and blocks that are left.
-fn program(settings: &str) -> (Recording, u64) {
+/// A program of two streams with contexts, growth, shrinking and blocks that are left. Its recording, and the requested
+/// bytes that are live at its end and at its peak.
+fn program(settings: &str) -> (Recording, u64, u64) {
     let scene = Scene::new(settings);
     let (allocator, streams) = (&scene.allocator, [scene.stream(), scene.stream()]);
     let recorder = memory();
-    let mut kept = Vec::new();
+    let live = |kept: &[Block]| kept.iter().map(|block| block.requested() as u64).sum();
+    let (mut kept, mut peak) = (Vec::new(), 0);
     for round in 0..60usize {
         let context = Context::new(["train;forward", "train;backward", "data"][round % 3]);
         context.enter();
@@ -24,9 +27,10 @@ fn program(settings: &str) -> (Recording, u64) {
         if round % 5 == 0 {
             block.record_stream(&streams[1 - round % 2]).unwrap();
         }
-        match round % 3 {
-            0 => kept.push(block),
-            _ => drop(block),
+        kept.push(block);
+        peak = peak.max(live(&kept));
+        if round % 3 != 0 {
+            kept.pop();
         }
         if round % 20 == 19 {
             kept.truncate(kept.len() / 2);
@@ -35,10 +39,9 @@ fn program(settings: &str) -> (Recording, u64) {
         }
     }
     Context::NONE.enter();
-    let live = kept.iter().map(|block| block.requested() as u64).sum();
     let recording = recorder.read().unwrap();
     assert_eq!(recording.lost(), 0);
-    (recording, live)
+    (recording, live(&kept), peak)
 }
 
 /// Checks a snapshot as the viewer needs it, and prints what the test asks for. Reads pickle or JSON.
@@ -130,7 +133,7 @@ fn snapshots_keep_what_viewers_rely_on() {
     let _alone = alone();
     let folder = Folder::new("record-snapshot");
     for settings in ["policy=packed", "policy=classic"] {
-        let (recording, live) = program(settings);
+        let (recording, live, _) = program(settings);
         let snapshot = Snapshot::of(&recording);
         let (pickle, json) = (snapshot.to_pickle(), snapshot.to_json());
         let Some(said) = checked(&folder, "snapshot.pickle", &pickle) else {
@@ -150,7 +153,7 @@ fn snapshots_keep_what_viewers_rely_on() {
 #[test]
 fn a_snapshot_read_back_is_the_program() {
     let _alone = alone();
-    let (recording, _) = program("policy=packed");
+    let (recording, ..) = program("policy=packed");
     let written = Snapshot::of(&recording);
     let ours = recording.to_trace("ours", None).unwrap();
     let sizes = |trace: &Trace| -> Vec<_> {
@@ -282,7 +285,7 @@ fn pytorchs_own_reader_opens_a_snapshot() {
     let _alone = alone();
     let folder = Folder::new("record-viz");
     for settings in ["policy=packed", "policy=classic"] {
-        let (recording, live) = program(settings);
+        let (recording, live, _) = program(settings);
         let (script, file) = (folder.file("viz.py"), folder.file("snapshot.pickle"));
         std::fs::write(&script, MEMORY_VIZ).unwrap();
         std::fs::write(&file, Snapshot::of(&recording).to_pickle()).unwrap();
@@ -349,9 +352,9 @@ fn numbers(bytes: &[u8]) -> Vec<u64> {
 }
 
 #[test]
-fn a_profile_adds_up_to_what_is_live() {
+fn a_profile_adds_up_to_what_is_live_at_the_peak() {
     let _alone = alone();
-    let (recording, live) = program("policy=packed");
+    let (recording, _, live) = program("policy=packed");
     let profile = Profile::of(&recording);
     let sum: u64 = profile.shares().map(|(_, share)| share.live_bytes).sum();
     assert_eq!(sum, live);

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::{Folder, wait_until};
 use crate::scene::{MIB, Scene, alone};
+use cualloc::Error;
 use cualloc::allocator::{Allocator, Block};
 use cualloc::driver::Stream;
 use cualloc::record::{
@@ -23,6 +24,20 @@ impl Numbers {
         self.0 = self.0.wrapping_add(1_442_695_040_888_963_407);
         self.0 >> 33
     }
+}
+
+std::thread_local! {
+    static CURRENT: std::cell::Cell<Context> = const { std::cell::Cell::new(Context::NONE) };
+}
+
+/// Puts the thread in a context, which [`current`] gives as its stack. The context before.
+fn enter(context: Context) -> Context {
+    context.enter();
+    CURRENT.replace(context)
+}
+
+fn current() -> Context {
+    CURRENT.get()
 }
 
 #[inline(never)]
@@ -110,6 +125,13 @@ fn estimates_are_within_a_twentieth_and_name_the_functions() {
     }
     for (name, kept) in [("planted_cache", &cache), ("planted_weights", &weights)] {
         let found = share(&profile, name);
+        let innermost = |stack: &str| stack.rsplit(';').next().map(str::to_owned);
+        let stacks = profile.shares().filter(|(stack, _)| stack.contains(name));
+        let others: Vec<String> = stacks
+            .filter_map(|(stack, _)| innermost(stack))
+            .filter(|function| !function.contains(name))
+            .collect();
+        assert!(others.is_empty(), "inside of {name}: {others:?}");
         let all = asked[name];
         assert!(
             within(0.05, found.allocated, all),
@@ -142,6 +164,134 @@ fn estimates_are_within_a_twentieth_and_name_the_functions() {
     let sum: u64 = sum.map(|(_, bytes)| bytes.parse::<u64>().unwrap()).sum();
     assert_eq!(sum, whole.live_bytes);
     drop((cache, weights));
+}
+
+/// The live bytes of each context, at the moment of the profile.
+fn live(profile: &Profile) -> BTreeMap<&str, u64> {
+    let shares = profile
+        .shares()
+        .map(|(name, share)| (name, share.live_bytes));
+    shares.filter(|(_, bytes)| *bytes > 0).collect()
+}
+
+/// Both profiles of a recording that has a stack for every block: the same sums by the context of the thread, and by a
+/// stack that names it.
+fn profiles(recording: &Recording) -> [Profile; 2] {
+    [Profile::of(recording), Profile::of_stacks(recording)]
+}
+
+#[test]
+fn sums_are_those_of_the_peak() {
+    let _alone = alone();
+    let scene = Scene::new("policy=packed");
+    let (allocator, stream) = (&scene.allocator, scene.stream());
+    let held = allocator.allocate(3 * MIB, &stream).unwrap();
+    let [weights, step] = ["weights", "step"].map(Context::new);
+    set_stack_source(Some(Arc::new(current)));
+    let recorder = Recorder::start_with_stacks(Target::Memory, 1).unwrap();
+    let nothing = recorder.read().unwrap();
+    let within = |context: Context, bytes: usize| {
+        let before = enter(context);
+        let block = allocator.allocate(bytes, &stream).unwrap();
+        enter(before);
+        block
+    };
+    let kept = within(weights, 20 * MIB);
+    for size in [1, 7, 5] {
+        // The last of these is the peak of its round.
+        let blocks: Vec<Block> = (0..3).map(|_| within(step, size * MIB)).collect();
+        drop(blocks);
+    }
+    drop((kept, held));
+    let late = within(step, MIB);
+    let recording = recorder.read().unwrap();
+    drop((recorder, late));
+    set_stack_source(None);
+    let mib = MIB as u64;
+    for profile in profiles(&nothing) {
+        let moment = profile.moment().unwrap();
+        assert_eq!((moment.live, moment.failed), (3 * mib, None));
+        assert!(profile.to_collapsed().ends_with(" 3145728\n"));
+    }
+    for (profile, held) in profiles(&recording).iter().zip(["untagged", "held"]) {
+        let moment = profile.moment().unwrap();
+        assert_eq!((moment.live, moment.failed), (44 * mib, None));
+        assert!(
+            moment.to_string().starts_with("at the peak, 0."),
+            "{moment}"
+        );
+        assert!(
+            moment.to_string().ends_with(" with 44.00 MiB live"),
+            "{moment}"
+        );
+        let expected = [(held, 3 * mib), ("step", 21 * mib), ("weights", 20 * mib)];
+        assert_eq!(live(profile), BTreeMap::from(expected));
+        // All allocations count in the other figures, after the peak as well.
+        let step = share(profile, "step");
+        assert_eq!((step.allocations, step.allocated), (10, 40 * mib));
+        assert_eq!(step.live, 3);
+    }
+}
+
+#[test]
+fn sums_are_those_of_the_last_request_without_memory() {
+    let _alone = alone();
+    let scene = Scene::new("limit=64MiB");
+    let (allocator, stream) = (&scene.allocator, scene.stream());
+    let [cache, step] = ["kv cache", "step"].map(Context::new);
+    set_stack_source(Some(Arc::new(current)));
+    let recorder = Recorder::start_with_stacks(Target::Memory, 1).unwrap();
+    enter(step);
+    let peak = allocator.allocate(60 * MIB, &stream).unwrap();
+    let mut refused = |bytes: usize| {
+        let refused = allocator.allocate(bytes, &stream);
+        assert!(matches!(refused, Err(Error::OutOfMemory(_))), "{refused:?}");
+        recorder.read().unwrap()
+    };
+    let first = refused(10 * MIB);
+    drop(peak);
+    enter(cache);
+    let kept: Vec<Block> = (0..3)
+        .map(|_| allocator.allocate(8 * MIB, &stream).unwrap())
+        .collect();
+    let second = refused(50 * MIB);
+    drop(kept);
+    let empty = refused(70 * MIB);
+    enter(Context::NONE);
+    set_stack_source(None);
+    drop(recorder);
+    let mib = MIB as u64;
+    for (recording, context, bytes, requested) in [
+        (&first, "step", 60, 10),
+        (&second, "kv cache", 24, 50),
+        (&empty, "", 0, 70),
+    ] {
+        for profile in profiles(recording) {
+            let moment = profile.moment().unwrap();
+            assert_eq!(moment.failed, Some(requested * mib));
+            assert_eq!(moment.live, bytes * mib);
+            let expected = [(context, bytes * mib)]
+                .into_iter()
+                .filter(|(_, bytes)| *bytes > 0);
+            assert_eq!(live(&profile), expected.collect());
+            let text = format!("when a request of {requested}.00 MiB ran out of memory, ");
+            assert!(moment.to_string().starts_with(&text), "{moment}");
+        }
+    }
+}
+
+#[test]
+fn a_recording_without_allocations_has_no_moment() {
+    let _alone = alone();
+    let recorder = Recorder::start_with_stacks(Target::Memory, 1).unwrap();
+    let recording = recorder.read().unwrap();
+    for profile in profiles(&recording) {
+        assert_eq!(
+            (profile.moment(), profile.to_collapsed().as_str()),
+            (None, "")
+        );
+        assert_eq!(profile.shares().count(), 0);
+    }
 }
 
 #[test]
@@ -183,9 +333,10 @@ fn a_source_says_where_the_program_is() {
     assert!(recorder.dump_snapshot(&folder.file("no/such")).is_err());
     drop(recorder);
     let found = share(&profile, "model.py:3:forward");
-    let sizes = [2 * MIB, 40_000, 40_000, 50_000];
+    // The peak is the allocation of the source itself while the last block is sampled.
+    let sizes = [2 * MIB, 40_000, 40_000, 50_000, 60_000];
     assert_eq!(found.allocations, 5);
-    assert_eq!(found.live, 4);
+    assert_eq!(found.live, 5);
     assert_eq!(found.live_bytes, sizes.iter().sum::<usize>() as u64);
     assert_eq!(asked.load(Ordering::Relaxed), 5);
     // Without stacks nobody is asked.

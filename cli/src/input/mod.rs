@@ -93,7 +93,7 @@ impl InputError {
 }
 
 /// What a recording lacks.
-fn missing(recording: &Recording) -> Vec<String> {
+pub fn missing(recording: &Recording) -> Vec<String> {
     let mut missing = Vec::new();
     if !recording.is_complete() {
         missing.push("the recording breaks off: what came later is not in it".to_owned());

@@ -65,7 +65,7 @@ struct Frame<'a> {
     limit: Option<u64>,
     memory: u64,
     config: Option<&'a str>,
-    /// Who holds memory at the end of a recording, by stacks.
+    /// Memory by the stacks of a recording.
     stacks: Option<&'a Profile>,
     /// What the file lacks.
     warnings: &'a [String],
@@ -271,6 +271,7 @@ fn page(
         },
         "difference": difference,
         "stacks": frame.stacks.map(by_stack),
+        "stacks_at": frame.stacks.and_then(Profile::moment).map(|moment| moment.to_string()),
         "columns": columns.counts,
     });
     Ok(Page { meta, columns })

@@ -401,6 +401,7 @@ async function main() {
   showFiles();
   if (meta.stacks) {
     $('stacks').hidden = false;
+    $('stacks-at').textContent = meta.stacks_at ?? '(nothing was allocated)';
     table($('stacks-table'), 'Estimates, the most bytes first', ['stack', 'live blocks', 'live bytes', 'bytes asked for in all'],
       meta.stacks.map(([name, blocks, live, all]) => [name, blocks, bytes(live), bytes(all)]));
   }

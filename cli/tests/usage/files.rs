@@ -401,6 +401,98 @@ fn recordings_are_read_like_traces_and_exported() {
     );
 }
 
+/// A recording as a file: bytes between two stacks in units of 512, and records of kind, address and bytes, one each
+/// millisecond.
+fn recording(sampling: u32, records: &[(u64, u64, u64)]) -> Vec<u8> {
+    let mut bytes = b"cuallocR".to_vec();
+    let mut numbers = |numbers: &[u32]| {
+        bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+    };
+    // Version 2, written in chunks, 1000 ticks in a second.
+    numbers(&[2, 0, 1000, 0, 0, 0, 0, 0, 0, 0, 0, sampling, 0, 0]);
+    let chunk_bytes = 8 + 32 * records.len() as u32;
+    numbers(&[1, 0, chunk_bytes, 0, 0, 0]);
+    for (at, (kind, address, size)) in records.iter().enumerate() {
+        for word in [at as u64 + 1, address << 9 | kind, *size, 0] {
+            bytes.extend(word.to_le_bytes());
+        }
+    }
+    bytes.extend(
+        [3u32, 0, 0, 0]
+            .iter()
+            .flat_map(|number| number.to_le_bytes()),
+    );
+    bytes
+}
+
+#[test]
+fn an_export_says_which_instant_it_shows_and_why_it_is_empty() {
+    const ALLOCATE: u64 = 1;
+    const FREE: u64 = 2;
+    const FAILURE: u64 = 6;
+    let freed = [(ALLOCATE, 8, 1 << 20), (FREE, 8, 1 << 20)];
+    let failed = [freed[0], freed[1], (FAILURE, 0, 3 << 20)];
+    let (peak, failure) = (
+        "at the peak, 0.001 s after the recording began, with 1.00 MiB live",
+        "when a request of 3.00 MiB ran out of memory, 0.003 s after the recording began, with 0 B live",
+    );
+    let nothing = Some("the recording has no allocation");
+    let not_sampled =
+        Some("no block that was live then has a stack: one is recorded per 512 KiB requested");
+    let out = scratch().join("export");
+    let path = out.to_str().unwrap();
+    for (sampling, records, format, sums_at, empty) in [
+        (0, &freed[..], "collapsed", Some(peak), None),
+        (0, &freed, "pprof", Some(peak), None),
+        (0, &freed, "pytorch", None, None),
+        (0, &freed, "csv", None, None),
+        (
+            0,
+            &failed,
+            "collapsed",
+            Some(failure),
+            Some("no block was live then"),
+        ),
+        (1024, &freed, "collapsed", Some(peak), not_sampled),
+        (1024, &freed, "pprof", Some(peak), not_sampled),
+        (1024, &freed, "pytorch-json", None, None),
+        (0, &[], "collapsed", None, nothing),
+        (1024, &[], "pprof", None, nothing),
+        (0, &[], "pytorch", None, nothing),
+        (0, &[], "csv", None, Some("the file has no allocation")),
+    ] {
+        let file = recording(sampling, records);
+        let output = fed(
+            &["export", "-", "--to", format, "--out", path, "--json"],
+            &file,
+        );
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let line = object(&output);
+        assert_eq!(line["sums_at"], serde_json::json!(sums_at), "{line}");
+        let warnings: Vec<String> = empty
+            .map(|why| format!("the export is empty: {why}"))
+            .into_iter()
+            .collect();
+        assert_eq!(line["warnings"], serde_json::json!(warnings), "{line}");
+        let written = std::fs::read(&out).unwrap();
+        assert_eq!(line["bytes"], written.len());
+        let notes = sums_at.map(|at| format!("note: <stdin>: the export shows memory {at}\n"));
+        let warned = warnings
+            .iter()
+            .map(|why| format!("warning: <stdin>: {why}\n"));
+        let expected: String = notes.into_iter().chain(warned).collect();
+        assert_eq!(stderr(&output), expected);
+        // The result is on stderr if the export is on stdout.
+        let output = fed(
+            &["export", "-", "--to", format, "--out", "-", "-q", "--json"],
+            &file,
+        );
+        assert_eq!(output.stdout, written);
+        let said: serde_json::Value = serde_json::from_str(&stderr(&output)).unwrap();
+        assert_eq!(said, line);
+    }
+}
+
 #[test]
 fn a_page_is_made_of_a_trace_and_of_a_replay_that_fails() {
     let page = |arguments: &[&str]| {
