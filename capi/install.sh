@@ -1,13 +1,14 @@
 #!/bin/sh
 # Builds the C library and installs it:
 #
-#   sh capi/install.sh [--prefix DIR] [--libdir DIR] [--includedir DIR] [--destdir DIR] [--features LIST] [--built DIR]
+#   sh capi/install.sh [--prefix DIR] [--libdir DIR] [--includedir DIR] [--destdir DIR] [--features LIST] [--built DIR] [--no-strip]
 #
-# --prefix is /usr/local unless it is given, the folders below it lib and include. --destdir goes before all of them,
-# for packages. --built takes the libraries from a folder where they are, instead of building them. Linux.
+# --prefix is /usr/local by default, and the libraries and headers go to lib and include below it. --destdir is put before
+# all of them, for packages. --built takes the libraries from a folder instead of building them. Debug information is
+# stripped, which makes the libraries several times smaller; --no-strip keeps it. Linux.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-prefix=/usr/local libdir= includedir= destdir= features= built=
+prefix=/usr/local libdir= includedir= destdir= features= built= strip=strip
 while [ $# -gt 0 ]; do
     case $1 in
     --prefix | --libdir | --includedir | --destdir | --features | --built)
@@ -21,6 +22,10 @@ while [ $# -gt 0 ]; do
         --built) built=$2 ;;
         esac
         shift 2
+        ;;
+    --no-strip)
+        strip=
+        shift
         ;;
     *)
         sed -n '4s/^# *//p' "$0" >&2
@@ -42,10 +47,14 @@ fi
 
 mkdir -p "$destdir$libdir/pkgconfig" "$destdir$includedir"
 install -m 755 "$built/libcualloc_capi.so" "$destdir$libdir/libcualloc.so.$version"
+install -m 644 "$built/libcualloc_capi.a" "$destdir$libdir/libcualloc.a"
+if [ -n "$strip" ] && command -v strip >/dev/null; then
+    strip --strip-unneeded "$destdir$libdir/libcualloc.so.$version"
+    strip --strip-debug "$destdir$libdir/libcualloc.a"
+fi
 # The run-time name, and the one that the linker looks for.
 ln -sf "libcualloc.so.$version" "$destdir$libdir/libcualloc.so.$suffix"
 ln -sf "libcualloc.so.$suffix" "$destdir$libdir/libcualloc.so"
-install -m 644 "$built/libcualloc_capi.a" "$destdir$libdir/libcualloc.a"
 for header in cualloc.h cualloc.hpp cualloc_rmm.hpp; do
     install -m 644 "$here/include/$header" "$destdir$includedir/$header"
 done

@@ -12,6 +12,23 @@ import zipfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LARGEST = 8 << 20
+REPOSITORY = "https://github.com/cualloc/cualloc"
+URLS = {
+    "Repository": REPOSITORY,
+    "Documentation": f"{REPOSITORY}/tree/main/docs/clients",
+    "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+    "Issues": f"{REPOSITORY}/issues",
+}
+CLASSIFIERS = (
+    "Development Status :: 4 - Beta",
+    "Environment :: GPU :: NVIDIA CUDA",
+    "Intended Audience :: Developers",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: Python :: 3",
+    "Programming Language :: Rust",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+)
 
 
 def metadata(version):
@@ -22,10 +39,15 @@ def metadata(version):
         "Name: cualloc\n"
         f"Version: {version}\n"
         "Summary: A caching allocator of GPU memory for PyTorch, CuPy and RAPIDS\n"
+        "Author: The cualloc developers\n"
+        "Keywords: cuda,gpu,memory,allocator,pytorch,cupy,rmm\n"
         "License-Expression: MIT OR Apache-2.0\n"
         "License-File: LICENSE-APACHE\n"
         "License-File: LICENSE-MIT\n"
         "Requires-Python: >=3.9\n"
+        + "".join(f"Classifier: {name}\n" for name in CLASSIFIERS)
+        + "".join(f"Project-URL: {label}, {url}\n" for label, url in URLS.items())
+        +
         "Description-Content-Type: text/markdown\n"
         f"\n{description}"
     )
@@ -38,6 +60,7 @@ def main(folder, version, platform, out):
     for name in sorted(os.listdir(os.path.join(folder, "cualloc"))):
         with open(os.path.join(folder, "cualloc", name), "rb") as file:
             files[f"cualloc/{name}"] = file.read()
+    files["cualloc/_version.py"] = f'__version__ = "{version}"\n'.encode()
     for name in ("LICENSE-APACHE", "LICENSE-MIT"):
         with open(os.path.join(ROOT, name), "rb") as file:
             files[f"{about}/licenses/{name}"] = file.read()

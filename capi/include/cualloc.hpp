@@ -11,6 +11,11 @@
 #ifndef CUALLOC_HPP
 #define CUALLOC_HPP
 
+/* MSVC reports 199711L in __cplusplus unless /Zc:__cplusplus is set. */
+#if (defined(_MSVC_LANG) ? _MSVC_LANG : __cplusplus) < 201703L
+#error "cualloc.hpp requires C++17 or later (-std=c++17, /std:c++17)"
+#endif
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>

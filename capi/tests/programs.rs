@@ -253,6 +253,33 @@ fn the_cpp_face_owns_and_throws() {
     program("c++17", "face.cpp", Linked::Shared, &[]);
 }
 
+#[test]
+fn the_cpp_header_refuses_standards_before_cpp17() {
+    if !has("g++") {
+        return println!("SKIPPED: there is no g++");
+    }
+    for (standard, is_accepted) in [
+        ("c++11", false),
+        ("c++14", false),
+        ("c++17", true),
+        ("c++20", true),
+    ] {
+        let mut compiler = Command::new("g++");
+        let output = compiler
+            .args([&format!("-std={standard}"), "-fsyntax-only", "-x", "c++"])
+            .arg(source("include/cualloc.hpp"))
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.success(), is_accepted, "{standard}: {text}");
+        let first = text.lines().find(|line| line.contains("error:"));
+        assert!(
+            first.is_none_or(|line| line.contains("requires C++17")),
+            "{standard}: {text}"
+        );
+    }
+}
+
 /// `CUALLOC_RMM_HEADERS` is a folder that the wheels librmm, rapids-logger, nvidia-cuda-runtime and nvidia-cuda-crt
 /// were unpacked into.
 #[test]
@@ -374,7 +401,13 @@ fn it_is_installed_and_found_by_pkg_config() {
         .arg(&prefix);
     run(install.arg("--built").arg(libraries()));
     let dynamic = prefix.join("lib/libcualloc.so.0.1");
-    assert!(dynamic.exists() && prefix.join("lib/libcualloc.a").exists());
+    assert!(prefix.join("lib/libcualloc.a").exists());
+    if has("strip") {
+        // No debug information: the names of its sections are in the file.
+        let bytes = fs::read(&dynamic).unwrap();
+        let has_lines = bytes.windows(11).any(|name| name == b".debug_line");
+        assert!(!has_lines, "{} is not stripped", dynamic.display());
+    }
     let described = fs::read_to_string(prefix.join("lib/pkgconfig/cualloc.pc")).unwrap();
     assert!(!described.contains('@'), "{described}");
     assert!(described.contains(&format!("Version: {}\n", env!("CARGO_PKG_VERSION"))));

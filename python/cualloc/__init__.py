@@ -8,5 +8,6 @@ All of them share one allocator for each device, so memory that one of them has 
 """
 
 from cualloc._library import Error, OutOfMemory
+from cualloc._version import __version__
 
-__all__ = ["Error", "OutOfMemory"]
+__all__ = ["Error", "OutOfMemory", "__version__"]

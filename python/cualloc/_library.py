@@ -148,8 +148,20 @@ def _functions():
     }
 
 
+def not_installed(error, module, product):
+    """The error of an import, with what to do if it is the module itself that is not installed."""
+    if error.name != module:
+        return error
+    text = f"cualloc.{module} requires {product}, which is not installed in this environment"
+    return ModuleNotFoundError(text, name=module)
+
+
 def _load():
-    library = ctypes.CDLL(PATH)
+    try:
+        library = ctypes.CDLL(PATH)
+    except OSError as error:
+        text = f"cannot load the C library of cualloc: {error}; install the wheel (python/build.sh builds it from source)"
+        raise ImportError(text, path=PATH) from error
     for name, (result, arguments) in _functions().items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -11,9 +11,12 @@ that uses it must be said: `record_stream(array, stream)`.
 
 import functools
 
-import cupy
-
 from cualloc import _library
+
+try:
+    import cupy
+except ModuleNotFoundError as error:
+    raise _library.not_installed(error, "cupy", "CuPy") from None
 
 
 class Block:

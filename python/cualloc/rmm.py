@@ -7,9 +7,12 @@
 Each call takes the interpreter's lock, as RMM's callbacks do: programs in C++ use `cualloc_rmm.hpp`.
 """
 
-import rmm
-
 from cualloc import _library
+
+try:
+    import rmm
+except ModuleNotFoundError as error:
+    raise _library.not_installed(error, "rmm", "RMM") from None
 
 
 def _handle(stream):

@@ -17,9 +17,12 @@ import tempfile
 import threading
 import warnings
 
-import torch
-
 from cualloc import _library, _torch_stats, record
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise _library.not_installed(error, "torch", "PyTorch") from None
 
 _COMPANION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc_torch.so")
 # Where PyTorch's own error can be found: the constructor (in wheels up to 2.6 it takes a string from before C++11), and

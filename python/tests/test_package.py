@@ -1253,13 +1253,38 @@ def recordings_have_contexts():
         record.stop()
         with open(stacks, "rb") as file:
             written = file.read()
-        # Functions of Python, the innermost last, and each place once.
-        assert written.count(b":recordings_have_contexts;_library.py:") == 1 and b":allocate" in written
+        # Functions of Python, the innermost last, without those of the package, and each place once.
+        assert written.count(b":recordings_have_contexts") == 1 and b"_library.py" not in written
         record.start()
         record.dump(newest)
         assert record.stop() == (0, 0)
         assert os.path.getsize(newest) > 64
     assert _library.LIBRARY.cualloc_set_context(0) == 0, "the thread is in none again"
+
+
+def the_package_describes_itself():
+    import importlib
+    import importlib.metadata
+
+    import cualloc
+    from cualloc import _library
+
+    about = importlib.metadata.metadata("cualloc")
+    assert cualloc.__version__ == about["Version"]
+    assert os.path.exists(os.path.join(os.path.dirname(cualloc.__file__), "py.typed"))
+    assert about["Author"] and about["Keywords"] and about.get_all("Classifier")
+    urls = dict(url.split(", ") for url in about.get_all("Project-URL"))
+    assert {"Repository", "Documentation", "Issues"} <= urls.keys(), urls
+    for module, product in (("torch", "PyTorch"), ("cupy", "CuPy"), ("rmm", "RMM")):
+        sys.modules[module] = None
+        words = f"cualloc.{module} requires {product}, which is not installed"
+        error = raises(ImportError, words, importlib.import_module, f"cualloc.{module}")
+        assert error.name == module
+    # An import that fails inside of the library is not taken for a missing library.
+    inner = ModuleNotFoundError("No module named 'numpy'", name="numpy")
+    assert _library.not_installed(inner, "torch", "PyTorch") is inner
+    _library.PATH = "/no/such/libcualloc.so"
+    raises(ImportError, "cannot load the C library", _library._load)
 
 
 def it_ends_beside_threads_at_samples():
@@ -1296,7 +1321,7 @@ CASES = [
     *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
     *(lack_of_memory_is_thrown_with_the_strings_of_earlier_versions, time_in_the_allocator_is_measured),
     *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
-    *(it_ends_beside_threads_at_samples, numbers_that_do_not_fit_are_refused),
+    *(it_ends_beside_threads_at_samples, numbers_that_do_not_fit_are_refused, the_package_describes_itself),
     *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
     *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
     *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),

@@ -62,7 +62,6 @@ pub use symbols::Symbol;
 pub use table::Driver;
 pub(crate) use trials::Trials;
 pub use user_object::UserObject;
-#[doc(hidden)]
 pub use vmm::MemoryProperties;
 
 /// The generated bindings: names, types and layouts exactly as in `wrapper.h`.

@@ -15,7 +15,6 @@ use super::sys::{
 use super::table::{call, thin};
 
 /// What physical memory is made like. All of it is final at [`Entered::mem_create`].
-#[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct MemoryProperties {
     /// The handle of the device whose memory it is.
@@ -29,6 +28,9 @@ pub struct MemoryProperties {
 impl MemoryProperties {
     /// What the device supports of these, and costs nothing on drivers of today: exportable as a POSIX file
     /// descriptor, and ready for GPUDirect RDMA.
+    ///
+    /// # Errors
+    /// The driver's.
     pub fn for_device(device: &Device) -> Result<MemoryProperties, DriverError> {
         let posix = device.supports(
             Feature::VmmExport,

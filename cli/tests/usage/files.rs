@@ -340,7 +340,7 @@ fn recordings_are_read_like_traces_and_exported() {
     };
     assert_eq!(String::from_utf8(export(&recording, "csv")).unwrap(), trace);
     assert_eq!(export(&packed(&recording), "csv"), trace.as_bytes());
-    assert_eq!(export(&recording, "collapsed"), b"train;forward 3145728\n");
+    assert_eq!(export(&recording, "collapsed"), b"train;forward 3146240\n");
     let snapshot = export(&recording, "pytorch");
     assert_eq!(export(&snapshot, "csv"), trace.as_bytes());
     assert!(export(&recording, "pytorch-json").starts_with(b"{\"segments\":"));
