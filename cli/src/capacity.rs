@@ -131,7 +131,7 @@ fn line<'a>(
         schema: SCHEMA,
         trace: trace.name(),
         device: machine.name(),
-        policy: replay::policy_name(search.policy),
+        policy: search.policy.name(),
         requested_peak_bytes: trace.requested_peak(),
         min_limit_bytes: limit,
         min_limit_ratio: limit.and_then(|limit| output::ratio_of(limit, trace.requested_peak())),

@@ -291,7 +291,7 @@ fn line<'a>(
         schema: SCHEMA,
         trace: trace.name(),
         device: machine.name(),
-        policy: policy_name(report.policy),
+        policy: report.policy.name(),
         rows: trace.rows().len(),
         allocations: trace.allocations().len(),
         streams: trace.streams().len(),
@@ -310,14 +310,6 @@ fn line<'a>(
         warnings,
         memory: MemoryLine::new(report),
         replays: report.passes.iter().map(ReplayLine::new).collect(),
-    }
-}
-
-/// The policy as `--policy` calls it.
-pub fn policy_name(policy: Policy) -> &'static str {
-    match policy {
-        Policy::Classic => "classic",
-        _ => "packed",
     }
 }
 

@@ -3,6 +3,20 @@
 pub use crate::block::BlockState;
 use crate::driver::sys;
 use crate::error::StreamBytes;
+use crate::error::memory::Bytes;
+use std::fmt;
+
+/// The limit of an allocator, for logs.
+pub(crate) struct LimitText(pub Option<u64>);
+
+impl fmt::Display for LimitText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(bytes) => write!(f, "limit {}", Bytes(bytes)),
+            None => f.write_str("no limit"),
+        }
+    }
+}
 
 /// Why memory was added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,6 +37,15 @@ impl GrowthReason {
             GrowthReason::Short => "short",
             GrowthReason::Fragmented => "fragmented",
             GrowthReason::Pending => "pending",
+        }
+    }
+
+    /// The reason as a clause, for logs.
+    pub(crate) fn clause(self) -> &'static str {
+        match self {
+            GrowthReason::Short => "all free memory together is less than that",
+            GrowthReason::Fragmented => "no free piece is as large",
+            GrowthReason::Pending => "the free memory that fits is pending on other streams",
         }
     }
 }

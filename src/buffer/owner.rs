@@ -205,7 +205,7 @@ impl Owner {
             }
             other => {
                 log::error!(
-                    "memory at {:#x} is never freed: its last use cannot be waited for",
+                    "leaking memory at {:#x}: cannot wait for its last use",
                     other.ptr()
                 );
                 std::mem::forget(other);

@@ -214,7 +214,7 @@ impl Drop for HostBlock {
         if let Err(error) = self.wait() {
             // A logger has locks, and in a forked child a thread that is not there may hold them.
             if !process::is_forked_child() {
-                log::warn!("page-locked memory is leaked: {error}");
+                log::warn!("leaking page-locked memory: {error}");
             }
             std::mem::forget(self.memory.take());
         }

@@ -39,7 +39,7 @@ pub(crate) fn keep<T>(memory: T, ended: Ended) -> Result<T, Error> {
     match ended {
         Ended::Over(result) => result.map(|()| memory),
         Ended::Unseen(error) => {
-            log::error!("host memory is leaked: the end of a copy cannot be seen: {error}");
+            log::error!("leaking host memory: cannot determine whether a copy completed: {error}");
             std::mem::forget(memory);
             Err(Error::Unseen(error))
         }

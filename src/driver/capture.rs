@@ -257,7 +257,7 @@ impl Drop for Capture<'_> {
             && let Err(error) = stream.end_capture()
             && !process::is_gone()
         {
-            log::debug!("a capture that nobody ended: {error}");
+            log::debug!("cannot end an abandoned capture: {error}");
         }
     }
 }

@@ -27,7 +27,7 @@ pub enum InvalidArgument {
         element_bytes: usize,
     },
     /// Another number of elements than is needed.
-    #[error("{found} elements where {expected} are needed")]
+    #[error("expected {expected} elements, found {found}")]
     Length {
         /// Elements that are needed.
         expected: usize,
@@ -35,7 +35,7 @@ pub enum InvalidArgument {
         found: usize,
     },
     /// Bytes that are no whole number of elements, seen as another type.
-    #[error("{bytes} bytes are no whole number of elements of {element_bytes} bytes")]
+    #[error("{bytes} bytes are not a multiple of the element size of {element_bytes} bytes")]
     Remainder {
         /// Bytes there are.
         bytes: usize,
@@ -43,7 +43,7 @@ pub enum InvalidArgument {
         element_bytes: usize,
     },
     /// Memory that is not aligned for its element type.
-    #[error("{ptr:#x} is not a multiple of {alignment}")]
+    #[error("{ptr:#x} is not aligned to {alignment} bytes")]
     Misaligned {
         /// The address.
         ptr: u64,
@@ -51,7 +51,7 @@ pub enum InvalidArgument {
         alignment: usize,
     },
     /// More bytes than the memory has that they are to lie in.
-    #[error("{needed} bytes do not fit into {usable}")]
+    #[error("{needed} bytes do not fit into {usable} bytes")]
     TooSmall {
         /// Bytes that are needed.
         needed: usize,
@@ -60,7 +60,7 @@ pub enum InvalidArgument {
     },
     /// A range that is empty, wraps around, is not aligned as it has to be, or reaches beyond the block that it
     /// begins in.
-    #[error("{bytes} bytes at {ptr:#x} are no valid range")]
+    #[error("{bytes} bytes at {ptr:#x} are not a valid range")]
     Range {
         /// First byte.
         ptr: u64,
@@ -68,7 +68,7 @@ pub enum InvalidArgument {
         bytes: u64,
     },
     /// Elements seen as another type than theirs.
-    #[error("elements of type {found}, not {expected}")]
+    #[error("expected elements of type {expected}, found {found}")]
     DType {
         /// The type asked for.
         expected: DType,
@@ -76,7 +76,7 @@ pub enum InvalidArgument {
         found: DType,
     },
     /// More dimensions than a tensor can have, or another number than the one of a column.
-    #[error("{found} dimensions where {most} are the bound")]
+    #[error("expected at most {most} dimensions, found {found}")]
     Dimensions {
         /// Dimensions given.
         found: usize,
@@ -84,10 +84,10 @@ pub enum InvalidArgument {
         most: usize,
     },
     /// Elements that do not follow each other, where they have to.
-    #[error("the elements do not follow each other")]
+    #[error("expected contiguous elements")]
     Strided,
     /// A column of a table whose type is not its field's.
-    #[error("column {index} is {found}, its field {expected}")]
+    #[error("column {index}: expected type {expected}, found {found}")]
     FieldType {
         /// Position of the column.
         index: usize,
@@ -97,7 +97,7 @@ pub enum InvalidArgument {
         found: DType,
     },
     /// A table whose number of columns is not its schema's.
-    #[error("{columns} columns for a schema of {fields}")]
+    #[error("expected {fields} columns, found {columns}")]
     Arity {
         /// Columns given.
         columns: usize,
@@ -105,7 +105,7 @@ pub enum InvalidArgument {
         fields: usize,
     },
     /// A column of a table that has not as many rows as the table has capacity.
-    #[error("column {index} has {rows} rows, the table's capacity is {capacity}")]
+    #[error("column {index}: expected {capacity} rows, found {rows}")]
     ColumnRows {
         /// Position of the column.
         index: usize,
@@ -123,7 +123,7 @@ pub enum InvalidArgument {
         capacity: usize,
     },
     /// The host's copy of a table's row count is set already.
-    #[error("the row count is known already: {rows}")]
+    #[error("the row count is already set to {rows}")]
     RowsAlreadySet {
         /// The count that is kept.
         rows: u64,
@@ -177,14 +177,14 @@ pub enum StreamMisuse {
     #[error("the stream belongs to another driver")]
     ForeignDriver,
     /// The stream was never seen here.
-    #[error("stream {stream:#x} is not known here")]
+    #[error("stream {stream:#x} is not registered with this allocator")]
     Unknown {
         /// The stream's handle, or its id if ids were asked for.
         stream: u64,
     },
     /// The stream is the per-thread default stream of another thread, which this one cannot name: what concerns
     /// that one is for its thread to ask.
-    #[error("the per-thread default stream is known of another thread, not of this one")]
+    #[error("the per-thread default stream belongs to another thread")]
     WrongThread,
     /// 0 as a stream in the exchange protocol, where it could mean two streams, or a negative number
     /// without a meaning.
@@ -198,7 +198,7 @@ pub enum StreamMisuse {
     #[error("the block goes back through the resource that keeps the order of its uses")]
     KeptAbove,
     /// The launch recorder was asked for a step out of its order.
-    #[error("{asked} is not possible: {because}")]
+    #[error("cannot {asked}: {because}")]
     LaunchOrder {
         /// What was asked for.
         asked: &'static str,

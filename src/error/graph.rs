@@ -1,5 +1,7 @@
 //! What graph pools refuse.
 
+use super::memory::Bytes;
+
 /// Why a call about a graph pool was refused. Nothing has changed, and no capture is spoilt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -8,30 +10,30 @@ pub enum GraphPoolError {
     #[error("the graph pool was released")]
     Released,
     /// No such scope is open: it was left before.
-    #[error("the scope of a graph pool was left before")]
+    #[error("the scope of the graph pool has already been left")]
     NotEntered,
     /// Memory of the pool is in use outside of captures, or by a capture under way.
-    #[error("{bytes} bytes of the graph pool are still in use")]
+    #[error("{} of the graph pool are still in use", Bytes(*bytes))]
     NotComplete {
         /// Bytes of memory that may be in use.
         bytes: u64,
     },
     /// Blocks that would be live again lie in memory that blocks of other pools of the family have by now.
-    #[error("{bytes} bytes of the graph pool are in blocks of others of its family")]
+    #[error("{} are held by other graph pools of the family", Bytes(*bytes))]
     Taken {
         /// Bytes that both would have.
         bytes: u64,
     },
     /// No pool has this tag.
-    #[error("no graph pool has the tag {tag:?}")]
+    #[error("no graph pool has the tag `{tag}`")]
     UnknownTag {
         /// The tag.
         tag: &'static str,
     },
     /// The checkpoint is another pool's, or the pool gave its addresses back since.
-    #[error("the checkpoint is not of the graph pool's present addresses")]
+    #[error("stale checkpoint: it is of other addresses than the graph pool has now")]
     ForeignCheckpoint,
     /// The pool is another allocator's.
-    #[error("the graph pool is of another allocator")]
+    #[error("the graph pool belongs to another allocator")]
     ForeignPool,
 }

@@ -54,7 +54,7 @@ pub enum ImportFault {
         stride: i64,
     },
     /// An element type that tensors do not have.
-    #[error("element type with code {code}, {bits} bits, {lanes} lanes")]
+    #[error("unsupported element type: DLPack code {code}, {bits} bits, {lanes} lanes")]
     DType {
         /// DLPack's code.
         code: u8,

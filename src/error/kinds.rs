@@ -10,7 +10,7 @@ use super::config::ConfigError;
 use super::finding::Finding;
 use super::graph::GraphPoolError;
 use super::import::ImportFault;
-use super::memory::OutOfMemory;
+use super::memory::{Bytes, OutOfMemory};
 
 /// What fails with an [`Error`], if nothing else is said.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
@@ -60,8 +60,8 @@ pub enum Error {
     OutOfMemory(#[from] Box<OutOfMemory>),
     /// A budget does not have room for the request.
     #[error(
-        "{owner}: {requested} bytes asked for, {} of {limit} remaining ({used} used)",
-        limit.saturating_sub(*used)
+        "{owner}: cannot allocate {}: {} of {} remain, {} are used",
+        Bytes(*requested), Bytes(limit.saturating_sub(*used)), Bytes(*limit), Bytes(*used)
     )]
     OverBudget {
         /// Whose budget it is.
@@ -82,7 +82,7 @@ pub enum Error {
         maximum: usize,
     },
     /// The host has no memory for what the call needs.
-    #[error("the host has no memory for {bytes} bytes")]
+    #[error("cannot allocate {} of host memory", Bytes(*bytes as u64))]
     HostMemory {
         /// Bytes asked for.
         bytes: usize,
@@ -114,7 +114,7 @@ pub enum Error {
         devices: usize,
     },
     /// A block, stream or device of another device than the memory's.
-    #[error("device {found} where device {expected} is meant")]
+    #[error("expected device {expected}, found device {found}")]
     WrongDevice {
         /// Ordinal of the memory's device.
         expected: usize,
@@ -184,7 +184,7 @@ pub enum Error {
         len: usize,
     },
     /// Something cannot be closed or destroyed because it is used; nothing was closed.
-    #[error("still in use: {}{}", Count(*count, what), if *bytes == 0 { String::new() } else { format!(" of {bytes} bytes") })]
+    #[error("still in use: {}{}", Count(*count, what), if *bytes == 0 { String::new() } else { format!(" of {}", Bytes(*bytes)) })]
     InUse {
         /// What uses it, in the singular.
         what: &'static str,
@@ -197,7 +197,7 @@ pub enum Error {
     #[error("a copy is in flight")]
     InFlight,
     /// Close was asked for while guards keep memory; nothing was closed.
-    #[error("{} {} {bytes} bytes of freed blocks", Count(*guards, "guard"), if *guards == 1 { "keeps" } else { "keep" })]
+    #[error("{} {} {} of freed blocks", Count(*guards, "guard"), if *guards == 1 { "keeps" } else { "keep" }, Bytes(*bytes))]
     Guarded {
         /// Guards that live.
         guards: u64,
@@ -213,13 +213,13 @@ pub enum Error {
     NotSuspended,
     /// Not everything could be given back, because work that may use it is not known to be over, or because a
     /// trim on another thread is about to give it back.
-    #[error("{bytes} bytes are still held")]
+    #[error("cannot release all memory: {} are still held", Bytes(*bytes))]
     StillHeld {
         /// Bytes held from the driver, those among them that are on their way back.
         bytes: u64,
     },
     /// Something of an earlier generation: what it stood for is gone.
-    #[error("generation {have} is over, the current one is {current}")]
+    #[error("stale handle: generation {have}, current {current}")]
     Stale {
         /// The generation it belongs to.
         have: u64,
@@ -236,7 +236,7 @@ pub enum Error {
     /// caller's memory is out of the device's reach: the copy was to or from memory of ours, which is
     /// leaked. (That of unsafe asynchronous copies is not.) Device memory stays in the order of its
     /// stream.
-    #[error("the end of a copy cannot be seen: {0}")]
+    #[error("cannot determine whether the copy completed: {0}")]
     Unseen(DriverError),
     /// A launch names a buffer that its recorder may not accept.
     #[error(
@@ -493,11 +493,17 @@ mod tests {
     fn one_is_no_plural_and_addresses_are_hexadecimal() {
         let (what, bytes) = ("block", 512);
         let live = |count| Error::InUse { what, count, bytes }.to_string();
-        assert_eq!(live(1), "still in use: 1 block of 512 bytes");
-        assert_eq!(live(2), "still in use: 2 blocks of 512 bytes");
-        let guarded = |guards| Error::Guarded { guards, bytes: 7 }.to_string();
-        assert_eq!(guarded(1), "1 guard keeps 7 bytes of freed blocks");
-        assert_eq!(guarded(2), "2 guards keep 7 bytes of freed blocks");
+        assert_eq!(live(1), "still in use: 1 block of 512 B");
+        assert_eq!(live(2), "still in use: 2 blocks of 512 B");
+        let guarded = |guards| {
+            Error::Guarded {
+                guards,
+                bytes: 3 << 20,
+            }
+            .to_string()
+        };
+        assert_eq!(guarded(1), "1 guard keeps 3.00 MiB of freed blocks");
+        assert_eq!(guarded(2), "2 guards keep 3.00 MiB of freed blocks");
         let freed = Error::NotLive { ptr: 0x1200 }.to_string();
         assert!(
             freed.contains("0x1200") && freed.contains("freed before"),

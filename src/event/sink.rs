@@ -105,7 +105,7 @@ impl Inner {
             state.failure = Some(error.kind());
             // The program's logger may do anything, also end the recording.
             drop(state);
-            log::warn!("the recording cannot be written on: {error}");
+            log::warn!("cannot continue writing the recording: {error}");
         }
     }
 }

@@ -72,7 +72,7 @@ impl Drop for Import {
         match self.order_home().or_else(|_| self.order_home()) {
             Ok(()) => drop(kept),
             Err(error) => {
-                log::error!("imported memory is never released: {error}");
+                log::error!("leaking imported memory: {error}");
                 std::mem::forget(kept);
             }
         }

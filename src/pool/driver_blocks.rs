@@ -182,7 +182,7 @@ impl Inner {
         {
             let ptr = id.ptr();
             log::warn!(
-                "the block at {ptr:#x} of a driver's pool is freed later ({count} such events): {error}"
+                "deferring the free of the block at {ptr:#x} of a driver pool (occurrence {count}): {error}"
             );
         }
         Ok(())

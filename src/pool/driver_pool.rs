@@ -411,7 +411,7 @@ unsafe impl MemoryResource for DriverPool {
         self.0.reset_peaks();
         let high = self.set(RESERVED_HIGH, 0).and(self.set(USED_HIGH, 0));
         if let Err(error) = high {
-            log::warn!("the peaks of a memory pool stay: {error}");
+            log::warn!("cannot reset the peaks of a memory pool: {error}");
         }
     }
 

@@ -398,7 +398,7 @@ impl Inner {
                 && block.is_lost() != before
                 && let Some(count) = self.log.due()
             {
-                log::warn!("page-locked memory is leaked ({count} such events): {error}");
+                log::warn!("leaking page-locked memory (occurrence {count}): {error}");
             }
             let gone = self.change(|state| {
                 state.looked_at -= 1;

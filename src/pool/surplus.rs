@@ -60,7 +60,7 @@ impl Surplus {
         if let Err(error) = allocator.trim(threshold)
             && let Some(count) = self.log.due()
         {
-            log::warn!("surplus could not be given back ({count} such events): {error}");
+            log::warn!("cannot release surplus memory (occurrence {count}): {error}");
         }
     }
 }

@@ -181,7 +181,7 @@ impl Drop for CudaMemory {
     fn drop(&mut self) {
         let live = self.blocks().len();
         if live > 0 {
-            log::warn!("a resource of `cuMemAlloc` goes with {live} live blocks, which leak");
+            log::warn!("dropping a resource of `cuMemAlloc` with {live} live blocks, which leak");
         }
     }
 }

@@ -136,7 +136,7 @@ impl<R: MemoryResource> Launch<R> {
     fn record(&mut self, buffer: &impl LaunchBuffer, access: Access) -> Result<&mut Self, Error> {
         if self.phase != Phase::Recording {
             return Err(StreamMisuse::LaunchOrder {
-                asked: "recording a buffer",
+                asked: "record a buffer",
                 because: "the preflight is over",
             }
             .into());
@@ -173,8 +173,8 @@ impl<R: MemoryResource> Launch<R> {
     pub fn preflight(&mut self) -> Result<(), Error> {
         if self.phase != Phase::Recording {
             return Err(StreamMisuse::LaunchOrder {
-                asked: "a preflight",
-                because: "it is over",
+                asked: "run the preflight",
+                because: "it has already run",
             }
             .into());
         }
@@ -223,8 +223,8 @@ impl<R: MemoryResource> Launch<R> {
     pub fn commit(mut self) -> Result<(), Error> {
         if self.phase != Phase::Ready && self.recorded > 0 {
             return Err(StreamMisuse::LaunchOrder {
-                asked: "a commit",
-                because: "there was no preflight",
+                asked: "commit the launch",
+                because: "its preflight has not run",
             }
             .into());
         }
@@ -255,10 +255,10 @@ impl<R: MemoryResource> Drop for Launch<R> {
             && self.recorded > 0
         {
             log::warn!(
-                "a {} launch of {} buffers on stream {:?} goes without a commit",
+                "a {} launch of {} buffers on stream {:#x} is dropped without a commit",
                 if self.strict { "strict" } else { "permissive" },
                 self.recorded,
-                self.stream.raw()
+                self.stream.raw() as usize
             );
         }
     }

@@ -187,7 +187,7 @@ impl Drop for Kernels<'_> {
     fn drop(&mut self) {
         // A refusal may be over at once; nobody can try later.
         if let Err(error) = self.free_word().or_else(|_| self.free_word()) {
-            log::warn!("the word that counts mismatches is leaked: {error}");
+            log::warn!("leaking the counter of mismatches: {error}");
         }
     }
 }

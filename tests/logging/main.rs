@@ -53,8 +53,14 @@ impl log::Log for Collector {
 
     fn log(&self, record: &log::Record<'_>) {
         assert_unlocked(record);
+        let text = record.args().to_string();
+        let debug = ["Some(", "None", "Ok(", "Err("];
+        assert!(
+            !debug.iter().any(|form| text.contains(form)),
+            "a value in Rust's Debug form: {text}"
+        );
         if let Some(mut call) = CALL.take() {
-            call(&record.args().to_string());
+            call(&text);
             CALL.set(Some(call));
         }
         if record.level() >= log::Level::Info && record.target().starts_with("cualloc::allocator") {
@@ -81,15 +87,18 @@ fn allocators_say_what_they_take_and_give_back() {
             allocator.set_limit(Some(64 << 20));
             let released = allocator.empty_cache().unwrap().released;
             assert_eq!(released, reserved);
+            allocator.set_limit(None);
+            let (name, held) = (policy.name(), format!("{}.00 MiB", reserved >> 20));
             let said = DEEDS.take();
             let expected = [
-                format!("allocator {id} on device 0: policy {policy:?}, limit None bytes, views "),
+                format!("allocator {id} on device 0: policy {name}, no limit, views o"),
                 format!(
-                    "allocator {id}: {reserved} bytes more for a request of {}: short",
-                    5 * MIB
+                    "allocator {id}: allocating {held} from the driver for a request of 5.00 MiB: \
+                     all free memory together is less than that"
                 ),
-                format!("allocator {id}: limit Some(67108864) bytes"),
-                format!("allocator {id}: {released} bytes released, 0 pending"),
+                format!("allocator {id}: limit 64.00 MiB"),
+                format!("allocator {id}: released {held} to the driver, 0 B pending"),
+                format!("allocator {id}: no limit"),
             ];
             assert_eq!(said.len(), expected.len(), "{said:?}");
             for (line, start) in said.iter().zip(&expected) {
@@ -144,7 +153,7 @@ fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
     });
 }
 
-/// S5.42: a recorder that goes without a commit says how many buffers, on which stream, in which mode; in
+/// S5.42: a recorder that is dropped without a commit says how many buffers, on which stream, in which mode; in
 /// debug builds, once, and never if it was committed.
 #[test]
 fn s5_42_an_abandoned_recorder_warns() {

@@ -42,7 +42,7 @@ static void figures(cualloc_t *allocator, uint64_t blocks, uint64_t requested) {
     CHECK(stats.requested.peak >= requested && stats.requested.total >= requested);
     CHECK(stats.small_pool.blocks.current + stats.large_pool.blocks.current == blocks);
     CHECK(stats.driver_calls > 0 && stats.limit == UINT64_MAX);
-    /* One of a later version: what is not known here is left alone. */
+    /* One of a later version: what is not registered with this allocator is left alone. */
     memset(&larger, 0x5a, sizeof larger);
     larger.known.struct_size = sizeof larger;
     EXPECT(CUALLOC_OK, cualloc_stats(allocator, &larger.known));

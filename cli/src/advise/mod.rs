@@ -105,7 +105,7 @@ impl ChoiceLine {
         let fits = trial.fits();
         ChoiceLine {
             settings: choice.under(limit),
-            policy: replay::policy_name(trial.policy),
+            policy: trial.policy.name(),
             profile: match config.profile {
                 Profile::Quick => "quick",
                 _ => "dense",

@@ -8,7 +8,6 @@ mod workload;
 use crate::machine::Machine;
 use crate::options::{BenchOptions, GlobalOptions, Work};
 use crate::output::{self, Output, SCHEMA};
-use crate::replay::policy_name;
 use crate::settings::Settings;
 use crate::{Failure, Outcome, text};
 use cualloc::Allocator;
@@ -112,7 +111,7 @@ impl Bench<'_> {
                 return Ok(());
             }
         };
-        self.policy = policy_name(rig.allocator.policy());
+        self.policy = rig.allocator.policy().name();
         match work {
             Work::Pair => self.pairs(&rig)?,
             Work::Raw => self.raw_pairs(&rig)?,

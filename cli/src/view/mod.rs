@@ -13,7 +13,7 @@ use crate::input::{self, Input, InputError, Recorded};
 use crate::machine::Machine;
 use crate::options::{DeviceChoice, GlobalOptions, ViewOptions};
 use crate::output::Output;
-use crate::replay::{self, CannotBegin, policy_name};
+use crate::replay::{self, CannotBegin};
 use crate::settings::Settings;
 use crate::sink::Sink;
 use crate::{Failure, Outcome, text};
@@ -252,7 +252,7 @@ fn page(
     let meta = json!({
         "schema": 2,
         "name": frame.trace.name(),
-        "policy": policy_name(report.policy),
+        "policy": report.policy.name(),
         "limit": frame.limit.map(|limit| limit.min(encode::MOST)),
         "memory": frame.memory.min(encode::MOST),
         "config": frame.config,

@@ -25,9 +25,9 @@ use crate::allocator::engine::hooks::ReliefHook;
 use crate::allocator::engine::recorded;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::heap::request::Checked;
-use crate::allocator::report::Trimmed;
-use crate::allocator::report::{BlockInfo, SegmentInfo};
-use crate::allocator::report::{Fragmentation, SelfTest};
+use crate::allocator::report::{
+    BlockInfo, Fragmentation, LimitText, SegmentInfo, SelfTest, Trimmed,
+};
 use crate::allocator::request::Request;
 use crate::allocator::size;
 use crate::allocator::stats::Stats;
@@ -116,11 +116,11 @@ impl Allocator {
         engine.enrol();
         let allocator = Allocator::with_engine(engine);
         log::info!(
-            "allocator {} on device {}: policy {:?}, limit {:?} bytes, views {}",
+            "allocator {} on device {}: policy {}, {}, views {}",
             allocator.id(),
             allocator.engine.device.ordinal(),
-            allocator.policy(),
-            allocator.limit(),
+            allocator.policy().name(),
+            LimitText(allocator.limit()),
             if allocator.engine.views { "on" } else { "off" },
         );
         Ok(allocator)
@@ -406,10 +406,11 @@ impl Allocator {
     }
 
     fn log_trim(&self, done: &Trimmed) {
-        let (released, pending) = (done.released, done.pending);
         log::debug!(
-            "allocator {}: {released} bytes released, {pending} pending",
-            self.id()
+            "allocator {}: released {} to the driver, {} pending",
+            self.id(),
+            Bytes(done.released),
+            Bytes(done.pending)
         );
     }
 

@@ -24,6 +24,17 @@ pub enum Policy {
     Classic,
 }
 
+impl Policy {
+    /// The name in settings.
+    pub fn name(self) -> &'static str {
+        match self {
+            Policy::Auto => "auto",
+            Policy::Packed => "packed",
+            Policy::Classic => "classic",
+        }
+    }
+}
+
 /// What counts more while a pool grows: memory or time. Packed policy only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]

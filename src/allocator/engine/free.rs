@@ -334,8 +334,7 @@ impl Engine {
             && let Some(count) = self.log.due()
         {
             log::warn!(
-                "a dropped block is freed later, its last use could not be recorded ({count} such \
-                 events): {error}"
+                "deferring the free of a dropped block: cannot record its last use (occurrence {count}): {error}"
             );
         }
     }
@@ -384,8 +383,7 @@ impl Engine {
                 self.defer(block, Vec::new());
                 if let Some(count) = self.log.due() {
                     log::warn!(
-                        "a dropped block is freed later, now it could not be ({count} such \
-                         events): {error}"
+                        "deferring the free of a dropped block (occurrence {count}): {error}"
                     );
                 }
             }

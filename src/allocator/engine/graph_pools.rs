@@ -280,7 +280,7 @@ impl Engine {
             && let Some(count) = self.log.due()
         {
             log::warn!(
-                "memory of a graph pool is given back later, now it could not be ({count} such events): {error}"
+                "cannot release memory of a graph pool, retrying later (occurrence {count}): {error}"
             );
         }
     }

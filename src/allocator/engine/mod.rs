@@ -411,7 +411,7 @@ impl Engine {
 
     pub(crate) fn log_marker_failure(&self, error: &dyn std::error::Error) {
         if let Some(count) = self.log.due() {
-            log::warn!("a marker could not be recorded ({count} times so far): {error}");
+            log::warn!("cannot record a marker (occurrence {count}): {error}");
         }
     }
 }

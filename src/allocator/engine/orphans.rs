@@ -60,8 +60,7 @@ impl Engine {
             && let Some(count) = self.log.due()
         {
             log::warn!(
-                "an allocator on device {} without a handle could not be closed, a later call tries again \
-                 ({count} such events): {error}",
+                "cannot close an orphaned allocator on device {}, retrying later (occurrence {count}): {error}",
                 self.device.ordinal()
             );
         }
@@ -71,8 +70,7 @@ impl Engine {
     pub(crate) fn outlive_capture(&self) {
         if self.wait_for_others() && !self.waits.swap(true, Ordering::Relaxed) {
             log::warn!(
-                "an allocator on device {} without a handle holds its memory until the end of a capture \
-                 is noticed",
+                "an orphaned allocator on device {} keeps its memory until a capture ends",
                 self.device.ordinal()
             );
         }

@@ -259,7 +259,7 @@ pub(crate) fn begin_by_environment() {
         }
         Err(Refusal::Busy) => {}
         Err(Refusal::Io(error)) => {
-            log::warn!("{} cannot be recorded to: {error}", path.display());
+            log::warn!("cannot record to {}: {error}", path.display());
         }
     }
 }

@@ -11,6 +11,7 @@ use crate::allocator::physical::commit::{give_back, release_orphan};
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::commit as view;
 use crate::error::Error;
+use crate::error::memory::Bytes;
 
 impl Engine {
     /// Gives claimed memory back to the driver. What fails stays in the heap, or goes back to the
@@ -179,8 +180,12 @@ impl Engine {
         }
         match self.decay(decay) {
             Ok(0) => {}
-            Ok(bytes) => log::debug!("allocator {}: {bytes} idle bytes released", self.id),
-            Err(error) => log::debug!("allocator {}: idle memory stays: {error}", self.id),
+            Ok(bytes) => log::debug!(
+                "allocator {}: released {} of idle memory",
+                self.id,
+                Bytes(bytes)
+            ),
+            Err(error) => log::debug!("allocator {}: cannot release idle memory: {error}", self.id),
         }
     }
 

@@ -130,7 +130,7 @@ impl Engine {
         self.driver().set_aliasing(self.device.ordinal(), good);
         if !good {
             log::warn!(
-                "device {} does not keep memory the same through two addresses: views are not used",
+                "device {} does not keep memory coherent between two mappings: views are disabled",
                 self.device.ordinal()
             );
         }

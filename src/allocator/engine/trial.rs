@@ -11,6 +11,7 @@ use crate::allocator::config::Policy;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::error::Error;
+use crate::error::memory::Bytes;
 
 /// What is tried: the smallest handle that allocators make.
 const BYTES: usize = PHYSICAL_GRANULE as usize;
@@ -66,7 +67,7 @@ pub(crate) fn memory_of(
     }
     if trials.first_refusal(device.ordinal()) {
         log::warn!(
-            "device {} refuses {what}; falling back to the classic policy: {cause}",
+            "device {} refuses {what}, using the classic policy: {cause}",
             device.ordinal()
         );
     }
@@ -133,8 +134,9 @@ fn outcome(
         }
         if leaks {
             log::warn!(
-                "device {} does not take back {BYTES} bytes on which virtual memory was tried: {error}",
-                device.ordinal()
+                "device {} does not release {} that virtual memory was tested with: {error}",
+                device.ordinal(),
+                Bytes(PHYSICAL_GRANULE)
             );
             return Ok(Outcome::Refused(error));
         }
@@ -161,7 +163,7 @@ fn say_reduced(
         "not registered with network cards"
     };
     log::warn!(
-        "device {} refuses memory as it advertises it, so that of allocators can be {without}: {error}",
+        "device {} refuses memory with the properties that it advertises; memory of allocators can be {without}: {error}",
         device.ordinal()
     );
 }

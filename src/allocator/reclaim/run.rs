@@ -24,6 +24,7 @@ use crate::allocator::physical::{Fresh, GrowthFailure, Release};
 use crate::allocator::reclaim::choice::{Answer, Reclaim, Step};
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::ViewRun;
+use crate::error::memory::Bytes;
 use crate::error::{Error, OutOfMemory};
 use crate::nvtx::{self, Category};
 
@@ -291,7 +292,7 @@ impl Engine {
             },
             Step::Shorten(cut) => match self.shorten(cut) {
                 // A view that keeps its end takes no memory from the request, which goes on without it.
-                Err(Error::Driver(error)) => log::debug!("a view was kept: {error}"),
+                Err(Error::Driver(error)) => log::debug!("cannot remove a view: {error}"),
                 done => done?,
             },
             Step::Retry => match self.retry_orphaned_handles() {
@@ -334,11 +335,11 @@ impl Engine {
 
     fn log_growth(&self, want: &Want, fresh: &Fresh) {
         log::debug!(
-            "allocator {}: {} bytes more for a request of {}: {}",
+            "allocator {}: allocating {} from the driver for a request of {}: {}",
             self.id,
-            fresh.bytes(),
-            want.requested,
-            fresh.reason.name(),
+            Bytes(fresh.bytes()),
+            Bytes(want.requested),
+            fresh.reason.clause(),
         );
     }
 

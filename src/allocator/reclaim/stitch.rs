@@ -58,7 +58,7 @@ impl Engine {
                 drop(heap);
                 // A view that cannot be unmapped stays; that is no reason to fail the request.
                 if let Err(error) = self.shed_views(want.stream) {
-                    log::debug!("idle views were kept: {error}");
+                    log::debug!("cannot remove idle views: {error}");
                 }
                 return Ok(Some(id));
             }
