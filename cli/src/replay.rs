@@ -9,7 +9,7 @@ use crate::size::Size;
 use crate::table::{Cell, Column, Table};
 use crate::{Failure, Outcome, input, text};
 use cualloc::Error;
-use cualloc::allocator::{Fragmentation, Policy};
+use cualloc::allocator::Fragmentation;
 use cualloc::driver::{CallCounts, DriverError};
 use cualloc::trace::{Pass, ReplayReport, Trace};
 use serde::Serialize;

@@ -190,7 +190,7 @@ pub(super) fn watch_forks() {
     ONCE.call_once(|| registered = imp::register_fork_handler());
     // Not in there: the logger may load a driver.
     if !registered {
-        log::warn!("no fork handler could be registered: forked children are not detected");
+        log::warn!("cannot register a fork handler: forked children are not detected");
     }
 }
 
@@ -202,7 +202,7 @@ pub(crate) fn at_exit(handler: extern "C" fn()) {
 }
 
 const NO_EXIT_HANDLER: &str =
-    "no exit handler could be registered: drops at exit may call the driver";
+    "cannot register an exit handler: drops at exit may call the driver";
 
 /// Registers the exit handler; call it after a successful `cuInit`, so that it runs before the
 /// handlers which the driver registered in there (they run in reverse order).

@@ -243,7 +243,7 @@ fn sums_are_those_of_the_last_request_without_memory() {
     let recorder = Recorder::start_with_stacks(Target::Memory, 1).unwrap();
     enter(step);
     let peak = allocator.allocate(60 * MIB, &stream).unwrap();
-    let mut refused = |bytes: usize| {
+    let refused = |bytes: usize| {
         let refused = allocator.allocate(bytes, &stream);
         assert!(matches!(refused, Err(Error::OutOfMemory(_))), "{refused:?}");
         recorder.read().unwrap()
