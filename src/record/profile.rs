@@ -62,7 +62,7 @@ impl Moment {
                     }
                 }
                 Action::Free => live = live.saturating_sub(blocks.remove(&place).unwrap_or(0)),
-                Action::OutOfMemory => failure = moment(live, Some(event.bytes)),
+                Action::OutOfMemory { .. } => failure = moment(live, Some(event.bytes)),
                 _ => {}
             }
         }
