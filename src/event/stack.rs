@@ -52,7 +52,8 @@ pub(crate) fn text(stack: &Backtrace) -> String {
 
 /// [`text`] of a stack as the standard library prints it in full.
 fn users(printed: &str) -> String {
-    let frames = frames(printed);
+    let mut frames = frames(printed);
+    frames.truncate(DEEPEST);
     let sources = sources(&frames);
     // Between functions of this crate are those of the standard library that it calls.
     let inner = frames
@@ -63,11 +64,13 @@ fn users(printed: &str) -> String {
         .enumerate()
         .filter(|(_, origin)| *origin == Some(Origin::Own));
     let first = own.last().map_or(0, |(at, _)| at + 1);
-    let names = frames.iter().take(DEEPEST).skip(first);
-    // Further out the standard library starts the thread or the program.
-    let names = names.take_while(|frame| !frame.name.contains("__rust_begin_short_backtrace"));
-    let mut names: Vec<String> = names.map(|frame| plain(frame.name)).collect();
-    names.reverse();
+    let shown = frames.get(first..).unwrap_or_default();
+    // Further out the standard library starts the thread or the program; without debug information a function that was
+    // inlined there has no other name.
+    let start = |frame: &Frame<'_>| frame.name.contains("__rust_begin_short_backtrace");
+    let end = shown.iter().position(start).filter(|end| *end > 0);
+    let shown = shown.iter().take(end.unwrap_or(shown.len()));
+    let names: Vec<String> = shown.rev().map(|frame| plain(frame.name)).collect();
     names.join(";")
 }
 
@@ -500,6 +503,10 @@ mod tests {
         assert_eq!(users(&printed(&named)), "main;step");
         let unnamed = [inner[0], inner[1], ("<unknown>", ""), ("main", "")];
         assert_eq!(users(&printed(&unnamed)), "main;0x55f402c1c86b");
+        // A function that was inlined into the start of its thread.
+        let start = "std::sys::backtrace::__rust_begin_short_backtrace";
+        let thread = [inner[0], inner[1], (start, ""), ("clone3", "")];
+        assert_eq!(users(&printed(&thread)), format!("clone3;{start}"));
         // A thread of this crate, and a program without any names.
         let own = [
             inner[0],
