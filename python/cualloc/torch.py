@@ -17,10 +17,12 @@ import tempfile
 import threading
 import warnings
 
-from cualloc import _library, _torch_stats, record
+from cualloc import _library, record
 
 try:
     import torch
+
+    from cualloc import _torch_stats
 except ModuleNotFoundError as error:
     raise _library.not_installed(error, "torch", "PyTorch") from None
 
