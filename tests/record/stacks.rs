@@ -246,17 +246,22 @@ fn sums_are_those_of_the_last_request_without_memory() {
     let refused = |bytes: usize| {
         let refused = allocator.allocate(bytes, &stream);
         assert!(matches!(refused, Err(Error::OutOfMemory(_))), "{refused:?}");
-        recorder.read().unwrap()
     };
-    let first = refused(10 * MIB);
+    // What comes after a failure is not counted.
+    refused(10 * MIB);
     drop(peak);
+    let first = recorder.read().unwrap();
     enter(cache);
     let kept: Vec<Block> = (0..3)
         .map(|_| allocator.allocate(8 * MIB, &stream).unwrap())
         .collect();
-    let second = refused(50 * MIB);
+    refused(50 * MIB);
     drop(kept);
-    let empty = refused(70 * MIB);
+    let second = recorder.read().unwrap();
+    refused(70 * MIB);
+    let later = allocator.allocate(62 * MIB, &stream).unwrap();
+    let empty = recorder.read().unwrap();
+    drop(later);
     enter(Context::NONE);
     set_stack_source(None);
     drop(recorder);
