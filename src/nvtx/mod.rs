@@ -30,7 +30,7 @@ pub(crate) fn attach() -> Option<&'static Tool> {
     });
     // Not in there: the logger may make an allocator, which attaches the tool.
     if let Some(error) = failure {
-        log::warn!("the tool that {VARIABLE} names was not attached: {error}");
+        log::warn!("cannot attach the tool named by {VARIABLE}: {error}");
     }
     tool.as_ref()
 }
