@@ -113,8 +113,16 @@ pub struct FailPlan {
     pub(super) call: Option<usize>,
     pub(super) skip: u64,
     pub(super) times: u64,
+    pub(super) fault: Fault,
+}
+
+/// What a call returns in place of its own result.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fault {
     pub(super) code: CUresult,
     pub(super) sticky: bool,
+    /// The call is executed all the same.
+    pub(super) executed: bool,
 }
 
 impl FailPlan {
@@ -125,10 +133,7 @@ impl FailPlan {
     pub fn call(name: &str, code: CUresult) -> Result<FailPlan, ConfigError> {
         Ok(FailPlan {
             call: Some(index_of(name)?),
-            skip: 0,
-            times: 1,
-            code,
-            sticky: false,
+            ..FailPlan::any(code)
         })
     }
 
@@ -139,8 +144,11 @@ impl FailPlan {
             call: None,
             skip: 0,
             times: 1,
-            code,
-            sticky: false,
+            fault: Fault {
+                code,
+                sticky: false,
+                executed: false,
+            },
         }
     }
 
@@ -159,7 +167,15 @@ impl FailPlan {
     /// Makes the failure one that lasts, as that of a kernel does: with the call that fails, the calling
     /// thread's context is lost (without one, all are), and every later call on it returns the code.
     pub fn sticky(mut self) -> FailPlan {
-        self.sticky = true;
+        self.fault.sticky = true;
+        self
+    }
+
+    /// Executes the call and then returns the code in place of its result, as a driver does that reports the error
+    /// of earlier work: what the call makes exists, what it destroys is gone, what it submits is queued. The
+    /// host has observed nothing by it: a wait that returns an error proves no completion.
+    pub fn executed(mut self) -> FailPlan {
+        self.fault.executed = true;
         self
     }
 

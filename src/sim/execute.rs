@@ -148,7 +148,7 @@ impl State {
                     late: false,
                 });
                 // The host is told that everything before it is complete.
-                self.observe(queue, op.seq - 1, &op.clock);
+                self.see(queue, op.seq - 1, &op.clock);
             }
         }
         if self.history_entries > self.history_limit {

@@ -465,8 +465,15 @@ impl State {
         }
     }
 
-    /// Notes that the host has seen the operation `seq` of `queue` complete.
+    /// Notes that the call under way tells the host that the operation `seq` of `queue` is complete.
     pub(super) fn observe(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) {
+        if !self.silent {
+            self.see(queue, seq, clock);
+        }
+    }
+
+    /// Notes that the host has seen the operation `seq` of `queue` complete.
+    pub(super) fn see(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) {
         // A wait for what is done already adds to the clock without an operation of its own.
         if !self.host.covers(queue, seq) || !self.host.includes(clock) {
             let host = Arc::make_mut(&mut self.host);

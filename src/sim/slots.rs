@@ -111,17 +111,11 @@ fn locked(
     let Some(state) = guard.as_deref_mut() else {
         return CUresult::CUDA_ERROR_DEINITIALIZED;
     };
-    let begun = match hooks::is_callback() {
+    let done = match hooks::is_callback() {
         true => state.refuse_in_callback(call),
-        false => state.begin(call),
+        false => state.enter(call, run),
     };
-    let result = match begun {
-        Ok(()) => match run(state) {
-            Ok(()) => CUresult::CUDA_SUCCESS,
-            Err(code) => code,
-        },
-        Err(code) => code,
-    };
+    let result = done.err().unwrap_or(CUresult::CUDA_SUCCESS);
     if state.logging() {
         state.log(call, summary(), result);
     }

@@ -4,7 +4,7 @@ use super::address::Addresses;
 use super::call::{Call, R, fail};
 use super::clocks::Clock;
 use super::config::{Mode, SimConfig};
-use super::costs::{CostTable, Counters, FailPlan};
+use super::costs::{CostTable, Counters, FailPlan, Fault};
 use super::graph::{Graphs, Link};
 use super::objects::{Callback, Pool};
 use super::physical::{Alloc, HostBlock, Mapping};
@@ -127,6 +127,8 @@ pub(super) struct State {
     /// What the host has seen complete; every later submission comes after it.
     pub(super) host: Arc<Clock>,
     pub(super) host_version: u64,
+    /// The call under way reports an error although it is executed: the host observes nothing by it.
+    pub(super) silent: bool,
     pub(super) graphs: Graphs,
     /// What the next random number is made from.
     pub(super) dice: u64,
@@ -204,6 +206,7 @@ impl State {
             free_events: Vec::new(),
             host: Arc::default(),
             host_version: 0,
+            silent: false,
             graphs: Graphs::default(),
             dice: config.seed,
             plain: Addresses::new(PLAIN.0, PLAIN.1),
@@ -270,8 +273,26 @@ impl State {
         };
     }
 
-    /// What every call does first: count, and fail if something is to fail it.
-    pub(super) fn begin(&mut self, call: Call) -> R {
+    /// Counts a call, then executes it with `run` or fails it, as the plans say.
+    pub(super) fn enter(&mut self, call: Call, run: impl FnOnce(&mut State) -> R) -> R {
+        let fault = self.begin(call)?;
+        let Some(fault) = fault else {
+            return run(self);
+        };
+        if fault.executed {
+            self.silent = true;
+            // The fault takes the place of the result, whatever that is.
+            let _ = run(self);
+            self.silent = false;
+        }
+        if fault.sticky {
+            self.lose_current(fault.code);
+        }
+        fail(fault.code)
+    }
+
+    /// What every call does first. Returns the fault that a plan has for it.
+    fn begin(&mut self, call: Call) -> R<Option<Fault>> {
         self.enter_thread();
         self.now = call;
         let nanos = match call {
@@ -288,26 +309,20 @@ impl State {
         if self.ended {
             return fail(CUresult::CUDA_ERROR_DEINITIALIZED);
         }
+        let mut fault = None;
         if !self.plans.is_empty() {
             // All plans see every call, so that each counts for itself.
-            let mut code = None;
             for plan in &mut self.plans {
                 if plan.hits(call) {
-                    code = code.or(Some((plan.code, plan.sticky)));
+                    fault = fault.or(Some(plan.fault));
                 }
             }
             self.plans.retain(|plan| plan.times > 0);
-            if let Some((code, sticky)) = code {
-                if sticky {
-                    self.lose_current(code);
-                }
-                return fail(code);
-            }
         }
-        if self.any_lost || !self.initialised {
-            return self.begin_unusual(call);
+        if fault.is_none_or(|fault| fault.executed) && (self.any_lost || !self.initialised) {
+            self.begin_unusual(call)?;
         }
-        Ok(())
+        Ok(fault)
     }
 
     /// Refuses a call that the function of a user object makes: the driver may wait for its own thread there.

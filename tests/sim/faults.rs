@@ -3,7 +3,7 @@
 use crate::support::*;
 use cualloc::driver::sys::CUresult;
 use cualloc::error::ConfigError;
-use cualloc::sim::{FailPlan, Leaks, Report, SimConfig, Simulator};
+use cualloc::sim::{FailPlan, Leaks, Mode, Report, SimConfig, Simulator};
 
 const OUT_OF_MEMORY: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
 
@@ -308,6 +308,48 @@ fn a_failure_may_be_one_that_stays() {
 }
 
 /// What was destroyed last comes back first, whatever it is a handle of.
+#[test]
+fn a_call_may_be_executed_and_report_an_error() {
+    let bench = bench();
+    let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
+    let executed = |call| FailPlan::call(call, code).unwrap().executed();
+    let leaks = || bench.sim.leaks();
+    // What it makes exists, what it destroys is gone.
+    bench.sim.fail(executed("cuMemCreate"));
+    let (failed, handle) = bench.create(GRANULE);
+    assert_eq!((failed, leaks().handles), (code, 1));
+    bench.sim.fail(executed("cuMemRelease"));
+    assert_eq!(call!(bench, cuMemRelease(handle)), code);
+    assert_eq!(leaks().handles, 0);
+    let (memory, _) = bench.mapped(GRANULE);
+    bench.sim.fail(executed("cuMemUnmap"));
+    assert_eq!(call!(bench, cuMemUnmap(memory, GRANULE)), code);
+    assert_eq!(
+        (leaks().mappings, bench.sim.read_memory(memory, 1)),
+        (0, None)
+    );
+    // What it submits is queued. A wait waits, and the host observes nothing by it.
+    bench.sim.set_mode(Mode::Manual);
+    let (stream, memory) = (bench.stream(), bench.alloc(100));
+    bench.sim.fail(executed("cuMemsetD8Async"));
+    assert_eq!(call!(bench, cuMemsetD8Async(memory, 7, 100, stream)), code);
+    assert_eq!(bench.sim.pending().len(), 1);
+    for wait in ["cuStreamSynchronize", "cuStreamQuery"] {
+        bench.sim.fail(executed(wait));
+    }
+    assert_eq!(call!(bench, cuStreamSynchronize(stream)), code);
+    assert_eq!(bench.sim.read_memory(memory, 1), Some(vec![7]));
+    assert_eq!(call!(bench, cuStreamQuery(stream)), code);
+    bench.silent();
+    assert_eq!(call!(bench, cuMemFree_v2(memory)), OK);
+    bench.reported(|report| matches!(report, Report::InUse { .. }));
+    // A failure that stays begins behind it.
+    bench.sim.fail(executed("cuStreamDestroy_v2").sticky());
+    assert_eq!(call!(bench, cuStreamDestroy_v2(stream)), code);
+    assert_eq!(leaks().streams, 0);
+    assert_eq!(call!(bench, cuCtxSynchronize()), code);
+}
+
 #[test]
 fn handle_values_come_back() {
     let bench = bench();

@@ -30,7 +30,7 @@ impl State {
             && let Some(gone) = self.graphs.objects.remove(object)
         {
             for (queue, seq, clock) in &gone.launches {
-                self.observe(*queue, *seq, clock);
+                self.see(*queue, *seq, clock);
             }
             self.defer(gone.callback);
         }
