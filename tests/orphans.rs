@@ -197,10 +197,18 @@ fn d8_a_native_block_dropped_in_a_capture_is_freed_later() {
     });
 }
 
+/// What the driver says of a call that a capture forbids.
+const CAPTURING: sys::CUresult = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+
 /// D8: one that the driver refuses to free is freed when it is willing, also after its pool's last handle.
 #[test]
 fn d8_a_native_block_that_the_driver_refused_is_freed_later() {
-    for call in ["cuMemFreeAsync", "cuCtxSetCurrent", "cuStreamWaitEvent"] {
+    let out_of_memory = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    for (call, code) in [
+        ("cuMemFreeAsync", CAPTURING),
+        ("cuCtxSetCurrent", out_of_memory),
+        ("cuStreamWaitEvent", out_of_memory),
+    ] {
         for later in LATER.into_iter().map(Some).chain([None]) {
             with_pool(|rig, sim, pool| {
                 let [home, other] = rig.streams();
@@ -213,7 +221,6 @@ fn d8_a_native_block_that_the_driver_refused_is_freed_later() {
                     block.record_stream(&other).unwrap();
                     (own, block)
                 });
-                let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
                 sim.fail(FailPlan::call(call, code).unwrap().times(u64::MAX));
                 drop(block);
                 if let Some((own, block)) = own {
@@ -242,8 +249,7 @@ fn d8_a_native_block_that_is_freed_later_keeps_its_uses() {
         home.synchronize().unwrap();
         block.record_stream(&other).unwrap();
         let ptr = block.as_device_ptr();
-        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        let plan = FailPlan::call("cuMemFreeAsync", code).unwrap();
+        let plan = FailPlan::call("cuMemFreeAsync", CAPTURING).unwrap();
         sim.fail(plan.times(u64::MAX));
         drop(block);
         sim.clear_failures();

@@ -77,7 +77,7 @@ pub struct PoolStats {
     /// Bytes of live blocks and of freed blocks that streams other than their own still use. Under
     /// the packed policy its peak is an upper bound.
     pub active: Counter,
-    /// Bytes held from the driver. Its peak is exact.
+    /// Bytes held from the driver. Its peak is exact. Memory that a failed release may have lost does not count.
     pub reserved: Counter,
 }
 

@@ -219,10 +219,7 @@ impl Context {
     /// The driver's; then nothing has changed.
     pub fn enter(&self) -> Result<Entered<'_>, DriverError> {
         let switched = self.switch()?;
-        let mode = exchange_mode(
-            self.driver(),
-            CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
-        )?;
+        let mode = relax(self.driver())?;
         Ok(Entered {
             context: self,
             mode,
@@ -344,9 +341,9 @@ impl Inner {
         }
         self.is_itself()?;
         let _switched = Switched::to(driver, self.raw)?;
-        let mode = exchange_mode(driver, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
+        let mut mode = relax(driver)?;
         self.debts.pay(driver, true);
-        exchange_mode(driver, mode).map(drop)
+        exchange_mode(driver, &mut mode)
     }
 }
 
@@ -406,13 +403,21 @@ fn current_device(driver: &Driver) -> Result<Device, DriverError> {
     Ok(Device::from_raw(driver, raw))
 }
 
-fn exchange_mode(
-    driver: &Driver,
-    mut mode: CUstreamCaptureMode,
-) -> Result<CUstreamCaptureMode, DriverError> {
-    // SAFETY: the pointer is to a local; the call changes the calling thread's own mode only.
-    unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
-    Ok(mode)
+/// Makes the calling thread's capture mode relaxed; the mode it was in. After an error it is in that mode again.
+fn relax(driver: &Driver) -> Result<CUstreamCaptureMode, DriverError> {
+    let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    let mut mode = relaxed;
+    let exchanged = exchange_mode(driver, &mut mode);
+    if exchanged.is_err() && mode != relaxed {
+        // It was exchanged all the same.
+        let _ = exchange_mode(driver, &mut mode);
+    }
+    exchanged.map(|()| mode)
+}
+
+fn exchange_mode(driver: &Driver, mode: &mut CUstreamCaptureMode) -> Result<(), DriverError> {
+    // SAFETY: a valid place; the call changes the calling thread's own mode only.
+    unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(mode)) }
 }
 
 impl Driver {
@@ -443,16 +448,17 @@ pub(super) struct Switched<'a> {
 
 impl<'a> Switched<'a> {
     fn to(driver: &'a Driver, wanted: sys::CUcontext) -> Result<Switched<'a>, DriverError> {
-        let previous = driver.current_raw()?;
-        if previous != wanted {
+        let switched = Switched {
+            driver,
+            previous: driver.current_raw()?,
+            _thread: PhantomData,
+        };
+        if switched.previous != wanted {
+            // A call that fails may have changed what is current; dropping the guard undoes it.
             // SAFETY: `wanted` is alive by the contract of the context it comes from.
             unsafe { call!(driver, cuCtxSetCurrent(wanted)) }?;
         }
-        Ok(Switched {
-            driver,
-            previous,
-            _thread: PhantomData,
-        })
+        Ok(switched)
     }
 }
 
@@ -546,7 +552,7 @@ impl Drop for Entered<'_> {
         if self.mode == relaxed || process::is_gone() {
             return;
         }
-        if let Err(error) = exchange_mode(self.driver(), self.mode) {
+        if let Err(error) = exchange_mode(self.driver(), &mut self.mode) {
             self.driver()
                 .drop_failed(&"the caller's stream capture mode", error);
         }

@@ -352,7 +352,7 @@ impl Driver {
 #[doc(hidden)]
 impl Entered<'_> {
     /// Calls `destroy(data)` once `graph` and every executable made from it are gone.
-    /// After an error it is never called.
+    /// After an error it is called then, or never.
     ///
     /// # Safety
     /// `graph` must be live; `data` must be good for `destroy`, which runs on a thread of the

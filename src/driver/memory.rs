@@ -8,6 +8,7 @@ use super::table::{call, thin};
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::MaybeUninit;
+use std::num::NonZeroU64;
 use std::ptr::{self, NonNull};
 
 /// A device's memory as the driver sees it, in bytes.
@@ -103,9 +104,6 @@ impl Entered<'_> {
         /// Allocates `bytes` of device memory; the address is a multiple of 256 at least.
         fn mem_alloc(bytes: usize) -> address: CUdeviceptr = cuMemAlloc_v2(&mut address, bytes);
 
-        /// Frees memory of [`Entered::mem_alloc`]. May wait until all running kernels have finished.
-        unsafe fn mem_free(address: CUdeviceptr) = cuMemFree_v2(address);
-
         /// Base address and bytes of the allocation or mapping that contains `address`.
         fn address_range(address: CUdeviceptr) -> range: (CUdeviceptr, usize)
             = cuMemGetAddressRange_v2(&mut range.0, &mut range.1, address);
@@ -119,6 +117,52 @@ impl Entered<'_> {
 
         /// Undoes [`Entered::host_register`].
         unsafe fn host_unregister(address: *mut c_void) = cuMemHostUnregister(address);
+    }
+
+    /// What tells the memory at an address from all other memory of the process, earlier and later; `None` where there
+    /// is none.
+    pub(super) fn memory_at(
+        &self,
+        address: CUdeviceptr,
+    ) -> Result<Option<NonZeroU64>, DriverError> {
+        // The function for several attributes answers for addresses without memory, too: 0.
+        let mut attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID;
+        let mut id = 0_u64;
+        let mut out = ptr::from_mut(&mut id).cast();
+        // SAFETY: one attribute, and the place for its value, in locals.
+        unsafe {
+            call!(
+                self.driver(),
+                cuPointerGetAttributes(1, &mut attribute, &mut out, address)
+            )
+        }?;
+        Ok(NonZeroU64::new(id))
+    }
+
+    /// Frees memory of [`Entered::mem_alloc`]. May wait until all running kernels have finished. An error means that
+    /// it is still allocated, or that the context is lost: a call that reported an error may have freed it. Where that
+    /// cannot be determined, it counts as freed, since the address may be another's by then.
+    pub unsafe fn mem_free(&self, address: CUdeviceptr) -> Result<(), DriverError> {
+        let before = self.memory_at(address);
+        if let Err(lost) = before
+            && lost.is_fatal()
+        {
+            return Err(lost);
+        }
+        // SAFETY: the caller vouches for the address.
+        let freed = unsafe { call!(self.driver(), cuMemFree_v2(address)) };
+        let Some(error) = freed.err().filter(|error| !error.is_fatal()) else {
+            return freed;
+        };
+        match (before, self.memory_at(address)) {
+            (_, Err(lost)) if lost.is_fatal() => Err(lost),
+            (Ok(before), Ok(after)) if before == after => Err(error),
+            (Ok(_), Ok(_)) => Ok(()),
+            _ => {
+                self.driver().drop_failed(&"device memory", error);
+                Ok(())
+            }
+        }
     }
 
     /// Free and total memory of the context's device, in bytes. Costs microseconds.

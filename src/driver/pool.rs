@@ -133,7 +133,7 @@ impl MemoryPool {
     }
 
     /// Destroys the pool now, if it is owned and was not destroyed before; else does nothing. Unlike
-    /// a drop it reports failures, after which the pool is as before.
+    /// a drop it reports failures, after which the pool counts as destroyed: the driver may have done it.
     ///
     /// # Safety
     /// Nothing may use the pool afterwards: no other method of this, no allocation from it. Memory
@@ -142,14 +142,10 @@ impl MemoryPool {
         if !self.owned.swap(false, Ordering::AcqRel) {
             return Ok(());
         }
-        let result = self.context.enter().and_then(|entered| {
-            // SAFETY: the pool is ours, and the flag lets nobody else destroy it.
-            unsafe { call!(entered.driver(), cuMemPoolDestroy(self.raw)) }
-        });
-        if result.is_err() {
-            self.owned.store(true, Ordering::Release);
-        }
-        result
+        let entered = self.context.enter();
+        let entered = entered.inspect_err(|_| self.owned.store(true, Ordering::Release))?;
+        // SAFETY: the pool is ours, and the flag lets nobody else destroy it.
+        unsafe { call!(entered.driver(), cuMemPoolDestroy(self.raw)) }
     }
 
     /// The driver's handle.
@@ -342,7 +338,9 @@ impl Entered<'_> {
         unsafe fn mem_alloc_from_pool(bytes: usize, pool: &MemoryPool, stream: CUstream) -> address: CUdeviceptr
             = cuMemAllocFromPoolAsync(&mut address, bytes, pool.raw, stream);
 
-        /// Frees pool memory in the order of `stream`.
+
+        /// Frees pool memory in the order of `stream`. After an error that is not about a capture it must not be freed
+        /// again: the driver may have freed it, and allocated it for others.
         unsafe fn mem_free_async(address: CUdeviceptr, stream: CUstream) = cuMemFreeAsync(address, stream);
     }
 }

@@ -84,16 +84,44 @@ impl Entered<'_> {
             = cuMemAddressReserve(&mut address, bytes, alignment, hint, 0);
 
         /// Gives a reservation back: exactly its address and bytes, in which nothing is mapped or used any more.
+        /// After an error the range must not be used either.
         unsafe fn address_free(address: CUdeviceptr, bytes: usize) = cuMemAddressFree(address, bytes);
 
         /// Maps all of a handle, whose size is `bytes`, at `address`, where nothing is mapped. The mapping cannot
-        /// be accessed before [`Entered::set_access`].
+        /// be accessed before [`Entered::set_access`]. After an error it may exist.
         unsafe fn mem_map(address: CUdeviceptr, bytes: usize, handle: CUmemGenericAllocationHandle)
             = cuMemMap(address, bytes, 0, handle, 0);
 
-        /// Unmaps a range of one or more whole mappings, at once: no work may use the addresses any more,
-        /// neither submitted nor later.
-        unsafe fn mem_unmap(address: CUdeviceptr, bytes: usize) = cuMemUnmap(address, bytes);
+    }
+
+    /// Unmaps a range of one or more whole mappings: no work may use the addresses any more, neither submitted nor
+    /// later. An error means that the range is still mapped, or that its state cannot be determined: a call that
+    /// reported an error may have unmapped it.
+    pub unsafe fn mem_unmap(&self, address: CUdeviceptr, bytes: usize) -> Result<(), DriverError> {
+        // SAFETY: the caller's contract.
+        let unmapped = unsafe { call!(self.driver(), cuMemUnmap(address, bytes)) };
+        let Some(error) = unmapped.err().filter(|error| !error.is_fatal()) else {
+            return unmapped;
+        };
+        match self.memory_at(address) {
+            Ok(None) => Ok(()),
+            Err(lost) if lost.is_fatal() => Err(lost),
+            _ => Err(error),
+        }
+    }
+
+    /// [`mem_unmap`](Self::mem_unmap) of one mapping after a call for it reported an error: of [`Entered::mem_map`],
+    /// which may have mapped it, or of an unmapping.
+    pub unsafe fn mem_unmap_if_mapped(
+        &self,
+        address: CUdeviceptr,
+        bytes: usize,
+    ) -> Result<(), DriverError> {
+        match self.memory_at(address)? {
+            // SAFETY: the caller's contract, and the mapping exists.
+            Some(_) => unsafe { self.mem_unmap(address, bytes) },
+            None => Ok(()),
+        }
     }
 
     /// The smallest unit of physical memory with these properties, in bytes.
@@ -126,15 +154,19 @@ impl Entered<'_> {
     }
 
     /// Gives a handle back. The memory lives on while it is mapped or exported. Counts as one
-    /// handle operation.
+    /// handle operation. After an error the handle must not be used any more: the driver may have released it, and
+    /// given its value to another one.
     pub unsafe fn mem_release(
         &self,
         handle: CUmemGenericAllocationHandle,
     ) -> Result<(), DriverError> {
         // SAFETY: the caller vouches for the handle.
-        unsafe { call!(self.driver(), cuMemRelease(handle)) }?;
-        self.driver().add_handle_op();
-        Ok(())
+        let released = unsafe { call!(self.driver(), cuMemRelease(handle)) };
+        match released {
+            Ok(()) => self.driver().add_handle_op(),
+            Err(error) => self.driver().drop_failed(&"a memory handle", error),
+        }
+        released
     }
 
     /// Lets the devices read and write a range of one or more whole mappings. Access belongs to the

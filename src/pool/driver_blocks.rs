@@ -244,12 +244,36 @@ impl Inner {
     }
 
     fn give_back(&self, block: &Block) -> Result<(), Error> {
-        let entered = block.home.context().enter()?;
         // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
         // memory come before this, on it or by the waits of `free`.
-        unsafe { entered.mem_free_async(block.ptr, block.home.raw()) }?;
+        unsafe { self.free_on(block.ptr, &block.home) }?;
         self.left(block);
         Ok(())
+    }
+
+    /// Frees memory in the order of a stream. It is live still after an error, since the stream captures or the
+    /// context is lost. After any other one the driver may have freed it, so that it counts as freed.
+    ///
+    /// # Safety
+    /// The stream is live; the memory is, too, and other uses of it come before on that stream.
+    pub unsafe fn free_on(&self, ptr: sys::CUdeviceptr, stream: &Stream) -> Result<(), Error> {
+        let entered = stream.context().enter()?;
+        // SAFETY: the caller's contract.
+        match unsafe { entered.mem_free_async(ptr, stream.raw()) } {
+            Err(error)
+                if !error.is_fatal()
+                    && !capture::is_of_capture(error.code())
+                    && matches!(capture::is_capturing(stream), Ok(false)) =>
+            {
+                if let Some(count) = self.log.due() {
+                    log::warn!(
+                        "memory at {ptr:#x} of a driver's pool may be lost ({count} such events): {error}"
+                    );
+                }
+                Ok(())
+            }
+            freed => Ok(freed?),
+        }
     }
 }
 

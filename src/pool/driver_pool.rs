@@ -141,7 +141,7 @@ impl DriverPool {
     /// of. A second call does nothing.
     ///
     /// # Errors
-    /// [`Error::InUse`]; driver errors, after which the pool is as before.
+    /// [`Error::InUse`]; driver errors, after which the pool is destroyed or lost: the driver may have done it.
     pub fn destroy(&self) -> Result<(), Error> {
         free_those_of(&self.0);
         let ended =
@@ -157,11 +157,7 @@ impl DriverPool {
             }
         }
         // SAFETY: no block is live and no call under way, and none begins from now on.
-        let result = unsafe { self.0.pool.destroy() };
-        if result.is_err() {
-            self.0.users.store(0, Ordering::Release);
-        }
-        Ok(result?)
+        Ok(unsafe { self.0.pool.destroy() }?)
     }
 
     /// Reads an attribute. Reserved bytes are those held, used ones those in live blocks.
@@ -261,8 +257,8 @@ impl DriverPool {
     /// any more then.
     ///
     /// # Errors
-    /// A stream that is capturing or of another device; driver errors, among them that the address is not
-    /// live; [`Error::Closed`]. The memory is live still then.
+    /// A stream that is capturing or of another device; a lost context; [`Error::Closed`]. The memory is live still
+    /// then. After any other error of the driver it may be freed or not: it counts as freed, with a warning.
     ///
     /// # Safety
     /// Nobody else gives the memory back: no buffer stands for it, nor a block that is deallocated. Its allocation
@@ -270,9 +266,8 @@ impl DriverPool {
     pub unsafe fn free_raw_on(&self, ptr: sys::CUdeviceptr, stream: &Stream) -> Result<(), Error> {
         let _use = self.0.enter()?;
         super::admit(stream, &self.0.context)?;
-        let entered = stream.context().enter()?;
         // SAFETY: the stream is alive by the contract under which it was made; the rest is the caller's.
-        unsafe { entered.mem_free_async(ptr, stream.raw()) }?;
+        unsafe { self.0.free_on(ptr, stream) }?;
         self.0.forget(ptr);
         Ok(())
     }

@@ -122,7 +122,7 @@ fn one_allocator_after_the_other_reserves_anew_only_when_none_is_left() {
 }
 
 #[test]
-fn address_space_that_cannot_be_freed_is_freed_by_the_next_close() {
+fn address_space_whose_free_failed_is_left_alone_by_the_next_close() {
     only_on(Policy::Packed, SimConfig::default(), |rig| {
         let Some(sim) = rig.sim() else { return };
         let stream = rig.stream();
@@ -130,8 +130,9 @@ fn address_space_that_cannot_be_freed_is_freed_by_the_next_close() {
         drop(allocator.allocate(8 * MIB, &stream).unwrap());
         sim.fail(FailPlan::call("cuMemAddressFree", CUresult::CUDA_ERROR_INVALID_VALUE).unwrap());
         allocator.close().unwrap_err();
+        // The driver may have freed it, and reserved it for others.
         allocator.close().unwrap();
-        assert_eq!(rig.calls("cuMemAddressFree"), 2);
+        assert_eq!(rig.calls("cuMemAddressFree"), 1);
     });
 }
 

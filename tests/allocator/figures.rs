@@ -1,5 +1,6 @@
 //! The figures: what is counted is what is there, whatever happens.
 
+use crate::common::rng::Rng;
 use crate::common::*;
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, BlockState, Config, Request};
@@ -7,11 +8,11 @@ use cualloc::driver::{Context, Stream, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::sim::{Mode, SimConfig};
 
-impl Random {
+impl Rng {
     /// Sizes over many powers of two.
     fn size(&mut self, bits: usize) -> usize {
-        let top = 1 << (4 + self.below(bits - 3));
-        1 + self.below(top)
+        let top = 1 << (4 + self.index(bits - 3));
+        1 + self.index(top)
     }
 }
 
@@ -71,14 +72,14 @@ fn s1_38_counters_equal_a_walk() {
             if let Some(sim) = rig.maybe_sim() {
                 sim.set_mode(Mode::Lag(lag));
             }
-            let mut random = Random(88_172_645 + lag);
+            let mut random = Rng::new(88_172_645 + lag);
             let mut live: Vec<Block> = Vec::new();
             for step in 0..4000 {
-                match random.below(20) {
+                match random.index(20) {
                     0 => {
-                        let at = random.below(live.len() + 1);
+                        let at = random.index(live.len() + 1);
                         if let Some(block) = live.get(at) {
-                            block.record_stream(&streams[random.below(3)]).unwrap();
+                            block.record_stream(&streams[random.index(3)]).unwrap();
                         }
                     }
                     1 if step % 11 == 0 => {
@@ -86,13 +87,13 @@ fn s1_38_counters_equal_a_walk() {
                     }
                     2..=10 if live.len() < 200 => {
                         let bytes = random.size(24);
-                        match allocator.allocate(bytes, &streams[random.below(3)]) {
+                        match allocator.allocate(bytes, &streams[random.index(3)]) {
                             Ok(block) => live.push(block),
                             Err(error) => assert!(error.is_out_of_memory(), "{error:?}"),
                         }
                     }
                     _ if !live.is_empty() => {
-                        live.swap_remove(random.below(live.len()));
+                        live.swap_remove(random.index(live.len()));
                     }
                     _ => {}
                 }
@@ -172,11 +173,11 @@ fn s1_41_metadata_is_bounded() {
     each(|rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();
-        let mut random = Random(4711);
+        let mut random = Rng::new(4711);
         let mut live: Vec<Option<Block>> = (0..64).map(|_| None).collect();
         let mut peak = 0;
         for _ in 0..pairs {
-            let slot = random.below(64);
+            let slot = random.index(64);
             live[slot] = None;
             let bytes = random.size(16);
             live[slot] = Some(allocator.allocate(bytes, &stream).unwrap());

@@ -2,17 +2,17 @@
 
 use super::Rig;
 use super::rig::streams;
-use crate::common::Random;
+use crate::common::rng::Rng;
 use cualloc::driver::{Entered, Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::resource::Access;
 use cualloc::sim::{Mode, Report, Simulator};
 use cualloc::{Allocator, CopyInFlight, DeviceBuffer, Error, PinnedBuffer};
 
-impl Random {
+impl Rng {
     fn range(&mut self, len: usize) -> (usize, usize) {
-        let start = self.below(len);
-        (start, start + 1 + self.below(len - start))
+        let start = self.index(len);
+        (start, start + 1 + self.index(len - start))
     }
 }
 
@@ -22,37 +22,37 @@ struct Known {
     expected: Vec<u32>,
 }
 
-fn complete_some(sim: &Simulator, random: &mut Random, rounds: usize) {
+fn complete_some(sim: &Simulator, random: &mut Rng, rounds: usize) {
     for _ in 0..rounds {
         let ready = sim.ready_streams();
         if ready.is_empty() {
             return;
         }
-        let count = 1 + random.below(3);
-        sim.complete_stream(ready[random.below(ready.len())], count);
+        let count = 1 + random.index(3);
+        sim.complete_stream(ready[random.index(ready.len())], count);
     }
 }
 
-fn program(rig: &Rig, sim: &Simulator, alloc: &Allocator, random: &mut Random, steps: usize) {
+fn program(rig: &Rig, sim: &Simulator, alloc: &Allocator, random: &mut Rng, steps: usize) {
     let context = &rig.contexts[0];
     let mut streams: Vec<Stream> = (0..4).map(|_| alloc.create_stream().unwrap()).collect();
     let mut known: Vec<Known> = Vec::new();
     let mut downloads: Vec<(CopyInFlight<u32>, Vec<u32>)> = Vec::new();
     let mut uploads = Vec::new();
     for step in 0..steps {
-        let stream = streams[random.below(streams.len())].clone();
+        let stream = streams[random.index(streams.len())].clone();
         let value = step as u32;
         let choice = if known.is_empty() {
             0
         } else {
-            random.below(14)
+            random.index(14)
         };
-        let pick = random.below(known.len().max(1));
+        let pick = random.index(known.len().max(1));
         match choice {
             0 | 1 if known.len() < 12 => {
-                let bits = 4 + random.below(14);
-                let len = 1 + random.below(1 << bits);
-                let (buffer, expected) = match random.below(3) {
+                let bits = 4 + random.index(14);
+                let len = 1 + random.index(1 << bits);
+                let (buffer, expected) = match random.index(3) {
                     0 => (
                         DeviceBuffer::zeroed(alloc, len, &stream).unwrap(),
                         vec![0; len],
@@ -80,10 +80,10 @@ fn program(rig: &Rig, sim: &Simulator, alloc: &Allocator, random: &mut Random, s
             }
             5 | 6 if known.len() >= 2 => {
                 let mut target = known.swap_remove(pick);
-                let source = &known[random.below(known.len())];
-                let len = 1 + random.below(source.expected.len().min(target.expected.len()));
-                let from = random.below(source.expected.len() - len + 1);
-                let to = random.below(target.expected.len() - len + 1);
+                let source = &known[random.index(known.len())];
+                let len = 1 + random.index(source.expected.len().min(target.expected.len()));
+                let from = random.index(source.expected.len() - len + 1);
+                let to = random.index(target.expected.len() - len + 1);
                 target
                     .buffer
                     .slice_mut(to..to + len)
@@ -121,17 +121,17 @@ fn program(rig: &Rig, sim: &Simulator, alloc: &Allocator, random: &mut Random, s
                 let Known { buffer, expected } = &known[pick];
                 assert_eq!(&buffer.to_vec().unwrap(), expected, "step {step}");
             }
-            13 if random.below(8) == 0 => {
+            13 if random.index(8) == 0 => {
                 alloc.trim(0).unwrap();
             }
-            13 if random.below(8) == 0 => {
+            13 if random.index(8) == 0 => {
                 // Buffers that are at home there go on using the stream.
                 match alloc.retire(&stream) {
                     Ok(()) | Err(cualloc::Error::Stream(StreamMisuse::Unknown { .. })) => {}
                     Err(error) => panic!("{error:?}"),
                 }
-                if random.below(2) == 0 {
-                    let at = random.below(streams.len());
+                if random.index(2) == 0 {
+                    let at = random.index(streams.len());
                     streams[at] = alloc.create_stream().unwrap();
                 }
             }
@@ -140,11 +140,11 @@ fn program(rig: &Rig, sim: &Simulator, alloc: &Allocator, random: &mut Random, s
         complete_some(sim, random, random_rounds(step));
         sim.advance_row();
         if downloads.len() > 6 {
-            let (copy, expected) = downloads.swap_remove(random.below(downloads.len()));
+            let (copy, expected) = downloads.swap_remove(random.index(downloads.len()));
             assert_eq!(copy.wait().unwrap()[..], expected, "step {step}");
         }
         if uploads.len() > 4 {
-            drop(uploads.swap_remove(random.below(uploads.len())));
+            drop(uploads.swap_remove(random.index(uploads.len())));
         }
         assert_eq!(sim.take_reports(), [], "step {step}");
     }
@@ -170,7 +170,7 @@ fn operations_on_many_streams_are_ordered() {
             } else {
                 Mode::Manual
             });
-            let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let mut random = Rng::new(seed);
             program(rig, sim, alloc, &mut random, 600);
             sim.set_mode(Mode::Instant);
         }

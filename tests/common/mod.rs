@@ -10,9 +10,13 @@ pub mod hooked;
 #[cfg(feature = "sim")]
 pub mod interlude;
 #[cfg(feature = "sim")]
+pub mod lost;
+#[cfg(feature = "sim")]
 mod rig;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod watchdog;
+pub mod rng;
+pub mod shrink;
 #[cfg(feature = "sim")]
 pub use rig::*;
 
@@ -48,19 +52,6 @@ pub fn set<T: Element>(tensor: &mut Tensor, values: &[T]) -> Result<(), Error> {
 pub fn ordered() -> Peer {
     // SAFETY: the tests see to the order, or look at what comes of it without one.
     unsafe { Peer::ordered() }
-}
-
-/// Numbers that look random (xorshift), the same for each seed, which is not 0.
-pub struct Random(pub u64);
-
-impl Random {
-    /// A number under a bound.
-    pub fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % bound as u64) as usize
-    }
 }
 
 /// A folder that goes away with this.

@@ -374,9 +374,8 @@ impl Rig {
         }
     }
 
-    /// Closes an allocator, after which the driver holds nothing of it. The ends of graphs are reported by another
-    /// thread.
-    pub fn close(&self, allocator: &Allocator) {
+    /// Closes an allocator that may have lost memory to calls that failed. Another thread reports the ends of graphs.
+    pub fn end(&self, allocator: &Allocator) {
         allocator.check().unwrap();
         super::wait_until("graphs are gone", || match allocator.close() {
             Err(Error::InUse { what: "graph", .. }) => false,
@@ -387,6 +386,11 @@ impl Rig {
         });
         allocator.check().unwrap();
         assert_eq!(allocator.stats().all.reserved.current, 0);
+    }
+
+    /// Closes an allocator, after which the driver holds nothing of it.
+    pub fn close(&self, allocator: &Allocator) {
+        self.end(allocator);
         if let Some(held) = self.driver_held() {
             assert_eq!(held, 0, "the driver still holds memory");
         }

@@ -84,6 +84,30 @@ fn entering_leaves_the_thread_as_it_was() {
     }
 }
 
+/// A call that reports an error may have been executed: the thread is as it was all the same.
+#[cfg(feature = "sim")]
+#[test]
+fn entering_in_vain_leaves_the_thread_as_it_was() {
+    use cualloc::sim::{FailPlan, SimConfig, Simulator};
+    let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
+    let driver = sim.driver().unwrap();
+    let [one, two] = [0, 1].map(|ordinal| driver.context(ordinal).unwrap());
+    for mode in [0, 1, 2] {
+        set_thread_state(&driver, one.raw() as usize, mode);
+        for call in ["cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"] {
+            for executed in [false, true] {
+                let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+                let plan = FailPlan::call(call, code).unwrap();
+                sim.fail(if executed { plan.executed() } else { plan });
+                assert_eq!(two.enter().unwrap_err().call(), call);
+                let state = thread_state(&driver);
+                assert_eq!(state, (one.raw() as usize, mode), "{call}");
+            }
+        }
+    }
+    set_thread_state(&driver, 0, 0);
+}
+
 #[test]
 fn entering_the_current_context_sets_nothing() {
     let Some(driver) = driver("current") else {

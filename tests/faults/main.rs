@@ -15,7 +15,7 @@ mod views;
 mod world;
 
 use cualloc::Error;
-use cualloc::driver::sys;
+use cualloc::driver::{DriverError, sys};
 use cualloc::sim::FailPlan;
 use world::{Act, Scenario, World};
 
@@ -26,10 +26,39 @@ fn all() -> impl Iterator<Item = Scenario> {
 /// Queries that counts leave out, and which a plan for "any call" leaves alone.
 const UNCOUNTED: [&str; 3] = ["cuStreamGetId", "cuStreamIsCapturing", "cuCtxGetCurrent"];
 
-fn plan(name: Option<&str>, code: sys::CUresult) -> FailPlan {
-    match name {
-        None => FailPlan::any(code),
-        Some(name) => FailPlan::call(name, code).unwrap(),
+/// How a call fails.
+#[derive(Clone, Copy)]
+pub struct Fault {
+    pub code: sys::CUresult,
+    /// So many calls in a row fail.
+    pub times: u64,
+    /// Each is executed before it reports the code.
+    pub executed: bool,
+}
+
+impl Fault {
+    /// A fault of calls of a name, or of all, from the `nth` on.
+    pub fn plan(&self, name: Option<&str>, nth: u64) -> FailPlan {
+        let plan = match name {
+            None => FailPlan::any(self.code),
+            Some(name) => FailPlan::call(name, self.code).unwrap(),
+        };
+        let mut plan = plan.nth(nth).times(self.times);
+        if self.executed {
+            plan = plan.executed();
+            if DriverError::new("", self.code).is_fatal() {
+                plan = plan.sticky();
+            }
+        }
+        plan
+    }
+}
+
+impl std::fmt::Display for Fault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let how = if self.executed { "after" } else { "before" };
+        let (times, code) = (self.times, self.code.0);
+        write!(f, "{times} times with {code} {how} it is executed")
     }
 }
 
@@ -37,10 +66,10 @@ fn plan(name: Option<&str>, code: sys::CUresult) -> FailPlan {
 /// failed a transaction as a whole.
 fn sweep(
     scenarios: impl IntoIterator<Item = Scenario>,
-    code: sys::CUresult,
-    times: u64,
+    fault: Fault,
     check: impl Fn(World, Option<Act>, &str, &[&str]),
 ) -> (u64, u64) {
+    let Fault { code, times, .. } = fault;
     let (mut faults, mut whole) = (0, 0);
     for scenario in scenarios {
         for policy in scenario.policies {
@@ -48,15 +77,14 @@ fn sweep(
                 for nth in 1.. {
                     let world = World::new(&scenario, *policy);
                     let at = format!(
-                        "{} ({policy:?}), call {nth} of {} fails {times} times with {}",
+                        "{} ({policy:?}), call {nth} of {} fails {fault}",
                         scenario.name,
                         name.unwrap_or("any"),
-                        code.0
                     );
                     let before = scenario.atomic.then(|| world.picture());
                     let tags = world.tags();
                     world.sim.record_log(true);
-                    world.sim.fail(plan(name, code).nth(nth).times(times));
+                    world.sim.fail(fault.plan(name, nth));
                     let mut world = world;
                     let watched = world.alloc.clone();
                     let result = outside::looking_at(&watched, || (scenario.act)(&mut world));
@@ -81,10 +109,11 @@ fn sweep(
                         );
                         assert!((scenario.proof)(&world), "{at}: not what it is about");
                         world.judge(&at);
-                        world.end(&at, false);
+                        world.end(&at);
                         break;
                     }
                     faults += 1;
+                    world.lose(&hit, fault.executed);
                     if let Err(error) = &result {
                         let explained = match error {
                             Error::Driver(e) => e.code() == code,
@@ -94,6 +123,7 @@ fn sweep(
                                 scenario.hopeless
                                     || code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY
                                     || oom.driver.is_some_and(|e| e.code() == code)
+                                    || world.has_lost()
                             }
                             _ => false,
                         };
@@ -103,7 +133,13 @@ fn sweep(
                         world.keeps_tags(&tags, &at);
                     }
                     if let (Some(before), Err(Error::Driver(_)), 1) = (before, &result, times) {
-                        assert_eq!(world.picture(), before, "{at} ({hit:?})");
+                        let after = world.picture();
+                        assert_eq!(after.0, before.0, "{at} ({hit:?})");
+                        assert_eq!(
+                            world.explained(after.1),
+                            world.explained(before.1),
+                            "{at} ({hit:?})"
+                        );
                         whole += 1;
                     }
                     let again = result.is_err().then_some(scenario.act);
@@ -117,31 +153,34 @@ fn sweep(
 }
 
 /// What holds after a fault that is over: nothing is lost, and the same request goes through.
-fn recovers(mut world: World, again: Option<Act>, at: &str, hit: &[&str]) {
+fn recovers(mut world: World, again: Option<Act>, at: &str, _: &[&str]) {
     world.judge(at);
     match again.map(|act| act(&mut world)) {
         None | Some(Ok(())) => {}
-        Some(Err(Error::OutOfMemory(_))) if at.starts_with("no memory") => {}
+        Some(Err(Error::OutOfMemory(_))) if at.starts_with("no memory") || world.has_lost() => {}
         Some(Err(error)) => panic!("{at}: again: {error:?}"),
     }
     world.judge(&format!("{at}, again"));
-    let leaking = ["cuEventDestroy_v2", "cuStreamDestroy_v2", "cuCtxSetCurrent"];
-    let leaking = hit.iter().any(|call| {
-        leaking.contains(call)
-            || *call == "cuThreadExchangeStreamCaptureMode"
-            || *call == "cuCtxGetCurrent"
-    });
-    world.end(at, leaking);
+    world.end(at);
 }
 
-fn sweep_usual(times: u64) {
+const REFUSED: sys::CUresult = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+
+fn sweep_usual(times: u64, executed: bool) {
     let (mut faults, mut whole) = (0, 0);
-    for code in [
+    let codes = [
+        REFUSED,
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
-        sys::CUresult::CUDA_ERROR_INVALID_VALUE,
         sys::CUresult::CUDA_ERROR_NOT_PERMITTED,
-    ] {
-        let placed = sweep(all(), code, times, recovers);
+    ];
+    // What a call that was executed leaves behind does not depend on the code.
+    for code in codes.into_iter().take(if executed { 1 } else { 3 }) {
+        let fault = Fault {
+            code,
+            times,
+            executed,
+        };
+        let placed = sweep(all(), fault, recovers);
         faults += placed.0;
         whole += placed.1;
     }
@@ -153,37 +192,61 @@ fn sweep_usual(times: u64) {
 /// R2, R15
 #[test]
 fn r2_r15_every_failing_call_leaves_everything_as_it_was() {
-    sweep_usual(1);
+    sweep_usual(1, false);
 }
 
 /// R2
 #[test]
 fn r2_two_failing_calls_in_a_row_lose_nothing() {
-    sweep_usual(2);
+    sweep_usual(2, false);
+}
+
+/// R2: a driver may execute a call and report an error all the same.
+#[test]
+fn r2_every_call_that_is_executed_and_fails_spoils_nothing() {
+    sweep_usual(1, true);
+}
+
+/// R2: as above.
+#[test]
+fn r2_two_calls_that_are_executed_and_fail_spoil_nothing() {
+    sweep_usual(2, true);
 }
 
 /// R2
 #[test]
 fn r2_the_test_of_a_device_fails_at_every_call() {
-    let test = Scenario {
-        name: "test of the device",
-        policies: world::PACKED,
-        act: |w| w.alloc.test_views().map(drop),
-        ..world::PLAIN
-    };
-    let refused = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
-    let (faults, _) = sweep([test], refused, 1, recovers);
-    assert!(faults > 100, "{faults}");
+    for executed in [false, true] {
+        let test = Scenario {
+            name: "test of the device",
+            policies: world::PACKED,
+            act: |w| w.alloc.test_views().map(drop),
+            ..world::PLAIN
+        };
+        let fault = Fault {
+            code: REFUSED,
+            times: 1,
+            executed,
+        };
+        let (faults, _) = sweep([test], fault, recovers);
+        assert!(faults > 100, "{faults}");
+    }
 }
 
 /// After a fatal code the allocator says that the context is lost, and calls nothing.
 #[test]
 fn fatal_codes_end_all_driver_calls() {
-    for code in [
-        sys::CUresult::CUDA_ERROR_LAUNCH_FAILED,
-        sys::CUresult::CUDA_ERROR_UNKNOWN,
+    for (code, executed) in [
+        (sys::CUresult::CUDA_ERROR_LAUNCH_FAILED, false),
+        (sys::CUresult::CUDA_ERROR_UNKNOWN, false),
+        (sys::CUresult::CUDA_ERROR_UNKNOWN, true),
     ] {
-        sweep(all(), code, 1, |world, _, at, hit| {
+        let fault = Fault {
+            code,
+            times: 1,
+            executed,
+        };
+        sweep(all(), fault, |world, _, at, hit| {
             let World {
                 sim,
                 driver,

@@ -312,7 +312,7 @@ impl World {
                     drop(block);
                 }
                 let bytes = super::program::size(b, c, 16 << 20);
-                if rng.percent(60)
+                if rng.chance(60)
                     && same
                     && let Ok(block) = allocator.allocate(bytes, &stream)
                 {

@@ -4,11 +4,11 @@ use cualloc::Error;
 use cualloc::driver::sys::*;
 use cualloc::driver::{DriverError, Stream};
 use cualloc::error::StreamMisuse;
-use cualloc::sim::Mode;
+use cualloc::sim::{Mode, Simulator};
 
 use super::rng::Rng;
 use super::run::given_up;
-use super::table::nothing_inside;
+use super::table::{Court, nothing_inside};
 use super::world::{Done, Kind, World};
 
 impl World {
@@ -176,14 +176,9 @@ impl World {
             }
         }
         self.lanes.clear();
-        let fault = match self.setup.fault.map_or("", |fault| fault.name) {
-            // What could not be destroyed may be owed to a context that no later call enters.
-            "cuCtxSetCurrent" if self.setup.has_invalid_handles() => "cuEventDestroy_v2",
-            name => name,
-        };
         let verdict = self.court.law().take_verdict();
         self.sim.set_mode(Mode::Instant);
-        after(&self.sim, fault)?;
+        after(&self.sim, &self.court)?;
         verdict.map_or(Ok(()), Err)
     }
 }
@@ -193,13 +188,9 @@ fn is_invalid_handle(error: DriverError) -> bool {
 }
 
 /// What is left when everything was given back.
-pub fn after(sim: &cualloc::sim::Simulator, fault: &str) -> Done {
-    let leaks = sim.leaks();
-    let destroys = ["cuEventDestroy_v2", "cuStreamDestroy_v2", "cuModuleUnload"];
-    let undone = destroys.contains(&fault) || given_up() > 0;
-    let memory =
-        leaks.bytes > 0 || leaks.handles > 0 || leaks.mappings > 0 || leaks.allocations > 0;
-    if (memory && given_up() == 0) || (!undone && (leaks.events > 0 || leaks.streams > 0)) {
+pub fn after(sim: &Simulator, court: &Court) -> Done {
+    let leaks = court.unexplained(sim.leaks());
+    if given_up() == 0 && !leaks.is_empty() {
         return Err(format!("left after all was given back: {leaks:?}"));
     }
     match sim.take_reports().first() {

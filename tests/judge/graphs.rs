@@ -124,14 +124,14 @@ pub fn attempt(setup: &Setup, steps: usize, sums: &Sums) -> Done {
     let mut rng = Rng::new(setup.seed);
     let config = SimConfig {
         mode: setup.lag.map_or(Mode::Manual, Mode::Lag),
-        late_destructors: rng.percent(30),
+        late_destructors: rng.chance(30),
         seed: setup.seed,
         ..SimConfig::with_devices(1, 4 << 30)
     };
     let sim = Simulator::new(config).map_err(text)?;
     let court = Court::new(sim.functions(), setup.seed);
     court.enter();
-    let limit = rng.percent(40).then(|| (60 + rng.below(200)) << 20);
+    let limit = rng.chance(40).then(|| (60 + rng.below(200)) << 20);
     let wish = Config::new().policy(setup.policy).limit(limit);
     // SAFETY: the simulator's functions, behind ones of the same types.
     let driver = unsafe { Driver::from_functions(table::install(sim.functions())) };
@@ -180,7 +180,7 @@ pub fn attempt(setup: &Setup, steps: usize, sums: &Sums) -> Done {
     drop(context);
     court.law().take_verdict().map_or(Ok(()), Err)?;
     sim.set_mode(Mode::Instant);
-    after(&sim, setup.fault.map_or("", |fault| fault.name))
+    after(&sim, &court)
 }
 
 impl Scene<'_> {
@@ -297,7 +297,7 @@ impl Scene<'_> {
     }
 
     fn complete(&mut self) {
-        if self.rng.percent(10) {
+        if self.rng.chance(10) {
             return self.sim.complete_all();
         }
         for _ in 0..1 + self.rng.below(4) {
@@ -319,7 +319,7 @@ impl Scene<'_> {
     }
 
     fn trim(&mut self) -> Done {
-        let trimmed = match self.rng.percent(50) {
+        let trimmed = match self.rng.chance(50) {
             true => self.allocator.trim(0),
             false => self.allocator.empty_cache(),
         };
@@ -336,7 +336,7 @@ impl Scene<'_> {
         if self.away {
             return Ok(());
         }
-        let family = match self.rng.percent(35) {
+        let family = match self.rng.chance(35) {
             true => self.allocator.graph_family().ok(),
             false => None,
         };

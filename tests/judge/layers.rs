@@ -113,7 +113,7 @@ impl World {
         let allocator = &it.allocator;
         Ok(Some(match act {
             Act::Buffer => {
-                let made = match rng.percent(50) {
+                let made = match rng.chance(50) {
                     true => DeviceBuffer::<u32>::zeroed(allocator, words, stream),
                     false => DeviceBuffer::filled(allocator, words, 7, stream),
                 };
@@ -154,7 +154,7 @@ impl World {
                         none.insert(made.map_err(|e| say(&e))?)
                     }
                 };
-                if rng.percent(10) {
+                if rng.chance(10) {
                     pool.trim(rng.below(8 << 20)).map_err(|e| say(&e))?;
                 }
                 let block = DeviceBuffer::uninit(pool, bytes as usize, stream);
@@ -167,7 +167,7 @@ impl World {
                     .ordered
                     .get_or_insert_with(|| Arc::new(AccessOrdered::new(allocator.clone())));
                 let ordered = Arc::clone(ordered);
-                if rng.percent(20) {
+                if rng.chance(20) {
                     let _ = ordered.reap();
                 }
                 let block = ordered
@@ -254,7 +254,7 @@ impl World {
                     return Ok(());
                 }
                 self.before_call(slot, lane);
-                match rng.percent(50) {
+                match rng.chance(50) {
                     true => lease.record_use(&stream).is_ok(),
                     false => lease.record_stream(&stream).is_ok(),
                 }
@@ -271,7 +271,7 @@ impl World {
                     return Ok(());
                 }
                 self.before_call(slot, lane);
-                match rng.percent(50) {
+                match rng.chance(50) {
                     true => block.record_use(&stream).is_ok(),
                     false => block.record_stream(&stream).is_ok(),
                 }
@@ -301,7 +301,7 @@ impl World {
         };
         let block = self.court.law().freed(held.ptr);
         match layered {
-            Layered::Pooled(buffer) if rng.percent(40) => {
+            Layered::Pooled(buffer) if rng.chance(40) => {
                 let lane = self.any_lane(held.slot, rng.next() as u32);
                 let stream = lane.and_then(|lane| self.lanes[lane].stream.clone());
                 match (&self.slots[held.slot].layers.typed, stream) {
@@ -322,7 +322,7 @@ impl World {
                     self.held.push(super::world::Held { kind, ..held });
                 }
             }
-            Layered::Native(native) if rng.percent(60) => {
+            Layered::Native(native) if rng.chance(60) => {
                 if let Err(refused) = native.free() {
                     if self.calm() {
                         return Err(format!("a native block was not freed: {:?}", refused.error));
@@ -384,11 +384,11 @@ impl World {
         let peer = unsafe { Peer::ordered() };
         let (layered, result) = match layered {
             Layered::Column(column) => {
-                let consumer = match rng.percent(70) {
+                let consumer = match rng.chance(70) {
                     true => Peer::on(&stream),
                     false => Peer::starting_on(&stream),
                 };
-                let made = match rng.percent(50) {
+                let made = match rng.chance(50) {
                     true => column.to_dlpack(&consumer).map(Layered::Legacy),
                     false => column.to_dlpack(&consumer).map(Layered::Versioned),
                 };
@@ -457,7 +457,7 @@ impl World {
             return Ok(());
         };
         let mut handles = vec![handle];
-        if rng.percent(50) {
+        if rng.chance(50) {
             // SAFETY: the handle is ours.
             let out = unsafe { entered.export_fd(handle) };
             handles.extend(out.ok().and_then(|fd| entered.import_fd(fd.as_fd()).ok()));

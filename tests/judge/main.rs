@@ -9,6 +9,8 @@
 #![cfg(feature = "sim")]
 
 mod captures;
+#[path = "../common/mod.rs"]
+mod common;
 mod complaints;
 mod court;
 mod end;
@@ -23,4 +25,5 @@ mod threads;
 mod watchdog;
 mod world;
 
-use court::{law, rng, table};
+use common::rng;
+use court::{law, table};

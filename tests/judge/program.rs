@@ -527,7 +527,7 @@ pub fn generate(
     without: &dyn Fn(&str) -> bool,
 ) -> (Setup, Vec<Step>) {
     let mut rng = Rng::new(number.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ profile.share);
-    let policy = match profile.packed_only || !rng.percent(35) || without("classic") {
+    let policy = match profile.packed_only || !rng.chance(35) || without("classic") {
         true => Policy::Packed,
         false => Policy::Classic,
     };
@@ -549,7 +549,7 @@ pub fn generate(
         Faults::Handles => rng.pick(&[10, 50, 200]),
         _ => rng.pick(&[10, 50, 100, 200, 400]),
     };
-    let code = match rng.percent(15) && !without("900") {
+    let code = match rng.chance(15) && !without("900") {
         true => CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
         false => rng.pick(CODES),
     };
@@ -557,13 +557,17 @@ pub fn generate(
         Faults::Handles => CUresult::CUDA_ERROR_INVALID_HANDLE,
         _ => code,
     };
+    // A capture forbids a call before it is executed.
+    let executed = code != CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        && !without("executed")
+        && (without("refused") || rng.chance(50));
     let (low, high) = profile.streams;
     let limit = match profile.tight {
         true => Some(rng.pick(&[12_u64, 20, 32, 48, 64]) << 20),
-        false => rng.percent(30).then(|| (16 + rng.below(200)) << 20),
+        false => rng.chance(30).then(|| (16 + rng.below(200)) << 20),
     };
     let packed = policy == Policy::Packed;
-    let views = rng.percent(60);
+    let views = rng.chance(60);
     let setup = Setup {
         seed: number,
         policy,
@@ -574,28 +578,29 @@ pub fn generate(
             _ => Waits::Scarce,
         },
         views: match profile.tight {
-            true => rng.percent(45) || !packed,
+            true => rng.chance(45) || !packed,
             false => views || !packed,
         },
-        budget: (rng.percent(40) && packed && views && !profile.tight)
+        budget: (rng.chance(40) && packed && views && !profile.tight)
             .then(|| rng.pick(&[1, 4, 20, 200])),
-        handle: (rng.percent(25) && packed && !profile.tight)
+        handle: (rng.chance(25) && packed && !profile.tight)
             .then(|| rng.pick(&[2 << 20, 4 << 20, 8 << 20])),
         streams: (low + rng.below(high - low + 1)) as usize,
-        specials: !profile.tight && rng.percent(50),
+        specials: !profile.tight && rng.chance(50),
         allocators: match profile.wide {
             true => 2 + rng.index(2),
-            false => 1 + usize::from(rng.percent(8)),
+            false => 1 + usize::from(rng.chance(8)),
         },
         contexts: profile.wide,
-        devices: 1 + usize::from(profile.wide && rng.percent(60)),
-        lag: rng.percent(25).then(|| rng.pick(&[1, 5, 30])),
-        capture_checks: rng.percent(20),
-        broken_aliasing: rng.percent(4),
+        devices: 1 + usize::from(profile.wide && rng.chance(60)),
+        lag: rng.chance(25).then(|| rng.pick(&[1, 5, 30])),
+        capture_checks: rng.chance(20),
+        broken_aliasing: rng.chance(4),
         fault: fault.map(|name| Fault {
             name,
             permille,
             code,
+            executed,
         }),
         largest: match limit {
             Some(limit) => limit * 3 / 4,

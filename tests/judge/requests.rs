@@ -33,7 +33,7 @@ impl World {
             Act::Synchronise => self.synchronise(slot),
             Act::Limit => {
                 let limit = rng
-                    .percent(60)
+                    .chance(60)
                     .then(|| self.setup.limit.unwrap_or(64 << 20) * (50 + rng.below(100)) / 100);
                 self.slots[slot].allocator.set_limit(limit);
                 Ok(())
@@ -66,11 +66,7 @@ impl World {
                 self.allocate(act, slot, (a, b), rng)?;
                 // Who was refused asks for less, and others ask for what lies beside.
                 for n in 0..1 + rng.below(3) {
-                    let again = if rng.percent(60) {
-                        b
-                    } else {
-                        rng.next() as u32
-                    };
+                    let again = if rng.chance(60) { b } else { rng.next() as u32 };
                     let less = (8, (rng.next() >> n) as u32);
                     self.allocate_for(Act::AllocateAtHand, slot, less, again, rng)?;
                 }
@@ -99,7 +95,7 @@ impl World {
     /// aligned block that is larger than what is held.
     fn surge(&mut self, slot: usize, (a, b): (u32, u32), rng: &mut Rng) -> Done {
         let limit = self.setup.largest * 4 / 3;
-        if rng.percent(60) {
+        if rng.chance(60) {
             while let Some(last) = self.held.len().checked_sub(1) {
                 let before = self.held.len();
                 self.free(last, rng)?;
@@ -124,7 +120,7 @@ impl World {
         let mut at = self.held.len();
         while at > walls + 1 {
             at -= 1;
-            if rng.percent(85) {
+            if rng.chance(85) {
                 self.free(at, rng)?;
             }
         }
@@ -152,7 +148,7 @@ impl World {
             true => tight_size(a, b, self.setup.largest),
             false => size(a, b, self.setup.largest / many),
         };
-        let alignment = match rng.percent(80) {
+        let alignment = match rng.chance(80) {
             true => rng.pick(ALIGNMENTS),
             false => 1 << rng.below(22),
         };
@@ -174,11 +170,11 @@ impl World {
         let allocator = &self.slots[slot].allocator;
         let it = &self.lanes[lane];
         let raw = it.raw as CUstream;
-        let mut placed = Request::new(bytes).align(if rng.percent(50) { alignment } else { 1 });
-        if rng.percent(60) {
+        let mut placed = Request::new(bytes).align(if rng.chance(50) { alignment } else { 1 });
+        if rng.chance(60) {
             placed = placed.single_handle();
         }
-        let placed = placed.views(rng.percent(50));
+        let placed = placed.views(rng.chance(50));
         let aligned = Request::new(bytes).align(alignment);
         let act = match act {
             Act::AllocateRaw if it.stream.is_some() && !self.setup.mixed => Act::Allocate,
@@ -197,7 +193,7 @@ impl World {
                     Act::AllocateAligned => allocator.allocate_with(aligned, stream),
                     Act::AllocatePlaced => allocator.allocate_with(placed, stream),
                     _ => {
-                        let alignment = if rng.percent(40) { alignment } else { 1 };
+                        let alignment = if rng.chance(40) { alignment } else { 1 };
                         let cached = Request::new(bytes).align(alignment).cached_only();
                         allocator.allocate_with(cached, stream)
                     }
@@ -322,11 +318,11 @@ impl World {
         let block = self.court.law().freed(ptr);
         let Held { kind, .. } = held;
         let (kind, result) = match kind {
-            Kind::Block(block) if held.orphan || rng.percent(60) => {
+            Kind::Block(block) if held.orphan || rng.chance(60) => {
                 drop(block);
                 return Ok(());
             }
-            Kind::Block(block) if rng.percent(70) => match block.free() {
+            Kind::Block(block) if rng.chance(70) => match block.free() {
                 Ok(()) => return Ok(()),
                 Err(refused) => (Kind::Block(*refused.value), Err(refused.error)),
             },
@@ -356,7 +352,7 @@ impl World {
 
     fn trim(&mut self, slot: usize, rng: &mut Rng) -> Done {
         let held = self.slots[slot].allocator.cached();
-        let keep = if rng.percent(50) {
+        let keep = if rng.chance(50) {
             0
         } else {
             rng.below(held + 1)

@@ -1,15 +1,15 @@
 //! Runs programs, shrinks what fails, and prints it.
 
-use std::cell::{Cell, RefCell};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use cualloc::allocator::{Allocator, Config};
 use cualloc::driver::Stream;
 use cualloc::driver::sys::*;
 use cualloc::sim::{SimConfig, Simulator};
 
+use super::common::shrink::{Failure, guarded, shrink};
 use super::graphs;
 use super::program::{PROFILES, Profile, Setup, Step, generate};
 use super::table::Court;
@@ -18,8 +18,6 @@ use super::world::{Done, World};
 
 /// Programs in all, unless the environment asks for more.
 const PROGRAMS: u64 = 1700;
-/// How long a failing program is shrunk.
-const SHRINKING: Duration = Duration::from_secs(20);
 
 fn text(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
@@ -40,11 +38,6 @@ fn setting(name: &str, default: u64) -> u64 {
 fn without(feature: &str) -> bool {
     let list = text("CUALLOC_JUDGE_WITHOUT").unwrap_or_default();
     list.split(',').any(|name| name == feature)
-}
-
-thread_local! {
-    /// What the last panic of this thread said.
-    static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
 /// Counts the blocks of which the library says that it gives them up, for each thread.
@@ -75,11 +68,6 @@ pub fn given_up() -> u64 {
     GIVEN_UP.get()
 }
 
-struct Failure {
-    step: usize,
-    what: String,
-}
-
 /// What many programs did.
 #[derive(Default)]
 pub struct Sums {
@@ -99,13 +87,6 @@ impl Sums {
         add(&self.failed, &court.failed);
         self.allocations
             .fetch_add(court.law().blocks, Ordering::Relaxed);
-    }
-}
-
-fn guarded<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(result) => result,
-        Err(_) => Err(format!("panic: {}", PANIC.with_borrow(Clone::clone))),
     }
 }
 
@@ -151,45 +132,6 @@ fn leave(result: &Done) {
     Court::leave();
 }
 
-/// Fewer steps that still fail.
-fn shrink(setup: &Setup, steps: &[Step], failure: Failure) -> (Vec<Step>, Failure) {
-    let started = Instant::now();
-    let mut best: Vec<Step> = steps.to_vec();
-    let mut last = failure;
-    let unseen = Sums::default();
-    let end = (last.step + 1).min(best.len());
-    if let Err(failure) = attempt(setup, &best[..end], &unseen) {
-        best.truncate(end);
-        last = failure;
-    }
-    let mut chunk = best.len().div_ceil(2).max(1);
-    loop {
-        let mut at = 0;
-        let mut removed = false;
-        while at < best.len() {
-            if started.elapsed() > SHRINKING {
-                return (best, last);
-            }
-            let mut fewer = best.clone();
-            fewer.drain(at..(at + chunk).min(best.len()));
-            match attempt(setup, &fewer, &unseen) {
-                Err(failure) => {
-                    (best, last) = (fewer, failure);
-                    removed = true;
-                }
-                Ok(()) => at += chunk,
-            }
-        }
-        if chunk == 1 && !removed {
-            return (best, last);
-        }
-        chunk = if chunk > 1 { chunk.div_ceil(2) } else { 1 };
-        if chunk == 1 && best.len() <= 1 {
-            return (best, last);
-        }
-    }
-}
-
 /// Runs one program; what it says if it fails.
 fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
     let (setup, steps) = generate(profile, number, &without);
@@ -213,7 +155,9 @@ fn judge(profile: &Profile, number: u64, sums: &Sums) -> Option<String> {
     if text("CUALLOC_JUDGE_KEEP_GOING").is_some() {
         return Some(first);
     }
-    let (small, failure) = shrink(&setup, &steps, failure);
+    let unseen = Sums::default();
+    let again = |steps: &[Step]| attempt(&setup, steps, &unseen);
+    let (small, failure) = shrink(&steps, failure, again, |_| Vec::new());
     let lines: Vec<String> = small.iter().map(|step| format!("    {step:?},")).collect();
     Some(format!(
         "{first}\n{setup:#?}\nshrunk to {} steps:\n{}\nstep {}: {}",
@@ -303,10 +247,6 @@ fn run(count: u64) {
     if log::set_logger(&ANNOUNCED).is_ok() {
         log::set_max_level(log::LevelFilter::Warn);
     }
-    let before = std::panic::take_hook();
-    std::panic::set_hook(Box::new(|info| {
-        PANIC.with_borrow_mut(|said| *said = info.to_string());
-    }));
     let (sums, mut failures) = (Sums::default(), Vec::new());
     let started = Instant::now();
     // Those of a watchful process begin when all others are done, so that each meets what it meets alone.
@@ -328,7 +268,6 @@ fn run(count: u64) {
             }
         }
     }
-    std::panic::set_hook(before);
     let took = started.elapsed().as_secs_f64();
     let of = |sum: &AtomicU64| sum.load(Ordering::Relaxed);
     eprintln!(

@@ -93,7 +93,7 @@ pub fn attempt(
 ) -> Done {
     let mut rng = Rng::new(setup.seed);
     let mut config = SimConfig::with_devices(1, 4 << 30);
-    config.mode = match rng.percent(50) {
+    config.mode = match rng.chance(50) {
         true => Mode::Manual,
         false => Mode::Lag(1 + rng.below(20)),
     };
@@ -101,13 +101,13 @@ pub fn attempt(
     let court = Court::new(sim.functions(), setup.seed);
     court.law().frees_may_wait = setup.frees_may_wait;
     court.enter();
-    let limit = rng.percent(60).then(|| (12 + rng.below(60)) << 20);
+    let limit = rng.chance(60).then(|| (12 + rng.below(60)) << 20);
     let mut wish = Config::new()
         .policy(setup.policy)
         .limit(limit)
         .views(setup.views);
-    if rng.percent(25) && !without("debug") {
-        let modes = DebugModes::new().guard(true).poison(rng.percent(50));
+    if rng.chance(25) && !without("debug") {
+        let modes = DebugModes::new().guard(true).poison(rng.chance(50));
         wish = wish.debug(modes.quarantine(rng.pick(&[0, 1 << 20])));
     }
     let made = || -> Result<_, Box<dyn std::error::Error>> {
@@ -121,7 +121,7 @@ pub fn attempt(
     let (context, allocator, commons) = made().map_err(|e| e.to_string())?;
     let market = Mutex::new(Vec::new());
     let stop = AtomicBool::new(false);
-    let faulty = rng.percent(25) && !without("thread-faults");
+    let faulty = rng.chance(25) && !without("thread-faults");
     if faulty {
         let name = rng.pick(&[
             "cuStreamWaitEvent",
@@ -134,6 +134,7 @@ pub fn attempt(
             name,
             permille: rng.pick(&[20, 100, 300]),
             code: CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            executed: !without("executed") && (without("refused") || rng.chance(50)),
         }));
     }
     let scene = Scene {
@@ -144,9 +145,9 @@ pub fn attempt(
         market: &market,
         commons: &commons,
         stop: &stop,
-        beside: rng.percent(50) && !without("retire-beside"),
+        beside: rng.chance(50) && !without("retire-beside"),
         faulty,
-        closing: rng.percent(30) && !without("close-beside"),
+        closing: rng.chance(30) && !without("close-beside"),
         trims: Trims::default(),
     };
     let threads = 2 + rng.index(3);
@@ -193,7 +194,7 @@ pub fn attempt(
     drop(allocator);
     drop((commons, context));
     court.law().take_verdict().map_or(Ok(()), Err)?;
-    after(&sim, if faulty { "cuStreamDestroy_v2" } else { "" })
+    after(&sim, &court)
 }
 
 /// Which policy a program of threads has, for what is printed.
@@ -261,7 +262,7 @@ impl Scene<'_> {
     }
 
     fn lane(&self, rng: &mut Rng) -> Lane {
-        let owned = rng.percent(40);
+        let owned = rng.chance(40);
         let name = match Stream::new(self.context) {
             Ok(stream) if owned => Name::Owned(stream),
             _ => {
@@ -415,7 +416,7 @@ impl Scene<'_> {
                 }
             }
         };
-        if rng.percent(60) {
+        if rng.chance(60) {
             let raw = lane.raw();
             // SAFETY: live stream and event.
             let _ = own(|f| unsafe { f.cuStreamWaitEvent.unwrap()(raw, item.event as CUevent, 0) });
@@ -484,7 +485,7 @@ impl Scene<'_> {
     /// Something that lives for a moment on a stream which all threads share.
     fn layer(&self, bytes: usize, rng: &mut Rng) -> Done {
         let stream = &self.commons[rng.index(2)];
-        if rng.percent(50) {
+        if rng.chance(50) {
             let made = DeviceBuffer::<u32>::zeroed(self.allocator, bytes / 4, stream);
             if let Ok(mut buffer) = made {
                 let ptr = buffer.as_device_ptr();

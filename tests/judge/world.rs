@@ -475,7 +475,7 @@ impl World {
             return Ok(());
         }
         let (ptr, bytes) = part(held, rng);
-        let early = rng.percent(30);
+        let early = rng.chance(30);
         if early && self.record(index, lane, false, rng).is_err() {
             return Ok(());
         }
@@ -486,7 +486,7 @@ impl World {
         if early {
             return Ok(());
         }
-        let whole = rng.percent(50);
+        let whole = rng.chance(50);
         if let Err(error) = self.record(index, lane, whole, rng) {
             if self.calm() {
                 return Err(format!("a use could not be recorded: {error:?}"));
@@ -525,7 +525,7 @@ impl World {
         let raw = it.raw as CUstream;
         let allocator = &self.slots[held.slot].allocator;
         let (named, result) = match (&held.kind, &it.stream) {
-            (Kind::Block(block), Some(stream)) if !self.setup.mixed || rng.percent(80) => {
+            (Kind::Block(block), Some(stream)) if !self.setup.mixed || rng.chance(80) => {
                 let result = match past {
                     true => block.record_use(stream),
                     false => block.record_stream(stream),
@@ -568,7 +568,7 @@ impl World {
     /// The program asks for a stream's work, or waits for it.
     fn observe(&mut self, a: u32, rng: &mut Rng) {
         let lane = a as usize % self.lanes.len();
-        if self.usable(lane) && (rng.percent(50) || !self.captured) {
+        if self.usable(lane) && (rng.chance(50) || !self.captured) {
             self.wait_for(lane);
         }
     }
@@ -576,7 +576,7 @@ impl World {
 
 /// A part of a block.
 pub fn part(held: &Held, rng: &mut Rng) -> (u64, u64) {
-    if held.bytes < 1024 || rng.percent(60) {
+    if held.bytes < 1024 || rng.chance(60) {
         return (held.ptr, held.bytes);
     }
     let from = rng.below(held.bytes / 512) * 512;

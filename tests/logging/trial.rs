@@ -206,15 +206,31 @@ fn nothing_is_left_of_a_trial_whichever_call_fails() {
                             }
                             Err(error) => assert!(error.driver_error().is_some(), "{error:?}"),
                         }
-                        // A stream whose end fails is said, as everywhere. One that was not even asked for its
-                        // end has gone by now, with a later call.
-                        let said = |line: &String| line.starts_with("a stream was not released");
-                        let streams = taken().iter().filter(|line| said(line)).count();
+                        // What is not given back is logged, and is not tried twice. A stream that was not even
+                        // asked for its end has gone by now, with a later call.
+                        let lines = taken();
+                        let logged = |call: &str| lines.iter().any(|line| line.contains(call));
                         if times == 1 {
-                            let leaks = sim.leaks();
-                            assert!(leaks.streams <= before.streams + streams, "{leaks:?}");
-                            let streams = leaks.streams;
-                            assert_eq!(leaks, Leaks { streams, ..before });
+                            let mut left = sim.leaks();
+                            for (call, left, before) in [
+                                ("cuStreamDestroy", &mut left.streams, before.streams),
+                                ("cuMemRelease", &mut left.handles, before.handles),
+                                (
+                                    "cuMemAddressFree",
+                                    &mut left.reservations,
+                                    before.reservations,
+                                ),
+                            ] {
+                                if logged(call) && *left > before {
+                                    *left -= 1;
+                                }
+                            }
+                            if logged("cuMemRelease") {
+                                left.bytes = before.bytes;
+                            }
+                            // It may be less: what was owed is paid.
+                            left.streams = left.streams.max(before.streams);
+                            assert_eq!(left, before);
                         }
                     });
                     // Without a simulator nothing is tried at all.
@@ -237,7 +253,8 @@ fn what_a_trial_cannot_give_back_is_said() {
             sim.clear_failures();
             assert_eq!(allocator.policy(), Policy::Classic);
             let lines = taken();
-            assert_eq!(lines.len(), 2, "{lines:?}");
+            let released = usize::from(call == "cuMemRelease");
+            assert_eq!(lines.len(), 2 + released, "{lines:?}");
             assert!(lines.iter().all(|line| line.contains(call)), "{lines:?}");
             let leaks = sim.leaks();
             // The rig has no stream of its own yet, and that of the trial is gone.

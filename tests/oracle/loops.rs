@@ -79,6 +79,7 @@ pub fn repeating(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
     let setup = Setup {
         policy,
         mode,
+        executed: rng.chance(50),
         memory: if rng.chance(30) {
             predictor.base + rng.below(predictor.base)
         } else {

@@ -11,10 +11,11 @@
 //! CUALLOC_ORACLE_OPS=100000000 CUALLOC_ORACLE_SEED=7 cargo test --release --test oracle -- --nocapture
 //! ```
 
+#[path = "../common/mod.rs"]
+mod common;
 mod loops;
 mod machine;
 mod program;
-mod rng;
 mod shadow;
 mod shrink;
 mod threads;
@@ -24,12 +25,12 @@ mod watchdog;
 
 use std::time::Instant;
 
+use common::{lost, rng};
 use cualloc::Policy;
-
 use cualloc::sim::Mode;
 use loops::repeating;
 use program::{Bad, Op, Setup, Tuning, contended, generate};
-use shrink::{attempt, print, shrink};
+use shrink::{attempt, print, smallest};
 
 const LENGTH: usize = 2000;
 /// Operations in all, unless the environment asks for more.
@@ -106,7 +107,7 @@ fn judge_some(
                     "program {program:#x} fails at step {}: {}",
                     found.step, found.what
                 );
-                let (small, failure) = shrink(&setup, &ops, &found, CHECK_EVERY);
+                let (small, failure) = smallest(&setup, &ops, found, CHECK_EVERY);
                 panic!(
                     "program {program:#x} of {policy:?}:\n{}",
                     print(&setup, &small, &failure)
@@ -183,6 +184,7 @@ fn plain(policy: Policy) -> Setup {
     Setup {
         policy,
         mode: Mode::Manual,
+        executed: false,
         memory: 64 << 30,
         limit: None,
         stream_ids: true,

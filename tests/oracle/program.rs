@@ -10,6 +10,8 @@ use super::rng::Rng;
 pub struct Setup {
     pub policy: Policy,
     pub mode: Mode,
+    /// Calls that fail are executed all the same.
+    pub executed: bool,
     /// Bytes of the device's memory.
     pub memory: u64,
     pub limit: Option<u64>,
@@ -302,6 +304,7 @@ pub fn generate(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
     let setup = Setup {
         policy,
         mode,
+        executed: rng.chance(50),
         memory: if rng.chance(30) {
             base + rng.below(base)
         } else {
@@ -466,6 +469,7 @@ pub fn contended(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Op>) {
             1 => Mode::Lag(1 + rng.log_uniform(100)),
             _ => Mode::Manual,
         },
+        executed: rng.chance(50),
         memory: if full_device { limit } else { 64 << 30 },
         limit: (!full_device).then_some(limit),
         stream_ids: true,

@@ -13,6 +13,9 @@ use std::ffi::{c_uint, c_void};
 use std::rc::Rc;
 
 use cualloc::driver::sys::*;
+use cualloc::sim::Leaks;
+
+use super::lost;
 
 /// Positions by stream number; what is beyond the end is 0.
 pub type Clock = Vec<u64>;
@@ -84,6 +87,10 @@ pub struct Shadow {
     handles_made: u64,
     /// Memory that is mapped at its first address.
     at_home: HashSet<u64>,
+    /// Calls that report an error were executed, but for those that make or observe something.
+    executed: bool,
+    /// Objects that faults keep the allocator from destroying, at most.
+    pub lost: Leaks,
     pub violations: Vec<String>,
     /// Mappings in views that were taken away.
     pub views_unmapped: u64,
@@ -99,10 +106,12 @@ pub fn shadow<T>(f: impl FnOnce(&mut Shadow) -> T) -> T {
     SHADOW.with_borrow_mut(|s| f(s.get_or_insert_default()))
 }
 
-/// Starts a new shadow on this thread before `functions`; returns the table to use instead.
-pub fn install(functions: CuFunctions) -> CuFunctions {
+/// Starts a new shadow on this thread before `functions`, whose faults are `executed` or not; returns the table to use
+/// instead.
+pub fn install(functions: CuFunctions, executed: bool) -> CuFunctions {
     SHADOW.set(Some(Shadow {
         real: functions,
+        executed,
         ..Shadow::default()
     }));
     let mut table = functions;
@@ -113,7 +122,7 @@ pub fn install(functions: CuFunctions) -> CuFunctions {
         cuStreamCreate cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamWaitEvent
         cuStreamSynchronize cuStreamQuery cuEventRecord cuEventQuery cuEventSynchronize
         cuCtxSynchronize cuMemsetD8Async cuMemcpyDtoHAsync_v2 cuMemAlloc_v2 cuMemFree_v2 cuMemCreate
-        cuMemMap cuMemUnmap
+        cuMemMap cuMemUnmap cuMemRelease cuPointerGetAttributes
     }
     table
 }
@@ -365,6 +374,12 @@ impl Shadow {
         found
     }
 
+    /// A call reported an error. Says whether it was executed, as far as that is to be noted.
+    fn failed(&mut self, call: &str) -> bool {
+        lost::count(&mut self.lost, call, self.executed);
+        self.executed && matches!(call, "cuMemMap" | "cuMemUnmap" | "cuMemFree_v2")
+    }
+
     /// Memory goes from an address: nobody may use it there any more.
     fn leaving(&mut self, call: &str, start: u64) {
         let Some(mapping) = self.held.remove(&start) else {
@@ -424,14 +439,14 @@ macro_rules! real {
     };
 }
 
-/// Passes a call on and notes it if it succeeded.
+/// Passes a call on and notes it if it was executed.
 macro_rules! between {
     ($(fn $name:ident($($arg:ident: $ty:ty),*) $then:expr;)*) => {
         $(
             #[allow(non_snake_case)]
             unsafe extern "C" fn $name($($arg: $ty),*) -> CUresult {
                 let result = real!($name($($arg),*));
-                if result == OK {
+                if result == OK || shadow(|s| s.failed(stringify!($name))) {
                     #[allow(clippy::redundant_closure_call)]
                     shadow(|s| $then(s));
                 }
@@ -510,6 +525,8 @@ between! {
         // SAFETY: the call succeeded, so it wrote its result.
         s.handles.insert(unsafe { *out }, first);
     };
+    fn cuMemRelease(handle: CUmemGenericAllocationHandle) |_: &mut Shadow| {};
+    fn cuPointerGetAttributes(count: c_uint, list: *mut CUpointer_attribute, out: *mut *mut c_void, address: CUdeviceptr) |_: &mut Shadow| {};
     fn cuMemMap(start: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: u64) |s: &mut Shadow| {
         let first = s.handles.get(&handle).copied().unwrap_or(0);
         let physical = first + offset as u64;

@@ -18,6 +18,8 @@ const RELEASE_THRESHOLD: Attribute = Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOL
 const RESERVED_CURRENT: Attribute = Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
 const RESERVED_HIGH: Attribute = Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
 const USED_CURRENT: Attribute = Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+/// What the driver says of a call that a capture forbids.
+const CAPTURING: CUresult = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 const USED_HIGH: Attribute = Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
 
 fn with_pool(config: DriverPoolConfig, test: impl Fn(&Rig, &DriverPool)) {
@@ -114,7 +116,7 @@ fn s3_8_a_maximum_is_kept() {
     });
 }
 
-/// S3.8: a destroy that fails says so and can be repeated.
+/// S3.8: a destroy that fails says so, and is not repeated: the driver may have destroyed the pool.
 #[test]
 fn s3_8_a_failed_destroy_is_an_error() {
     with_pool(DriverPoolConfig::new(), |rig, pool| {
@@ -122,8 +124,10 @@ fn s3_8_a_failed_destroy_is_an_error() {
         let code = CUresult::CUDA_ERROR_SYSTEM_NOT_READY;
         sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
         assert_eq!(pool.destroy().unwrap_err().code(), code);
-        drop(DeviceBuffer::<u8>::uninit(pool, 1, &rig.stream()).unwrap());
+        let refused = DeviceBuffer::<u8>::uninit(pool, 1, &rig.stream()).map(drop);
+        assert!(matches!(refused, Err(Error::Closed)), "{refused:?}");
         pool.destroy().unwrap();
+        assert_eq!(rig.calls("cuMemPoolDestroy"), 1);
     });
 }
 
@@ -339,26 +343,58 @@ fn s3_40_live_blocks_keep_a_pool() {
     });
 }
 
-/// A free that fails gives the block back.
+/// A free that a capture forbids gives the block back.
 #[test]
-fn a_failed_free_gives_the_block_back() {
+fn a_refused_free_gives_the_block_back() {
     with_pool(DriverPoolConfig::new(), |rig, pool| {
         let Some(sim) = rig.sim() else { return };
         let block = DeviceBuffer::<u8>::uninit(pool, MIB, &rig.stream()).unwrap();
-        let code = CUresult::CUDA_ERROR_SYSTEM_NOT_READY;
-        sim.fail(FailPlan::call("cuMemFreeAsync", code).unwrap());
+        sim.fail(FailPlan::call("cuMemFreeAsync", CAPTURING).unwrap());
         let failed = block.free().unwrap_err();
-        assert_eq!(failed.error.code(), code);
+        assert_eq!(failed.error.code(), CAPTURING);
         assert_eq!(live(pool), 1);
         failed.value.free().unwrap();
         assert_eq!(live(pool), 0);
     });
 }
 
+/// After any other error the driver may have freed the memory, and given its address to others: it is freed once.
+#[test]
+fn r2_a_free_that_fails_is_not_repeated() {
+    for executed in [false, true] {
+        with_pool(DriverPoolConfig::new(), |rig, pool| {
+            let Some(sim) = rig.sim() else { return };
+            let stream = rig.stream();
+            let block = DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap();
+            let ptr = block.as_device_ptr();
+            let fail = || {
+                let code = CUresult::CUDA_ERROR_SYSTEM_NOT_READY;
+                let plan = FailPlan::call("cuMemFreeAsync", code).unwrap();
+                sim.fail(if executed { plan.executed() } else { plan });
+            };
+            fail();
+            block.free().unwrap();
+            assert_eq!(live(pool), 0);
+            let next = DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap();
+            assert_eq!(next.as_device_ptr() == ptr, executed);
+            fail();
+            drop(next);
+            pool.trim(0).unwrap();
+            assert_eq!(rig.calls("cuMemFreeAsync"), 2);
+            let lost = if executed { 0 } else { 2 };
+            assert_eq!(sim.leaks().pool_allocations, lost);
+            assert_eq!(sim.reports(), []);
+        });
+    }
+}
+
 /// R2: a stream that uses the block until it is freed uses it on after a free that failed.
 #[test]
 fn r2_a_failed_free_forgets_no_lasting_use() {
-    for call in ["cuStreamWaitEvent", "cuMemFreeAsync"] {
+    for (call, code) in [
+        ("cuStreamWaitEvent", CUresult::CUDA_ERROR_NOT_PERMITTED),
+        ("cuMemFreeAsync", CAPTURING),
+    ] {
         with_pool(DriverPoolConfig::new(), |rig, pool| {
             let Some(sim) = rig.sim() else { return };
             sim.set_mode(Mode::Manual);
@@ -367,7 +403,6 @@ fn r2_a_failed_free_forgets_no_lasting_use() {
             home.synchronize().unwrap();
             block.record_stream(&other).unwrap();
             fill(&rig.context, block.as_device_ptr(), MIB, &other);
-            let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call(call, code).unwrap());
             let failed = block.free().unwrap_err();
             assert_eq!(failed.error.code(), code);

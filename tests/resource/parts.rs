@@ -8,6 +8,7 @@ use cualloc::resource::*;
 use cualloc::sim::{FailPlan, SimConfig};
 use cualloc::{Error, Policy, Request};
 
+use crate::common::rng::Rng;
 use crate::common::*;
 use crate::held;
 
@@ -122,7 +123,7 @@ fn figures(rig: &Rig, resource: &dyn MemoryResource) {
 /// Random sizes in random order, each block's contents whole until it goes.
 fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
-    let mut random = Random(7);
+    let mut random = Rng::new(7);
     let mut live: Vec<(RawBlock, u32)> = Vec::new();
     let mut bytes = 0;
     for step in 0..400u32 {
@@ -175,7 +176,7 @@ fn threads(rig: &Rig, resource: &dyn MemoryResource) {
         for (number, stream) in streams.iter().enumerate() {
             let sender = sender.clone();
             scope.spawn(move || {
-                let mut random = Random(number as u64 + 1);
+                let mut random = Rng::new(number as u64 + 1);
                 for step in 0..100 {
                     let size = 1 + random.below(100_000) as usize;
                     let block = resource
@@ -366,16 +367,5 @@ fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
         resource.deallocate_block(again).unwrap();
         resource.reap().unwrap();
         b.synchronize().unwrap();
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
     }
 }

@@ -115,7 +115,7 @@ fn peers_have_access_again() {
             access();
             world.assert_intact(rig);
         }
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -164,6 +164,6 @@ fn a_peer_reads_whatever_was_mapped_last() {
         }
         drop((grown, inside, pool));
         rig.settle(stream);
-        world.close(rig);
+        world.close(rig, false);
     });
 }

@@ -4,6 +4,7 @@
 mod memory;
 
 use super::support::*;
+use crate::common::rng::Rng;
 use cualloc::Tag;
 use cualloc::allocator::SegmentHook;
 use cualloc::driver::sys::CUresult;
@@ -67,7 +68,9 @@ struct Captured {
 struct Program<'a> {
     rig: &'a Rig,
     allocator: &'a Allocator,
-    random: Random,
+    random: Rng,
+    /// A call may have failed that leaves memory behind which nobody can give back.
+    loses: bool,
     streams: [Stream; 3],
     pools: Vec<GraphPool>,
     held: Vec<Held>,
@@ -106,11 +109,11 @@ impl Program<'_> {
     }
 
     fn bytes(&mut self) -> usize {
-        match self.random.below(5) {
-            0 => (self.random.below(40) + 1) * 512,
-            1 => (self.random.below(30) + 1) * 64 * KIB,
-            2 => (self.random.below(12) + 1) * MIB + 512,
-            _ => (self.random.below(8) + 1) * 2 * MIB,
+        match self.random.index(5) {
+            0 => (self.random.index(40) + 1) * 512,
+            1 => (self.random.index(30) + 1) * 64 * KIB,
+            2 => (self.random.index(12) + 1) * MIB + 512,
+            _ => (self.random.index(8) + 1) * 2 * MIB,
         }
     }
 
@@ -123,7 +126,7 @@ impl Program<'_> {
 
     fn one(&mut self) -> Option<usize> {
         let count = self.held.len();
-        (count > 0).then(|| self.random.below(count))
+        (count > 0).then(|| self.random.index(count))
     }
 
     /// The blocks' contents are what they are said to be.
@@ -171,10 +174,10 @@ impl Program<'_> {
     }
 
     fn what(&mut self) -> What {
-        match self.random.below(4) {
+        match self.random.index(4) {
             0 | 1 => What::All,
-            2 => What::Pool(self.random.below(self.pools.len())),
-            _ => What::Tag(self.random.below(2)),
+            2 => What::Pool(self.random.index(self.pools.len())),
+            _ => What::Tag(self.random.index(2)),
         }
     }
 
@@ -183,18 +186,24 @@ impl Program<'_> {
         let Some(sim) = self.rig.maybe_sim() else {
             return false;
         };
-        if self.random.below(3) > 0 {
+        if self.random.index(3) > 0 {
             return false;
         }
-        for _ in 0..=self.random.below(2) {
-            let call = CALLS[self.random.below(CALLS.len())];
-            let code = match self.random.below(2) {
+        for _ in 0..=self.random.index(2) {
+            let call = CALLS[self.random.index(CALLS.len())];
+            let code = match self.random.index(2) {
                 0 => CUresult::CUDA_ERROR_NOT_PERMITTED,
                 _ => CUresult::CUDA_ERROR_OUT_OF_MEMORY,
             };
             let plan = FailPlan::call(call, code).unwrap();
-            let nth = self.random.below(8) as u64 + 1;
-            sim.fail(plan.nth(nth).times([1, 1, 2, 100][self.random.below(4)]));
+            let nth = self.random.index(8) as u64 + 1;
+            let plan = plan.nth(nth).times([1, 1, 2, 100][self.random.index(4)]);
+            let executed = self.random.chance(50);
+            self.loses |= matches!(
+                (call, executed),
+                ("cuMemCreate", true) | ("cuMemRelease", false)
+            );
+            sim.fail(if executed { plan.executed() } else { plan });
         }
         true
     }
@@ -232,8 +241,8 @@ impl Program<'_> {
 
     fn suspend(&mut self) {
         let what = self.what();
-        let otherwise = [Contents::Drop, Contents::Pinned, Contents::Host][self.random.below(3)];
-        let tagged = [Contents::Drop, Contents::Pinned][self.random.below(2)];
+        let otherwise = [Contents::Drop, Contents::Pinned, Contents::Host][self.random.index(3)];
+        let tagged = [Contents::Drop, Contents::Pinned][self.random.index(2)];
         let keep = Keep::from(otherwise).tag(TAGS[0], tagged);
         let before: Vec<bool> = self.held.iter().map(|held| self.is_there(held)).collect();
         // Work in the order of one pool ends before it goes; nobody launches meanwhile.
@@ -304,7 +313,7 @@ impl Program<'_> {
     }
 
     fn step(&mut self) {
-        match self.random.below(24) {
+        match self.random.index(24) {
             0..=5 => self.allocate(),
             6..=8 => self.free(),
             9 => self.share(),
@@ -329,7 +338,7 @@ impl Program<'_> {
             },
             _ => {
                 // A new pool for an old one, of which blocks and graphs may be there still.
-                let at = self.random.below(self.pools.len());
+                let at = self.random.index(self.pools.len());
                 let empty = |held: &Held| held.home != Home::Pool(at);
                 if self.held.iter().all(empty) && self.graphs.iter().all(|g| g.pool != at) {
                     await_graphs(&self.pools[at]);
@@ -398,7 +407,8 @@ fn program(seed: u64, seen: &mut Seen) {
         let mut program = Program {
             rig,
             allocator: &allocator,
-            random: Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            random: Rng::new(seed),
+            loses: false,
             streams: rig.streams(),
             pools: pools.into(),
             held: Vec::new(),
@@ -425,6 +435,7 @@ fn program(seed: u64, seen: &mut Seen) {
             held,
             graphs,
             pools,
+            loses,
             ..
         } = program;
         if let Some(sim) = rig.maybe_sim() {
@@ -437,9 +448,12 @@ fn program(seed: u64, seen: &mut Seen) {
             rig.settle(stream);
         }
         drop(streams);
-        rig.close(&allocator);
+        match loses {
+            true => rig.end(&allocator),
+            false => rig.close(&allocator),
+        }
         let leaks = rig.maybe_sim().map(|sim| sim.leaks());
-        assert!(leaks.is_none_or(|leaks| leaks.reservations == 0));
+        assert!(leaks.is_none_or(|leaks| (leaks.reservations, leaks.mappings) == (0, 0)));
     });
     *seen = *sum.borrow();
 }

@@ -38,7 +38,7 @@ fn no_request_gets_suspended_memory() {
         drop(allocator.allocate(512, &other).unwrap());
         assert!(allocator.guard(ptr, 512).is_ok());
         world.assert_intact(rig);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -65,7 +65,7 @@ fn guarded_memory_is_not_suspended() {
         suspend(&world.allocator, Contents::Pinned);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -84,7 +84,7 @@ fn nothing_is_suspended_while_a_stream_captures() {
         suspend(&world.allocator, Contents::Pinned);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -99,7 +99,7 @@ fn work_under_way_is_waited_for() {
         drop(held);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -130,6 +130,6 @@ fn page_locked_memory_goes_with_a_trim_that_is_refused() {
         assert_eq!(pinned(), 0);
         resume(&world.allocator);
         world.stamp(rig);
-        world.close(rig);
+        world.close(rig, false);
     });
 }

@@ -94,11 +94,14 @@ impl World {
         self.blocks.iter().map(Block::ptr).collect()
     }
 
-    /// Ends it: the driver gets everything back.
-    pub fn close(self, rig: &Rig) {
+    /// Ends it: the driver gets everything back, or all but what is lost.
+    pub fn close(self, rig: &Rig, lost: bool) {
         drop(self.blocks);
         drop(self.stream);
-        rig.close(&self.allocator);
+        match lost {
+            true => rig.end(&self.allocator),
+            false => rig.close(&self.allocator),
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Other threads go on with what they may: they get memory that is there, or hear that it is not.
 
 use super::support::*;
+use crate::common::rng::Rng;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 #[test]
@@ -14,16 +15,16 @@ fn requests_beside_a_suspension_get_memory_or_an_error() {
             for seed in 1..4 {
                 let (allocator, over, stream) = (&allocator, &over, rig.stream());
                 threads.spawn(move || {
-                    let (mut random, mut live) = (Random(seed), Vec::new());
+                    let (mut random, mut live) = (Rng::new(seed), Vec::new());
                     while !over.load(Ordering::Relaxed) {
-                        let bytes = [512, 3000, 70_000, 3 * MIB][random.below(4)];
+                        let bytes = [512, 3000, 70_000, 3 * MIB][random.index(4)];
                         match allocator.allocate(bytes, &stream) {
                             Ok(block) => live.push(block),
                             Err(Error::Suspended) => std::thread::yield_now(),
                             Err(error) => panic!("{error:?}"),
                         }
                         if live.len() > 20 {
-                            live.swap_remove(random.below(20));
+                            live.swap_remove(random.index(20));
                         }
                     }
                 });

@@ -32,7 +32,7 @@ fn what_is_kept_comes_back_at_its_address() {
                 world.assert_intact(rig);
                 world.stamp(rig);
             }
-            world.close(rig);
+            world.close(rig, false);
         }
     });
 }
@@ -49,7 +49,7 @@ fn dropped_contents_need_no_host_memory_and_the_memory_can_be_written() {
         assert_eq!(rig.calls("cuMemHostAlloc"), 0);
         world.stamp(rig);
         world.assert_intact(rig);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -76,7 +76,7 @@ fn somebody_else_has_the_memory_between() {
             rig.calls("cuMemHostAlloc") <= 2,
             "page-locked memory serves again"
         );
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -109,7 +109,7 @@ fn a_resume_without_memory_changes_nothing_and_may_be_tried_again() {
         sim.take_memory(0, 0);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -140,7 +140,7 @@ fn blocks_are_freed_while_they_are_suspended() {
         world.stream.synchronize().unwrap();
         world.assert_intact(rig);
         drop(more);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -162,7 +162,7 @@ fn an_allocator_that_is_dropped_while_it_is_suspended_holds_nothing() {
         assert!(leaks.is_none_or(|leaks| leaks.reservations == 0 && leaks.host == 0));
         let world = World::new(rig, Config::new());
         suspend(&world.allocator, Contents::Drop);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -211,7 +211,7 @@ fn hooks_hear_of_each_segment_without_locks() {
             .map(|segment| segment.address)
             .collect();
         assert!(bytes > 0 && first_birth.1.iter().all(|s| homes.contains(&s.address)));
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 
@@ -250,7 +250,7 @@ fn a_hook_that_panics_does_no_harm() {
         suspend(&world.allocator, Contents::Pinned);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig);
+        world.close(rig, false);
     });
 }
 

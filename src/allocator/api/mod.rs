@@ -364,7 +364,8 @@ impl Allocator {
     /// [`mark_raw`](Self::mark_raw) before the work ends, or [`empty_cache`](Self::empty_cache), which waits.
     ///
     /// # Errors
-    /// Driver errors: what could not be released stays allocated, and the next call tries again.
+    /// Driver errors. What could not be unmapped or freed stays allocated, and the next call tries again. A handle
+    /// whose release failed counts as given back: the driver has its memory, or it is lost until the process ends.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         self.engine.trim(keep).inspect(|done| self.log_trim(done))
     }

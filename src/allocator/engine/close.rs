@@ -70,7 +70,7 @@ impl Engine {
             heap.streams.kept_uncovered()
         };
         self.cover_all(&ours)?;
-        let retried = self.retry_orphaned_handles();
+        let retried = self.release_quarantined();
         let finished = self.finish_tests(false)?;
         self.lock().streams.ask_again();
         self.poll()?;
@@ -240,7 +240,7 @@ impl Engine {
         self.close_pools()?;
         let idle = self.lock().idle_views(usize::MAX);
         self.evict(&idle)?;
-        let retried = self.retry_orphaned_handles();
+        let retried = self.release_quarantined();
         let (plan, _) = self.lock().plan_trim(0);
         self.release(plan)?;
         retried?;

@@ -1,21 +1,21 @@
-//! What goes back to the driver: claimed before it is asked, and put back where it refuses.
+//! What goes back to the driver: claimed before the calls, and afterwards taken out of the heap, or set apart.
 
 use crate::driver::{DriverError, Entered, process};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::decay::Decay;
-use crate::allocator::heap::Heap;
 use crate::allocator::heap::cut::Cut;
 use crate::allocator::physical::Release;
-use crate::allocator::physical::commit::{give_back, release_orphan};
+use crate::allocator::physical::commit::{free, give_back};
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::commit as view;
 use crate::error::Error;
 use crate::error::memory::Bytes;
 
 impl Engine {
-    /// Gives claimed memory back to the driver. What fails stays in the heap, or goes back to the
-    /// free memory if it is still mapped; the first error is returned after all was tried.
+    /// Gives claimed memory back to the driver; the first error is returned after all was tried. A segment that was
+    /// not freed is free memory again. A handle that could not be unmapped stays apart, to be tried again. A release
+    /// that failed is not repeated, since the driver may have carried it out: its memory leaves the heap.
     pub(crate) fn release(&self, plan: Vec<Release>) -> Result<u64, Error> {
         let entered = match self.context.enter() {
             Ok(entered) => entered,
@@ -31,9 +31,9 @@ impl Engine {
         for release in plan.by_ref() {
             let done = match release.handle {
                 None => self.release_segment(&entered, release),
-                Some(_) => {
-                    let done = give_back(&entered, &release);
-                    self.lock().given_back(release, done, Heap::keep)
+                Some(handle) => {
+                    let done = give_back(&entered, (&release, handle), false);
+                    self.lock().given_back(&release, done)
                 }
             };
             match done {
@@ -68,7 +68,7 @@ impl Engine {
             heap.unhold(bytes, release.space);
             heap.physical.planned += bytes;
         }
-        let (freed, _) = give_back(entered, &release);
+        let freed = free(entered, &release);
         let mut heap = self.lock();
         heap.physical.planned -= bytes;
         if let Err(error) = freed {
@@ -78,37 +78,25 @@ impl Engine {
         (bytes, None)
     }
 
-    /// Tries again to release what an earlier failure left behind.
-    pub(crate) fn retry_orphaned_handles(&self) -> Result<u64, Error> {
-        let (orphaned_handles, quarantined) = self.lock().claim_leftovers();
-        if orphaned_handles.is_empty() && quarantined.is_empty() {
+    /// Gives back handles that could not be unmapped before.
+    pub(crate) fn release_quarantined(&self) -> Result<u64, Error> {
+        let quarantined = self.lock().claim_quarantined();
+        if quarantined.is_empty() {
             return Ok(0);
         }
         let entered = self.context.enter();
-        let mut first: Option<DriverError> = entered.as_ref().err().copied();
+        let mut first = None;
         let mut released = 0;
-        for orphan in orphaned_handles {
-            let freed = match &entered {
-                Ok(entered) => release_orphan(entered, &orphan),
-                Err(error) => Err(*error),
-            };
-            self.lock().orphan_tried(&orphan, freed.is_ok());
-            match freed {
-                Ok(()) => released += orphan.bytes,
-                Err(error) => first = first.or(Some(error)),
-            }
-        }
         for release in quarantined {
-            let done = match &entered {
-                Ok(entered) => give_back(entered, &release),
-                Err(error) => (Err(*error), Ok(())),
+            let done = match (&entered, release.handle) {
+                (Ok(entered), Some(handle)) => give_back(entered, (&release, handle), true),
+                (Err(error), _) => (Err(*error), Ok(())),
+                // No segment is mapped.
+                (Ok(_), None) => continue,
             };
-            match self.lock().given_back(release, done, |heap, release| {
-                heap.quarantine(release.id);
-            }) {
-                (bytes, None) => released += bytes,
-                (_, failed) => first = first.or(failed),
-            }
+            let (bytes, failed) = self.lock().given_back(&release, done);
+            released += bytes;
+            first = first.or(failed);
         }
         match first {
             Some(error) => Err(self.error(error)),
@@ -118,7 +106,7 @@ impl Engine {
 
     // ---- views --------------------------------------------------------------------------------
 
-    /// Unmaps idle views. One that cannot be unmapped stays; the first error is returned.
+    /// Unmaps idle views. One that cannot be unmapped stays, without serving requests; the first error is returned.
     pub(crate) fn evict(&self, bases: &[u64]) -> Result<(), Error> {
         let mut first = None;
         for base in bases {
@@ -126,7 +114,7 @@ impl Engine {
                 continue;
             };
             let bytes = u64::from(view.granules) * GRANULE;
-            let unmapped = view::unmap(&self.context, *base, bytes);
+            let unmapped = view::unmap(&self.context, *base, &view.mappings, view.dead);
             let mut heap = self.lock();
             match unmapped {
                 Ok(()) => {
@@ -145,7 +133,7 @@ impl Engine {
         }
     }
 
-    /// Unmaps the end of a view. If that fails, the view stays as it was.
+    /// Unmaps the end of a view. If that fails, the view stays as it was, and serves no further requests.
     pub(crate) fn shorten(&self, cut: Cut) -> Result<(), Error> {
         let taken = self.lock().cut_view(cut);
         let Some((at, gone)) = taken else {
@@ -153,7 +141,7 @@ impl Engine {
         };
         let granules = gone.iter().map(|mapping| u64::from(mapping.granules));
         let bytes = granules.sum::<u64>() * GRANULE;
-        let unmapped = view::unmap(&self.context, at, bytes);
+        let unmapped = view::unmap(&self.context, at, &gone, false);
         let mut heap = self.lock();
         if unmapped.is_ok() {
             heap.extents.lookup.forget(at, bytes);

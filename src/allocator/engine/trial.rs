@@ -173,14 +173,6 @@ fn has_plenty(entered: &Entered<'_>) -> bool {
     entered.mem_info().is_ok_and(|info| info.free >= PLENTY)
 }
 
-/// Runs a call that gives something back, and again if it failed.
-fn insist(mut call: impl FnMut() -> Result<(), DriverError>) -> Result<(), Failure> {
-    match call() {
-        Err(error) if !error.is_fatal() => call().map_err(Failure::leaking),
-        done => done.map_err(Failure::leaking),
-    }
-}
-
 /// Why a trial failed.
 struct Failure {
     error: DriverError,
@@ -230,8 +222,8 @@ fn try_memory(
         Ok(handle) => {
             let (done, mapped) = try_mapping(entered, stream, at, handle);
             // SAFETY: made above, and not used any more; where it is still mapped the memory stays.
-            let released = insist(|| unsafe { entered.mem_release(handle) });
-            (both(done, released), mapped)
+            let released = unsafe { entered.mem_release(handle) };
+            (both(done, released.map_err(Failure::leaking)), mapped)
         }
     };
     if !mapped {
@@ -247,9 +239,14 @@ fn try_mapping(
     at: CUdeviceptr,
     handle: CUmemGenericAllocationHandle,
 ) -> (Result<(), Failure>, bool) {
+    // SAFETY: no work but that of this function uses the range, and it is complete by then.
+    let unmap_again =
+        || unsafe { entered.mem_unmap_if_mapped(at, BYTES) }.map_err(Failure::leaking);
     // SAFETY: the range is leased for this and holds nothing; the handle is that large.
     if let Err(error) = unsafe { entered.mem_map(at, BYTES, handle) } {
-        return (Err(Failure::clean(error)), false);
+        let unmapped = unmap_again();
+        let mapped = unmapped.is_err();
+        return (both(Err(Failure::clean(error)), unmapped), mapped);
     }
     let device = entered.context().device();
     // SAFETY: mapped above.
@@ -258,16 +255,16 @@ fn try_mapping(
         // SAFETY: the range is mapped and open, and the stream alive.
         unsafe { entered.memset_d8(at, 0xa5, BYTES, stream.raw()) }
     });
-    let done = match written {
-        Err(error) => Err(Failure::clean(error)),
-        Ok(()) => match insist(|| stream.synchronize()) {
-            Ok(()) => Ok(()),
-            // The fill may be under way.
-            Err(failure) => return (Err(failure), true),
-        },
+    // Also a fill that reported an error may be under way.
+    if let Err(error) = stream.synchronize().or_else(|_| stream.synchronize()) {
+        return (Err(Failure::leaking(written.err().unwrap_or(error))), true);
+    }
+    let done = written.map_err(Failure::clean);
+    // SAFETY: as above.
+    let unmapped = match unsafe { entered.mem_unmap(at, BYTES) } {
+        Err(error) if !error.is_fatal() => unmap_again(),
+        unmapped => unmapped.map_err(Failure::leaking),
     };
-    // SAFETY: mapped above; the only work that used it is complete.
-    let unmapped = insist(|| unsafe { entered.mem_unmap(at, BYTES) });
     let mapped = unmapped.is_err();
     (both(done, unmapped), mapped)
 }

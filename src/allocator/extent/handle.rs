@@ -225,16 +225,6 @@ pub(crate) struct Holding {
     pub number: u32,
 }
 
-/// A physical handle that is mapped nowhere but could not be released yet.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct OrphanedHandle {
-    pub handle: u64,
-    pub bytes: u64,
-    pub space: SpaceId,
-    /// Being released.
-    pub busy: bool,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

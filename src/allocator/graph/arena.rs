@@ -195,6 +195,14 @@ impl View {
     pub(crate) fn bytes(&self) -> u64 {
         self.handles.iter().map(|(_, bytes)| bytes).sum()
     }
+
+    /// Its mappings from its base on: address and bytes.
+    pub(crate) fn mappings(&self, base: u64) -> impl Iterator<Item = (u64, u64)> {
+        self.handles.iter().scan(base, |at, (_, bytes)| {
+            *at += bytes;
+            Some((*at - bytes, *bytes))
+        })
+    }
 }
 
 /// A physical handle at its home.
@@ -223,9 +231,9 @@ pub(crate) struct Arena {
     /// Bytes that were mapped at home and in views since there were none.
     pub mapped: u64,
     pub live: Lives<Live>,
-    /// Handles that a failed call left behind: where they are mapped, if they are, and their bytes.
-    pub stuck: Vec<(Option<u64>, Handle)>,
-    /// Mappings that a failed call left behind, in nobody's view: base to bytes.
+    /// Handles that could not be unmapped, with their homes.
+    pub stuck: Vec<(u64, Handle)>,
+    /// Second mappings that could not be unmapped: address to bytes of each.
     pub lost: BTreeMap<u64, u64>,
 }
 
@@ -324,14 +332,14 @@ impl Arena {
         !(self.homes.spans.is_empty() && self.sites.spans.is_empty() && self.stuck.is_empty())
     }
 
-    /// Takes all handles out, to be given back: home, handle, and whether it is mapped there.
+    /// Takes all handles out, to be given back: home, handle, and whether an unmapping of it failed before.
     pub(crate) fn take_handles(&mut self) -> Vec<(u64, Handle, bool)> {
         self.free.clear();
         self.hand = None;
         let held = std::mem::take(&mut self.handles).into_iter();
-        let mut all: Vec<_> = held.map(|(home, handle)| (home, handle, true)).collect();
+        let mut all: Vec<_> = held.map(|(home, handle)| (home, handle, false)).collect();
         let stuck = std::mem::take(&mut self.stuck).into_iter();
-        all.extend(stuck.map(|(home, handle)| (home.unwrap_or(0), handle, home.is_some())));
+        all.extend(stuck.map(|(home, handle)| (home, handle, true)));
         all
     }
 
@@ -350,8 +358,7 @@ impl Arena {
 
     /// The addresses of an arena that gave all its memory back: base and bytes. None while anything is mapped there.
     pub(crate) fn take_addresses(&mut self) -> Vec<(u64, u64)> {
-        let mapped = self.stuck.iter().any(|(home, _)| home.is_some());
-        if mapped || !self.lost.is_empty() || !self.handles.is_empty() {
+        if !(self.stuck.is_empty() && self.lost.is_empty() && self.handles.is_empty()) {
             return Vec::new();
         }
         let homes = std::mem::take(&mut self.homes).spans;
@@ -364,12 +371,10 @@ impl Arena {
         self.stuck.extend(left.stuck);
         self.lost.extend(left.lost);
         // These were not even tried.
-        let handles = left.handles.into_iter();
-        self.stuck
-            .extend(handles.map(|(home, handle)| (Some(home), handle)));
-        let views = left.views.into_iter();
+        self.stuck.extend(left.handles);
+        let views = left.views.iter();
         self.lost
-            .extend(views.map(|(base, view)| (base, view.bytes())));
+            .extend(views.flat_map(|(base, view)| view.mappings(*base)));
         for (own, other) in [(&mut self.homes, left.homes), (&mut self.sites, left.sites)] {
             // What is still mapped there makes them of no use until it is not.
             own.spans.extend(other.spans);

@@ -13,8 +13,8 @@ use crate::allocator::report::GrowthReason;
 /// A plan that was not carried out, and what could not be undone.
 pub(crate) struct NotMade {
     pub failure: GrowthFailure,
-    /// Bytes that are still mapped where the view was to begin.
-    pub lost: u64,
+    /// Mappings of the view that may still be there: address and bytes.
+    pub lost: Vec<(u64, u64)>,
 }
 
 /// Makes what was planned, or nothing. The new handles.
@@ -32,7 +32,6 @@ pub(crate) fn make(maker: &Maker<'_>, plan: &Plan) -> Result<Vec<u64>, NotMade> 
         None => GrowthFailure {
             error,
             mapped: Vec::new(),
-            orphaned_handles: Vec::new(),
         },
     };
     Err(NotMade { failure, lost })
@@ -49,7 +48,10 @@ pub(crate) fn move_in(
 }
 
 fn not_made(failure: GrowthFailure) -> NotMade {
-    NotMade { failure, lost: 0 }
+    NotMade {
+        failure,
+        lost: Vec::new(),
+    }
 }
 
 /// New handles of a pool, by their home and their sizes.
@@ -65,12 +67,16 @@ fn fresh_at((addr, sizes): &(u64, Vec<u64>)) -> Fresh {
     }
 }
 
-/// Maps the view of a plan. With the error comes how much of it could not be unmapped again.
-fn show(maker: &Maker<'_>, plan: &Plan, fresh: &[u64]) -> Result<(), (DriverError, u64)> {
+/// Maps the view of a plan. The error comes with the mappings that could not be undone.
+fn show(
+    maker: &Maker<'_>,
+    plan: &Plan,
+    fresh: &[u64],
+) -> Result<(), (DriverError, Vec<(u64, u64)>)> {
     let Some((base, _)) = &plan.view else {
         return Ok(());
     };
-    let entered = maker.context.enter().map_err(|error| (error, 0))?;
+    let entered = maker.context.enter().map_err(|error| (error, Vec::new()))?;
     let mut fresh = fresh.iter();
     let (mut mapped, mut at) = (Vec::new(), *base);
     let shown = (|| {
@@ -78,25 +84,18 @@ fn show(maker: &Maker<'_>, plan: &Plan, fresh: &[u64]) -> Result<(), (DriverErro
             let Some(handle) = known.as_ref().or_else(|| fresh.next()) else {
                 break;
             };
+            mapped.push((at, *bytes));
             // SAFETY: the range is reserved for this view alone and holds no mapping there; the handle is alive and
             // of this size.
             unsafe { entered.mem_map(at, *bytes as usize, *handle) }?;
-            mapped.push(*bytes);
             at += bytes;
         }
         // SAFETY: mapped just now by whole handles.
         unsafe { entered.set_access(*base, (at - base) as usize, maker.access) }
     })();
     shown.map_err(|error| {
-        while let Some(bytes) = mapped.last() {
-            at -= bytes;
-            // SAFETY: mapped just now as one handle; nobody was told the address.
-            if unsafe { entered.mem_unmap(at, *bytes as usize) }.is_err() {
-                return (error, at + bytes - base);
-            }
-            mapped.pop();
-        }
-        (error, 0)
+        mapped.retain(|(at, bytes)| unmap_again(&entered, *at, *bytes).is_err());
+        (error, mapped)
     })
 }
 
@@ -112,40 +111,41 @@ pub(crate) unsafe fn retain(
     let lease = Lease::new(pool);
     let entered = context.enter()?;
     let held = lease.clone().into_driver();
-    // SAFETY: the caller vouches for the graph; the reference is good for the function, which calls nothing.
-    let retained = unsafe { entered.on_graph_destroyed(graph, lease::ended, held) };
-    if retained.is_err() {
-        // SAFETY: the driver never calls it after an error.
-        unsafe { lease::ended(held) };
-    }
-    retained.map(|()| lease)
+    // SAFETY: the caller vouches for the graph; the reference is good for the function, which calls nothing. After an
+    // error it stays with the driver, which may call the function all the same.
+    unsafe { entered.on_graph_destroyed(graph, lease::ended, held) }?;
+    Ok(lease)
 }
 
-/// Gives everything in an arena back to the driver, which nobody uses. What could not be given back stays in it; the
-/// first error.
+/// Gives everything in an arena back to the driver, which nobody uses. What could not be unmapped stays in it; the
+/// first error. A release that failed is not repeated: the driver may have the handle.
 pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), DriverError> {
     let entered = context.enter()?;
     let mut first = Ok(());
-    let views = arena.views.iter().map(|(base, view)| (*base, view.bytes()));
-    let seconds: Vec<(u64, u64)> = views.chain(std::mem::take(&mut arena.lost)).collect();
-    arena.views.clear();
-    for (base, bytes) in seconds {
-        if let Err(error) = unmap(&entered, base, bytes) {
-            arena.lost.insert(base, bytes);
-            first = first.and(Err(error));
+    let mut failed = |error| first = first.and(Err(error));
+    arena.lost.retain(|at, bytes| {
+        let unmapped = unmap_again(&entered, *at, *bytes);
+        unmapped.map_err(&mut failed).is_err()
+    });
+    for (base, view) in std::mem::take(&mut arena.views) {
+        if let Err(error) = unmap(&entered, base, view.bytes()) {
+            arena.lost.extend(view.mappings(base));
+            failed(error);
         }
     }
-    for (home, handle, mapped) in arena.take_handles() {
-        let given = (|| {
-            if mapped {
-                unmap(&entered, home, handle.bytes).map_err(|error| (true, error))?;
-            }
-            // SAFETY: the handle is the pool's, and mapped nowhere that the pool knows of any more.
-            unsafe { entered.mem_release(handle.handle) }.map_err(|error| (false, error))
-        })();
-        if let Err((mapped, error)) = given {
-            arena.stuck.push((mapped.then_some(home), handle));
-            first = first.and(Err(error));
+    for (home, handle, again) in arena.take_handles() {
+        let unmapped = match again {
+            true => unmap_again(&entered, home, handle.bytes),
+            false => unmap(&entered, home, handle.bytes),
+        };
+        if let Err(error) = unmapped {
+            arena.stuck.push((home, handle));
+            failed(error);
+            continue;
+        }
+        // SAFETY: the handle is the pool's, and mapped nowhere that the pool knows of any more.
+        if let Err(error) = unsafe { entered.mem_release(handle.handle) } {
+            failed(error);
         }
     }
     first
@@ -154,4 +154,10 @@ pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), Drive
 fn unmap(entered: &Entered<'_>, at: u64, bytes: u64) -> Result<(), DriverError> {
     // SAFETY: whole mappings of a pool that nobody uses: no graph, no block, no work.
     unsafe { entered.mem_unmap(at, bytes as usize) }
+}
+
+/// Unmaps a mapping whose state is unknown, since a call for it failed.
+fn unmap_again(entered: &Entered<'_>, at: u64, bytes: u64) -> Result<(), DriverError> {
+    // SAFETY: as above, one whole mapping at most.
+    unsafe { entered.mem_unmap_if_mapped(at, bytes as usize) }
 }

@@ -309,7 +309,7 @@ impl Graphs {
         let place = match made {
             Ok(handles) => Some(pool.arena.planned(plan, handles)),
             Err(NotMade { failure, lost }) => {
-                pool.arena.not_made(plan, failure, *lost);
+                pool.arena.not_made(plan, failure, lost);
                 None
             }
         };

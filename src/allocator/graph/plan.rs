@@ -317,36 +317,29 @@ impl Arena {
         let handles = self.handles.iter();
         let handles = handles.map(|(home, handle)| (*home, handle.bytes));
         let stuck = self.stuck.iter();
-        let stuck = stuck.filter_map(|(home, handle)| Some(((*home)?, handle.bytes)));
+        let stuck = stuck.map(|(home, handle)| (*home, handle.bytes));
         handles.chain(stuck).collect()
     }
 
-    /// What was planned could not be made: everything as before, but for what could not be undone, such as so many
-    /// bytes that are mapped where the view was to begin.
-    pub(crate) fn not_made(&mut self, plan: Plan, failure: &GrowthFailure, lost: u64) {
+    /// What was planned could not be made: everything as before, but for what could not be undone, such as these
+    /// mappings of the view.
+    pub(crate) fn not_made(&mut self, plan: Plan, failure: &GrowthFailure, lost: &[(u64, u64)]) {
         for (part, tag) in self.aside.remove(&plan.place.addr).unwrap_or_default() {
             self.put(part, tag);
         }
-        let handle = |bytes: &u64, handle: &u64| Handle {
-            handle: *handle,
-            bytes: *bytes,
-        };
         let mapped = failure.mapped.iter();
-        self.stuck
-            .extend(mapped.map(|(at, bytes, h)| (Some(*at), handle(bytes, h))));
-        let orphaned = failure.orphaned_handles.iter();
-        self.stuck
-            .extend(orphaned.map(|(h, bytes)| (None, handle(bytes, h))));
+        self.stuck.extend(mapped.map(|(home, bytes, handle)| {
+            let (handle, bytes) = (*handle, *bytes);
+            (*home, Handle { handle, bytes })
+        }));
         if let Some((home, sizes)) = plan.fresh
             && failure.mapped.is_empty()
         {
             self.homes.put(home, sizes.iter().sum());
         }
-        if let Some((base, view)) = plan.view {
-            match lost {
-                0 => self.sites.put(base, view.bytes()),
-                lost => drop(self.lost.insert(base, lost)),
-            }
+        match plan.view {
+            Some((base, view)) if lost.is_empty() => self.sites.put(base, view.bytes()),
+            _ => self.lost.extend(lost.iter().copied()),
         }
     }
 }

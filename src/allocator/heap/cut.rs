@@ -62,6 +62,7 @@ impl Heap {
         if let Some(view) = self.views.map.get_mut(&cut.base) {
             view.busy = false;
             view.calls -= 1;
+            view.dead = !unmapped;
         }
         self.views.segs_under_way -= gone.len();
         self.stats.reclaim.shortened += u64::from(unmapped);

@@ -2,7 +2,6 @@
 
 use std::cmp::Reverse;
 
-use crate::allocator::extent::handle::OrphanedHandle;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::Heap;
@@ -240,15 +239,6 @@ impl Heap {
 
     /// Enters what could not be undone into the heap. The homes of it are holes.
     pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
-        for (handle, bytes) in failure.orphaned_handles {
-            self.stats.segment_added(space == SpaceId::Small, bytes);
-            self.physical.orphaned_handles.push(OrphanedHandle {
-                handle,
-                bytes,
-                space,
-                busy: false,
-            });
-        }
         for (addr, bytes, handle) in failure.mapped {
             // The range is a hole again; take it out of circulation with its handle.
             let hole = self.extents.space(space).and_then(|s| {
@@ -266,38 +256,27 @@ impl Heap {
         }
     }
 
-    /// Enters what became of a mapped handle that was to be given back. One that is still mapped goes
-    /// where `still_mapped` puts it; one that is unmapped and could not be released is an orphaned handle.
+    /// Enters what became of a mapped handle that was to be given back. If its unmapping failed, it stays apart. If
+    /// its release failed, its bytes are held no more: the driver may have them or not, and nobody can tell.
     /// Returns the bytes that are the driver's again, and what failed.
     pub(crate) fn given_back(
         &mut self,
-        release: Release,
-        (unmapped, freed): GivenBack,
-        still_mapped: impl FnOnce(&mut Heap, Release),
+        release: &Release,
+        (unmapped, released): GivenBack,
     ) -> (u64, Option<DriverError>) {
         if let Err(error) = unmapped {
-            still_mapped(self, release);
+            self.quarantine(release.id);
             return (0, Some(error));
         }
-        self.gone(&release);
-        match (freed, release.handle) {
-            (Err(error), Some(handle)) => {
-                self.physical.orphaned_handles.push(OrphanedHandle {
-                    handle,
-                    bytes: release.bytes,
-                    space: release.space,
-                    busy: false,
-                });
-                (0, Some(error))
-            }
-            _ => {
-                self.unhold(release.bytes, release.space);
-                (release.bytes, None)
-            }
+        self.gone(release);
+        self.unhold(release.bytes, release.space);
+        match released {
+            Ok(()) => (release.bytes, None),
+            Err(error) => (0, Some(error)),
         }
     }
 
-    /// A planned release was not made, or its handle could not be unmapped: free memory again.
+    /// A planned release was not made: free memory again.
     pub(crate) fn keep(&mut self, release: Release) {
         self.restore(release.space, release.id, release.shards);
     }
@@ -322,8 +301,8 @@ impl Heap {
         self.physical.quarantined.push(id);
     }
 
-    /// What an earlier failure left behind, claimed so that nobody else tries at the same time.
-    pub(crate) fn claim_leftovers(&mut self) -> (Vec<OrphanedHandle>, Vec<Release>) {
+    /// Handles that could not be unmapped, claimed so that nobody else tries at the same time.
+    pub(crate) fn claim_quarantined(&mut self) -> Vec<Release> {
         let mut quarantined = std::mem::take(&mut self.physical.quarantined);
         quarantined.sort_unstable();
         let releases = quarantined.into_iter().filter_map(|id| {
@@ -339,30 +318,6 @@ impl Heap {
                 handle: holding.handle,
             })
         });
-        let releases = releases.collect();
-        let idle = self
-            .physical
-            .orphaned_handles
-            .iter_mut()
-            .filter(|orphan| !orphan.busy);
-        let claim = |orphan: &mut OrphanedHandle| {
-            orphan.busy = true;
-            *orphan
-        };
-        (idle.map(claim).collect(), releases)
-    }
-
-    /// An orphaned handle was released, or stays one.
-    pub(crate) fn orphan_tried(&mut self, orphan: &OrphanedHandle, released: bool) {
-        let same = |other: &OrphanedHandle| other.busy && other.handle == orphan.handle;
-        let Some(at) = self.physical.orphaned_handles.iter().position(same) else {
-            return;
-        };
-        if released {
-            self.physical.orphaned_handles.remove(at);
-            self.unhold(orphan.bytes, orphan.space);
-        } else {
-            self.physical.orphaned_handles[at].busy = false;
-        }
+        releases.collect()
     }
 }

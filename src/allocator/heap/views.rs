@@ -158,9 +158,10 @@ impl Heap {
         self.extents.range_freed(view.range);
     }
 
-    /// A view that could not be unmapped is as before.
-    pub(crate) fn view_stays(&mut self, base: u64, view: View) {
+    /// A view could not be unmapped, or parts of it only: it is unmapped by a later call.
+    pub(crate) fn view_stays(&mut self, base: u64, mut view: View) {
         self.views.segs_under_way -= view.mappings.len();
+        view.dead = true;
         self.put_view(base, view);
     }
 

@@ -175,25 +175,22 @@ impl Addresses {
         inner.leased == 0 && !inner.reservations.is_empty()
     }
 
-    /// Gives everything back to the driver if nothing is leased. What cannot be freed stays, to be
-    /// leased again; the first error is returned.
+    /// Gives everything back to the driver if nothing is leased; the first error is returned. What it refuses is not
+    /// leased again: the driver may have freed it, and reserved it for others.
     pub(crate) fn return_idle(&self, entered: &Entered<'_>) -> Result<(), DriverError> {
         let reservations = self.lock().take_idle();
         let mut first = Ok(());
         for (base, bytes) in reservations {
             // SAFETY: reserved here with this base and size; nothing is leased, so nothing is mapped
             // in it, and whoever leased it was done with its addresses.
-            if let Err(error) = unsafe { entered.address_free(base, bytes as usize) } {
-                self.lock().reserved(base, bytes);
-                first = first.and(Err(error));
-            }
+            first = first.and(unsafe { entered.address_free(base, bytes as usize) });
         }
         first
     }
 }
 
 impl Inner {
-    /// A reservation was made, or could not be given back.
+    /// A reservation was made.
     fn reserved(&mut self, base: u64, bytes: u64) {
         self.reservations.insert(base, bytes);
         self.free.insert(base, bytes);
@@ -332,18 +329,24 @@ mod tests {
         addresses.return_idle(&entered).unwrap();
         assert_eq!(sim.reports(), []);
         assert_eq!(sim.leaks().reservations, 0);
-        // What fails keeps and loses nothing.
+        // Whether a call that fails was executed or not, it is neither repeated nor is its range leased again.
         let code = crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        for name in ["cuMemAddressReserve", "cuMemAddressFree"] {
-            sim.fail(FailPlan::call(name, code).unwrap());
+        for executed in [false, true] {
+            let fail = |name| {
+                let plan = FailPlan::call(name, code).unwrap();
+                sim.fail(if executed { plan.executed() } else { plan });
+            };
+            let leaked = sim.leaks().reservations;
+            fail("cuMemAddressReserve");
+            let base = lend();
+            fail("cuMemAddressFree");
+            assert!(addresses.return_idle(&entered).is_err());
+            assert!(!addresses.is_idle(), "it is not kept");
+            assert!(lend() != base || executed);
+            addresses.return_idle(&entered).unwrap();
+            assert!(!addresses.is_idle());
+            assert_eq!(sim.reports(), []);
+            assert_eq!(sim.leaks().reservations, leaked + 1);
         }
-        let base = lend();
-        assert!(addresses.return_idle(&entered).is_err());
-        assert!(addresses.is_idle(), "it is kept");
-        assert_eq!(lend(), base);
-        addresses.return_idle(&entered).unwrap();
-        assert!(!addresses.is_idle());
-        assert_eq!(sim.reports(), []);
-        assert_eq!(sim.leaks().reservations, 0);
     }
 }

@@ -2,7 +2,6 @@
 
 use crate::driver::{Context, Device, DriverError, Entered, MemoryProperties};
 
-use crate::allocator::extent::handle::OrphanedHandle;
 use crate::allocator::physical::{Fresh, GivenBack, GrowthFailure, Release};
 
 impl GrowthFailure {
@@ -11,7 +10,6 @@ impl GrowthFailure {
         GrowthFailure {
             error,
             mapped: Vec::new(),
-            orphaned_handles: Vec::new(),
         }
     }
 
@@ -31,12 +29,11 @@ pub(crate) struct Maker<'a> {
     pub access: &'a [Device],
 }
 
-/// A handle that was made for new memory.
+/// A handle that was made for new memory, and where it was to be mapped.
 struct Made {
     addr: u64,
     bytes: u64,
     handle: u64,
-    mapped: bool,
 }
 
 /// Creates, maps and opens the handles of new memory behind each other; undoes everything if a call fails.
@@ -79,14 +76,10 @@ fn map_with(
                 addr,
                 bytes: *bytes,
                 handle,
-                mapped: false,
             });
             // SAFETY: the range is reserved by this allocator, holds no mapping, and is claimed
             // for these handles alone; the handle was made with this size.
             unsafe { entered.mem_map(addr, *bytes as usize, handle) }?;
-            made.last_mut()
-                .into_iter()
-                .for_each(|last| last.mapped = true);
             addr += bytes;
         }
         for (start, bytes) in &fresh.stretches {
@@ -110,13 +103,12 @@ pub(crate) fn unmake(
 ) -> GrowthFailure {
     let mut addr = fresh.addr;
     let made = fresh.sizes.iter().zip(handles).map(|(bytes, handle)| {
-        let (bytes, handle, mapped) = (*bytes, *handle, true);
+        let (bytes, handle) = (*bytes, *handle);
         addr += bytes;
         Made {
             addr: addr - bytes,
             bytes,
             handle,
-            mapped,
         }
     });
     let made: Vec<Made> = made.collect();
@@ -136,18 +128,16 @@ fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<Made>) -> GrowthFai
         addr,
         bytes,
         handle,
-        mapped,
     } in made.into_iter().rev()
     {
-        // SAFETY: mapped by this growth as one handle, and nobody was ever told the address.
-        if mapped && let Err(error) = unsafe { entered.mem_unmap(addr, bytes as usize) } {
+        // SAFETY: at most this growth mapped anything there, one handle, and no block was handed out there.
+        if let Err(error) = unsafe { entered.mem_unmap_if_mapped(addr, bytes as usize) } {
             failure.mapped.push((addr, bytes, handle));
             failure.also(error);
             continue;
         }
         // SAFETY: made by this growth and mapped nowhere.
         if let Err(error) = unsafe { entered.mem_release(handle) } {
-            failure.orphaned_handles.push((handle, bytes));
             failure.also(error);
         }
     }
@@ -159,31 +149,31 @@ pub(crate) fn allocate(context: &Context, bytes: u64) -> Result<u64, DriverError
     context.enter()?.mem_alloc(bytes as usize)
 }
 
-/// Unmaps and releases a handle, or frees a segment.
-pub(crate) fn give_back(entered: &Entered<'_>, release: &Release) -> GivenBack {
-    match release.handle {
-        // SAFETY: the segment is the allocator's, wholly free, and claimed for this release, and every
-        // use of it was seen complete by the host.
-        None => (unsafe { entered.mem_free(release.addr) }, Ok(())),
-        Some(handle) => {
-            // SAFETY: one whole mapping of the allocator, claimed for this release, and every use
-            // of it was seen complete by the host.
-            let unmapped = unsafe { entered.mem_unmap(release.addr, release.bytes as usize) };
-            if unmapped.is_err() {
-                return (unmapped, Ok(()));
-            }
-            // SAFETY: the handle is the allocator's and mapped nowhere any more.
-            (unmapped, unsafe { entered.mem_release(handle) })
-        }
-    }
+/// Frees a segment.
+pub(crate) fn free(entered: &Entered<'_>, release: &Release) -> Result<(), DriverError> {
+    // SAFETY: the segment is the allocator's, wholly free, and claimed for this release, and every
+    // use of it was seen complete by the host.
+    unsafe { entered.mem_free(release.addr) }
 }
 
-/// Releases a handle that is mapped nowhere and could not be released before.
-pub(crate) fn release_orphan(
+/// Unmaps and releases a handle; `again` after an unmapping of it that failed.
+pub(crate) fn give_back(
     entered: &Entered<'_>,
-    orphan: &OrphanedHandle,
-) -> Result<(), DriverError> {
-    // SAFETY: the handle was made by this allocator, is mapped nowhere, and its release
-    // failed before, so it is still ours.
-    unsafe { entered.mem_release(orphan.handle) }
+    (release, handle): (&Release, u64),
+    again: bool,
+) -> GivenBack {
+    let (addr, bytes) = (release.addr, release.bytes as usize);
+    // SAFETY: one whole mapping of the allocator, claimed for this release, and every use
+    // of it was seen complete by the host.
+    let unmapped = unsafe {
+        match again {
+            true => entered.mem_unmap_if_mapped(addr, bytes),
+            false => entered.mem_unmap(addr, bytes),
+        }
+    };
+    if unmapped.is_err() {
+        return (unmapped, Ok(()));
+    }
+    // SAFETY: the handle is the allocator's and mapped nowhere any more.
+    (unmapped, unsafe { entered.mem_release(handle) })
 }

@@ -9,7 +9,7 @@ pub(crate) mod policy;
 use std::collections::BTreeMap;
 
 use crate::allocator::config::{Profile, Tuning};
-use crate::allocator::extent::handle::{Handles, Holding, OrphanedHandle};
+use crate::allocator::extent::handle::{Handles, Holding};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
@@ -97,8 +97,6 @@ pub(crate) struct Physical {
     pub holdings: BTreeMap<u64, Holding>,
     /// The handles of the large arena by number.
     pub handles: Handles,
-    /// Handles that are mapped nowhere and could not be released yet.
-    pub orphaned_handles: Vec<OrphanedHandle>,
     /// Records of handles that could not be unmapped yet: nobody can use them.
     pub quarantined: Vec<u32>,
     /// Reserved address ranges: base to bytes.
@@ -127,7 +125,6 @@ impl Physical {
         Physical {
             holdings: BTreeMap::new(),
             handles: Handles::default(),
-            orphaned_handles: Vec::new(),
             quarantined: Vec::new(),
             spans: BTreeMap::new(),
             planned: 0,
@@ -157,11 +154,6 @@ impl Physical {
     /// The handle whose home this is.
     pub(crate) fn handle_at(&self, home: u64) -> Option<u64> {
         self.holdings.get(&home)?.handle
-    }
-
-    /// Whether an earlier failure left memory behind that nobody can use.
-    pub(crate) fn has_leftovers(&self) -> bool {
-        !self.orphaned_handles.is_empty() || !self.quarantined.is_empty()
     }
 
     /// Counts a large request, which makes up for a part of a map.
@@ -349,10 +341,8 @@ fn is_churning(level: usize, in_flight: bool) -> bool {
 #[derive(Debug)]
 pub(crate) struct GrowthFailure {
     pub error: DriverError,
-    /// Handles that are still mapped: (address, bytes, handle).
+    /// Handles that may still be mapped: (address, bytes, handle).
     pub mapped: Vec<(u64, u64, u64)>,
-    /// Handles that are mapped nowhere and could not be released.
-    pub orphaned_handles: Vec<(u64, u64)>,
 }
 
 /// How the two calls went that give a handle back: the unmapping, and the release. The second counts

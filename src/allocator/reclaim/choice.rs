@@ -513,7 +513,7 @@ impl<'a> Reclaim<'a> {
             self.stage = Stage::Flushed;
             return Step::Flush;
         }
-        if !self.retried && heap.physical.has_leftovers() {
+        if !self.retried && !heap.physical.quarantined.is_empty() {
             self.retried = true;
             return Step::Retry;
         }

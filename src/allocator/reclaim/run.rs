@@ -295,8 +295,8 @@ impl Engine {
                 Err(Error::Driver(error)) => log::debug!("cannot remove a view: {error}"),
                 done => done?,
             },
-            Step::Retry => match self.retry_orphaned_handles() {
-                // What still cannot be released stays behind.
+            Step::Retry => match self.release_quarantined() {
+                // What still cannot be unmapped stays apart.
                 Ok(_) | Err(Error::Driver(_)) => {}
                 Err(error) => return Err(error),
             },

@@ -51,34 +51,45 @@ fn waited(
     copied.and(waited).map_err(|error| Unseen { error, seen })
 }
 
-/// Unmaps and releases the handles. Nobody uses the memory, and what is kept was saved.
+/// Unmaps and releases the handles. Nobody uses the memory, and what is kept was saved. A handle whose release failed
+/// is gone: the driver may have released it.
 pub(crate) fn give_back(
     entered: &Entered<'_>,
     suspensions: &mut [Suspension],
 ) -> Result<(), DriverError> {
     for handle in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
-        unmap(entered, handle, 0)?;
+        unmap(entered, handle, 0, false)?;
     }
     for suspension in suspensions {
         for parked in &mut suspension.handles {
-            if let Some(handle) = parked.handle {
+            if let Some(handle) = parked.handle.take() {
+                suspension.lost = true;
                 // SAFETY: the handle is the allocator's and mapped nowhere any more.
                 unsafe { entered.mem_release(handle) }?;
-                parked.handle = None;
-                suspension.lost = true;
             }
         }
     }
     Ok(())
 }
 
-/// Unmaps a handle until so many of its mappings are left, the last first.
-fn unmap(entered: &Entered<'_>, parked: &mut Parked, left: usize) -> Result<(), DriverError> {
+/// Unmaps a handle until so many of its mappings are left, the last first, which may be unmapped already if a call for it
+/// `failed`.
+fn unmap(
+    entered: &Entered<'_>,
+    parked: &mut Parked,
+    left: usize,
+    failed: bool,
+) -> Result<(), DriverError> {
     while parked.mapped > left {
-        let at = parked.places[parked.mapped - 1];
+        let (at, bytes) = (parked.places[parked.mapped - 1], parked.bytes as usize);
         // SAFETY: a whole mapping of the allocator that nobody uses, as the caller of a suspension vouches for, and
         // all work was waited for.
-        unsafe { entered.mem_unmap(at, parked.bytes as usize) }?;
+        unsafe {
+            match failed {
+                true => entered.mem_unmap_if_mapped(at, bytes),
+                false => entered.mem_unmap(at, bytes),
+            }
+        }?;
         parked.mapped -= 1;
     }
     Ok(())
@@ -107,15 +118,13 @@ pub(crate) fn bring_back(
         let handles = suspensions.iter_mut().flat_map(|s| &mut s.handles);
         for (parked, (mapped, held)) in handles.zip(before) {
             // What cannot be undone is there the next time.
-            if unmap(entered, parked, mapped).is_err() || held {
+            if unmap(entered, parked, mapped, true).is_err() || held {
                 continue;
             }
-            if let Some(handle) = parked.handle {
+            if let Some(handle) = parked.handle.take() {
+                // The attempt failed for another reason already.
                 // SAFETY: made in this call, and mapped nowhere any more.
-                parked.handle = match unsafe { entered.mem_release(handle) } {
-                    Ok(()) => None,
-                    Err(_) => Some(handle),
-                };
+                let _ = unsafe { entered.mem_release(handle) };
             }
         }
     }
@@ -137,9 +146,10 @@ fn make(
     }
     for parked in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
         while let (Some(handle), Some(at)) = (parked.handle, parked.places.get(parked.mapped)) {
+            // A mapping that fails may exist.
+            parked.mapped += 1;
             // SAFETY: the range is reserved for this handle, holds no mapping, and the handle is of this size.
             unsafe { entered.mem_map(*at, parked.bytes as usize, handle) }.map_err(seen)?;
-            parked.mapped += 1;
         }
     }
     for suspension in &mut *suspensions {

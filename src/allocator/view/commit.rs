@@ -3,7 +3,8 @@
 use crate::driver::{Context, DriverError};
 
 use crate::allocator::physical::commit::{self, Maker};
-use crate::allocator::view::mapping::{Stitch, Unmapped};
+use crate::allocator::size::GRANULE;
+use crate::allocator::view::mapping::{Mapping, Stitch, Unmapped};
 
 /// Maps what a stitch planned, behind what the view has. Returns the handles of new memory.
 pub(crate) fn map(maker: &Maker<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {
@@ -25,10 +26,11 @@ pub(crate) fn map(maker: &Maker<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapp
     for (bytes, handle) in held.chain(new) {
         // SAFETY: the range is this view's, holds no mapping there, and no one else extends the
         // view; the handle is alive and of this size.
-        if let Err(error) = unsafe { entered.mem_map(addr, bytes as usize, handle) } {
+        let done = unsafe { entered.mem_map(addr, bytes as usize, handle) };
+        mapped += 1;
+        if let Err(error) = done {
             return Err(undo(maker, stitch, mapped, fresh, error));
         }
-        mapped += 1;
         addr += bytes;
     }
     // SAFETY: mapped just now by whole handles.
@@ -38,8 +40,8 @@ pub(crate) fn map(maker: &Maker<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapp
     }
 }
 
-/// Undoes the first mappings of a stitch, newest first, and the memory that was made for it. Where one cannot be
-/// undone, new memory is held from now on, as far as the view keeps mappings of it.
+/// Undoes the first mappings of a stitch, newest first, and the memory that was made for it. The newest may not exist.
+/// Where one cannot be undone, new memory is held from now on, as far as the view keeps mappings of it.
 fn undo(
     maker: &Maker<'_>,
     stitch: &Stitch,
@@ -57,7 +59,7 @@ fn undo(
     for (left, bytes) in sizes[..mapped].iter().enumerate().rev() {
         end -= bytes;
         // SAFETY: mapped by this stitch as one handle; no block was ever handed out there.
-        if unsafe { entered.mem_unmap(end, *bytes as usize) }.is_err() {
+        if unsafe { entered.mem_unmap_if_mapped(end, *bytes as usize) }.is_err() {
             return Unmapped::Stuck(error, left + 1, fresh);
         }
     }
@@ -70,13 +72,28 @@ fn undo(
     }
 }
 
-/// Unmaps a part of a view that the heap took out for it.
-pub(crate) fn unmap(context: &Context, at: u64, bytes: u64) -> Result<(), DriverError> {
+/// Unmaps mappings of a view that the heap took out for it, which lie back to back; `again` where some of them may be
+/// unmapped already.
+pub(crate) fn unmap(
+    context: &Context,
+    mut at: u64,
+    mappings: &[Mapping],
+    again: bool,
+) -> Result<(), DriverError> {
     let entered = context.enter()?;
-    if bytes == 0 {
+    let bytes = |mapping: &Mapping| u64::from(mapping.granules) * GRANULE;
+    if again {
+        for mapping in mappings {
+            // SAFETY: as below, one whole mapping.
+            unsafe { entered.mem_unmap_if_mapped(at, bytes(mapping) as usize) }?;
+            at += bytes(mapping);
+        }
         return Ok(());
     }
-    // SAFETY: the view's own mappings, whole; no block lies in them, nobody else takes them away, and every use
-    // through the view's addresses was seen complete by the host.
-    unsafe { entered.mem_unmap(at, bytes as usize) }
+    match mappings.iter().map(bytes).sum::<u64>() {
+        0 => Ok(()),
+        // SAFETY: the view's own mappings, whole; no block lies in them, nobody else takes them away, and every use
+        // through the view's addresses was seen complete by the host.
+        all => unsafe { entered.mem_unmap(at, all as usize) },
+    }
 }

@@ -47,7 +47,7 @@ pub(crate) struct View {
     pub stamp: u64,
     /// A stitch is extending it.
     pub busy: bool,
-    /// A failed roll-back left mappings in an unknown state: not used any more, only unmapped.
+    /// Some of the mappings may be gone, since a call to unmap them failed: not used any more, only unmapped.
     pub dead: bool,
 }
 

@@ -1,5 +1,6 @@
 //! Requests that find ready memory while several streams are about take it in one go, to the same end as step by step.
 
+use crate::common::rng::Rng;
 use crate::common::*;
 use cualloc::Error;
 use cualloc::allocator::{Config, Policy, ReclaimStats, Request};
@@ -18,24 +19,24 @@ fn outcome(
     let allocator = rig.allocator_with(Config::new().views(false).limit(limit));
     let streams = rig.streams::<3>();
     sim.set_mode(mode);
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed);
     let (mut live, mut addresses) = (Vec::new(), Vec::new());
     for step in 0..9000 {
         // Two streams are silent for some time, so that they rest and come back.
         let several = step / 3000 != 1;
-        let stream = &streams[if several { random.below(3) } else { 0 }];
-        match random.below(8) {
+        let stream = &streams[if several { random.index(3) } else { 0 }];
+        match random.index(8) {
             0 => {
-                let idle = streams[random.below(3)].id().unwrap();
-                sim.complete_stream(idle, 1 + random.below(40));
+                let idle = streams[random.index(3)].id().unwrap();
+                sim.complete_stream(idle, 1 + random.index(40));
             }
-            1..4 if live.len() > 8 => drop(live.swap_remove(random.below(live.len()))),
+            1..4 if live.len() > 8 => drop(live.swap_remove(random.index(live.len()))),
             4 if !live.is_empty() => {
-                let block: &cualloc::Block = &live[random.below(live.len())];
+                let block: &cualloc::Block = &live[random.index(live.len())];
                 block.record_stream(stream).unwrap();
             }
             _ if live.len() < 40 => {
-                let request = Request::new(65 * KIB + random.below(6 * MIB)).views(!wishing);
+                let request = Request::new(65 * KIB + random.index(6 * MIB)).views(!wishing);
                 match allocator.allocate_with(request, stream) {
                     Ok(block) => {
                         addresses.push(block.ptr());
@@ -45,7 +46,7 @@ fn outcome(
                     Err(error) => panic!("{error}"),
                 }
             }
-            _ => drop(live.swap_remove(random.below(live.len()))),
+            _ => drop(live.swap_remove(random.index(live.len()))),
         }
     }
     allocator.check().unwrap();

@@ -11,9 +11,12 @@ use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use cualloc::driver::{Context, Driver, sys};
-use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
+use cualloc::sim::{Leaks, Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Config, Policy};
 use std::sync::Arc;
+
+use crate::Fault;
+use crate::common::lost;
 
 pub type Outcome = Result<(), Box<dyn Error>>;
 
@@ -33,16 +36,11 @@ pub struct World {
 /// Queries that counts leave out, and which a plan for "any call" leaves alone.
 const UNCOUNTED: [&str; 3] = ["cuStreamGetId", "cuStreamIsCapturing", "cuCtxGetCurrent"];
 
-/// Calls that destroy something, or put back what was: what they refuse to end lives on.
-const ENDS: [&str; 8] = [
-    "cuEventDestroy_v2",
-    "cuStreamDestroy_v2",
+/// Calls that enter a context, or leave it: what they keep a drop from destroying is owed to the context.
+const ENTERS: [&str; 3] = [
     "cuCtxSetCurrent",
     "cuCtxGetCurrent",
     "cuThreadExchangeStreamCaptureMode",
-    "cuMemFreeHost",
-    "cuMemPoolDestroy",
-    "cuModuleUnload",
 ];
 
 impl World {
@@ -73,7 +71,7 @@ impl World {
         }
     }
 
-    fn end(self, at: &str, ends: bool) -> Result<(), String> {
+    fn end(self, at: &str, lost: &Leaks) -> Result<(), String> {
         // What was dropped and could not be freed is freed by the next call that may.
         let trimmed = self.alloc.trim(u64::MAX);
         trimmed.map_err(|e| format!("{at}: trim: {e:?}"))?;
@@ -95,13 +93,7 @@ impl World {
         let synchronised = context.enter().and_then(|entered| entered.synchronize());
         synchronised.map_err(|e| format!("{at}: {e}"))?;
         drop((alloc, context, driver));
-        let mut leaks = sim.leaks();
-        if ends {
-            if leaks.pools > 0 {
-                leaks.bytes = 0;
-            }
-            (leaks.events, leaks.streams, leaks.host, leaks.pools) = (0, 0, 0, 0);
-        }
+        let leaks = lost::unexplained(sim.leaks(), lost);
         if !leaks.is_empty() {
             return Err(format!("{at}: {leaks:?}"));
         }
@@ -120,17 +112,9 @@ fn named(error: &dyn Error, code: sys::CUresult, times: u64) -> bool {
     text.contains(&format!("({})", code.0)) || instead.iter().any(|what| text.contains(what))
 }
 
-struct Fault {
-    code: sys::CUresult,
-    times: u64,
-    mode: Mode,
-}
-
-impl Fault {
-    /// It is not over when the program ends, or the context is lost by it.
-    fn lasts(&self) -> bool {
-        self.times > 2 || self.code == sys::CUresult::CUDA_ERROR_LAUNCH_FAILED
-    }
+/// Whether a fault is not over when the program ends, or the context is lost by it.
+fn lasts(fault: &Fault) -> bool {
+    fault.times > 2 || fault.code == sys::CUresult::CUDA_ERROR_LAUNCH_FAILED
 }
 
 enum Run {
@@ -154,15 +138,10 @@ fn canary(world: &World) {
 }
 
 /// One run with one fault: at the `nth` call of a name, or of all.
-fn once(program: &Program, name: Option<&str>, nth: u64, fault: &Fault) -> Run {
-    let Fault { code, times, mode } = *fault;
+fn once(program: &Program, mode: Mode, (name, nth): (Option<&str>, u64), fault: &Fault) -> Run {
     let world = World::new(mode);
-    let plan = match name {
-        None => FailPlan::any(code),
-        Some(name) => FailPlan::call(name, code).unwrap(),
-    };
     world.sim.record_log(true);
-    world.sim.fail(plan.nth(nth).times(times));
+    world.sim.fail(fault.plan(name, nth));
     let result = catch_unwind(AssertUnwindSafe(|| {
         let result = (program.run)(&world);
         canary(&world);
@@ -176,13 +155,12 @@ fn once(program: &Program, name: Option<&str>, nth: u64, fault: &Fault) -> Run {
         None => !UNCOUNTED.contains(&entry.call),
     });
     let reached = counted.count() as u64 >= nth;
-    let hit = log.iter().filter(|entry| entry.result == code);
+    let hit = log.iter().filter(|entry| entry.result == fault.code);
     let hit: Vec<&str> = hit.map(|entry| entry.call).take(3).collect();
     let at = format!(
-        "{} ({mode:?}), call {nth} of {} fails {times} times with {} ({})",
+        "{} ({mode:?}), call {nth} of {} fails {fault} ({})",
         program.name,
         name.unwrap_or("any"),
-        code.0,
         hit.join(", ")
     );
     match (result, reached) {
@@ -195,7 +173,7 @@ fn once(program: &Program, name: Option<&str>, nth: u64, fault: &Fault) -> Run {
 fn judge_whole(world: World, result: Outcome, at: &str) -> Result<(), String> {
     result.map_err(|error| format!("{at}: {}", crate::common::chain(&*error)))?;
     world.judge(at)?;
-    world.end(at, false)
+    world.end(at, &Leaks::default())
 }
 
 fn judge_fault(
@@ -208,7 +186,7 @@ fn judge_fault(
 ) -> Result<(), String> {
     world.judge(at)?;
     if let Err(error) = &result
-        && !fault.lasts()
+        && !lasts(fault)
         && !named(&**error, fault.code, fault.times)
     {
         return Err(format!(
@@ -218,7 +196,7 @@ fn judge_fault(
     }
     // Errors own what could not be given up.
     drop(result);
-    if fault.lasts() {
+    if lasts(fault) {
         // What is dropped meanwhile may have to be given up.
         return Ok(());
     }
@@ -228,15 +206,21 @@ fn judge_fault(
     if fault.times > 1 {
         return Ok(());
     }
-    let ends = hit.iter().any(|call| ENDS.contains(call));
-    world.end(at, ends)
+    let mut lost = Leaks::default();
+    for call in hit {
+        lost::count(&mut lost, call, fault.executed);
+        if ENTERS.contains(call) {
+            (lost.events, lost.streams, lost.host, lost.pools) = (usize::MAX, usize::MAX, 1, 1);
+        }
+    }
+    world.end(at, &lost)
 }
 
 /// Blocks of the driver's pools that could not go are kept for the whole process, and whoever comes next tries
 /// to free them: two sweeps at once would meet each other's.
 static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
-fn sweep(fault: &Fault) {
+fn sweep(mode: Mode, fault: &Fault) {
     let _turn = TURN
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -251,7 +235,7 @@ fn sweep(fault: &Fault) {
         let names = queries.iter().map(|name| Some(*name));
         for name in std::iter::once(None).chain(names) {
             for nth in 1.. {
-                match once(program, name, nth, fault) {
+                match once(program, mode, (name, nth), fault) {
                     Run::Faulty(Ok(())) => faults += 1,
                     Run::Faulty(Err(wrong)) => found.push(wrong),
                     Run::Whole(Ok(())) => break,
@@ -275,51 +259,56 @@ fn sweep(fault: &Fault) {
 
 const REFUSED: sys::CUresult = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
 
+const ONCE: Fault = Fault {
+    code: REFUSED,
+    times: 1,
+    executed: false,
+};
+
 /// R2
 #[test]
 fn r2_one_failing_call_loses_nothing() {
-    sweep(&Fault {
-        code: REFUSED,
-        times: 1,
-        mode: Mode::Manual,
-    });
+    sweep(Mode::Manual, &ONCE);
+}
+
+/// R2: a driver may execute a call and report an error all the same.
+#[test]
+fn r2_one_call_that_is_executed_and_fails_spoils_nothing() {
+    let executed = true;
+    sweep(Mode::Manual, &Fault { executed, ..ONCE });
 }
 
 /// R2: work that completes meanwhile, and a code that has others try to help.
 #[test]
 fn r2_one_call_without_memory_loses_nothing() {
-    sweep(&Fault {
-        code: sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
-        times: 1,
-        mode: Mode::Lag(2),
-    });
+    let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+    sweep(Mode::Lag(2), &Fault { code, ..ONCE });
 }
 
 /// R2
 #[test]
 fn r2_two_failing_calls_in_a_row_spoil_nothing() {
-    sweep(&Fault {
-        code: REFUSED,
-        times: 2,
-        mode: Mode::Manual,
-    });
+    sweep(Mode::Manual, &Fault { times: 2, ..ONCE });
 }
 
 /// R2
 #[test]
 fn r2_a_driver_that_refuses_for_ever_spoils_nothing() {
-    sweep(&Fault {
-        code: REFUSED,
-        times: u64::MAX,
-        mode: Mode::Manual,
-    });
+    let times = u64::MAX;
+    sweep(Mode::Manual, &Fault { times, ..ONCE });
 }
 
 #[test]
 fn fatal_codes_are_borne() {
-    sweep(&Fault {
-        code: sys::CUresult::CUDA_ERROR_LAUNCH_FAILED,
-        times: 1,
-        mode: Mode::Manual,
-    });
+    let code = sys::CUresult::CUDA_ERROR_LAUNCH_FAILED;
+    for executed in [false, true] {
+        sweep(
+            Mode::Manual,
+            &Fault {
+                code,
+                executed,
+                ..ONCE
+            },
+        );
+    }
 }

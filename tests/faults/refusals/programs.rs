@@ -95,7 +95,12 @@ const T: Tag = Tag::new("test");
 fn work(context: &Context, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
     let entered = context.enter()?;
     // SAFETY: the programs pass live memory of that many bytes, and live streams.
-    Ok(unsafe { entered.memset_d8(ptr, 0x5a, bytes, stream.raw()) }?)
+    let submitted = unsafe { entered.memset_d8(ptr, 0x5a, bytes, stream.raw()) };
+    if submitted.is_err() {
+        // It may be queued all the same, and nobody else knows of this use.
+        stream.synchronize().or_else(|_| stream.synchronize())?;
+    }
+    Ok(submitted?)
 }
 
 /// Lets a stream wait for what another was given.

@@ -4,5 +4,4 @@
 
 pub mod law;
 pub mod ranges;
-pub mod rng;
 pub mod table;

@@ -1,8 +1,9 @@
 //! The judge's place: the function table between the allocator and the driver.
 //!
-//! Every function that the allocator calls passes here. A call may be made to fail, something may be
-//! done by somebody else just before or after it, and the judge hears of it when it went well. Calls
-//! are let through one at a time, so that the judge hears of them in the order in which they happened.
+//! Every function that the allocator calls passes here. A call may be made to fail, with or without being executed,
+//! and another thread's action may run just before or after it. The judge notes what a call did: all of it when the
+//! call succeeded, all but observed completions when it was executed and reported an error. Calls pass one
+//! at a time, so that the judge notes them in the order in which they happened.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
@@ -10,8 +11,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cualloc::driver::sys::*;
+use cualloc::sim::Leaks;
 
 use super::law::{Law, Request};
+use crate::common::{lost, rng::Rng};
 
 /// One call name that fails now and then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +22,8 @@ pub struct Fault {
     pub name: &'static str,
     pub permille: u64,
     pub code: CUresult,
+    /// The call is executed before it reports the code.
+    pub executed: bool,
 }
 
 /// The judge of one program.
@@ -31,6 +36,8 @@ pub struct Court {
     dice: AtomicU64,
     pub failed: AtomicU64,
     pub calls: AtomicU64,
+    /// Objects that faults keep the caller from destroying, at most.
+    lost: Mutex<Leaks>,
 }
 
 type Act = Box<dyn FnOnce()>;
@@ -72,6 +79,7 @@ impl Court {
             dice: AtomicU64::new(seed),
             failed: AtomicU64::new(0),
             calls: AtomicU64::new(0),
+            lost: Mutex::default(),
         })
     }
 
@@ -99,18 +107,37 @@ impl Court {
         self.failing.load(Ordering::Relaxed)
     }
 
-    fn refusal(&self, name: &str) -> Option<CUresult> {
+    /// The fault of a call that is about to be made, if it has one.
+    fn fault_of(&self, name: &str) -> Option<Fault> {
         let fault = (*locked(&self.fault))?;
         let chance = || {
             let seed = self.dice.fetch_add(1, Ordering::Relaxed);
-            super::rng::Rng::new(seed.wrapping_mul(0x5851_f42d_4c95_7f2d)).below(1000)
+            Rng::new(seed.wrapping_mul(0x5851_f42d_4c95_7f2d)).below(1000)
         };
         if fault.name != name || chance() >= fault.permille {
             return None;
         }
         self.failed.fetch_add(1, Ordering::Relaxed);
-        Some(fault.code)
+        lost::count(&mut locked(&self.lost), name, fault.executed);
+        Some(fault)
     }
+
+    /// What exists in the end and is no consequence of faults.
+    pub fn unexplained(&self, found: Leaks) -> Leaks {
+        lost::unexplained(found, &locked(&self.lost))
+    }
+}
+
+/// Whether a call only tells the host what is complete, which it does not when it reports an error.
+fn observes(name: &str) -> bool {
+    matches!(
+        name,
+        "cuStreamSynchronize"
+            | "cuStreamQuery"
+            | "cuEventSynchronize"
+            | "cuEventQuery"
+            | "cuCtxSynchronize"
+    )
 }
 
 /// The judge of this thread.
@@ -198,24 +225,26 @@ fn pass(
     };
     court.calls.fetch_add(1, Ordering::Relaxed);
     interlude(name, false);
-    if !OWN.get()
-        && court.is_failing()
-        && let Some(code) = court.refusal(name)
-    {
-        return code;
+    let fault = match !OWN.get() && court.is_failing() {
+        true => court.fault_of(name),
+        false => None,
+    };
+    if let Some(refused) = fault.filter(|fault| !fault.executed) {
+        return refused.code;
     }
     let nested = INSIDE.replace(true);
     // A callback inside a call may call again.
     let order = (!nested).then(|| locked(&court.order));
     let code = call(&court.real);
     // The end of a spoilt capture is an end.
-    if code == CUresult::CUDA_SUCCESS || name == "cuStreamEndCapture" {
+    let ended = code == CUresult::CUDA_SUCCESS || name == "cuStreamEndCapture";
+    if ended && !(fault.is_some() && observes(name)) {
         note(&mut court.law());
     }
     drop(order);
     INSIDE.set(nested);
     interlude(name, true);
-    code
+    fault.map_or(code, |fault| fault.code)
 }
 
 macro_rules! table {
@@ -316,9 +345,10 @@ unsafe extern "C" fn create_object(
         then,
         data,
     }));
+    let made = Cell::new(false);
     let create = |real: &CuFunctions| {
         // SAFETY: the caller's arguments, but for a function that calls the caller's.
-        unsafe {
+        let code = unsafe {
             real.cuUserObjectCreate.unwrap()(
                 object,
                 own.cast(),
@@ -326,12 +356,14 @@ unsafe extern "C" fn create_object(
                 references,
                 flags,
             )
-        }
+        };
+        made.set(code == CUresult::CUDA_SUCCESS);
+        code
     };
     let code = pass("cuUserObjectCreate", create, |law| {
         law.object(read(object), token);
     });
-    if code != CUresult::CUDA_SUCCESS {
+    if !made.get() {
         // SAFETY: nobody has it.
         drop(unsafe { Box::from_raw(own) });
     }

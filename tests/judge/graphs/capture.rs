@@ -96,7 +96,7 @@ impl Scene<'_> {
             let scope = self.scope((group, pool), id)?;
             self.captures[at].scopes.extend(scope);
             self.captures[at].entered.push(pool);
-        } else if self.rng.percent(30) {
+        } else if self.rng.chance(30) {
             let capture = &mut self.captures[at];
             if !capture.scopes.is_empty() {
                 let scope = self.rng.index(capture.scopes.len());
@@ -124,7 +124,7 @@ impl Scene<'_> {
                         last: stream,
                         frozen: false,
                     });
-                    if self.rng.percent(85) {
+                    if self.rng.chance(85) {
                         self.node(at, place, stream)?;
                     }
                 }
@@ -140,7 +140,7 @@ impl Scene<'_> {
             }
             12 => self.early(at, stream)?,
             13 => self.set_back(at, stream)?,
-            14 if self.rng.percent(30) => self.change_scopes(at)?,
+            14 if self.rng.chance(30) => self.change_scopes(at)?,
             _ => {
                 let other = self.rng.pick(&self.captures[at].joined);
                 self.wait(stream, other)?;
@@ -218,7 +218,7 @@ impl Scene<'_> {
             // It was allocated in the order of its own stream.
             self.wait(stream, home)?;
         }
-        if stream == home && self.rng.percent(40) && !self.court.is_failing() {
+        if stream == home && self.rng.chance(40) && !self.court.is_failing() {
             // The free finds that its stream captures.
             self.node(capture, place, stream)?;
             let held = self.held.swap_remove(at);
@@ -310,7 +310,7 @@ impl Scene<'_> {
     /// A capture ends, with a graph or, if a stream was not joined or somebody spoilt it, without.
     pub(super) fn end_capture(&mut self) -> Done {
         let at = self.rng.index(self.captures.len());
-        let spoilt = self.rng.percent(6);
+        let spoilt = self.rng.chance(6);
         let main = self.captures[at].main;
         if spoilt {
             let raw = self.streams[main].raw();
@@ -322,7 +322,7 @@ impl Scene<'_> {
                 self.wait(main, other)?;
             }
         }
-        let early = self.rng.percent(50);
+        let early = self.rng.chance(50);
         let mut capture = self.captures.swap_remove(at);
         if early {
             capture.scopes.clear();

@@ -43,7 +43,7 @@ impl Scene<'_> {
     /// Work on a block, all of it or a part.
     pub(super) fn touch(&mut self, at: (u64, usize), stream: usize) -> Done {
         let (ptr, bytes) = at;
-        let part = if self.rng.percent(70) {
+        let part = if self.rng.chance(70) {
             bytes
         } else {
             bytes / 2
@@ -62,11 +62,11 @@ impl Scene<'_> {
         let Some(stream) = self.stream().filter(|_| !self.away) else {
             return Ok(());
         };
-        let (group, scope) = match self.rng.percent(60) {
+        let (group, scope) = match self.rng.chance(60) {
             true => match self.group() {
                 Some((group, pool)) => {
                     let pool = &self.groups[group].pools[pool];
-                    let scope = match self.rng.percent(50) {
+                    let scope = match self.rng.chance(50) {
                         true => pool.enter(Scope::Thread),
                         false => pool.enter(Scope::Stream(&self.streams[stream])),
                     };
@@ -89,7 +89,7 @@ impl Scene<'_> {
                 last: stream,
                 frozen: false,
             });
-            if self.rng.percent(70) {
+            if self.rng.chance(70) {
                 self.use_on(self.held.len() - 1, stream)?;
             }
         }
@@ -130,7 +130,7 @@ impl Scene<'_> {
         }
         let at = some[self.rng.index(some.len())];
         let home = self.held[at].home;
-        let Some(stream) = self.stream().filter(|_| self.rng.clone().percent(50)) else {
+        let Some(stream) = self.stream().filter(|_| self.rng.clone().chance(50)) else {
             return self.use_on(at, home);
         };
         if stream != home && !self.record(at, stream)? {
@@ -166,7 +166,7 @@ impl Scene<'_> {
     /// Frees a block, now and then on another thread.
     pub(super) fn free(&mut self, held: Held) {
         self.court.law().freed(held.block.ptr());
-        if !self.rng.percent(8) {
+        if !self.rng.chance(8) {
             return drop(held.block);
         }
         let court = Arc::clone(self.court);
@@ -205,7 +205,7 @@ impl Scene<'_> {
             return Ok(());
         }
         let point = self.rng.index(points);
-        if !self.captures.is_empty() && self.rng.percent(80) {
+        if !self.captures.is_empty() && self.rng.chance(80) {
             return Ok(());
         }
         let it = &self.groups[group];
@@ -249,7 +249,7 @@ impl Scene<'_> {
     pub(super) fn suspend(&mut self) -> Done {
         let asleep = self.groups.iter().position(|group| group.asleep);
         if let Some(group) = asleep {
-            return match self.rng.percent(40) {
+            return match self.rng.chance(40) {
                 true => self.disturb(group),
                 false => self.resume(group),
             };
@@ -257,7 +257,7 @@ impl Scene<'_> {
         let keep = self
             .rng
             .pick(&[Contents::Drop, Contents::Pinned, Contents::Host]);
-        if self.rng.percent(25) {
+        if self.rng.chance(25) {
             return self.suspend_all(keep);
         }
         let Some((group, pool)) = self.group() else {

@@ -19,14 +19,14 @@ impl World {
         if !self.places[place].alive {
             return;
         }
-        if rng.percent(35) && !self.places[place].foreign {
+        if rng.chance(35) && !self.places[place].foreign {
             if let Ok(stream) = Stream::new(&self.places[place].context) {
                 self.add_stream(stream, place, false);
             }
             return;
         }
         // Some that block, some that do not.
-        self.add_raw(place, u32::from(rng.percent(70)));
+        self.add_raw(place, u32::from(rng.chance(70)));
     }
 
     /// A handle that only the program knows.

@@ -17,17 +17,12 @@ use cualloc::error::StreamMisuse;
 use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy, Stats};
 
+use super::common::shrink::Failure;
+use super::lost;
 use super::program::{CALLS, Op, Setup};
 use super::shadow::{Position, install, shadow};
 use spares::Spares;
 use streams::{Handle, Lane, destroy_raw};
-
-/// Why a program failed, and at which step; the last is one beyond its end.
-#[derive(Debug, Clone)]
-pub struct Failure {
-    pub step: usize,
-    pub what: String,
-}
 
 /// What a run did.
 #[derive(Default, Debug, Clone, Copy)]
@@ -112,6 +107,10 @@ pub struct Machine<'a> {
     other: other::Other,
     figures: Figures,
     reserved: u64,
+    /// Bytes that faults keep the allocators from giving back.
+    lost: u64,
+    /// How many faults may have done so.
+    lost_objects: usize,
     limit: Option<u64>,
     taken: u64,
     armed: bool,
@@ -142,7 +141,7 @@ pub fn run(setup: &Setup, ops: &[Op], check_every: usize) -> Result<Summary, Fai
     machine.finish().map_err(at(ops.len()))?;
     let summary = machine.summary;
     drop(std::mem::ManuallyDrop::into_inner(machine));
-    let leaks = sim.leaks();
+    let leaks = lost::unexplained(sim.leaks(), &shadow(|s| s.lost.clone()));
     if !leaks.is_empty() {
         return Err(at(ops.len())(format!("leaks: {leaks:?}")));
     }
@@ -206,7 +205,7 @@ fn config(setup: &Setup) -> Config {
 
 impl<'a> Machine<'a> {
     fn new(sim: &'a Simulator, setup: &'a Setup) -> Step<Self> {
-        let table = install(sim.functions());
+        let table = install(sim.functions(), setup.executed);
         // SAFETY: the simulator's functions, some of them behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table) }.map_err(text)?;
         let device = driver.device(0).map_err(text)?;
@@ -227,6 +226,8 @@ impl<'a> Machine<'a> {
             other: other::Other::default(),
             figures: Figures::default(),
             reserved: 0,
+            lost: 0,
+            lost_objects: 0,
             limit: setup.limit,
             taken: 0,
             armed: false,
@@ -414,7 +415,11 @@ impl<'a> Machine<'a> {
             "" => FailPlan::any(code),
             name => FailPlan::call(name, code).map_err(text)?,
         };
-        self.sim.fail(plan.nth(nth.into()).times(times.into()));
+        let plan = plan.nth(nth.into()).times(times.into());
+        self.sim.fail(match self.setup.executed {
+            true => plan.executed(),
+            false => plan,
+        });
         self.armed = true;
         self.summary.faults += 1;
         Ok(())
@@ -491,9 +496,15 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn compare(&self, stats: &Stats) -> Step {
+    fn compare(&mut self, stats: &Stats) -> Step {
         let all = &stats.all;
-        let held = self.sim.memory_in_use(0) - self.other.reserved();
+        let in_use = self.sim.memory_in_use(0) - self.other.reserved();
+        let memory = shadow(|s| s.lost.handles + s.lost.allocations);
+        if memory > std::mem::replace(&mut self.lost_objects, memory) {
+            // Of the calls since, some may have left memory behind.
+            self.lost = self.lost.max(in_use.saturating_sub(all.reserved.current));
+        }
+        let held = in_use - self.lost;
         let figures = [
             ("live blocks", self.figures.live, all.allocations.current),
             ("requested", self.figures.requested, all.requested.current),

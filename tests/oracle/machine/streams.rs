@@ -116,7 +116,11 @@ impl Machine<'_> {
         self.finals.insert(number, last);
         match lane.handle {
             Handle::Owned(stream) => drop(stream),
-            Handle::Raw(raw) => self.own(|entered| destroy_raw(entered, raw))?,
+            Handle::Raw(raw) => {
+                // Nobody destroys it twice.
+                self.sim.clear_failures();
+                self.own(|entered| destroy_raw(entered, raw))?;
+            }
             Handle::Special(_) => {}
         }
         Ok(())

@@ -5,9 +5,9 @@ use super::{Captured, Held, Home, Program};
 
 impl Program<'_> {
     pub(super) fn allocate(&mut self) {
-        let (stream, bytes) = (self.random.below(3), self.bytes());
-        let home = match self.random.below(3) {
-            0 => Home::Pool(self.random.below(self.pools.len())),
+        let (stream, bytes) = (self.random.index(3), self.bytes());
+        let home = match self.random.index(3) {
+            0 => Home::Pool(self.random.index(self.pools.len())),
             _ => Home::Stream,
         };
         let scope = match home {
@@ -53,7 +53,7 @@ impl Program<'_> {
     /// Another stream uses a block, between two uses of its own.
     pub(super) fn share(&mut self) {
         let Some(at) = self.one() else { return };
-        let (other, held) = (self.random.below(3), &self.held[at]);
+        let (other, held) = (self.random.index(3), &self.held[at]);
         let stream = &self.streams[held.stream];
         if !self.is_there(held) {
             // Legal, and of no consequence.
@@ -73,7 +73,7 @@ impl Program<'_> {
     }
 
     pub(super) fn capture(&mut self) {
-        let (pool, stream) = (self.random.below(self.pools.len()), self.random.below(3));
+        let (pool, stream) = (self.random.index(self.pools.len()), self.random.index(3));
         let (inner, bytes) = (self.bytes(), self.bytes());
         let (word, stream) = (self.word(), &self.streams[stream]);
         let scope = self.pools[pool].enter(Scope::NextCapture).unwrap();
@@ -117,13 +117,13 @@ impl Program<'_> {
         if self.graphs.is_empty() {
             return;
         }
-        let at = self.random.below(self.graphs.len());
-        if self.random.below(8) == 0 {
+        let at = self.random.index(self.graphs.len());
+        if self.random.index(8) == 0 {
             drop(self.graphs.swap_remove(at));
             return;
         }
         let pool = self.graphs[at].pool;
-        let stream = self.streams[self.random.below(3)].clone();
+        let stream = self.streams[self.random.index(3)].clone();
         match self.pools[pool].launching() {
             Ok(()) => assert!(!self.away[pool]),
             Err(Error::Suspended) => {

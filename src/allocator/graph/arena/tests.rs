@@ -102,9 +102,8 @@ fn a_plan_that_fails_leaves_all_as_it_was() {
             crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
         ),
         mapped: Vec::new(),
-        orphaned_handles: Vec::new(),
     };
-    arena.not_made(plan, &failure, 0);
+    arena.not_made(plan, &failure, &[]);
     let after = (
         arena.free_bytes(),
         arena.held(),
