@@ -2,7 +2,8 @@
 
 use crate::causes::{named, raised, refused};
 use crate::common::capturing::{Capturing, MODE, captured};
-use crate::common::{Random, RawStream, Rig};
+use crate::common::rng::Rng;
+use crate::common::{RawStream, Rig};
 use crate::scene::{MIB, Scene, alone};
 use cualloc::allocator::{Allocator, Block, Config, Policy, Scope, Waits};
 use cualloc::driver::{Stream, sys};
@@ -412,7 +413,7 @@ fn the_limit_raised_by_what_is_missing_serves_the_request() {
     let mut failures = 0;
     for seed in 1..=40 {
         for policy in ["policy=packed", "policy=packed,views=off", "policy=classic"] {
-            let mut random = Random(seed * 7919);
+            let mut random = Rng::new(seed);
             let scene = Scene::new(&format!("{policy},limit=50348425"));
             let streams = [scene.stream(), scene.stream()];
             let mut live: Vec<Block> = Vec::new();
