@@ -42,7 +42,7 @@ pub use buffer::{
 };
 pub use error::kinds::{Error, Refused, Result};
 #[doc(hidden)]
-pub use locks::thread_line;
+pub use locks::thread_id::ThreadId;
 
 /// The documents that come with the sources, so that each link to them is good here, too.
 #[cfg(doc)]

@@ -112,7 +112,8 @@
 #define CUALLOC_PANIC 11
 
 /**
- * Blocks, guards or a call on another thread are in the way. Nothing was done.
+ * Blocks, guards or a call on another thread are in the way, or the thread is in a predicate of a scope. Nothing was
+ * done.
  */
 #define CUALLOC_BUSY 12
 
@@ -326,8 +327,8 @@ typedef struct cualloc_stats_t {
 /**
  * Whether requests on a stream go to a pool; with the data of its scope. Called by threads that allocate, without any
  * lock held, by several at once: for each request outside of captures, and in a capture once for each stream and
- * thread, as long as the same scopes are open. It must not throw. Requests that it makes itself go to no pool by a
- * predicate.
+ * thread, as long as the same scopes are open. It must not throw. It may call the library, but an allocation from an
+ * allocator that has open scopes is CUALLOC_BUSY there.
  */
 typedef bool (*cualloc_when_t)(void *data, void *stream);
 
@@ -469,8 +470,8 @@ int32_t cualloc_last_code(void);
  *
  * Errors: CUALLOC_OUT_OF_MEMORY, after everything was tried: the text has the whole picture;
  * CUALLOC_INVALID_ARGUMENT for a null handle or out, 0 bytes or more than any device has, or a stream of another
- * device; CUALLOC_CAPTURING; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is 0 then, and nothing is
- * lost.
+ * device; CUALLOC_CAPTURING; CUALLOC_BUSY in a predicate of a scope, if the allocator has open scopes; CUALLOC_CLOSED;
+ * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is 0 then, and nothing is lost.
  *
  * Any thread, whatever context is current.
  *

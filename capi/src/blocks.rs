@@ -21,8 +21,8 @@ use crate::{cualloc_t, handles};
 ///
 /// Errors: CUALLOC_OUT_OF_MEMORY, after everything was tried: the text has the whole picture;
 /// CUALLOC_INVALID_ARGUMENT for a null handle or out, 0 bytes or more than any device has, or a stream of another
-/// device; CUALLOC_CAPTURING; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is 0 then, and nothing is
-/// lost.
+/// device; CUALLOC_CAPTURING; CUALLOC_BUSY in a predicate of a scope, if the allocator has open scopes; CUALLOC_CLOSED;
+/// CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is 0 then, and nothing is lost.
 ///
 /// Any thread, whatever context is current.
 ///
@@ -221,8 +221,9 @@ pub unsafe extern "C" fn cualloc_free_on(
 /// only when the work is done that the stream was given until the free. In a capture that a graph pool serves, the use
 /// counts from the end of the capture on.
 ///
-/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_INVALID_ARGUMENT for a
-/// null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_BUSY for a stream that
+/// captures in a predicate of a scope, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
+/// CUALLOC_DRIVER.
 ///
 /// Any thread, whatever context is current.
 ///

@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, compiler_fence};
 
-use cualloc::thread_line;
+use cualloc::allocator::{of_caller, set_of_caller};
 
 use crate::barrier;
 
@@ -40,19 +40,21 @@ impl Word {
 static FIRST: AtomicPtr<Word> = AtomicPtr::new(ptr::null_mut());
 
 thread_local! {
+    /// Calls that the thread is in with lent words. It has no destructor, so that a call from the destructor of another
+    /// variable finds it.
+    static LENT: Cell<u32> = const { Cell::new(0) };
     static LEAVING: Leaving = const { Leaving(Cell::new(false)) };
 }
 
-/// The thread's word, if it has one still. Without a destructor, so that a call from the destructor of something else
-/// finds it.
+/// The thread's own word, as long as it has one.
 #[inline(always)]
-fn mine() -> Option<&'static Word> {
-    // SAFETY: null, or what `set_mine` has kept: words are never freed.
-    unsafe { thread_line::of_caller().cast::<Word>().as_ref() }
+fn own() -> Option<&'static Word> {
+    // SAFETY: null, or what `set_own` has kept: words are never freed.
+    unsafe { of_caller().cast::<Word>().as_ref() }
 }
 
-fn set_mine(word: Option<&'static Word>) {
-    thread_line::set_of_caller(word.map_or(ptr::null(), ptr::from_ref).cast());
+fn set_own(word: Option<&'static Word>) {
+    set_of_caller(word.map_or(ptr::null(), ptr::from_ref).cast());
 }
 
 /// Gives the thread's word back when the thread ends.
@@ -61,8 +63,8 @@ struct Leaving(Cell<bool>);
 impl Drop for Leaving {
     fn drop(&mut self) {
         // One that is busy belongs to a call that never returns: it is lost.
-        let word = mine();
-        set_mine(None);
+        let word = own();
+        set_own(None);
         if let Some(word) = word
             && word.busy.load(Ordering::Relaxed) == 0
         {
@@ -92,9 +94,11 @@ fn add(word: Word) -> &'static Word {
     }
 }
 
-/// A word for this thread, unless it is ending.
-fn adopt() -> Option<&'static Word> {
-    LEAVING.try_with(|leaving| leaving.0.set(true)).ok()?;
+/// Gives this thread a word, unless it is ending. Whether it has one.
+fn adopt() -> bool {
+    if LEAVING.try_with(|leaving| leaving.0.set(true)).is_err() {
+        return false;
+    }
     let left = words().find(|word| {
         !word.lent
             && word
@@ -103,8 +107,8 @@ fn adopt() -> Option<&'static Word> {
                 .is_ok()
     });
     let word = left.unwrap_or_else(|| add(Word::new(0, false)));
-    set_mine(Some(word));
-    Some(word)
+    set_own(Some(word));
+    true
 }
 
 /// An announcement, until it is dropped.
@@ -115,13 +119,16 @@ impl Drop for Announced {
     #[inline(always)]
     fn drop(&mut self) {
         self.0.busy.store(0, Ordering::Release);
+        if self.0.lent {
+            LENT.set(LENT.get() - 1);
+        }
     }
 }
 
 /// Announces a handle, which is not 0, on a thread that has a word and is in no other call.
 #[inline(always)]
 pub(crate) fn announce(handle: u64) -> Option<Announced> {
-    let word = mine()?;
+    let word = own()?;
     if word.busy.load(Ordering::Relaxed) != 0 {
         return None;
     }
@@ -134,9 +141,8 @@ pub(crate) fn announce(handle: u64) -> Option<Announced> {
 /// [`announce`] for a thread's first call, for calls inside a call (a logger's), and for those of a thread that ends.
 #[cold]
 pub(crate) fn announce_slowly(handle: u64) -> Announced {
-    let new = mine().is_none();
-    if new
-        && adopt().is_some()
+    if own().is_none()
+        && adopt()
         && let Some(announced) = announce(handle)
     {
         return announced;
@@ -148,12 +154,14 @@ pub(crate) fn announce_slowly(handle: u64) -> Announced {
                 .compare_exchange(0, handle, Ordering::SeqCst, Ordering::Relaxed)
                 .is_ok()
     });
-    Announced(free.unwrap_or_else(|| add(Word::new(handle, true))))
+    let word = free.unwrap_or_else(|| add(Word::new(handle, true)));
+    LENT.set(LENT.get() + 1);
+    Announced(word)
 }
 
 /// Whether this thread is in a call already.
 pub(crate) fn inside() -> bool {
-    mine().is_some_and(|word| word.busy.load(Ordering::Relaxed) != 0)
+    LENT.get() > 0 || own().is_some_and(|word| word.busy.load(Ordering::Relaxed) != 0)
 }
 
 /// Waits until no call is under way with a handle that was alive when it began; false if that cannot be known here.
@@ -224,6 +232,13 @@ mod tests {
         drop(inner);
         assert!(now().contains(&0x7777_0002) && !now().contains(&0x7777_0003));
         drop(outer);
+        assert!(!inside());
+        // A thread whose own word is gone is in a call as long as it has a lent one.
+        let outer = announce_slowly(0x7777_0002);
+        let inner = announce_slowly(0x7777_0003);
+        drop(outer);
+        assert!(inside());
+        drop(inner);
         assert!(!inside());
     }
 

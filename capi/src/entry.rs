@@ -17,6 +17,16 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
     }
 }
 
+/// [`call`] of what gives a value: the default one after a failure.
+pub(crate) fn value<T: Default>(run: impl FnOnce() -> Result<T, Failure>) -> T {
+    let mut value = T::default();
+    call(|| {
+        value = run()?;
+        Ok(())
+    });
+    value
+}
+
 /// Runs a call that is mostly done at once, and then has changed everything it should: `at_once` says so. `slowly` does it
 /// otherwise, where nothing was changed, and gives its code: out of line, so that the common call meets few cache lines.
 /// None where the allocator is not at hand.

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 
 use cualloc::Allocator;
 
-use crate::entry::call;
+use crate::entry::{call, value};
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::{cualloc_options_t, cualloc_t, device, handles, options};
 
@@ -13,12 +13,7 @@ use crate::{cualloc_options_t, cualloc_t, device, handles, options};
 /// Any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_options_new() -> *mut cualloc_options_t {
-    let mut made = std::ptr::null_mut();
-    call(|| {
-        made = options::add()?;
-        Ok(())
-    });
-    made
+    value(options::add)
 }
 
 /// Frees options. Allocators that were made with them stay as they are. Null, and what was freed before, change

@@ -1,58 +1,30 @@
-//! The text of a thread's last failure, in memory that a thread has from its first failure on.
+//! The text of a thread's last failure.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::cell::Cell;
+use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_char;
 use std::fmt::{self, Write};
-use std::ptr;
 
 use crate::results::CUALLOC_OK;
 
 /// Longer texts are cut at a character's border.
 const BYTES: usize = 4096;
 
-type Text = [u8; BYTES];
-
 thread_local! {
-    /// Null until the thread's first failure. Not the text itself: what a library that is opened at run time has for each
-    /// thread is to be small. Has no destructor, so that it can be asked until the thread's very end.
-    static TEXT: Cell<*mut Text> = const { Cell::new(ptr::null_mut()) };
-    static LEAVING: Leaving = const { Leaving };
+    /// Ends with a zero. It has no destructor, so that calls from the destructors of other variables can use it.
+    static TEXT: UnsafeCell<[u8; BYTES]> = const { UnsafeCell::new([0; BYTES]) };
     /// The code that goes with the text.
     static CODE: Cell<i32> = const { Cell::new(CUALLOC_OK) };
-}
-
-/// Frees the text when the thread ends.
-struct Leaving;
-
-impl Drop for Leaving {
-    fn drop(&mut self) {
-        let text = TEXT.replace(ptr::null_mut());
-        if !text.is_null() {
-            // SAFETY: it was made with this layout, and nobody has it any more.
-            unsafe { dealloc(text.cast(), Layout::new::<Text>()) };
-        }
-    }
-}
-
-/// Memory for the thread's text, unless there is none.
-fn made() -> Option<*mut Text> {
-    if TEXT.get().is_null() {
-        // SAFETY: the layout has a size.
-        TEXT.set(unsafe { alloc_zeroed(Layout::new::<Text>()) }.cast());
-        // A failure in a thread's end, behind that of its text, has one that stays for good.
-        let _ended = LEAVING.try_with(|_| ());
-    }
-    Some(TEXT.get()).filter(|text| !text.is_null())
 }
 
 /// Keeps a code for [`last_code`] and a text for [`last`].
 #[cold]
 pub(crate) fn set(code: i32, text: fmt::Arguments<'_>) {
     CODE.set(code);
-    let Some(kept) = made() else { return };
     // A text that calls back here while it is written has its bytes overwritten, one at a time, through the same pointer.
-    let mut end = End { kept, at: 0 };
+    let mut end = End {
+        text: TEXT.with(|text| text.get().cast()),
+        at: 0,
+    };
     end.push(0);
     // It writes what fits, and no more is needed.
     let _ = end.write_fmt(text);
@@ -60,11 +32,7 @@ pub(crate) fn set(code: i32, text: fmt::Arguments<'_>) {
 
 /// The text of this thread's last failure, ended by a zero; empty before the first one.
 pub(crate) fn last() -> *const c_char {
-    let text = TEXT.get();
-    match text.is_null() {
-        true => c"".as_ptr(),
-        false => text.cast_const().cast(),
-    }
+    TEXT.with(|text| text.get().cast_const().cast())
 }
 
 /// The code of this thread's last failure.
@@ -73,14 +41,15 @@ pub(crate) fn last_code() -> i32 {
 }
 
 struct End {
-    kept: *mut Text,
+    text: *mut u8,
     at: usize,
 }
 
 impl End {
     fn push(&mut self, byte: u8) {
-        // SAFETY: the buffer is this thread's, which has it still, and no reference to it is made elsewhere.
-        unsafe { (*self.kept)[self.at] = byte };
+        debug_assert!(self.at < BYTES);
+        // SAFETY: `at` is less than `BYTES`; the text is this thread's, and no reference to it exists.
+        unsafe { self.text.add(self.at).write(byte) };
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cualloc::allocator::{GraphPool, PoolScope};
+use cualloc::allocator::{GraphPool, PoolScope, as_predicate, is_in_predicate};
 use cualloc::error::GraphPoolError;
 use cualloc::{Allocator, Error, Tag};
 
@@ -169,13 +169,17 @@ pub(crate) fn leave(handle: *mut cualloc_pool_t, scope: u64) -> Result<(), Failu
     })
 }
 
-/// Whether the predicate of a scope says yes to a stream. It is asked without the lock.
+/// Whether the predicate of a scope says yes to a stream. It is asked without the lock, and not inside a predicate:
+/// it could ask itself without end.
 pub(crate) fn says_yes(handle: u64, scope: u64, stream: *mut c_void) -> bool {
+    if is_in_predicate() {
+        return false;
+    }
     let predicate = known().ok().and_then(|known| {
         let opened = known.by_handle.get(&handle)?.open.get(&scope)?;
         opened.predicate.clone()
     });
-    predicate.is_some_and(|predicate| predicate.ask(stream))
+    predicate.is_some_and(|predicate| as_predicate(|| predicate.ask(stream)))
 }
 
 /// Ends a pool's handle, its open scopes with it: no further capture comes.

@@ -1,11 +1,10 @@
 //! Graph pools: memory for stream captures.
 
-use std::cell::Cell;
 use std::ffi::{c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use cualloc::allocator::{Footprint, GraphPool, PoolScope, Scope};
+use cualloc::allocator::{Footprint, GraphPool, PoolScope, Scope, is_in_predicate};
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Error};
 
@@ -28,8 +27,8 @@ pub const CUALLOC_SCOPE_THREAD: i32 = 5;
 
 /// Whether requests on a stream go to a pool; with the data of its scope. Called by threads that allocate, without any
 /// lock held, by several at once: for each request outside of captures, and in a capture once for each stream and
-/// thread, as long as the same scopes are open. It must not throw. Requests that it makes itself go to no pool by a
-/// predicate.
+/// thread, as long as the same scopes are open. It must not throw. It may call the library, but an allocation from an
+/// allocator that has open scopes is CUALLOC_BUSY there.
 pub type cualloc_when_t =
     Option<unsafe extern "C" fn(data: *mut c_void, stream: *mut c_void) -> bool>;
 
@@ -204,7 +203,7 @@ pub(crate) unsafe fn enter(
             // SAFETY: the caller's contract.
             CUALLOC_SCOPE_STREAM => unsafe { enter_stream(pool, allocator, which.stream) }?,
             // If it failed later nobody could wait for the threads that are in it.
-            CUALLOC_SCOPE_WHEN if ASKING.get() => {
+            CUALLOC_SCOPE_WHEN if is_in_predicate() => {
                 kept = Err(Failure::Said(CUALLOC_BUSY, "the thread is in a predicate"));
                 return Ok(());
             }
@@ -279,17 +278,8 @@ unsafe impl Send for Predicate {}
 // SAFETY: as above.
 unsafe impl Sync for Predicate {}
 
-thread_local! {
-    /// Whether the thread is in a predicate.
-    static ASKING: Cell<bool> = const { Cell::new(false) };
-}
-
 impl Predicate {
     pub(crate) fn ask(&self, stream: *mut c_void) -> bool {
-        // A predicate that asks for memory would ask itself for ever.
-        if ASKING.replace(true) {
-            return false;
-        }
         // A scope may be left between the choice of its predicate and this call.
         let within = self.calls.read().unwrap_or_else(PoisonError::into_inner);
         let answer = !self.closed.load(Ordering::Acquire) && {
@@ -297,7 +287,6 @@ impl Predicate {
             unsafe { (self.when)(self.data, stream) }
         };
         drop(within);
-        ASKING.set(false);
         answer
     }
 
@@ -305,7 +294,7 @@ impl Predicate {
     /// may wait for this one.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        if !ASKING.get() {
+        if !is_in_predicate() {
             drop(self.calls.write());
         }
     }

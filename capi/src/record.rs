@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cualloc::record::{Context, Recorder, RecorderError, Target, set_stack_source};
 
-use crate::entry::{call, cleared};
+use crate::entry::{call, cleared, value};
 use crate::options;
 use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 
@@ -146,12 +146,15 @@ pub unsafe extern "C" fn cualloc_set_stack_source(
     data: *mut c_void,
 ) {
     let data = Data(data);
-    set_stack_source(
-        source.map(|source| -> Arc<dyn Fn() -> Context + Send + Sync> {
-            // SAFETY: the caller's contract.
-            Arc::new(move || Context::from_id(unsafe { source(data.pointer()) }))
-        }),
-    );
+    call(|| {
+        set_stack_source(
+            source.map(|source| -> Arc<dyn Fn() -> Context + Send + Sync> {
+                // SAFETY: the caller's contract.
+                Arc::new(move || Context::from_id(unsafe { source(data.pointer()) }))
+            }),
+        );
+        Ok(())
+    });
 }
 
 /// Writes a file of what the recording's rings hold now: of one to memory the newest 32767 events of each stream cache,
@@ -236,8 +239,7 @@ pub unsafe extern "C" fn cualloc_record_stop(events: *mut u64, lost: *mut u64) -
 /// `name` is null or ends with a zero.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_context(name: *const c_char) -> u32 {
-    let mut number = 0;
-    call(|| {
+    value(|| {
         options::refuse_child()?;
         if name.is_null() {
             return Err(NULL);
@@ -248,10 +250,8 @@ pub unsafe extern "C" fn cualloc_context(name: *const c_char) -> u32 {
         let name = name
             .to_str()
             .map_err(|_| Failure::Said(CUALLOC_INVALID_ARGUMENT, why))?;
-        number = Context::new(name).id();
-        Ok(())
-    });
-    number
+        Ok(Context::new(name).id())
+    })
 }
 
 /// Puts the calling thread into a context until it is put into another: what it allocates and frees carries the name in
@@ -260,5 +260,5 @@ pub unsafe extern "C" fn cualloc_context(name: *const c_char) -> u32 {
 /// Any thread, any time; each is in one of its own. Costs one store.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_set_context(context: u32) -> u32 {
-    Context::from_id(context).enter().id()
+    value(|| Ok(Context::from_id(context).enter().id()))
 }

@@ -36,7 +36,8 @@ pub const CUALLOC_CONTEXT_LOST: i32 = 9;
 pub const CUALLOC_UNSUPPORTED: i32 = 10;
 /// A defect of the library: it stopped half-way. The allocator should not be used any more.
 pub const CUALLOC_PANIC: i32 = 11;
-/// Blocks, guards or a call on another thread are in the way. Nothing was done.
+/// Blocks, guards or a call on another thread are in the way, or the thread is in a predicate of a scope. Nothing was
+/// done.
 pub const CUALLOC_BUSY: i32 = 12;
 /// The memory is suspended, or is not where it should be brought back. Nothing was done.
 pub const CUALLOC_SUSPENDED: i32 = 13;
@@ -121,9 +122,11 @@ fn code_of(error: &Error) -> i32 {
         Error::NotLive { .. } | Error::InteriorPointer { .. } => CUALLOC_NOT_LIVE,
         Error::Capturing { .. } => CUALLOC_CAPTURING,
         Error::Closed | Error::GraphPool(GraphPoolError::Released) => CUALLOC_CLOSED,
-        Error::GraphPool(GraphPoolError::NotComplete { .. } | GraphPoolError::Taken { .. }) => {
-            CUALLOC_BUSY
-        }
+        Error::GraphPool(
+            GraphPoolError::NotComplete { .. }
+            | GraphPoolError::Taken { .. }
+            | GraphPoolError::InPredicate,
+        ) => CUALLOC_BUSY,
         Error::DriverUnavailable(_) => CUALLOC_NO_DRIVER,
         Error::ContextLost(_) | Error::ForkedChild | Error::Exiting => CUALLOC_CONTEXT_LOST,
         Error::NotSupported { .. } | Error::DeviceRefused { .. } => CUALLOC_UNSUPPORTED,

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cualloc::Allocator;
 
-use crate::entry::{call, cleared};
+use crate::entry::{call, cleared, value};
 use crate::options::{self, Options};
 use crate::results::{CUALLOC_BUSY, CUALLOC_UNSUPPORTED, Failure};
 use crate::{cualloc_options_t, cualloc_t, device, handles};
@@ -117,5 +117,5 @@ pub unsafe extern "C" fn cualloc_shared(device: i32, out: *mut *mut cualloc_t) -
 /// Any thread, any time.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_shared_made(device: i32) -> *mut cualloc_t {
-    made(device)
+    value(|| Ok(made(device)))
 }

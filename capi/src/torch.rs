@@ -11,10 +11,9 @@ use std::sync::{Mutex, PoisonError};
 use cualloc::error::{InvalidArgument, OutOfMemory};
 use cualloc::{Allocator, Error};
 
-use crate::blocks::{alloc_at_once, cualloc_base, cualloc_free, cualloc_record_stream};
+use crate::blocks::{alloc_at_once, cualloc_free};
 use crate::device::Source;
-use crate::entry::{at_once, call};
-use crate::memory::cualloc_empty_cache;
+use crate::entry::{at_once, call, value};
 use crate::results::{
     CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
     CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
@@ -66,9 +65,12 @@ fn free(allocator: *mut cualloc_t, ptr: u64) {
             | CUALLOC_CONTEXT_LOST
     );
     if !over {
-        let mut later = LATER.lock().unwrap_or_else(PoisonError::into_inner);
-        later.push((allocator as u64, ptr));
-        SOME_LATER.store(true, Ordering::Relaxed);
+        call(|| {
+            let mut later = LATER.lock().unwrap_or_else(PoisonError::into_inner);
+            later.push((allocator as u64, ptr));
+            SOME_LATER.store(true, Ordering::Relaxed);
+            Ok(())
+        });
     }
 }
 
@@ -138,14 +140,11 @@ unsafe fn alloc_slowly(
 #[cold]
 #[inline(never)]
 unsafe fn alloc_with_any(bytes: usize, device: i32, stream: *mut c_void) -> *mut c_void {
-    if bytes == 0 {
-        return std::ptr::null_mut();
-    }
-    if SOME_LATER.load(Ordering::Relaxed) {
+    let ptr = value(|| {
+        if bytes == 0 {
+            return Ok(0);
+        }
         make_up();
-    }
-    let mut ptr = 0;
-    call(|| {
         let allocator = match shared::made(device) {
             none if none.is_null() => shared::of(device)?,
             made => made,
@@ -154,8 +153,7 @@ unsafe fn alloc_with_any(bytes: usize, device: i32, stream: *mut c_void) -> *mut
             // SAFETY: the caller's contract.
             unsafe { allocator.allocate_raw(bytes, stream.cast()) }
         });
-        ptr = made.map_err(|failure| worded(failure, bytes, device))?;
-        Ok(())
+        made.map_err(|failure| worded(failure, bytes, device))
     });
     std::ptr::with_exposed_provenance_mut(ptr as usize)
 }
@@ -225,10 +223,12 @@ pub extern "C" fn cualloc_torch_init(device_count: i32) {
 /// Any thread, whatever context is current.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_reset() {
-    make_up();
+    call(|| {
+        make_up();
+        Ok(())
+    });
     for allocator in shared::all() {
-        // SAFETY: nothing is to be written.
-        unsafe { cualloc_empty_cache(allocator, std::ptr::null_mut(), std::ptr::null_mut()) };
+        call(|| handles::with(allocator, Allocator::empty_cache).map(drop));
     }
 }
 
@@ -265,19 +265,18 @@ pub extern "C" fn cualloc_torch_fraction(fraction: f64, device: i32) -> i32 {
 /// `bytes` is null or may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize) -> *mut c_void {
-    let (mut base, mut size) = (0, 0);
     let address = ptr.addr() as u64;
-    // SAFETY: the pointers are to locals.
-    let ours = shared::all()
-        .any(|a| unsafe { cualloc_base(a, address, &mut base, &mut size) } == CUALLOC_OK);
+    let (base, size) = value(|| {
+        let around = |a| handles::with(a, |a| a.block_around(address)).ok();
+        let found = shared::all().find_map(around);
+        Ok(found.map(|block| (block.address as usize, block.size)))
+    })
+    .unwrap_or((ptr.expose_provenance(), 0));
     if !bytes.is_null() {
         // SAFETY: the caller's contract.
         unsafe { bytes.write(usize::try_from(size).unwrap_or(usize::MAX)) };
     }
-    match ours {
-        true => std::ptr::with_exposed_provenance_mut(base as usize),
-        false => ptr,
-    }
+    std::ptr::with_exposed_provenance_mut(base)
 }
 
 /// PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block around an address, of whichever device.
@@ -291,15 +290,19 @@ pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize)
 /// As cualloc_record_stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_torch_record_stream(ptr: *mut c_void, stream: *mut c_void) -> i32 {
-    let address = ptr.addr() as u64;
-    for allocator in shared::all() {
-        // SAFETY: the caller's contract.
-        match unsafe { cualloc_record_stream(allocator, address, stream) } {
-            CUALLOC_NOT_OURS => {}
-            answer => return answer,
+    call(|| {
+        for allocator in shared::all() {
+            let recorded = handles::with(allocator, |allocator| {
+                // SAFETY: the caller's contract.
+                unsafe { allocator.record_stream_raw(ptr.addr() as u64, stream.cast()) }
+            });
+            match recorded {
+                Err(Failure::Library(Error::NotOurs { .. })) => {}
+                recorded => return recorded,
+            }
         }
-    }
-    CUALLOC_OK
+        Ok(())
+    })
 }
 
 /// A size as PyTorch writes it.

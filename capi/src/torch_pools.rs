@@ -11,9 +11,10 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread::{self, ThreadId};
 
-use crate::entry::call;
+use cualloc::ThreadId;
+
+use crate::entry::{call, value};
 use crate::pools::{CUALLOC_SCOPE_WHEN, cualloc_done_t, cualloc_scope_t, cualloc_when_t, enter};
 use crate::results::{CUALLOC_NOT_LIVE, Failure};
 use crate::{cualloc_pool_t, options, pool_table, shared, torch};
@@ -128,7 +129,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_begin(
         // SAFETY: the caller's contract.
         match unsafe { enter(handle as *mut cualloc_pool_t, &which) } {
             Ok(scope) => {
-                let thread = thread::current().id();
+                let thread = ThreadId::current();
                 known()?.open.push(Open {
                     name,
                     thread,
@@ -155,7 +156,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_begin(
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_end(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
     call(|| {
-        let (name, thread) = ((device, id), thread::current().id());
+        let (name, thread) = ((device, id), ThreadId::current());
         let ended = {
             let mut known = known()?;
             let last = |own: bool| {
@@ -184,8 +185,10 @@ fn end(open: &Open) -> Result<(), Failure> {
 /// Any thread, whatever context is current.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
-    RELEASES.set(RELEASES.get() + 1);
-    call(|| release((device, id)))
+    call(|| {
+        RELEASES.set(RELEASES.get() + 1);
+        release((device, id))
+    })
 }
 
 /// How often the calling thread has called cualloc_torch_pool_release. From it a layer above learns whether a version of
@@ -194,7 +197,7 @@ pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool
 /// Any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_releases() -> u64 {
-    RELEASES.get()
+    value(|| Ok(RELEASES.get()))
 }
 
 fn release(name: Name) -> Result<(), Failure> {
@@ -219,14 +222,11 @@ fn release(name: Name) -> Result<(), Failure> {
 /// Any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_newest() -> u64 {
-    let (mut newest, thread) = (0, thread::current().id());
-    call(|| {
-        let known = known()?;
+    value(|| {
+        let (known, thread) = (known()?, ThreadId::current());
         let own = known.open.iter().rfind(|open| open.thread == thread);
-        newest = own.map_or(0, |open| open.scope);
-        Ok(())
-    });
-    newest
+        Ok(own.map_or(0, |open| open.scope))
+    })
 }
 
 /// The device and the id of what was begun with this number (cualloc_torch_pool_newest) and not ended. Either pointer may
@@ -273,22 +273,19 @@ pub unsafe extern "C" fn cualloc_torch_pool_name(
 /// `stream` is null or a live stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_torch_pool_state(number: u64, stream: *mut c_void) -> i32 {
-    let mut state = CUALLOC_TORCH_POOL_ENDED;
-    call(|| {
+    value(|| {
         let known = known()?;
         let open = known.open.iter().find(|open| open.scope == number);
         let handle = open.map(|open| open.handle);
         drop(known);
         // Without a lock, as everything that calls a predicate.
         let asked = |handle| pool_table::says_yes(handle, number, stream);
-        state = match handle {
+        Ok(match handle {
             None => CUALLOC_TORCH_POOL_ENDED,
             Some(handle) if !stream.is_null() && asked(handle) => CUALLOC_TORCH_POOL_GOES_ON,
             Some(_) => CUALLOC_TORCH_POOL_OPEN,
-        };
-        Ok(())
-    });
-    state
+        })
+    })
 }
 
 /// For captures of which PyTorch says nothing, since they failed or nobody has ended them: ends and releases what was
@@ -335,13 +332,9 @@ pub extern "C" fn cualloc_torch_pool(
     device: i32,
     id: cualloc_torch_pool_id_t,
 ) -> *mut cualloc_pool_t {
-    let mut found = 0;
-    call(|| {
-        found = known()?
-            .pools
-            .get(&(device, id))
-            .map_or(0, |pool| pool.handle);
-        Ok(())
+    let handle = value(|| {
+        let pool = known()?.pools.get(&(device, id)).map(|pool| pool.handle);
+        Ok(pool.unwrap_or_default())
     });
-    found as *mut cualloc_pool_t
+    handle as *mut cualloc_pool_t
 }

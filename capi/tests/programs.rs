@@ -163,6 +163,38 @@ fn the_same_program_with_the_static_library() {
     program("c11", "basic.c", Linked::Static, &[]);
 }
 
+/// Calls from the last destructors of a thread do what all others do: whole programs run in one.
+#[test]
+fn programs_run_in_the_last_destructors_of_a_thread() {
+    let folder = folder("late");
+    let driver = simulated_driver();
+    let recordings = folder.to_str().unwrap();
+    for (name, arguments, needs_driver) in [
+        ("basic.c", &[][..], false),
+        ("hostile.c", &[rounds("2")], false),
+        ("shared.c", &[rounds("2")], false),
+        ("record.c", &[recordings], false),
+        ("ends.c", &[rounds("2")], false),
+        ("driver.c", &[], true),
+        ("pools.c", &[rounds("5")], true),
+        ("stranger.c", &["1"], true),
+    ] {
+        if needs_driver && driver.is_none() {
+            continue;
+        }
+        let file = folder.join(format!("late-{name}"));
+        let [program, late] = [name, "late.c"].map(|name| source("tests/c").join(name));
+        let text = format!("#define PROGRAM {program:?}\n#include {late:?}\n");
+        fs::write(&file, text).unwrap();
+        let Some(program) = built("c11", &file, Linked::Shared) else {
+            return;
+        };
+        let mut command = checked_command(&program, arguments);
+        command.envs(driver.iter().map(|driver| ("CUALLOC_DRIVER", driver)));
+        assert!(run(&mut command).ends_with("well\n"), "{name}");
+    }
+}
+
 #[test]
 fn wrong_arguments_from_eight_threads_are_errors_and_no_more() {
     program("c11", "hostile.c", Linked::Shared, &[rounds("10")]);

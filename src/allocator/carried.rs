@@ -278,7 +278,7 @@ fn a_taken_extent_is_no_block_yet() -> Outcome {
         let id = heap.take_near(&want, &[addr]).ok_or("not taken")?;
         heap.check()?;
         assert_eq!(heap.stats.all.allocations.current, live);
-        let cache = heap.cache_of(stream, 0);
+        let cache = heap.cache_of(stream);
         let grant = heap.granted(id, stream, want.requested, cache);
         heap.check()?;
         assert_eq!(heap.stats.all.allocations.current, live + 1);

@@ -34,6 +34,8 @@ pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
 pub(crate) use cache::stream_cache::Gauge;
+#[doc(hidden)]
+pub use cache::stream_cache::thread::{of_caller, set_of_caller};
 pub use config::{CONFIG_VARIABLE, Config, DebugModes, Limit, Policy, Profile, Waits};
 pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
@@ -43,6 +45,8 @@ pub use engine::segments::{Segment, SegmentChange, SegmentHook};
 pub use engine::suspend::{Resumed, Suspended};
 pub(crate) use extent::hash::Mixed;
 pub use graph::Footprint;
+#[doc(hidden)]
+pub use graph::scope::{as_predicate, is_in_predicate};
 pub use report::{
     BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
     PhysicalSegment, SegmentInfo, SelfTest, Trimmed,

@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Stream, process, sys};
 use crate::locks::held::Mutex;
 
@@ -28,7 +29,7 @@ struct List {
 pub(super) struct Late {
     of: Key,
     number: u64,
-    pub stream: Stream,
+    pub stream: KeptStream,
     /// The stream's id; of a per-thread default stream that of the thread which used it.
     pub id: u64,
     /// Whether it may be given work until the memory goes: only then it is ordered.
@@ -47,7 +48,7 @@ pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64, lasting
         None => list.all.push(Late {
             of,
             number,
-            stream: stream.clone(),
+            stream: KeptStream::new(stream),
             id,
             lasting,
         }),

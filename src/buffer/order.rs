@@ -151,14 +151,18 @@ impl Memory {
     }
 
     fn make_up_for(&self, late: &Late) -> Result<(), Error> {
-        let stream = &late.stream;
-        capture::refuse_capture(stream)?;
-        capture::refuse_capture(&self.stream)?;
-        if stream.kind() == StreamKind::PerThreadDefault && stream.id()? != late.id {
-            // Here the handle means another stream.
-            return Ok(order::wait_for_context(stream.context())?);
-        }
-        Ok(self.let_home_wait(stream)?)
+        late.stream.with(|stream| match stream {
+            Some(stream) if stream.own_id() == late.id => {
+                capture::refuse_capture(stream)?;
+                capture::refuse_capture(&self.stream)?;
+                Ok(self.let_home_wait(stream)?)
+            }
+            // It was retired, or the handle means another stream on this thread.
+            _ => {
+                capture::refuse_capture(&self.stream)?;
+                Ok(order::wait_for_context(late.stream.stream().context())?)
+            }
+        })
     }
 
     /// Lets the home come after the accesses that its resource has put in order.
@@ -344,7 +348,7 @@ impl Memory {
         // SAFETY: by the caller's contract the owner is used no more.
         let owner = unsafe { ManuallyDrop::take(&mut self.owner) };
         if told.is_err() || !contexts.is_empty() {
-            owner.end_after(&self.stream, &late, contexts);
+            owner.end_after(&self.stream, late, contexts);
         } else {
             owner.end();
         }

@@ -4,6 +4,7 @@ use std::sync::{Arc, LazyLock};
 
 use crate::allocator::{Block, User};
 use crate::block::BlockId;
+use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Context, Stream, StreamKind, sys};
 use crate::error::{Error, Refused};
 use crate::resource::{MemoryResource, RawBlock, UseTracking, give_back, identity_of};
@@ -185,15 +186,20 @@ impl Owner {
     /// As [`end`](Self::end), when the home does not wait for all of these streams, or is one of them, nor for
     /// these contexts.
     #[cold]
-    pub(super) fn end_after(self, home: &Stream, late: &[Late], contexts: Vec<Context>) {
-        let mut users: Vec<&Stream> = late.iter().map(|late| &late.stream).collect();
+    pub(super) fn end_after(self, home: &Stream, late: Vec<Late>, mut contexts: Vec<Context>) {
+        let mut users: Vec<KeptStream> = late.into_iter().map(|late| late.stream).collect();
         if self.is_retired() {
-            users.push(home);
+            match home.kind() {
+                // It may have been destroyed.
+                StreamKind::Borrowed => contexts.push(home.context().clone()),
+                _ => users.push(KeptStream::new(home)),
+            }
         }
         match self {
             // A refusal may be over at once; if not, a later call of the allocator tries again.
             Owner::Block(block) => {
-                let mut users: Vec<User> = users.into_iter().map(User::of).collect();
+                let users = users.iter().map(|user| User::of(user.stream()));
+                let mut users: Vec<User> = users.collect();
                 users.extend(contexts.into_iter().map(User::Context));
                 block.drop_after(users);
             }
@@ -214,12 +220,15 @@ impl Owner {
     }
 
     /// Whether the memory does not go before the work of a stream is over: by a record of it, or since it is.
-    fn outlasts(&self, stream: &Stream) -> bool {
-        if stream.kind() == StreamKind::PerThreadDefault {
-            // Here the handle may mean another stream.
-            return order::wait_until_idle(stream.context()).is_ok();
-        }
-        matches!(self.record(stream, false), Ok(true)) || order::wait(stream, self.events()).is_ok()
+    fn outlasts(&self, user: &KeptStream) -> bool {
+        let by_name = |stream: Option<&Stream>| {
+            // The handle of a per-thread default stream may mean another stream here.
+            let stream = stream.filter(|stream| stream.kind() != StreamKind::PerThreadDefault)?;
+            let recorded = matches!(self.record(stream, false), Ok(true));
+            Some(recorded || order::wait(stream, self.events()).is_ok())
+        };
+        let by_context = || order::wait_until_idle(user.stream().context()).is_ok();
+        user.with(by_name).unwrap_or_else(by_context)
     }
 
     /// Refuses streams that are being captured, whose work the memory would have to outlast.

@@ -7,6 +7,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Context, DriverError, HostAllocation, HostMemory, Stream, process};
 use crate::error::{Error, InvalidArgument, Refused};
 use crate::sync::capture;
@@ -44,7 +45,7 @@ pub(crate) struct HostBlock {
 /// Work of a stream that uses host memory, up to an event.
 struct Use {
     end: Pooled,
-    stream: Stream,
+    stream: KeptStream,
 }
 
 impl HostBlock {
@@ -151,7 +152,7 @@ impl HostBlock {
     pub fn used_by(&mut self, stream: &Stream, events: &EventPools) -> Result<(), DriverError> {
         let marked = events.record(stream).map(|end| Use {
             end,
-            stream: stream.clone(),
+            stream: KeptStream::new(stream),
         });
         match marked {
             Ok(work) => self.uses.push(work),
@@ -175,7 +176,9 @@ impl HostBlock {
 
     /// The streams whose work may use it, each with the end of that work.
     pub fn uses(&self) -> impl Iterator<Item = (&Pooled, &Stream)> {
-        self.uses.iter().map(|work| (&work.end, &work.stream))
+        self.uses
+            .iter()
+            .map(|work| (&work.end, work.stream.stream()))
     }
 
     /// Refuses memory of an earlier generation of its pool, and such as other work may use.

@@ -3,9 +3,9 @@
 use super::process;
 use super::sys::CUstream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::ThreadId;
 
 use crate::locks::held::Mutex;
+use crate::locks::thread_id::ThreadId;
 
 /// The list is looked through once in so many allocations that have to look out for captures.
 pub(crate) const REVIEW: u32 = 64;
@@ -36,7 +36,7 @@ struct Findings {
 struct Finding {
     stream: usize,
     /// The per-thread handle is a different stream on each thread.
-    thread: Option<ThreadId>,
+    thread: ThreadId,
     number: u64,
     /// Begun here, or suspected: no question has found it.
     unasked: bool,
@@ -48,8 +48,7 @@ impl Finding {
     fn is_of(&self, stream: usize) -> bool {
         /// The handle of the calling thread's default stream.
         const PER_THREAD: usize = 2;
-        self.stream == stream
-            && (stream != PER_THREAD || self.thread == Some(std::thread::current().id()))
+        self.stream == stream && (stream != PER_THREAD || self.thread == ThreadId::current())
     }
 
     fn is_watched(&self) -> bool {
@@ -164,7 +163,7 @@ impl Findings {
     fn add_unknown(&mut self, stream: CUstream, number: u64, unasked: bool) {
         let finding = Finding {
             stream: stream as usize,
-            thread: Some(std::thread::current().id()),
+            thread: ThreadId::current(),
             number,
             unasked,
             age: 0,

@@ -21,6 +21,7 @@ mod event;
 mod found;
 mod graph;
 mod graph_exec;
+pub(crate) mod kept_stream;
 mod load;
 mod memory;
 mod module;

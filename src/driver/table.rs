@@ -413,8 +413,12 @@ impl Driver {
     /// library, or made of functions of one.
     #[inline]
     pub(crate) fn same_library(&self, other: &Driver) -> bool {
-        let init = |driver: &Driver| driver.0.functions.cuInit.map(|f| f as usize);
-        self.same_table(other) || init(self) == init(other)
+        self.same_table(other) || self.library_number() == other.library_number()
+    }
+
+    /// Tells the libraries of drivers apart: the address of a function that each has once.
+    pub(super) fn library_number(&self) -> usize {
+        self.0.functions.cuInit.map_or(0, |init| init as usize)
     }
 
     /// Refuses what belongs to another driver, where its handle would mean nothing, or something else.

@@ -33,6 +33,12 @@ pub enum GraphPoolError {
     /// The checkpoint is another pool's, or the pool gave its addresses back since.
     #[error("stale checkpoint: it is of other addresses than the graph pool has now")]
     ForeignCheckpoint,
+    /// A predicate of a scope asked for memory of an allocator that has open scopes, or recorded a stream that captures.
+    #[error(
+        "cannot choose a graph pool in a predicate of a scope: the predicate would be asked about its own request; \
+         allocate and record what it needs before the scope is entered"
+    )]
+    InPredicate,
     /// The pool is another allocator's.
     #[error("the graph pool belongs to another allocator")]
     ForeignPool,

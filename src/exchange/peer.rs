@@ -30,7 +30,8 @@ pub(super) enum Kind {
 
 impl Peer {
     /// The other side works on this stream alone, and nothing waits on the host. A borrowed stream must outlive
-    /// what is exchanged or be retired ([`Allocator::retire`](crate::Allocator::retire)) before it is destroyed.
+    /// what is exchanged or be retired ([`Allocator::retire`](crate::Allocator::retire), of any allocator) before it is
+    /// destroyed: page-locked and imported memory then waits on the host for all work of the stream's context.
     pub fn on(stream: &Stream) -> Peer {
         Peer(Kind::On(stream.clone()))
     }

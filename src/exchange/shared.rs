@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::block::BlockId;
 use crate::buffer::{Foreign, HostBlock, Memory, Owner};
+use crate::driver::kept_stream::KeptStream;
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Stream, StreamKind, process, sys};
 use crate::error::{Error, ImportFault, StreamMisuse};
@@ -23,7 +24,7 @@ enum Holder {
     /// Memory of the device, ours or imported: a [`Memory`] sees to the order of all that is done to it.
     Device(Memory),
     /// Page-locked memory of our own, which no stream of ours uses, and the streams that use it until it goes.
-    Host(HostBlock, Mutex<Vec<Stream>>),
+    Host(HostBlock, Mutex<Vec<KeptStream>>),
     /// No memory at all.
     Kept(#[expect(dead_code, reason = "kept for its drop")] Kept),
 }
@@ -45,23 +46,33 @@ pub(super) struct Shared {
 /// every other use.
 struct Import {
     kept: Option<Kept>,
-    home: Stream,
+    home: KeptStream,
     /// The home's id; of a per-thread default stream that of the thread which imported.
     home_id: u64,
-    producer: Option<Stream>,
+    producer: Option<KeptStream>,
 }
 
 impl Import {
     /// The producer's stream waits for the home in our place, or else the host does.
     fn order_home(&self) -> Result<(), Error> {
-        // Streams that are others on each thread cannot be named any more.
-        let fixed = |stream: &Stream| stream.kind() != StreamKind::PerThreadDefault;
-        match &self.producer {
-            Some(producer) if fixed(producer) && fixed(&self.home) => {
-                order(&self.home, producer).or_else(|_| wait_until_over(&self.home, self.home_id))
-            }
-            _ => wait_until_over(&self.home, self.home_id),
-        }
+        self.home.with(|home| match home {
+            Some(home) if self.producer_waits_for(home) => Ok(()),
+            Some(home) => wait_until_over(home, self.home_id),
+            None => Ok(wait_until_idle(self.home.stream().context())?),
+        })
+    }
+
+    /// Lets the producer's stream wait for the home, if both can be named. Whether it does.
+    fn producer_waits_for(&self, home: &Stream) -> bool {
+        // The handle of a per-thread default stream may mean another stream by now.
+        let fixed = |stream: &&Stream| stream.kind() != StreamKind::PerThreadDefault;
+        let Some(producer) = self.producer.as_ref().filter(|_| fixed(&home)) else {
+            return false;
+        };
+        producer.with(|producer| {
+            let producer = producer.filter(fixed);
+            producer.is_some_and(|producer| order(home, producer).is_ok())
+        })
     }
 }
 
@@ -167,10 +178,10 @@ impl Shared {
         } else {
             let owner = Box::new(Import {
                 kept: Some(kept),
-                home: stream.clone(),
+                home: KeptStream::new(stream),
                 home_id: stream_id,
                 producer: match peer.0 {
-                    Kind::On(stream) => Some(stream),
+                    Kind::On(stream) => Some(KeptStream::new(&stream)),
                     Kind::StartingOn(_) | Kind::Ordered => None,
                 },
             });
@@ -231,11 +242,8 @@ impl Shared {
             return Ok(());
         }
         let mut uses = process::lock(uses);
-        if !uses
-            .iter()
-            .any(|known| known.id().is_ok_and(|known| known == id))
-        {
-            uses.push(stream.clone());
+        if uses.iter().all(|known| known.stream().own_id() != id) {
+            uses.push(KeptStream::new(stream));
         }
         Ok(())
     }
@@ -321,22 +329,28 @@ impl Drop for Shared {
             // Neither the driver nor whoever made the memory can be called here.
             return std::mem::forget(holder);
         }
-        let contexts = std::mem::take(self.untracked.get_mut());
+        let mut contexts = std::mem::take(self.untracked.get_mut());
         match holder {
             Some(Holder::Device(memory)) => memory.end_after(contexts),
             Some(Holder::Host(mut block, uses)) => {
                 let uses = uses.into_inner();
                 let events = block.events().clone();
-                for user in &uses {
-                    // What cannot be marked is waited for, or the block is never used again.
-                    match capture::is_capturing(user) {
-                        Ok(false) => drop(block.used_by(user, &events)),
-                        Ok(true) => block.lose(DriverError::new(
-                            "cuEventRecord",
-                            CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-                        )),
-                        Err(error) => block.lose(error),
-                    }
+                for kept in &uses {
+                    kept.with(|user| {
+                        let Some(user) = user else {
+                            contexts.push(kept.stream().context().clone());
+                            return;
+                        };
+                        // What cannot be marked is waited for, or the block is never used again.
+                        match capture::is_capturing(user) {
+                            Ok(false) => drop(block.used_by(user, &events)),
+                            Ok(true) => block.lose(DriverError::new(
+                                "cuEventRecord",
+                                CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+                            )),
+                            Err(error) => block.lose(error),
+                        }
+                    });
                 }
                 let wait = || contexts.iter().try_for_each(wait_until_idle);
                 // A refusal may be over at once, and nobody can try later.

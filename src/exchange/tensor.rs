@@ -9,6 +9,7 @@ use crate::block::BlockId;
 use crate::buffer::{
     DeviceBuffer, DeviceCopy, DeviceSlice, DeviceSliceMut, Memory, PinnedBuffer, Pod,
 };
+use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Device, KernelParam, Stream, StreamKind, process, sys};
 use crate::dtype::DType;
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
@@ -97,7 +98,7 @@ pub struct Tensor {
 /// What our own memory came back as.
 struct Returned {
     shared: Arc<Shared>,
-    stream: Stream,
+    stream: KeptStream,
     /// For the per-thread default stream this is the one of the thread that imported.
     stream_id: u64,
     #[expect(dead_code, reason = "kept for its drop")]
@@ -263,7 +264,7 @@ impl Tensor {
             Some(shared) => {
                 let returned = Returned {
                     shared: Arc::clone(&shared),
-                    stream: on.clone(),
+                    stream: KeptStream::new(on),
                     stream_id,
                     kept: Box::new(kept),
                 };
@@ -316,7 +317,7 @@ impl Tensor {
     /// done by the tensor's slices comes after everything that this stream was given until then.
     pub fn stream(&self) -> &Stream {
         match &self.returned {
-            Some(returned) => &returned.stream,
+            Some(returned) => returned.stream.stream(),
             None => self.shared.stream(),
         }
     }
@@ -376,7 +377,7 @@ impl Tensor {
             if !returned.is_at_home() {
                 return Err(StreamMisuse::WrongThread.into());
             }
-            self.shared.wait_for(&returned.stream)?;
+            self.shared.wait_for(returned.stream.stream())?;
         }
         let memory = self.shared.memory();
         Ok(DeviceSlice::new(memory, self.ptr, self.layout.len()))
@@ -469,9 +470,9 @@ impl Tensor {
             && self.byte_len() > 0
         {
             match returned.is_at_home() {
-                true => self.shared.wait_for(&returned.stream)?,
+                true => self.shared.wait_for(self.stream())?,
                 // Here the handle means this thread's stream, not the one that was meant.
-                false => wait_until_idle(returned.stream.context())?,
+                false => wait_until_idle(self.stream().context())?,
             }
         }
         self.shared.lend(peer)
@@ -496,8 +497,8 @@ impl Tensor {
 impl Returned {
     /// Whether the calling thread can name the home.
     fn is_at_home(&self) -> bool {
-        self.stream.kind() != StreamKind::PerThreadDefault
-            || self.stream.id().is_ok_and(|id| id == self.stream_id)
+        let stream = self.stream.stream();
+        stream.kind() != StreamKind::PerThreadDefault || stream.own_id() == self.stream_id
     }
 }
 
@@ -508,9 +509,13 @@ impl Drop for Returned {
         if process::is_gone() {
             return;
         }
-        let told = self.is_at_home() && self.shared.record(&self.stream).is_ok();
+        let told = self.stream.with(|stream| {
+            let stream = stream.filter(|_| self.is_at_home());
+            stream.is_some_and(|stream| self.shared.record(stream).is_ok())
+        });
         if !told {
-            self.shared.lend_untracked(self.stream.context());
+            let context = self.stream.stream().context();
+            self.shared.lend_untracked(context);
         }
     }
 }

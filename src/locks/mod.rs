@@ -6,4 +6,4 @@ pub(crate) mod lock;
 pub(crate) mod prefetch;
 #[cfg(all(test, feature = "sim", debug_assertions, not(loom)))]
 mod tests;
-pub mod thread_line;
+pub mod thread_id;

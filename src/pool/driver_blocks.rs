@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::allocator::Counter;
 use crate::block::BlockId;
+use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Context, MemoryPool, Stream, process, sys};
 use crate::error::{Error, RareLog};
 use crate::locks::held::{Locked, Mutex};
@@ -46,7 +47,7 @@ struct Block {
     home: Stream,
     home_id: u64,
     /// Other streams that use it until it is freed.
-    users: Vec<(Stream, u64)>,
+    users: Vec<(KeptStream, u64)>,
 }
 
 pub(super) const DESTROYED: u64 = u64::MAX;
@@ -208,7 +209,7 @@ impl Inner {
         let user = stream.id()?;
         self.with(id, |block| {
             if user != block.home_id && block.users.iter().all(|(_, known)| *known != user) {
-                block.users.push((stream.clone(), user));
+                block.users.push((KeptStream::new(stream), user));
             }
         })
     }
@@ -232,13 +233,14 @@ impl Inner {
             super::wait_for(home.context())?;
         }
         for (user, id) in &block.users {
-            if user.id()? != *id {
-                // As above.
-                super::wait_for(user.context())?;
-                continue;
-            }
-            capture::refuse_capture(user)?;
-            order::order(user, home, &self.events)?;
+            user.with(|stream| match stream {
+                Some(stream) if stream.own_id() == *id => {
+                    capture::refuse_capture(stream)?;
+                    Ok(order::order(stream, home, &self.events)?)
+                }
+                // As above, or it was retired.
+                _ => super::wait_for(user.stream().context()),
+            })?;
         }
         self.give_back(block)
     }

@@ -11,6 +11,7 @@ use crate::allocator::Request;
 use crate::driver::{Stream, process};
 use crate::foreign::guarded;
 use crate::locks::held::{Locked, Mutex};
+use crate::locks::thread_id::ThreadId;
 
 use super::block::RawBlock;
 use super::traits::MemoryResource;
@@ -264,15 +265,6 @@ impl LogSink for RingSink {
     }
 }
 
-fn thread_number() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    thread_local! {
-        static MINE: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
-    }
-    // A thread that ends has no number left.
-    MINE.try_with(|mine| *mine).unwrap_or(0)
-}
-
 fn next_order() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -334,7 +326,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
             bytes: 0,
             tag: Tag::default(),
             generation: 0,
-            thread: thread_number(),
+            thread: ThreadId::current().number(),
             time: self.clock.now(),
             error: error.map(Error::kind),
             message: error.map_or_else(String::new, |error| message(error.to_string())),

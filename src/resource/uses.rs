@@ -1,9 +1,10 @@
 //! The uses of one block: its last write and the reads since.
 
 use std::sync::Arc;
-use std::thread::ThreadId;
 
+use crate::driver::kept_stream::KeptStream;
 use crate::driver::{NO_ID, Stream};
+use crate::locks::thread_id::ThreadId;
 use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 use crate::sync::order::wait_for_context;
@@ -32,25 +33,25 @@ enum How {
 /// A stream by its handle, which on another thread may mean another one.
 #[derive(Debug, Clone)]
 struct Late {
-    stream: Stream,
+    stream: KeptStream,
     thread: ThreadId,
 }
 
 impl Late {
     fn new(stream: &Stream) -> Late {
         Late {
-            stream: stream.clone(),
-            thread: std::thread::current().id(),
+            stream: KeptStream::new(stream),
+            thread: ThreadId::current(),
         }
     }
 
     /// Whether the handle means the stream with this id here. One that could not be named is known by
     /// the thread.
-    fn is_here(&self, id: u64) -> Result<bool, Error> {
+    fn is_here(&self, id: u64) -> bool {
         if id == NO_ID {
-            return Ok(self.thread == std::thread::current().id());
+            return self.thread == ThreadId::current();
         }
-        Ok(self.stream.id()? == id)
+        self.stream.stream().own_id() == id
     }
 }
 
@@ -82,15 +83,15 @@ impl Point {
         }
         match &self.how {
             How::Event(event) => Ok(event.hold_back(stream)?),
-            How::Late(late) if !late.is_here(self.stream)? => {
-                // The handle means another stream on this thread.
-                Ok(wait_for_context(late.stream.context())?)
-            }
-            How::Late(Late { stream: late, .. }) => {
-                // A wait for what is captured would draw the stream into the capture.
-                capture::refuse_capture(late)?;
-                Ok(events.record(late)?.hold_back(stream)?)
-            }
+            How::Late(late) => late.stream.with(|user| match user {
+                Some(user) if late.is_here(self.stream) => {
+                    // A wait for what is captured would draw the stream into the capture.
+                    capture::refuse_capture(user)?;
+                    Ok(events.record(user)?.hold_back(stream)?)
+                }
+                // It was retired, or the handle means another stream on this thread.
+                _ => Ok(wait_for_context(late.stream.stream().context())?),
+            }),
         }
     }
 }

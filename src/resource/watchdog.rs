@@ -1,12 +1,13 @@
 //! A thread that watches the device's free memory.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::driver::process;
 use crate::foreign::guarded;
 use crate::locks::held::{Locked, Mutex};
+use crate::locks::thread_id::ThreadId;
 
 use crate::clock::{Clock, Wakeup};
 
@@ -40,6 +41,8 @@ struct Shared {
     interval: Duration,
     clock: Clock,
     state: Mutex<State>,
+    /// The thread, once it runs.
+    id: OnceLock<ThreadId>,
     /// Wakes the thread.
     thread: Arc<Wakeup>,
     /// Wakes those who wait for the thread.
@@ -59,6 +62,7 @@ impl Shared {
     }
 
     fn run(&self, probe: impl Fn() -> Option<u64>) {
+        self.id.get_or_init(ThreadId::current);
         loop {
             let seen = self.thread.count();
             if self.state().stopped {
@@ -123,6 +127,7 @@ impl Watchdog {
             interval,
             clock: clock.clone(),
             state: Mutex::default(),
+            id: OnceLock::new(),
             thread: Arc::default(),
             waiters: Arc::default(),
         });
@@ -175,8 +180,9 @@ impl Watchdog {
         self.shared.thread.wake();
         self.shared.waiters.wake();
         let thread = process::lock(&self.thread).take();
+        // The probe may stop the thread, which cannot wait for itself.
         if let Some(thread) = thread
-            && thread.thread().id() != std::thread::current().id()
+            && self.shared.id.get() != Some(&ThreadId::current())
         {
             // Its own panics are caught.
             let _ = thread.join();

@@ -1,7 +1,7 @@
 //! What a test does around calls of the driver, without the simulator's lock.
 
-use crate::driver::defaults;
 use crate::driver::sys::CUresult;
+use crate::locks::thread_id::ThreadId;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -53,8 +53,6 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
     /// Whether this thread runs the function of a user object.
     static CALLBACK: Cell<bool> = const { Cell::new(false) };
-    /// The thread that this one pretends to be; 0 for itself.
-    static PRETENDED: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Undoes a change of a thread's cell, also when what was done meanwhile panicked.
@@ -64,28 +62,6 @@ impl<T: Copy> Drop for Restore<T> {
     fn drop(&mut self) {
         self.0.set(self.1);
     }
-}
-
-/// The number of the calling thread, or of the one that it pretends to be.
-pub(super) fn thread_id() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    thread_local!(static ID: Cell<u64> = const { Cell::new(0) });
-    match PRETENDED.get() {
-        0 => {
-            if ID.get() == 0 {
-                ID.set(NEXT.fetch_add(1, Ordering::Relaxed));
-            }
-            ID.get()
-        }
-        pretended => pretended,
-    }
-}
-
-/// Runs something as another thread, for all that the driver knows.
-pub(super) fn as_thread<T>(thread: u32, run: impl FnOnce() -> T) -> T {
-    let number = 1 << 63 | u64::from(thread);
-    let _restore = Restore(&PRETENDED, PRETENDED.replace(number));
-    defaults::as_thread(thread, run)
 }
 
 /// Runs the function of a user object, which the driver calls on a thread of its own and which must not call it.
@@ -143,7 +119,7 @@ pub(super) fn begin(slot: usize, call: &'static str) -> Option<Between> {
         moment: Moment {
             call,
             number: place.calls.fetch_add(1, Ordering::Relaxed) + 1,
-            thread: thread_id(),
+            thread: ThreadId::current().number(),
             result: None,
         },
     };

@@ -61,6 +61,7 @@ pub use state::LogEntry;
 
 use crate::driver::{CallCounts, Context, Driver, LoadError, sys};
 use crate::error::ConfigError;
+use crate::locks::thread_id::as_thread;
 use slots::Place;
 use state::State;
 use std::sync::{Arc, Weak};
@@ -550,7 +551,7 @@ impl Simulator {
     /// captures, its own default stream, which of the captures are its. The same number is the same thread.
     #[doc(hidden)]
     pub fn as_thread<T>(&self, thread: u32, run: impl FnOnce() -> T) -> T {
-        hooks::as_thread(thread, run)
+        as_thread(thread, run)
     }
 
     /// Submits work that keeps a stream busy until the mode says that it is complete, without

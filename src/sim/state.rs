@@ -12,6 +12,7 @@ use super::race::Entry;
 use super::reports::{Report, Site};
 use super::work::Queue;
 use crate::driver::sys::CUresult;
+use crate::locks::thread_id::ThreadId;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -250,7 +251,7 @@ impl State {
 
     /// Makes the calling thread the one that `thread` names.
     pub(super) fn enter_thread(&mut self) {
-        let id = super::hooks::thread_id();
+        let id = ThreadId::current().number();
         if self
             .threads
             .get(self.thread)

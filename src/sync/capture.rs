@@ -37,10 +37,8 @@ fn own_capture_in(context: &Context) -> Option<usize> {
     let mut there = suspects
         .iter()
         .filter(|stream| stream.context().id() == context.id());
-    let captures = |stream: &&Stream| match is_capturing(stream) {
-        Ok(capturing) => capturing,
-        Err(error) => is_of_capture(error.code()),
-    };
+    // The driver tells a capture by its answer. Only the legacy stream, which is none of these, has an error for it.
+    let captures = |stream: &&Stream| matches!(is_capturing(stream), Ok(true));
     there.find(captures).map(|stream| stream.raw() as usize)
 }
 

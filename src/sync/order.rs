@@ -1,5 +1,6 @@
 //! Order between two streams, and waits on the host.
 
+use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
 use super::capture::{is_capturing, spoilt_by_wait};
@@ -36,19 +37,20 @@ pub(crate) fn wait(stream: &Stream, events: &EventPools) -> Result<(), DriverErr
     })
 }
 
-/// Waits on the host for what `event` stands for, which was recorded on `stream`, maybe by another
+/// Waits on the host for what `event` stands for, which was recorded on the stream of `user`, maybe by another
 /// thread; if that fails, by all means.
 ///
 /// # Errors
 /// That of the first way, if no way has succeeded.
-pub(crate) fn wait_for(event: &Pooled, stream: &Stream) -> Result<(), DriverError> {
+pub(crate) fn wait_for(event: &Pooled, user: &KeptStream) -> Result<(), DriverError> {
     event.wait().or_else(|error| {
-        // On another thread the per-thread handle means another stream.
-        let waited = if stream.kind() == StreamKind::PerThreadDefault {
-            wait_for_context(stream.context())
-        } else {
-            wait(stream, event.pools())
-        };
+        let waited = user.with(|stream| match stream {
+            Some(stream) if stream.kind() != StreamKind::PerThreadDefault => {
+                wait(stream, event.pools())
+            }
+            // It was retired, or the handle may mean another stream on this thread.
+            _ => wait_for_context(user.stream().context()),
+        });
         waited.map_err(|_| error)
     })
 }

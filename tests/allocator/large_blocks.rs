@@ -61,6 +61,34 @@ fn pairs_stay_with_their_cache_and_lie_where_they_lay() {
     });
 }
 
+/// What was counted in the large-block caches of a stream is counted still when that was retired.
+#[test]
+fn figures_do_not_fall_when_a_stream_is_retired() {
+    packed(|rig| {
+        let streams: [Stream; 3] = rig.streams();
+        let allocator = rig.allocator();
+        for stream in &streams {
+            make_used(&allocator, stream);
+            assert!(pairs_stay(&allocator, stream));
+        }
+        for stream in &streams {
+            let before = allocator.stats();
+            allocator.retire(stream).unwrap();
+            let after = allocator.stats();
+            assert!(before.hits >= 10 && after.hits >= before.hits);
+            for (before, after) in [(before.all, after.all), (before.large, after.large)] {
+                let counters = |pool: PoolStats| [pool.allocations, pool.requested, pool.allocated];
+                for (before, after) in counters(before).into_iter().zip(counters(after)) {
+                    assert!(after.total_allocated >= before.total_allocated);
+                    assert!(after.total_freed >= before.total_freed);
+                    assert_eq!(after.current, before.current);
+                }
+            }
+        }
+        rig.close(&allocator);
+    });
+}
+
 /// Figures are exact at any moment, of lives in the large-block cache as well.
 #[test]
 fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {

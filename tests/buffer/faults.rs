@@ -207,6 +207,49 @@ fn d8_an_operation_that_could_not_be_ordered_is_made_up_for() {
     });
 }
 
+/// D8: what another thread gave its own default stream, and could not be ordered, is waited for with the context: on the
+/// thread that drops the buffer the handle means another stream. Where that wait is refused the memory is kept until a
+/// later call.
+#[test]
+fn d8_work_of_another_threads_own_stream_outlasts_a_dropped_buffer() {
+    Rig::each_simulated(|rig, sim, alloc| {
+        for refused_at_the_drop in [false, true] {
+            let (home, _, mut buffer) = settled(sim, alloc);
+            let at = buffer.as_device_ptr();
+            refuse(sim, "cuStreamWaitEvent", 2, u64::MAX);
+            refuse(sim, "cuStreamSynchronize", 1, u64::MAX);
+            sim.as_thread(1, || {
+                let own = Stream::per_thread(&rig.contexts[0]);
+                let error = buffer.fill(3, &own).unwrap_err();
+                assert!(matches!(error, Error::Driver(_)), "{error:?}");
+            });
+            sim.clear_failures();
+            assert!(!sim.pending().is_empty());
+            if refused_at_the_drop {
+                refuse(sim, "cuCtxSynchronize", 1, u64::MAX);
+                drop(buffer);
+                sim.clear_failures();
+                assert_eq!(alloc.stats().all.allocations.current, 1);
+                assert!(!sim.pending().is_empty());
+                alloc.trim(0).unwrap();
+            } else {
+                drop(buffer);
+            }
+            assert_eq!(sim.pending(), [], "refused: {refused_at_the_drop}");
+            assert_eq!(alloc.stats().all.allocations.current, 0);
+            let next = DeviceBuffer::filled(alloc, 4096, 4u8, &home).unwrap();
+            if !refused_at_the_drop {
+                assert_eq!(next.as_device_ptr(), at);
+            }
+            assert_eq!(next.to_vec().unwrap(), [4; 4096]);
+            assert_eq!(sim.take_reports(), []);
+            drop(next);
+            sim.complete_all();
+            sim.set_mode(Mode::Instant);
+        }
+    });
+}
+
 /// A driver that refuses every wait makes a blocking copy fail; the caller's memory is out of the
 /// device's reach nevertheless, and the buffer's is not given to others under the copy.
 #[test]

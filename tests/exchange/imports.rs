@@ -108,6 +108,35 @@ fn s5_65_import_is_ordered_with_the_producer_stream() {
     });
 }
 
+/// S5.65: our own memory that came back on a thread's own default stream is lent on by another thread behind the work
+/// that the first one gave that stream, which the other thread cannot name.
+#[test]
+fn s5_65_work_of_another_threads_own_stream_comes_before_the_next_consumer() {
+    each_simulated(|rig, sim| {
+        let allocator = rig.allocator();
+        let [home, next] = rig.streams();
+        let lent = Tensor::zeroed(&allocator, DType::F32, &[1024], &home).unwrap();
+        home.synchronize().unwrap();
+        let own = Stream::per_thread(&rig.context);
+        let (back, busy) = sim.as_thread(1, || {
+            let back = returned(&lent, true, &Peer::on(&own), &own);
+            let busy = rig.busy(&own);
+            rig.stamp(back.ptr(), 4096, 7, &own);
+            (back, busy)
+        });
+        assert!(!sim.pending().is_empty());
+        let out: Dlpack<DLManagedTensorVersioned> = back.to_dlpack(&Peer::on(&next)).unwrap();
+        let is_over = || sim.as_thread(1, || own.is_complete().unwrap());
+        assert!(is_over());
+        rig.stamp(back.ptr(), 4096, 8, &next);
+        assert_eq!(rig.mismatches(back.ptr(), 4096, 8, &next), 0);
+        drop(busy);
+        drop((out, lent));
+        sim.as_thread(1, || drop(back));
+        rig.close(&allocator);
+    });
+}
+
 /// An allocator of a primary context with a stream, for tests that destroy other contexts beside it.
 fn beside_others() -> (Simulator, Driver, Allocator, Stream) {
     let sim = Simulator::new(SimConfig::default()).unwrap();

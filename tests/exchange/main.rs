@@ -8,5 +8,6 @@ mod common;
 mod dlpack;
 mod foreign;
 mod imports;
+mod retired;
 mod shapes;
 mod tables;

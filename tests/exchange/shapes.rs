@@ -21,7 +21,7 @@ fn live(allocator: &Allocator) -> u64 {
 }
 
 /// Memory of somebody else with any shape, as its owner writes it.
-struct Theirs<'a> {
+pub(crate) struct Theirs<'a> {
     tensor: DLTensor,
     shape: Vec<i64>,
     strides: Vec<i64>,
@@ -30,7 +30,12 @@ struct Theirs<'a> {
 }
 
 impl<'a> Theirs<'a> {
-    fn new(ptr: u64, shape: &[i64], strides: &[i64], deleted: &'a AtomicU64) -> Theirs<'a> {
+    pub(crate) fn new(
+        ptr: u64,
+        shape: &[i64],
+        strides: &[i64],
+        deleted: &'a AtomicU64,
+    ) -> Theirs<'a> {
         Theirs {
             tensor: DLTensor {
                 data: ptr::without_provenance_mut(ptr as usize),
@@ -53,6 +58,11 @@ impl<'a> Theirs<'a> {
 
     /// What it is as a tensor on a stream.
     fn offered(self, on: &Stream) -> Result<Tensor, Error> {
+        self.offered_by(on, ordered())
+    }
+
+    /// [`offered`](Self::offered) by a producer that says how it orders its work.
+    pub(crate) fn offered_by(self, on: &Stream, producer: Peer) -> Result<Tensor, Error> {
         unsafe extern "C-unwind" fn delete(raw: *mut DLManagedTensorVersioned) {
             // SAFETY: the two boxes made below, once.
             let managed = unsafe { Box::from_raw(raw) };
@@ -84,7 +94,7 @@ impl<'a> Theirs<'a> {
         });
         // SAFETY: just made, and taken over once.
         let taken = unsafe { Dlpack::from_raw(Box::into_raw(managed)) }?;
-        Ok(Tensor::from_dlpack(taken, on, ordered())?)
+        Ok(Tensor::from_dlpack(taken, on, producer)?)
     }
 }
 

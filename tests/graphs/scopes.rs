@@ -76,6 +76,92 @@ fn each_scope_sends_its_own_requests_to_its_pool() {
     });
 }
 
+/// A predicate that allocates would be asked about its own request: that is an error, and the request which it is asked
+/// about goes on.
+#[test]
+fn an_allocation_in_a_predicate_is_an_error() {
+    packed(|rig| {
+        let (allocator, other) = (rig.allocator(), rig.allocator());
+        let pool = allocator.graph_pool().unwrap();
+        let [stream, beside] = rig.streams();
+        let [freed, kept] = [(); 2].map(|()| allocator.allocate(MIB, &stream).unwrap().into_raw());
+        let (asked, refused) = (
+            Arc::new(AtomicU64::new(0)),
+            Arc::new(Mutex::new(Vec::new())),
+        );
+        let scope = {
+            let (asked, refused) = (Arc::clone(&asked), Arc::clone(&refused));
+            let (allocator, other) = (allocator.clone(), other.clone());
+            let (own, beside) = (stream.clone(), beside.clone());
+            let predicate = move |_| {
+                let first = refused.try_lock();
+                let mut refused = first.expect("the predicate is asked about its own request");
+                for bytes in [512, 3 * MIB] {
+                    for stream in [&own, &beside] {
+                        refused.push(allocator.allocate(bytes, stream).unwrap_err());
+                        let cached = Request::new(bytes).cached_only();
+                        refused.push(allocator.allocate_with(cached, stream).unwrap_err());
+                        // SAFETY: the stream is alive.
+                        let raw = unsafe { allocator.allocate_raw(bytes, stream.raw()) };
+                        refused.push(raw.unwrap_err());
+                    }
+                    // One without scopes asks no predicate.
+                    drop(other.allocate(bytes, &own).unwrap());
+                }
+                if beside.is_capturing().unwrap() {
+                    // SAFETY: the stream is alive.
+                    let recorded = unsafe { allocator.record_stream_raw(kept, beside.raw()) };
+                    refused.push(recorded.unwrap_err());
+                }
+                if asked.fetch_add(1, Ordering::Relaxed) == 0 {
+                    // SAFETY: nobody uses the block.
+                    unsafe { allocator.free_raw(freed) }.unwrap();
+                }
+                true
+            };
+            pool.enter(Scope::When(Box::new(predicate))).unwrap()
+        };
+        let block = allocator.allocate(MIB, &stream).unwrap();
+        assert_eq!(footprint(&allocator, &pool).live, MIB as u64);
+        let under_way = Capturing::begin(&beside, MODE);
+        drop(allocator.allocate(MIB, &beside).unwrap());
+        drop(under_way.end().unwrap());
+        drop((scope, block));
+        assert!(asked.load(Ordering::Relaxed) >= 2);
+        let refused = refused.lock().unwrap();
+        for error in &*refused {
+            let expected = Error::GraphPool(GraphPoolError::InPredicate);
+            assert_eq!(error.to_string(), expected.to_string());
+        }
+        assert_eq!(refused.len() as u64, 12 * asked.load(Ordering::Relaxed) + 1);
+        // SAFETY: nobody uses the block.
+        unsafe { allocator.free_raw(kept) }.unwrap();
+        drop(allocator.allocate(MIB, &stream).unwrap());
+        drop(pool);
+        other.close().unwrap();
+        rig.close(&allocator);
+    });
+}
+
+/// After a predicate that panicked the thread is in none.
+#[test]
+fn a_predicate_that_panics_is_over() {
+    packed(|rig| {
+        let allocator = rig.allocator();
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let panics = |_| panic!("a predicate that panics");
+        let scope = pool.enter(Scope::When(Box::new(panics))).unwrap();
+        let ask = || allocator.allocate(MIB, &stream).map(drop);
+        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(ask));
+        assert!(caught.is_err());
+        drop(scope);
+        let scope = pool.enter(Scope::When(Box::new(|_| true))).unwrap();
+        ask().unwrap();
+        drop((scope, pool));
+        rig.close(&allocator);
+    });
+}
+
 #[test]
 fn streams_by_their_handles_capture_with_memory_of_pools() {
     packed(|rig| {

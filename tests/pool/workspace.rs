@@ -150,6 +150,33 @@ fn s4_12_recorded_streams_keep_their_slab() {
     });
 }
 
+/// S4.12: a use by the lease's own stream does not undo that another stream uses it.
+#[test]
+fn s4_12_a_later_use_by_the_own_stream_keeps_the_slab_of_others() {
+    each(|rig| {
+        for over in [true, false] {
+            for made in [WorkspacePool::new as Made, WorkspacePool::exact] {
+                let pool = pool_of(rig, made, 4);
+                let [a, b] = rig.streams();
+                let lease = pool.lease(&a, MIB).unwrap();
+                let record = |stream: &Stream| match over {
+                    true => lease.record_use(stream).unwrap(),
+                    false => lease.record_stream(stream).unwrap(),
+                };
+                let hold = rig.busy(&b);
+                fill(&rig.context, lease.as_device_ptr(), MIB, &b);
+                record(&b);
+                record(&a);
+                drop(lease);
+                assert_eq!(usage(&pool).cached_blocks, 0, "the allocator has it");
+                let again = pool.lease(&a, MIB).unwrap();
+                fill(&rig.context, again.as_device_ptr(), MIB, &a);
+                hold.release();
+            }
+        }
+    });
+}
+
 /// S4.12: what a stream was given through a lease after it was retired keeps the slab, too, also below other
 /// resources; the slab goes to the allocator then, which has it when the stream is done.
 #[test]

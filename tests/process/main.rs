@@ -10,8 +10,6 @@ mod exit;
 #[cfg(feature = "sim")]
 mod first_capture;
 #[cfg(target_os = "linux")]
-mod linked;
-#[cfg(target_os = "linux")]
 mod loader;
 mod no_driver;
 #[cfg(all(feature = "sim", target_os = "linux"))]

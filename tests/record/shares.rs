@@ -418,12 +418,12 @@ fn the_limit_raised_by_what_is_missing_serves_the_request() {
             let streams = [scene.stream(), scene.stream()];
             let mut live: Vec<Block> = Vec::new();
             for _ in 0..300 {
-                let stream = &streams[random.below(2)];
-                let bytes = match random.below(8) {
-                    0 => 1 + random.below(60_000),
-                    1..=5 => 1 + random.below(3 * MIB),
-                    6 => 1 + random.below(12 * MIB),
-                    _ => 1 + random.below(60 * MIB),
+                let stream = &streams[random.index(2)];
+                let bytes = match random.index(8) {
+                    0 => 1 + random.index(60_000),
+                    1..=5 => 1 + random.index(3 * MIB),
+                    6 => 1 + random.index(12 * MIB),
+                    _ => 1 + random.index(60 * MIB),
                 };
                 match scene.allocator.allocate(bytes, stream) {
                     Ok(block) => live.push(block),
@@ -434,7 +434,7 @@ fn the_limit_raised_by_what_is_missing_serves_the_request() {
                     Err(error) => panic!("{error}"),
                 }
                 if live.len() > 12 || random.below(3) == 0 {
-                    let at = random.below(live.len().max(1));
+                    let at = random.index(live.len().max(1));
                     if at < live.len() {
                         drop(live.swap_remove(at));
                     }

@@ -125,9 +125,11 @@ static void memory_runs_out(cualloc_t *allocator) {
     CHECK(stats.allocated.peak == 0 && stats.allocated.total >= 64u << 20);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     cualloc_t *allocator, *other;
     uint64_t ptr = 1;
+    (void)argc;
+    (void)argv;
     CHECK(cualloc_abi_version() == CUALLOC_ABI_VERSION);
     CHECK(cualloc_last_error() != 0 && cualloc_last_error()[0] == 0);
     options();

@@ -213,6 +213,7 @@ struct asked {
     cualloc_pool_t *pool;
     uint64_t scope;
     void *stream;
+    uint64_t freed;
     int asked, done, leaves;
 };
 
@@ -222,9 +223,13 @@ static bool when(void *data, void *stream) {
     uint64_t at = 0, number = 1;
     asked->asked++;
     CHECK(asked->done == 0);
-    /* It may call anything; its own requests go to no pool by a predicate. */
-    EXPECT(CUALLOC_OK, cualloc_alloc(gpu, LAYER, asked->stream, &at));
-    CHECK(!is_of(asked->pool, at));
+    /* It may call anything, but a request of its own would be sent to it. */
+    EXPECT(CUALLOC_BUSY, cualloc_alloc(gpu, LAYER, asked->stream, &at));
+    EXPECT(CUALLOC_BUSY, cualloc_alloc(gpu, 512, 0, &at));
+    EXPECT(CUALLOC_BUSY, cualloc_alloc_aligned(gpu, 512, 4096, asked->stream, &at));
+    CHECK(at == 0 && strstr(cualloc_last_error(), "predicate") != 0);
+    EXPECT(CUALLOC_OK, cualloc_free(gpu, asked->freed));
+    asked->freed = 0;
     EXPECT(CUALLOC_BUSY, cualloc_destroy(gpu));
     other.when = when;
     other.data = data;
@@ -252,6 +257,7 @@ static void scopes_by_predicate(void *stream, void *other) {
     CHECK(number == 0);
     scope.when = when;
     asked.stream = stream;
+    EXPECT(CUALLOC_OK, cualloc_alloc(gpu, LAYER, stream, &asked.freed));
     EXPECT(CUALLOC_OK, cualloc_pool_enter(asked.pool, &scope, &asked.scope));
     EXPECT(CUALLOC_OK, cualloc_alloc(gpu, LAYER, stream, &at));
     CHECK(asked.asked > 0 && is_of(asked.pool, at));

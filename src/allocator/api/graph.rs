@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::thread;
 
 use crate::driver::{Stream, sys};
 
@@ -15,6 +14,7 @@ use crate::allocator::graph::scope::Kind;
 use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::StreamKey;
 use crate::error::Error;
+use crate::locks::thread_id::ThreadId;
 
 impl Allocator {
     /// Makes a pool of memory for stream captures ([`GraphPool`]).
@@ -170,8 +170,10 @@ pub enum Scope<'a> {
     NextCapture,
     /// Those on a stream, captured or not.
     Stream(&'a Stream),
-    /// Those on streams, by their handles, to which this says yes. It is called without any lock held: for each request
-    /// outside of captures, and in a capture once for each stream and thread, as long as the same scopes are open.
+    /// Those on streams, by their handles, for which this predicate returns true. It is called without any lock held: for
+    /// each request outside of captures, and in a capture once for each stream and thread, as long as the same scopes are
+    /// open. It must not allocate from an allocator that has open scopes: such a request fails with
+    /// [`GraphPoolError::InPredicate`](crate::error::GraphPoolError::InPredicate).
     When(Box<dyn Fn(sys::CUstream) -> bool + Send + Sync>),
     /// Those of the thread that enters, on all streams, captured or not.
     Thread,
@@ -206,7 +208,7 @@ impl GraphPool {
     /// [`Allocator::allocate`].
     pub fn enter(&self, scope: Scope<'_>) -> Result<PoolScope, Error> {
         let engine = self.allocator.engine();
-        let thread = thread::current().id();
+        let thread = ThreadId::current();
         let kind = match scope {
             Scope::Capture(id) => Kind::Capture(id),
             Scope::NextCapture => Kind::NextCapture(thread),

@@ -8,20 +8,23 @@ pub(crate) mod guard;
 pub(crate) mod raw;
 pub(crate) mod suspend;
 
-use crate::error::Error;
 use crate::error::memory::Bytes;
+use crate::error::{Error, StreamMisuse};
 use std::fmt;
 use std::sync::Arc;
 
 use crate::clock::Clock;
-use crate::driver::{CallCounts, Context, Driver, MemoryProperties, Stream, process, sys};
+use crate::driver::{
+    CallCounts, Context, Driver, MemoryProperties, Stream, kept_stream, process, sys,
+};
 
 use crate::allocator::api::block::Block;
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::cache::stream_cache::{PageTable, thread};
+use crate::allocator::cache::stream_cache::PageTable;
 use crate::allocator::config::{Config, Policy};
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::hooks::ReliefHook;
+use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::recorded;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::heap::request::Checked;
@@ -88,7 +91,6 @@ impl Drop for Allocator {
 
 impl Allocator {
     fn with_engine(engine: Shared) -> Self {
-        thread::prepare();
         let pages = Arc::clone(&engine.pages);
         Allocator { engine, pages }
     }
@@ -255,7 +257,16 @@ impl Allocator {
     /// [`Error::Stream`] for a stream that is not known, and for the per-thread default stream where only another
     /// thread's is; [`Error::Capturing`], driver errors.
     pub fn retire(&self, stream: &Stream) -> Result<(), Error> {
-        self.engine.retire(&self.engine.named(stream)?)
+        self.retire_named(&self.engine.named(stream)?)
+    }
+
+    fn retire_named(&self, named: &Named<'_>) -> Result<(), Error> {
+        let retired = self.engine.retire(named);
+        // Memory that no allocator tracks may use a stream which this one does not know.
+        if let Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) = retired {
+            kept_stream::retire(self.engine.driver(), named.raw);
+        }
+        retired
     }
 
     /// [`retire`](Self::retire) by handle: must come before the handle is destroyed.
@@ -271,7 +282,7 @@ impl Allocator {
     pub unsafe fn retire_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
-        self.engine.retire(&named)
+        self.retire_named(&named)
     }
 
     /// Takes the caller's word that a stream's handle lives until it is [retired](Self::retire_raw). It is a stream

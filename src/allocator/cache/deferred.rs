@@ -15,7 +15,7 @@ pub(crate) struct Deferred {
 /// Whose work a dropped block has to outlast, of which the allocator does not know.
 #[derive(Debug)]
 pub(crate) enum User {
-    /// A stream that has the same name on every thread.
+    /// A stream that has the same name on every thread, as long as it is kept here.
     Stream(Stream),
     /// Streams of a context that cannot be named.
     Context(Context),
@@ -24,9 +24,11 @@ pub(crate) enum User {
 impl User {
     pub(crate) fn of(stream: &Stream) -> User {
         match stream.kind() {
-            // On another thread the handle means another stream.
-            StreamKind::PerThreadDefault => User::Context(stream.context().clone()),
-            _ => User::Stream(stream.clone()),
+            StreamKind::Owned | StreamKind::LegacyDefault => User::Stream(stream.clone()),
+            // Its owner may destroy it once it was retired, or another thread's handle means another stream.
+            StreamKind::Borrowed | StreamKind::PerThreadDefault => {
+                User::Context(stream.context().clone())
+            }
         }
     }
 }

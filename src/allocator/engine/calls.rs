@@ -220,7 +220,7 @@ impl Engine {
         let (mut heap, stream) = self.slot(heap, named)?;
         heap.same_device(&self.device, stream)?;
         heap.refuse()?;
-        let cache = heap.cache_of(stream, thread::thread_number());
+        let cache = heap.cache_of(stream);
         if let StreamKey::Id(key) = named.key {
             thread::remember(key, cache);
         }

@@ -441,7 +441,7 @@ impl Engine {
         }
         let (mut heap, stream) = self.slot(self.open()?, named)?;
         if let StreamKey::Id(key) = named.key {
-            thread::remember(key, heap.cache_of(stream, thread::thread_number()));
+            thread::remember(key, heap.cache_of(stream));
         }
         let block = heap.large_around(ptr);
         let owner = match block {

@@ -5,7 +5,6 @@
 //! for it.
 
 use std::sync::atomic::Ordering;
-use std::thread;
 
 use crate::driver::{Dependency, DriverError, Stream, process, sys};
 use crate::sync::capture::is_of_capture;
@@ -20,7 +19,7 @@ use crate::allocator::graph::commit;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::order::Edge;
 use crate::allocator::graph::plan::Lacking;
-use crate::allocator::graph::scope::{Answer, Asked, Kind};
+use crate::allocator::graph::scope::{Answer, Asked, Kind, as_predicate, is_in_predicate};
 use crate::allocator::graph::user::User;
 use crate::allocator::graph::{Asker, Graphs};
 use crate::allocator::heap::graph::PoolRequest;
@@ -28,6 +27,7 @@ use crate::allocator::heap::request::Checked;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::stream::slot::{StreamKey, is_per_thread, is_special};
 use crate::error::{Error, GraphPoolError, StreamMisuse};
+use crate::locks::thread_id::ThreadId;
 
 /// Addresses are leased for a pool in steps of so many bytes at least.
 const FIRST_LEASE: u64 = 1 << 30;
@@ -234,6 +234,7 @@ impl Engine {
         cached_only: bool,
     ) -> Result<Option<Grant>, Error> {
         self.usable()?;
+        refuse_in_predicate()?;
         let info = self.capture_of_named(named.key, named.raw, named.kept())?;
         if let Some(info) = &info
             && let Some(grant) = self.allocate_again(named, info, request)?
@@ -302,7 +303,7 @@ impl Engine {
             } = asker
             {
                 let user = user.trace();
-                let thread = thread::current().id();
+                let thread = ThreadId::current();
                 let way = Way {
                     version,
                     of,
@@ -347,7 +348,7 @@ impl Engine {
         let asked = Asked {
             user,
             capture: info.map(|info| info.id),
-            thread: thread::current().id(),
+            thread: ThreadId::current(),
         };
         let mut filtered = None;
         loop {
@@ -364,7 +365,8 @@ impl Engine {
                 Answer::Filters(filters) => {
                     let raw: sys::CUstream = std::ptr::with_exposed_provenance_mut(user.raw);
                     let mut filters = filters.into_iter();
-                    if let Some((scope, pool, _)) = filters.find(|(_, _, filter)| filter(raw)) {
+                    let fits = as_predicate(|| filters.find(|(_, _, filter)| filter(raw)));
+                    if let Some((scope, pool, _)) = fits {
                         return Ok(Some((scope, pool, version)));
                     }
                     filtered = Some(version);
@@ -375,6 +377,7 @@ impl Engine {
 
     /// Whether requests of a stream that captured a moment ago go to a pool.
     pub(crate) fn is_served(&self, named: &Named<'_>) -> Result<bool, Error> {
+        refuse_in_predicate()?;
         let info = self.capture_of_named(named.key, named.raw, named.kept())?;
         let user = Self::user_of(named, info.as_ref().map(|info| info.id));
         Ok(info.is_none() || self.resolve(&user, info.as_ref())?.is_some())
@@ -538,6 +541,14 @@ impl Engine {
             }
         }
         Ok(())
+    }
+}
+
+/// Refuses to look for the pool of a request inside a predicate, which would be asked about its own request without end.
+fn refuse_in_predicate() -> Result<(), Error> {
+    match is_in_predicate() {
+        true => Err(GraphPoolError::InPredicate.into()),
+        false => Ok(()),
     }
 }
 

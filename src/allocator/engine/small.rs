@@ -42,7 +42,7 @@ pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
 /// The request if it is one for stream caches, and the stream cache that the thread used last for the stream.
 #[inline(always)]
 pub(super) fn at_hand(key: u64, bytes: usize) -> Option<(Small, &'static StreamCache)> {
-    Some((unaligned(bytes)?, thread::find_last(key)?))
+    Some((unaligned(bytes)?, thread::find(key)?))
 }
 
 impl Engine {
@@ -358,7 +358,7 @@ impl Engine {
     fn hit_small(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         let (cache, inner) = match missed.0 {
             Some(missed) => missed,
-            // Nobody has asked the cache: a recording sees what it hands out, or the thread has used others since.
+            // Nobody has asked the cache: a recording sees what it hands out.
             None if self.unwatched() => {
                 let cache = thread::find(key)?;
                 (cache, cache.try_lock())

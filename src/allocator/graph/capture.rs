@@ -1,7 +1,5 @@
 //! A capture under way, as far as it uses graph pools: its streams, their order, and its leases.
 
-use std::thread::{self, ThreadId};
-
 use crate::allocator::graph::arena::Share;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
@@ -9,6 +7,7 @@ use crate::allocator::graph::order::{Edge, Order, Seen};
 use crate::allocator::graph::user::{Trace, User};
 use crate::allocator::stream::slot::StreamKey;
 use crate::driver::sys;
+use crate::locks::thread_id::ThreadId;
 
 /// A capture under way.
 #[derive(Debug, Default)]
@@ -47,7 +46,7 @@ impl Capture {
             None => {
                 self.streams.push(Member {
                     user: user.name(),
-                    thread: thread::current().id(),
+                    thread: ThreadId::current(),
                     way: None,
                 });
                 self.order.add_stream()

@@ -1,7 +1,5 @@
 //! Captures begin to use pools, and end.
 
-use std::thread;
-
 use crate::allocator::graph::arena::{NO_STREAM, Pending, Share};
 use crate::allocator::graph::capture::{Capture, Way};
 use crate::allocator::graph::lease::Lease;
@@ -9,6 +7,7 @@ use crate::allocator::graph::scope::Scope;
 use crate::allocator::graph::user::User;
 use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::stream::slot::StreamKey;
+use crate::locks::thread_id::ThreadId;
 
 impl Graphs {
     /// What is known of a capture.
@@ -36,7 +35,7 @@ impl Graphs {
             let mut streams = capture.streams.iter_mut();
             if let Some(known) = streams.find(|known| known.user.is(user)) {
                 match Some(*id) == now {
-                    true => known.thread = thread::current().id(),
+                    true => known.thread = ThreadId::current(),
                     false => over.push(*id),
                 }
             }
@@ -51,7 +50,7 @@ impl Graphs {
         let streams = known.into_iter().flat_map(|known| &known.streams);
         let mut named = streams.filter(|known| known.user.is(user));
         let thread = named.next().map_or(user.thread, |known| known.thread);
-        thread == thread::current().id()
+        thread == ThreadId::current()
     }
 
     /// Notes where a request of a stream of a capture went, by a version of the scopes.
@@ -78,7 +77,7 @@ impl Graphs {
         let place = known.place_of_named(key, raw)?;
         let member = &known.streams[place];
         let way = member.way.as_ref()?;
-        let now = thread::current().id();
+        let now = ThreadId::current();
         let same = self.is_way(way.version, way.of) && member.thread == now && way.thread == now;
         same.then_some((place, way))
     }
@@ -97,7 +96,7 @@ impl Graphs {
     pub(crate) fn place_at_hand(&self, capture: u64, user: &User, pool: u64) -> Option<usize> {
         let known = self.captures.get(&capture)?;
         let place = known.place_of_named(user.key, user.raw)?;
-        let at_hand = known.streams[place].thread == thread::current().id();
+        let at_hand = known.streams[place].thread == ThreadId::current();
         (at_hand && known.leased.contains(&pool) && known.left.is_empty()).then_some(place)
     }
 

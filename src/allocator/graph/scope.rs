@@ -1,14 +1,34 @@
 //! Which requests go to a pool.
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
-use std::thread::ThreadId;
 
 use crate::allocator::graph::user::User;
 use crate::driver::sys::CUstream;
+use crate::locks::thread_id::ThreadId;
 
 /// A test of streams by their handles, from the user.
 pub(crate) type Filter = Arc<dyn Fn(CUstream) -> bool + Send + Sync>;
+
+thread_local!(static IN_PREDICATE: Cell<bool> = const { Cell::new(false) });
+
+/// Whether the calling thread is in a predicate of a scope.
+pub fn is_in_predicate() -> bool {
+    IN_PREDICATE.get()
+}
+
+/// Runs `ask` as a predicate of a scope, in which [`is_in_predicate`] is true.
+pub fn as_predicate<T>(ask: impl FnOnce() -> T) -> T {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            IN_PREDICATE.set(self.0);
+        }
+    }
+    let _restore = Restore(IN_PREDICATE.replace(true));
+    ask()
+}
 
 /// What a scope is about.
 #[derive(Clone)]

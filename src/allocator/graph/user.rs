@@ -4,10 +4,10 @@ use std::collections::HashSet;
 use std::ops::Deref;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Weak};
-use std::thread::{self, ThreadId};
 
 use crate::allocator::stream::slot::StreamKey;
 use crate::driver::Stream;
+use crate::locks::thread_id::ThreadId;
 
 /// A stream as it was named when it began to use a block. Who touches its handle beside the heap's lock holds a copy
 /// meanwhile: a stream that is retired leaves after that.
@@ -93,7 +93,7 @@ impl User {
             raw,
             stream,
             since,
-            thread: thread::current().id(),
+            thread: ThreadId::current(),
         }))
     }
 

@@ -46,7 +46,7 @@ impl Heap {
         self.announce(want.requested);
         self.physical.large_request(want);
         self.stats.hits += 1;
-        let cache = self.cache_of(want.stream, thread::thread_number());
+        let cache = self.cache_of(want.stream);
         if let StreamKey::Id(key) = key {
             thread::remember(key, cache);
         }

@@ -9,6 +9,7 @@ use crate::allocator::extent::space::Space;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{AfterFree, Holder, LEGACY, StreamKey};
 use crate::error::Error;
+use crate::locks::thread_id::ThreadId;
 
 static POOL: StreamCachePool = StreamCachePool::new();
 
@@ -56,11 +57,11 @@ impl Heap {
     }
 
     /// The cache of a stream that the calling thread should use. Makes the first one.
-    pub(crate) fn cache_of(&mut self, stream: u32, thread: usize) -> &'static StreamCache {
+    pub(crate) fn cache_of(&mut self, stream: u32) -> &'static StreamCache {
         let known = self.caches.of(stream);
         match known.len() {
             0 => self.add_cache(stream),
-            count => known[thread % count],
+            count => known[ThreadId::current().number() as usize % count],
         }
     }
 

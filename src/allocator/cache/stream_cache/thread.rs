@@ -1,28 +1,24 @@
-//! What a thread remembers: the stream caches that it last used, by their streams' numbers and by handles, and its own
-//! number.
+//! What a thread remembers: the stream caches that it used last, by the numbers and by the handles of their streams.
 //!
 //! An entry may be out of date in every respect. Stream caches are never freed, and each tells under its
 //! lock whose it is, so a wrong entry costs a look at the heap and nothing else.
 
 use std::cell::Cell;
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::StreamCache;
 use crate::locks::prefetch::prefetch;
-use crate::locks::thread_line::{self, PAIRS};
 
-/// Numbers of streams follow each other: as many may be in use at once.
+/// Numbers of streams are consecutive: as many streams may be in use at the same time without sharing an entry.
 const ENTRIES: usize = 64;
 
-/// Of those, as many lie among the thread's own variables. What a library has of these is to be small: beyond 512 bytes
-/// the loader gives one that is opened at run time a place that each use of them must look for.
-const NEAR: usize = 4;
+/// Handles that are searched before the table of handles.
+const RECENT: usize = 3;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// In the number of a pair on the thread's line: the handle does not last. No address of a driver's object has it.
+/// Set in the number of a recent entry whose handle does not last. No address of a driver's object has this bit.
 const PASSING: usize = !(usize::MAX >> 1);
 
 type Entry = Option<&'static StreamCache>;
@@ -39,63 +35,59 @@ pub(crate) enum Known {
 /// A name and the stream cache that it stands for.
 type Place<T> = Cell<(T, Entry)>;
 
-/// On one cache line.
-#[repr(align(16))]
-struct Last(Place<u64>);
-
-/// Those of all streams, and of all handles that last.
-struct Seen {
+/// The memory of a thread. It has no destructor, so that a call from the destructor of another variable finds it.
+#[repr(C, align(64))]
+struct Memory {
+    /// The handles that were used last, the latest first. They are on one cache line with the next two, so that a call
+    /// by handle needs no other one of this structure.
+    recent: [Place<usize>; RECENT],
+    /// The record of the block that was freed last; null at first. Only prefetched.
+    touched: Cell<*const ()>,
+    caller: Cell<*const ()>,
     by_number: [Place<u64>; ENTRIES],
+    /// Handles that last.
     by_handle: [Place<usize>; ENTRIES],
 }
 
 thread_local! {
-    static LAST: [Last; NEAR] = const { [const { Last(Cell::new((0, None))) }; NEAR] };
-    /// The thread's line has the handles that it used last.
-    static SEEN: Box<Seen> = Box::new(Seen {
-        by_number: [const { Cell::new((0, None)) }; ENTRIES],
-        by_handle: [const { Cell::new((0, None)) }; ENTRIES],
-    });
-    /// One more than the thread's number; 0 for none yet.
-    static NUMBER: Cell<usize> = const { Cell::new(0) };
+    static MEMORY: Memory = const {
+        Memory {
+            recent: [const { Cell::new((0, None)) }; RECENT],
+            touched: Cell::new(ptr::null()),
+            caller: Cell::new(ptr::null()),
+            by_number: [const { Cell::new((0, None)) }; ENTRIES],
+            by_handle: [const { Cell::new((0, None)) }; ENTRIES],
+        }
+    };
 }
 
-/// For calls that are rare: has threads find what they remember by the shortest way.
-pub(crate) fn prepare() {
-    thread_line::learn();
-}
-
-/// The stream cache that this thread last used for a stream with this number, if it used few others since: for calls
-/// that look further with [`find`] when there is none.
+/// What the C library keeps for the calling thread; null at first. In a shared library each thread-local variable costs a
+/// call of the loader, so a call of that library has this one alone.
 #[inline(always)]
-pub(crate) fn find_last(key: u64) -> Entry {
-    let (known, cache) = LAST.with(|last| last[key as usize % NEAR].0.get());
-    cache.filter(|_| known == key)
+pub fn of_caller() -> *const () {
+    MEMORY.with(|memory| memory.caller.get())
+}
+
+/// Sets what [`of_caller`] returns.
+#[inline(always)]
+pub fn set_of_caller(pointer: *const ()) {
+    MEMORY.with(|memory| memory.caller.set(pointer));
 }
 
 /// The stream cache that this thread last used for a stream with this number.
-#[inline]
+#[inline(always)]
 pub(crate) fn find(key: u64) -> Entry {
-    match find_last(key) {
-        None => find_seen(key),
-        last => last,
+    match MEMORY.with(|memory| memory.by_number[key as usize % ENTRIES].get()) {
+        (known, cache) if known == key => cache,
+        _ => None,
     }
-}
-
-#[inline(never)]
-fn find_seen(key: u64) -> Entry {
-    // A thread that ends has no table any more.
-    let seen = SEEN.try_with(|seen| seen.by_number[key as usize % ENTRIES].get());
-    let (_, cache) = seen.ok().filter(|(known, _)| *known == key)?;
-    LAST.with(|last| last[key as usize % NEAR].0.set((key, cache)));
-    cache
 }
 
 /// The stream cache that this thread last used, if that was for a stream with this handle.
 #[inline(always)]
 pub(crate) fn find_first(raw: usize) -> Entry {
-    match thread_line::first() {
-        (known, cache) if known == raw => entry(cache),
+    match MEMORY.with(|memory| memory.recent[0].get()) {
+        (known, cache) if known == raw => cache,
         _ => None,
     }
 }
@@ -103,21 +95,24 @@ pub(crate) fn find_first(raw: usize) -> Entry {
 /// What this thread knows by this handle.
 #[inline(always)]
 pub(crate) fn find_handle(raw: usize) -> Known {
-    match known(raw, thread_line::first()) {
+    MEMORY.with(|memory| match known(raw, memory.recent[0].get()) {
         Some(known) => known,
-        None if thread_line::has_more() => find_further(raw),
+        None if memory.recent[1].get().1.is_some() => find_further(memory, raw),
         None => Known::Nothing,
-    }
+    })
 }
 
 /// Asks for the cache lines that a free by this thread meets, if its block is of the stream cache that the thread used
 /// last, and near the one that was freed last: by the time that the tables have told, they are there.
 #[inline(always)]
 pub(crate) fn prefetch_for_free() {
-    let (_, cache) = thread_line::first();
-    prefetch(cache);
-    prefetch(cache.wrapping_byte_add(LINE));
-    prefetch(thread_line::touched());
+    MEMORY.with(|memory| {
+        let (_, cache) = memory.recent[0].get();
+        let cache = cache.map_or(ptr::null(), ptr::from_ref).cast::<()>();
+        prefetch(cache);
+        prefetch(cache.wrapping_byte_add(LINE));
+        prefetch(memory.touched.get());
+    });
 }
 
 /// Asks for those of an allocation from a stream cache, whose own first line is needed at once.
@@ -129,27 +124,20 @@ pub(crate) fn prefetch_for(cache: &StreamCache, granules: u32) {
     prefetch(cache.wrapping_byte_add(StreamCache::quick_at(granules)));
     #[cfg(loom)]
     let _ = granules;
-    prefetch(thread_line::touched());
+    MEMORY.with(|memory| prefetch(memory.touched.get()));
 }
 
 /// A block was freed whose record is there. The next one to be allocated is mostly that, the next to be freed often
 /// near it.
 #[inline(always)]
 pub(crate) fn touched(record: *const ()) {
-    thread_line::set_touched(record);
+    MEMORY.with(|memory| memory.touched.set(record));
 }
 
-/// What stands on the thread's line.
+/// What a recent entry says, if it is about this handle.
 #[inline(always)]
-fn entry(cache: *const ()) -> Entry {
-    // SAFETY: on the line are null and what `bring_forward` has put there: references that last for ever.
-    unsafe { cache.cast::<StreamCache>().as_ref() }
-}
-
-/// What a pair of the thread's line says, if it is about this handle.
-#[inline(always)]
-fn known(raw: usize, (number, cache): (usize, *const ())) -> Option<Known> {
-    let cache = entry(cache)?;
+fn known(raw: usize, (number, cache): (usize, Entry)) -> Option<Known> {
+    let cache = cache?;
     match number {
         _ if number == raw => Some(Known::Lasting(cache)),
         _ if number == raw ^ PASSING => Some(Known::Passing(cache)),
@@ -158,21 +146,20 @@ fn known(raw: usize, (number, cache): (usize, *const ())) -> Option<Known> {
 }
 
 #[inline(never)]
-fn find_further(raw: usize) -> Known {
-    let near = || {
-        let mut pairs = thread_line::pairs().into_iter();
-        pairs.find_map(|pair| Some((pair.0, known(raw, pair)?)))
+fn find_further(memory: &Memory, raw: usize) -> Known {
+    let recent = || {
+        let mut recent = memory.recent.iter().map(Cell::get);
+        recent.find_map(|entry| Some((entry.0, known(raw, entry)?)))
     };
-    let of_table = || {
-        let seen = SEEN.try_with(|seen| seen.by_handle[place(raw)].get());
-        let (_, cache) = seen.ok().filter(|(known, _)| *known == raw)?;
-        Some((raw, Known::Lasting(cache?)))
+    let of_table = || match memory.by_handle[place(raw)].get() {
+        (known, Some(cache)) if known == raw => Some((raw, Known::Lasting(cache))),
+        _ => None,
     };
-    let Some((number, found)) = near().or_else(of_table) else {
+    let Some((number, found)) = recent().or_else(of_table) else {
         return Known::Nothing;
     };
     if let Known::Lasting(cache) | Known::Passing(cache) = found {
-        bring_forward(number, cache);
+        memory.bring_forward(number, cache);
     }
     found
 }
@@ -182,19 +169,21 @@ fn place(raw: usize) -> usize {
     ((raw as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize % ENTRIES
 }
 
-/// Makes it the first pair of the thread's line. The last one goes, unless this one was there.
-fn bring_forward(number: usize, cache: &'static StreamCache) {
-    let mut pairs = thread_line::pairs();
-    let at = pairs.iter().position(|(known, _)| *known == number);
-    pairs[..=at.unwrap_or(PAIRS - 1)].rotate_right(1);
-    pairs[0] = (number, ptr::from_ref(cache).cast());
-    thread_line::set_pairs(pairs);
+impl Memory {
+    /// Makes it the first recent entry. The last one goes, unless this one was there.
+    fn bring_forward(&self, number: usize, cache: &'static StreamCache) {
+        let mut entry = (number, Some(cache));
+        for place in &self.recent {
+            entry = place.replace(entry);
+            if entry.0 == number {
+                break;
+            }
+        }
+    }
 }
 
 pub(crate) fn remember(key: u64, cache: &'static StreamCache) {
-    LAST.with(|last| last[key as usize % NEAR].0.set((key, Some(cache))));
-    let _ended =
-        SEEN.try_with(|seen| seen.by_number[key as usize % ENTRIES].set((key, Some(cache))));
+    MEMORY.with(|memory| memory.by_number[key as usize % ENTRIES].set((key, Some(cache))));
     remember_handle(cache);
 }
 
@@ -202,7 +191,7 @@ pub(crate) fn remember(key: u64, cache: &'static StreamCache) {
 #[inline(always)]
 pub(crate) fn remember_handle(cache: &'static StreamCache) {
     let raw = cache.handle();
-    if raw != 0 && thread_line::first() != (raw, ptr::from_ref(cache).cast()) {
+    if raw != 0 && !is_first(raw, cache) {
         keep(raw, cache);
     }
 }
@@ -210,14 +199,18 @@ pub(crate) fn remember_handle(cache: &'static StreamCache) {
 /// The next call of this thread with this handle, which may not last, finds the stream cache.
 #[inline(always)]
 pub(crate) fn remember_asked(raw: usize, cache: &'static StreamCache) {
-    let first = thread_line::first();
     match cache.handle() {
-        0 if first != (raw ^ PASSING, ptr::from_ref(cache).cast()) => {
-            bring_passing_forward(raw, cache);
-        }
+        0 if !is_first(raw ^ PASSING, cache) => bring_passing_forward(raw, cache),
         0 => {}
         _ => remember_handle(cache),
     }
+}
+
+/// Whether the first recent entry says this.
+#[inline(always)]
+fn is_first(number: usize, cache: &StreamCache) -> bool {
+    let (known, first) = MEMORY.with(|memory| memory.recent[0].get());
+    known == number && first.is_some_and(|first| ptr::eq(first, cache))
 }
 
 /// [`remember_asked`], if this thread has used another stream cache for the stream since.
@@ -229,46 +222,37 @@ pub(crate) fn remember_anew(raw: usize, key: u64) {
 
 #[inline(never)]
 fn bring_passing_forward(raw: usize, cache: &'static StreamCache) {
-    bring_forward(raw ^ PASSING, cache);
+    MEMORY.with(|memory| memory.bring_forward(raw ^ PASSING, cache));
 }
 
 #[inline(never)]
 fn keep(raw: usize, cache: &'static StreamCache) {
-    bring_forward(raw, cache);
-    let _ended = SEEN.try_with(|seen| seen.by_handle[place(raw)].set((raw, Some(cache))));
+    MEMORY.with(|memory| {
+        memory.bring_forward(raw, cache);
+        memory.by_handle[place(raw)].set((raw, Some(cache)));
+    });
 }
 
 /// The next allocation of this thread for the stream of a stream cache, which has this number, looks at the heap.
 pub(crate) fn forget(key: u64, cache: &'static StreamCache) {
-    LAST.with(|last| leave(&last[key as usize % NEAR].0, cache));
-    let other = |(_, known): &(usize, *const ())| !ptr::eq(known.cast(), cache);
-    let mut left = thread_line::pairs().into_iter().filter(other);
-    let mut next = || left.next().unwrap_or((0, ptr::null()));
-    thread_line::set_pairs([next(), next(), next()]);
-    let _ended = SEEN.try_with(|seen| {
-        leave(&seen.by_number[key as usize % ENTRIES], cache);
-        for place in &seen.by_handle {
-            leave(place, cache);
+    let is_it = |entry: Entry| entry.is_some_and(|known| ptr::eq(known, cache));
+    MEMORY.with(|memory| {
+        let left = memory.recent.iter().map(Cell::get);
+        let mut left = left.filter(|(_, known)| !is_it(*known));
+        let recent = std::array::from_fn::<_, RECENT, _>(|_| left.next().unwrap_or_default());
+        for (place, entry) in memory.recent.iter().zip(recent) {
+            place.set(entry);
+        }
+        let number = &memory.by_number[key as usize % ENTRIES];
+        if is_it(number.get().1) {
+            number.take();
+        }
+        for handle in &memory.by_handle {
+            if is_it(handle.get().1) {
+                handle.take();
+            }
         }
     });
-}
-
-/// Empties a place that leads to a stream cache.
-fn leave<T: Copy + Default>(place: &Place<T>, cache: &StreamCache) {
-    if place.get().1.is_some_and(|known| ptr::eq(known, cache)) {
-        place.set((T::default(), None));
-    }
-}
-
-/// The calling thread's number: 0, 1, ... in the order in which threads first ask.
-pub(crate) fn thread_number() -> usize {
-    static NEXT: AtomicUsize = AtomicUsize::new(1);
-    NUMBER.with(|number| {
-        if number.get() == 0 {
-            number.set(NEXT.fetch_add(1, Ordering::Relaxed));
-        }
-        number.get() - 1
-    })
 }
 
 #[cfg(all(test, not(loom)))]
@@ -304,7 +288,7 @@ mod tests {
         }
     }
 
-    /// More than the line has; the one that was used last is the first.
+    /// More handles than there are recent entries; the one that was used last is the first.
     #[test]
     fn each_handle_finds_what_was_used_for_it_last() {
         let known = caches::<9>();
@@ -338,7 +322,7 @@ mod tests {
     #[test]
     fn what_is_forgotten_is_found_by_no_name() {
         let known = caches::<6>();
-        // One that the line has, and one that it has no more.
+        // One with a recent entry, and one that has none any more.
         for at in [4, 0] {
             let (raw, cache) = known[at];
             forget(at as u64, cache);
@@ -381,9 +365,7 @@ mod tests {
     fn as_many_numbers_as_follow_each_other_are_found() {
         let known = caches::<ENTRIES>();
         for (key, (_, cache)) in (0..).zip(known) {
-            // Another one has its place among the last.
-            assert!(find_last(key).is_none());
-            assert!(is(find(key), cache) && is(find_last(key), cache));
+            assert!(is(find(key), cache));
             assert!(find(key + ENTRIES as u64).is_none());
         }
     }

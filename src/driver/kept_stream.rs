@@ -1,0 +1,213 @@
+//! Streams that are used after the call which named them.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Weak};
+
+use super::process;
+use super::stream::{Stream, StreamKind};
+use super::sys::CUstream;
+use super::table::Driver;
+use crate::locks::held::Mutex;
+use crate::locks::lines::keep_lines;
+
+/// A stream that memory uses when it is freed, although no allocator keeps a record of that. The owner of a borrowed
+/// stream may destroy it before, once an allocator has retired it: [`retire`] takes the stream away.
+#[derive(Clone, Debug)]
+pub(crate) struct KeptStream {
+    stream: Stream,
+    /// Of a borrowed stream.
+    loan: Option<Arc<Loan>>,
+}
+
+/// What all that keep one borrowed stream share.
+#[derive(Debug)]
+struct Loan {
+    key: Key,
+    uses: Mutex<Uses>,
+    /// Notified when no use is under way any more.
+    unused: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Uses {
+    under_way: usize,
+    retired: bool,
+}
+
+/// A driver's library, and the handle of a stream of it. That may be another stream's after a retirement.
+type Key = (usize, usize);
+
+static LOANS: Mutex<Option<HashMap<Key, Weak<Loan>>>> = Mutex::new(None);
+
+impl KeptStream {
+    pub(crate) fn new(stream: &Stream) -> KeptStream {
+        // In a forked child a thread that does not exist there may hold the locks, and no stream is used.
+        let is_lent = stream.kind() == StreamKind::Borrowed && !process::is_forked_child();
+        KeptStream {
+            stream: stream.clone(),
+            loan: is_lent.then(|| Loan::of(key(stream.context().driver(), stream.raw()))),
+        }
+    }
+
+    /// The stream, to be named and told from others: its handle may be that of another stream by now.
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Calls `run` with the stream, or with none if it was retired since. A retirement waits until `run` returns.
+    pub(crate) fn with<T>(&self, run: impl FnOnce(Option<&Stream>) -> T) -> T {
+        let Some(loan) = &self.loan else {
+            return run(Some(&self.stream));
+        };
+        // A logger that retires the stream would wait for this use.
+        let _lines = keep_lines();
+        let under_way = loan.begin();
+        run(under_way.as_ref().map(|_| &self.stream))
+    }
+}
+
+fn key(driver: &Driver, stream: CUstream) -> Key {
+    (driver.library_number(), stream.addr())
+}
+
+impl Loan {
+    fn of(key: Key) -> Arc<Loan> {
+        let mut loans = LOANS.lock();
+        let loans = loans.get_or_insert_default();
+        if let Some(loan) = loans.get(&key).and_then(Weak::upgrade) {
+            return loan;
+        }
+        let loan = Arc::new(Loan {
+            key,
+            uses: Mutex::default(),
+            unused: Condvar::new(),
+        });
+        loans.insert(key, Arc::downgrade(&loan));
+        loan
+    }
+
+    fn begin(&self) -> Option<UnderWay<'_>> {
+        if process::is_forked_child() {
+            return None;
+        }
+        let mut uses = self.uses.lock();
+        if uses.retired {
+            return None;
+        }
+        uses.under_way += 1;
+        Some(UnderWay(self))
+    }
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        if process::is_gone() {
+            return;
+        }
+        if let Some(loans) = &mut *LOANS.lock()
+            && let Some(loan) = loans.get(&self.key)
+            && loan.strong_count() == 0
+        {
+            loans.remove(&self.key);
+        }
+    }
+}
+
+/// A use of a stream, until it is dropped.
+struct UnderWay<'a>(&'a Loan);
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        let mut uses = self.0.uses.lock();
+        uses.under_way -= 1;
+        if uses.under_way == 0 {
+            self.0.unused.notify_all();
+        }
+    }
+}
+
+/// Takes the stream with this handle away from all that keep it, and waits for the uses under way.
+pub(crate) fn retire(driver: &Driver, stream: CUstream) {
+    let key = key(driver, stream);
+    let loan = LOANS.lock().as_mut().and_then(|loans| loans.remove(&key));
+    if let Some(loan) = loan.and_then(|loan| loan.upgrade()) {
+        let mut uses = loan.uses.lock();
+        uses.retired = true;
+        while uses.under_way > 0 {
+            uses = uses.wait(&loan.unused);
+        }
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::sim::{SimConfig, Simulator};
+    use std::sync::mpsc::channel;
+
+    fn borrowed(simulator: &Simulator) -> (Stream, Stream) {
+        let owned = Stream::new(&simulator.context(0).unwrap()).unwrap();
+        // SAFETY: the owned stream lives as long as the borrowed one.
+        let borrowed = unsafe { Stream::from_raw(owned.context(), owned.raw()) };
+        (owned, borrowed.unwrap())
+    }
+
+    fn is_there(kept: &KeptStream) -> bool {
+        kept.with(|stream| stream.is_some())
+    }
+
+    #[test]
+    fn a_retirement_takes_a_borrowed_stream_from_all_that_keep_it() {
+        let simulator = Simulator::new(SimConfig::default()).unwrap();
+        let ((owned, one), (_other, two)) = (borrowed(&simulator), borrowed(&simulator));
+        let retire_one = || retire(one.context().driver(), one.raw());
+        let kept = [&one, &one, &two, &owned].map(KeptStream::new);
+        assert_eq!(kept.each_ref().map(is_there), [true; 4]);
+        retire_one();
+        assert_eq!(kept.each_ref().map(is_there), [false, false, true, true]);
+        // A stream that is named later lives, though it may have the same handle.
+        let later = KeptStream::new(&one);
+        assert!(is_there(&later));
+        drop(kept);
+        retire_one();
+        assert!(!is_there(&later));
+    }
+
+    #[test]
+    fn loans_end_with_the_last_that_keeps_the_stream() {
+        let simulator = Simulator::new(SimConfig::default()).unwrap();
+        let (_owned, one) = borrowed(&simulator);
+        let key = key(one.context().driver(), one.raw());
+        let is_known = || LOANS.lock().as_ref().unwrap().contains_key(&key);
+        let kept = [&one, &one].map(KeptStream::new);
+        assert!(is_known());
+        drop(kept);
+        assert!(!is_known());
+    }
+
+    #[test]
+    fn a_retirement_waits_for_uses_under_way() {
+        let simulator = Simulator::new(SimConfig::default()).unwrap();
+        let (_owned, one) = borrowed(&simulator);
+        let kept = KeptStream::new(&one);
+        let (retired, has_retired) = channel();
+        std::thread::scope(|threads| {
+            kept.with(|stream| {
+                assert!(stream.is_some());
+                threads.spawn(|| {
+                    retire(one.context().driver(), one.raw());
+                    retired.send(()).unwrap();
+                });
+                let is_taken = |_| {
+                    std::thread::yield_now();
+                    !is_there(&kept)
+                };
+                assert!((0..100_000_000).any(is_taken));
+                // The retirement can only be waiting for this use.
+                assert!(has_retired.try_recv().is_err());
+            });
+            has_retired.recv().unwrap();
+        });
+        assert!(!is_there(&kept));
+    }
+}
