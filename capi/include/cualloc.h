@@ -536,8 +536,9 @@ int32_t cualloc_free_on(struct cualloc_t *allocator,
  * only when the work is done that the stream was given until the free. In a capture that a graph pool serves, the use
  * counts from the end of the capture on.
  *
- * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_INVALID_ARGUMENT for a
- * null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_BUSY for a stream that
+ * captures in a predicate of a scope, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
+ * CUALLOC_DRIVER.
  *
  * Any thread, whatever context is current.
  *

@@ -42,6 +42,7 @@ pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub(crate) use engine::recorded;
 pub use engine::segments::{Segment, SegmentChange, SegmentHook};
+pub(crate) use engine::small::unaligned;
 pub use engine::suspend::{Resumed, Suspended};
 pub(crate) use extent::hash::Mixed;
 pub use graph::Footprint;

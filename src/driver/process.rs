@@ -13,7 +13,7 @@ use crate::locks::held::{Held, Locked, Mutex, RwLock};
 use state::{
     CAPTURES, EXITING, FORKED, LOOK_OUT, RECORDING, RECORDS, SAMPLES, TOOL, change, now_bits,
 };
-pub(crate) use state::{Now, State, follow, now};
+pub(crate) use state::{Now, State, follow};
 
 /// True in a child forked after a driver was started in its parent.
 #[inline]
@@ -201,8 +201,7 @@ pub(crate) fn at_exit(handler: extern "C" fn()) {
     }
 }
 
-const NO_EXIT_HANDLER: &str =
-    "cannot register an exit handler: drops at exit may call the driver";
+const NO_EXIT_HANDLER: &str = "cannot register an exit handler: drops at exit may call the driver";
 
 /// Registers the exit handler; call it after a successful `cuInit`, so that it runs before the
 /// handlers which the driver registered in there (they run in reverse order).

@@ -5,7 +5,9 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, LazyLock};
 
-use crate::allocator::{Allocator, Config, Counter, Element, Engine, Grant, Request, size};
+use crate::allocator::{
+    Allocator, Config, Counter, Element, Engine, Grant, Request, size, unaligned,
+};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
@@ -242,7 +244,7 @@ fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
 /// A block that is at hand, wherever it lies. Out of line: mostly a return is remembered.
 #[cold]
 fn hit_anywhere(engine: &Engine, stream: u64, bytes: usize) -> Option<Grant> {
-    engine.hit(stream, bytes).ok()
+    engine.hit(stream, unaligned(bytes)?).ok()
 }
 
 impl Inner {

@@ -1,6 +1,6 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Block, Engine, Grant, Lifetime, Request, Trimmed};
+use crate::allocator::{Allocator, Block, Engine, Grant, Lifetime, Request, Trimmed, unaligned};
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Context, Stream};
 use crate::error::{Error, Refused};
@@ -141,7 +141,8 @@ unsafe impl MemoryResource for Allocator {
         if request.is_plain()
             && request.alignment().is_power_of_two()
             && let Some(key) = stream.known_id()
-            && let Ok(grant) = engine.hit(key, request.bytes())
+            && let Some(small) = unaligned(request.bytes())
+            && let Ok(grant) = engine.hit(key, small)
         {
             return Ok(named(engine, &grant, request, (key, retirements)));
         }

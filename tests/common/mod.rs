@@ -13,10 +13,10 @@ pub mod interlude;
 pub mod lost;
 #[cfg(feature = "sim")]
 mod rig;
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-mod watchdog;
 pub mod rng;
 pub mod shrink;
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+mod watchdog;
 #[cfg(feature = "sim")]
 pub use rig::*;
 

@@ -20,9 +20,6 @@ mod program;
 mod requests;
 mod run;
 mod threads;
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-#[path = "../common/watchdog.rs"]
-mod watchdog;
 mod world;
 
 use common::rng;

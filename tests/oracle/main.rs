@@ -19,9 +19,6 @@ mod program;
 mod shadow;
 mod shrink;
 mod threads;
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-#[path = "../common/watchdog.rs"]
-mod watchdog;
 
 use std::time::Instant;
 

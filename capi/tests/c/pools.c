@@ -340,7 +340,7 @@ static void wrong_arguments(void) {
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_pool_leave(pool, second));
     EXPECT(CUALLOC_OK, cualloc_pool_leave(pool, first));
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_pool_leave(pool, first));
-    CHECK(strstr(cualloc_last_error(), "left before") != 0);
+    CHECK(strstr(cualloc_last_error(), "already been left") != 0);
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_pool_leave(pool, 0));
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_pool_leave(pool, UINT64_MAX));
     /* A number is never used again. */

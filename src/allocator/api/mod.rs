@@ -26,6 +26,7 @@ use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::engine::hooks::ReliefHook;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::recorded;
+use crate::allocator::engine::small::unaligned;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::{
@@ -189,9 +190,12 @@ impl Allocator {
     /// of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
-        let grant = match self.engine.hit_told(stream.id_at_hand(), bytes) {
-            Ok(grant) => grant,
-            Err(missed) => self.engine.miss(bytes, stream, missed)?,
+        let grant = match unaligned(bytes) {
+            Some(small) => match self.engine.hit(stream.id_at_hand(), small) {
+                Ok(grant) => grant,
+                Err(missed) => self.engine.miss(small, stream, missed)?,
+            },
+            None => self.engine.allocate_large(bytes, stream)?,
         };
         Ok(Block::new(&self.engine, grant, bytes))
     }
@@ -448,8 +452,7 @@ impl Allocator {
         heap.physical.limit = bytes;
         heap.tell_limit();
         drop(heap);
-        let limit = bytes.map_or("none".to_owned(), |bytes| Bytes(bytes).to_string());
-        log::info!("allocator {}: limit {limit}", self.id());
+        log::info!("allocator {}: {}", self.id(), LimitText(bytes));
     }
 
     /// The bound on bytes held from the driver.

@@ -3,8 +3,8 @@
 use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
-use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::thread::{self, Known};
+use crate::allocator::cache::stream_cache::{Small, StreamCache};
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::{Missed, unaligned};
@@ -37,19 +37,26 @@ impl Allocator {
     ) -> Result<sys::CUdeviceptr, Error> {
         let raw = to_compare(stream);
         let known = thread::find_handle(raw);
-        if let Known::Lasting(cache) = known {
-            let small = unaligned(bytes).map(|request| (request, cache));
-            return match small.and_then(|small| Engine::hit_by_handle(&self.pages, small, raw)) {
+        let lasting = match known {
+            Known::Lasting(cache) => Some(cache),
+            _ => None,
+        };
+        let Some(small) = unaligned(bytes) else {
+            // SAFETY: the caller's contract.
+            return unsafe { self.allocate_raw_slow(bytes, stream, lasting) };
+        };
+        if let Some(cache) = lasting {
+            return match Engine::hit_by_handle(&self.pages, (small, cache), raw) {
                 Some(grant) => Ok(grant.ptr()),
                 // SAFETY: the caller's contract.
-                None => unsafe { self.allocate_lasting(bytes, stream, cache) },
+                None => unsafe { self.allocate_raw_slow(bytes, stream, lasting) },
             };
         }
         if is_special(stream) {
             let key = self.engine.special_key(stream)?;
-            return match self.engine.hit(key, bytes) {
+            return match self.engine.hit(key, small) {
                 Ok(grant) => Ok(grant.ptr()),
-                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+                Err(missed) => self.allocate_raw_missed(small, (stream, key), missed),
             };
         }
         if !self.engine.unwatched() {
@@ -58,9 +65,9 @@ impl Allocator {
         }
         // SAFETY: the caller's contract.
         match unsafe { self.engine.raw_id(stream) } {
-            Ok(Some(key)) => match self.engine.hit_asked_raw((raw, key), bytes, known) {
+            Ok(Some(key)) => match self.engine.hit_asked_raw((raw, key), small, known) {
                 Ok(grant) => Ok(grant.ptr()),
-                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
+                Err(missed) => self.allocate_raw_missed(small, (stream, key), missed),
             },
             // SAFETY: the caller's contract.
             Ok(None) => unsafe { self.allocate_raw_with(Request::new(bytes), stream) },
@@ -103,18 +110,24 @@ impl Allocator {
         Ok(self.engine.allocate(&named, &request)?.ptr())
     }
 
-    /// Allocates on a stream whose handle lasts what its stream cache did not serve at once.
+    /// Allocates what the fast path did not serve, or what is too large for stream caches. `cache` is that of a stream
+    /// whose handle lasts.
     ///
     /// # Safety
     /// As [`allocate_raw`](Self::allocate_raw).
     #[inline(never)]
-    unsafe fn allocate_lasting(
+    unsafe fn allocate_raw_slow(
         &self,
         bytes: usize,
         stream: sys::CUstream,
-        cache: &'static StreamCache,
+        cache: Option<&'static StreamCache>,
     ) -> Result<sys::CUdeviceptr, Error> {
-        if let Some(grant) = (self.engine).hit_slowly_by_handle(cache, to_compare(stream), bytes) {
+        let raw = to_compare(stream);
+        let hit = cache.and_then(|cache| match unaligned(bytes) {
+            Some(small) => self.engine.hit_small_by_handle((small, cache), raw),
+            None => self.engine.hit_large_by_handle(cache, raw, bytes),
+        });
+        if let Some(grant) = hit {
             let made = Ok(grant);
             self.engine.sample(&made, bytes);
             return made.map(|grant| grant.ptr());
@@ -126,11 +139,12 @@ impl Allocator {
     #[inline(never)]
     fn allocate_raw_missed(
         &self,
-        bytes: usize,
+        small: Small,
         (raw, key): (sys::CUstream, u64),
         missed: Missed,
     ) -> Result<sys::CUdeviceptr, Error> {
-        let made = match self.engine.hit_slowly(key, bytes, missed) {
+        let bytes = small.requested as usize;
+        let made = match self.engine.hit_small(key, small, missed) {
             Some(grant) => Ok(grant),
             None => {
                 let request = Checked::new(bytes, 1)?;
@@ -141,7 +155,7 @@ impl Allocator {
             }
         };
         self.engine.sample(&made, bytes);
-        if unaligned(bytes).is_some() && !is_special(raw) {
+        if !is_special(raw) {
             thread::remember_anew(raw as usize, key);
         }
         made.map(|grant| grant.ptr())

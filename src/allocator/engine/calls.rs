@@ -1,7 +1,7 @@
 //! Allocation: by handle and by name.
 //!
 //! A request asks once. Its stream's caches are asked without the heap's lock ([`Engine::hit`],
-//! [`Engine::hit_slowly`]); then the heap, for memory that is ready ([`Engine::allocate_missed`]); then
+//! [`Engine::hit_small`]); then the heap, for memory that is ready ([`Engine::allocate_missed`]); then
 //! [`reclaim`](crate::allocator::reclaim) makes room.
 //!
 //! The rule of the lock: this file and `reclaim/run.rs` alone take the heap's guard as a value and return it.
@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 use crate::allocator::cache::grant::{Grant, Place};
 use crate::allocator::cache::stream_cache::{Allocated, Small, StreamCache, thread};
 use crate::allocator::engine::naming::Named;
+use crate::allocator::engine::small::unaligned;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::{PAGE_GRANULES, Want};
@@ -72,13 +73,13 @@ impl Engine {
         if request.is_plain()
             && let StreamKey::Id(key) = named.key
         {
-            match self.hit(key, request.bytes()) {
-                Ok(grant) => return Ok(grant),
-                Err(missed) => {
-                    if let Some(grant) = self.hit_slowly(key, request.bytes(), missed) {
-                        return Ok(grant);
-                    }
-                }
+            let hit = match unaligned(request.bytes()) {
+                Some(small) => (self.hit(key, small))
+                    .map_or_else(|missed| self.hit_small(key, small, missed), Some),
+                None => self.hit_large(key, request.bytes()),
+            };
+            if let Some(grant) = hit {
+                return Ok(grant);
             }
         }
         if request.cached_only {

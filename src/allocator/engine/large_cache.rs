@@ -15,9 +15,12 @@ use crate::allocator::stream::slot::StreamKey;
 
 impl Engine {
     /// Allocates a large block from the large-block cache of the stream cache that the thread used last for the
-    /// stream.
-    #[inline(never)]
+    /// stream, if that suffices.
+    #[inline]
     pub(crate) fn hit_large(&self, key: u64, bytes: usize) -> Option<Grant> {
+        if !self.has_large_blocks() {
+            return None;
+        }
         let cache = thread::find(key)?;
         self.take_large(cache, cache.lock(), key, bytes)
     }
@@ -30,7 +33,7 @@ impl Engine {
         raw: usize,
         bytes: usize,
     ) -> Option<Grant> {
-        if self.in_large_caches.load(Ordering::Relaxed) == 0 {
+        if !self.has_large_blocks() {
             return None;
         }
         let inner = cache.lock();
@@ -38,7 +41,13 @@ impl Engine {
         self.take_large(cache, inner, key, bytes)
     }
 
+    /// Whether large-block caches hold blocks and may serve a call without a look at anything else.
     #[inline(always)]
+    fn has_large_blocks(&self) -> bool {
+        self.in_large_caches.load(Ordering::Relaxed) != 0 && self.unwatched()
+    }
+
+    #[inline(never)]
     fn take_large(
         &self,
         cache: &'static StreamCache,

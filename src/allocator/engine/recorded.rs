@@ -5,10 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::cache::stream_cache::{Small, StreamCache, rarely};
+
 use crate::allocator::config::Limit;
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::small::{Missed, at_hand};
 use crate::allocator::heap::streams::clear_waiting_taps;
 use crate::driver::process;
 use crate::environment;
@@ -144,36 +143,6 @@ fn engines() -> Vec<Arc<Engine>> {
 }
 
 impl Engine {
-    /// [`hit`](Self::hit), and while nothing but a recording without stacks runs what that is told with a few words.
-    #[inline(always)]
-    pub(crate) fn hit_told(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
-        let Some(at_hand) = at_hand(key, bytes) else {
-            rarely();
-            return Err(Missed(None));
-        };
-        let now = at_hand.1.now();
-        if !now.is_quiet() {
-            rarely();
-            let hit = match now.only_records_blocks() {
-                true => self.hit_recorded(key, at_hand),
-                false => None,
-            };
-            return hit.ok_or(Missed(None));
-        }
-        self.hit_quiet(key, at_hand)
-    }
-
-    #[inline(always)]
-    fn hit_recorded(
-        &self,
-        key: u64,
-        (request, cache): (Small, &'static StreamCache),
-    ) -> Option<Grant> {
-        let mut inner = cache.try_lock()?;
-        let taken = inner.take_recorded(self.owner(key), request)?;
-        Some(Grant::small(cache, taken, request.granules))
-    }
-
     /// A call of a program has its block, and no lock is held: the stack may be wanted.
     #[inline(always)]
     pub(crate) fn sample(&self, made: &Result<Grant, Error>, bytes: usize) {

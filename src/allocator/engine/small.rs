@@ -2,13 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::driver::{REVIEW, Stream, process};
+use crate::driver::{REVIEW, Stream};
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::thread::Known;
 use crate::allocator::cache::stream_cache::{
-    Allocated, Freed, Held, Inner, Life, Node, Owner, PageTable, Small, Using, thread,
+    Allocated, Freed, Held, Inner, Life, Node, Owner, PageTable, Small, Using, rarely, thread,
 };
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
@@ -17,7 +17,6 @@ use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{StreamKey, is_special};
 use crate::error::Error;
-use crate::event::sample;
 
 /// A request that no stream cache served at once: the stream cache that was tried, still locked if nobody else was
 /// at it.
@@ -28,7 +27,8 @@ type Locked = Held<'static, Inner>;
 /// Rounds of getting room until the heap is asked.
 const ROUNDS: u32 = 4;
 
-/// A request for bytes anywhere, if it is one for stream caches.
+/// A request for this many bytes at any address, if stream caches serve it: smaller ones than
+/// [`PACKED_SMALL_LIMIT`], and not 0.
 #[inline(always)]
 pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
     let last = bytes.wrapping_sub(1);
@@ -37,12 +37,6 @@ pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
         align: 1,
         requested: bytes as u32,
     })
-}
-
-/// The request if it is one for stream caches, and the stream cache that the thread used last for the stream.
-#[inline(always)]
-pub(super) fn at_hand(key: u64, bytes: usize) -> Option<(Small, &'static StreamCache)> {
-    Some((unaligned(bytes)?, thread::find(key)?))
 }
 
 impl Engine {
@@ -58,14 +52,23 @@ impl Engine {
 
     // ---- allocation --------------------------------------------------------------------------
 
-    /// Allocates from the stream cache that the thread used last for the stream, if that can be done
-    /// without a look at anything else.
+    /// Allocates from the stream cache that the thread used last for the stream, if the cache suffices. While a
+    /// recording without stacks runs, the cache also writes the record.
     #[inline(always)]
-    pub(crate) fn hit(&self, key: u64, bytes: usize) -> Result<Grant, Missed> {
-        match at_hand(key, bytes).filter(|(_, cache)| cache.now().is_quiet()) {
-            Some(at_hand) => self.hit_quiet(key, at_hand),
-            None => Err(Missed(None)),
+    pub(crate) fn hit(&self, key: u64, small: Small) -> Result<Grant, Missed> {
+        let Some(cache) = thread::find(key) else {
+            return Err(Missed(None));
+        };
+        let now = cache.now();
+        if !now.is_quiet() {
+            rarely();
+            let hit = match now.only_records_blocks() {
+                true => self.hit_recorded(key, (small, cache)),
+                false => None,
+            };
+            return hit.ok_or(Missed(None));
         }
+        self.hit_quiet(key, (small, cache))
     }
 
     /// [`hit`](Self::hit) for a stream by its handle, of which the driver has told the id a moment ago.
@@ -73,25 +76,26 @@ impl Engine {
     pub(crate) fn hit_asked_raw(
         &self,
         (raw, key): (usize, u64),
-        bytes: usize,
+        small: Small,
         known: Known,
     ) -> Result<Grant, Missed> {
         let Known::Passing(cache) = known else {
-            let grant = self.hit(key, bytes)?;
+            let grant = self.hit(key, small)?;
             thread::remember_asked(raw, grant.place.home());
             return Ok(grant);
         };
-        let request = unaligned(bytes).filter(|_| cache.now().is_quiet());
-        let request = request.ok_or(Missed(None))?;
-        let grant = self.hit_quiet(key, (request, cache))?;
+        if !cache.now().is_quiet() {
+            return Err(Missed(None));
+        }
+        let grant = self.hit_quiet(key, (small, cache))?;
         // It may have been adopted since the thread used it last.
         thread::remember_handle(cache);
         Ok(grant)
     }
 
-    /// [`hit`](Self::hit) in a process that is quiet.
+    /// [`hit`](Self::hit) in a process in which nothing else is to be done.
     #[inline(always)]
-    pub(super) fn hit_quiet(
+    fn hit_quiet(
         &self,
         key: u64,
         (request, cache): (Small, &'static StreamCache),
@@ -104,6 +108,17 @@ impl Engine {
             Some(taken) => Ok(Grant::small(cache, taken, request.granules)),
             None => Err(Missed(Some((cache, Some(inner))))),
         }
+    }
+
+    #[inline(always)]
+    fn hit_recorded(
+        &self,
+        key: u64,
+        (request, cache): (Small, &'static StreamCache),
+    ) -> Option<Grant> {
+        let mut inner = cache.try_lock()?;
+        let taken = inner.take_recorded(self.owner(key), request)?;
+        Some(Grant::small(cache, taken, request.granules))
     }
 
     /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that
@@ -126,27 +141,23 @@ impl Engine {
         Some(Grant::small(cache, taken, request.granules))
     }
 
-    /// Allocates what [`hit_by_handle`](Self::hit_by_handle) did not serve, if it can be had without the heap.
+    /// Allocates what [`hit_by_handle`](Self::hit_by_handle) did not serve, if the caches of the stream suffice.
     #[inline(never)]
-    pub(crate) fn hit_slowly_by_handle(
+    pub(crate) fn hit_small_by_handle(
         &self,
-        cache: &'static StreamCache,
+        (small, cache): (Small, &'static StreamCache),
         raw: usize,
-        bytes: usize,
     ) -> Option<Grant> {
         if !self.unwatched() {
             return None;
         }
-        if bytes as u64 > PACKED_SMALL_LIMIT {
-            return self.hit_large_by_handle(cache, raw, bytes);
-        }
-        // Who finds the lock taken is to be counted.
+        // A lock that another thread holds counts as contention.
         let free = cache.try_lock();
         let key = free.as_ref().map_or_else(
             || cache.lock().key_of_handle(raw),
             |inner| inner.key_of_handle(raw),
         )?;
-        self.hit_small(key, bytes, Missed(Some((cache, free))))
+        self.hit_small(key, small, Missed(Some((cache, free))))
     }
 
     /// The id of a stream by its handle, if that lasts and the thread knows it.
@@ -187,8 +198,10 @@ impl Engine {
     /// [`hit`](Self::hit) while calls look out for captures: asks the stream, if its handle is enough for that.
     /// Why it was of no use is for the heap to find out.
     #[inline]
-    pub(crate) fn hit_watched(&self, stream: &Stream, bytes: usize) -> Option<Grant> {
-        let small = unaligned(bytes).filter(|_| self.rules.caches())?;
+    pub(crate) fn hit_watched(&self, stream: &Stream, small: Small) -> Option<Grant> {
+        if !self.rules.caches() {
+            return None;
+        }
         let raw = stream.raw();
         let simple =
             !is_special(raw) && !self.deferred.load(Ordering::Relaxed) && !self.is_scoped();
@@ -230,7 +243,8 @@ impl Engine {
     /// many granules.
     #[inline]
     pub(crate) fn hit_at(&self, key: u64, bytes: usize, ptr: u64) -> Option<Grant> {
-        let (request, cache) = at_hand(key, bytes).filter(|(_, cache)| cache.now().is_quiet())?;
+        let request = unaligned(bytes)?;
+        let cache = thread::find(key).filter(|cache| cache.now().is_quiet())?;
         let mut inner = cache.try_lock()?;
         if inner.runs.next_quick(request.granules) != Some(ptr) {
             return None;
@@ -239,95 +253,38 @@ impl Engine {
         Some(Grant::small(cache, taken, request.granules))
     }
 
-    /// Allocates what the stream's cache did not serve at once. Out of line, and with a result of its own, so
-    /// that the common case needs no copy in memory.
+    /// Allocates a small block that [`hit`](Self::hit) did not serve.
     #[inline(never)]
     pub(crate) fn miss(
         &self,
-        bytes: usize,
+        small: Small,
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
-        match missed.0 {
-            None => self.miss_seen(bytes, stream),
-            missed if sample::is_on() => self.miss_sampled(bytes, stream, Missed(missed)),
-            // As the last thing, so that the result needs no copy here either.
-            missed => self.miss_small(bytes, stream, Missed(missed)),
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn miss_sampled(&self, bytes: usize, stream: &Stream, missed: Missed) -> Result<Grant, Error> {
-        let made = match missed {
-            Missed(None) => self.miss_at_all(bytes, stream),
-            missed => self.miss_small(bytes, stream, missed),
+        let bytes = small.requested as usize;
+        let hit = if self.watchful() {
+            // It may hold the lock of the cache.
+            drop(missed);
+            self.hit_watched(stream, small)
+        } else {
+            self.hit_small(stream.id_at_hand(), small, missed)
         };
+        let made = hit.map_or_else(|| self.miss_caches(bytes, stream), Ok);
         self.sample(&made, bytes);
         made
     }
 
-    /// Allocates what no stream cache was tried for.
-    #[inline(always)]
-    fn miss_seen(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
-        match sample::is_on() {
-            true => self.miss_sampled(bytes, stream, Missed(None)),
-            false => self.miss_at_all(bytes, stream),
-        }
-    }
-
-    #[inline(always)]
-    fn miss_at_all(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
-        let now = process::now();
-        if bytes as u64 > PACKED_SMALL_LIMIT {
-            self.miss_large(bytes, stream)
-        } else if now.is_quiet() || now.only_records() {
-            self.miss_told(bytes, stream)
-        } else {
-            self.miss_watched(bytes, stream)
-        }
-    }
-
+    /// Allocates a block that is too large for stream caches, out of a large-block cache or the heap.
     #[inline(never)]
-    fn miss_told(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
-        self.miss_small(bytes, stream, Missed(None))
+    pub(crate) fn allocate_large(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
+        let hit = self.hit_large(stream.id_at_hand(), bytes);
+        let made = hit.map_or_else(|| self.miss_caches(bytes, stream), Ok);
+        self.sample(&made, bytes);
+        made
     }
 
-    #[inline(never)]
-    fn miss_large(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
-        if self.unwatched()
-            && self.in_large_caches.load(Ordering::Relaxed) != 0
-            && let Some(grant) = self.hit_large(stream.id_at_hand(), bytes)
-        {
-            return Ok(grant);
-        }
-        self.miss_caches(bytes, stream)
-    }
-
-    #[inline(never)]
-    fn miss_small(&self, bytes: usize, stream: &Stream, missed: Missed) -> Result<Grant, Error> {
-        if !self.watchful() {
-            return match self.hit_slowly(stream.id_at_hand(), bytes, missed) {
-                Some(grant) => Ok(grant),
-                None => self.miss_caches(bytes, stream),
-            };
-        }
-        // The cache may be locked in it.
-        drop(missed);
-        self.miss_watched(bytes, stream)
-    }
-
-    /// Allocates while calls look out for captures.
-    #[inline(never)]
-    fn miss_watched(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
-        match self.hit_watched(stream, bytes) {
-            Some(grant) => Ok(grant),
-            None => self.miss_caches(bytes, stream),
-        }
-    }
-
-    /// Allocates what no stream cache served.
-    #[inline(always)]
+    /// Allocates what no cache served.
+    #[inline]
     fn miss_caches(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
         let request = Checked::new(bytes, 1)?;
         self.same_driver(stream)?;
@@ -342,20 +299,9 @@ impl Engine {
         self.allocate_missed(&named, &request)
     }
 
-    /// Allocates from a stream cache that could not serve at once, if it can be had without the driver.
-    #[inline]
-    pub(crate) fn hit_slowly(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
-        if bytes as u64 > PACKED_SMALL_LIMIT && self.unwatched() {
-            return match self.in_large_caches.load(Ordering::Relaxed) {
-                0 => None,
-                _ => self.hit_large(key, bytes),
-            };
-        }
-        self.hit_small(key, bytes, missed)
-    }
-
+    /// Allocates from the caches of the stream what could not be served at once, if that needs no driver call.
     #[inline(never)]
-    fn hit_small(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
+    pub(crate) fn hit_small(&self, key: u64, request: Small, missed: Missed) -> Option<Grant> {
         let (cache, inner) = match missed.0 {
             Some(missed) => missed,
             // Nobody has asked the cache: a recording sees what it hands out.
@@ -365,7 +311,7 @@ impl Engine {
             }
             None => return None,
         };
-        let (owner, request) = (self.owner(key), unaligned(bytes)?);
+        let owner = self.owner(key);
         let (mut inner, contended) = match inner {
             Some(mut inner) => {
                 inner.look_for_worn();

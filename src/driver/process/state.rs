@@ -143,12 +143,6 @@ impl Followed {
     }
 }
 
-/// What there is now.
-#[inline(always)]
-pub(crate) fn now() -> Now {
-    PROCESS.state.now()
-}
-
 #[inline(always)]
 pub(super) fn now_bits() -> u32 {
     PROCESS.state.0.load(Ordering::Relaxed)
