@@ -221,40 +221,22 @@ impl Block {
         }
     }
 
-    /// Frees a small block while a recording runs, and nothing else keeps calls from their caches.
-    #[inline]
-    fn drop_recorded(&self, home: &'static StreamCache, node: Node) {
-        if !home.free_recorded(node, &self.place.ptr, &self.place.generation) {
-            self.drop_slowly(node);
-        }
-    }
-
-    /// Frees a small block that cannot be freed at once.
+    /// Frees a small block while a recording runs, calls look out for captures, or another thread has the lock of the
+    /// stream cache.
     #[inline(never)]
-    fn drop_slowly(&self, node: Node) {
-        match process::is_unwatched() {
-            true => self.drop_unwatched(node),
-            false => self.drop_watched(node),
+    fn drop_slow(&self, home: &'static StreamCache, node: Node) {
+        if !process::is_unwatched() {
+            let engine = self.engine();
+            if !engine.free_watched(home, (node, self.place.ptr), self.life()) {
+                self.kept(|engine| engine.drop_block(self.lifetime()));
+            }
+            return;
         }
-    }
-
-    #[inline(never)]
-    fn drop_unwatched(&self, node: Node) {
-        let home = self.place.home();
-        // With stacks, too, of which a free has none.
-        let told = home.now().only_records()
+        // A free has no stack, so a recording with stacks writes it in the same way.
+        let recorded = home.now().only_records()
             && home.free_recorded(node, &self.place.ptr, &self.place.generation);
-        if !told {
+        if !recorded {
             self.drop_with_care(home.lock(), node);
-        }
-    }
-
-    /// Frees a small block while calls look out for captures.
-    #[inline(never)]
-    fn drop_watched(&self, node: Node) {
-        let engine = self.engine();
-        if !engine.free_watched(self.place.home(), (node, self.place.ptr), self.life()) {
-            self.kept(|engine| engine.drop_block(self.lifetime()));
         }
     }
 
@@ -292,9 +274,10 @@ impl Drop for Block {
             }
             return;
         }
-        match now.only_records_blocks() {
-            true => self.drop_recorded(home, node),
-            false => self.drop_slowly(node),
+        let recorded = now.only_records_blocks()
+            && home.free_recorded(node, &self.place.ptr, &self.place.generation);
+        if !recorded {
+            self.drop_slow(home, node);
         }
     }
 }

@@ -193,7 +193,7 @@ impl Allocator {
         let grant = match unaligned(bytes) {
             Some(small) => match self.engine.hit(stream.id_at_hand(), small) {
                 Ok(grant) => grant,
-                Err(missed) => self.engine.miss(small, stream, missed)?,
+                Err(missed) => self.engine.miss(bytes, stream, missed)?,
             },
             None => self.engine.allocate_large(bytes, stream)?,
         };

@@ -3,8 +3,8 @@
 use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
+use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::thread::{self, Known};
-use crate::allocator::cache::stream_cache::{Small, StreamCache};
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::small::{Missed, unaligned};
@@ -56,7 +56,7 @@ impl Allocator {
             let key = self.engine.special_key(stream)?;
             return match self.engine.hit(key, small) {
                 Ok(grant) => Ok(grant.ptr()),
-                Err(missed) => self.allocate_raw_missed(small, (stream, key), missed),
+                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
             };
         }
         if !self.engine.unwatched() {
@@ -67,7 +67,7 @@ impl Allocator {
         match unsafe { self.engine.raw_id(stream) } {
             Ok(Some(key)) => match self.engine.hit_asked_raw((raw, key), small, known) {
                 Ok(grant) => Ok(grant.ptr()),
-                Err(missed) => self.allocate_raw_missed(small, (stream, key), missed),
+                Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
             },
             // SAFETY: the caller's contract.
             Ok(None) => unsafe { self.allocate_raw_with(Request::new(bytes), stream) },
@@ -139,12 +139,12 @@ impl Allocator {
     #[inline(never)]
     fn allocate_raw_missed(
         &self,
-        small: Small,
+        bytes: usize,
         (raw, key): (sys::CUstream, u64),
         missed: Missed,
     ) -> Result<sys::CUdeviceptr, Error> {
-        let bytes = small.requested as usize;
-        let made = match self.engine.hit_small(key, small, missed) {
+        let hit = unaligned(bytes).and_then(|small| self.engine.hit_small(key, small, missed));
+        let made = match hit {
             Some(grant) => Ok(grant),
             None => {
                 let request = Checked::new(bytes, 1)?;

@@ -57,6 +57,7 @@ impl Engine {
     #[inline(always)]
     pub(crate) fn hit(&self, key: u64, small: Small) -> Result<Grant, Missed> {
         let Some(cache) = thread::find(key) else {
+            rarely();
             return Err(Missed(None));
         };
         let now = cache.now();
@@ -253,21 +254,21 @@ impl Engine {
         Some(Grant::small(cache, taken, request.granules))
     }
 
-    /// Allocates a small block that [`hit`](Self::hit) did not serve.
+    /// Allocates a small block that [`hit`](Self::hit) did not serve. By its bytes: a request that is passed on would
+    /// have to be in memory in the caller.
     #[inline(never)]
     pub(crate) fn miss(
         &self,
-        small: Small,
+        bytes: usize,
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
-        let bytes = small.requested as usize;
         let hit = if self.watchful() {
             // It may hold the lock of the cache.
             drop(missed);
-            self.hit_watched(stream, small)
+            unaligned(bytes).and_then(|small| self.hit_watched(stream, small))
         } else {
-            self.hit_small(stream.id_at_hand(), small, missed)
+            unaligned(bytes).and_then(|small| self.hit_small(stream.id_at_hand(), small, missed))
         };
         let made = hit.map_or_else(|| self.miss_caches(bytes, stream), Ok);
         self.sample(&made, bytes);
