@@ -362,6 +362,9 @@ pub struct AdviseOptions {
 
 #[derive(Args, Debug)]
 pub struct ReplayOptions {
+    /// Replay each file under both policies, packed and classic, and explain the figures.
+    #[arg(long, conflicts_with_all = ["policy", "no_views"])]
+    pub compare: bool,
     /// How often to replay each file, on one allocator; --json shows each, for some 2.5 KB of memory.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
     pub repeat: u32,

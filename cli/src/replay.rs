@@ -2,7 +2,7 @@
 
 use crate::input::Input;
 use crate::machine::Machine;
-use crate::options::{GlobalOptions, ReplayOptions};
+use crate::options::{GlobalOptions, PolicyChoice, ReplayOptions};
 use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
 use crate::size::Size;
@@ -15,6 +15,10 @@ use cualloc::trace::{Pass, ReplayReport, Trace};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+
+/// What the figures mean, behind a comparison of the policies.
+const LEGEND: &str = "ratio is the peak of memory held over the peak of memory requested in the first replay (1.0 is \
+    the least possible), max the same over all replays; calls are those of the CUDA driver in the first and the last replay";
 
 /// One line of `--json`.
 #[derive(Serialize)]
@@ -163,10 +167,19 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
     }
     let traces = &options.traces;
     check(&traces.files)?;
-    let settings = Settings::read(traces.policy, traces.no_views)?;
+    let policies = match options.compare {
+        true => vec![Some(PolicyChoice::Packed), Some(PolicyChoice::Classic)],
+        false => vec![traces.policy],
+    };
+    let settings: Vec<_> = policies
+        .into_iter()
+        .map(|policy| Settings::read(policy, traces.no_views))
+        .collect::<Result<_, _>>()?;
     let machine = Machine::choose(global, output)?;
     machine.check_lag(traces.lag)?;
-    settings.announce(output);
+    if let Some(settings) = settings.first() {
+        settings.announce(output);
+    }
     let terminal = if traces.wide { None } else { output::width() };
     let table = table(&traces.files, terminal);
     let mut well = true;
@@ -183,26 +196,34 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
         };
         if let Some(failed) = failed_requests(&trace) {
             let file = text::file(path, input::STDIN);
-            output.note(&format!("{file}: {failed}; the replay does not make them"));
+            output.note(&format!(
+                "{file}: {failed}; replay does not repeat failed requests"
+            ));
         }
-        let report = match replay(&machine, &trace, options, &settings, output)? {
-            Ok(report) => report,
-            Err(error) => {
-                let file = text::file(path, input::STDIN);
-                output.failed_file(&file, trace.name(), &error)?;
-                well = false;
-                continue;
+        for settings in &settings {
+            let report = match replay(&machine, &trace, options, settings, output)? {
+                Ok(report) => report,
+                Err(error) => {
+                    let file = text::file(path, input::STDIN);
+                    output.failed_file(&file, trace.name(), &error)?;
+                    well = false;
+                    continue;
+                }
+            };
+            let faults = faults(&report);
+            let described = (&trace, warnings.clone());
+            let line = line(&machine, settings, described, &report, &faults);
+            if output.json {
+                output.json(&line)?;
+            } else {
+                output.row(&table, cells(&line, &report, &table))?;
             }
-        };
-        let faults = faults(&report);
-        let line = line(&machine, &settings, (&trace, warnings), &report, &faults);
-        if output.json {
-            output.json(&line)?;
-        } else {
-            output.row(&table, cells(&line, &report, &table))?;
+            complain(path, &faults);
+            well &= report.is_clean();
         }
-        complain(path, &faults);
-        well &= report.is_clean();
+    }
+    if options.compare && !output.json {
+        output.note(LEGEND);
     }
     Ok(well)
 }

@@ -222,6 +222,58 @@ fn plain_files_and_both_line_ends_replay_and_people_get_a_table() {
 }
 
 #[test]
+fn compare_replays_each_file_under_both_policies_and_explains_the_figures() {
+    let compare = |options: &[&str]| {
+        cualloc()
+            .args(["replay", "--device", "sim", "--compare", "--repeat", "2"])
+            .args(options)
+            .args([data("resnet50.csv.gz"), data("lf.csv")])
+            .output()
+            .unwrap()
+    };
+    let output = compare(&[]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    let rows: Vec<Vec<&str>> = text
+        .lines()
+        .skip(1)
+        .map(|line| line.split_whitespace().take(2).collect())
+        .collect();
+    let expected = [
+        ["resnet50", "packed"],
+        ["resnet50", "classic"],
+        ["lf", "packed"],
+        ["lf", "classic"],
+    ];
+    assert_eq!(rows, expected, "{text}");
+    assert!(stderr(&output).contains("ratio is the peak of memory held"));
+
+    let lines = objects(&compare(&["--json"]));
+    let policies: Vec<_> = lines.iter().map(|line| line["policy"].clone()).collect();
+    assert_eq!(policies, ["packed", "classic", "packed", "classic"]);
+    let ratio = |line: usize| lines[line]["ratio"].as_f64().unwrap();
+    assert!(ratio(0) < 1.01 && ratio(1) > 1.1, "{lines:?}");
+
+    let failed = scratch(
+        "compare-failed.csv",
+        b"op,id,bytes,stream\na,0,1048576,0\noom,0,2097152,0\nf,0,0,0\n",
+    );
+    let output = run([
+        "replay".as_ref(),
+        "--device".as_ref(),
+        "sim".as_ref(),
+        "--compare".as_ref(),
+        failed.as_os_str(),
+    ]);
+    let notes = stderr(&output);
+    assert_eq!(notes.matches("one request failed").count(), 1, "{notes}");
+
+    for option in [&["--policy", "classic"][..], &["--no-views"]] {
+        assert_eq!(compare(option).status.code(), Some(2), "{option:?}");
+    }
+}
+
+#[test]
 fn a_limit_that_is_too_small_fails_and_names_the_row() {
     let path = data("dataframe.csv.gz");
     let output = cualloc()

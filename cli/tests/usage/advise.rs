@@ -191,7 +191,7 @@ fn a_request_that_failed_has_to_fit_too() {
         );
         let told = stderr(&output);
         assert!(
-            told.contains(note) && told.contains("does not make them"),
+            told.contains(note) && told.contains("does not repeat failed requests"),
             "{told}"
         );
         let output = fed(&["capacity", "-", "--device", "sim", "--json"], file);
