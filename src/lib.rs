@@ -44,7 +44,7 @@ pub use error::kinds::{Error, Refused, Result};
 #[doc(hidden)]
 pub use locks::thread_id::ThreadId;
 
-/// The documents that come with the sources, so that each link to them is good here, too.
+/// The pages of the repository.
 #[cfg(doc)]
 pub mod guide {
     macro_rules! pages {
@@ -56,7 +56,6 @@ pub mod guide {
     }
     pages! {
         architecture "../docs/architecture.md"
-        benchmarks "../docs/benchmarks.md"
         changelog "../CHANGELOG.md"
         clients_c "../docs/clients/c.md"
         clients_cupy "../docs/clients/cupy.md"
@@ -64,22 +63,16 @@ pub mod guide {
         clients_pytorch "../docs/clients/pytorch.md"
         clients_rmm "../docs/clients/rmm.md"
         configuration "../docs/configuration.md"
+        contract "../docs/contract.md"
         contributing "../CONTRIBUTING.md"
         coverage "../docs/coverage.md"
-        debugging "../docs/debugging.md"
-        efficiency "../docs/efficiency.md"
-        experiments "../docs/experiments-2026-11.md"
+        decisions "../docs/decisions.md"
         graphs "../docs/graphs.md"
-        internals "../docs/internals.md"
+        performance "../docs/performance.md"
         platforms "../docs/platforms.md"
         recording "../docs/recording.md"
-        view "../docs/view.md"
-        safety "../docs/safety.md"
         security "../SECURITY.md"
-        streams "../docs/streams.md"
         suspend "../docs/suspend.md"
-        testing "../docs/testing.md"
         troubleshooting "../docs/troubleshooting.md"
-        tuning "../docs/tuning.md"
     }
 }

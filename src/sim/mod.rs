@@ -1,12 +1,18 @@
 //! A simulated driver: the same function table, filled with functions of this process.
 //!
-//! A [`Simulator`] has devices with physical memory, address space, streams and events, and obeys
-//! the rules of the real driver. What a test gains over a GPU: it decides when work completes, it
-//! can fail any call, and it is told of every race, use of unmapped memory and broken rule.
+//! A [`Simulator`] has devices with physical memory, address space, streams and events, and obeys the rules of the real
+//! driver. A test decides when work completes, can make any call fail ([`FailPlan`]), and gets a report of every race, use
+//! of unmapped memory and broken rule.
 //!
-//! Operations read and write bytes at the moment they complete, through the mapping in force then.
-//! Two operations on the same physical bytes that nothing orders (stream order, event, observation
-//! by the host) are reported as a race, whether or not they happened to run one after the other.
+//! Operations read and write bytes when they complete, through the mapping in force then. Two operations on the same
+//! physical bytes that nothing orders (stream order, event, observation by the host) are reported as a race, even if they
+//! happened to run one after the other.
+//!
+//! Where drivers differ, the simulator does the worst of them. Calls that may wait, such as `cuMemFree`, wait for nothing
+//! ([`SimConfig::strict_free`]). Work on missing memory breaks its context for good ([`SimConfig::sticky_errors`]). Values of
+//! destroyed handles are reused immediately. A graph runs unordered nodes in an order that [`SimConfig::seed`] decides. In
+//! debug builds a driver call by a thread that holds a lock of the library is reported. Graphs that allocate memory, or
+//! contain graphs, are not modelled.
 //!
 //! ```
 //! use cualloc::sim::{SimConfig, Simulator};

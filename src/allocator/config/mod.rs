@@ -77,8 +77,8 @@ pub enum Limit {
 /// Name of the environment variable that [`Config::from_env`] reads.
 pub const CONFIG_VARIABLE: &str = "CUALLOC_CONFIG";
 
-/// Settings of an allocator. The default suits most programs; the guide's page on tuning says which it
-/// does not.
+/// Settings of an allocator. The defaults suit most programs; the guide's page on configuration says what to change
+/// when memory or time is short.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Config {

@@ -1,5 +1,5 @@
-//! Safe code cannot free, lend or exchange memory that safe code still owns, mixes no drivers, and does not
-//! hang in a forked child. What could be broken and why it cannot: `docs/safety.md`.
+//! Safe code cannot free, lend or exchange memory that safe code still owns, mixes no drivers, and does not hang in a
+//! forked child. `docs/contract.md` has a row for each family of functions.
 
 mod exchanged;
 
