@@ -1,4 +1,24 @@
 //! The extents of address space: their records, and where each is found.
+//!
+//! All address space is gapless rows of extents, in granules of 512 bytes. An extent is a block in use, a free piece, or
+//! a hole without memory, and has one record:
+//!
+//! ```text
+//! address   0           4 MiB         9 MiB      11 MiB        14 MiB         20 MiB
+//!           +-----------+-------------+----------+-------------+--------------+
+//!  extents  | used      | free        | free     | used        | unmapped     |
+//!           | stream 1  | {2: ticket 7}| complete | stream 2   | (hole)       |
+//!           +-----------+-------------+----------+-------------+--------------+
+//!                 |            |            |          |
+//!  Lookup  <------+------------|------------|----------+     address of a live block -> record
+//!                              v            v
+//!  FreeIndex           of stream 2     of complete pieces    one index per class of free pieces
+//!                      bins by size: 32 per power of two, found by a two-level bitmap;
+//!                      within a bin by size, then address: best fit, lowest address on ties
+//! ```
+//!
+//! A free piece has its last uses, pairs of stream and ticket. Neighbours with different uses are not merged, so that a
+//! complete piece does not wait for a busy one. Adjacent pieces that one stream may use count as one run.
 
 #![forbid(unsafe_code)]
 

@@ -6,16 +6,55 @@
 //! answer is found by walking the pending pieces, of which there are few: they become complete and
 //! merge as markers are observed.
 
+use std::sync::Arc;
+
 use crate::allocator::extent::handle::Handles;
 use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, Records};
-use crate::allocator::extent::space::Space;
+use crate::allocator::extent::space::{Shard, Space};
+use crate::allocator::extent::uses::Use;
 use crate::allocator::extent::want::Want;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::Streams;
+use crate::allocator::stream::slot::PendingWait;
 
 /// Runs of each class that are looked at for one that spares whole handles.
 const SPARING_RUNS: usize = 16;
+
+impl Streams {
+    /// The waits after which a stream may use what the shards were. A wait also covers everything that the marker's
+    /// stream had followed, so the newest markers come first.
+    pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
+        let mut needed: Vec<Use> = shards
+            .iter()
+            .flat_map(|s| s.uses.as_slice())
+            .filter(|u| !self.ready(stream, u))
+            .copied()
+            .collect();
+        needed.sort_unstable_by_key(|u| std::cmp::Reverse(self.marker(u).map_or(0, |m| m.order)));
+        let mut waits: Vec<PendingWait> = Vec::new();
+        for u in needed {
+            let opened = |w: &PendingWait| {
+                (w.stream == u.stream && u.ticket <= w.bound)
+                    || w.row
+                        .get(u.stream as usize)
+                        .is_some_and(|known| u.ticket <= *known)
+            };
+            if waits.iter().any(opened) {
+                continue;
+            }
+            if let Some(marker) = self.marker(&u) {
+                waits.push(PendingWait {
+                    stream: u.stream,
+                    bound: marker.bound,
+                    event: Arc::clone(&marker.event),
+                    row: Arc::clone(&marker.row),
+                });
+            }
+        }
+        waits
+    }
+}
 
 /// A place for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

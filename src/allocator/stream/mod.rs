@@ -1,7 +1,20 @@
-//! Streams as the allocator knows them: tickets, markers, and who follows whom.
+//! Streams as the allocator knows them: tickets, markers, and which stream follows which.
 //!
-//! Tickets of a slot only rise, also when a later stream takes the slot over, so that nothing that
-//! is known about an old ticket can be mistaken for knowledge about a new one.
+//! Each free gets the open ticket of its stream. A marker is an event that covers all tickets up to its bound:
+//!
+//! ```text
+//!  stream 1    free a   free b    [marker, bound 7]   free c   free d
+//!  ticket        7        7        closes ticket 7      8        8
+//!
+//!  stream 2    cuStreamWaitEvent(marker): stream 2 follows stream 1 up to 7 and may use a and b
+//!  host        cuEventQuery(marker) is complete: every stream may use a and b; c and d are pending
+//! ```
+//!
+//! A ticket is closed under the lock, the event is recorded without it, and the marker is published under it. Frees in
+//! between have the next ticket, so a marker never covers a free that came after its event.
+//!
+//! Tickets of a slot only rise, also when a later stream takes the slot over. What is known about an old ticket can
+//! therefore not be mistaken for knowledge about a new one.
 
 #![forbid(unsafe_code)]
 
@@ -17,12 +30,11 @@ use std::sync::Arc;
 use crate::driver::{Context, Event, Stream, process};
 
 use crate::allocator::extent::hash::Mixed;
-use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Use;
 use crate::allocator::stream::poll::{Outcome, Poll};
 use crate::allocator::stream::slot::{
-    AfterFree, BACKOFF, BATCH_FREES, Batch, EAGER_BATCHES, Holder, Marker, PendingWait, Slot,
-    StreamKey, is_per_thread,
+    AfterFree, BACKOFF, BATCH_FREES, Batch, EAGER_BATCHES, Holder, Marker, Slot, StreamKey,
+    is_per_thread,
 };
 use crate::error::{Error, StreamMisuse};
 
@@ -517,39 +529,6 @@ impl Streams {
             .map(|m| Arc::clone(&m.row));
         self.completed(stream, bound, row.as_deref().unwrap_or(&[]));
         self.pool_spent();
-    }
-
-    /// The waits after which a stream may use what the shards were. One wait brings everything that
-    /// its marker's stream followed, so the newest markers come first.
-    pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
-        let mut needed: Vec<Use> = shards
-            .iter()
-            .flat_map(|s| s.uses.as_slice())
-            .filter(|u| !self.ready(stream, u))
-            .copied()
-            .collect();
-        needed.sort_unstable_by_key(|u| std::cmp::Reverse(self.marker(u).map_or(0, |m| m.order)));
-        let mut waits: Vec<PendingWait> = Vec::new();
-        for u in needed {
-            let opened = |w: &PendingWait| {
-                (w.stream == u.stream && u.ticket <= w.bound)
-                    || w.row
-                        .get(u.stream as usize)
-                        .is_some_and(|known| u.ticket <= *known)
-            };
-            if waits.iter().any(opened) {
-                continue;
-            }
-            if let Some(marker) = self.marker(&u) {
-                waits.push(PendingWait {
-                    stream: u.stream,
-                    bound: marker.bound,
-                    event: Arc::clone(&marker.event),
-                    row: Arc::clone(&marker.row),
-                });
-            }
-        }
-        waits
     }
 
     /// The use that a free now leaves on a stream.

@@ -1,4 +1,25 @@
-//! Second layouts of physical memory: all views of an allocator.
+//! Views: second mappings of physical handles, back to back.
+//!
+//! Each handle is mapped once at its home. If free handles lie scattered, a stitch maps them again in a view, where they
+//! serve a request without new memory:
+//!
+//! ```text
+//!  home    +-----------+-----------+-----------+-----------+-----------+
+//!          | handle A  | handle B  | handle C  | handle D  | handle E  |
+//!          | free      | used      | free      | used      | free      |
+//!          +-----------+-----------+-----------+-----------+-----------+
+//!                |                       |                       |
+//!                +-----------+  +--------+  +--------------------+
+//!                            v  v           v
+//!  view                    +-----------+-----------+-----------+
+//!                          | A         | C         | E         |    one block in A, C and E
+//!                          +-----------+-----------+-----------+
+//! ```
+//!
+//! While the block lives, its bytes at home are aliased and cannot be allocated there. When it is freed, each part at
+//! home becomes a free piece with the block's uses. A mapping is removed, and a handle released, only when the host has
+//! observed the completion of every use through every mapping of that handle. Views are kept, because a program that
+//! repeats itself needs the same layout again.
 
 pub(crate) mod commit;
 pub(crate) mod layout;
