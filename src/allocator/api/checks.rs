@@ -1,4 +1,4 @@
-//! What the debug modes have found, and checks of the allocator itself.
+//! Findings of the debug modes, and the check of the allocator's own metadata.
 
 use crate::allocator::Allocator;
 use crate::allocator::engine::debug_table::Debug;
@@ -7,7 +7,7 @@ use crate::driver::process;
 use crate::error::{Error, Finding};
 
 impl Allocator {
-    /// What the [debug modes](Config::debug) have found, the oldest first; the first thousand.
+    /// The findings of the [debug modes](crate::Config::debug), oldest first, at most a thousand.
     pub fn findings(&self) -> Vec<Finding> {
         let debug = self.engine.debug.as_ref();
         debug
@@ -15,20 +15,20 @@ impl Allocator {
             .map_or_else(Vec::new, Debug::findings)
     }
 
-    /// Freed blocks that the [debug modes](Config::debug) could not check: because a capture was under way, the memory
-    /// was suspended, or the driver failed. Such blocks are logged as well.
+    /// The number of freed blocks that the [debug modes](crate::Config::debug) could not check because a capture was in
+    /// progress, the memory was suspended, or the driver failed. They are logged as well.
     pub fn unchecked_frees(&self) -> u64 {
         let debug = self.engine.debug.as_ref();
         debug.map_or(0, |debug| debug.unchecked.count())
     }
 
-    /// Walks every structure, recomputes every number, and compares. For tests and diagnosis: its
-    /// cost grows with the number of blocks. At any time and from any thread: what other threads have
-    /// under way is counted as that.
+    /// Verifies the metadata of the allocator: recomputes every figure and compares it. For tests and diagnosis, since its
+    /// cost grows with the number of blocks. It can be called at any time from any thread.
     ///
     /// # Errors
-    /// The first thing that does not agree. [`Error::Misused`] for a live block with bytes written behind its end, where
-    /// [`Config::debug`] guards them: the streams that use each block are waited for then. In a forked child there is nothing to look at, which is one.
+    /// The first inconsistency. [`Error::Misused`] if bytes past the end of a live block were written and
+    /// [`Config::debug`](crate::Config::debug) guards them; then the check waits for the streams of each block. In a
+    /// forked child it always fails, because the metadata cannot be read there.
     pub fn check(&self) -> Result<(), Error> {
         self.engine.check_guards()?;
         match self.engine.readable() {
