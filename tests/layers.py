@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""No circles: files of `src` that import each other, and rooms that know rooms above them.
+"""Finds files of `src` that import each other in a circle, and layers that import a layer above them.
 
     python3 tests/layers.py               the check, against tests/layers.allow
-    python3 tests/layers.py --shrink      takes off the list what is in no circle any more, then checks
-    python3 tests/layers.py --arrows      every arrow between files, with the names that make it
+    python3 tests/layers.py --shrink      removes files that are in no circle from the list, then checks
+    python3 tests/layers.py --arrows      every import between files, with the imported names
 
 A file imports another if its code names something that the other defines: in a `use`, or by a path
 (`super::x::y`, `crate::x::y`, `x::y` of a module in scope). Names are followed through re-exports to the
 file that defines them, so a `mod.rs` that only hands names on imports nothing. Code for tests (`cfg(test)`)
 is left out, and so are comments. What a method call reaches is not followed.
 
-The guard of the heap's lock has a rule of its own: the files of GUARDED alone may name its type, since only what
-takes a guard as a value, or returns one, can let go of the lock without its caller seeing it. Mutexes of the standard
-library have another one: those of `src/locks` are used instead, which debug builds count while they are held.
+Only the files of GUARDED may name the type of the guard of the heap's lock, since a function that takes a guard as a
+value, or returns one, can release the lock without its caller seeing it. Mutexes of the standard library are not
+allowed: debug builds count those of `src/locks` while they are held.
 """
 
 import argparse
@@ -403,8 +403,8 @@ def circles(arrows):
 
 
 def allowed(root):
-    """The rooms with what each may know, and the circles that are still open."""
-    rooms, open_circles = {}, []
+    """The layers with those that each may import, and the circles that are still open."""
+    layers, open_circles = {}, []
     with open(os.path.join(root, ALLOW), encoding="utf-8") as opened:
         for line in opened:
             line = line.split("#")[0].rstrip()
@@ -415,15 +415,15 @@ def allowed(root):
             elif line == "circle":
                 open_circles.append(set())
             else:
-                room, knows = line.split(":")
-                rooms[room] = set(knows.split())
-    return rooms, open_circles
+                layer, imports = line.split(":")
+                layers[layer] = set(imports.split())
+    return layers, open_circles
 
 
-def room_of(file, rooms):
-    """The innermost room that holds a file."""
+def layer_of(file, layers):
+    """The innermost layer that contains a file."""
     inside = file[len("src/") :]
-    holds = [room for room in rooms if inside == room or inside == room + ".rs" or inside.startswith(room + "/")]
+    holds = [layer for layer in layers if inside == layer or inside == layer + ".rs" or inside.startswith(layer + "/")]
     return max(holds, key=len, default=None)
 
 
@@ -436,7 +436,7 @@ def tied(arrows, circle):
 def judge(root):
     """Everything that is wrong, as lines."""
     arrows, wrong = Tree(root).arrows(), []
-    rooms, open_circles = allowed(root)
+    layers, open_circles = allowed(root)
     found = circles(arrows)
     for circle in found:
         grown = [entry for entry in open_circles if entry & circle]
@@ -450,29 +450,29 @@ def judge(root):
     in_circles = set().union(*found)
     for entry in open_circles:
         for file in sorted(entry - in_circles):
-            wrong.append(f"{file} is in no circle any more: take it off {ALLOW}")
-    for circle in circles({room: knows & set(rooms) for room, knows in rooms.items()}):
-        wrong.append(f"{ALLOW}: rooms that may know each other: {', '.join(sorted(circle))}")
+            wrong.append(f"{file} is in no circle: remove it from {ALLOW}")
+    for circle in circles({layer: imports & set(layers) for layer, imports in layers.items()}):
+        wrong.append(f"{ALLOW}: layers that may import each other: {', '.join(sorted(circle))}")
     taken = collections.defaultdict(set)
     for file in sorted(arrows):
         for other, names in sorted(arrows[file].items()):
-            here, there = room_of(file, rooms), room_of(other, rooms)
+            here, there = layer_of(file, layers), layer_of(other, layers)
             if here is None or there is None:
-                homeless = f"{file if here is None else other} is in no room of {ALLOW}"
-                if homeless not in wrong:
-                    wrong.append(homeless)
+                missing = f"{file if here is None else other} is in no layer of {ALLOW}"
+                if missing not in wrong:
+                    wrong.append(missing)
             elif here != there:
                 taken[here].add(there)
-                if there not in rooms[here]:
-                    wrong.append(f"{here} must not know {there}: {file} -> {other}: {', '.join(sorted(names))}")
-    for room, knows in sorted(rooms.items()):
-        for other in sorted(knows - taken[room]):
-            wrong.append(f"{room} does not know {other} any more: take it off {ALLOW}")
+                if there not in layers[here]:
+                    wrong.append(f"{here} must not import {there}: {file} -> {other}: {', '.join(sorted(names))}")
+    for layer, imports in sorted(layers.items()):
+        for other in sorted(imports - taken[layer]):
+            wrong.append(f"{layer} does not import {other}: remove it from {ALLOW}")
     return wrong + guards(root)
 
 
 def guards(root):
-    """The files that name a lock or a guard that only others may name."""
+    """The files that name a lock or a guard and must not."""
     wrong = []
     for module in Tree(root).modules:
         with open(os.path.join(root, module.file), encoding="utf-8") as opened:
@@ -486,7 +486,7 @@ def guards(root):
 
 
 def shrink(root):
-    """Takes off the list the files that are in no circle any more."""
+    """Removes files that are in no circle from the list."""
     in_circles = set().union(*circles(Tree(root).arrows()))
     with open(os.path.join(root, ALLOW), encoding="utf-8") as opened:
         lines = [line for line in opened if not line.startswith(" ") or line.strip() in in_circles]
@@ -509,7 +509,7 @@ def main():
                 print(f"{file} -> {other}: {', '.join(sorted(names))}")
         return 0
     wrong = judge(ROOT)
-    print("\n".join(wrong) if wrong else "no circle of imports but those that are listed; rooms know rooms below")
+    print("\n".join(wrong) if wrong else "no circle of imports beyond those that are listed; layers import lower layers only")
     return 1 if wrong else 0
 
 

@@ -4,7 +4,7 @@
 #   tests/mutants.sh [--shard I/N] [--jobs N] [NAME...]
 #   tests/mutants.sh --list | --check
 #
-# tests/mutants/*.toml are tables of mutants, one for each room of src (of the allocator several, by subject):
+# tests/mutants/*.toml are tables of mutants, one for each module of src (several for the allocator, by subject):
 #
 #   [[mutant]]
 #   name = "evict_in_use"                  # unique
