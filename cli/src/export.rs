@@ -1,28 +1,13 @@
 //! `export`: a recording in the formats of other tools.
 
-use crate::input::{self, InputError};
 use crate::options::{ExportOptions, FormatChoice};
 use crate::output::{self, Output, SCHEMA};
-use crate::sink::Sink;
-use crate::{Failure, Outcome, text};
+use crate::{Failure, Outcome, input, sink, text};
 use cualloc::record::{Moment, Profile, Recording, Snapshot};
 use flate2::Compression;
 use flate2::bufread::GzEncoder;
 use serde::Serialize;
 use std::io::{self, Read};
-use std::path::PathBuf;
-
-/// What messages call stdout.
-const STDOUT: &str = "<stdout>";
-
-/// Why nothing was exported.
-#[derive(Debug, thiserror::Error)]
-enum ExportError {
-    #[error(transparent)]
-    Input(#[from] InputError),
-    #[error("{}: cannot write the export", text::file(path, STDOUT))]
-    Write { path: PathBuf, source: io::Error },
-}
 
 /// What `--json` says of an export that was written. It goes to stderr if the export goes to stdout.
 #[derive(Serialize)]
@@ -49,23 +34,8 @@ struct Made {
 }
 
 pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
-    match export(options, output) {
-        Ok(made) => report(options, made, output),
-        Err(ExportError::Write { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => {
-            Err(Failure::Output(source))
-        }
-        Err(error) => {
-            let line = match &error {
-                ExportError::Input(error) => error.line(),
-                _ => None,
-            };
-            output.failed(&input::name(&options.file), line, &error)?;
-            Ok(false)
-        }
-    }
-}
-
-fn report(options: &ExportOptions, made: Made, output: &mut Output) -> Outcome {
+    let made = export(options, output)?;
+    sink::write(&options.out, |writer| writer.write_all(&made.bytes))?;
     let file = text::file(&options.file, input::STDIN);
     let sums_at = made.sums_at.map(|moment| moment.to_string());
     if let Some(moment) = &sums_at {
@@ -92,33 +62,21 @@ fn report(options: &ExportOptions, made: Made, output: &mut Output) -> Outcome {
     Ok(true)
 }
 
-fn export(options: &ExportOptions, output: &Output) -> Result<Made, ExportError> {
-    let write = |source| ExportError::Write {
-        path: options.out.clone(),
-        source,
-    };
-    let made = match options.to {
-        FormatChoice::Csv => {
-            let input = input::read(&options.file, &options.input, output)?;
-            let mut bytes = Vec::new();
-            input.trace.write(&mut bytes).map_err(write)?;
-            let empty = input.trace.rows().is_empty();
-            Made {
-                bytes,
-                sums_at: None,
-                empty: empty.then(|| "the file has no allocation".to_owned()),
-                lacks: input.warnings,
-            }
-        }
-        format => {
-            let recording = input::recording(&options.file, &options.input, output)?;
-            made(format, &recording)
-        }
-    };
-    let sink = Sink::create(&options.out);
-    let written = sink.and_then(|sink| sink.write(|writer| writer.write_all(&made.bytes)));
-    written.map_err(write)?;
-    Ok(made)
+fn export(options: &ExportOptions, output: &Output) -> Result<Made, Failure> {
+    if options.to != FormatChoice::Csv {
+        let recording = input::recording(&options.file, &options.input, output)?;
+        return Ok(made(options.to, &recording));
+    }
+    let input = input::read(&options.file, &options.input, output)?;
+    let mut bytes = Vec::new();
+    input.trace.write(&mut bytes)?;
+    let empty = input.trace.rows().is_empty();
+    Ok(Made {
+        bytes,
+        sums_at: None,
+        empty: empty.then(|| "the file has no allocation".to_owned()),
+        lacks: input.warnings,
+    })
 }
 
 fn made(format: FormatChoice, recording: &Recording) -> Made {

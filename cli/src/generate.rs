@@ -2,30 +2,18 @@
 
 use crate::options::{GenerateOptions, GlobalOptions, KindChoice, VaryOptions};
 use crate::output::{Output, SCHEMA};
-use crate::sink::Sink;
+use crate::sink::{self, STDOUT};
 use crate::{Failure, Outcome, input, text};
+use cualloc::trace::Trace;
 use cualloc::trace::generate::{self, Kind, Program, Rows};
-use cualloc::trace::{Trace, TraceError};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde::Serialize;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// What messages call stdout.
-const STDOUT: &str = "<stdout>";
-
 /// Rows between two looks at the figures of what was written.
 const LOOK: usize = 1 << 16;
-
-/// A trace could not be written.
-#[derive(Debug, thiserror::Error)]
-enum GenerateError {
-    #[error("the program makes no valid trace")]
-    Trace(#[from] TraceError),
-    #[error("cannot be written")]
-    Write(#[from] io::Error),
-}
 
 /// What `--json` says of a file that was written.
 #[derive(Serialize)]
@@ -69,13 +57,7 @@ pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) 
             "{file} cannot be its own copy: --out names the file that is read"
         )));
     }
-    let trace = match input::read(&options.file, &options.input, output) {
-        Ok(input) => input.trace,
-        Err(error) => {
-            output.failed(&input::name(&options.file), error.line(), &error)?;
-            return Ok(false);
-        }
-    };
+    let trace = input::read(&options.file, &options.input, output)?.trace;
     let copies = options.copies as usize;
     let rows = generate::varied(&trace, copies, options.percent, options.seed);
     finish(rows, &options.out, output)
@@ -96,20 +78,18 @@ fn check(global: &GlobalOptions, command: &str, out: &Path) -> Result<(), Failur
     Ok(())
 }
 
-/// Writes the rows and says what was written; whether all went well.
+/// Writes the rows, compressed if the name of the file ends in `.gz`, and says what was written.
 fn finish(mut rows: Rows<'_>, path: &Path, output: &mut Output) -> Outcome {
-    let peak = match write(&mut rows, path) {
-        Ok(peak) => peak,
-        // Whoever reads has seen all it wanted.
-        Err(GenerateError::Write(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
-            return Err(Failure::Output(error));
+    let compressed = path.extension().is_some_and(|ending| ending == "gz");
+    let peak = sink::write(path, |writer| {
+        if !compressed {
+            return write(&mut rows, writer);
         }
-        Err(error) => {
-            let file = text::file(path, STDOUT);
-            output.failed_file(&file, &input::name(path), &error)?;
-            return Ok(false);
-        }
-    };
+        let mut encoder = GzEncoder::new(writer, Compression::default());
+        let peak = write(&mut rows, &mut encoder)?;
+        encoder.finish()?;
+        Ok(peak)
+    })?;
     let file = text::file(path, STDOUT);
     if output.json {
         output.json(&Line {
@@ -132,28 +112,14 @@ fn finish(mut rows: Rows<'_>, path: &Path, output: &mut Output) -> Outcome {
     Ok(true)
 }
 
-/// Writes a trace to a file, compressed if its name ends in `.gz`; its requested peak.
-fn write(rows: &mut Rows<'_>, path: &Path) -> Result<u64, GenerateError> {
-    let compressed = path.extension().is_some_and(|ending| ending == "gz");
-    Sink::create(path)?.write(|writer| {
-        if compressed {
-            let mut encoder = GzEncoder::new(writer, Compression::default());
-            let peak = write_rows(rows, &mut encoder)?;
-            encoder.finish()?;
-            Ok(peak)
-        } else {
-            write_rows(rows, writer)
-        }
-    })
-}
-
-fn write_rows(rows: &mut Rows<'_>, writer: &mut dyn Write) -> Result<u64, GenerateError> {
+/// Writes a trace; its requested peak.
+fn write(rows: &mut Rows<'_>, writer: &mut dyn Write) -> io::Result<u64> {
     writeln!(writer, "{}", Trace::HEADER)?;
     while let Some(row) = rows.next() {
         writeln!(writer, "{row}")?;
         if rows.rows().is_multiple_of(LOOK) {
-            rows.requested_peak()?;
+            rows.requested_peak().map_err(io::Error::other)?;
         }
     }
-    Ok(rows.requested_peak()?)
+    rows.requested_peak().map_err(io::Error::other)
 }

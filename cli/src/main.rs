@@ -47,6 +47,14 @@ enum Failure {
     /// The device that was asked for cannot be had.
     #[error(transparent)]
     Machine(#[from] machine::MachineError),
+    /// There is no result for a file, which the error names.
+    #[error("{error}")]
+    File {
+        trace: String,
+        /// The line of the file that is to blame.
+        line: Option<u64>,
+        error: Box<dyn std::error::Error>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -81,6 +89,11 @@ fn main() -> ExitCode {
         Err(Failure::Usage(message)) => {
             output::error(&message);
             ExitCode::from(2)
+        }
+        Err(Failure::File { trace, line, error }) => {
+            // The exit code says the same if nothing can be written.
+            let _ = output.failed(&trace, line, &*error);
+            ExitCode::FAILURE
         }
         Err(failure) => {
             output::error(&text::chain(&failure));

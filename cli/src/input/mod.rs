@@ -6,12 +6,12 @@ mod source;
 
 use crate::options::InputOptions;
 use crate::output::Output;
-use crate::text;
+use crate::{Failure, text};
 use cualloc::record::{FailedRequest, Profile, ReadError, Recording, Snapshot, SnapshotError};
 use cualloc::trace::{AllocationLog, Op, Trace, TraceError};
 use kind::Kind;
 use source::{Begun, Bounded, Source, buffered, decompressed, open, too_many, whole};
-use std::io::{self, BufRead, Read};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// The first two bytes of every gzip file.
@@ -23,72 +23,129 @@ const READ_ON: u64 = 64 << 20;
 /// What messages call stdin.
 pub const STDIN: &str = "<stdin>";
 
+/// What is said of a file that ends in an error, or has too much.
+const UNREAD: &str = "cannot be read";
+
 /// The formats that are read.
 const FORMATS: &str = "traces (`op,id,bytes,stream`), recordings of cualloc, memory snapshots of PyTorch (pickle, JSON, or \
                        the page of trace_plot), and allocation logs of RMM or cualloc \
                        (`Thread,Time,Action,Pointer,Size,Stream`), plain or gzip";
 
-/// A trace could not be had from a file; the message begins with the file, and its line if one is
-/// to blame.
+/// A file could not be read; the message begins with the file, and its line if one is to blame.
 #[derive(Debug, thiserror::Error)]
-pub enum InputError {
-    #[error("{}: cannot be opened", text::file(path, STDIN))]
-    Open { path: PathBuf, source: io::Error },
-    #[error("{}:{}: {}", text::file(path, STDIN), error.line(), fault(error))]
-    Trace { path: PathBuf, error: TraceError },
-    #[error("{}: {}", text::file(path, STDIN), fault(error))]
-    Conversion { path: PathBuf, error: TraceError },
-    #[error("{}: cannot be read", text::file(path, STDIN))]
-    Read { path: PathBuf, source: io::Error },
-    #[error("{}: {error}", text::file(path, STDIN))]
-    Recording { path: PathBuf, error: ReadError },
-    #[error("{}: {error}", text::file(path, STDIN))]
-    Snapshot { path: PathBuf, error: SnapshotError },
-    #[error(
-        "{}: this looks like {found}, which is not read; the formats that are read: {FORMATS}",
-        text::file(path, STDIN)
-    )]
-    Foreign { path: PathBuf, found: String },
-    #[error(
-        "{}: expected a recording of cualloc, found {found}: only `--to csv` reads other formats",
-        text::file(path, STDIN)
-    )]
-    NotARecording { path: PathBuf, found: String },
-    #[error("{}: --gpu {gpu}: {found}", text::file(path, STDIN))]
-    NoGpu {
-        path: PathBuf,
-        gpu: usize,
-        found: String,
-    },
-    #[error(
-        "{}:{line}: the compressed data is damaged: {why}",
-        text::file(path, STDIN)
-    )]
-    Damaged {
-        path: PathBuf,
-        line: u64,
-        why: String,
-    },
+#[error("{}: {what}", place(path, *line))]
+pub struct InputError {
+    path: PathBuf,
+    line: Option<u64>,
+    what: String,
+    source: Option<io::Error>,
 }
 
 impl InputError {
     /// The line of the file that is to blame.
     pub fn line(&self) -> Option<u64> {
-        match self {
-            InputError::Trace { error, .. } => Some(error.line()),
-            InputError::Damaged { line, .. } => Some(*line),
-            _ => None,
+        self.line
+    }
+}
+
+impl From<InputError> for Failure {
+    fn from(error: InputError) -> Failure {
+        Failure::File {
+            trace: name(&error.path),
+            line: error.line,
+            error: Box::new(error),
+        }
+    }
+}
+
+fn place(path: &Path, line: Option<u64>) -> String {
+    let file = text::file(path, STDIN);
+    line.map_or(file.clone(), |line| format!("{file}:{line}"))
+}
+
+/// An [`InputError`] before it has the path.
+#[derive(Debug)]
+struct Fault {
+    line: Option<u64>,
+    what: String,
+    source: Option<io::Error>,
+}
+
+impl Fault {
+    fn new(what: String) -> Fault {
+        Fault {
+            line: None,
+            what,
+            source: None,
         }
     }
 
-    fn foreign(path: &Path, found: String) -> InputError {
-        let path = path.to_owned();
-        InputError::Foreign { path, found }
+    /// The file is of a kind that is not read.
+    fn foreign(found: &str) -> Fault {
+        Fault::new(format!(
+            "this looks like {found}, which is not read; the formats that are read: {FORMATS}"
+        ))
     }
 
-    fn trace(path: &Path, error: TraceError) -> InputError {
-        let path = path.to_owned();
-        InputError::Trace { path, error }
+    fn failed(what: &str, source: io::Error) -> Fault {
+        Fault {
+            source: Some(source),
+            ..Fault::new(what.to_owned())
+        }
+    }
+
+    fn damaged(line: u64, why: &str) -> Fault {
+        Fault {
+            line: Some(line),
+            ..Fault::new(format!("the compressed data is damaged: {why}"))
+        }
+    }
+
+    fn no_gpu(gpu: usize, found: &str) -> Fault {
+        Fault::new(format!("--gpu {gpu}: {found}"))
+    }
+
+    /// What is wrong with a line of the file.
+    fn in_line(error: &TraceError) -> Fault {
+        Fault {
+            line: Some(error.line()),
+            ..Fault::new(words(error))
+        }
+    }
+
+    fn of(self, path: &Path) -> InputError {
+        InputError {
+            path: path.to_owned(),
+            line: self.line,
+            what: self.what,
+            source: self.source,
+        }
+    }
+}
+
+/// A trace that is made of another file has no lines.
+impl From<TraceError> for Fault {
+    fn from(error: TraceError) -> Fault {
+        Fault::new(words(&error))
+    }
+}
+
+impl From<ReadError> for Fault {
+    fn from(error: ReadError) -> Fault {
+        Fault::new(error.to_string())
+    }
+}
+
+impl From<SnapshotError> for Fault {
+    fn from(error: SnapshotError) -> Fault {
+        match error {
+            SnapshotError::NotASnapshot { found } => Fault::foreign(&found),
+            SnapshotError::Json { what } => Fault::foreign(&format!("JSON with an error ({what})")),
+            SnapshotError::Opcode { .. } => {
+                Fault::foreign(&format!("a pickle of other objects ({error})"))
+            }
+            error => Fault::new(error.to_string()),
+        }
     }
 }
 
@@ -106,72 +163,52 @@ pub fn missing(recording: &Recording) -> Vec<String> {
     missing
 }
 
-fn read_recording(path: &Path, bytes: &[u8], rows: u64) -> Result<Recording, InputError> {
-    Recording::read_at_most(bytes, rows).map_err(|error| InputError::Recording {
-        path: path.to_owned(),
-        error,
-    })
-}
-
-fn read_snapshot(path: &Path, bytes: &[u8]) -> Result<Snapshot, InputError> {
-    Snapshot::read(bytes).map_err(|error| match error {
-        SnapshotError::NotASnapshot { found } => InputError::foreign(path, found),
-        SnapshotError::Json { what } => {
-            InputError::foreign(path, format!("JSON with an error ({what})"))
-        }
-        SnapshotError::Opcode { .. } => {
-            InputError::foreign(path, format!("a pickle of other objects ({error})"))
-        }
-        error => InputError::Snapshot {
-            path: path.to_owned(),
-            error,
-        },
-    })
-}
-
 /// Opens a file, decompressed if it is compressed, which the flag says.
-fn opened(path: &Path, file: Source) -> Result<(Source, bool), InputError> {
+fn opened(file: Source) -> Result<(Source, bool), Fault> {
     if !file.first().starts_with(&GZIP_MAGIC) {
         return Ok((file, false));
     }
     let text = Begun::new(decompressed(file));
-    let text = text.map_err(|source| {
-        let error = TraceError::Read { line: 1, source };
-        told(path, error, &mut io::empty())
-    });
+    let text = text
+        .map_err(|source| packed_fault(&TraceError::Read { line: 1, source }, &mut io::empty()));
     Ok((text?, true))
 }
 
-/// Reads a recording from a plain or gzip file, of one GPU if the options name one. What it lacks is told.
+/// Reads a recording from a plain or gzip file, of one GPU if the options name one, and warns of what it lacks.
 pub fn recording(
     path: &Path,
     options: &InputOptions,
     output: &Output,
 ) -> Result<Recording, InputError> {
-    let (file, _) = opened(path, open(path)?)?;
+    let recording = open(path).and_then(|file| recording_of(file, options));
+    let recording = recording.map_err(|fault| fault.of(path))?;
+    warn(path, &missing(&recording), output);
+    match options.gpu {
+        None => Ok(recording),
+        Some(gpu) => {
+            let known = check_gpu(gpu, &devices_of(&recording));
+            known.map_err(|fault| fault.of(path))?;
+            Ok(recording.of_device(gpu))
+        }
+    }
+}
+
+fn recording_of(file: Source, options: &InputOptions) -> Result<Recording, Fault> {
+    let (file, _) = opened(file)?;
     let found = match Kind::of(file.first()) {
         Kind::Recording => {
-            let bytes = whole(path, file, options.max_rows)?;
-            let recording = read_recording(path, &bytes, options.max_rows)?;
-            warn(path, &missing(&recording), output);
-            return match options.gpu {
-                None => Ok(recording),
-                Some(gpu) => {
-                    let devices = devices_of(&recording);
-                    check_gpu(path, gpu, &devices).map(|()| recording.of_device(gpu))
-                }
-            };
+            let bytes = whole(file, options.max_rows)?;
+            return Ok(Recording::read_at_most(&bytes, options.max_rows)?);
         }
-        Kind::Other(found) => return Err(InputError::foreign(path, found)),
+        Kind::Other(found) => return Err(Fault::foreign(&found)),
         Kind::Trace => "a trace",
         Kind::Log => "an allocation log",
         Kind::Snapshot => "a pickle or JSON",
         Kind::Page => "a page",
     };
-    Err(InputError::NotARecording {
-        path: path.to_owned(),
-        found: found.to_owned(),
-    })
+    Err(Fault::new(format!(
+        "expected a recording of cualloc, found {found}: only `--to csv` reads other formats"
+    )))
 }
 
 /// The ordinals of the devices of a recording, ascending.
@@ -182,29 +219,24 @@ fn devices_of(recording: &Recording) -> Vec<usize> {
     devices
 }
 
-fn check_gpu(path: &Path, gpu: usize, devices: &[usize]) -> Result<(), InputError> {
+fn check_gpu(gpu: usize, devices: &[usize]) -> Result<(), Fault> {
     if devices.contains(&gpu) {
         return Ok(());
     }
     let names: Vec<String> = devices.iter().map(usize::to_string).collect();
-    Err(InputError::NoGpu {
-        path: path.to_owned(),
-        gpu,
-        found: format!("the file has the GPUs {}", names.join(", ")),
-    })
+    let found = format!("the file has the GPUs {}", names.join(", "));
+    Err(Fault::no_gpu(gpu, &found))
 }
 
 /// The trace of one of several devices: that which the options name, or the one with the most rows and a warning that names
 /// the others.
 fn choose(
-    path: &Path,
     gpu: Option<usize>,
     devices: &[usize],
     trace_of: impl Fn(usize) -> Result<Trace, TraceError>,
-) -> Result<(usize, Trace, Option<String>), InputError> {
-    let trace_of = |device| trace_of(device).map_err(|error| conversion(path, error));
+) -> Result<(usize, Trace, Option<String>), Fault> {
     if let Some(gpu) = gpu {
-        check_gpu(path, gpu, devices)?;
+        check_gpu(gpu, devices)?;
         return Ok((gpu, trace_of(gpu)?, None));
     }
     let first = devices.first().copied().unwrap_or(0);
@@ -230,12 +262,6 @@ fn choose(
     Ok((device, longest, note))
 }
 
-/// A trace that is made of another file has no lines.
-fn conversion(path: &Path, error: TraceError) -> InputError {
-    let path = path.to_owned();
-    InputError::Conversion { path, error }
-}
-
 fn described(device: usize, trace: &Trace) -> String {
     let failed = trace.rows().iter().filter(|row| row.op == Op::Oom).count();
     let failed = match failed {
@@ -248,25 +274,22 @@ fn described(device: usize, trace: &Trace) -> String {
 
 /// What is made of all bytes of a file.
 fn converted(
-    path: &Path,
+    name: &str,
     kind: &Kind,
     bytes: &[u8],
     options: &InputOptions,
-) -> Result<Input, InputError> {
-    let (name, gpu) = (name(path), options.gpu);
+) -> Result<Input, Fault> {
+    let gpu = options.gpu;
     let (mut warnings, mut stacks, mut recorded) = (Vec::new(), None, Recorded::default());
     let (_, trace, note) = if *kind == Kind::Recording {
-        let mut recording = read_recording(path, bytes, options.max_rows)?;
+        let mut recording = Recording::read_at_most(bytes, options.max_rows)?;
         warnings = missing(&recording);
         let devices = devices_of(&recording);
         let chosen = match devices.len() {
-            0 | 1 if gpu.is_none() => {
-                let trace = recording.to_trace(&name, None);
-                (0, trace.map_err(|error| conversion(path, error))?, None)
-            }
+            0 | 1 if gpu.is_none() => (0, recording.to_trace(name, None)?, None),
             _ => {
-                let of_device = |device| recording.of_device(device).to_trace(&name, None);
-                let chosen = choose(path, gpu, &devices, of_device)?;
+                let of_device = |device| recording.of_device(device).to_trace(name, None);
+                let chosen = choose(gpu, &devices, of_device)?;
                 recording = recording.of_device(chosen.0);
                 chosen
             }
@@ -276,26 +299,19 @@ fn converted(
         chosen
     } else {
         let inside = match kind {
-            Kind::Page => {
-                let inside = page::snapshot(bytes);
-                Some(inside.map_err(|found| InputError::foreign(path, found))?)
-            }
+            Kind::Page => Some(page::snapshot(bytes).map_err(|found| Fault::foreign(&found))?),
             _ => None,
         };
-        let snapshot = read_snapshot(path, inside.as_deref().unwrap_or(bytes))?;
+        let snapshot = Snapshot::read(inside.as_deref().unwrap_or(bytes))?;
         let devices: Vec<usize> = (0..snapshot.devices().max(1)).collect();
-        let of_device = |device| snapshot.to_trace(&name, device);
-        let chosen = choose(path, gpu, &devices, of_device)?;
+        let chosen = choose(gpu, &devices, |device| snapshot.to_trace(name, device))?;
         warnings.extend(snapshot.gaps(chosen.0));
         recorded.failed = snapshot.failed_requests(chosen.0);
         chosen
     };
     warnings.extend(note);
     if trace.rows().len() as u64 > options.max_rows {
-        return Err(InputError::Read {
-            path: path.to_owned(),
-            source: too_many(options.max_rows),
-        });
+        return Err(Fault::failed(UNREAD, too_many(options.max_rows)));
     }
     Ok(Input {
         trace,
@@ -306,9 +322,10 @@ fn converted(
 }
 
 /// Reads a trace from a plain or gzip file in one of the [`FORMATS`], told apart by their first bytes; from stdin if it is
-/// called `-`. What the file lacks is told.
+/// called `-`. Warns of what the file lacks.
 pub fn read(path: &Path, options: &InputOptions, output: &Output) -> Result<Input, InputError> {
-    let input = read_begun(path, open(path)?, options)?;
+    let input = open(path).and_then(|file| read_begun(&name(path), file, options));
+    let input = input.map_err(|fault| fault.of(path))?;
     warn(path, &input.warnings, output);
     Ok(input)
 }
@@ -354,63 +371,63 @@ impl Recorded {
 }
 
 /// Reads a file by its first bytes.
-fn read_begun(path: &Path, file: Source, options: &InputOptions) -> Result<Input, InputError> {
-    let (mut file, packed) = opened(path, file)?;
+fn read_begun(name: &str, file: Source, options: &InputOptions) -> Result<Input, Fault> {
+    let (mut file, packed) = opened(file)?;
     let kind = Kind::of(file.first());
     match kind {
-        Kind::Other(found) => match file.fault() {
+        Kind::Other(found) => Err(match file.fault() {
             // What is there is too short to tell.
-            Some(source) => Err(InputError::Read {
-                path: path.to_owned(),
-                source,
-            }),
-            None if packed => Err(match broken(&mut file) {
-                Some(damage) => damaged(path, 1, damage.to_string()),
-                None => InputError::foreign(path, format!("gzip data of {found}")),
-            }),
-            None => Err(InputError::foreign(path, found)),
-        },
+            Some(source) => Fault::failed(UNREAD, source),
+            None if packed => match broken(&mut file) {
+                Some(damage) => Fault::damaged(1, &damage.to_string()),
+                None => Fault::foreign(&format!("gzip data of {found}")),
+            },
+            None => Fault::foreign(&found),
+        }),
         Kind::Recording | Kind::Snapshot | Kind::Page => {
-            converted(path, &kind, &whole(path, file, options.max_rows)?, options)
+            converted(name, &kind, &whole(file, options.max_rows)?, options)
         }
-        Kind::Trace | Kind::Log => {
-            let mut text = buffered(file);
-            let input = lines(
-                path,
-                &kind,
-                Bounded::new(&mut text, options.max_rows),
-                options,
-            );
-            input.map_err(|error| match error {
-                InputError::Trace { error, .. } if packed => told(path, error, &mut text),
-                error => error,
-            })
-        }
+        Kind::Trace | Kind::Log => lines(name, &kind, file, packed, options),
     }
+}
+
+/// A file of lines.
+enum Lines {
+    Trace(Trace),
+    Log(AllocationLog),
 }
 
 /// Reads a file of lines.
 fn lines(
-    path: &Path,
+    name: &str,
     kind: &Kind,
-    text: impl BufRead,
+    file: Source,
+    packed: bool,
     options: &InputOptions,
-) -> Result<Input, InputError> {
-    let name = name(path);
-    let wrong = |error| InputError::trace(path, error);
-    let (trace, warnings) = if *kind == Kind::Log {
-        let log = AllocationLog::read(text).map_err(wrong)?;
-        let of_device = |device| log.to_trace(&name, device);
-        let (device, trace, note) = choose(path, options.gpu, &log.devices(), of_device)?;
-        let mut warnings = log.gaps(device);
-        warnings.extend(note);
-        (trace, warnings)
-    } else if let Some(gpu) = options.gpu {
-        let (path, found) = (path.to_owned(), "a trace does not say which GPU it is of");
-        let found = found.to_owned();
-        return Err(InputError::NoGpu { path, gpu, found });
-    } else {
-        (Trace::read(name, text).map_err(wrong)?, Vec::new())
+) -> Result<Input, Fault> {
+    let mut text = buffered(file);
+    let rows = Bounded::new(&mut text, options.max_rows);
+    let read = match (kind, options.gpu) {
+        (Kind::Log, _) => AllocationLog::read(rows).map(Lines::Log),
+        (_, None) => Trace::read(name, rows).map(Lines::Trace),
+        (_, Some(gpu)) => {
+            return Err(Fault::no_gpu(
+                gpu,
+                "a trace does not say which GPU it is of",
+            ));
+        }
+    };
+    let read = read.map_err(|error| match packed {
+        true => packed_fault(&error, &mut text),
+        false => Fault::in_line(&error),
+    })?;
+    let (trace, warnings) = match read {
+        Lines::Trace(trace) => (trace, Vec::new()),
+        Lines::Log(log) => {
+            let trace_of = |device| log.to_trace(name, device);
+            let (device, trace, note) = choose(options.gpu, &log.devices(), trace_of)?;
+            (trace, log.gaps(device).into_iter().chain(note).collect())
+        }
     };
     Ok(Input {
         trace,
@@ -420,38 +437,26 @@ fn lines(
     })
 }
 
-/// Why a compressed trace cannot be read.
-fn told(path: &Path, error: TraceError, text: &mut impl Read) -> InputError {
-    match damage(&error, text) {
-        Some(why) => damaged(path, error.line(), why),
-        None => InputError::trace(path, error),
-    }
-}
-
-fn damaged(path: &Path, line: u64, why: String) -> InputError {
-    let path = path.to_owned();
-    InputError::Damaged { path, line, why }
-}
-
 /// What is wrong with a line, without its number.
-fn fault(error: &TraceError) -> String {
+fn words(error: &TraceError) -> String {
     let words = text::chain(error);
     let number = format!("line {}: ", error.line());
     words.strip_prefix(&number).unwrap_or(&words).to_owned()
 }
 
-/// What is wrong with the compression, if that is why the trace cannot be read.
-fn damage(error: &TraceError, text: &mut impl Read) -> Option<String> {
-    match error {
+/// Why a compressed trace cannot be read: often its compression is what is wrong.
+fn packed_fault(error: &TraceError, text: &mut impl Read) -> Fault {
+    let why = match error {
         TraceError::Read { source, .. } => match source.kind() {
             io::ErrorKind::UnexpectedEof => Some("it ends too early".to_owned()),
             io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => Some(source.to_string()),
             _ => None,
         },
-        _ => {
-            let damage = broken(text)?;
-            Some(format!("{damage} (what is read there: {})", fault(error)))
-        }
+        _ => broken(text).map(|damage| format!("{damage} (what is read there: {})", words(error))),
+    };
+    match why {
+        Some(why) => Fault::damaged(error.line(), &why),
+        None => Fault::in_line(error),
     }
 }
 
@@ -516,10 +521,10 @@ mod tests {
     fn read(bytes: &[u8], most: usize, fails: bool) -> Result<Trace, String> {
         let bytes = Cursor::new(bytes.to_vec());
         let file: Box<dyn Read> = Box::new(Slow { bytes, most, fails });
-        let read = Begun::new(file).map(|file| read_begun(Path::new("-"), file, &options()));
+        let read = Begun::new(file).map(|file| read_begun("stdin", file, &options()));
         let read = read.map_err(|error| error.to_string())?;
         read.map(|input| input.trace)
-            .map_err(|error| text::chain(&error))
+            .map_err(|fault| text::chain(&fault.of(Path::new("-"))))
     }
 
     fn options() -> InputOptions {

@@ -1,6 +1,6 @@
 //! Files as they are opened, decompressed and bounded.
 
-use super::{InputError, kind};
+use super::{Fault, UNREAD, kind};
 use crate::text;
 use flate2::bufread::MultiGzDecoder;
 use std::fs::File;
@@ -69,16 +69,13 @@ impl<R: Read> Read for Begun<R> {
 pub type Source = Begun<Box<dyn Read>>;
 
 /// Opens a file, or stdin if it is called `-`.
-pub fn open(path: &Path) -> Result<Source, InputError> {
-    let open = |source| InputError::Open {
-        path: path.to_owned(),
-        source,
+pub(super) fn open(path: &Path) -> Result<Source, Fault> {
+    let source: io::Result<Box<dyn Read>> = match text::is_standard(path) {
+        true => Ok(Box::new(io::stdin().lock())),
+        false => File::open(path).map(|file| Box::new(file) as Box<dyn Read>),
     };
-    let source: Box<dyn Read> = match text::is_standard(path) {
-        true => Box::new(io::stdin().lock()),
-        false => Box::new(File::open(path).map_err(open)?),
-    };
-    Begun::new(source).map_err(open)
+    let begun = source.and_then(Begun::new);
+    begun.map_err(|source| Fault::failed("cannot be opened", source))
 }
 
 pub fn buffered<R: Read>(file: R) -> BufReader<R> {
@@ -91,7 +88,7 @@ pub fn decompressed(file: Source) -> Box<dyn Read> {
 }
 
 /// All of a file that may have so many rows, which take this many bytes at most.
-pub fn whole(path: &Path, file: impl Read, rows: u64) -> Result<Vec<u8>, InputError> {
+pub(super) fn whole(file: impl Read, rows: u64) -> Result<Vec<u8>, Fault> {
     const OTHERS: u64 = 64 << 20;
     const ROW: u64 = 1 << 10;
     let most = rows.saturating_mul(ROW).saturating_add(OTHERS);
@@ -103,10 +100,7 @@ pub fn whole(path: &Path, file: impl Read, rows: u64) -> Result<Vec<u8>, InputEr
         ))),
         false => Ok(bytes),
     });
-    full.map_err(|source| InputError::Read {
-        path: path.to_owned(),
-        source,
-    })
+    full.map_err(|source| Fault::failed(UNREAD, source))
 }
 
 pub fn too_many(rows: u64) -> io::Error {

@@ -9,13 +9,13 @@ mod levels;
 #[cfg(test)]
 mod tests;
 
-use crate::input::{self, Input, InputError, Recorded};
+use crate::input::{self, Input, Recorded};
 use crate::machine::Machine;
 use crate::options::{DeviceChoice, GlobalOptions, ViewOptions};
 use crate::output::Output;
 use crate::replay::{self, CannotBegin};
 use crate::settings::Settings;
-use crate::sink::Sink;
+use crate::sink::{self, STDOUT};
 use crate::{Failure, Outcome, text};
 use contexts::Contexts;
 use cualloc::Error;
@@ -43,18 +43,12 @@ const SCRIPTS: [&str; 7] = [
     include_str!("page.js"),
 ];
 
-/// What messages call stdout.
-const STDOUT: &str = "<stdout>";
-
-/// Why there is no page.
+/// There is no page, since the replay of a file cannot begin.
 #[derive(Debug, thiserror::Error)]
-enum ViewError {
-    #[error(transparent)]
-    Input(#[from] InputError),
-    #[error("{}: the replay cannot begin", text::file(path, input::STDIN))]
-    Replay { path: PathBuf, source: CannotBegin },
-    #[error("{}: cannot be written", text::file(path, STDOUT))]
-    Write { path: PathBuf, source: io::Error },
+#[error("{}: the replay cannot begin", text::file(path, input::STDIN))]
+struct NoReplay {
+    path: PathBuf,
+    source: CannotBegin,
 }
 
 /// What is shown in words beside the pictures.
@@ -86,10 +80,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     };
     let mut traces = Vec::with_capacity(options.files.len());
     for path in &options.files {
-        match input::read(path, &options.input, output) {
-            Ok(read) => traces.push((path, read)),
-            Err(error) => return failed(path, output, &error.into()),
-        }
+        traces.push((path, input::read(path, &options.input, output)?));
     }
     // The last one is shown, and what changed from the first to it.
     let Some((path, shown)) = traces.pop() else {
@@ -110,16 +101,12 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         let replay = replay(trace).on_progress(|done| bar.set_position(done));
         let report = replay.run(ground.context());
         bar.finish_and_clear();
-        match report {
-            Ok(report) => {
-                before = Some(Side {
-                    trace,
-                    reserved_peak: report.reserved_peak,
-                    error: ended(&report),
-                });
-            }
-            Err(error) => return cannot_begin(path, error, output),
-        }
+        let report = report.map_err(|error| cannot_begin(path, error))?;
+        before = Some(Side {
+            trace,
+            reserved_peak: report.reserved_peak,
+            error: ended(&report),
+        });
     }
     let ground = machine.context(options.lag)?;
     let frame = Frame {
@@ -136,29 +123,20 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     let replay = replay(trace).on_progress(|done| bar.set_position(done));
     let page = page(&frame, replay, options.maps, ground.context());
     bar.finish_and_clear();
-    let page = match page {
-        Ok(page) => page,
-        Err(error) => return cannot_begin(path, error, output),
-    };
+    let page = page.map_err(|error| cannot_begin(path, error))?;
     if let Some(error) = page.meta["error"].as_str() {
         output.note(&format!("the page ends where the replay did: {error}"));
     }
-    let written = Sink::create(&out).and_then(|sink| sink.write(|to| page.write(to)));
-    match written {
-        Ok(()) => {
-            if options.out.is_none() {
-                output.note(&format!("the page is {}", text::file(&out, STDOUT)));
-            }
-            if options.open
-                && let Err(error) = open_in_browser(&out)
-            {
-                output.warning(&format!("cannot open a browser: {error}"));
-            }
-            Ok(true)
-        }
-        Err(source) if source.kind() == io::ErrorKind::BrokenPipe => Err(Failure::Output(source)),
-        Err(source) => failed(path, output, &ViewError::Write { path: out, source }),
+    sink::write(&out, |to| page.write(to))?;
+    if options.out.is_none() {
+        output.note(&format!("the page is {}", text::file(&out, STDOUT)));
     }
+    if options.open
+        && let Err(error) = open_in_browser(&out)
+    {
+        output.warning(&format!("cannot open a browser: {error}"));
+    }
+    Ok(true)
 }
 
 /// Where the page goes. It replaces no file that is read.
@@ -194,21 +172,16 @@ fn open_in_browser(page: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn cannot_begin(path: &Path, error: Error, output: &mut Output) -> Outcome {
-    let error = ViewError::Replay {
+fn cannot_begin(path: &Path, error: Error) -> Failure {
+    let error = NoReplay {
         path: path.to_owned(),
         source: error.into(),
     };
-    failed(path, output, &error)
-}
-
-fn failed(path: &Path, output: &mut Output, error: &ViewError) -> Outcome {
-    let line = match error {
-        ViewError::Input(error) => error.line(),
-        _ => None,
-    };
-    output.failed(&input::name(path), line, error)?;
-    Ok(false)
+    Failure::File {
+        trace: input::name(path),
+        line: None,
+        error: Box::new(error),
+    }
 }
 
 /// Why a replay ended before its last row.
