@@ -416,34 +416,6 @@ pub enum Work {
     FrontEnds,
 }
 
-impl Work {
-    /// As `--only` calls it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Work::Pair => "pair",
-            Work::Raw => "raw",
-            Work::Churn => "churn",
-            Work::Threads => "threads",
-            Work::LargeThreads => "large-threads",
-            Work::Cross => "cross",
-            Work::FreeBlocks => "free-blocks",
-            Work::FrontEnds => "front-ends",
-        }
-    }
-
-    /// All of them.
-    pub const ALL: [Work; 8] = [
-        Work::Pair,
-        Work::Raw,
-        Work::Churn,
-        Work::Threads,
-        Work::LargeThreads,
-        Work::Cross,
-        Work::FreeBlocks,
-        Work::FrontEnds,
-    ];
-}
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum PolicyChoice {
     Packed,

@@ -23,7 +23,7 @@ use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::trace::Op;
 use cualloc::trace::generate::{Kind, Program};
 use cualloc::{Allocator, Block, Config};
-use source::{Handles, Pointers, Stack, Typed, Workspaces};
+use source::{Handles, Pointers, Stack, typed, workspaces};
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -126,8 +126,8 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
             replay(allocator, &streams[0], count)?;
         }
         "stack" => pair(sim, &Stack::new(allocator, streams), count)?,
-        "workspace" => pair(sim, &Workspaces::new(allocator, streams), count)?,
-        "typed_pool" => pair(sim, &Typed::new(allocator, streams), count)?,
+        "workspace" => pair(sim, &workspaces(allocator, streams), count)?,
+        "typed_pool" => pair(sim, &typed(allocator, streams), count)?,
         _ => return Err("there is no such work".into()),
     }
     // Nothing is closed: live blocks go with the process, and nobody counts their frees.

@@ -1,6 +1,5 @@
 //! `cualloc bench`: what an operation costs, and what is left of it with many threads.
 
-mod line;
 mod measure;
 mod source;
 mod workload;
@@ -10,13 +9,14 @@ use crate::options::{BenchOptions, GlobalOptions, Work};
 use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
 use crate::{Failure, Outcome, text};
+use clap::ValueEnum;
 use cualloc::Allocator;
 use cualloc::driver::{Context, Stream};
 use cualloc::record::{Recorder, Target};
-use line::Line;
 use measure::{Scale, churn, crossing, pair, threads};
-use source::{Handles, Malloc, Pointers, Stack, Typed, Workspaces};
-use std::io;
+use serde::Serialize;
+use source::{Handles, Malloc, Pointers, Stack, typed, workspaces};
+use std::{fmt, io};
 use workload::{Churn, Source};
 
 const KIB: usize = 1 << 10;
@@ -55,9 +55,9 @@ pub fn run(global: &GlobalOptions, options: &BenchOptions, output: &mut Output) 
         output,
         well: true,
     };
-    for work in Work::ALL {
-        if options.only.is_empty() || options.only.contains(&work) {
-            bench.work(work)?;
+    for work in Work::value_variants() {
+        if options.only.is_empty() || options.only.contains(work) {
+            bench.work(*work)?;
         }
     }
     Ok(bench.well)
@@ -96,6 +96,44 @@ impl Rig {
     }
 }
 
+/// A figure of one source under one work: a line of `--json`, or of text that other harnesses write, too.
+#[derive(Serialize, Clone)]
+struct Line<'a> {
+    schema: u32,
+    /// What was done.
+    work: &'a str,
+    /// By which source.
+    name: &'a str,
+    /// With which size, or how many threads.
+    case: String,
+    /// None if there is an error.
+    value: Option<f64>,
+    unit: &'a str,
+    device: &'a str,
+    policy: &'a str,
+    /// Why there is no value.
+    error: Option<String>,
+}
+
+impl fmt::Display for Line<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = match self.unit {
+            "Mops/s" => 2,
+            "calls" => 4,
+            _ => 1,
+        };
+        let value = self.value.unwrap_or(f64::NAN);
+        let Line {
+            work,
+            name,
+            case,
+            unit,
+            ..
+        } = self;
+        write!(f, "{work} {name} {case}: {value:.digits$} {unit}")
+    }
+}
+
 /// What a measurement comes to.
 type Figure = Result<f64, workload::Failure>;
 
@@ -106,9 +144,9 @@ impl Bench<'_> {
             Ok(rig) => rig,
             Err(error) => {
                 let why = format!("the allocator cannot be made: {}", text::chain(&*error));
-                output::error(&why);
-                self.failed(work.name(), OURS, "", "", why)?;
-                return Ok(());
+                let name = work.to_possible_value();
+                let name = name.as_ref().map_or("", |value| value.get_name());
+                return Ok(self.figure(name, OURS, "", "", Err(why.into()))?);
             }
         };
         self.policy = rig.allocator.policy().name();
@@ -116,7 +154,7 @@ impl Bench<'_> {
             Work::Pair => self.pairs(&rig)?,
             Work::Raw => self.raw_pairs(&rig)?,
             Work::Churn => self.churns(&rig)?,
-            Work::Threads => self.threads(&rig)?,
+            Work::Threads => self.small_threads(&rig)?,
             Work::LargeThreads => self.large_threads(&rig)?,
             Work::Cross => self.crossings(&rig)?,
             Work::FreeBlocks => self.free_blocks()?,
@@ -146,7 +184,7 @@ impl Bench<'_> {
         }
     }
 
-    /// Writes a figure, or says on stderr why there is none.
+    /// Writes a figure, or on stderr why there is none.
     fn figure(
         &mut self,
         work: &str,
@@ -155,58 +193,26 @@ impl Bench<'_> {
         unit: &str,
         figure: Figure,
     ) -> io::Result<()> {
-        let case = case.into();
-        match figure {
-            Ok(value) => {
-                let line = Line {
-                    schema: SCHEMA,
-                    work,
-                    name,
-                    case,
-                    value: Some(value),
-                    unit,
-                    error: None,
-                    device: self.device,
-                    policy: if name == HOST { "-" } else { self.policy },
-                };
-                if self.output.json {
-                    self.output.json(&line)
-                } else {
-                    self.output.line(&line.to_string())
-                }
-            }
-            Err(error) => {
-                let why = text::chain(&*error);
-                output::error(&format!("{work} {name} {case}: {why}"));
-                self.failed(work, name, &case, unit, why)
-            }
-        }
-    }
-
-    /// There is no figure, and why.
-    fn failed(
-        &mut self,
-        work: &str,
-        name: &str,
-        case: &str,
-        unit: &str,
-        why: String,
-    ) -> io::Result<()> {
-        self.well = false;
-        if !self.output.json {
-            return Ok(());
-        }
-        self.output.json(&Line {
+        let line = Line {
             schema: SCHEMA,
             work,
             name,
-            case: case.to_owned(),
-            value: None,
+            case: case.into(),
+            value: figure.as_ref().ok().copied(),
             unit,
             device: self.device,
-            policy: self.policy,
-            error: Some(why),
-        })
+            policy: if name == HOST { "-" } else { self.policy },
+            error: figure.err().map(|error| text::chain(&*error)),
+        };
+        if let Some(why) = &line.error {
+            output::error(&format!("{work} {name} {}: {why}", line.case));
+            self.well = false;
+        }
+        match (self.output.json, line.value) {
+            (true, _) => self.output.json(&line),
+            (false, Some(_)) => self.output.line(&line.to_string()),
+            (false, None) => Ok(()),
+        }
     }
 
     fn pair<S: Source>(
@@ -267,55 +273,47 @@ impl Bench<'_> {
         self.figure(work, HOST, case, "ns/op", figure)
     }
 
-    fn threads(&mut self, rig: &Rig) -> io::Result<()> {
-        let scale = self.scale;
+    /// Figures of each number of threads, of which each has the stream that `stream` says.
+    fn threads<S: Source>(
+        &mut self,
+        (work, name): (&str, &str),
+        source: &S,
+        stream: impl Fn(usize) -> usize + Sync,
+        churn: impl Fn(usize, usize) -> Churn + Sync,
+    ) -> io::Result<()> {
         for count in THREADS {
-            let case = format!("T={count}");
-            let own = |thread| thread;
-            let figure = threads(&rig.handles(), count, own, Churn::of_thread, &scale);
-            self.figure("threads own-stream", OURS, case, "Mops/s", figure)?;
-        }
-        for count in THREADS {
-            let case = format!("T={count}");
-            let one = |_| 0;
-            let figure = threads(&rig.handles(), count, one, Churn::of_thread, &scale);
-            self.figure("threads one-stream", OURS, case, "Mops/s", figure)?;
-        }
-        for count in THREADS {
-            let case = format!("T={count}");
-            let figure = threads(&Malloc, count, |_| 0, Churn::of_thread, &scale);
-            self.figure("threads own-stream", HOST, case, "Mops/s", figure)?;
+            let figure = threads(source, count, &stream, &churn, &self.scale);
+            self.figure(work, name, format!("T={count}"), "Mops/s", figure)?;
         }
         Ok(())
     }
 
+    fn small_threads(&mut self, rig: &Rig) -> io::Result<()> {
+        let (handles, own, churn) = (rig.handles(), |thread| thread, Churn::of_thread);
+        self.threads(("threads own-stream", OURS), &handles, own, churn)?;
+        self.threads(("threads one-stream", OURS), &handles, |_| 0, churn)?;
+        self.threads(("threads own-stream", HOST), &Malloc, own, churn)
+    }
+
     fn large_threads(&mut self, rig: &Rig) -> io::Result<()> {
-        let scale = self.scale;
-        let work = |thread, operations| Churn::of_thread_sized(thread, operations, MIB);
-        for count in THREADS {
-            let case = format!("T={count}");
-            let own = |thread| thread;
-            let figure = threads(&rig.handles(), count, own, work, &scale);
-            self.figure("threads own-stream-1MiB", OURS, case, "Mops/s", figure)?;
-        }
-        Ok(())
+        let churn = |thread, operations| Churn::of_thread_sized(thread, operations, MIB);
+        let work = ("threads own-stream-1MiB", OURS);
+        self.threads(work, &rig.handles(), |thread| thread, churn)
     }
 
     fn crossings(&mut self, rig: &Rig) -> io::Result<()> {
         for count in [1, 16] {
-            let figures = crossing(&rig.handles(), count, &self.scale);
-            let figures = match figures {
+            let case = format!("T={count}");
+            let figures = match crossing(&rig.handles(), count, &self.scale) {
                 Ok(figures) => figures,
-                Err(error) => {
-                    return self.figure("cross-stream", OURS, format!("T={count}"), "", Err(error));
-                }
+                Err(error) => return self.figure("cross-stream", OURS, case, "", Err(error)),
             };
             for (work, unit, value) in [
                 ("cross-stream free", "ns", figures.free),
                 ("cross-stream pair", "ns", figures.pair),
                 ("cross-stream driver", "calls", figures.calls),
             ] {
-                self.figure(work, OURS, format!("T={count}"), unit, Ok(value))?;
+                self.figure(work, OURS, case.as_str(), unit, Ok(value))?;
             }
         }
         Ok(())
@@ -355,14 +353,13 @@ impl Bench<'_> {
         let (allocator, streams) = (&rig.allocator, &rig.streams);
         let bytes = 4 * KIB;
         self.pair("pair stack", OURS, &Stack::new(allocator, streams), bytes)?;
-        let workspaces = Workspaces::new(allocator, streams);
-        self.pair("pair workspace", OURS, &workspaces, bytes)?;
         self.pair(
-            "pair typed-pool",
+            "pair workspace",
             OURS,
-            &Typed::new(allocator, streams),
+            &workspaces(allocator, streams),
             bytes,
-        )
+        )?;
+        self.pair("pair typed-pool", OURS, &typed(allocator, streams), bytes)
     }
 }
 

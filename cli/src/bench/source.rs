@@ -11,7 +11,6 @@ use cualloc::pool::{TypedPool, WorkspacePool};
 use cualloc::resource::{Budget, Logging, MemoryResource, RawBlock};
 use cualloc::{Allocator, Block, DeviceBuffer, Request};
 use std::alloc::{Layout, alloc, dealloc};
-use std::mem::MaybeUninit;
 
 /// Out of line, so that what is measured is the call and not the boxing of its errors.
 #[cold]
@@ -113,7 +112,58 @@ impl Source for Malloc {
     }
 }
 
-/// The pooled stack with a budget and a log that nobody reads.
+/// Blocks of a front end that free themselves, allocated by a function of their bytes and stream.
+pub struct Owned<'a, F> {
+    streams: &'a [Stream],
+    allocate: F,
+}
+
+impl<B, F> Source for Owned<'_, F>
+where
+    F: Fn(usize, &Stream) -> Result<B, cualloc::Error> + Sync,
+{
+    type Stream = Stream;
+    type Block = B;
+
+    fn stream(&self, index: usize) -> Stream {
+        self.streams[index].clone()
+    }
+
+    #[inline]
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<B, Failure> {
+        (self.allocate)(bytes, stream).map_err(failed)
+    }
+
+    #[inline]
+    fn free(&self, block: B) -> Result<(), Failure> {
+        drop(block);
+        Ok(())
+    }
+}
+
+/// Leases of a workspace pool.
+pub fn workspaces<'a>(
+    allocator: &Allocator,
+    streams: &'a [Stream],
+) -> impl Source<Stream = Stream> + use<'a> {
+    let pool = WorkspacePool::new(allocator);
+    let allocate = move |bytes, stream: &Stream| pool.lease(stream, bytes);
+    Owned { streams, allocate }
+}
+
+/// Buffers of `f32` out of a typed pool.
+pub fn typed<'a>(
+    allocator: &Allocator,
+    streams: &'a [Stream],
+) -> impl Source<Stream = Stream> + use<'a> {
+    let pool = TypedPool::new(allocator);
+    let allocate = move |bytes, stream: &Stream| {
+        DeviceBuffer::<f32>::uninit(&pool, bytes / size_of::<f32>(), stream)
+    };
+    Owned { streams, allocate }
+}
+
+/// The allocator below a budget and a log without a writer.
 pub struct Stack<'a> {
     resource: Logging<Budget<Allocator>, ()>,
     streams: &'a [Stream],
@@ -145,72 +195,5 @@ impl Source for Stack<'_> {
     #[inline]
     fn free(&self, block: RawBlock) -> Result<(), Failure> {
         Ok(self.resource.deallocate_block(block)?)
-    }
-}
-
-/// Leases of a workspace pool.
-pub struct Workspaces<'a> {
-    pool: WorkspacePool,
-    streams: &'a [Stream],
-}
-
-impl<'a> Workspaces<'a> {
-    pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Workspaces<'a> {
-        let pool = WorkspacePool::new(allocator);
-        Workspaces { pool, streams }
-    }
-}
-
-impl Source for Workspaces<'_> {
-    type Stream = Stream;
-    type Block = DeviceBuffer<MaybeUninit<u8>>;
-
-    fn stream(&self, index: usize) -> Stream {
-        self.streams[index].clone()
-    }
-
-    #[inline]
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
-        self.pool.lease(stream, bytes).map_err(failed)
-    }
-
-    #[inline]
-    fn free(&self, block: Self::Block) -> Result<(), Failure> {
-        drop(block);
-        Ok(())
-    }
-}
-
-/// Buffers of `f32` out of a typed pool.
-pub struct Typed<'a> {
-    pool: TypedPool,
-    streams: &'a [Stream],
-}
-
-impl<'a> Typed<'a> {
-    pub fn new(allocator: &Allocator, streams: &'a [Stream]) -> Typed<'a> {
-        let pool = TypedPool::new(allocator);
-        Typed { pool, streams }
-    }
-}
-
-impl Source for Typed<'_> {
-    type Stream = Stream;
-    type Block = DeviceBuffer<MaybeUninit<f32>>;
-
-    fn stream(&self, index: usize) -> Stream {
-        self.streams[index].clone()
-    }
-
-    #[inline]
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Self::Block, Failure> {
-        let len = bytes / size_of::<f32>();
-        DeviceBuffer::<f32>::uninit(&self.pool, len, stream).map_err(failed)
-    }
-
-    #[inline]
-    fn free(&self, block: Self::Block) -> Result<(), Failure> {
-        drop(block);
-        Ok(())
     }
 }

@@ -7,76 +7,35 @@
 // Programs that share this file each use their own part of it.
 #![allow(dead_code)]
 
-/// The 64-bit Mersenne Twister with the parameters of C++'s `std::mt19937_64` (Nishimura, "Tables of
-/// 64-bit Mersenne Twisters", 2000).
-pub struct Twister {
-    state: [u64; Self::WORDS],
-    at: usize,
+use rand_mt::Mt64;
+
+/// Uniform in `low..high`.
+fn real(random: &mut Mt64, low: f64, high: f64) -> f64 {
+    // Rounding may reach the upper end, which is then replaced by its neighbour below.
+    let unit = (random.next_u64() as f64 / 2_f64.powi(64)).min(1.0_f64.next_down());
+    unit * (high - low) + low
 }
 
-impl Twister {
-    const WORDS: usize = 312;
-    const MIDDLE: usize = 156;
-    const MATRIX: u64 = 0xb502_6f5a_a966_19e9;
-    const UPPER: u64 = !0 << 31;
+fn below(random: &mut Mt64, bound: usize) -> usize {
+    (random.next_u64() % bound as u64) as usize
+}
 
-    pub fn new(seed: u64) -> Twister {
-        let mut state = [seed; Self::WORDS];
-        for index in 1..Self::WORDS {
-            let before = state[index - 1];
-            state[index] = 6_364_136_223_846_793_005_u64
-                .wrapping_mul(before ^ (before >> 62))
-                .wrapping_add(index as u64);
-        }
-        let at = Self::WORDS;
-        Twister { state, at }
-    }
-
-    pub fn next(&mut self) -> u64 {
-        if self.at == Self::WORDS {
-            self.twist();
-        }
-        let mut word = self.state[self.at];
-        self.at += 1;
-        word ^= (word >> 29) & 0x5555_5555_5555_5555;
-        word ^= (word << 17) & 0x71d6_7fff_eda6_0000;
-        word ^= (word << 37) & 0xfff7_eee0_0000_0000;
-        word ^ (word >> 43)
-    }
-
-    fn twist(&mut self) {
-        for index in 0..Self::WORDS {
-            let following = self.state[(index + 1) % Self::WORDS];
-            let mixed = (self.state[index] & Self::UPPER) | (following & !Self::UPPER);
-            let odd = if mixed & 1 == 1 { Self::MATRIX } else { 0 };
-            let middle = self.state[(index + Self::MIDDLE) % Self::WORDS];
-            self.state[index] = middle ^ (mixed >> 1) ^ odd;
-        }
-        self.at = 0;
-    }
-
-    /// Uniform in `low..high`.
-    fn real(&mut self, low: f64, high: f64) -> f64 {
-        // Rounding may reach the upper end, which is then replaced by its neighbour below.
-        let unit = (self.next() as f64 / 2_f64.powi(64)).min(1.0_f64.next_down());
-        unit * (high - low) + low
-    }
-
-    /// Sizes whose logarithm is uniform.
-    fn sizes(&mut self, count: usize, low: usize, high: usize) -> Vec<usize> {
-        let (low, high) = ((low as f64).ln(), (high as f64).ln());
-        let size = |_| self.real(low, high).exp() as usize;
-        (0..count).map(size).collect()
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
-    }
+/// Sizes whose logarithm is uniform.
+fn sizes(random: &mut Mt64, count: usize, low: usize, high: usize) -> Vec<usize> {
+    let (low, high) = ((low as f64).ln(), (high as f64).ln());
+    let size = |_| real(random, low, high).exp() as usize;
+    (0..count).map(size).collect()
 }
 
 /// Sizes whose logarithm is uniform.
 pub fn log_uniform_sizes(count: usize, seed: u64, low: usize, high: usize) -> Vec<usize> {
-    Twister::new(seed).sizes(count, low, high)
+    sizes(&mut Mt64::new(seed), count, low, high)
+}
+
+/// The slot of each operation.
+fn picks(random: &mut Mt64, operations: usize, slots: usize) -> Vec<u32> {
+    let pick = |_| below(random, slots) as u32;
+    (0..operations).map(pick).collect()
 }
 
 /// Random slots that are filled where empty and emptied where full: one operation each. Sizes come from
@@ -97,11 +56,9 @@ impl Churn {
         low: usize,
         high: usize,
     ) -> Churn {
-        let mut twister = Twister::new(seed);
-        let sizes = twister.sizes(8192, low, high);
-        let picks = (0..operations)
-            .map(|_| twister.below(slots) as u32)
-            .collect();
+        let mut random = Mt64::new(seed);
+        let sizes = sizes(&mut random, 8192, low, high);
+        let picks = picks(&mut random, operations, slots);
         Churn {
             sizes,
             picks,
@@ -111,10 +68,9 @@ impl Churn {
 
     /// What one of several threads does: 64 slots, 512 bytes doubled up to seven times.
     pub fn of_thread(thread: usize, operations: usize) -> Churn {
-        let mut twister = Twister::new(thread as u64);
-        let sizes = (0..256).map(|_| 512 << twister.below(8)).collect();
-        let picks = (0..operations).map(|_| twister.below(64) as u32).collect();
-        let slots = 64;
+        let (mut random, slots) = (Mt64::new(thread as u64), 64);
+        let sizes = (0..256).map(|_| 512 << below(&mut random, 8)).collect();
+        let picks = picks(&mut random, operations, slots);
         Churn {
             sizes,
             picks,
