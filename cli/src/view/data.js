@@ -69,37 +69,32 @@ function legend(where, entries) {
   }
 }
 
-// The columns of the file, by name: differences, the sign in the lowest bit, seven bits a byte.
+// The columns of the file by name, each number as the difference to the one before it.
 async function columns() {
   const text = $('data').textContent.trim();
-  let packed;
-  if (Uint8Array.fromBase64) packed = Uint8Array.fromBase64(text);
-  else {
-    const letters = atob(text);
-    packed = new Uint8Array(letters.length);
-    for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
-  }
+  const packed = Uint8Array.fromBase64?.(text) ?? Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream('deflate-raw'));
-  const raw = new Uint8Array(await new Response(stream).arrayBuffer());
-  const found = {};
-  let at = 0;
-  for (const [name, count] of meta.columns) {
-    const column = new Float64Array(count);
-    for (let i = 0, last = 0; i < count; i++) {
-      let byte = raw[at++], scale = 64;
-      const sign = byte & 1 ? -1 : 1;
-      let amount = (byte & 127) >> 1;
-      while (byte > 127) {
-        byte = raw[at++];
-        amount += (byte & 127) * scale;
-        scale *= 128;
-      }
-      column[i] = last += sign * amount;
-    }
-    found[name] = column;
+  const found = await new Response(stream).json();
+  for (const name in found) {
+    let last = 0;
+    found[name] = Float64Array.from(found[name], step => last += step);
   }
   $('data').remove();
   return found;
+}
+
+// The finest level of detail has bins of this many rows; finer ones are the rows themselves.
+const FINEST = 16;
+
+// Of a curve the least or the most in each bin, for bins of twice the length from level to level, one level behind the
+// other up to that of one bin.
+function levels(curve, of) {
+  const all = [];
+  for (let row = 0; row < rows; row += FINEST) all.push(curve.subarray(row, row + FINEST).reduce((one, other) => of(one, other)));
+  for (let begin = 0, end = all.length; end - begin > 1; begin = end, end = all.length) {
+    for (let bin = begin; bin < end; bin += 2) all.push(bin + 1 < end ? of(all[bin], all[bin + 1]) : all[bin]);
+  }
+  return all;
 }
 
 let data, curves, byArea, bySize, maps;
@@ -155,6 +150,10 @@ function prepare() {
     if (change + 1 < data['reserved.row'].length && data['reserved.row'][change + 1] === row) change++;
     curves.reserved[row] = data.reserved[change];
   }
+  for (const name in curves) {
+    data[name + '.least'] = levels(curves[name], Math.min);
+    data[name + '.most'] = levels(curves[name], Math.max);
+  }
   bySize = walked(ranked(data.asked));
   byArea = walked(ranked(area));
   maps = [];
@@ -199,7 +198,7 @@ function extent(name, from, to, each) {
   const curve = curves[name], least = data[name + '.least'], most = data[name + '.most'];
   let low = Infinity, high = -Infinity;
   for (let row = from; row < to;) {
-    let place = 0, count = Math.ceil(rows / 2 ** meta.finest), bin = 2 ** meta.finest, best = -1, length = 0;
+    let place = 0, count = Math.ceil(rows / FINEST), bin = FINEST, best = -1, length = 0;
     while (count && row % bin === 0 && row + bin <= to) {
       best = place + row / bin;
       length = bin;
@@ -223,7 +222,7 @@ function extent(name, from, to, each) {
 
 // The first row with the most requested bytes.
 function peakRow(from, to) {
-  const curve = curves.requested, high = extent('requested', from, to)[1], length = 2 ** meta.finest;
+  const curve = curves.requested, high = extent('requested', from, to)[1], length = FINEST;
   const most = data['requested.most'];
   for (let row = from; row < to;) {
     const whole = row % length === 0 && row + length <= to;

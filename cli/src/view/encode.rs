@@ -4,43 +4,33 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use flate2::Compression;
 use flate2::write::DeflateEncoder;
-use std::io::{self, Write};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::io::{self, BufWriter};
 
 /// The largest whole number that a script computes with exactly.
 pub const MOST: u64 = (1 << 53) - 1;
 
-/// Columns of whole numbers, one behind the other.
-#[derive(Default)]
-pub struct Columns {
-    bytes: Vec<u8>,
-    /// The name of each, and how many numbers it has.
-    pub counts: Vec<(String, usize)>,
-}
+/// Columns of whole numbers by name, each number as the difference to the one before it.
+#[derive(Default, Serialize)]
+pub struct Columns(BTreeMap<&'static str, Vec<i64>>);
 
 impl Columns {
-    /// Appends a column. Each number is the difference to the one before it: the sign in the lowest bit, then
-    /// seven bits a byte, the lowest first, and the highest bit of a byte says that more follow. Numbers above
-    /// [`MOST`] become that.
-    pub fn add(&mut self, name: impl Into<String>, numbers: impl IntoIterator<Item = u64>) {
-        let (mut last, mut count) = (0u64, 0);
-        for number in numbers {
-            let number = number.min(MOST);
-            let mut rest = number.abs_diff(last) << 1 | u64::from(number < last);
-            while rest >= 0x80 {
-                self.bytes.push(rest as u8 | 0x80);
-                rest >>= 7;
-            }
-            self.bytes.push(rest as u8);
-            (last, count) = (number, count + 1);
-        }
-        self.counts.push((name.into(), count));
+    /// Adds a column. Numbers above [`MOST`] become that.
+    pub fn add(&mut self, name: &'static str, numbers: impl IntoIterator<Item = u64>) {
+        let mut last = 0;
+        let steps = numbers.into_iter().map(|number| {
+            let number = number.min(MOST).cast_signed();
+            number - std::mem::replace(&mut last, number)
+        });
+        self.0.insert(name, steps.collect());
     }
 
-    /// All columns, deflated, in base64.
+    /// All columns as JSON, deflated, in base64.
     pub fn packed(&self) -> io::Result<String> {
-        let mut packer = DeflateEncoder::new(Vec::new(), Compression::default());
-        packer.write_all(&self.bytes)?;
-        Ok(BASE64_STANDARD.encode(packer.finish()?))
+        let mut packer = BufWriter::new(DeflateEncoder::new(Vec::new(), Compression::default()));
+        serde_json::to_writer(&mut packer, self)?;
+        Ok(BASE64_STANDARD.encode(packer.into_inner()?.finish()?))
     }
 }
 
@@ -53,27 +43,7 @@ pub fn in_script(json: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The numbers of a column, as the page's script reads them.
-    pub fn numbers(bytes: &mut impl Iterator<Item = u8>, count: usize) -> Vec<u64> {
-        let mut last = 0u64;
-        let mut number = || {
-            let (mut word, mut shift) = (0u64, 0);
-            for byte in bytes.by_ref() {
-                word |= u64::from(byte & 0x7f) << shift;
-                shift += 7;
-                if byte < 0x80 {
-                    break;
-                }
-            }
-            last = match word & 1 {
-                0 => last + (word >> 1),
-                _ => last - (word >> 1),
-            };
-            last
-        };
-        std::iter::repeat_with(&mut number).take(count).collect()
-    }
+    use flate2::read::DeflateDecoder;
 
     #[test]
     fn columns_are_read_back() {
@@ -82,12 +52,19 @@ mod tests {
         columns.add("first", first);
         columns.add("none", []);
         columns.add("second", [u64::MAX, 1]);
-        let counts: Vec<usize> = columns.counts.iter().map(|(_, count)| *count).collect();
-        assert_eq!(counts, [9, 0, 2]);
-        let mut bytes = columns.bytes.iter().copied();
-        assert_eq!(numbers(&mut bytes, 9), first);
-        assert_eq!(numbers(&mut bytes, 2), [MOST, 1]);
-        assert_eq!(bytes.next(), None);
+        let packed = BASE64_STANDARD.decode(columns.packed().unwrap()).unwrap();
+        let json: BTreeMap<String, Vec<i64>> =
+            serde_json::from_reader(DeflateDecoder::new(&packed[..])).unwrap();
+        let read = |name: &str| {
+            let sums = json[name].iter().scan(0, |last, step| {
+                *last += step;
+                Some(*last as u64)
+            });
+            sums.collect::<Vec<u64>>()
+        };
+        assert_eq!(read("first"), first);
+        assert!(json["none"].is_empty());
+        assert_eq!(read("second"), [MOST, 1]);
     }
 
     #[test]

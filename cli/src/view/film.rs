@@ -2,9 +2,8 @@
 
 use super::contexts::Contexts;
 use super::encode::Columns;
-use super::levels::Levels;
 use cualloc::allocator::{BlockState, SegmentInfo};
-use cualloc::trace::{Op, Trace, Watched};
+use cualloc::trace::{Trace, Watched};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Pieces that all maps may have together; those taken in equal distances end there.
@@ -12,12 +11,12 @@ const MAP_PIECES: usize = 300_000;
 
 /// One block of the trace, as the allocator placed it.
 pub struct Shown {
-    born: usize,
+    pub born: usize,
     /// The row from which its memory may be used again; `None` if it lives to the end.
-    freed: Option<usize>,
+    pub freed: Option<usize>,
     address: u64,
-    asked: u64,
-    held: u64,
+    pub asked: u64,
+    pub held: u64,
     /// The index of its stream in the trace.
     stream: usize,
 }
@@ -34,10 +33,6 @@ pub struct Map {
 pub struct Film<'a> {
     trace: &'a Trace,
     pub blocks: Vec<Shown>,
-    /// Bytes as they were asked for, after each row.
-    pub requested: Vec<u64>,
-    /// Bytes of live blocks after rounding, after each row.
-    pub allocated: Vec<u64>,
     /// Bytes held from the driver, after each row.
     pub reserved: Vec<u64>,
     pub maps: Vec<Map>,
@@ -57,8 +52,6 @@ impl<'a> Film<'a> {
         Film {
             trace,
             blocks: Vec::with_capacity(trace.allocations().len()),
-            requested: Vec::with_capacity(rows),
-            allocated: Vec::with_capacity(rows),
             reserved: Vec::with_capacity(rows),
             maps: Vec::new(),
             pieces: 0,
@@ -71,11 +64,8 @@ impl<'a> Film<'a> {
     /// Takes in what a row came to.
     pub fn watch(&mut self, seen: &Watched<'_>) {
         let row = self.trace.rows()[seen.row];
-        let (mut requested, mut allocated) = (last(&self.requested), last(&self.allocated));
         if let Some(block) = seen.block {
             let outline = &self.trace.allocations()[row.id];
-            requested += outline.bytes;
-            allocated += block.size();
             let streams = self.trace.streams();
             self.blocks.push(Shown {
                 born: seen.row,
@@ -85,15 +75,7 @@ impl<'a> Film<'a> {
                 held: block.size(),
                 stream: streams.partition_point(|number| *number < outline.stream),
             });
-        } else if row.op != Op::Allocate
-            && let Some(block) = self.blocks.get(row.id)
-            && block.freed == Some(seen.row)
-        {
-            requested -= block.asked;
-            allocated -= block.held;
         }
-        self.requested.push(requested);
-        self.allocated.push(allocated);
         let must = seen.row == self.peak_row
             || Some(seen.row) == self.failed_row
             || seen.error.is_some()
@@ -130,7 +112,7 @@ impl<'a> Film<'a> {
 
     /// Rows that were replayed, the failed one too.
     pub fn rows(&self) -> usize {
-        self.requested.len()
+        self.reserved.len()
     }
 
     /// All of it as columns.
@@ -153,16 +135,6 @@ impl<'a> Film<'a> {
             .collect();
         columns.add("reserved.row", changes.iter().map(|row| *row as u64));
         columns.add("reserved", changes.iter().map(|row| self.reserved[*row]));
-        let curves = [
-            ("requested", &self.requested),
-            ("allocated", &self.allocated),
-            ("reserved", &self.reserved),
-        ];
-        for (name, curve) in curves {
-            let levels = Levels::of(curve);
-            columns.add(format!("{name}.least"), levels.least);
-            columns.add(format!("{name}.most"), levels.most);
-        }
         self.add_maps(&mut columns);
         columns
     }
@@ -221,8 +193,4 @@ fn state(state: BlockState) -> u64 {
         BlockState::Quarantined => 4,
         _ => 5,
     }
-}
-
-fn last(curve: &[u64]) -> u64 {
-    curve.last().copied().unwrap_or(0)
 }

@@ -8,7 +8,7 @@ function reason(piece) {
 }
 
 function drawMap() {
-  const map = maps[state.map], page = layers.map.begin(), { width, height } = page;
+  const map = maps[state.map], page = begin('map'), { width, height } = page;
   drawn.map = 0;
   for (const id of ['reasons', 'segments', 'pieces']) $(id).replaceChildren();
   if (!map) return;
@@ -48,7 +48,6 @@ function drawMap() {
     free.push(piece);
   }
   if (at > begun) flush(at);
-  page.end();
   const known = [...states].sort((a, b) => a[0] - b[0]);
   legend($('map-legend'), known.map(([state, amount]) => [STATES[state] + ' ' + bytes(amount), STATE_COLOURS[state]]));
   $('map-words').textContent = 'After row ' + (map.row + 1) + ', map ' + (state.map + 1) + ' of ' + maps.length + ': ' +

@@ -5,7 +5,6 @@ mod difference;
 mod encode;
 mod failed;
 mod film;
-mod levels;
 #[cfg(test)]
 mod tests;
 
@@ -33,10 +32,9 @@ use std::process::{Command, Stdio};
 /// The page, with the names of what goes into it between `@@`.
 const PAGE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
-const SCRIPTS: [&str; 7] = [
+const SCRIPTS: [&str; 6] = [
     include_str!("data.js"),
     include_str!("table.js"),
-    include_str!("layer.js"),
     include_str!("map.js"),
     include_str!("oom.js"),
     include_str!("difference.js"),
@@ -233,7 +231,6 @@ fn page(
         "rows_of_file": frame.trace.rows().len(),
         "streams": frame.trace.streams(),
         "contexts": contexts.names,
-        "finest": levels::FINEST,
         "error": error,
         "warnings": frame.warnings,
         "out_of_memory": picture,
@@ -245,7 +242,6 @@ fn page(
         "difference": difference,
         "stacks": frame.stacks.map(by_stack),
         "stacks_at": frame.stacks.and_then(Profile::moment).map(|moment| moment.to_string()),
-        "columns": columns.counts,
     });
     Ok(Page { meta, columns })
 }

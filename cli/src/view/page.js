@@ -11,7 +11,13 @@ function begin(id) {
   pen.font = '12px system-ui, sans-serif';
   const style = getComputedStyle(document.documentElement);
   const ink = name => style.getPropertyValue(name).trim();
-  return { pen, width, height, ink: ink('--ink'), rest: ink('--rest') };
+  // A rectangle in whole pixels of the device, not narrower than one, so that nothing vanishes.
+  const add = (left, top, right, bottom, colour) => {
+    const place = amount => Math.round(amount * scale) / scale, x = place(left), y = place(top);
+    pen.fillStyle = colour;
+    pen.fillRect(x, y, Math.max(place(right) - x, 1 / scale), Math.max(place(bottom) - y, 1 / scale));
+  };
+  return { pen, width, height, add, ink: ink('--ink'), rest: ink('--rest') };
 }
 
 function cursor(page) {
@@ -129,9 +135,9 @@ function compact() {
   return { y, height: last ? last.at + last.end - last.begin : 1 };
 }
 
-let hits = [], layers;
+let hits = [];
 function drawBands() {
-  const page = layers.bands.begin(), { width, height } = page, [from, to] = visible();
+  const page = begin('bands'), { width, height } = page, [from, to] = visible();
   const span = state.to - state.from, x = row => (row - state.from) / span * width;
   drawn.bands = 0;
   hits = [];
@@ -172,7 +178,6 @@ function drawBands() {
   }
   const now = (state.row + 0.5 - state.from) / span * width;
   page.add(now, 0, now + 1, height, page.ink);
-  page.end();
   $('drawn').textContent = 'Rows ' + (from + 1) + ' to ' + to + '. ' + words + ' ' + drawn.bands + ' rectangles.';
 }
 
@@ -388,7 +393,6 @@ async function main() {
     $('error').hidden = false;
     $('error').textContent = meta.error;
   }
-  layers = { bands: new Rectangles('bands'), map: new Rectangles('map') };
   $('colour').disabled = !meta.contexts.length;
   blockLegend();
   state.wanted = meta.out_of_memory ? meta.out_of_memory.requested : bySize.order.length ? data.asked[bySize.order[0]] : 0;
@@ -409,7 +413,7 @@ async function main() {
   select(meta.error !== null ? rows - 1 : failed >= 0 && failed < rows ? failed : rows ? peakRow(0, rows) : 0);
   // What tests and other scripts may ask.
   window.__view = {
-    state, drawn, curves, data, maps, layers, extent, stacks, largest, sums, select, view, zoom, reason, contents, look, files, showFiles, draw, share, csv,
+    state, drawn, curves, data, maps, extent, stacks, largest, sums, select, view, zoom, reason, contents, look, files, showFiles, draw, share, csv,
   };
 }
 
