@@ -1,15 +1,14 @@
 //! `cualloc capacity`.
 
-use crate::input::Input;
 use crate::machine::Machine;
 use crate::options::{GlobalOptions, TraceOptions};
 use crate::output::{self, Output, SCHEMA};
-use crate::replay::CannotBegin;
 use crate::settings::Settings;
 use crate::table::{Cell, Column, Table};
-use crate::{Outcome, input, replay, text};
+use crate::{Failure, Outcome, for_each, input, replay, text};
 use cualloc::trace::{Capacity, Trace};
 use serde::Serialize;
+use std::path::Path;
 
 /// One line of `--json`.
 #[derive(Serialize)]
@@ -55,27 +54,10 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
     ];
     let terminal = if options.wide { None } else { output::width() };
     let table = Table::new(columns, terminal);
-    let mut well = true;
-    for path in &options.files {
-        let Input {
-            trace, warnings, ..
-        } = match input::read(path, &options.input, output) {
-            Ok(input) => input,
-            Err(error) => {
-                output.failed(&input::name(path), error.line(), &error)?;
-                well = false;
-                continue;
-            }
-        };
-        let search = match search(&machine, &trace, options, &settings, output)? {
-            Ok(search) => search,
-            Err(error) => {
-                let file = text::file(path, input::STDIN);
-                output.failed_file(&file, trace.name(), &error)?;
-                well = false;
-                continue;
-            }
-        };
+    for_each(&options.files, output, |path, output| {
+        let read = input::read(path, &options.input, output)?;
+        let (trace, warnings) = (read.trace, read.warnings);
+        let search = search(&machine, path, &trace, options, &settings, output)?;
         let faults = match &search.fault {
             Some(report) => replay::faults(report),
             None if search.limit.is_none() => {
@@ -90,18 +72,18 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
             output.row(&table, cells(&line))?;
         }
         replay::complain(path, &faults);
-        well &= search.limit.is_some();
-    }
-    Ok(well)
+        Ok(search.limit.is_some())
+    })
 }
 
 fn search(
     machine: &Machine,
+    path: &Path,
     trace: &Trace,
     options: &TraceOptions,
     settings: &Settings,
     output: &Output,
-) -> Result<Result<Capacity, CannotBegin>, crate::Failure> {
+) -> Result<Capacity, Failure> {
     let ground = machine.context(options.lag)?;
     let bar = output.spinner(trace.name());
     let mut probes = 0;
@@ -116,7 +98,7 @@ fn search(
         })
         .capacity(ground.context());
     bar.finish_and_clear();
-    Ok(search.map_err(CannotBegin::from))
+    search.map_err(|error| Failure::no_replay(path, error))
 }
 
 fn line<'a>(

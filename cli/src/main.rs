@@ -27,9 +27,9 @@ mod view;
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 
-use clap::Parser;
 use options::{Cli, Command};
 use output::{ErrorLine, Output};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// What a subcommand comes to when it ran to its end: whether all went well.
@@ -57,8 +57,45 @@ enum Failure {
     },
 }
 
+impl Failure {
+    /// There is no result for a file, since its replay cannot begin.
+    fn no_replay(path: &Path, error: impl Into<replay::CannotBegin>) -> Failure {
+        #[derive(Debug, thiserror::Error)]
+        #[error("{}: the replay cannot begin", text::file(path, input::STDIN))]
+        struct NoReplay {
+            path: PathBuf,
+            source: replay::CannotBegin,
+        }
+        let (path, source) = (path.to_owned(), error.into());
+        Failure::File {
+            trace: input::name(&path),
+            line: None,
+            error: Box::new(NoReplay { path, source }),
+        }
+    }
+}
+
+/// Does something for each file, also behind those that there is no result for; whether all went well.
+fn for_each(
+    files: &[PathBuf],
+    output: &mut Output,
+    mut work: impl FnMut(&Path, &mut Output) -> Outcome,
+) -> Outcome {
+    let mut well = true;
+    for path in files {
+        well &= match work(path, output) {
+            Err(Failure::File { trace, line, error }) => {
+                output.failed(&trace, line, &*error)?;
+                false
+            }
+            outcome => outcome?,
+        };
+    }
+    Ok(well)
+}
+
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::read() {
         Ok(cli) => cli,
         Err(error) => return refused(&error),
     };

@@ -2,7 +2,7 @@
 
 use crate::Failure;
 use crate::size::{Limit, Size, live};
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use std::path::PathBuf;
 
@@ -111,6 +111,19 @@ pub struct GlobalOptions {
     pub quiet: bool,
 }
 
+impl Cli {
+    /// Reads the command line. A number below 0 behind an option is a wrong value of it, and not an unknown option.
+    pub fn read() -> Result<Cli, clap::Error> {
+        let value = |arg: Arg| {
+            let takes_value = !arg.is_positional() && arg.get_action().takes_values();
+            arg.allow_negative_numbers(takes_value)
+        };
+        let command = Cli::command().mut_args(value);
+        let command = command.mut_subcommands(|subcommand| subcommand.mut_args(value));
+        Cli::from_arg_matches(&command.try_get_matches()?)
+    }
+}
+
 impl GlobalOptions {
     pub fn device(&self) -> DeviceChoice {
         self.device.unwrap_or(DeviceChoice::Auto)
@@ -146,10 +159,10 @@ impl GlobalOptions {
 #[derive(Args, Debug)]
 pub struct InputOptions {
     /// Of which GPU, if a snapshot, a recording or a log has several; by default the one with the most rows.
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     pub gpu: Option<usize>,
     /// Rows or events that a file may have: each takes 80 bytes to 1 KB of memory.
-    #[arg(long, value_name = "N", default_value_t = MAX_ROWS, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
     pub max_rows: u64,
 }
 
@@ -205,15 +218,10 @@ pub struct ViewOptions {
     #[arg(long, value_name = "SIZE|SHARE%|RATIOx", allow_hyphen_values = true)]
     pub limit: Option<Limit>,
     /// Work submitted at one row completes this many rows later.
-    #[arg(
-        long,
-        value_name = "ROWS",
-        default_value_t = 0,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "ROWS", default_value_t = 0)]
     pub lag: u64,
     /// How many maps of memory to take, in equal distances, beside those at the peak and at the end.
-    #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(..=1000), allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(..=1000))]
     pub maps: u16,
     #[command(flatten)]
     pub input: InputOptions,
@@ -225,18 +233,13 @@ pub struct GenerateOptions {
     #[arg(value_enum)]
     pub kind: KindChoice,
     /// Programs of different seeds differ; the same seed gives the same trace everywhere.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 1,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
     /// Rows to write, instead of as many as usual.
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     pub rows: Option<usize>,
     /// Streams of a random program, instead of what the seed says.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..), allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub streams: Option<u16>,
     /// Most bytes live in a random program, instead of 8 GiB.
     #[arg(long, value_name = "SIZE", value_parser = live, allow_hyphen_values = true)]
@@ -264,18 +267,13 @@ pub struct VaryOptions {
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
     /// How many copies to write, one after another.
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     pub copies: u32,
     /// By how much of itself a size may change.
-    #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..100), allow_negative_numbers = true)]
+    #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..100))]
     pub percent: u8,
     /// Different seeds change the sizes differently.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 1,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
     #[command(flatten)]
     pub input: InputOptions,
@@ -306,21 +304,10 @@ pub struct TraceOptions {
     #[arg(long)]
     pub verify: bool,
     /// On the simulator: work submitted at one row completes this many rows later.
-    #[arg(
-        long,
-        value_name = "ROWS",
-        default_value_t = 0,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "ROWS", default_value_t = 0)]
     pub lag: u64,
     /// Decides which checks are delayed, when verifying over several streams.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 1,
-        requires = "verify",
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
     pub seed: u64,
     #[command(flatten)]
     pub input: InputOptions,
@@ -346,12 +333,7 @@ pub struct AdviseOptions {
     #[arg(long, conflicts_with = "json")]
     pub all: bool,
     /// Work submitted at one row completes this many rows later.
-    #[arg(
-        long,
-        value_name = "ROWS",
-        default_value_t = 0,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "ROWS", default_value_t = 0)]
     pub lag: u64,
     #[command(flatten)]
     pub input: InputOptions,
@@ -366,17 +348,17 @@ pub struct ReplayOptions {
     #[arg(long, conflicts_with_all = ["policy", "no_views"])]
     pub compare: bool,
     /// How often to replay each file, on one allocator; --json shows each, for some 2.5 KB of memory.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
     /// requested peak like `1.02x`.
     #[arg(long, value_name = "SIZE|SHARE%|RATIOx", allow_hyphen_values = true)]
     pub limit: Option<Limit>,
     /// Show each replay in so many parts of equal length; needs --json.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000), allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub parts: Option<u16>,
     /// Walk over the allocator's structures after each so many rows.
-    #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
+    #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub check_every: Option<u32>,
     #[command(flatten)]
     pub traces: TraceOptions,
@@ -425,7 +407,6 @@ pub enum PolicyChoice {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_consistent() {

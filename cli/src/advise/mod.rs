@@ -2,7 +2,6 @@
 
 mod trial;
 
-use crate::input::Input;
 use crate::machine::Machine;
 use crate::options::{AdviseOptions, DeviceChoice, GlobalOptions};
 use crate::output::{self, Output, SCHEMA};
@@ -10,11 +9,10 @@ use crate::replay::{self, Fault};
 use crate::settings::Settings;
 use crate::size::Size;
 use crate::table::{Cell, Column, Table};
-use crate::{Failure, Outcome, input, text};
+use crate::{Failure, Outcome, for_each, input, text};
 use cualloc::allocator::Profile;
 use cualloc::trace::{Capacity, Pass, Trace};
 use serde::Serialize;
-use std::path::Path;
 use trial::{Choice, Stop, Trial, Trials};
 
 /// Recordings of more live bytes are not replayed: a simulated device of that size takes very long to fill.
@@ -186,28 +184,21 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
         output.note("the limit of CUALLOC_CONFIG is not used: --memory says how much there is");
     }
     let table = table(options, &choices);
-    let mut well = true;
-    for path in &options.files {
-        let Input {
-            trace, warnings, ..
-        } = match input::read(path, &options.input, output) {
-            Ok(input) => input,
-            Err(error) => {
-                output.failed(&input::name(path), error.line(), &error)?;
-                well = false;
-                continue;
-            }
-        };
+    for_each(&options.files, output, |path, output| {
+        let read = input::read(path, &options.input, output)?;
+        let (trace, warnings, file) = (read.trace, read.warnings, text::file(path, input::STDIN));
         if let Some(failed) = replay::failed_requests(&trace) {
-            let file = text::file(path, input::STDIN);
             output.note(&format!("{file}: {failed}; what fits serves them, too"));
         }
         let advice = match advise(global, options, &trace, &choices, output) {
             Ok(advice) => advice,
-            Err(stop) => {
-                fail(stop, path, &trace, output)?;
-                well = false;
-                continue;
+            Err(Stop::Command(failure)) => return Err(failure),
+            Err(Stop::Begin(error)) => return Err(Failure::no_replay(path, error)),
+            Err(Stop::Faults(faults)) => {
+                replay::complain(path, &faults);
+                let reasons = faults.into_iter().map(|fault| fault.text).collect();
+                output.failure(trace.name(), reasons)?;
+                return Ok(false);
             }
         };
         for advice in &advice {
@@ -220,12 +211,12 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
                 output.row(&table, cells(&trace, advice, choice))?;
             }
             for reason in advice.reasons() {
-                let (file, size) = (text::file(path, input::STDIN), Size(advice.memory));
+                let size = Size(advice.memory);
                 output.note(&format!("{file} does not fit into {size}: {reason}"));
             }
         }
-    }
-    Ok(well)
+        Ok(true)
+    })
 }
 
 /// What there is to say of a trace under each of the sizes.
@@ -293,19 +284,6 @@ fn under(
         needed,
         choices: fitting,
     })
-}
-
-/// Says that there is no answer for a trace, and why.
-fn fail(stop: Stop, path: &Path, trace: &Trace, output: &mut Output) -> Result<(), Failure> {
-    let faults = match stop {
-        Stop::Command(failure) => return Err(failure),
-        Stop::Begin(error) => vec![Fault::new(text::chain(&error))],
-        Stop::Faults(faults) => faults,
-    };
-    replay::complain(path, &faults);
-    let reasons: Vec<String> = faults.into_iter().map(|fault| fault.text).collect();
-    output.failure(trace.name(), reasons)?;
-    Ok(())
 }
 
 fn line<'a>(

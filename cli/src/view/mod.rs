@@ -12,10 +12,9 @@ use crate::input::{self, Input, Recorded};
 use crate::machine::Machine;
 use crate::options::{DeviceChoice, GlobalOptions, ViewOptions};
 use crate::output::Output;
-use crate::replay::{self, CannotBegin};
 use crate::settings::Settings;
 use crate::sink::{self, STDOUT};
-use crate::{Failure, Outcome, text};
+use crate::{Failure, Outcome, replay, text};
 use contexts::Contexts;
 use cualloc::Error;
 use cualloc::driver::Context;
@@ -40,14 +39,6 @@ const SCRIPTS: [&str; 6] = [
     include_str!("difference.js"),
     include_str!("page.js"),
 ];
-
-/// There is no page, since the replay of a file cannot begin.
-#[derive(Debug, thiserror::Error)]
-#[error("{}: the replay cannot begin", text::file(path, input::STDIN))]
-struct NoReplay {
-    path: PathBuf,
-    source: CannotBegin,
-}
 
 /// What is shown in words beside the pictures.
 struct Frame<'a> {
@@ -99,7 +90,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
         let replay = replay(trace).on_progress(|done| bar.set_position(done));
         let report = replay.run(ground.context());
         bar.finish_and_clear();
-        let report = report.map_err(|error| cannot_begin(path, error))?;
+        let report = report.map_err(|error| Failure::no_replay(path, error))?;
         before = Some(Side {
             trace,
             reserved_peak: report.reserved_peak,
@@ -121,7 +112,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     let replay = replay(trace).on_progress(|done| bar.set_position(done));
     let page = page(&frame, replay, options.maps, ground.context());
     bar.finish_and_clear();
-    let page = page.map_err(|error| cannot_begin(path, error))?;
+    let page = page.map_err(|error| Failure::no_replay(path, error))?;
     if let Some(error) = page.meta["error"].as_str() {
         output.note(&format!("the page ends where the replay did: {error}"));
     }
@@ -168,18 +159,6 @@ fn open_in_browser(page: &Path) -> io::Result<()> {
         .stderr(Stdio::null())
         .spawn()?;
     Ok(())
-}
-
-fn cannot_begin(path: &Path, error: Error) -> Failure {
-    let error = NoReplay {
-        path: path.to_owned(),
-        source: error.into(),
-    };
-    Failure::File {
-        trace: input::name(path),
-        line: None,
-        error: Box::new(error),
-    }
 }
 
 /// Why a replay ended before its last row.
