@@ -1,6 +1,6 @@
 //! Files of strangers: whatever they hold, a reader says what is wrong or gives something that makes sense.
 //!
-//! The loops are short; `CUALLOC_FUZZ=N` tries N files of each kind.
+//! The loops are short; `fuzz/` has the long form.
 
 use crate::scene::{MIB, Scene, alone, memory};
 use cualloc::allocator::Config;
@@ -15,11 +15,6 @@ impl Draw {
         self.0 = next.wrapping_add(1442695040888963407);
         ((self.0 >> 33) as usize) % limit.max(1)
     }
-}
-
-fn rounds(usual: u64) -> u64 {
-    let times = std::env::var("CUALLOC_FUZZ").ok();
-    times.and_then(|times| times.parse().ok()).unwrap_or(usual)
 }
 
 /// Changes some bytes of a good file: one after another, a cut, a doubled part, or interesting numbers.
@@ -46,19 +41,8 @@ fn spoilt(good: &[u8], draw: &mut Draw) -> Vec<u8> {
     bytes
 }
 
-fn good() -> Recording {
-    let scene = Scene::new("");
-    let stream = scene.stream();
-    let recorder = memory();
-    let kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
-    for bytes in [512, 70_000, 5 * MIB] {
-        drop(scene.allocator.allocate(bytes, &stream).unwrap());
-    }
-    drop(kept);
-    recorder.read().unwrap()
-}
-
-fn good_bytes() -> Vec<u8> {
+/// The file of a recording that was written while a block was live.
+fn good() -> Vec<u8> {
     let scene = Scene::new("");
     let stream = scene.stream();
     let recorder = memory();
@@ -92,11 +76,11 @@ fn use_up(recording: &Recording) {
 #[test]
 fn spoilt_recordings_are_refused_or_make_sense() {
     let _alone = alone();
-    let good = good_bytes();
+    let good = good();
     use_up(&Recording::read(&good).unwrap());
     let mut draw = Draw(1);
     let mut read = 0;
-    for _ in 0..rounds(2000) {
+    for _ in 0..2000 {
         let bytes = spoilt(&good, &mut draw);
         if let Ok(recording) = Recording::read(&bytes) {
             read += 1;
@@ -109,7 +93,7 @@ fn spoilt_recordings_are_refused_or_make_sense() {
 #[test]
 fn a_recording_is_read_as_far_as_it_goes_and_no_further_than_asked() {
     let _alone = alone();
-    let good = good_bytes();
+    let good = good();
     let whole = Recording::read(&good).unwrap();
     assert!(whole.is_complete());
     let mut most = 0;
@@ -171,12 +155,12 @@ fn each_of_many_streams_of_a_recording_is_one_of_its_trace() {
 #[test]
 fn spoilt_snapshots_are_refused_or_make_sense() {
     let _alone = alone();
-    let good = Snapshot::of(&good());
+    let good = Snapshot::of(&Recording::read(&good()).unwrap());
     let (pickle, json) = (good.to_pickle(), good.to_json());
     for (good, seed) in [(&pickle[..], 2), (json.as_bytes(), 4)] {
         let mut draw = Draw(seed);
         let mut read = 0;
-        for _ in 0..rounds(4000) {
+        for _ in 0..4000 {
             if let Ok(snapshot) = Snapshot::read(&spoilt(good, &mut draw)) {
                 read += 1;
                 for device in 0..snapshot.devices() {
@@ -299,7 +283,7 @@ fn spoilt_traces_and_settings_are_refused_or_make_sense() {
                     debug=guard+quarantine:64MiB+poison+leaks,nvtx=off";
     assert!(settings.parse::<Config>().unwrap().validate().is_ok());
     let (mut draw, mut read) = (Draw(3), 0);
-    for _ in 0..rounds(4000) {
+    for _ in 0..4000 {
         let bytes = spoilt(trace.as_bytes(), &mut draw);
         if let Ok(trace) = Trace::read("spoilt", &bytes[..]) {
             read += 1;
