@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::memory::Bytes;
 use crate::record::snapshot::{Act, Segment, Snapshot, State};
-use crate::trace::{Op, Row, Trace, TraceError};
+use crate::trace::{RowMaker, Trace, TraceError};
 
 /// A block that was there before its trace begins.
 struct Earlier {
@@ -119,11 +119,10 @@ impl Snapshot {
                 _ => continue,
             };
             if known.insert(entry.address) && frees {
-                let (bytes, stream, context) = (entry.size, entry.stream, entry.context);
                 let block = Earlier {
-                    bytes,
-                    stream,
-                    context,
+                    bytes: entry.size,
+                    stream: entry.stream,
+                    context: entry.context,
                 };
                 earlier.insert(entry.address, block);
             }
@@ -131,17 +130,15 @@ impl Snapshot {
         let segments = self.segments.iter().filter(|s| s.device == device);
         for (segment, block) in segments.flat_map(|s| s.blocks.iter().map(move |b| (s, b))) {
             if block.state != State::Free && known.insert(block.address) {
-                let bytes = match block.requested {
-                    0 => block.size,
-                    bytes => bytes,
+                let known = Earlier {
+                    bytes: match block.requested {
+                        0 => block.size,
+                        bytes => bytes,
+                    },
+                    stream: segment.stream,
+                    context: block.context,
                 };
-                let (stream, context) = (segment.stream, block.context);
-                let earlier_block = Earlier {
-                    bytes,
-                    stream,
-                    context,
-                };
-                earlier.insert(block.address, earlier_block);
+                earlier.insert(block.address, known);
             }
         }
         earlier.retain(|_, block| block.bytes > 0);
@@ -150,24 +147,15 @@ impl Snapshot {
 
     /// The trace of a device, as it can be replayed. Blocks that were there before the history of the snapshot begins come
     /// first: those that are live at its end, and those whose frees it has. A completion that directly follows its free is
-    /// left out. Failed requests are rows of [`Op::Oom`].
+    /// left out. Failed requests are rows of [`Op::Oom`](crate::trace::Op::Oom).
     ///
     /// # Errors
     /// [`TraceError::LiveBytesOverflow`]: the bytes of a file from a stranger may add up to anything.
     pub fn to_trace(&self, name: &str, device: usize) -> Result<Trace, TraceError> {
-        let mut rows: Vec<Row> = Vec::new();
+        let mut rows = RowMaker::default();
         let mut streams: BTreeMap<u64, u32> = BTreeMap::new();
         // Blocks by address: live ones, and those that wait for their completion.
-        let mut live: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
-        let mut freed: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
-        let mut contexts = Vec::new();
-        let mut next = 0;
-        let row = |op, (id, stream): (usize, u32), bytes| Row {
-            op,
-            stream,
-            id,
-            bytes,
-        };
+        let (mut live, mut freed) = (BTreeMap::new(), BTreeMap::new());
         let mut stream_of = |handle| {
             // Each came with a segment or an entry, and of 2^32 no memory has room.
             let known = streams.len() as u32;
@@ -175,48 +163,32 @@ impl Snapshot {
         };
         for (at, block) in self.earlier(device) {
             let stream = stream_of(block.stream);
-            live.insert(at, (next, stream));
-            rows.push(row(Op::Allocate, (next, stream), block.bytes));
-            contexts.push(block.context);
-            next += 1;
+            live.insert(at, rows.allocate(stream, block.bytes, block.context));
         }
         for entry in self.traces.get(device).into_iter().flatten() {
             let at = entry.address;
             match entry.act {
                 Act::Alloc if entry.size > 0 => {
                     let stream = stream_of(entry.stream);
-                    let lost = live.insert(at, (next, stream));
-                    rows.extend(lost.map(|block| row(Op::Free, block, 0)));
+                    rows.free(live.remove(&at));
                     freed.remove(&at);
-                    rows.push(row(Op::Allocate, (next, stream), entry.size));
-                    contexts.push(entry.context);
-                    next += 1;
+                    live.insert(at, rows.allocate(stream, entry.size, entry.context));
                 }
                 Act::FreeRequested | Act::Free => {
-                    if let Some(block) = live.remove(&at) {
-                        rows.push(row(Op::Free, block, 0));
-                        if entry.act == Act::FreeRequested {
-                            freed.insert(at, block);
-                        }
+                    let block = live.remove(&at);
+                    rows.free(block);
+                    if let Some(block) = block.filter(|_| entry.act == Act::FreeRequested) {
+                        freed.insert(at, block);
                     }
                 }
                 Act::FreeCompleted => match freed.remove(&at) {
-                    // At once: nobody else used it.
-                    Some((id, _))
-                        if rows.last().is_some_and(|r| r.id == id && r.op == Op::Free) => {}
-                    Some(block) => rows.push(row(Op::Complete, block, 0)),
-                    None => {
-                        let lost = live.remove(&at);
-                        rows.extend(lost.map(|block| row(Op::Free, block, 0)));
-                    }
+                    Some(block) => rows.complete(block),
+                    None => rows.free(live.remove(&at)),
                 },
-                Act::Oom if entry.size > 0 => {
-                    rows.push(row(Op::Oom, (0, stream_of(entry.stream)), entry.size));
-                }
+                Act::Oom if entry.size > 0 => rows.fail(stream_of(entry.stream), entry.size),
                 _ => {}
             }
         }
-        let name_of = |number| self.context(number).map(str::to_owned);
-        Ok(Trace::from_rows(name, rows)?.with_contexts(&contexts, name_of))
+        rows.trace(name, |number| self.context(number).map(str::to_owned))
     }
 }

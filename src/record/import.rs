@@ -135,7 +135,7 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
             snapshot.traces.push(trace);
         }
     }
-    snapshot.contexts = reader.stacks.names;
+    snapshot.contexts = reader.stacks.names.into_vec();
     snapshot.gaps = reader.gaps;
     Ok(snapshot)
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::error::memory::Bytes;
 use crate::record::protobuf::Message;
 use crate::record::recording::{Action, Event, Recording};
+use crate::trace::Names;
 
 /// The context of what has none.
 const NAMELESS: &str = "untagged";
@@ -246,8 +247,12 @@ impl Profile {
     /// The profile in pprof's format, not compressed: `alloc_objects`, `alloc_space`, `inuse_objects` and
     /// `inuse_space` of each context.
     pub fn to_pprof(&self) -> Vec<u8> {
-        let mut texts = Texts::default();
-        texts.number("");
+        // The format begins its texts with an empty one, of number 0.
+        let (mut texts, mut functions) = (Names::default(), Names::default());
+        let mut text = |name: &str| match name {
+            "" => 0,
+            name => texts.number(name).into(),
+        };
         let mut profile = Message::default();
         let kinds = [
             ("alloc_objects", "count"),
@@ -257,17 +262,14 @@ impl Profile {
         ];
         for (kind, unit) in kinds {
             let mut value = Message::default();
-            value.number(1, texts.number(kind));
-            value.number(2, texts.number(unit));
+            value.number(1, text(kind));
+            value.number(2, text(unit));
             profile.message(1, &value);
         }
-        // Functions and locations have the same numbers, from 1.
-        let mut functions = Texts::default();
+        // Functions and locations have the same numbers.
         for (name, share) in self.shares() {
-            let stack: Vec<u64> = name
-                .rsplit(';')
-                .map(|part| functions.number(part) + 1)
-                .collect();
+            let parts = name.rsplit(';');
+            let stack: Vec<u64> = parts.map(|part| functions.number(part).into()).collect();
             let mut sample = Message::default();
             sample.packed(1, &stack);
             let values = [
@@ -279,44 +281,22 @@ impl Profile {
             sample.packed(2, &values);
             profile.message(2, &sample);
         }
-        for (at, name) in functions.texts.iter().enumerate() {
-            let (id, name) = (at as u64 + 1, texts.number(name));
-            let (mut location, mut line, mut function) = Default::default();
-            let parts: (&mut Message, &mut Message, &mut Message) =
-                (&mut location, &mut line, &mut function);
-            parts.1.number(1, id);
-            parts.0.number(1, id);
-            parts.0.message(4, parts.1);
-            profile.message(4, parts.0);
-            parts.2.number(1, id);
-            parts.2.number(2, name);
-            profile.message(5, parts.2);
+        for (id, name) in (1..).zip(functions.iter()) {
+            let [mut location, mut line, mut function] = [(); 3].map(|()| Message::default());
+            line.number(1, id);
+            location.number(1, id);
+            location.message(4, &line);
+            profile.message(4, &location);
+            function.number(1, id);
+            function.number(2, text(name));
+            profile.message(5, &function);
         }
-        let shown = texts.number("inuse_space");
-        for text in &texts.texts {
+        let shown = text("inuse_space");
+        for text in [""].into_iter().chain(texts.iter()) {
             profile.bytes(6, text.as_bytes());
         }
         profile.number(9, self.start);
         profile.number(14, shown);
         profile.end()
-    }
-}
-
-/// Texts by their numbers, from 0.
-#[derive(Default)]
-struct Texts {
-    texts: Vec<String>,
-    numbers: HashMap<String, u64>,
-}
-
-impl Texts {
-    fn number(&mut self, text: &str) -> u64 {
-        if let Some(number) = self.numbers.get(text) {
-            return *number;
-        }
-        let number = self.texts.len() as u64;
-        self.texts.push(text.to_owned());
-        self.numbers.insert(text.to_owned(), number);
-        number
     }
 }

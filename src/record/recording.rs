@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::error::Cause;
-use crate::trace::{Op, Row, Trace, TraceError};
+use crate::trace::{RowMaker, Trace, TraceError};
 
 /// What happened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -33,7 +33,7 @@ pub enum Action {
     },
     /// A request found no memory.
     OutOfMemory {
-        /// Why, if the recording says so: one of an earlier version of this crate does not.
+        /// Why, if the recording says so.
         cause: Option<Cause>,
         /// Bytes that were missing, rounded up to a multiple of 512, if the recording says so.
         missing: Option<u64>,
@@ -169,23 +169,13 @@ impl Recording {
 
     /// The allocations and frees as a trace that can be replayed: of one allocator, or of all of them. What was live
     /// when the recording began comes first. Frees of blocks that the recording does not know are left out, and so
-    /// is an allocation of no bytes. Requests that failed are rows of [`Op::Oom`].
+    /// is an allocation of no bytes. Requests that failed are rows of [`Op::Oom`](crate::trace::Op::Oom).
     ///
     /// # Errors
     /// [`TraceError::LiveBytesOverflow`]: the bytes of a recording from a stranger may add up to anything.
     pub fn to_trace(&self, name: &str, allocator: Option<u16>) -> Result<Trace, TraceError> {
-        let mut live: BTreeMap<(u16, u64), (usize, u32)> = BTreeMap::new();
-        let mut rows = Vec::new();
-        let mut contexts = Vec::new();
-        let mut next = 0;
-        let free = |rows: &mut Vec<Row>, block: Option<(usize, u32)>| {
-            rows.extend(block.map(|(id, stream)| Row {
-                op: Op::Free,
-                stream,
-                id,
-                bytes: 0,
-            }));
-        };
+        let mut live = BTreeMap::new();
+        let mut rows = RowMaker::default();
         for event in &self.events {
             if allocator.is_some_and(|only| only != event.allocator) {
                 continue;
@@ -195,27 +185,17 @@ impl Recording {
                 Action::Held if live.contains_key(&place) => {}
                 Action::Held | Action::Allocate if event.bytes > 0 => {
                     // One whose free was lost, or that was seen when the recording began.
-                    free(&mut rows, live.insert(place, (next, event.stream)));
-                    rows.push(Row {
-                        op: Op::Allocate,
-                        stream: event.stream,
-                        id: next,
-                        bytes: event.bytes,
-                    });
-                    contexts.push(event.context);
-                    next += 1;
+                    rows.free(live.remove(&place));
+                    let block = rows.allocate(event.stream, event.bytes, event.context);
+                    live.insert(place, block);
                 }
-                Action::Free => free(&mut rows, live.remove(&place)),
-                Action::OutOfMemory { .. } if event.bytes > 0 => rows.push(Row {
-                    op: Op::Oom,
-                    stream: event.stream,
-                    id: 0,
-                    bytes: event.bytes,
-                }),
+                Action::Free => rows.free(live.remove(&place)),
+                Action::OutOfMemory { .. } if event.bytes > 0 => {
+                    rows.fail(event.stream, event.bytes);
+                }
                 _ => {}
             }
         }
-        let name_of = |number| self.context(number).map(str::to_owned);
-        Ok(Trace::from_rows(name, rows)?.with_contexts(&contexts, name_of))
+        rows.trace(name, |number| self.context(number).map(str::to_owned))
     }
 }

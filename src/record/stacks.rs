@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use crate::record::tree::{MOST_FRAMES, Unexpected, Value};
+use crate::trace::Names;
 
 /// Bytes that the names may have together. A small file can share texts and so have any number of long stacks; those
 /// beyond are none.
@@ -15,10 +16,8 @@ const MOST_CHARACTERS: usize = 200;
 /// Names of stacks, each once.
 #[derive(Default)]
 pub(super) struct Stacks {
-    /// That of context 1 first.
-    pub names: Vec<String>,
+    pub names: Names,
     bytes: usize,
-    numbers: HashMap<String, u32>,
     /// Contexts of lists of frames, which events share.
     lists: HashMap<u32, u32>,
 }
@@ -41,29 +40,26 @@ impl Stacks {
                 .get("user_metadata")
                 .text("a text")
                 .unwrap_or_default();
-            return Ok(self.number(shortened(said)));
+            return Ok(self.number(&shortened(said)));
         }
         // Innermost first.
         let innermost = parts.iter().enumerate().take(MOST_FRAMES).rev();
         let names = innermost.map(|(index, frame)| name(&frames.at(index, *frame)));
         let names: Vec<String> = names.collect::<Result<_, _>>()?;
-        let context = self.number(names.join(";"));
+        let context = self.number(&names.join(";"));
         self.lists.extend(shared.map(|number| (number, context)));
         Ok(context)
     }
 
-    fn number(&mut self, name: String) -> u32 {
-        if let Some(number) = self.numbers.get(&name) {
-            return *number;
+    fn number(&mut self, name: &str) -> u32 {
+        if let Some(number) = self.names.find(name) {
+            return number;
         }
         if name.is_empty() || self.bytes + name.len() > MOST_BYTES {
             return 0;
         }
         self.bytes += name.len();
-        self.names.push(name.clone());
-        let number = self.names.len() as u32;
-        self.numbers.insert(name, number);
-        number
+        self.names.number(name)
     }
 }
 

@@ -6,6 +6,7 @@ use std::io::{self, BufRead, Write};
 
 use super::error::{HEADER, STREAM_LIMIT, TraceError};
 use super::lines::Lines;
+use super::names::Names;
 
 /// What a row does to its block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -162,19 +163,15 @@ impl Trace {
         name: impl Fn(u32) -> Option<String>,
     ) -> Trace {
         let mut known: HashMap<u32, u32> = HashMap::new();
-        let mut named: HashMap<String, u32> = HashMap::new();
+        let mut names = Names::default();
         let mut context = |number: u32| {
             *known.entry(number).or_insert_with(|| {
-                let Some(name) = name(number).filter(|name| !name.is_empty()) else {
-                    return 0;
-                };
-                *named.entry(name).or_insert_with_key(|name| {
-                    self.contexts.push(name.clone());
-                    self.contexts.len() as u32
-                })
+                let name = name(number).filter(|name| !name.is_empty());
+                name.map_or(0, |name| names.number(&name))
             })
         };
         self.context_of = of.iter().map(|number| context(*number)).collect();
+        self.contexts = names.into_vec();
         self
     }
 

@@ -6,8 +6,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::BufRead;
 
 use super::error::TraceError;
-use super::format::{Op, Row, Trace, parse_number};
+use super::format::{Trace, parse_number};
 use super::lines::Lines;
+use super::names::Names;
+use super::rows::{RowBlock, RowMaker};
 
 /// The columns that every log has, in the order of RMM's.
 const COLUMNS: [&str; 6] = ["Thread", "Time", "Action", "Pointer", "Size", "Stream"];
@@ -36,7 +38,7 @@ const RECORD_LINES: usize = 64;
 #[derive(Debug, Default)]
 pub struct AllocationLog {
     devices: BTreeMap<usize, Device>,
-    tags: Tags,
+    tags: Names,
     /// The last line breaks off.
     torn: bool,
 }
@@ -44,11 +46,10 @@ pub struct AllocationLog {
 /// What happened on a device.
 #[derive(Debug, Default)]
 struct Device {
-    rows: Vec<Row>,
-    /// Of each block the number of its tag; 0 for none.
-    tags: Vec<u32>,
-    /// Live blocks by address; nothing for those without bytes.
-    live: HashMap<u64, Option<Block>>,
+    /// Contexts are numbers of tags.
+    rows: RowMaker,
+    /// Live blocks with their bytes by address; nothing for those without bytes.
+    live: HashMap<u64, Option<(RowBlock, u64)>>,
     /// Numbers of streams, by handle and thread.
     streams: HashMap<(u64, u64), u32>,
     /// Frees that are still to come at an address where another block was allocated in these lines.
@@ -56,13 +57,6 @@ struct Device {
     unknown: Findings,
     resized: Findings,
     lost: Findings,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Block {
-    id: usize,
-    bytes: u64,
-    stream: u32,
 }
 
 /// Lines that do not fit to those before.
@@ -78,28 +72,6 @@ impl Findings {
             self.first = line;
         }
         self.count += 1;
-    }
-}
-
-/// Names of tags, each once. That of number 1 is the first.
-#[derive(Debug, Default)]
-struct Tags {
-    names: Vec<String>,
-    numbers: HashMap<String, u32>,
-}
-
-impl Tags {
-    fn number(&mut self, name: &str) -> u32 {
-        if matches!(name, "" | "untagged") {
-            return 0;
-        }
-        if let Some(known) = self.numbers.get(name) {
-            return *known;
-        }
-        self.names.push(name.to_owned());
-        let number = self.names.len() as u32;
-        self.numbers.insert(name.to_owned(), number);
-        number
     }
 }
 
@@ -175,14 +147,8 @@ impl AllocationLog {
         let Some(device) = self.devices.get(&device) else {
             return Trace::from_rows(name, []);
         };
-        let trace = Trace::from_rows(name, device.rows.iter().copied())?;
-        let tag = |number: u32| {
-            self.tags
-                .names
-                .get((number as usize).checked_sub(1)?)
-                .cloned()
-        };
-        Ok(trace.with_contexts(&device.tags, tag))
+        let tag = |number| self.tags.name(number).map(str::to_owned);
+        device.rows.trace(name, tag)
     }
 
     /// What the log does not say of a device, in sentences: figures that are taken from it may be wrong.
@@ -222,22 +188,23 @@ impl AllocationLog {
         let Event { address, bytes, .. } = event;
         match event.action {
             Action::Allocate => {
-                let id = device.tags.len();
-                let block = (bytes > 0).then_some(Block { id, bytes, stream });
-                if let Some(before) = device.live.insert(address, block) {
-                    device.free(before);
+                let tag = match event.tag {
+                    "" | "untagged" => 0,
+                    tag => self.tags.number(tag),
+                };
+                let before = device.live.remove(&address);
+                if let Some(before) = before {
+                    device.rows.free(before.map(|(block, _)| block));
                     // A free of ours is written when it is over, so another thread may have been faster.
                     match event.ours {
                         true => device.late.entry(address).or_default().push(line),
                         false => device.lost.add(line),
                     }
                 }
-                if bytes > 0 {
-                    device.tags.push(self.tags.number(event.tag));
-                    device.push(Op::Allocate, stream, id, bytes);
-                }
+                let block = (bytes > 0).then(|| (device.rows.allocate(stream, bytes, tag), bytes));
+                device.live.insert(address, block);
             }
-            Action::Fail if bytes > 0 => device.push(Op::Oom, stream, 0, bytes),
+            Action::Fail if bytes > 0 => device.rows.fail(stream, bytes),
             Action::Free => {
                 let late = device.late.get_mut(&address);
                 if late.is_some_and(|lines| lines.pop().is_some()) {
@@ -245,10 +212,10 @@ impl AllocationLog {
                 }
                 match device.live.remove(&address) {
                     Some(block) => {
-                        if block.map_or(0, |block| block.bytes) != bytes {
+                        if block.map_or(0, |(_, bytes)| bytes) != bytes {
                             device.resized.add(line);
                         }
-                        device.free(block);
+                        device.rows.free(block.map(|(block, _)| block));
                     }
                     None => device.unknown.add(line),
                 }
@@ -340,23 +307,6 @@ impl Columns {
             tag: other(self.tag).map_or("", Cow::as_ref),
             ours,
         })
-    }
-}
-
-impl Device {
-    fn push(&mut self, op: Op, stream: u32, id: usize, bytes: u64) {
-        self.rows.push(Row {
-            op,
-            stream,
-            id,
-            bytes,
-        });
-    }
-
-    fn free(&mut self, block: Option<Block>) {
-        if let Some(block) = block {
-            self.push(Op::Free, block.stream, block.id, 0);
-        }
     }
 }
 

@@ -14,7 +14,9 @@ mod format;
 pub mod generate;
 mod lines;
 mod log;
+mod names;
 mod replay;
+mod rows;
 mod stage;
 mod work;
 
@@ -24,4 +26,6 @@ pub use error::TraceError;
 #[doc(hidden)]
 pub use format::Allocation;
 pub use format::{Op, Row, Trace};
+pub(crate) use names::Names;
 pub use replay::{Pass, Replay, ReplayReport, Watched};
+pub(crate) use rows::RowMaker;

@@ -1,0 +1,67 @@
+//! Rows that are made of other formats.
+
+use super::error::TraceError;
+use super::format::{Op, Row, Trace};
+
+/// A block of the rows so far.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowBlock {
+    pub id: usize,
+    pub stream: u32,
+}
+
+/// The rows of a trace in the making, and the context of each block; 0 for none.
+#[derive(Debug, Default)]
+pub(crate) struct RowMaker {
+    rows: Vec<Row>,
+    contexts: Vec<u32>,
+}
+
+impl RowMaker {
+    pub(crate) fn allocate(&mut self, stream: u32, bytes: u64, context: u32) -> RowBlock {
+        let id = self.contexts.len();
+        let block = RowBlock { id, stream };
+        self.contexts.push(context);
+        self.push(Op::Allocate, block, bytes);
+        block
+    }
+
+    /// Frees a block, if there is one.
+    pub(crate) fn free(&mut self, block: Option<RowBlock>) {
+        if let Some(block) = block {
+            self.push(Op::Free, block, 0);
+        }
+    }
+
+    /// The work that used a freed block is complete. That says nothing directly behind the free.
+    pub(crate) fn complete(&mut self, block: RowBlock) {
+        let last = self.rows.last();
+        if last.is_none_or(|row| row.id != block.id || row.op != Op::Free) {
+            self.push(Op::Complete, block, 0);
+        }
+    }
+
+    /// A request failed.
+    pub(crate) fn fail(&mut self, stream: u32, bytes: u64) {
+        self.push(Op::Oom, RowBlock { id: 0, stream }, bytes);
+    }
+
+    fn push(&mut self, op: Op, RowBlock { id, stream }: RowBlock, bytes: u64) {
+        self.rows.push(Row {
+            op,
+            stream,
+            id,
+            bytes,
+        });
+    }
+
+    /// The trace, whose contexts have these names.
+    pub(crate) fn trace(
+        &self,
+        name: &str,
+        name_of: impl Fn(u32) -> Option<String>,
+    ) -> Result<Trace, TraceError> {
+        let trace = Trace::from_rows(name, self.rows.iter().copied())?;
+        Ok(trace.with_contexts(&self.contexts, name_of))
+    }
+}
