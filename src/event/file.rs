@@ -24,9 +24,6 @@ use crate::event::clock;
 
 pub(crate) const MAGIC: [u8; 8] = *b"cuallocR";
 pub(crate) const VERSION: u32 = 2;
-/// A version that is read as well: see [`of_first_version`](crate::event::record::of_first_version). Its rings begin with
-/// how many records were written.
-pub(crate) const FIRST_VERSION: u32 = 1;
 pub(crate) const HEADER: usize = 64;
 /// Where a header of the form [`RINGS`] has the number of events that no ring was left for.
 pub(crate) const MISSED: usize = 56;

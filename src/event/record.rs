@@ -191,20 +191,6 @@ pub(crate) fn is_of(whose: u64, lap: u16) -> bool {
     lap_of(whose).wrapping_sub(lap) as i16 >= 0
 }
 
-/// The record as version 1 had it, which had the stream above 48 bits of bytes and a context of 32 bits.
-pub(crate) fn of_first_version([ticks, place, size, who]: Record) -> Record {
-    const BYTES: u32 = 48;
-    let (stream, allocator) = ((size >> BYTES) as u32, who >> 32);
-    let context = or_none(who as u32);
-    let Whose(whose) = Whose::new(stream, allocator);
-    [
-        ticks,
-        place,
-        size & ((1 << BYTES) - 1),
-        whose + u64::from(context),
-    ]
-}
-
 /// The parts of a record: kind, address, bytes, stream, context, allocator.
 pub(crate) fn parts(record: &Record) -> (u64, u64, u64, u16, u32, u16) {
     let [_, place, bytes, whose] = *record;
@@ -270,15 +256,5 @@ mod tests {
         let of = |own, lap| is_of(in_lap(u64::MAX, own), lap);
         assert!(of(last, last) && of(0, last) && of(2, 1));
         assert!(!of(last, 0) && !of(0, 1) && !of(1, 2));
-    }
-
-    #[test]
-    fn records_of_the_first_version_say_the_same() {
-        let old = [99, 0x1000 | 2, 12_345 | 7 << 48, 42 | 3 << 32];
-        let expected = (2, 0x1000, 12_345, 7, 42, 3);
-        assert_eq!(parts(&of_first_version(old)), expected);
-        // A context that is none any more.
-        let old = [99, 0x1000 | 2, 12_345 | 7 << 48, 1 << 16 | 3 << 32];
-        assert_eq!(parts(&of_first_version(old)), (2, 0x1000, 12_345, 7, 0, 3));
     }
 }

@@ -24,9 +24,9 @@ pub enum ReadError {
     /// The file does not begin as a recording does.
     #[error("this is no recording of cualloc")]
     NotARecording,
-    /// A newer version of this crate wrote it.
+    /// Another version of this crate wrote it.
     #[error(
-        "the recording has version {found}; this is read up to {}",
+        "expected a recording of version {}, found version {found}",
         file::VERSION
     )]
     Version {
@@ -93,18 +93,9 @@ struct Parts {
     contexts: BTreeMap<u32, String>,
     lost: u64,
     complete: bool,
-    /// Its records are those of the first version.
-    is_old: bool,
 }
 
 impl Parts {
-    fn new(version: u32) -> Parts {
-        Parts {
-            is_old: version == file::FIRST_VERSION,
-            ..Parts::default()
-        }
-    }
-
     fn add(&mut self, ring: u32, records: &[u8], limit: u64) -> Result<(), ReadError> {
         let count = records.len() / file::RECORD;
         if self.records.len() as u64 + count as u64 > limit {
@@ -118,10 +109,6 @@ impl Parts {
                 u64::from_le_bytes(word)
             });
             let record = std::array::from_fn(|_| words.next().unwrap_or(0));
-            let record = match self.is_old {
-                true => record::of_first_version(record),
-                false => record,
-            };
             self.records.push(Raw {
                 record,
                 ring,
@@ -176,7 +163,7 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
     };
     let mut u32 = || header.u32().ok_or(short.clone());
     let (version, form) = (u32()?, u32()?);
-    if !(file::FIRST_VERSION..=file::VERSION).contains(&version) {
+    if version != file::VERSION {
         return Err(ReadError::Version { found: version });
     }
     let mut u64 = || header.u64().ok_or(short.clone());
@@ -192,11 +179,11 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
     }
     from.at = file::HEADER;
     let parts = match form {
-        file::CHUNKS => chunks(from, Parts::new(version), limit)?,
+        file::CHUNKS => chunks(from, limit)?,
         file::RINGS => {
             header.at = file::MISSED;
             let missed = header.u64().unwrap_or(0);
-            let mut parts = rings(from, Parts::new(version), sizes, limit)?;
+            let mut parts = rings(from, sizes, limit)?;
             parts.lost = parts.lost.saturating_add(missed);
             parts
         }
@@ -213,7 +200,8 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
 }
 
 /// The file that a thread wrote. It may break off anywhere.
-fn chunks(mut from: Bytes<'_>, mut parts: Parts, limit: u64) -> Result<Parts, ReadError> {
+fn chunks(mut from: Bytes<'_>, limit: u64) -> Result<Parts, ReadError> {
+    let mut parts = Parts::default();
     while from.left() >= file::CHUNK_HEADER && !parts.complete {
         let at = from.at;
         let damaged = |what| ReadError::Damaged { at, what };
@@ -250,7 +238,6 @@ fn chunks(mut from: Bytes<'_>, mut parts: Parts, limit: u64) -> Result<Parts, Re
 /// The file of rings. It was made in its full length.
 fn rings(
     mut from: Bytes<'_>,
-    mut parts: Parts,
     [rings, capacity, names]: [u32; 3],
     limit: u64,
 ) -> Result<Parts, ReadError> {
@@ -258,7 +245,10 @@ fn rings(
     if !capacity.is_power_of_two() {
         return Err(damaged(44, "a ring has no power of two of records"));
     }
-    parts.complete = true;
+    let mut parts = Parts {
+        complete: true,
+        ..Parts::default()
+    };
     let at = from.at;
     let mut names = Bytes {
         all: from
@@ -290,11 +280,7 @@ fn rings(
             return Err(damaged(at, "a ring is cut off"));
         };
         let mut header = Bytes { all: header, at: 0 };
-        let written = header.u64().unwrap_or(0);
-        let written = match parts.is_old {
-            true => written,
-            false => written_in(records, written, capacity),
-        };
+        let written = written_in(records, header.u64().unwrap_or(0), capacity);
         // The oldest may be half overwritten by the one that was not counted yet.
         let first = written.saturating_sub(capacity - 1);
         parts.lost = parts.lost.saturating_add(first);
@@ -568,14 +554,9 @@ mod tests {
     }
 
     #[test]
-    fn rings_of_the_first_version_are_counted_by_their_head() {
-        let records = [(5, 0), (6, 0), (3, 0), (4, 0)];
-        assert_eq!(times(&ring(1, 6, records)), (vec![4, 5, 6], 3));
-        assert_eq!(times(&ring(1, 0, records)), (vec![], 0));
-        // What is a lap now was nothing.
-        assert_eq!(times(&ring(1, 0, [(1, 1); 4])), (vec![], 0));
-        for version in [0, 3] {
-            let found = Recording::read(&ring(version, 0, records));
+    fn other_versions_are_refused() {
+        for version in [0, 1, 3] {
+            let found = Recording::read(&ring(version, 0, [(0, 0); 4]));
             assert_eq!(found.unwrap_err(), ReadError::Version { found: version });
         }
     }

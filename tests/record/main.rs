@@ -21,6 +21,9 @@ mod holders;
 #[cfg(feature = "sim")]
 mod readers;
 #[cfg(feature = "sim")]
+#[path = "../common/recorded.rs"]
+mod recorded;
+#[cfg(feature = "sim")]
 mod recorder;
 #[cfg(feature = "sim")]
 mod rings;

@@ -126,22 +126,14 @@ fn a_recording_is_read_as_far_as_it_goes_and_no_further_than_asked() {
 fn each_of_many_streams_of_a_recording_is_one_of_its_trace() {
     const STREAMS: u64 = (1 << 16) + 2;
     let (unnumbered, allocator) = (0xffff_u64 << 16, 3_u64 << 32);
-    let mut records = vec![0_u64];
-    for number in 0..STREAMS {
-        records.extend([number, 8, 4096 + number, unnumbered | allocator]);
-        records.extend([number, 512 * (number + 1) + 1, 512, unnumbered | allocator]);
-    }
-    let mut bytes = b"cuallocR".to_vec();
-    for number in [2_u32, 0] {
-        bytes.extend(number.to_le_bytes());
-    }
-    bytes.extend(1_000_000_000_u64.to_le_bytes());
-    bytes.resize(64, 0);
-    for number in [1_u32, 0] {
-        bytes.extend(number.to_le_bytes());
-    }
-    bytes.extend((8 * records.len() as u64).to_le_bytes());
-    bytes.extend(records.iter().flat_map(|word| word.to_le_bytes()));
+    let records = (0..STREAMS).flat_map(|number| {
+        let stream = [number, 8, 4096 + number, unnumbered | allocator];
+        [
+            stream,
+            [number, 512 * (number + 1) + 1, 512, unnumbered | allocator],
+        ]
+    });
+    let bytes = crate::recorded::recording(0, &[], records);
     let recording = Recording::read(&bytes).unwrap();
     assert_eq!(recording.streams().len() as u64, STREAMS);
     for (number, event) in (0..).zip(recording.events()) {
