@@ -96,27 +96,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits() {
-        let of = |text: &str| text.parse::<Limit>().unwrap().bytes(1000, 200 << 30);
-        for (text, bytes) in [
-            ("1048576", 1 << 20),
-            ("6G", 6 << 30),
-            ("1.5GiB", 3 << 29),
-            ("50%", 100 << 30),
-            ("1.5x", 1500),
-            ("7", 7),
-            ("1e-9x", 1),
-        ] {
-            assert_eq!(of(text), bytes, "{text}");
-        }
-        for text in [
-            "", "0", "0%", "101%", "x", "-1", "1.5", "0x", "-1x", "nanx", "infx", "1 x", "10q",
-        ] {
-            assert!(text.parse::<Limit>().is_err(), "{text}");
-        }
-    }
-
-    #[test]
     fn sizes_are_written_as_they_are_read() {
         for (bytes, text) in [
             (144 << 30, "144 GiB"),

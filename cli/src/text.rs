@@ -93,38 +93,6 @@ pub fn fold(message: &str, width: usize) -> String {
 mod tests {
     use super::*;
 
-    #[derive(Debug, thiserror::Error)]
-    #[error("{said}")]
-    struct Link {
-        said: &'static str,
-        source: Option<Box<Link>>,
-    }
-
-    fn link(said: &'static str, source: Option<Link>) -> Link {
-        let source = source.map(Box::new);
-        Link { said, source }
-    }
-
-    #[test]
-    fn nothing_is_said_twice() {
-        let error = link("a.csv:3: unknown op", Some(link("unknown op", None)));
-        assert_eq!(chain(&error), "a.csv:3: unknown op");
-        let cause = link("is a directory", None);
-        let error = link("cannot be opened", Some(link("cannot", Some(cause))));
-        assert_eq!(chain(&error), "cannot be opened: is a directory");
-    }
-
-    #[test]
-    fn terminals_are_not_steered() {
-        assert_eq!(
-            visible("a\u{1b}[31mb\n\u{9b}\u{202e}"),
-            "a\\u{1b}[31mb\\n\\u{9b}\\u{202e}"
-        );
-        assert_eq!(visible("größe 大.csv"), "größe 大.csv");
-        assert_eq!(file(Path::new("-"), "<stdin>"), "<stdin>");
-        assert_eq!(file(Path::new("./-\r"), "<stdin>"), "./-\\r");
-    }
-
     #[test]
     fn long_messages_are_folded_between_words() {
         let message = "error: a.csv:7: row 6 failed: out of memory: 2 GiB requested, 1 GiB live";

@@ -8,6 +8,9 @@ use cualloc::record::{Profile, Recording, Snapshot};
 use cualloc::trace::{Op, Replay, Row, Trace};
 use serde_json::json;
 
+#[path = "../../../tests/common/recorded.rs"]
+mod recorded;
+
 /// A trace of blocks of growing and shrinking sizes on two streams.
 fn trace(name: &str, blocks: usize) -> Trace {
     let mut rows = Vec::new();
@@ -32,6 +35,10 @@ fn trace(name: &str, blocks: usize) -> Trace {
 
 /// The replay of a trace under this limit, and the page it makes.
 fn written(trace: &Trace, limit: Option<u64>) -> String {
+    written_with(trace, limit, None)
+}
+
+fn written_with(trace: &Trace, limit: Option<u64>, stacks: Option<&Profile>) -> String {
     let simulator = simulator(8 << 30).unwrap();
     let frame = Frame {
         trace,
@@ -39,21 +46,21 @@ fn written(trace: &Trace, limit: Option<u64>) -> String {
         limit,
         memory: 8 << 30,
         config: Some("limit=</script><img src=x onerror=alert(1)>"),
-        stacks: None,
+        stacks,
         warnings: &[],
         recorded: &Default::default(),
     };
-    let context = simulator.context(0).unwrap();
-    let page = page(
-        &frame,
-        Replay::new(trace).config(Config::default().limit(limit)),
-        3,
-        &context,
-    )
-    .unwrap();
+    let replay = Replay::new(trace).config(Config::default().limit(limit));
+    let page = page(&frame, replay, 3, &simulator.context(0).unwrap()).unwrap();
     let mut text = Vec::new();
     page.write(&mut text).unwrap();
     String::from_utf8(text).unwrap()
+}
+
+/// The figures and words of a page.
+fn meta(page: &str) -> serde_json::Value {
+    let meta = page.split("id=\"meta\">").nth(1).unwrap();
+    serde_json::from_str(meta.split("</script>").next().unwrap()).unwrap()
 }
 
 /// Bytes of live blocks after each row, which the page adds up.
@@ -136,9 +143,7 @@ fn names_and_settings_stay_text() {
     assert_eq!(text.matches("<script").count(), 3);
     assert_eq!(text.matches("</script>").count(), 3);
     assert!(!text.contains("<img") && !text.contains("<!--"));
-    let meta = text.split("id=\"meta\">").nth(1).unwrap();
-    let meta = meta.split("</script>").next().unwrap();
-    let meta: serde_json::Value = serde_json::from_str(meta).unwrap();
+    let meta = meta(&text);
     assert_eq!(meta["name"], hostile);
     let nonce = text.split("script-src 'nonce-").nth(1).unwrap();
     let nonce = nonce.split('\'').next().unwrap();
@@ -151,9 +156,7 @@ fn a_replay_out_of_memory_ends_in_its_picture() {
     let trace = trace("full", 400);
     let limit = trace.requested_peak() / 2;
     let text = written(&trace, Some(limit));
-    let meta = text.split("id=\"meta\">").nth(1).unwrap();
-    let meta = meta.split("</script>").next().unwrap();
-    let meta: serde_json::Value = serde_json::from_str(meta).unwrap();
+    let meta = meta(&text);
     let rows = meta["rows"].as_u64().unwrap();
     assert!(rows > 0 && rows < meta["rows_of_file"].as_u64().unwrap());
     assert!(
@@ -258,37 +261,13 @@ fn a_difference_adds_up_however_many_groups_there_are() {
 
 /// A recording with a stack for each allocation, as a stranger may write it.
 fn recording_of_stacks(names: &[String]) -> Recording {
-    let mut bytes = b"cuallocR".to_vec();
-    bytes.extend([1u32, 0].iter().flat_map(|number| number.to_le_bytes()));
-    bytes.extend(
-        [1_000u64, 0, 0]
-            .iter()
-            .flat_map(|number| number.to_le_bytes()),
-    );
-    // A stack for each 512 bytes, so that a block of many of them stands for itself alone.
-    bytes.extend(
-        [0u32, 0, 0, 1, 0, 0]
-            .iter()
-            .flat_map(|number| number.to_le_bytes()),
-    );
-    let mut chunk = |kind: u32, number: u32, content: &[u8]| {
-        bytes.extend(kind.to_le_bytes());
-        bytes.extend(number.to_le_bytes());
-        bytes.extend((content.len() as u64).to_le_bytes());
-        bytes.extend(content);
-    };
-    let mut records = vec![0u64];
-    for (at, name) in names.iter().enumerate() {
-        let number = at as u64 + 1;
-        chunk(2, number as u32, name.as_bytes());
+    let records = (1..=names.len() as u64).flat_map(|number| {
         let (address, size) = (number << 30, number << 20);
-        records.extend([number, address | 1, size, 0]);
-        records.extend([number, address | 10, size, number]);
-    }
-    let records: Vec<u8> = records.iter().flat_map(|word| word.to_le_bytes()).collect();
-    chunk(1, 0, &records);
-    chunk(3, 0, &[]);
-    Recording::read(&bytes).unwrap()
+        let allocated = [number, address | 1, size, 0];
+        [allocated, [number, address | 10, size, number]]
+    });
+    // A stack for each 512 bytes, so that a block of many of them stands for itself alone.
+    Recording::read(&recorded::recording(1, names, records)).unwrap()
 }
 
 #[test]
@@ -309,23 +288,7 @@ fn stacks_are_a_table_with_the_most_bytes_first_and_all_of_them_in_it() {
 fn hostile_stacks_are_text() {
     let hostile = "a;</script><script>alert(1)</script>".to_owned();
     let profile = Profile::of_stacks(&recording_of_stacks(&[hostile]));
-    let trace = trace("hostile", 20);
-    let simulator = simulator(8 << 30).unwrap();
-    let frame = Frame {
-        trace: &trace,
-        before: None,
-        limit: None,
-        memory: 8 << 30,
-        config: None,
-        stacks: Some(&profile),
-        warnings: &[],
-        recorded: &Default::default(),
-    };
-    let context = simulator.context(0).unwrap();
-    let page = page(&frame, Replay::new(&trace), 3, &context).unwrap();
-    assert_eq!(page.meta["stacks"][0][1], 1);
-    let mut text = Vec::new();
-    page.write(&mut text).unwrap();
-    let text = String::from_utf8(text).unwrap();
+    let text = written_with(&trace("hostile", 20), None, Some(&profile));
+    assert_eq!(meta(&text)["stacks"][0][1], 1);
     assert!(text.contains("alert(1)") && !text.contains("</script><script>alert"));
 }

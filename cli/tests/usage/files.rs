@@ -1,14 +1,11 @@
 //! Files that are read and written.
 
-use crate::{cualloc, data, fed, file, object, refused, replayed, run, scratch, stderr, stdout};
+use crate::{
+    cualloc, data, fed, file, meta, object, packed, recorded, refused, replayed, run, scratch,
+    stderr, stdout,
+};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-
-fn packed(content: &[u8]) -> Vec<u8> {
-    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-    packed.write_all(content).unwrap();
-    packed.finish().unwrap()
-}
 
 fn text(name: &str) -> Vec<u8> {
     std::fs::read(data(name)).unwrap()
@@ -399,28 +396,11 @@ fn recordings_are_read_like_traces_and_exported() {
     );
 }
 
-/// A recording as a file: bytes between two stacks in units of 512, and records of kind, address and bytes, one each
-/// millisecond.
+/// A recording with records of kind, address and bytes, one each millisecond.
 fn recording(sampling: u32, records: &[(u64, u64, u64)]) -> Vec<u8> {
-    let mut bytes = b"cuallocR".to_vec();
-    let mut numbers = |numbers: &[u32]| {
-        bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
-    };
-    // Version 2, written in chunks, 1000 ticks in a second.
-    numbers(&[2, 0, 1000, 0, 0, 0, 0, 0, 0, 0, 0, sampling, 0, 0]);
-    let chunk_bytes = 8 + 32 * records.len() as u32;
-    numbers(&[1, 0, chunk_bytes, 0, 0, 0]);
-    for (at, (kind, address, size)) in records.iter().enumerate() {
-        for word in [at as u64 + 1, address << 9 | kind, *size, 0] {
-            bytes.extend(word.to_le_bytes());
-        }
-    }
-    bytes.extend(
-        [3u32, 0, 0, 0]
-            .iter()
-            .flat_map(|number| number.to_le_bytes()),
-    );
-    bytes
+    let records = (1..).zip(records);
+    let records = records.map(|(at, (kind, address, size))| [at, address << 9 | kind, *size, 0]);
+    recorded::recording(sampling, &[], records)
 }
 
 #[test]
@@ -564,10 +544,6 @@ fn a_page_knows_the_request_that_failed() {
     drop(live);
     recorder.finish().unwrap();
     let file = path.to_str().unwrap();
-    let meta = |page: &str| -> serde_json::Value {
-        let meta = page.split("id=\"meta\">").nth(1).unwrap();
-        serde_json::from_str(meta.split("</script>").next().unwrap()).unwrap()
-    };
     let recorded = run(&["view", "-q", file, "-o", "-"]);
     assert!(recorded.status.success(), "{recorded:?}");
     let page = stdout(&recorded);
@@ -670,10 +646,7 @@ fn a_page_of_two_files_says_what_changed() {
     let before = before.to_str().unwrap();
     let page = run(&["view", "-q", before, &after, "-o", "-"]);
     assert_eq!(page.status.code(), Some(0), "{}", stderr(&page));
-    let text = stdout(&page);
-    let meta = text.split("id=\"meta\">").nth(1).unwrap();
-    let meta = meta.split("</script>").next().unwrap();
-    let meta: serde_json::Value = serde_json::from_str(meta).unwrap();
+    let meta = meta(&stdout(&page));
     assert_eq!(meta["name"], "lf");
     let both = &meta["difference"];
     assert_eq!(

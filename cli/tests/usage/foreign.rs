@@ -1,17 +1,10 @@
 //! Files of other programs: what is read of them, what is said of what they lack, and what refusals say.
 
-use crate::{data, fed, file, object, run, stderr, stdout};
+use crate::{data, fed, file, meta, object, packed, recorded, run, stderr, stdout};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde_json::{Value, json};
-use std::io::Write;
 use std::process::Output;
-
-fn packed(content: &[u8]) -> Vec<u8> {
-    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-    packed.write_all(content).unwrap();
-    packed.finish().unwrap()
-}
 
 /// The commands that read files, with what else they need.
 const COMMANDS: [&[&str]; 6] = [
@@ -26,9 +19,8 @@ const COMMANDS: [&[&str]; 6] = [
 /// What the output of a command says that the file lacks, if it says so.
 fn warnings(output: &Output) -> Option<Value> {
     let text = stdout(output);
-    if let Some(meta) = text.split("id=\"meta\">").nth(1) {
-        let meta = meta.split("</script>").next().unwrap();
-        return Some(serde_json::from_str::<Value>(meta).unwrap()["warnings"].clone());
+    if text.starts_with("<!DOCTYPE html>") {
+        return Some(meta(&text)["warnings"].clone());
     }
     let line: Value = serde_json::from_str(&text).ok()?;
     Some(line["warnings"].clone())
@@ -111,39 +103,14 @@ fn of_several_gpus_one_is_shown_and_the_others_are_named() {
 /// A recording with an allocator on each of two devices.
 fn recording() -> Vec<u8> {
     let (allocate, source, second) = (1u64, 9u64, 1u64 << 32);
-    let records: [u64; 21] = [
-        0,
-        1,
-        source,
-        0,
-        0,
-        2,
-        source,
-        1,
-        second,
-        3,
-        512 + allocate,
-        1000,
-        0,
-        4,
-        512 + allocate,
-        2000,
-        second,
-        5,
-        1024 + allocate,
-        3000,
-        second,
+    let records = [
+        [1, source, 0, 0],
+        [2, source, 1, second],
+        [3, 512 + allocate, 1000, 0],
+        [4, 512 + allocate, 2000, second],
+        [5, 1024 + allocate, 3000, second],
     ];
-    let mut bytes = b"cuallocR".to_vec();
-    bytes.extend([2u32, 0].iter().flat_map(|word| word.to_le_bytes()));
-    bytes.extend(1_000_000_000_u64.to_le_bytes());
-    bytes.resize(64, 0);
-    let chunk =
-        |kind: u32, bytes: u64| [&kind.to_le_bytes()[..], &[0; 4], &bytes.to_le_bytes()].concat();
-    bytes.extend(chunk(1, 8 * records.len() as u64));
-    bytes.extend(records.iter().flat_map(|word| word.to_le_bytes()));
-    bytes.extend(chunk(3, 0));
-    bytes
+    recorded::recording(0, &[], records)
 }
 
 #[test]
@@ -367,8 +334,27 @@ fn a_refusal_says_what_the_file_looks_like_and_what_is_read() {
     let timeline = json!([[0, 10, 20], [[0, 0, 0], [1024, 0, 0]]]).to_string();
     let profiler =
         json!({"schemaVersion": 1, "traceEvents": [{"ph": "i", "name": "[memory]"}]}).to_string();
-    let others: [(&[u8], &str); 15] = [
+    let mut tar = vec![b'x'; 300];
+    tar[257..262].copy_from_slice(b"ustar");
+    let others: [(&[u8], &str); 25] = [
         (b"", "an empty file"),
+        (b"SQLite format 3\0", "an SQLite database"),
+        (b"\xff\xfeo\0p\0", "text in UTF-16"),
+        (b"(dp0\nVsegments", "a pickle of protocol 0"),
+        (b"}q\x01(U\x08segments", "a pickle of protocol 1"),
+        (b"\xc3\x28\xa0", "binary data"),
+        (&tar, "a tar archive"),
+        (b"[4242][09:13:00.5][error ] [A]", "a debug log of RMM"),
+        (
+            b"op, id, bytes, stream\n",
+            "CSV with the first line `op, id, bytes, stream`",
+        ),
+        (
+            b"hello\x1b[31m\nworld",
+            "text with the first line `hello\\u{1b}[31m`",
+        ),
+        // A character that is cut off by the part that was read.
+        (b"gr\xc3", "text with the first line `gr\u{FFFD}`"),
         (
             b"PK\x03\x04\x14\0archive/data.pkl",
             "a zip archive, as torch.save and numpy.savez write",
@@ -428,6 +414,11 @@ fn a_refusal_says_what_the_file_looks_like_and_what_is_read() {
             assert_eq!(stderr(&output), format!("error: {error}\n"));
         }
     }
+    let twice = fed(COMMANDS[0], &packed(&packed(b"a,0")));
+    assert!(
+        stderr(&twice).contains("gzip data within gzip data"),
+        "{twice:?}"
+    );
     let lf = data("lf.csv");
     for to in ["pytorch", "pytorch-json", "pprof", "collapsed"] {
         let output = run(&["export", &lf, "--to", to, "--out", "-"]);

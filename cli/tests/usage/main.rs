@@ -5,6 +5,8 @@ mod files;
 mod foreign;
 mod help;
 mod memory;
+#[path = "../../../tests/common/recorded.rs"]
+mod recorded;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../../tests/common/watchdog.rs"]
 mod watchdog;
@@ -87,6 +89,18 @@ pub fn object(output: &Output) -> Value {
     let text = stdout(output);
     assert_eq!(text.lines().count(), 1, "{text} {}", stderr(output));
     serde_json::from_str(&text).unwrap()
+}
+
+/// The figures and words of a page of `view`.
+pub fn meta(page: &str) -> Value {
+    let meta = page.split("id=\"meta\">").nth(1).unwrap();
+    serde_json::from_str(meta.split("</script>").next().unwrap()).unwrap()
+}
+
+pub fn packed(content: &[u8]) -> Vec<u8> {
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    packed.write_all(content).unwrap();
+    packed.finish().unwrap()
 }
 
 /// Refused with exit code 2 and these words, and without a result.

@@ -12,6 +12,7 @@ fn sizes_are_read_alike_everywhere() {
         ("64mib", 64 << 20),
         ("50%", 20 << 30),
         ("100x", 104_887_600),
+        ("7.25x", 7_604_351),
     ] {
         let output = run(&[
             "replay",
@@ -32,7 +33,9 @@ fn sizes_are_read_alike_everywhere() {
         );
         assert_eq!(object(&output)["limit_bytes"], bytes, "{limit}");
     }
-    for limit in ["0", "0G", "0%", "101%", "1.5", "6Q", "0x"] {
+    for limit in [
+        "", "0", "0G", "0%", "101%", "1.5", "6Q", "x", "0x", "-1x", "nanx", "infx", "1 x",
+    ] {
         refused(
             &run(&["replay", "--device", "sim", "--limit", limit, &lf]),
             "--limit",
@@ -237,7 +240,7 @@ fn numbers_that_are_none_are_told_plainly() {
 
 #[test]
 fn terminals_are_not_steered_by_names_or_contents() {
-    let steering = "\u{1b}[31m\u{7}red";
+    let steering = "\u{1b}[31m\u{7}\u{9b}\u{202e}red größe 大";
     let path = file(
         &format!("{steering}.csv"),
         &std::fs::read(data("lf.csv")).unwrap(),
@@ -261,8 +264,11 @@ fn terminals_are_not_steered_by_names_or_contents() {
     ];
     for output in outputs {
         let text = stdout(&output) + &stderr(&output);
-        assert!(text.contains("red"), "{text:?}");
-        assert!(!text.contains(['\u{1b}', '\u{7}']), "{text:?}");
+        assert!(text.contains("red größe 大"), "{text:?}");
+        assert!(
+            !text.contains(['\u{1b}', '\u{7}', '\u{9b}', '\u{202e}']),
+            "{text:?}"
+        );
     }
     // A program gets the name as it is.
     let output = replayed(&path);
@@ -300,6 +306,10 @@ fn tables_fit_the_terminal() {
             "{wide}"
         );
     }
+    // Without a terminal all columns stand side by side, the first at the left.
+    let whole = stdout(&run(&["capacity", "--device", "sim", &data("lf.csv")]));
+    let head = "trace   policy  requested MiB   limit MiB   ratio  ns/row last  handles last\n";
+    assert!(whole.starts_with(head), "{whole}");
     let narrow = table("replay", "80", false);
     assert!(stdout(&narrow).contains("calls"));
     assert!(stderr(&narrow).contains("--wide"));
