@@ -150,7 +150,7 @@ impl Snapshot {
     /// left out. Failed requests are rows of [`Op::Oom`](crate::trace::Op::Oom).
     ///
     /// # Errors
-    /// [`TraceError::LiveBytesOverflow`]: the bytes of a file from a stranger may add up to anything.
+    /// [`TraceFault::LiveBytesOverflow`](crate::trace::TraceFault::LiveBytesOverflow): the bytes of a file from a stranger may add up to anything.
     pub fn to_trace(&self, name: &str, device: usize) -> Result<Trace, TraceError> {
         let mut rows = RowMaker::default();
         let mut streams: BTreeMap<u64, u32> = BTreeMap::new();

@@ -172,7 +172,7 @@ impl Recording {
     /// is an allocation of no bytes. Requests that failed are rows of [`Op::Oom`](crate::trace::Op::Oom).
     ///
     /// # Errors
-    /// [`TraceError::LiveBytesOverflow`]: the bytes of a recording from a stranger may add up to anything.
+    /// [`TraceFault::LiveBytesOverflow`](crate::trace::TraceFault::LiveBytesOverflow): the bytes of a recording from a stranger may add up to anything.
     pub fn to_trace(&self, name: &str, allocator: Option<u16>) -> Result<Trace, TraceError> {
         let mut live = BTreeMap::new();
         let mut rows = RowMaker::default();

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, BufRead, Write};
 
-use super::error::{HEADER, STREAM_LIMIT, TraceError};
+use super::error::{HEADER, STREAM_LIMIT, TraceError, TraceFault};
 use super::lines::Lines;
 use super::names::Names;
 
@@ -106,14 +106,14 @@ impl Trace {
             Some(line) if line == HEADER.as_bytes() => {}
             found => {
                 let found = String::from_utf8_lossy(found.unwrap_or_default()).into_owned();
-                return Err(TraceError::Header { line: 1, found });
+                return Err(TraceFault::Header { found }.at(1));
             }
         }
         let mut rows = Vec::new();
         let mut blocks: Vec<Block> = Vec::new();
         while let Some(line) = lines.next_line()? {
-            let row = parse_row(Trace::line_of(rows.len()), line)?;
-            note(&mut blocks, rows.len(), row)?;
+            let row = parse_row(line).and_then(|row| note(&mut blocks, rows.len(), row));
+            let row = row.map_err(|fault| fault.at(Trace::line_of(rows.len())))?;
             rows.push(row);
         }
         Trace::finish(name.into(), rows, blocks)
@@ -131,8 +131,8 @@ impl Trace {
         let mut checked = Vec::new();
         let mut blocks: Vec<Block> = Vec::new();
         for row in rows {
-            let row = row.normalized();
-            note(&mut blocks, checked.len(), row)?;
+            let row = note(&mut blocks, checked.len(), row.normalized());
+            let row = row.map_err(|fault| fault.at(Trace::line_of(checked.len())))?;
             checked.push(row);
         }
         Trace::finish(name.into(), checked, blocks)
@@ -255,7 +255,7 @@ struct Block {
     completed: bool,
 }
 
-fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
+fn parse_row(text: &[u8]) -> Result<Row, TraceFault> {
     let owned = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
     let mut fields = text.split(|byte| *byte == b',');
     let op = match fields.next() {
@@ -264,18 +264,13 @@ fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
         Some(b"c") => Op::Complete,
         Some(b"oom") => Op::Oom,
         other => {
-            return Err(TraceError::UnknownOp {
-                line,
-                found: owned(other.unwrap_or_default()),
-            });
+            let found = owned(other.unwrap_or_default());
+            return Err(TraceFault::UnknownOp { found });
         }
     };
     let mut number = |field: &'static str| {
-        let found = fields
-            .next()
-            .ok_or(TraceError::FieldMissing { line, field })?;
-        parse_number(found).ok_or_else(|| TraceError::NotANumber {
-            line,
+        let found = fields.next().ok_or(TraceFault::FieldMissing { field })?;
+        parse_number(found).ok_or_else(|| TraceFault::NotANumber {
             field,
             found: owned(found),
         })
@@ -284,13 +279,10 @@ fn parse_row(line: u64, text: &[u8]) -> Result<Row, TraceError> {
     let bytes = number("bytes")?;
     let stream = number("stream")?;
     if fields.next().is_some() {
-        return Err(TraceError::FieldsLeftOver { line });
+        return Err(TraceFault::FieldsLeftOver);
     }
     if stream >= STREAM_LIMIT {
-        return Err(TraceError::StreamTooLarge {
-            line,
-            found: stream,
-        });
+        return Err(TraceFault::StreamTooLarge { found: stream });
     }
     Ok(Row {
         op,
@@ -313,19 +305,18 @@ pub(super) fn parse_number(field: &[u8]) -> Option<u64> {
     })
 }
 
-/// Checks `row`, whose index is `index`, against the blocks so far, and enters it.
-fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), TraceError> {
-    let (line, id) = (Trace::line_of(index), row.id as u64);
+/// Checks `row`, whose index is `index`, against the blocks so far, enters it, and returns it.
+fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<Row, TraceFault> {
+    let id = row.id as u64;
     if matches!(row.op, Op::Allocate | Op::Oom) && row.bytes == 0 {
-        return Err(TraceError::ZeroBytes { line });
+        return Err(TraceFault::ZeroBytes);
     }
     if row.op == Op::Oom {
-        return Ok(());
+        return Ok(row);
     }
     if row.op == Op::Allocate {
         if row.id != blocks.len() {
-            return Err(TraceError::IdOutOfOrder {
-                line,
+            return Err(TraceFault::IdOutOfOrder {
                 expected: blocks.len() as u64,
                 found: id,
             });
@@ -339,30 +330,27 @@ fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<(), TraceErro
             },
             completed: false,
         });
-        return Ok(());
+        return Ok(row);
     }
-    let block = blocks
-        .get_mut(row.id)
-        .ok_or(TraceError::UnknownId { line, id })?;
+    let block = blocks.get_mut(row.id).ok_or(TraceFault::UnknownId { id })?;
     match row.op {
         Op::Complete if block.outline.released.is_none() => {
-            return Err(TraceError::CompletedBeforeFreed { line, id });
+            return Err(TraceFault::CompletedBeforeFreed { id });
         }
-        Op::Complete if block.completed => return Err(TraceError::CompletedTwice { line, id }),
+        Op::Complete if block.completed => return Err(TraceFault::CompletedTwice { id }),
         Op::Complete => block.completed = true,
-        _ if block.outline.released.is_some() => return Err(TraceError::FreedTwice { line, id }),
+        _ if block.outline.released.is_some() => return Err(TraceFault::FreedTwice { id }),
         _ => {}
     }
     if row.stream != block.outline.stream {
-        return Err(TraceError::StreamChanged {
-            line,
+        return Err(TraceFault::StreamChanged {
             id,
             expected: block.outline.stream,
             found: row.stream,
         });
     }
     block.outline.released = Some(index);
-    Ok(())
+    Ok(row)
 }
 
 /// Requested bytes of the live blocks after each row.
@@ -383,9 +371,8 @@ fn live_bytes(rows: &[Row], allocations: &[Allocation]) -> impl Iterator<Item = 
 fn requested_peak(rows: &[Row], allocations: &[Allocation]) -> Result<u64, TraceError> {
     let mut peak = 0;
     for (index, live) in live_bytes(rows, allocations).enumerate() {
-        let live = u64::try_from(live).map_err(|_| TraceError::LiveBytesOverflow {
-            line: Trace::line_of(index),
-        })?;
+        let line = Trace::line_of(index);
+        let live = u64::try_from(live).map_err(|_| TraceFault::LiveBytesOverflow.at(line))?;
         peak = peak.max(live);
     }
     Ok(peak)

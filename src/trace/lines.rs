@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, Read};
 
-use super::error::{LINE_LIMIT, TraceError};
+use super::error::{LINE_LIMIT, TraceError, TraceFault};
 
 /// What some programs begin every file with.
 const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
@@ -34,13 +34,13 @@ impl<R: BufRead> Lines<R> {
         let read = (&mut self.reader)
             .take(LINE_LIMIT)
             .read_until(b'\n', &mut self.buffer)
-            .map_err(|source| TraceError::Read { line, source })?;
+            .map_err(|source| TraceFault::Read { source }.at(line))?;
         if read == 0 {
             return Ok(None);
         }
         let text = match self.buffer.strip_suffix(b"\n") {
             Some(text) => text.strip_suffix(b"\r").unwrap_or(text),
-            None if read as u64 == LINE_LIMIT => return Err(TraceError::LineTooLong { line }),
+            None if read as u64 == LINE_LIMIT => return Err(TraceFault::LineTooLong.at(line)),
             None => &self.buffer,
         };
         self.ended = text.len() < read;

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::io::BufRead;
 
-use super::error::TraceError;
+use super::error::{TraceError, TraceFault};
 use super::format::{Trace, parse_number};
 use super::lines::Lines;
 use super::names::Names;
@@ -84,13 +84,13 @@ struct Columns {
 }
 
 impl Columns {
-    fn of(header: &[u8]) -> Result<Columns, TraceError> {
+    fn of(header: &[u8]) -> Result<Columns, TraceFault> {
         let header = String::from_utf8_lossy(header);
         let names = fields(&header);
         let find = |name: &str| names.iter().position(|found| found == name);
         let mut required = [0; COLUMNS.len()];
         for (place, field) in required.iter_mut().zip(COLUMNS) {
-            *place = find(field).ok_or(TraceError::FieldMissing { line: 1, field })?;
+            *place = find(field).ok_or(TraceFault::FieldMissing { field })?;
         }
         Ok(Columns {
             count: names.len(),
@@ -113,17 +113,18 @@ impl AllocationLog {
     /// The first line that is none of a log.
     pub fn read(reader: impl BufRead) -> Result<AllocationLog, TraceError> {
         let mut lines = Lines::new(reader);
-        let columns = Columns::of(lines.next_line()?.unwrap_or_default())?;
+        let columns = Columns::of(lines.next_line()?.unwrap_or_default());
+        let columns = columns.map_err(|fault| fault.at(1))?;
         let mut log = AllocationLog::default();
         while let Some((line, record)) = next_record(&mut lines)? {
             let record = String::from_utf8_lossy(&record);
             if record.is_empty() {
                 continue;
             }
-            match columns.event(line, &fields(&record)) {
+            match columns.event(&fields(&record)) {
                 Ok(event) => log.add(line, event),
                 Err(_) if !lines.ended => log.torn = true,
-                Err(error) => return Err(error),
+                Err(fault) => return Err(fault.at(line)),
             }
         }
         for device in log.devices.values_mut() {
@@ -142,7 +143,7 @@ impl AllocationLog {
     /// The log of a device as a trace. Blocks have their tags as contexts.
     ///
     /// # Errors
-    /// [`TraceError::LiveBytesOverflow`]: the bytes of a foreign file may add up to anything.
+    /// [`TraceFault::LiveBytesOverflow`]: the bytes of a foreign file may add up to anything.
     pub fn to_trace(&self, name: &str, device: usize) -> Result<Trace, TraceError> {
         let Some(device) = self.devices.get(&device) else {
             return Trace::from_rows(name, []);
@@ -249,18 +250,17 @@ struct Event<'a> {
 
 impl Columns {
     /// Reads a record, whose fields must be what their columns have.
-    fn event<'a>(&self, line: u64, fields: &'a [Cow<'a, str>]) -> Result<Event<'a>, TraceError> {
+    fn event<'a>(&self, fields: &'a [Cow<'a, str>]) -> Result<Event<'a>, TraceFault> {
         let mut texts = [""; COLUMNS.len()];
         for ((text, column), field) in texts.iter_mut().zip(self.required).zip(COLUMNS) {
             let found = fields.get(column);
-            *text = found.ok_or(TraceError::FieldMissing { line, field })?;
+            *text = found.ok_or(TraceFault::FieldMissing { field })?;
         }
         if fields.len() > self.count {
-            return Err(TraceError::FieldsLeftOver { line });
+            return Err(TraceFault::FieldsLeftOver);
         }
         let [thread, time, action, pointer, size, stream] = texts;
-        let wrong = |field, expected, found: &str| TraceError::Field {
-            line,
+        let wrong = |field, expected, found: &str| TraceFault::Field {
             field,
             expected,
             found: found.to_owned(),

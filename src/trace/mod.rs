@@ -22,7 +22,7 @@ mod work;
 
 pub use self::log::AllocationLog;
 pub use capacity::Capacity;
-pub use error::TraceError;
+pub use error::{TraceError, TraceFault};
 #[doc(hidden)]
 pub use format::Allocation;
 pub use format::{Op, Row, Trace};

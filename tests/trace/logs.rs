@@ -1,6 +1,6 @@
 //! Logs of RMM and of this crate, in their forms, and what is wrong with others.
 
-use cualloc::trace::{AllocationLog, Trace, TraceError};
+use cualloc::trace::{AllocationLog, Trace, TraceError, TraceFault};
 
 const RMM: &str = "Thread,Time,Action,Pointer,Size,Stream";
 
@@ -199,44 +199,24 @@ fn every_wrong_field_is_named_with_its_line() {
         }
     }
     let short = read("7,10:00:00.000001,free,0x7f00,5\n").unwrap_err();
-    assert!(
-        matches!(
-            short,
-            TraceError::FieldMissing {
-                line: 2,
-                field: "Stream"
-            }
-        ),
-        "{short}"
-    );
+    assert_eq!(short.to_string(), "line 2: the field `Stream` is missing");
     let long = read(&format!("{line},{line}\n")).unwrap_err();
-    assert!(
-        matches!(long, TraceError::FieldsLeftOver { line: 2 }),
-        "{long}"
-    );
+    assert!(matches!(long.fault(), TraceFault::FieldsLeftOver), "{long}");
     let header = AllocationLog::read(&b"Thread,Time,Action,Pointer,Size\n"[..]).unwrap_err();
-    assert!(
-        matches!(
-            header,
-            TraceError::FieldMissing {
-                line: 1,
-                field: "Stream"
-            }
-        ),
-        "{header}"
-    );
+    assert_eq!(header.to_string(), "line 1: the field `Stream` is missing");
     let endless = read(&"7".repeat(5000)).unwrap_err();
     assert!(
-        matches!(endless, TraceError::LineTooLong { line: 2 }),
+        matches!(endless.fault(), TraceFault::LineTooLong),
         "{endless}"
     );
+    assert_eq!((long.line(), endless.line()), (2, 2));
     let huge = format!(
         "1,1:0:0,allocate,0x1,{0},0x0\n1,1:0:0,allocate,0x2,{0},0x0\n",
         u64::MAX
     );
     let huge = read(&huge).unwrap().to_trace("huge", 0).unwrap_err();
     assert!(
-        matches!(huge, TraceError::LiveBytesOverflow { line: 3 }),
+        matches!(huge.fault(), TraceFault::LiveBytesOverflow),
         "{huge}"
     );
 }

@@ -8,7 +8,7 @@ use crate::options::InputOptions;
 use crate::output::Output;
 use crate::{Failure, text};
 use cualloc::record::{FailedRequest, Profile, ReadError, Recording, Snapshot, SnapshotError};
-use cualloc::trace::{AllocationLog, Op, Trace, TraceError};
+use cualloc::trace::{AllocationLog, Op, Trace, TraceError, TraceFault};
 use kind::Kind;
 use source::{Begun, Bounded, Source, buffered, decompressed, open, too_many, whole};
 use std::io::{self, Read};
@@ -109,7 +109,7 @@ impl Fault {
     fn in_line(error: &TraceError) -> Fault {
         Fault {
             line: Some(error.line()),
-            ..Fault::new(words(error))
+            ..Fault::new(text::chain(error.fault()))
         }
     }
 
@@ -126,7 +126,7 @@ impl Fault {
 /// A trace that is made of another file has no lines.
 impl From<TraceError> for Fault {
     fn from(error: TraceError) -> Fault {
-        Fault::new(words(&error))
+        Fault::new(text::chain(error.fault()))
     }
 }
 
@@ -169,8 +169,10 @@ fn opened(file: Source) -> Result<(Source, bool), Fault> {
         return Ok((file, false));
     }
     let text = Begun::new(decompressed(file));
-    let text = text
-        .map_err(|source| packed_fault(&TraceError::Read { line: 1, source }, &mut io::empty()));
+    let text = text.map_err(|error| match unpacking(&error) {
+        Some(why) => Fault::damaged(1, &why),
+        None => Fault::failed(UNREAD, error),
+    });
     Ok((text?, true))
 }
 
@@ -437,26 +439,27 @@ fn lines(
     })
 }
 
-/// What is wrong with a line, without its number.
-fn words(error: &TraceError) -> String {
-    let words = text::chain(error);
-    let number = format!("line {}: ", error.line());
-    words.strip_prefix(&number).unwrap_or(&words).to_owned()
-}
-
 /// Why a compressed trace cannot be read: often its compression is what is wrong.
 fn packed_fault(error: &TraceError, text: &mut impl Read) -> Fault {
-    let why = match error {
-        TraceError::Read { source, .. } => match source.kind() {
-            io::ErrorKind::UnexpectedEof => Some("it ends too early".to_owned()),
-            io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => Some(source.to_string()),
-            _ => None,
-        },
-        _ => broken(text).map(|damage| format!("{damage} (what is read there: {})", words(error))),
+    let why = match error.fault() {
+        TraceFault::Read { source } => unpacking(source),
+        fault => broken(text).map(|damage| {
+            let read = text::chain(fault);
+            format!("{damage} (what is read there: {read})")
+        }),
     };
     match why {
         Some(why) => Fault::damaged(error.line(), &why),
         None => Fault::in_line(error),
+    }
+}
+
+/// What is wrong with compressed data, if that is what the error is about.
+fn unpacking(error: &io::Error) -> Option<String> {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => Some("it ends too early".to_owned()),
+        io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => Some(error.to_string()),
+        _ => None,
     }
 }
 

@@ -11,7 +11,7 @@ mod random;
 mod sharded;
 mod vary;
 
-use super::error::TraceError;
+use super::error::{TraceError, TraceFault};
 use super::format::{Op, Row, Trace};
 use draft::{Draft, Maker, Ready, Release};
 use std::collections::BTreeSet;
@@ -112,9 +112,7 @@ impl<'a> Rows<'a> {
     pub fn requested_peak(&self) -> Result<u64, TraceError> {
         match self.overflow {
             None => Ok(self.peak),
-            Some(row) => Err(TraceError::LiveBytesOverflow {
-                line: Trace::line_of(row),
-            }),
+            Some(row) => Err(TraceFault::LiveBytesOverflow.at(Trace::line_of(row))),
         }
     }
 
