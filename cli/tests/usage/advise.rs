@@ -1,6 +1,6 @@
 //! `advise`: what it predicts is what replays measure, and what it refuses.
 
-use crate::{cualloc, data, fed, object, refused, run, stderr, stdout};
+use crate::{cualloc, data, fed, object, objects, refused, run, stderr, stdout};
 use serde_json::Value;
 
 const HEADER: &str = "op,id,bytes,stream\n";
@@ -8,10 +8,7 @@ const HEADER: &str = "op,id,bytes,stream\n";
 fn advice(path: &str, memory: &str) -> Vec<Value> {
     let output = run(&["advise", "--json", "-q", path, "--memory", memory]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    let text = stdout(&output);
-    text.lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect()
+    objects(&output)
 }
 
 /// A choice against three replays under exactly its settings.
@@ -143,11 +140,7 @@ fn what_does_not_fit_is_an_answer() {
     let arguments = ["advise", "-", "--json", "--memory", "1,1M,2M"];
     let output = fed(&arguments, format!("{HEADER}a,0,100,0\n").as_bytes());
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    let text = stdout(&output);
-    let lines: Vec<Value> = text
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect();
+    let lines = objects(&output);
     let fits: Vec<&Value> = lines.iter().map(|line| &line["fits"]).collect();
     assert_eq!(fits, [false, false, true]);
     assert_eq!(lines[1]["missing_bytes"], 1 << 20);
@@ -164,9 +157,7 @@ fn a_request_that_failed_has_to_fit_too() {
     for file in [trace.as_bytes(), snapshot.as_bytes()] {
         let output = fed(&["advise", "-", "--json", "--memory", "120M,140M"], file);
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-        let text = stdout(&output);
-        let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
-        let lines: Vec<Value> = lines.collect();
+        let lines = objects(&output);
         assert_eq!(
             (&lines[0]["fits"], &lines[1]["fits"]),
             (&false.into(), &true.into())

@@ -235,6 +235,7 @@ fn what_is_said_at_every_call_is_short() {
         stderr(&output(&["replay", &lf])),
         "note: device: the simulator (no CUDA driver; `cualloc info` says where it was looked for)\n"
     );
+    assert_eq!(object(&output(&["replay", "--json", &lf]))["device"], "sim");
     let whole = stdout(&output(&["info"]));
     assert!(whole.contains("/there/is/no/driver.so") && whole.contains("memory pools"));
     let quiet = stdout(&output(&["info", "--quiet"]));

@@ -1,12 +1,15 @@
-//! What a person expects of a command: files, words and terminals, and memory that does not grow.
+//! The command from outside: results, files, words and terminals, how dense memory is packed, and memory that does not
+//! grow.
 
 mod advise;
+mod efficiency;
 mod files;
 mod foreign;
 mod help;
 mod memory;
 #[path = "../../../tests/common/recorded.rs"]
 mod recorded;
+mod results;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../../tests/common/watchdog.rs"]
 mod watchdog;
@@ -84,11 +87,18 @@ pub fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
+/// The objects on stdout, one per line.
+pub fn objects(output: &Output) -> Vec<Value> {
+    let text = stdout(output);
+    let objects = text.lines().map(|line| serde_json::from_str(line).unwrap());
+    objects.collect()
+}
+
 /// The only object on stdout.
 pub fn object(output: &Output) -> Value {
-    let text = stdout(output);
-    assert_eq!(text.lines().count(), 1, "{text} {}", stderr(output));
-    serde_json::from_str(&text).unwrap()
+    let mut objects = objects(output);
+    assert_eq!(objects.len(), 1, "{objects:?} {}", stderr(output));
+    objects.remove(0)
 }
 
 /// The figures and words of a page of `view`.

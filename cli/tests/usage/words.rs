@@ -1,6 +1,6 @@
 //! Options, messages and tables.
 
-use crate::{cualloc, data, fed, file, object, refused, replayed, run, stderr, stdout};
+use crate::{cualloc, data, fed, file, object, objects, refused, replayed, run, stderr, stdout};
 
 #[test]
 fn sizes_are_read_alike_everywhere() {
@@ -364,8 +364,7 @@ fn a_figure_of_a_benchmark_has_a_schema() {
         "bench", "--quick", "--only", "raw", "--device", "sim", "--json",
     ]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    for line in stdout(&output).lines() {
-        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+    for line in objects(&output) {
         assert_eq!(line["schema"], 1);
         assert!(line["value"].as_f64().unwrap() > 0.0);
         assert!(line["error"].is_null());

@@ -1,12 +1,8 @@
 //! How dense recorded work is packed, on the simulator: bounds on what `replay` and `capacity` say
 //! of the recordings in `tests/data`. Placement reads no clock, so the figures are exact.
 
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-#[path = "../../tests/common/watchdog.rs"]
-mod watchdog;
-
+use crate::{cualloc, data, objects, run, scratch, stderr};
 use serde_json::Value;
-use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 const ONE_STREAM: [&str; 3] = ["dataframe", "gpt2_varlen", "resnet50"];
@@ -18,9 +14,8 @@ fn figures(arguments: &[&str], traces: &[&str]) -> Vec<Value> {
 
 /// [`figures`] with settings of the allocator.
 fn figures_with(config: &str, arguments: &[&str], traces: &[&str]) -> Vec<Value> {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data");
-    let files = traces.iter().map(|name| format!("{root}/{name}.csv.gz"));
-    objects(arguments, files.collect(), config)
+    let files = traces.iter().map(|name| data(&format!("{name}.csv.gz")));
+    figures_of(arguments, files.collect(), config)
 }
 
 /// The object that a command writes for a made-up program of some rows.
@@ -28,38 +23,27 @@ fn made_up(kind: &[&str], rows: usize, arguments: &[&str]) -> Value {
     // Tests run at the same time, and may make up the same program.
     static FILES: AtomicUsize = AtomicUsize::new(0);
     let number = FILES.fetch_add(1, Ordering::Relaxed);
-    let file = format!("{}/made_up_{number}.csv", env!("CARGO_TARGET_TMPDIR"));
-    let made = Command::new(env!("CARGO_BIN_EXE_cualloc"))
-        .arg("generate")
-        .args(kind)
-        .args(["--rows", &rows.to_string(), "--out", &file])
-        .status()
-        .unwrap();
-    assert!(made.success());
-    let value = objects(arguments, vec![file.clone()], "").remove(0);
+    let file = scratch().join(format!("made_up_{number}.csv"));
+    let (file, rows) = (file.to_str().unwrap(), rows.to_string());
+    let out = ["--rows", &rows, "--out", file];
+    let made = run(&[&["generate"], kind, &out].concat());
+    assert!(made.status.success(), "{}", stderr(&made));
+    let value = figures_of(arguments, vec![file.to_owned()], "").remove(0);
     std::fs::remove_file(file).unwrap();
     value
 }
 
-fn objects(arguments: &[&str], files: Vec<String>, config: &str) -> Vec<Value> {
+fn figures_of(arguments: &[&str], files: Vec<String>, config: &str) -> Vec<Value> {
     let traces = files.len();
-    let output = Command::new(env!("CARGO_BIN_EXE_cualloc"))
+    let output = cualloc()
         .args(arguments)
         .args(["--device", "sim", "--json"])
         .args(files)
         .env("CUALLOC_CONFIG", config)
         .output()
         .unwrap();
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let objects: Vec<Value> = text
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let objects = objects(&output);
     assert_eq!(objects.len(), traces);
     objects
 }
