@@ -127,20 +127,13 @@ fn line<'a>(
 }
 
 fn cells(line: &Line<'_>) -> Vec<Cell> {
-    let dash = || "-".to_owned();
     vec![
         line.trace.into(),
         line.policy.into(),
         output::mebibytes(line.requested_peak_bytes).into(),
-        line.min_limit_bytes
-            .map_or_else(dash, output::mebibytes)
-            .into(),
+        Cell::or_dash(line.min_limit_bytes.map(output::mebibytes)),
         output::ratio(line.min_limit_ratio).into(),
-        line.ns_per_row_at_limit
-            .map_or_else(dash, output::nanos)
-            .into(),
-        line.handle_ops
-            .map_or_else(dash, |handles| handles.to_string())
-            .into(),
+        Cell::or_dash(line.ns_per_row_at_limit.map(output::nanos)),
+        Cell::or_dash(line.handle_ops),
     ]
 }

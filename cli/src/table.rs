@@ -37,6 +37,13 @@ pub struct Cell {
 }
 
 impl Cell {
+    /// A dash where there is no value.
+    pub fn or_dash(value: Option<impl ToString>) -> Cell {
+        value
+            .map_or_else(|| "-".to_owned(), |value| value.to_string())
+            .into()
+    }
+
     /// A verdict, in colour on a terminal.
     pub fn verdict(text: String, good: bool) -> Cell {
         Cell {

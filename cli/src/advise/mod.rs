@@ -334,13 +334,11 @@ fn table(options: &AdviseOptions, choices: &[Choice]) -> Table {
 }
 
 fn cells(trace: &Trace, advice: &Advice, choice: &ChoiceLine) -> Vec<Cell> {
-    let dash = || "-".to_owned();
-    let mebibytes = |bytes: Option<u64>| bytes.map_or_else(dash, output::mebibytes);
-    let calls = |replay: Option<&ReplayLine>| {
-        replay.map_or_else(dash, |replay| replay.driver_calls.to_string())
-    };
+    let mebibytes = |bytes: Option<u64>| Cell::or_dash(bytes.map(output::mebibytes));
+    let calls = |replay: Option<&ReplayLine>| Cell::or_dash(replay.map(|it| it.driver_calls));
+    let milliseconds = |nanos: u64| format!("{:.1}", nanos as f64 / 1e6);
     let spare = match advice.missing() {
-        Some(missing) => format!("-{}", output::mebibytes(missing)),
+        Some(missing) => format!("-{}", output::mebibytes(missing)).into(),
         None => mebibytes(advice.spare().filter(|_| choice.fits)),
     };
     let fits = if choice.fits { "yes" } else { "no" };
@@ -348,19 +346,13 @@ fn cells(trace: &Trace, advice: &Advice, choice: &ChoiceLine) -> Vec<Cell> {
         trace.name().into(),
         Size(advice.memory).to_string().into(),
         Cell::verdict(fits.to_owned(), choice.fits),
-        spare.into(),
-        mebibytes(advice.needed()).into(),
+        spare,
+        mebibytes(advice.needed()),
         choice.shown.clone().into(),
-        mebibytes(choice.reserved_peak_bytes).into(),
-        calls(choice.replays.first()).into(),
-        calls(choice.replays.last()).into(),
-        choice
-            .driver_ns
-            .map_or_else(dash, |nanos| format!("{:.1}", nanos as f64 / 1e6))
-            .into(),
-        choice
-            .retries
-            .map_or_else(dash, |retries| retries.to_string())
-            .into(),
+        mebibytes(choice.reserved_peak_bytes),
+        calls(choice.replays.first()),
+        calls(choice.replays.last()),
+        Cell::or_dash(choice.driver_ns.map(milliseconds)),
+        Cell::or_dash(choice.retries),
     ]
 }
