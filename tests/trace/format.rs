@@ -123,7 +123,7 @@ broken! {
     "completed_twice", 5, TraceFault::CompletedTwice { id: 0, .. },
     "completed_before_freed", 3, TraceFault::CompletedBeforeFreed { id: 0, .. },
     "completed_unknown", 4, TraceFault::UnknownId { id: 7, .. },
-    "zero_bytes", 3, TraceFault::ZeroBytes { .. },
+    "zero_bytes", 3, TraceFault::ZeroBytes,
     "bytes_overflow", 2, TraceFault::NotANumber { field: "bytes", .. },
     "id_overflow", 3, TraceFault::NotANumber { field: "id", .. },
     "negative", 2, TraceFault::NotANumber { field: "bytes", .. },
@@ -133,9 +133,9 @@ broken! {
     "stream_too_large", 2, TraceFault::StreamTooLarge { found: 4294967296, .. },
     "stream_changed", 3, TraceFault::StreamChanged { id: 0, expected: 1, found: 2, .. },
     "field_missing", 2, TraceFault::FieldMissing { field: "stream", .. },
-    "field_left_over", 2, TraceFault::FieldsLeftOver { .. },
-    "line_too_long", 2, TraceFault::LineTooLong { .. },
-    "live_bytes_overflow", 3, TraceFault::LiveBytesOverflow { .. },
+    "field_left_over", 2, TraceFault::FieldsLeftOver,
+    "line_too_long", 2, TraceFault::LineTooLong,
+    "live_bytes_overflow", 3, TraceFault::LiveBytesOverflow,
 }
 
 #[test]
