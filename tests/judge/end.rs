@@ -54,7 +54,12 @@ impl World {
         self.add_stream(stream.clone(), place, false);
         let lane = self.lanes.len() - 1;
         for bytes in [1000, 9 << 20] {
-            let block = self.slots[slot].allocator.allocate(bytes, &stream);
+            let mut block = self.slots[slot].allocator.allocate(bytes, &stream);
+            if matches!(block, Err(Error::Closed)) {
+                // It was closed in the program, and the next one could not be made then.
+                self.fresh(slot)?;
+                block = self.slots[slot].allocator.allocate(bytes, &stream);
+            }
             let block = block.map_err(|e| format!("{bytes} bytes at the end: {e:?}"))?;
             self.told(slot, lane, true);
             let at = (block.ptr(), bytes as u64);

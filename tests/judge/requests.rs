@@ -523,7 +523,7 @@ impl World {
         }
     }
 
-    fn fresh(&mut self, slot: usize) -> Done {
+    pub(super) fn fresh(&mut self, slot: usize) -> Done {
         let context = self.places[self.slots[slot].place].context.clone();
         match Allocator::with_config(&context, self.config()) {
             Ok(allocator) => {
