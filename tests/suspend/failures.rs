@@ -158,8 +158,9 @@ fn a_copy_whose_end_was_not_seen_is_waited_for() {
         let Some(sim) = rig.sim() else { return };
         let (world, pool, block) = world(rig);
         suspend(&world.allocator, Contents::Pinned);
-        for call in ["cuStreamSynchronize", "cuCtxSynchronize"] {
-            sim.fail(FailPlan::call(call, CUresult::CUDA_ERROR_OUT_OF_MEMORY).unwrap());
+        for (call, times) in [("cuStreamSynchronize", 2), ("cuCtxSynchronize", 1)] {
+            let plan = FailPlan::call(call, CUresult::CUDA_ERROR_OUT_OF_MEMORY).unwrap();
+            sim.fail(plan.times(times));
         }
         // It is tried again at once, or by the caller.
         if world.allocator.resume(Select::Allocator).is_err() {
@@ -169,5 +170,32 @@ fn a_copy_whose_end_was_not_seen_is_waited_for() {
         world.assert_intact(rig);
         drop((block, pool));
         world.close(rig, false);
+    });
+}
+
+/// A failed wait for a copy back is no reason to wait for the context, which would spoil a capture.
+#[test]
+fn a_failed_wait_for_a_copy_spoils_no_capture() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        for times in [1, 2, 3] {
+            let (world, pool, block) = world(rig);
+            let other = rig.stream();
+            suspend(&world.allocator, Contents::Pinned);
+            let capture = Capturing::begin(&other, MODE);
+            let code = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+            let plan = FailPlan::call("cuStreamSynchronize", code).unwrap();
+            sim.fail(plan.times(times));
+            let resumed = world.allocator.resume(Select::Allocator);
+            sim.clear_failures();
+            drop(capture.end().unwrap());
+            if resumed.is_err() && is_suspended(&world.allocator) {
+                resume(&world.allocator);
+            }
+            rig.assert_clean();
+            world.assert_intact(rig);
+            drop((block, pool));
+            world.close(rig, false);
+        }
     });
 }

@@ -13,6 +13,7 @@ use crate::allocator::suspend::{Suspension, Target};
 use crate::block::Tag;
 use crate::driver::{Stream, process};
 use crate::error::{Error, GraphPoolError};
+use crate::sync::order::wait_for_context;
 
 /// What was suspended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -383,7 +384,7 @@ impl Engine {
         let given = entered.and_then(|entered| {
             // Under a copy that may not be over nothing is taken away.
             if parked.iter().any(|one| one.unseen) {
-                entered.synchronize()?;
+                wait_for_context(entered.context())?;
                 parked.iter_mut().for_each(|one| one.unseen = false);
             }
             commit::give_back(&entered, &mut parked)

@@ -8,6 +8,7 @@ use crate::allocator::suspend::host::HostCopy;
 use crate::allocator::suspend::{Parked, Suspension};
 use crate::driver::{DriverError, Entered, HostAllocation, Stream};
 use crate::error::Error;
+use crate::sync::order::wait_for_context;
 
 /// Copies what is kept to the host. After an error nothing has changed.
 pub(crate) fn save(
@@ -40,14 +41,16 @@ struct Unseen {
     seen: bool,
 }
 
-/// Waits for copies, by another way if one fails: it could be for earlier work.
+/// Waits for copies, by another way if one fails: it could be for earlier work. A capture is not spoilt for that.
 fn waited(
     entered: &Entered<'_>,
     stream: &Stream,
     copied: Result<(), DriverError>,
 ) -> Result<(), Unseen> {
     let waited = stream.synchronize();
-    let seen = waited.is_ok() || entered.synchronize().is_ok();
+    let seen = waited.is_ok()
+        || stream.synchronize().is_ok()
+        || wait_for_context(entered.context()).is_ok();
     copied.and(waited).map_err(|error| Unseen { error, seen })
 }
 
@@ -105,7 +108,7 @@ pub(crate) fn bring_back(
 ) -> Result<(), DriverError> {
     if suspensions.iter().any(|one| one.unseen) {
         // A copy of an attempt before may be under way: without its end nothing is written there again.
-        entered.synchronize()?;
+        wait_for_context(entered.context())?;
         suspensions.iter_mut().for_each(|one| one.unseen = false);
     }
     let handles = suspensions.iter().flat_map(|s| &s.handles);
