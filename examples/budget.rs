@@ -17,7 +17,7 @@ const MIB: usize = 1 << 20;
 fn to_log(record: &LogRecord) -> std::io::Result<()> {
     match record.error {
         None => log::info!("{}", record.to_csv()),
-        Some(_) => log::warn!("{}: {}", record.to_csv(), record.message()),
+        Some(_) => log::warn!("{}: {}", record.to_csv(), record.message),
     }
     Ok(())
 }

@@ -90,12 +90,6 @@ pub enum Error {
     /// There is no cached memory that the stream may use without a wait, and the request was for that alone.
     #[error("no cached memory serves the request")]
     NotCached,
-    /// A manager has no runtime to allocate from.
-    #[error("the manager of device {device} has no runtime")]
-    NoRuntime {
-        /// The manager's device ordinal.
-        device: usize,
-    },
     /// An argument that cannot be.
     #[error(transparent)]
     Invalid(#[from] InvalidArgument),
@@ -352,7 +346,6 @@ impl Error {
             Error::Exhausted { .. } => "exhausted",
             Error::HostMemory { .. } => "out of host memory",
             Error::NotCached => "not cached",
-            Error::NoRuntime { .. } => "no runtime",
             Error::Invalid(argument) => argument.kind(),
             Error::Stream(_) => "stream misuse",
             Error::Import(_) => "invalid import",

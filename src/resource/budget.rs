@@ -6,7 +6,8 @@ use crate::allocator::{Counter, Request};
 use crate::driver::{Stream, process};
 
 use super::block::RawBlock;
-use super::meter::{Charge, Meter, Pressure};
+use super::meter::{Charge, Meter};
+use super::pressure::Pressure;
 use super::traits::MemoryResource;
 use super::usage::Usage;
 use crate::block::BlockState;
@@ -14,11 +15,15 @@ use crate::error::{Error, Refused};
 use crate::locks::held::Mutex;
 
 /// Bounds the bytes outstanding below it: live and pending together never pass the limit, at any
-/// instant and from any number of threads. Tells how scarce they are, and whoever wants to hear of it.
+/// instant and from any number of threads. Reports their [`Pressure`] and calls listeners when it changes.
 ///
-/// What is outstanding below when it is made counts, as far as the resource there can say. A request above the limit fails at once; one
-/// that does not fit now gets one reap and one more try. Bytes are released when they have really
-/// left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
+/// What is outstanding below when the budget is made counts, as far as the resource there can say. A request above the
+/// limit fails immediately; one that does not fit now gets one reap and one more try. Bytes are released when they have
+/// really left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
+///
+/// A budget [of live bytes](Self::of_live) releases them at the deallocation in any case. To manage the memory of one
+/// device, put a [`Statistics`](super::Statistics) over such a budget, which counts its requests, and for a bound on
+/// live and pending bytes a second budget below it: both apply, and refuse in the same way.
 ///
 /// ```
 /// # use cualloc::Request;
@@ -43,6 +48,8 @@ use crate::locks::held::Mutex;
 pub struct Budget<R: MemoryResource> {
     inner: R,
     meter: Arc<Meter>,
+    /// Whether bytes that are pending below do not count.
+    live_only: bool,
     /// The bytes that were outstanding below at the start and have not left since. Touched only for blocks that
     /// were not allocated through here, and when a reap is asked for.
     base: Mutex<Option<Charge>>,
@@ -51,13 +58,25 @@ pub struct Budget<R: MemoryResource> {
 impl<R: MemoryResource> Budget<R> {
     /// A budget of `limit` bytes: none bounds nothing, 0 allows nothing.
     pub fn new(inner: R, limit: Option<u64>) -> Budget<R> {
-        let meter = Meter::new("budget", limit);
+        let meter = Meter::new(limit);
         let before = inner.usage().map_or(0, |usage| usage.outstanding());
         let base = (before > 0).then(|| meter.charge_existing(before));
         Budget {
             inner,
             meter,
+            live_only: false,
             base: Mutex::new(base),
+        }
+    }
+
+    /// A budget of live bytes: a block leaves it when it is deallocated, also while its memory is still pending below.
+    /// Counts what is allocated through it from now on, exact to the byte.
+    pub fn of_live(inner: R, limit: Option<u64>) -> Budget<R> {
+        Budget {
+            inner,
+            meter: Meter::new(limit),
+            live_only: true,
+            base: Mutex::new(None),
         }
     }
 
@@ -89,19 +108,11 @@ impl<R: MemoryResource> Budget<R> {
         self.meter.pressure()
     }
 
-    /// Has a listener told the old and the new level at each change, whichever call caused it; the
-    /// listener's number. It runs without a lock, and may use the budget. Several threads may tell it at
-    /// the same time: each call's old level is another call's new one.
-    pub fn on_pressure(
-        &self,
-        listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static,
-    ) -> u64 {
-        self.meter.add_listener(Arc::new(listener))
-    }
-
-    /// Removes a listener by its number; whether it existed.
-    pub fn remove_listener(&self, number: u64) -> bool {
-        self.meter.remove_listener(number)
+    /// Adds a listener, which gets the old and the new level at each change, whichever call caused it. It runs without
+    /// a lock, and may use the budget. Several threads may call it at the same time: each call's old level is another
+    /// call's new one.
+    pub fn on_pressure(&self, listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static) {
+        self.meter.level.add(listener);
     }
 
     /// The resource below.
@@ -160,6 +171,15 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
 
     #[inline]
     fn deallocate_block(&self, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        if self.live_only {
+            let charge = block.detach(&self.meter);
+            return self.inner.deallocate_block(block).map_err(|mut failure| {
+                charge
+                    .into_iter()
+                    .for_each(|charge| failure.value.attach(charge));
+                failure
+            });
+        }
         let known = block.charges().any(|charge| charge.is_of(&self.meter));
         if !known
             && self.inner.state(&block.id()) == BlockState::Live
@@ -170,14 +190,17 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         self.inner.deallocate_block(block)
     }
 
-    /// As the resource below says, but for what the budget counts: bytes asked for that have not left, of which
-    /// those that are pending below are not live, and allocations that came through here and have not left. The
-    /// peak of the bytes is of live and pending ones together.
+    /// As the resource below, except for what the budget counts: bytes requested that have not left it, less those
+    /// pending below, and the blocks allocated through it that have not left. The peak of the bytes is of live and
+    /// pending ones together.
     fn usage(&self) -> Result<Usage, Error> {
         let mut usage = self.inner.usage()?;
         let base = u64::from(process::lock(&self.base).is_some());
         usage.requested = self.meter.counter();
-        usage.pending = usage.pending.min(usage.requested.current);
+        usage.pending = match self.live_only {
+            true => 0,
+            false => usage.pending.min(usage.requested.current),
+        };
         usage.requested.current -= usage.pending;
         usage.blocks = Counter {
             current: self.meter.count() - base,

@@ -1,16 +1,15 @@
 //! Memory straight from the driver: one driver allocation per block.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::allocator::Request;
+use crate::allocator::{Counter, Request};
 use crate::driver::{Context, Stream, process};
 use crate::locks::held::{Locked, Mutex};
 
 use super::block::RawBlock;
 use super::table::next_source;
 use super::traits::MemoryResource;
-use super::usage::{Tally, Usage};
+use super::usage::Usage;
 use crate::block::{BlockId, BlockState};
 use crate::error::{Error, InvalidArgument, Refused};
 use crate::sync::order::wait_for_context;
@@ -45,10 +44,15 @@ const ALIGNMENT: usize = 256;
 pub struct CudaMemory {
     context: Context,
     source: u64,
-    generation: AtomicU64,
-    live: Tally,
-    count: Tally,
-    blocks: Mutex<HashMap<u64, Live>>,
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    generation: u64,
+    live: Counter,
+    count: Counter,
+    blocks: HashMap<u64, Live>,
 }
 
 /// What is known of a live block.
@@ -65,19 +69,16 @@ impl CudaMemory {
         CudaMemory {
             context: context.clone(),
             source: next_source(),
-            generation: AtomicU64::new(0),
-            live: Tally::default(),
-            count: Tally::default(),
-            blocks: Mutex::default(),
+            table: Mutex::default(),
         }
     }
 
-    fn blocks(&self) -> Locked<'_, HashMap<u64, Live>> {
-        process::lock(&self.blocks)
+    fn table(&self) -> Locked<'_, Table> {
+        process::lock(&self.table)
     }
 
     fn knows(&self, id: &BlockId) -> Result<Live, Error> {
-        match self.blocks().get(&id.ptr()) {
+        match self.table().blocks.get(&id.ptr()) {
             Some(live) if live.id == *id => Ok(live.clone()),
             _ => Err(id.gone()),
         }
@@ -91,15 +92,16 @@ impl CudaMemory {
         wait_for_context(&self.context)?;
         let entered = self.context.enter()?;
         // Out of the table before the address can be given to somebody else.
-        self.blocks().remove(&id.ptr());
+        self.table().blocks.remove(&id.ptr());
         // SAFETY: made by `mem_alloc` here and not yet freed, as the table said; the work of the
         // context and of the stream's is complete, and that of others is the caller's to have waited for.
         if let Err(error) = unsafe { entered.mem_free(id.ptr()) } {
-            self.blocks().insert(id.ptr(), live);
+            self.table().blocks.insert(id.ptr(), live);
             return Err(error.into());
         }
-        self.live.sub(id.bytes() as u64);
-        self.count.sub(1);
+        let mut table = self.table();
+        table.live.sub(id.bytes() as u64);
+        table.count.sub(1);
         Ok(())
     }
 }
@@ -120,16 +122,15 @@ unsafe impl MemoryResource for CudaMemory {
         super::ordered::same_place(self, stream)?;
         let id = stream.id()?;
         let ptr = self.context.enter()?.mem_alloc(bytes)?;
-        let life = (
-            self.source,
-            self.generation.fetch_add(1, Ordering::Relaxed) + 1,
-        );
-        let block = BlockId::new(life, (ptr, bytes), id, self.ordinal());
         let (ours, home) = (self.context.id(), stream.context());
         let home = (home.id() != ours).then(|| home.clone());
-        self.blocks().insert(ptr, Live { id: block, home });
-        self.live.add(bytes as u64);
-        self.count.add(1);
+        let mut table = self.table();
+        table.generation += 1;
+        let life = (self.source, table.generation);
+        let block = BlockId::new(life, (ptr, bytes), id, self.ordinal());
+        table.blocks.insert(ptr, Live { id: block, home });
+        table.live.add(bytes as u64);
+        table.count.add(1);
         // SAFETY: just made by the driver.
         Ok(unsafe { RawBlock::new(block, bytes, request) })
     }
@@ -154,19 +155,20 @@ unsafe impl MemoryResource for CudaMemory {
     }
 
     fn usage(&self) -> Result<Usage, Error> {
-        let bytes = self.live.counter();
+        let table = self.table();
         Ok(Usage {
-            requested: bytes,
-            used: bytes,
-            reserved: bytes,
-            blocks: self.count.counter(),
+            requested: table.live,
+            used: table.live,
+            reserved: table.live,
+            blocks: table.count,
             ..Usage::default()
         })
     }
 
     fn reset_peak_stats(&self) {
-        self.live.reset_peak();
-        self.count.reset_peak();
+        let mut table = self.table();
+        table.live.reset_peak();
+        table.count.reset_peak();
     }
 
     fn state(&self, id: &BlockId) -> BlockState {
@@ -179,7 +181,7 @@ unsafe impl MemoryResource for CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        let live = self.blocks().len();
+        let live = self.table().blocks.len();
         if live > 0 {
             log::warn!("dropping a resource of `cuMemAlloc` with {live} live blocks, which leak");
         }

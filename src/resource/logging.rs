@@ -35,7 +35,7 @@ pub enum LogAction {
 }
 
 /// One call that went through a [`Logging`] adaptor.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogRecord {
     /// The number of the record: it increases over all adaptors and threads of the process.
@@ -60,7 +60,8 @@ pub struct LogRecord {
     pub time: Duration,
     /// The kind of error; none if it went well.
     pub error: Option<&'static str>,
-    message: String,
+    /// The error's text, at most 256 bytes of it.
+    pub message: String,
 }
 
 impl LogRecord {
@@ -87,34 +88,6 @@ impl LogRecord {
             quoted(self.tag.as_str()),
             self.error.unwrap_or_default(),
         )
-    }
-
-    /// The error's text, at most 256 bytes of it.
-    pub fn message(&self) -> &str {
-        &self.message
-    }
-}
-
-impl fmt::Debug for LogRecord {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "#{} {:?} device {} stream {} {:#x} {} bytes {:?} generation {} thread {} at {:?}",
-            self.order,
-            self.action,
-            self.device,
-            self.stream,
-            self.ptr,
-            self.bytes,
-            self.tag,
-            self.generation,
-            self.thread,
-            self.time,
-        )?;
-        match self.error {
-            None => Ok(()),
-            Some(kind) => write!(f, ": {kind}: {}", self.message()),
-        }
     }
 }
 
@@ -202,8 +175,13 @@ impl LogSink for () {
 #[derive(Debug)]
 pub struct RingSink {
     capacity: usize,
-    records: Mutex<VecDeque<LogRecord>>,
-    dropped: AtomicU64,
+    ring: Mutex<Ring>,
+}
+
+#[derive(Debug, Default)]
+struct Ring {
+    records: VecDeque<LogRecord>,
+    dropped: u64,
 }
 
 impl Default for RingSink {
@@ -215,59 +193,53 @@ impl Default for RingSink {
 impl RingSink {
     /// Keeps at most `capacity` records, at least 1.
     pub fn new(capacity: usize) -> RingSink {
-        let capacity = capacity.max(1);
         RingSink {
-            capacity,
-            records: Mutex::default(),
-            dropped: AtomicU64::new(0),
+            capacity: capacity.max(1),
+            ring: Mutex::default(),
         }
     }
 
-    fn records(&self) -> Locked<'_, VecDeque<LogRecord>> {
-        process::lock(&self.records)
+    fn ring(&self) -> Locked<'_, Ring> {
+        process::lock(&self.ring)
     }
 
-    /// A copy of the records, in the order in which they came.
+    /// A copy of the records, oldest first.
     pub fn snapshot(&self) -> Vec<LogRecord> {
-        self.records().iter().cloned().collect()
+        self.ring().records.iter().cloned().collect()
     }
 
-    /// Records kept.
+    /// The number of records kept.
     pub fn len(&self) -> usize {
-        self.records().len()
+        self.ring().records.len()
     }
 
-    /// Whether none are kept.
+    /// Whether no record is kept.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Forgets all records.
+    /// Removes all records.
     pub fn clear(&self) {
-        self.records().clear();
+        self.ring().records.clear();
     }
 
-    /// Records that made room for newer ones.
+    /// The number of records that newer ones replaced.
     pub fn dropped(&self) -> u64 {
-        self.dropped.load(Ordering::Relaxed)
+        self.ring().dropped
     }
 }
 
 impl LogSink for RingSink {
     fn log(&self, record: &LogRecord) -> io::Result<()> {
-        let mut records = self.records();
-        if records.len() == self.capacity {
-            records.pop_front();
-            self.dropped.fetch_add(1, Ordering::Relaxed);
+        let record = record.clone();
+        let mut ring = self.ring();
+        if ring.records.len() == self.capacity {
+            ring.records.pop_front();
+            ring.dropped += 1;
         }
-        records.push_back(record.clone());
+        ring.records.push_back(record);
         Ok(())
     }
-}
-
-fn next_order() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// Writes one record per allocation, deallocation and reap to a sink. See [`RingSink`].
@@ -301,24 +273,15 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// The sink.
-    pub fn sink(&self) -> &S {
-        &self.sink
-    }
-
     /// The resource below.
     pub fn get_ref(&self) -> &R {
         &self.inner
     }
 
-    /// Gives up the adaptor.
-    pub fn into_inner(self) -> R {
-        self.inner
-    }
-
     fn record(&self, action: LogAction, error: Option<&Error>) -> LogRecord {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         LogRecord {
-            order: next_order(),
+            order: NEXT.fetch_add(1, Ordering::Relaxed),
             action,
             device: self.inner.ordinal(),
             stream: 0,

@@ -12,10 +12,14 @@
 //! | [`CudaMemory`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
 //!
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
-//! [`Relief`], [`Logging`], [`Statistics`], [`Tracking`], [`FailureCallback`], [`Sanitizer`]. A
-//! [`DeviceRuntime`] is a stack with its streams, one per device where wanted ([`PerDevice`]); a [`Manager`] bounds
-//! what is live of it; a [`Launch`] says what a launch reads and writes. A guard over memory is spelled
-//! `Relief<Budget<R>>`: hooks, a policy and a reserve over a bound.
+//! [`Relief`], [`Logging`], [`Statistics`], [`Sanitizer`]. A [`Launch`] declares what a launch reads and writes.
+//! What other systems have as one type is a composition:
+//!
+//! | type | composition |
+//! |---|---|
+//! | guard | `Relief<Budget<R>>`: hooks and a policy over a bound; a reserve is a buffer of it |
+//! | memory manager of a device | `Statistics<Budget<R>>` with [`Budget::of_live`]: exact live bytes, requests counted |
+//! | device runtime | a stack, for instance the [`standard`] one, and a [`StreamPool`]; one for each device in a [`PerDevice`] |
 //!
 //! [`ThresholdPool`]: crate::pool::ThresholdPool
 //! [`TypedPool`]: crate::pool::TypedPool
@@ -28,24 +32,20 @@
 mod block;
 mod budget;
 mod caching;
-mod callback;
 mod cuda_memory;
 mod dropped;
 mod launch;
 mod logging;
-mod manager;
 mod meter;
-mod monitor;
 mod ordered;
 mod per_device;
+mod pressure;
 mod relief;
-mod runtime;
 mod sanitizer;
 mod statistics;
 mod stranded;
 mod stream_pool;
 mod table;
-mod tracking;
 mod traits;
 mod usage;
 mod uses;
@@ -57,21 +57,16 @@ pub use crate::block::BlockState;
 pub use crate::clock::Clock;
 pub use block::{Access, RawBlock};
 pub use budget::Budget;
-pub use callback::FailureCallback;
 pub use cuda_memory::CudaMemory;
 pub use launch::{Launch, LaunchBuffer};
 pub use logging::{LogAction, LogRecord, LogSink, Logging, RingSink};
-pub use manager::Manager;
-pub use meter::Pressure;
-pub use monitor::PressureMonitor;
 pub use ordered::AccessOrdered;
-pub use per_device::PerDevice;
+pub use per_device::{PerDevice, standard};
+pub use pressure::{Pressure, PressureMonitor};
 pub use relief::{OomPolicy, Relief};
-pub use runtime::DeviceRuntime;
-pub use sanitizer::Sanitizer;
+pub use sanitizer::{LiveBlock, Sanitizer};
 pub use statistics::Statistics;
 pub use stream_pool::StreamPool;
-pub use tracking::{LiveBlock, Tracking};
 pub use traits::{MemoryResource, Source, UseTracking};
 pub use usage::Usage;
 pub use watchdog::Watchdog;
@@ -79,3 +74,4 @@ pub use watchdog::Watchdog;
 pub(crate) use caching::{free_at_once, identity_of, is_of_retired_stream, is_retired, named};
 pub(crate) use dropped::give_back;
 pub(crate) use table::next_source;
+pub(crate) use traits::forward;

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, Request, Trimmed};
+use crate::allocator::{Allocator, Counter, Request, Trimmed};
 use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
 use crate::locks::held::{Locked, Mutex};
 
@@ -12,7 +12,7 @@ use super::dropped::{give_back, log_rarely};
 use super::meter::Charge;
 use super::stranded::Stranded;
 use super::traits::{MemoryResource, UseTracking};
-use super::usage::{Tally, Usage};
+use super::usage::Usage;
 use super::uses::Uses;
 use crate::block::{BlockId, BlockState};
 use crate::error::{Error, Refused, StreamMisuse};
@@ -62,15 +62,15 @@ pub struct AccessOrdered<R: MemoryResource = Allocator> {
     inner: R,
     events: EventPools,
     metadata: Mutex<Metadata>,
-    /// The bytes of live blocks, and the number of them.
-    live: Tally,
-    count: Tally,
     stranded: Stranded,
 }
 
 /// What the resource knows of its blocks.
 #[derive(Debug, Default)]
 struct Metadata {
+    /// The bytes of live blocks, and the number of them.
+    live: Counter,
+    count: Counter,
     blocks: HashMap<u64, Arc<Entry>>,
     pending: HashMap<u64, Queue>,
     next_batch: u64,
@@ -150,8 +150,6 @@ impl<R: MemoryResource> AccessOrdered<R> {
             inner,
             events: EventPools::default(),
             metadata: Mutex::default(),
-            live: Tally::default(),
-            count: Tally::default(),
             stranded: Stranded::default(),
         }
     }
@@ -275,8 +273,8 @@ impl<R: MemoryResource> AccessOrdered<R> {
     fn push(&self, stream: u64, retired: Retired, marker: Option<Pooled>, newest: u64) {
         let mut guard = self.metadata();
         let metadata = &mut *guard;
-        self.live.sub(retired.bytes());
-        self.count.sub(1);
+        metadata.live.sub(retired.bytes());
+        metadata.count.sub(1);
         let Some(marker) = marker else {
             drop(guard);
             drop(retired);
@@ -406,8 +404,8 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
                 old,
             });
         }
-        self.live.add(request.bytes() as u64);
-        self.count.add(1);
+        metadata.live.add(request.bytes() as u64);
+        metadata.count.add(1);
         block.set_keepers(entry.keepers_below.saturating_add(1));
         metadata.blocks.insert(ptr, Arc::new(entry));
         drop(metadata);
@@ -433,15 +431,18 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         let mut usage = self.inner.usage()?;
         // Both of one instant: what is not live any more is pending.
         let metadata = self.metadata();
-        usage.requested = self.live.counter();
-        usage.blocks = self.count.counter();
+        usage.requested = metadata.live;
+        usage.blocks = metadata.count;
         usage.pending = metadata.pending.values().map(Queue::bytes).sum();
         Ok(usage)
     }
 
     fn reset_peak_stats(&self) {
-        self.live.reset_peak();
-        self.count.reset_peak();
+        {
+            let mut metadata = self.metadata();
+            metadata.live.reset_peak();
+            metadata.count.reset_peak();
+        }
         self.inner.reset_peak_stats();
     }
 

@@ -1,17 +1,22 @@
-//! One thing for each device.
+//! One value for each device.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Condvar;
+use std::sync::{Arc, Condvar, OnceLock};
 
-use crate::driver::process;
+use crate::allocator::{Allocator, Config};
+use crate::driver::{Context, Driver, process};
 use crate::error::Error;
 use crate::locks::held::{Locked, Mutex};
 
+use super::ordered::AccessOrdered;
+use super::sanitizer::Sanitizer;
+use super::traits::MemoryResource;
+
 type Build<T> = dyn Fn(usize) -> Result<T, Error> + Send + Sync;
 
-/// One `T` for each device, built when it is first asked for. Each is built once, also if many threads ask; a
-/// build that failed is tried again by the next call.
+/// One `T` for each device, built on first use. Each is built once, also if many threads ask for it; a
+/// build that failed is repeated by the next call.
 ///
 /// ```
 /// use cualloc::resource::PerDevice;
@@ -28,8 +33,8 @@ pub struct PerDevice<T> {
 }
 
 impl<T: Clone> PerDevice<T> {
-    /// Of what a function builds for the ordinal of a device. The function runs without a lock; others who want that
-    /// device's wait for it, so it must not ask for that itself.
+    /// Values that a function builds for the ordinal of a device. The function runs without a lock; other threads that
+    /// ask for the same device wait for it, so it must not ask for that device itself.
     pub fn new(build: impl Fn(usize) -> Result<T, Error> + Send + Sync + 'static) -> PerDevice<T> {
         PerDevice {
             build: Box::new(build),
@@ -38,7 +43,7 @@ impl<T: Clone> PerDevice<T> {
         }
     }
 
-    /// That of a device.
+    /// The value of a device.
     ///
     /// # Errors
     /// Those of the function.
@@ -54,25 +59,59 @@ impl<T: Clone> PerDevice<T> {
             }
             slots.insert(ordinal, None);
         }
-        // Ends also by a panic, so that nobody waits for ever.
+        // Ends also by a panic, so that no thread waits for ever.
         let mut attempt = Attempt {
             all: self,
             ordinal,
             result: None,
         };
-        let made = (self.build)(ordinal)?;
-        attempt.result = Some(made.clone());
-        Ok(made)
+        let built = (self.build)(ordinal)?;
+        attempt.result = Some(built.clone());
+        Ok(built)
     }
 
-    /// All that were built, by ordinal.
+    /// All values that were built, by ordinal.
     pub fn all(&self) -> Vec<(usize, T)> {
         let slots = self.slots();
-        let built = slots
-            .iter()
-            .filter_map(|(ordinal, slot)| Some((*ordinal, slot.clone()?)));
-        built.collect()
+        let built = |(ordinal, slot): (&usize, &Option<T>)| Some((*ordinal, slot.clone()?));
+        slots.iter().filter_map(built).collect()
     }
+}
+
+impl PerDevice<Arc<dyn MemoryResource>> {
+    /// The [usual stacks](standard) of the process, each on the primary context of its device. The driver is loaded
+    /// on first use; [`get`](Self::get) fails with [`Error::DriverUnavailable`], [`Error::InvalidDevice`], or an
+    /// error of [`standard`].
+    pub fn global() -> &'static PerDevice<Arc<dyn MemoryResource>> {
+        static ALL: OnceLock<PerDevice<Arc<dyn MemoryResource>>> = OnceLock::new();
+        ALL.get_or_init(|| PerDevice::new(|ordinal| standard(&Driver::load()?.context(ordinal)?)))
+    }
+}
+
+/// The usual stack: [`AccessOrdered`] over a caching allocator with default settings, under a [`Sanitizer`] where the
+/// environment asks for its checks. A runtime is such a stack, or any other, with a
+/// [`StreamPool`](super::StreamPool); one for each device is a [`PerDevice`].
+///
+/// ```
+/// use cualloc::resource::{PerDevice, standard};
+/// # use cualloc::sim::{SimConfig, Simulator};
+/// # let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30))?;
+/// # let driver = sim.driver()?;
+/// let stacks = PerDevice::new(move |ordinal| standard(&driver.context(ordinal)?));
+/// assert_eq!(stacks.get(1)?.ordinal(), 1);
+/// assert!(stacks.get(2).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// As [`Allocator::with_config`].
+pub fn standard(context: &Context) -> Result<Arc<dyn MemoryResource>, Error> {
+    let ordered = AccessOrdered::new(Allocator::with_config(context, Config::new())?);
+    let checked = Sanitizer::from_env(ordered);
+    Ok(match checked.is_off() {
+        true => Arc::new(checked.into_inner()),
+        false => Arc::new(checked),
+    })
 }
 
 impl<T> PerDevice<T> {
@@ -92,7 +131,7 @@ impl<T> Drop for Attempt<'_, T> {
         let result = self.result.take();
         let mut slots = self.all.slots();
         match result {
-            Some(made) => slots.insert(self.ordinal, Some(made)),
+            Some(built) => slots.insert(self.ordinal, Some(built)),
             None => slots.remove(&self.ordinal),
         };
         drop(slots);

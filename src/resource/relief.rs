@@ -10,13 +10,11 @@ use crate::driver::{Stream, process};
 use crate::foreign::guarded;
 
 use super::block::RawBlock;
-use super::dropped::give_back;
 use super::traits::MemoryResource;
 use super::usage::Usage;
-use crate::block::Tag;
 use crate::clock::{Clock, Wakeup};
 use crate::error::{Error, Refused};
-use crate::locks::held::{Mutex, RwLock};
+use crate::locks::held::RwLock;
 
 /// How often the waiting policy looks.
 const POLL: Duration = Duration::from_millis(100);
@@ -38,13 +36,15 @@ pub enum OomPolicy {
 
 type Checkpoint = dyn Fn(&Error) + Send + Sync;
 
-/// Helps a resource that has run out of memory: hooks that free some, a policy for when that does not
-/// help, and memory held in reserve for later.
+/// Helps a resource that has run out of memory: hooks that free some, and a policy for when they do not help.
 ///
-/// When a request fails for want of memory, of a budget or of the device, the hooks run in the order of
-/// their priority until the request goes through; then the policy. A request above the whole limit of a
-/// budget can never go through: for it no hook runs, no cache is emptied, and nobody waits. Hooks and the
+/// When a request fails because a budget or the device has no memory left, the hooks run in the order of
+/// their priority until the request succeeds; then the policy. A request above the whole limit of a
+/// budget can never succeed: for it no hook runs, no cache is emptied, and there is no wait. Hooks and the
 /// checkpoint callback run without a lock and may use the resource.
+///
+/// Memory held in reserve is a [`DeviceBuffer`](crate::DeviceBuffer) of the resource: it counts against every budget
+/// below, fails where the memory cannot be had, and is released when it is dropped, for instance by a hook.
 ///
 /// ```
 /// # use cualloc::Request;
@@ -75,11 +75,10 @@ pub struct Relief<R: MemoryResource> {
     checkpoint: RwLock<Option<Arc<Checkpoint>>>,
     recoveries: AtomicU64,
     clock: Clock,
-    reserve: Mutex<Option<RawBlock>>,
 }
 
 impl<R: MemoryResource> Relief<R> {
-    /// Over another resource: without hooks, with [`OomPolicy::Fail`] and no reserve.
+    /// Over another resource, without hooks, with [`OomPolicy::Fail`].
     pub fn new(inner: R) -> Relief<R> {
         Relief {
             inner,
@@ -88,14 +87,7 @@ impl<R: MemoryResource> Relief<R> {
             checkpoint: RwLock::default(),
             recoveries: AtomicU64::new(0),
             clock: Clock::default(),
-            reserve: Mutex::default(),
         }
-    }
-
-    /// With a policy.
-    pub fn with_policy(self, policy: OomPolicy) -> Relief<R> {
-        self.set_policy(policy);
-        self
     }
 
     /// With a clock that [`OomPolicy::Wait`] goes by instead of the system's.
@@ -103,52 +95,6 @@ impl<R: MemoryResource> Relief<R> {
     pub fn with_clock(mut self, clock: &Clock) -> Relief<R> {
         self.clock = clock.clone();
         self
-    }
-
-    /// With so many bytes of the resource held in reserve, until they are released or the adaptor is
-    /// dropped; 0: none. They count against every budget below.
-    ///
-    /// # Errors
-    /// As [`MemoryResource::allocate_block`]; [`Error::NoRuntime`] of a resource without a context of its own.
-    pub fn with_reserve(self, bytes: usize) -> Result<Relief<R>, Error> {
-        if bytes > 0 {
-            let context = self.inner.context().ok_or(Error::NoRuntime {
-                device: self.inner.ordinal(),
-            })?;
-            let stream = Stream::legacy(context);
-            let block = self
-                .inner
-                .allocate_block(&Request::new(bytes).tag(Tag::new("reserve")), &stream)?;
-            *process::lock(&self.reserve) = Some(block);
-        }
-        Ok(self)
-    }
-
-    /// Bytes held in reserve.
-    pub fn reserved(&self) -> u64 {
-        let reserve = process::lock(&self.reserve);
-        reserve
-            .as_ref()
-            .map_or(0, |block| block.id().bytes() as u64)
-    }
-
-    /// Gives the memory held in reserve back; bytes, 0 if none is held.
-    ///
-    /// # Errors
-    /// As [`MemoryResource::deallocate_block`]; the memory is still held then.
-    pub fn release_reserve(&self) -> Result<u64, Error> {
-        let held = process::lock(&self.reserve).take();
-        let Some(block) = held else {
-            return Ok(0);
-        };
-        let bytes = block.id().bytes() as u64;
-        match self.inner.deallocate_block(block) {
-            Ok(()) => Ok(bytes),
-            Err(Refused { value, error }) => {
-                *process::lock(&self.reserve) = Some(*value);
-                Err(error)
-            }
-        }
     }
 
     /// The policy.
@@ -313,15 +259,6 @@ unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
     #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         Some(&self.inner)
-    }
-}
-
-impl<R: MemoryResource> Drop for Relief<R> {
-    fn drop(&mut self) {
-        let reserve = process::lock(&self.reserve).take();
-        if let Some(block) = reserve {
-            give_back(&self.inner, block, "a reserve leaks");
-        }
     }
 }
 

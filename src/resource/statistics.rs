@@ -1,16 +1,15 @@
 //! The statistics adaptor.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use crate::allocator::{Counter, Request};
-use crate::driver::Stream;
+use crate::driver::{Stream, process};
+use crate::error::{Error, Refused};
+use crate::locks::held::{Locked, Mutex};
 
 use super::block::RawBlock;
 use super::traits::MemoryResource;
-use super::usage::{Tally, Usage};
-use crate::error::{Error, Refused};
+use super::usage::Usage;
 
-/// Counts what goes through it. No lock.
+/// Counts requests, failures, live blocks and their bytes that go through it.
 ///
 /// ```
 /// # use cualloc::Request;
@@ -31,13 +30,8 @@ use crate::error::{Error, Refused};
 #[derive(Debug)]
 pub struct Statistics<R> {
     inner: R,
-    bytes: Tally,
-    blocks: Tally,
-    requests: AtomicU64,
-    failures: AtomicU64,
-    /// The bytes and blocks that were ever allocated, and those that were ever deallocated.
-    allocated: [AtomicU64; 2],
-    freed: [AtomicU64; 2],
+    /// Only the fields that the adaptor counts.
+    counts: Mutex<Usage>,
 }
 
 impl<R: MemoryResource> Statistics<R> {
@@ -45,12 +39,7 @@ impl<R: MemoryResource> Statistics<R> {
     pub fn new(inner: R) -> Self {
         Statistics {
             inner,
-            bytes: Tally::default(),
-            blocks: Tally::default(),
-            requests: AtomicU64::new(0),
-            failures: AtomicU64::new(0),
-            allocated: Default::default(),
-            freed: Default::default(),
+            counts: Mutex::default(),
         }
     }
 
@@ -59,71 +48,78 @@ impl<R: MemoryResource> Statistics<R> {
         &self.inner
     }
 
-    /// Gives up the figures.
+    /// Removes the adaptor.
     pub fn into_inner(self) -> R {
         self.inner
     }
 
-    fn counter(&self, tally: &Tally, which: usize) -> Counter {
-        let mut counter = tally.counter();
-        counter.total_allocated = self.allocated[which].load(Ordering::Acquire);
-        counter.total_freed = self.freed[which].load(Ordering::Acquire);
-        counter
+    fn counts(&self) -> Locked<'_, Usage> {
+        process::lock(&self.counts)
     }
 }
 
-fn add(sums: &[AtomicU64; 2], bytes: u64) {
-    let [of_bytes, of_blocks] = sums;
-    of_bytes.fetch_add(bytes, Ordering::AcqRel);
-    of_blocks.fetch_add(1, Ordering::AcqRel);
+/// Sets the sums of a counter to 0.
+fn begin_again(counter: &mut Counter) {
+    (counter.total_allocated, counter.total_freed) = (0, 0);
 }
 
 // SAFETY: passes everything on.
 unsafe impl<R: MemoryResource> MemoryResource for Statistics<R> {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        self.requests.fetch_add(1, Ordering::AcqRel);
         let result = self.inner.allocate_block(request, stream);
+        let mut counts = self.counts();
+        counts.requests += 1;
         if result.is_ok() {
-            let bytes = request.bytes() as u64;
-            self.bytes.add(bytes);
-            self.blocks.add(1);
-            add(&self.allocated, bytes);
+            counts.requested.add(request.bytes() as u64);
+            counts.blocks.add(1);
         } else {
-            self.failures.fetch_add(1, Ordering::AcqRel);
+            counts.failures += 1;
         }
+        drop(counts);
         result
     }
 
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         let bytes = block.id().bytes() as u64;
         self.inner.deallocate_block(block)?;
-        self.bytes.sub_at_most(bytes);
-        self.blocks.sub_at_most(1);
-        add(&self.freed, bytes);
+        let mut counts = self.counts();
+        // A block that was allocated elsewhere must not make the counters wrap.
+        if counts.blocks.current > 0 && counts.requested.current >= bytes {
+            counts.requested.sub(bytes);
+            counts.blocks.sub(1);
+        }
         Ok(())
     }
 
-    /// As the resource below says, but for requests, failures, live blocks and their bytes, which are those of
-    /// what went through here. While other threads allocate each is exact for some moment of the call.
+    /// As the resource below, except for requests, failures, live blocks and their bytes, which are those of
+    /// what went through here.
     fn usage(&self) -> Result<Usage, Error> {
-        let mut usage = self.inner.usage()?;
-        usage.requested = self.counter(&self.bytes, 0);
-        usage.blocks = self.counter(&self.blocks, 1);
-        usage.requests = self.requests.load(Ordering::Acquire);
-        usage.failures = self.failures.load(Ordering::Acquire);
-        Ok(usage)
+        let below = self.inner.usage()?;
+        let counts = *self.counts();
+        Ok(Usage {
+            requested: counts.requested,
+            blocks: counts.blocks,
+            requests: counts.requests,
+            failures: counts.failures,
+            ..below
+        })
     }
 
     fn reset_peak_stats(&self) {
-        self.bytes.reset_peak();
-        self.blocks.reset_peak();
+        {
+            let mut counts = self.counts();
+            counts.requested.reset_peak();
+            counts.blocks.reset_peak();
+        }
         self.inner.reset_peak_stats();
     }
 
     fn reset_accumulated_stats(&self) {
-        let sums = self.allocated.iter().chain(&self.freed);
-        for sum in sums.chain([&self.requests, &self.failures]) {
-            sum.store(0, Ordering::Release);
+        {
+            let mut counts = self.counts();
+            begin_again(&mut counts.requested);
+            begin_again(&mut counts.blocks);
+            (counts.requests, counts.failures) = (0, 0);
         }
         self.inner.reset_accumulated_stats();
     }

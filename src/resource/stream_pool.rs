@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
+use crate::allocator::Limit;
 use crate::driver::{Context, Stream, process};
+use crate::error::Error;
 use crate::locks::held::{Locked, Mutex};
 
-use crate::error::Error;
+/// The environment variable that [`StreamPool::planned_bytes`] reads.
+const STREAM_BUDGET: &str = "CUALLOC_STREAM_BUDGET";
 
-/// Streams of one context that are made once and kept: at most as many as its capacity. Numbers
-/// count up from 1 and are never used again; 0 is the default stream. Cheap to clone.
+/// Streams of one context that are created once and kept: at most as many as its capacity. Numbers
+/// count up from 1 and are never reused; 0 is the default stream. Cheap to clone.
 ///
 /// ```
 /// use cualloc::resource::StreamPool;
@@ -32,12 +35,12 @@ struct Inner {
     state: Mutex<State>,
 }
 
+/// The stream with number n is at n - 1.
 #[derive(Debug, Default)]
 struct State {
-    streams: Vec<(u64, Stream)>,
-    /// Streams that are being made.
+    streams: Vec<Stream>,
+    /// Streams that are being created.
     coming: usize,
-    last: u64,
 }
 
 impl StreamPool {
@@ -55,26 +58,18 @@ impl StreamPool {
         }))
     }
 
-    /// Streams that it may make.
-    pub fn capacity(&self) -> usize {
-        self.0.capacity
-    }
-
-    /// Streams made.
-    pub fn len(&self) -> usize {
-        self.lock().streams.len()
-    }
-
-    /// Whether none was made.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    /// Bytes that a program may plan for each stream, for instance as the limit of a
+    /// [`Budget`](super::Budget): 256 MiB, or the size in the environment variable `CUALLOC_STREAM_BUDGET`; 0 and
+    /// what is not a size is ignored. Nothing in this crate is sized by it.
+    pub fn planned_bytes() -> u64 {
+        stream_budget(crate::environment::text(STREAM_BUDGET).as_deref())
     }
 
     fn lock(&self) -> Locked<'_, State> {
         process::lock(&self.0.state)
     }
 
-    /// Makes a stream; it and its number.
+    /// Creates a stream; its number and the stream.
     ///
     /// # Errors
     /// [`Error::Exhausted`] at capacity, never another stream instead; driver errors.
@@ -85,30 +80,47 @@ impl StreamPool {
         {
             let mut state = self.lock();
             if state.streams.len() + state.coming >= self.0.capacity {
-                return Err(Error::Exhausted {
-                    what: "streams",
-                    maximum: self.0.capacity,
-                });
+                let (what, maximum) = ("streams", self.0.capacity);
+                return Err(Error::Exhausted { what, maximum });
             }
             state.coming += 1;
         }
-        let made = Stream::new(&self.0.context);
+        let created = Stream::new(&self.0.context);
         let mut state = self.lock();
         state.coming -= 1;
-        let stream = made?;
-        state.last += 1;
-        let id = state.last;
-        state.streams.push((id, stream.clone()));
-        Ok((id, stream))
+        let stream = created?;
+        state.streams.push(stream.clone());
+        Ok((state.streams.len() as u64, stream))
     }
 
-    /// The stream of a number; none if the pool never gave it. 0 is the default stream.
+    /// The stream with a number; none if the pool has not created it. 0 is the default stream.
     pub fn get(&self, id: u64) -> Option<Stream> {
-        if id == 0 {
-            return Some(Stream::legacy(&self.0.context));
+        match usize::try_from(id).ok()?.checked_sub(1) {
+            None => Some(Stream::legacy(&self.0.context)),
+            Some(at) => self.lock().streams.get(at).cloned(),
         }
-        let state = self.lock();
-        let found = state.streams.iter().find(|(known, _)| *known == id);
-        found.map(|(_, stream)| stream.clone())
+    }
+}
+
+fn stream_budget(setting: Option<&str>) -> u64 {
+    match setting.map(|text| text.trim().parse()) {
+        Some(Ok(Limit::Bytes(bytes))) => bytes,
+        _ => 256 << 20,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// S5.36: 256 MiB, another number of bytes, and nothing else.
+    #[test]
+    fn s5_36_stream_budget_ignores_what_is_no_size() {
+        assert_eq!(stream_budget(None), 256 << 20);
+        assert_eq!(stream_budget(Some("4096")), 4096);
+        assert_eq!(stream_budget(Some("64MiB")), 64 << 20);
+        for ignored in ["", "0", "-1", "1.5", "50%", "lots", "99999999999999999999"] {
+            assert_eq!(stream_budget(Some(ignored)), 256 << 20, "{ignored}");
+        }
     }
 }

@@ -312,44 +312,47 @@ fn not_tracked(asked: &'static str, stream: &Stream) -> Error {
     }
 }
 
-macro_rules! pointer {
-    ($([$($generics:tt)*] $pointer:ty { $($shared:tt)* })*) => {$(
+/// Implements [`MemoryResource`] for handles by the resource that they stand for.
+macro_rules! forward {
+    ($([$($generics:tt)*] $handle:ty, $self:ident => $target:expr; { $($shared:tt)* })*) => {$(
         // SAFETY: passes everything on.
-        unsafe impl $($generics)* MemoryResource for $pointer {
+        unsafe impl $($generics)* MemoryResource for $handle {
             #[inline]
-            fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
-                (**self).allocate_block(request, on)
+            fn allocate_block(&$self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
+                $target.allocate_block(request, on)
             }
             #[inline]
-            fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-                (**self).deallocate_block(block)
+            fn deallocate_block(&$self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
+                $target.deallocate_block(block)
             }
             #[inline]
-            fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
-                (**self).take_back_at_once(block)
+            fn take_back_at_once(&$self, block: &mut RawBlock) -> bool {
+                $target.take_back_at_once(block)
             }
-            fn ordinal(&self) -> usize {
-                (**self).ordinal()
-            }
-            #[inline]
-            fn upstream(&self) -> Option<&dyn MemoryResource> {
-                Some(&**self)
+            fn ordinal(&$self) -> usize {
+                $target.ordinal()
             }
             #[inline]
-            fn as_allocator(&self) -> Option<&Allocator> {
-                (**self).as_allocator()
+            fn upstream(&$self) -> Option<&dyn MemoryResource> {
+                Some(&$target)
             }
             #[inline]
-            fn allocator_under(&self) -> Option<&Allocator> {
-                (**self).allocator_under()
+            fn as_allocator(&$self) -> Option<&Allocator> {
+                $target.as_allocator()
+            }
+            #[inline]
+            fn allocator_under(&$self) -> Option<&Allocator> {
+                $target.allocator_under()
             }
             $($shared)*
         }
     )*};
 }
-pointer! {
-    [<R: MemoryResource>] &R {}
-    [<R: MemoryResource>] Arc<R> {
+pub(crate) use forward;
+
+forward! {
+    [<R: MemoryResource>] &R, self => (**self); {}
+    [<R: MemoryResource>] Arc<R>, self => (**self); {
         fn shared(&self) -> Arc<dyn MemoryResource>
         where
             Self: Sized + Clone + 'static,
@@ -357,12 +360,12 @@ pointer! {
             Arc::<R>::clone(self)
         }
     }
-    [<R: MemoryResource>] Box<R> {}
-    [] &dyn MemoryResource {}
-    [] Arc<dyn MemoryResource> {
+    [<R: MemoryResource>] Box<R>, self => (**self); {}
+    [] &dyn MemoryResource, self => (**self); {}
+    [] Arc<dyn MemoryResource>, self => (**self); {
         fn shared(&self) -> Arc<dyn MemoryResource> {
             Arc::clone(self)
         }
     }
-    [] Box<dyn MemoryResource> {}
+    [] Box<dyn MemoryResource>, self => (**self); {}
 }

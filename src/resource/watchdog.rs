@@ -1,20 +1,19 @@
 //! A thread that watches the device's free memory.
 
-use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
+use crate::clock::{Clock, Wakeup};
 use crate::driver::process;
 use crate::foreign::guarded;
-use crate::locks::held::{Locked, Mutex};
-use crate::locks::thread_id::ThreadId;
+use crate::locks::held::Mutex;
 
-use crate::clock::{Clock, Wakeup};
-
-/// Looks at the device's free bytes at an interval, and pauses whoever asks while they are below a
-/// threshold. Stops when it is dropped.
+/// Probes the device's free bytes at an interval, and pauses callers of [`wait_if_paused`](Self::wait_if_paused) while
+/// they are below a threshold. Stops when it is dropped.
 ///
-/// It works without a device: where the free bytes cannot be had, nothing is paused.
+/// It works without a device: where the free bytes are unknown, nothing is paused.
 ///
 /// ```
 /// use cualloc::resource::Watchdog;
@@ -24,85 +23,62 @@ use crate::clock::{Clock, Wakeup};
 ///     assert!(watchdog.is_paused());
 /// }
 /// watchdog.stop();
-/// watchdog.wait_if_paused(); // stopped: nobody waits
+/// watchdog.wait_if_paused(); // stopped: no wait
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Watchdog {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    thread_id: ThreadId,
 }
 
 #[derive(Debug)]
 struct Shared {
-    /// Fewer free bytes than this pause.
-    threshold: u64,
-    /// Time between two looks.
-    interval: Duration,
     clock: Clock,
-    state: Mutex<State>,
-    /// The thread, once it runs.
-    id: OnceLock<ThreadId>,
-    /// Wakes the thread.
-    thread: Arc<Wakeup>,
-    /// Wakes those who wait for the thread.
-    waiters: Arc<Wakeup>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    paused: bool,
-    checks: u64,
-    stopped: bool,
+    paused: AtomicBool,
+    checked: AtomicBool,
+    stopped: AtomicBool,
+    /// Wakes the thread, and the callers that wait for it.
+    wakeup: Arc<Wakeup>,
 }
 
 impl Shared {
-    fn state(&self) -> Locked<'_, State> {
-        process::lock(&self.state)
-    }
-
-    fn run(&self, probe: impl Fn() -> Option<u64>) {
-        self.id.get_or_init(ThreadId::current);
-        loop {
-            let seen = self.thread.count();
-            if self.state().stopped {
-                return;
-            }
+    fn run(&self, threshold: u64, interval: Duration, probe: impl Fn() -> Option<u64>) {
+        while !self.stopped.load(Ordering::SeqCst) {
             let free = guarded("a watchdog's probe", &probe).flatten();
-            {
-                let mut state = self.state();
-                state.paused = !state.stopped && free.is_some_and(|f| f < self.threshold);
-                state.checks += 1;
-            }
-            self.waiters.wake();
-            let next = self.clock.now().saturating_add(self.interval);
-            self.clock.wait(next, &self.thread, seen);
+            let short = free.is_some_and(|free| free < threshold);
+            self.paused.store(short, Ordering::SeqCst);
+            self.checked.store(true, Ordering::SeqCst);
+            self.wakeup.wake();
+            let next = self.clock.now().saturating_add(interval);
+            self.wait(next, || false);
         }
     }
 
-    /// Waits for an answer about the state; none in time is no.
-    fn wait(&self, end: Duration, answer: impl Fn(&State) -> Option<bool>) -> bool {
+    /// Waits until something is so, the watchdog was stopped, or the time has come; whether it is so.
+    fn wait(&self, end: Duration, done: impl Fn() -> bool) -> bool {
         loop {
-            let seen = self.waiters.count();
-            if let Some(answer) = answer(&self.state()) {
-                return answer;
+            let seen = self.wakeup.count();
+            if done() {
+                return true;
             }
-            if self.clock.now() >= end {
+            let over = self.stopped.load(Ordering::SeqCst) || self.clock.now() >= end;
+            if over || process::is_forked_child() {
                 return false;
             }
-            // Woken by the next look, or by the stop.
-            self.clock.wait(end, &self.waiters, seen);
+            self.clock.wait(end, &self.wakeup, seen);
         }
     }
 }
 
 impl Watchdog {
-    /// Starts the thread, which pauses while there are fewer than `threshold` free bytes and looks once in
-    /// an `interval`. `probe` says how many bytes are free, or none if that is not known; the
-    /// device's are those of [`Context::mem_info`](crate::driver::Context::mem_info).
+    /// Starts the thread, which pauses while there are fewer than `threshold` free bytes and probes once in
+    /// an `interval`. `probe` returns the free bytes, or none if they are unknown; the device's are those of
+    /// [`Context::mem_info`](crate::driver::Context::mem_info).
     ///
     /// # Errors
-    /// The system's, if it gives no thread.
+    /// Those of the system when it starts a thread.
     pub fn start(
         threshold: u64,
         interval: Duration,
@@ -123,68 +99,50 @@ impl Watchdog {
         probe: impl Fn() -> Option<u64> + Send + 'static,
     ) -> std::io::Result<Watchdog> {
         let shared = Arc::new(Shared {
-            threshold,
-            interval,
             clock: clock.clone(),
-            state: Mutex::default(),
-            id: OnceLock::new(),
-            thread: Arc::default(),
-            waiters: Arc::default(),
+            paused: AtomicBool::new(false),
+            checked: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            wakeup: Arc::default(),
         });
         let inside = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("cualloc-watchdog".into())
-            .spawn(move || inside.run(probe))?;
+            .spawn(move || inside.run(threshold, interval, probe))?;
         Ok(Watchdog {
             shared,
+            thread_id: thread.thread().id(),
             thread: Mutex::new(Some(thread)),
         })
     }
 
-    /// Whether the last look found too little.
+    /// Whether the last probe found too few free bytes, and the watchdog was not stopped.
     pub fn is_paused(&self) -> bool {
-        self.shared.state().paused
-    }
-
-    /// Looks so far.
-    pub fn checks(&self) -> u64 {
-        self.shared.state().checks
+        self.shared.paused.load(Ordering::SeqCst) && !self.shared.stopped.load(Ordering::SeqCst)
     }
 
     /// Blocks while it is paused and not stopped.
     pub fn wait_if_paused(&self) {
-        let through = |state: &State| (!state.paused || state.stopped).then_some(true);
-        self.shared.wait(Duration::MAX, through);
+        self.shared.wait(Duration::MAX, || !self.is_paused());
     }
 
-    /// Blocks until the first look, for at most `timeout`; whether there was one.
+    /// Blocks until the first probe, for at most `timeout`; whether there was one.
     pub fn wait_for_first_check(&self, timeout: Duration) -> bool {
-        if process::is_forked_child() {
-            return false;
-        }
         let end = self.shared.clock.now().saturating_add(timeout);
-        let looked = |state: &State| match state.checks {
-            0 => state.stopped.then_some(false),
-            _ => Some(true),
-        };
-        self.shared.wait(end, looked)
+        let checked = || self.shared.checked.load(Ordering::SeqCst);
+        self.shared.wait(end, checked)
     }
 
-    /// Stops the thread and lets everybody go who waits. Again does nothing.
+    /// Stops the thread and releases all waiters. A second call does nothing.
     pub fn stop(&self) {
-        {
-            let mut state = self.shared.state();
-            state.stopped = true;
-            state.paused = false;
-        }
-        self.shared.thread.wake();
-        self.shared.waiters.wake();
+        self.shared.stopped.store(true, Ordering::SeqCst);
+        self.shared.wakeup.wake();
         let thread = process::lock(&self.thread).take();
-        // The probe may stop the thread, which cannot wait for itself.
+        // The probe may call this, on the thread itself, which cannot wait for its own end.
         if let Some(thread) = thread
-            && self.shared.id.get() != Some(&ThreadId::current())
+            && self.thread_id != std::thread::current().id()
         {
-            // Its own panics are caught.
+            // Panics of the probe are caught.
             let _ = thread.join();
         }
     }

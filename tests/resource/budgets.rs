@@ -5,7 +5,7 @@ use crate::relief::{Guard, T, guard, packed};
 use cualloc::driver::{Stream, sys};
 use cualloc::resource::*;
 use cualloc::sim::FailPlan;
-use cualloc::{Allocator, Error, Request};
+use cualloc::{Allocator, DeviceBuffer, Error, Request};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,87 +16,67 @@ fn s1_24_s1_36_budget_is_set_at_run_time() {
     packed(|rig| {
         let stream = rig.stream();
         let open = guard(rig, None);
-        assert_eq!(
-            (open.get_ref().limit(), open.policy()),
-            (None, OomPolicy::Fail)
-        );
-        assert_eq!((open.ordinal(), open.release_reserve().unwrap()), (0, 0));
-        let guard = guard(rig, RESERVE + 1000)
-            .with_policy(OomPolicy::FreeCaches)
-            .with_reserve(RESERVE as usize)
-            .unwrap();
-        assert_eq!(guard.policy(), OomPolicy::FreeCaches);
-        guard.set_policy(OomPolicy::Fail);
+        let defaults = (open.get_ref().limit(), open.policy(), open.ordinal());
+        assert_eq!(defaults, (None, OomPolicy::Fail, 0));
+        let guard = guard(rig, RESERVE + 1000);
+        let request = |bytes| guard.allocate_block(&Request::new(bytes).tag(T), &stream);
+        let reserve = request(RESERVE as usize).unwrap();
         let calls = rig.memory_calls();
-        match guard.allocate_block(&Request::new(1001).tag(T), &stream) {
+        match request(1001) {
             Err(Error::OverBudget {
                 requested,
                 limit,
                 used,
                 ..
-            }) => {
-                assert_eq!((requested, limit, used), (1001, RESERVE + 1000, RESERVE));
-            }
+            }) => assert_eq!((requested, limit, used), (1001, RESERVE + 1000, RESERVE)),
             other => panic!("{other:?}"),
         }
         assert_eq!(rig.memory_calls(), calls);
         let budget = guard.get_ref();
         budget.set_limit(None);
         assert_eq!((budget.limit(), budget.remaining()), (None, None));
-        let block = guard
-            .allocate_block(&Request::new(1001).tag(T), &stream)
-            .unwrap();
+        let block = request(1001).unwrap();
         budget.set_limit(Some(500));
-        assert_eq!(
-            guard.usage().unwrap().outstanding(),
-            RESERVE + 1001,
-            "stays"
-        );
-        assert_eq!(guard.usage().unwrap().limit, Some(500));
-        assert!(
-            guard
-                .allocate_block(&Request::new(1).tag(T), &stream)
-                .is_err()
-        );
+        let usage = guard.usage().unwrap();
+        assert_eq!(usage.outstanding(), RESERVE + 1001, "stays");
+        assert_eq!(usage.limit, Some(500));
+        assert!(request(1).is_err());
         guard.deallocate_block(block).unwrap();
-        assert_eq!(guard.reserved(), RESERVE);
-        assert_eq!(guard.release_reserve().unwrap(), RESERVE);
-        assert_eq!(guard.release_reserve().unwrap(), 0);
-        guard.get_ref().set_limit(Some(0));
-        assert!(
-            guard
-                .allocate_block(&Request::new(1).tag(T), &stream)
-                .is_err(),
-            "0 is no room"
-        );
+        guard.deallocate_block(reserve).unwrap();
+        budget.set_limit(Some(0));
+        assert!(request(1).is_err(), "0 is no room");
     });
 }
 
-/// S1.33: a reservation holds real memory; what cannot be held is an error.
+/// S1.33: a reserve is a buffer of the guard, held until it is dropped; what cannot be held is an error.
 #[test]
 fn s1_33_reservation_holds_memory() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let (allocator, stream) = (rig.allocator(), rig.stream());
         let before = allocator.stats().all.allocated.current;
-        let held = Relief::new(allocator.clone());
-        let held = held.with_reserve(32 * MIB).unwrap();
-        assert_eq!((held.reserved(), held.ordinal()), (32 * MIB as u64, 0));
+        let guard = Budget::new(allocator.clone(), Some(64 << 20));
+        let guard = Arc::new(Relief::new(guard));
+        let reserve = |bytes| DeviceBuffer::<u8>::uninit(&guard, bytes, &stream);
+        let held = reserve(32 * MIB).unwrap();
+        assert_eq!((held.byte_len(), guard.ordinal()), (32 * MIB, 0));
+        assert_eq!(guard.headroom(), Some(32 << 20));
         assert!(allocator.stats().all.allocated.current >= before + 32 * MIB as u64);
         if let Some(driver) = rig.driver_held() {
             assert!(driver >= 32 * MIB as u64);
         }
-        drop(held);
+        let mut held = Some(held);
+        // Released once, by the bytes that were held.
+        let release = |held: &mut Option<DeviceBuffer<_>>| {
+            held.take()
+                .map_or(0, |held: DeviceBuffer<_>| held.byte_len())
+        };
+        assert_eq!(release(&mut held), 32 * MIB);
+        assert_eq!(release(&mut held), 0);
         assert_eq!(allocator.stats().all.allocated.current, before);
-        let held = Relief::new(allocator.clone());
-        let held = held.with_reserve(MIB).unwrap();
-        assert_eq!(held.release_reserve().unwrap(), MIB as u64);
-        assert_eq!((held.reserved(), held.release_reserve().unwrap()), (0, 0));
-        assert_eq!(allocator.stats().all.allocated.current, before);
-        let relief = Relief::new(allocator.clone());
-        assert!(relief.with_reserve(1 << 50).is_err());
-        let build = Relief::new(allocator.clone()).with_reserve(1 << 50);
-        assert!(build.is_err());
-        drop((held, build));
+        assert!(reserve(1 << 50).is_err());
+        guard.get_ref().set_limit(None);
+        assert!(reserve(1 << 50).is_err());
+        drop(guard);
         rig.close(&allocator);
     });
 }

@@ -180,7 +180,7 @@ fn s5_43_s5_73_failed_preflight_may_be_tried_again() {
 #[test]
 fn s5_44_single_slice_helpers() {
     packed(|rig| {
-        let (manager, runtime, stream) = managed(rig, 1 << 20);
+        let (manager, stack, stream) = managed(rig, 1 << 20);
         let other = rig.stream();
         let slice = allocate::<u32>(&manager, 1024, &stream).unwrap();
         let waits = rig.calls("cuStreamWaitEvent");
@@ -196,7 +196,7 @@ fn s5_44_single_slice_helpers() {
         );
         let empty = allocate::<u32>(&manager, 0, &stream).unwrap();
         empty.prepare_use(&other, Access::Read).unwrap();
-        runtime.resource().reap().unwrap();
+        stack.reap().unwrap();
     });
 }
 

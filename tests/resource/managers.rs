@@ -1,4 +1,4 @@
-//! Managers: typed buffers and blocks within a budget, and its figures.
+//! The memory manager of a device, as a composition: exact live bytes in a budget, and requests counted.
 
 use crate::common::*;
 use crate::held;
@@ -11,21 +11,20 @@ use cualloc::{DeviceBuffer, DeviceCopy, Error, Policy, Request};
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
+pub type Manager = Arc<Statistics<Budget<Arc<dyn MemoryResource>>>>;
+
 pub fn packed(test: impl Fn(&Rig)) {
     only(Policy::Packed, test);
 }
 
-fn runtime(rig: &Rig, stack: impl MemoryResource + 'static) -> DeviceRuntime {
-    DeviceRuntime::new(stack, StreamPool::new(&rig.context))
+fn manager(stack: &Arc<dyn MemoryResource>, budget: u64) -> Manager {
+    let budget = Budget::of_live(Arc::clone(stack), Some(budget));
+    Arc::new(Statistics::new(budget))
 }
 
-pub fn managed(rig: &Rig, budget: u64) -> (Manager, DeviceRuntime, Stream) {
-    let runtime = runtime(rig, AccessOrdered::new(rig.allocator()));
-    let manager = Manager::new(0, Some(budget))
-        .with_runtime(&runtime)
-        .unwrap();
-    let (_, stream) = runtime.streams().acquire().unwrap();
-    (manager, runtime, stream)
+pub fn managed(rig: &Rig, budget: u64) -> (Manager, Arc<dyn MemoryResource>, Stream) {
+    let stack: Arc<dyn MemoryResource> = Arc::new(AccessOrdered::new(rig.allocator()));
+    (manager(&stack, budget), stack, rig.stream())
 }
 
 pub fn allocate<T: DeviceCopy>(
@@ -40,49 +39,31 @@ pub fn refusal(call: &str) -> FailPlan {
     FailPlan::call(call, sys::CUresult::CUDA_ERROR_INVALID_VALUE).unwrap()
 }
 
-/// S5.1: without a runtime typed slices come from the driver within the budget, and raw blocks from
-/// nowhere.
+/// Live bytes, and their peak.
+fn live(manager: &Manager) -> (u64, u64) {
+    let requested = manager.usage().unwrap().requested;
+    (requested.current, requested.peak)
+}
+
+/// S5.1: memory comes from the resource that was named, here the driver itself, and from nowhere else.
 #[test]
-fn s5_1_manager_without_a_runtime_gives_typed_buffers_only() {
+fn s5_1_manager_allocates_from_its_resource_alone() {
     packed(|rig| {
-        let manager = Manager::new(0, Some(1024));
-        let (before, stream) = (rig.memory_calls(), rig.stream());
+        let direct: Arc<dyn MemoryResource> = Arc::new(CudaMemory::new(&rig.context));
+        let (manager, stream) = (manager(&direct, 1024), rig.stream());
+        let before = rig.calls("cuMemAlloc_v2");
         let slice = allocate::<f32>(&manager, 200, &stream).unwrap();
-        assert_eq!(
-            (manager.usage().unwrap().requested.current, slice.byte_len()),
-            (800, 800)
-        );
-        assert!(rig.memory_calls() > before);
+        assert_eq!((live(&manager), slice.byte_len()), ((800, 800), 800));
         rig.stamp(slice.as_device_ptr(), 800, 1, &stream);
-        let calls = rig.memory_calls();
         let refused = allocate::<u8>(&manager, 225, &stream);
-        assert!(matches!(
-            refused,
-            Err(Error::OverBudget { requested: 225, .. })
-        ));
-        let raw = manager.allocate_block(&Request::new(1), &stream);
-        assert!(matches!(raw, Err(Error::NoRuntime { device: 0 })));
-        assert_eq!(
-            (
-                manager.usage().unwrap().requested.current,
-                rig.memory_calls()
-            ),
-            (800, calls)
-        );
+        let refused = refused.unwrap_err();
+        assert!(matches!(refused, Error::OverBudget { requested: 225, .. }));
+        assert_eq!(rig.calls("cuMemAlloc_v2"), before + 1);
+        let block = manager.allocate_block(&Request::new(1), &stream).unwrap();
+        assert_eq!(rig.calls("cuMemAlloc_v2"), before + 2);
+        manager.deallocate_block(block).unwrap();
         drop(slice);
-        assert_eq!(
-            (
-                manager.usage().unwrap().requested.current,
-                manager.usage().unwrap().requested.peak
-            ),
-            (0, 800)
-        );
-        let elsewhere = Manager::new(1, None);
-        let wrong = allocate::<u8>(&elsewhere, 1, &stream);
-        assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
-        let other = DeviceRuntime::on(&rig.context).unwrap();
-        let wrong = Manager::new(1, Some(1)).with_runtime(&other);
-        assert!(matches!(wrong, Err(Error::WrongDevice { .. })));
+        assert_eq!(live(&manager), (0, 801));
     });
 }
 
@@ -90,28 +71,21 @@ fn s5_1_manager_without_a_runtime_gives_typed_buffers_only() {
 #[test]
 fn s5_45_s5_48_columns_count_against_the_budget() {
     packed(|rig| {
-        let (manager, runtime, stream) = managed(rig, 1024);
-        let source = || Arc::new(manager.clone());
-        let column = |element| Tensor::uninit(&source(), element, &[64], &stream);
+        let (manager, stack, stream) = managed(rig, 1024);
+        let column = |element| Tensor::uninit(&manager, element, &[64], &stream);
         let schema = Schema::new([("key", DType::U32), ("value", DType::F64)]);
-        let columns: Result<_, _> = schema
-            .fields()
-            .iter()
-            .map(|(_, dtype)| column(*dtype))
-            .collect();
-        let rows = Tensor::zeroed(&source(), DType::U64, &[1], &stream).unwrap();
+        let fields = schema.fields().iter();
+        let columns: Result<_, _> = fields.map(|(_, dtype)| column(*dtype)).collect();
+        let rows = Tensor::zeroed(&manager, DType::U64, &[1], &stream).unwrap();
         let table = Table::new(schema, columns.unwrap(), rows).unwrap();
-        assert_eq!(manager.usage().unwrap().requested.current, 64 * 12 + 8);
-        assert_eq!(
-            (table.byte_len(), table.schema().row_bytes()),
-            (64 * 12, 12)
-        );
-        assert!(!table.is_empty());
+        assert_eq!(live(&manager).0, 64 * 12 + 8);
+        let size = (table.byte_len(), table.schema().row_bytes());
+        assert_eq!((size, table.is_empty()), ((64 * 12, 12), false));
         assert!(column(DType::U64).is_err(), "512 bytes more");
-        assert_eq!(manager.clone().headroom(), Some(1024 - 776));
+        assert_eq!(manager.headroom(), Some(1024 - 776));
         drop(table);
-        assert_eq!(manager.usage().unwrap().requested.current, 0);
-        runtime.resource().reap().unwrap();
+        assert_eq!(live(&manager).0, 0);
+        stack.reap().unwrap();
     });
 }
 
@@ -121,10 +95,9 @@ const WORDS: &str = concat!(include_str!("../../src/driver/words.ptx"), "\0");
 #[test]
 fn s5_45_slices_and_columns_are_kernel_parameters() {
     packed(|rig| {
-        let (manager, runtime, stream) = managed(rig, 1 << 20);
+        let (manager, stack, stream) = managed(rig, 1 << 20);
         let slice = allocate::<u32>(&manager, 64, &stream).unwrap();
-        let source = Arc::new(manager.clone());
-        let column = Tensor::zeroed(&source, DType::U32, &[64], &stream).unwrap();
+        let column = Tensor::zeroed(&manager, DType::U32, &[64], &stream).unwrap();
         let text = std::ffi::CStr::from_bytes_with_nul(WORDS.as_bytes()).unwrap();
         let module = Module::from_ptx(&rig.context, text).unwrap();
         let fill = module.function(c"cualloc_fill").unwrap();
@@ -140,12 +113,10 @@ fn s5_45_slices_and_columns_are_kernel_parameters() {
             .map(|sim| sim.read_memory(slice.as_device_ptr(), 8).unwrap());
         assert!(first.is_none_or(|bytes| bytes == [7, 0, 0, 0, 8, 0, 0, 0]));
         let expected: Vec<u32> = (9..9 + 64).collect();
-        assert_eq!(
-            column.as_slice::<u32>().unwrap().to_vec().unwrap(),
-            expected
-        );
-        drop((slice, column));
-        runtime.resource().reap().unwrap();
+        let column = column.as_slice::<u32>().unwrap().to_vec().unwrap();
+        assert_eq!(column, expected);
+        drop(slice);
+        stack.reap().unwrap();
     });
 }
 
@@ -153,16 +124,9 @@ fn s5_45_slices_and_columns_are_kernel_parameters() {
 #[test]
 fn s5_2_s5_3_budget_is_exact_and_rolled_back() {
     packed(|rig| {
-        let (manager, _runtime, stream) = managed(rig, 1024);
+        let (manager, _stack, stream) = managed(rig, 1024);
         let slice = allocate::<u16>(&manager, 333, &stream).unwrap();
-        assert_eq!(
-            (
-                manager.usage().unwrap().requested.current,
-                slice.byte_len(),
-                slice.len()
-            ),
-            (666, 666, 333)
-        );
+        assert_eq!((live(&manager).0, slice.byte_len()), (666, 666));
         drop(slice);
         match allocate::<u8>(&manager, 2048, &stream) {
             Err(Error::OverBudget {
@@ -170,65 +134,40 @@ fn s5_2_s5_3_budget_is_exact_and_rolled_back() {
                 requested,
                 limit,
                 ..
-            }) => {
-                assert_eq!((owner, requested, limit), ("manager", 2048, 1024));
-            }
+            }) => assert_eq!((owner, requested, limit), ("budget", 2048, 1024)),
             other => panic!("{other:?}"),
         }
-        let overflow = allocate::<u64>(&manager, usize::MAX / 4, &stream);
-        assert!(matches!(
-            overflow,
-            Err(Error::Invalid(InvalidArgument::TooLarge {
-                element_bytes: 8,
-                ..
-            }))
-        ));
-        assert_eq!(manager.usage().unwrap().requested.current, 0);
+        let overflow = allocate::<u64>(&manager, usize::MAX / 4, &stream).unwrap_err();
+        let too_large = |error: &InvalidArgument| matches!(error, InvalidArgument::TooLarge { .. });
+        assert!(matches!(&overflow, Error::Invalid(error) if too_large(error)));
+        assert_eq!(live(&manager).0, 0);
         let Some(sim) = rig.sim() else { return };
         sim.fail(refusal("cuEventRecord"));
         assert!(allocate::<u8>(&manager, 1024, &stream).is_err());
-        assert_eq!(
-            (
-                manager.usage().unwrap().requested.current,
-                manager.usage().unwrap().requested.current
-            ),
-            (0, 0)
-        );
+        assert_eq!(live(&manager).0, 0);
     });
 }
 
-/// S5.4, S5.67: the count drops at once, the device's budget when the memory has left.
+/// S5.4, S5.67: the count drops at the free, the device's budget when the memory has left.
 #[test]
 fn s5_4_s5_67_live_and_pending_are_apart() {
     packed(|rig| {
-        let budget = Arc::new(Budget::new(AccessOrdered::new(rig.allocator()), Some(3000)));
-        let runtime = runtime(rig, Arc::clone(&budget));
-        let manager = Manager::new(0, Some(2000)).with_runtime(&runtime).unwrap();
-        let (_, stream) = runtime.streams().acquire().unwrap();
-        let slice =
-            DeviceBuffer::<u8>::uninit_with(&manager, Request::new(2000).tag("raw"), &stream)
-                .unwrap();
+        let bounded = Budget::new(AccessOrdered::new(rig.allocator()), Some(3000));
+        let stack: Arc<dyn MemoryResource> = Arc::new(bounded);
+        let (manager, stream) = (manager(&stack, 2000), rig.stream());
+        let request = Request::new(2000).tag("raw");
+        let slice = DeviceBuffer::<u8>::uninit_with(&manager, request, &stream).unwrap();
         assert_eq!(slice.id().unwrap().ptr(), slice.as_device_ptr());
         drop(slice);
-        assert_eq!(manager.usage().unwrap().requested.current, 0);
-        assert_eq!(held(runtime.resource()), (0, 2000));
-        assert_eq!(
-            budget.usage().unwrap().outstanding(),
-            2000,
-            "bounds live and pending"
-        );
+        assert_eq!((held(&manager), held(&stack)), ((0, 0), (0, 2000)));
+        let outstanding = stack.usage().unwrap().outstanding();
+        assert_eq!(outstanding, 2000, "bounds live and pending");
         let slice = allocate::<u8>(&manager, 1500, &stream).unwrap();
-        assert_eq!(held(&manager), (1500, 0));
-        assert_eq!(held(runtime.resource()), (1500, 0), "reaped for it");
+        let reaped = (held(&manager), held(&stack));
+        assert_eq!(reaped, ((1500, 0), (1500, 0)), "reaped for it");
         drop(slice);
-        runtime.resource().reap().unwrap();
-        assert_eq!(
-            (
-                budget.usage().unwrap().outstanding(),
-                manager.usage().unwrap().outstanding()
-            ),
-            (0, 0)
-        );
+        stack.reap().unwrap();
+        assert_eq!((held(&manager), held(&stack)), ((0, 0), (0, 0)));
     });
 }
 
@@ -236,22 +175,20 @@ fn s5_4_s5_67_live_and_pending_are_apart() {
 #[test]
 fn s5_5_both_budgets_refuse_alike() {
     packed(|rig| {
-        let runtime = runtime(rig, Budget::new(rig.allocator(), Some(500)));
-        let manager = Manager::new(0, Some(1000)).with_runtime(&runtime).unwrap();
-        let stream = rig.stream();
-        match allocate::<u8>(&manager, 501, &stream) {
-            Err(Error::OverBudget {
-                owner,
-                requested,
-                limit,
-                used,
-            }) => {
-                assert_eq!((owner, requested), ("budget", 501));
-                assert_eq!((used, limit), (0, 500));
+        let stack: Arc<dyn MemoryResource> = Arc::new(Budget::new(rig.allocator(), Some(500)));
+        let (manager, stream) = (manager(&stack, 1000), rig.stream());
+        for (bytes, bound) in [(501, 500), (1001, 1000)] {
+            match allocate::<u8>(&manager, bytes, &stream) {
+                Err(Error::OverBudget {
+                    requested,
+                    limit,
+                    used,
+                    ..
+                }) => assert_eq!((requested, used, limit), (bytes as u64, 0, bound)),
+                other => panic!("{other:?}"),
             }
-            other => panic!("{other:?}"),
         }
-        assert_eq!(manager.usage().unwrap().requested.current, 0);
+        assert_eq!(live(&manager).0, 0);
     });
 }
 
@@ -259,48 +196,24 @@ fn s5_5_both_budgets_refuse_alike() {
 #[test]
 fn s5_6_s5_7_queries_and_counts() {
     packed(|rig| {
-        let (manager, _runtime, stream) = managed(rig, 1000);
-        assert_eq!(
-            (
-                manager.usage().unwrap().limit,
-                manager.usage().unwrap().remaining()
-            ),
-            (Some(1000), Some(1000))
-        );
+        let (manager, _stack, stream) = managed(rig, 1000);
+        let (usage, budget) = (|| manager.usage().unwrap(), manager.get_ref());
+        let limits = || (usage().limit, budget.remaining());
+        assert_eq!(limits(), (Some(1000), Some(1000)));
         let slice = allocate::<u8>(&manager, 800, &stream).unwrap();
-        assert_eq!(
-            (
-                manager.usage().unwrap().requested.peak,
-                manager.usage().unwrap().remaining()
-            ),
-            (800, Some(200))
-        );
-        manager.check(200).unwrap();
-        let tight = manager.check(201);
-        assert!(matches!(
-            tight,
-            Err(Error::OverBudget { requested: 201, .. })
-        ));
+        assert_eq!(limits(), (Some(1000), Some(200)));
+        budget.check(200).unwrap();
+        let tight = budget.check(201).unwrap_err();
+        assert!(matches!(tight, Error::OverBudget { requested: 201, .. }));
         drop(slice);
-        assert_eq!(
-            (
-                manager.usage().unwrap().requested.peak,
-                manager.usage().unwrap().requested.current
-            ),
-            (800, 0)
-        );
+        assert_eq!(live(&manager), (0, 800));
         manager.reset_peak_stats();
-        assert_eq!(manager.usage().unwrap().requested.peak, 0);
-        assert_eq!(manager.usage().unwrap().requests, 1);
+        assert_eq!((live(&manager), usage().requests), ((0, 0), 1));
         manager.reset_accumulated_stats();
-        let _ = manager.check(1);
-        assert_eq!(
-            manager.usage().unwrap().requests,
-            0,
-            "nothing was allocated"
-        );
+        let _ = budget.check(1);
+        assert_eq!(usage().requests, 0, "nothing was allocated");
         assert!(allocate::<u8>(&manager, 2000, &stream).is_err());
-        assert_eq!(manager.usage().unwrap().requests, 1);
+        assert_eq!(usage().requests, 1);
     });
 }
 
@@ -308,23 +221,19 @@ fn s5_6_s5_7_queries_and_counts() {
 #[test]
 fn s5_8_s5_54_bytes_of_a_slice_are_freed_once() {
     packed(|rig| {
-        let (manager, runtime, stream) = managed(rig, 1 << 20);
+        let (manager, stack, stream) = managed(rig, 1 << 20);
         let slice = DeviceBuffer::<f64>::zeroed(&manager, 100, &stream).unwrap();
         let (ptr, block) = (slice.as_device_ptr(), slice.id());
         let bytes = slice.into_bytes();
-        assert_eq!(
-            (bytes.as_device_ptr(), bytes.len(), bytes.id()),
-            (ptr, 800, block)
-        );
+        let same = (bytes.as_device_ptr(), bytes.len(), bytes.id());
+        assert_eq!(same, (ptr, 800, block));
         assert_eq!(bytes.home().unwrap().id(), manager.id());
-        assert_eq!(manager.usage().unwrap().requested.current, 800);
+        assert_eq!(live(&manager).0, 800);
         drop(bytes);
-        assert_eq!(manager.usage().unwrap().requested.current, 0);
-        let outstanding = held(runtime.resource());
-        assert_eq!(outstanding, (0, 800));
-        let resource = Arc::downgrade(runtime.resource());
-        drop((manager, runtime));
-        assert!(resource.upgrade().is_none(), "nothing keeps the runtime");
+        assert_eq!((live(&manager).0, held(&stack)), (0, (0, 800)));
+        let weak = Arc::downgrade(&stack);
+        drop((manager, stack));
+        assert!(weak.upgrade().is_none(), "nothing keeps the stack");
     });
 }
 
@@ -332,14 +241,13 @@ fn s5_8_s5_54_bytes_of_a_slice_are_freed_once() {
 #[test]
 fn s5_9_s5_10_identity_and_empty_slices() {
     packed(|rig| {
-        let (manager, _runtime, stream) = managed(rig, 100);
+        let (manager, _stack, stream) = managed(rig, 100);
         let calls = rig.driver.calls().total();
         let none = allocate::<u32>(&manager, 0, &stream).unwrap();
         let unit = allocate::<[u8; 0]>(&manager, 7, &stream).unwrap();
         assert!(none.is_empty() && none.id().is_none());
         assert_eq!((unit.len(), unit.byte_len()), (7, 0));
-        assert_eq!(rig.driver.calls().total(), calls);
-        assert_eq!(manager.usage().unwrap().requested.current, 0);
+        assert_eq!((rig.driver.calls().total(), live(&manager).0), (calls, 0));
         assert!(none.launch_id().is_none() && !none.is_external());
         let slice = allocate::<u8>(&manager, 100, &stream).unwrap();
         // SAFETY: the slice lives longer.
@@ -349,48 +257,36 @@ fn s5_9_s5_10_identity_and_empty_slices() {
         assert!(foreign.id().is_none());
         assert!(foreign.launch_id().is_none() && foreign.is_external());
         drop(foreign);
-        assert_eq!(manager.usage().unwrap().requested.current, 100);
+        assert_eq!(live(&manager).0, 100);
         assert_eq!(slice.home().unwrap().id(), manager.id());
-        assert!(manager.id() >= 1);
         let Some(sim) = rig.sim() else { return };
         sim.fail(refusal("cuEventRecord"));
         let slice = *slice.free().unwrap_err().value;
-        assert_eq!(
-            manager.usage().unwrap().requested.current,
-            100,
-            "still there"
-        );
+        assert_eq!(live(&manager).0, 100, "still there");
         slice.free().unwrap();
-        assert_eq!(manager.usage().unwrap().requested.current, 0);
+        assert_eq!(live(&manager).0, 0);
     });
 }
 
-/// S5.55: whatever is called, the heap stay with what is there.
+/// S5.55: whatever is called, the figures stay with what is there.
 #[test]
 fn s5_55_no_call_desynchronises_the_figures() {
     packed(|rig| {
-        let (manager, runtime, stream) = managed(rig, 10_000);
+        let (manager, stack, stream) = managed(rig, 10_000);
         let slice = allocate::<u8>(&manager, 1000, &stream).unwrap();
         let id = slice.id().unwrap();
         manager.reset_peak_stats();
         manager.reset_accumulated_stats();
-        runtime.resource().record_use(&id, &stream).unwrap();
-        runtime.resource().reap().unwrap();
-        runtime.resource().trim(0).unwrap();
-        assert_eq!(manager.usage().unwrap().requested.current, 1000);
+        stack.record_use(&id, &stream).unwrap();
+        stack.reap().unwrap();
+        stack.trim(0).unwrap();
+        assert_eq!(live(&manager).0, 1000);
         drop(slice);
-        assert_eq!(
-            (
-                manager.usage().unwrap().requested.current,
-                manager.usage().unwrap().remaining()
-            ),
-            (0, Some(10_000))
-        );
-        allocate::<u8>(&manager, 10_000, &stream)
-            .unwrap()
-            .free()
-            .unwrap();
-        runtime.resource().reap().unwrap();
-        assert_eq!(held(&manager), (0, 0));
+        let left = manager.get_ref().remaining();
+        assert_eq!((live(&manager).0, left), (0, Some(10_000)));
+        let all = allocate::<u8>(&manager, 10_000, &stream).unwrap();
+        all.free().unwrap();
+        stack.reap().unwrap();
+        assert_eq!((held(&manager), held(&stack)), ((0, 0), (0, 0)));
     });
 }

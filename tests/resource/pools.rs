@@ -76,7 +76,7 @@ fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource 
     let below: Arc<dyn MemoryResource> = Arc::new(watched);
     let guarded = Relief::new(Budget::new(below, None));
     let poisoned = Sanitizer::new(guarded).poison_freed(Some(0xDD));
-    Tracking::new(poisoned.check_overlap(true))
+    poisoned.check_overlap(true)
 }
 
 #[test]

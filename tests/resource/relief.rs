@@ -59,7 +59,8 @@ fn s1_25_s1_48_free_caches_recovers() {
         let cached = allocator.stats().all.reserved.current;
         assert!(cached >= 8 * MIB as u64);
         let full = Full(allocator.clone(), 7 * MIB as u64);
-        let guard = Relief::new(full).with_policy(OomPolicy::FreeCaches);
+        let guard = Relief::new(full);
+        guard.set_policy(OomPolicy::FreeCaches);
         let block = guard
             .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
             .unwrap();
@@ -133,9 +134,8 @@ fn s1_25_wait_policy_goes_by_its_clock() {
     packed(|rig| {
         let stream = rig.stream();
         let clock = Clock::manual();
-        let guard = guard(rig, 1000)
-            .with_policy(OomPolicy::Wait(Duration::from_millis(250)))
-            .with_clock(&clock);
+        let guard = guard(rig, 1000).with_clock(&clock);
+        guard.set_policy(OomPolicy::Wait(Duration::from_millis(250)));
         let block = guard
             .allocate_block(&Request::new(1000).tag(T), &stream)
             .unwrap();

@@ -30,6 +30,12 @@ fn poisoned<R: MemoryResource>(resource: R) -> Sanitizer<R> {
     poisoned.poison_freed(Some(0xDD)).check_overlap(true)
 }
 
+fn freeing_caches<R: MemoryResource>(resource: R) -> Relief<R> {
+    let relief = Relief::new(resource);
+    relief.set_policy(OomPolicy::FreeCaches);
+    relief
+}
+
 type SmallStack = Statistics<Logging<Budget<AccessOrdered>, RingSink>>;
 
 fn small_stack(rig: &Rig) -> SmallStack {
@@ -52,13 +58,11 @@ suite! {
     budget_over_async: |rig| Budget::new(tracked_order(rig), Some(GIB as u64 / 2));
     async_over_budget: |rig| AccessOrdered::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
     statistics: |rig| Statistics::new(caching(rig));
-    tracking: |rig| Tracking::new(caching(rig));
     logging: |rig| Logging::new(caching(rig), RingSink::new(16));
     logging_to_nowhere: |rig| Logging::new(caching(rig), ());
-    callback: |rig| FailureCallback::new(caching(rig), |_, _| false);
     guard: |rig| Relief::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
-    guard_with_policy: |rig| Relief::new(Budget::new(caching(rig), None))
-        .with_policy(OomPolicy::FreeCaches);
+    guard_with_policy: |rig| freeing_caches(Budget::new(caching(rig), None));
+    manager: |rig| Statistics::new(Budget::of_live(tracked_order(rig), Some(GIB as u64)));
     sanitizer_off: |rig| Sanitizer::new(caching(rig));
     sanitizer_over_caching: |rig| poisoned(caching(rig));
     sanitizer_over_async: |rig| poisoned(tracked_order(rig));
@@ -68,10 +72,9 @@ suite! {
     stack_of_stacks: |rig| {
         let below: Arc<dyn MemoryResource> = Arc::new(small_stack(rig));
         let budget = Budget::new(below, Some(GIB as u64));
-        let watched = Relief::new(budget).with_policy(OomPolicy::FreeCaches);
-        poisoned(Tracking::new(FailureCallback::new(watched, |_, _| false)))
+        poisoned(freeing_caches(budget))
     };
     order_twice: |rig| AccessOrdered::new(Budget::new(
         AccessOrdered::new(Budget::new(caching(rig), Some(GIB as u64))), Some(GIB as u64)));
-    runtime: |rig| Arc::clone(DeviceRuntime::on(&rig.context).unwrap().resource());
+    usual_stack: |rig| standard(&rig.context).unwrap();
 }

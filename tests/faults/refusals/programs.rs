@@ -12,8 +12,8 @@ use cualloc::pool::{
     DriverPool, DriverPoolConfig, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
-    Access, AccessOrdered, Budget, CudaMemory, DeviceRuntime, Launch, Manager, MemoryResource,
-    Relief, Statistics, StreamPool,
+    Access, AccessOrdered, Budget, CudaMemory, Launch, MemoryResource, Relief, Statistics,
+    StreamPool,
 };
 use cualloc::sim::Mode;
 use cualloc::trace::{Replay, Trace};
@@ -503,18 +503,18 @@ fn native_resource(w: &World) -> Outcome {
 fn adaptors(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
     let inner = Arc::new(AccessOrdered::new(Statistics::new(w.alloc.clone())));
-    let guard = Relief::new(Budget::new(inner, Some(1 << 30))).with_reserve(4 << 20)?;
-    let guard = Arc::new(guard);
+    let guard = Arc::new(Relief::new(Budget::new(inner, Some(1 << 30))));
+    let reserve = DeviceBuffer::<u8>::uninit(&guard, 4 << 20, &a)?;
     use_across(w, &guard, &a, &b)?;
-    guard.release_reserve()?;
+    reserve.free()?;
     Ok(())
 }
 
 fn manager(w: &World) -> Outcome {
-    let resource = AccessOrdered::new(w.alloc.clone());
-    let runtime = DeviceRuntime::new(resource, StreamPool::new(&w.context));
-    let manager = Manager::new(0, Some(1 << 30)).with_runtime(&runtime)?;
-    let (_, stream) = runtime.streams().acquire()?;
+    let stack = Arc::new(AccessOrdered::new(w.alloc.clone()));
+    let manager = Budget::of_live(Arc::clone(&stack), Some(1 << 30));
+    let manager = Arc::new(Statistics::new(manager));
+    let (_, stream) = StreamPool::new(&w.context).acquire()?;
     let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     slice.prepare_use(&stream, Access::Write)?;
     work(&w.context, slice.as_device_ptr(), 20_000, &stream)?;
@@ -522,8 +522,8 @@ fn manager(w: &World) -> Outcome {
     slice.free()?;
     let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     drop(slice);
-    runtime.resource().reap()?;
-    nothing_left(runtime.resource().usage()?.outstanding())
+    stack.reap()?;
+    nothing_left(stack.usage()?.outstanding())
 }
 
 fn streams(w: &World) -> Outcome {

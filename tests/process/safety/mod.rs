@@ -432,7 +432,7 @@ fn s4_streams_of_another_driver_are_refused() {
 #[test]
 fn d9_children_of_busy_threads_do_not_hang() {
     use cualloc::pool::{PinnedConfig, PinnedPool, PoolReport};
-    use cualloc::resource::{Budget, DeviceRuntime, Manager, Relief, StreamPool, Tracking};
+    use cualloc::resource::{Budget, Relief, Sanitizer, Statistics};
 
     unsafe extern "C" {
         fn fork() -> i32;
@@ -450,14 +450,13 @@ fn d9_children_of_busy_threads_do_not_hang() {
     let workspaces = WorkspacePool::new(&a);
     let typed = TypedPool::new(&a);
     let pinned = PinnedPool::new(&context, PinnedConfig::new().buffer_bytes(4096)).unwrap();
-    let ordered = Arc::new(AccessOrdered::new(Tracking::new(Budget::new(
+    let ordered = Arc::new(AccessOrdered::new(Sanitizer::new(Budget::new(
         a.clone(),
         Some(1 << 29),
     ))));
     let guard = Relief::new(Budget::new(Arc::clone(&ordered), Some(1 << 29)));
-    let runtime = DeviceRuntime::new(Arc::clone(&ordered), StreamPool::new(&context));
-    let manager = Manager::new(0, Some(1 << 29));
-    let manager = manager.with_runtime(&runtime).unwrap();
+    let manager = Budget::of_live(Arc::clone(&ordered), Some(1 << 29));
+    let manager = Arc::new(Statistics::new(manager));
     let stream = rig.stream();
     let stop = AtomicBool::new(false);
     let work = |mut k: usize, stream: &Stream| {
@@ -518,10 +517,8 @@ fn d9_children_of_busy_threads_do_not_hang() {
         let outstanding =
             ordered.usage().unwrap().outstanding() + ordered.get_ref().live().len() as u64;
         let (_, _) = (manager.usage().unwrap(), guard.usage().unwrap());
-        let _ = (
-            guard.get_ref().on_pressure(|_, _| ()),
-            guard.remove_relief_hook("none"),
-        );
+        guard.get_ref().on_pressure(|_, _| ());
+        let _ = guard.remove_relief_hook("none");
         refused && unknown && outstanding == 0 && !text.is_empty()
     };
     let statuses: Vec<i32> = std::thread::scope(|scope| {

@@ -102,8 +102,10 @@ fn s5_23_unprepared_write_keeps_other_uses() {
 fn s5_24_s5_60_failed_deallocation_returns_the_block() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let resource =
-            Statistics::new(Tracking::new(Budget::new(asynchronous(rig), Some(1 << 30))));
+        let resource = Statistics::new(Sanitizer::new(Budget::new(
+            asynchronous(rig),
+            Some(1 << 30),
+        )));
         let [a, b] = rig.streams();
         let mut block = resource
             .allocate_block(&Request::new(4096).tag(T), &a)

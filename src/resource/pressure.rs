@@ -1,0 +1,267 @@
+//! Memory pressure: levels, listeners, and a monitor with thresholds of its own.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use crate::driver::process;
+use crate::error::{Error, InvalidArgument};
+use crate::foreign::guarded;
+use crate::locks::held::RwLock;
+
+/// How scarce memory is: by the share of a limit that is free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[repr(u8)]
+pub enum Pressure {
+    /// More than 30 % are free, or there is no limit.
+    #[default]
+    None,
+    /// More than 10 %.
+    Low,
+    /// More than 5 %.
+    Medium,
+    /// More than nothing.
+    High,
+    /// Nothing is free.
+    Critical,
+}
+
+impl Pressure {
+    const ALL: [(Pressure, &str); 5] = [
+        (Pressure::None, "none"),
+        (Pressure::Low, "low"),
+        (Pressure::Medium, "medium"),
+        (Pressure::High, "high"),
+        (Pressure::Critical, "critical"),
+    ];
+
+    /// The level of a limit in bytes with `used` bytes in use. Without a limit there is no pressure; of
+    /// a limit of 0 nothing is free.
+    pub fn of(used: u64, limit: Option<u64>) -> Pressure {
+        let Some(limit) = limit else {
+            return Pressure::None;
+        };
+        let free = u128::from(limit.saturating_sub(used)) * 100;
+        let limit = u128::from(limit);
+        match free {
+            0 => Pressure::Critical,
+            _ if free > limit * 30 => Pressure::None,
+            _ if free > limit * 10 => Pressure::Low,
+            _ if free > limit * 5 => Pressure::Medium,
+            _ => Pressure::High,
+        }
+    }
+
+    /// The level's name in lower case.
+    pub fn name(self) -> &'static str {
+        Self::ALL[self as usize].1
+    }
+}
+
+impl fmt::Display for Pressure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Gets the old and the new level. Called without a lock.
+type Listener = dyn Fn(Pressure, Pressure) + Send + Sync;
+
+/// The last level, and the listeners to its changes.
+#[derive(Default)]
+pub(super) struct Level {
+    now: AtomicU8,
+    listeners: RwLock<Arc<Vec<Arc<Listener>>>>,
+}
+
+impl Level {
+    pub fn get(&self) -> Pressure {
+        let number = self.now.load(Ordering::Acquire);
+        Pressure::ALL
+            .get(usize::from(number))
+            .map_or(Pressure::None, |(level, _)| *level)
+    }
+
+    /// Adopts the measured level and calls the listeners if it changed. The swap makes the pairs that listeners get a
+    /// chain; the loop makes the end of the chain the level that holds.
+    pub fn update(&self, measure: impl Fn() -> Pressure) {
+        loop {
+            let (old, new) = (self.get(), measure());
+            let (from, to) = (old as u8, new as u8);
+            if from == to {
+                return;
+            }
+            let swapped =
+                (self.now).compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire);
+            if swapped.is_ok() {
+                let listeners = Arc::clone(&process::read(&self.listeners));
+                for listener in listeners.iter() {
+                    guarded("a pressure listener", || listener(old, new));
+                }
+            }
+        }
+    }
+
+    pub fn add(&self, listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static) {
+        Arc::make_mut(&mut process::write(&self.listeners)).push(Arc::new(listener));
+    }
+}
+
+/// Classifies how much of something is in use by two fractions, reports changes, and asks for memory back when the use
+/// is critical. `Send` and `Sync`; hooks run without a lock, on the thread that observes.
+///
+/// It has no thread and no clock of its own: call [`observe`](Self::observe) or [`poll`](Self::poll), for instance from
+/// the probe of a [`Watchdog`](super::Watchdog).
+///
+/// ```
+/// use cualloc::resource::{Pressure, PressureMonitor};
+/// let monitor = PressureMonitor::new(0.5, 0.9)?.on_eviction(|bytes| bytes);
+/// assert_eq!(monitor.observe(60, 100), Pressure::High);
+/// assert_eq!(monitor.observe(95, 100), Pressure::Critical);
+/// // Enough to be below the warning fraction again.
+/// assert_eq!(monitor.evicted(), (46, 1));
+/// # Ok::<(), cualloc::Error>(())
+/// ```
+pub struct PressureMonitor {
+    /// The fractions in use from which on the level is [`Pressure::High`] and [`Pressure::Critical`].
+    warning: f64,
+    critical: f64,
+    level: Level,
+    eviction: Box<dyn Fn(u64) -> u64 + Send + Sync>,
+    evicted: AtomicU64,
+    evictions: AtomicU64,
+}
+
+impl PressureMonitor {
+    /// A monitor with a warning and a critical fraction in use.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::Setting`], with the fraction in percent, unless 0 < warning < critical <= 1.
+    pub fn new(warning: f64, critical: f64) -> Result<PressureMonitor, Error> {
+        let wrong = |what, share: f64| {
+            let value = (share * 100.0) as u64;
+            Err(Error::Invalid(InvalidArgument::Setting { what, value }))
+        };
+        if !(warning > 0.0 && warning < critical) {
+            return wrong("warning percentage", warning);
+        }
+        if critical > 1.0 {
+            return wrong("critical percentage", critical);
+        }
+        Ok(PressureMonitor {
+            warning,
+            critical,
+            level: Level::default(),
+            eviction: Box::new(|_| 0),
+            evicted: AtomicU64::new(0),
+            evictions: AtomicU64::new(0),
+        })
+    }
+
+    /// Adds a listener, which gets the old and the new level at each change.
+    pub fn on_transition(
+        self,
+        listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static,
+    ) -> PressureMonitor {
+        self.level.add(listener);
+        self
+    }
+
+    /// Sets the hook that is asked for memory at each observation of [`Pressure::Critical`]: it gets the bytes
+    /// in use beyond the warning fraction, and one more, and returns how many it freed.
+    pub fn on_eviction(
+        mut self,
+        hook: impl Fn(u64) -> u64 + Send + Sync + 'static,
+    ) -> PressureMonitor {
+        self.eviction = Box::new(hook);
+        self
+    }
+
+    /// The level with `used` of `total` bytes in use: [`Pressure::None`] below the warning fraction,
+    /// [`Pressure::High`] from there on, [`Pressure::Critical`] from the critical fraction on. A total of 0 has none.
+    pub fn classify(&self, used: u64, total: u64) -> Pressure {
+        let share = used as f64 / total as f64;
+        match total {
+            0 => Pressure::None,
+            _ if share >= self.critical => Pressure::Critical,
+            _ if share >= self.warning => Pressure::High,
+            _ => Pressure::None,
+        }
+    }
+
+    /// The level last observed.
+    pub fn level(&self) -> Pressure {
+        self.level.get()
+    }
+
+    /// Bytes that the eviction hook says it freed, and how often it was asked.
+    pub fn evicted(&self) -> (u64, u64) {
+        let [bytes, times] = [&self.evicted, &self.evictions];
+        (bytes.load(Ordering::Acquire), times.load(Ordering::Acquire))
+    }
+
+    /// Observes `used` of `total` bytes in use.
+    pub fn observe(&self, used: u64, total: u64) -> Pressure {
+        let level = self.classify(used, total);
+        self.level.update(|| level);
+        if level == Pressure::Critical {
+            let calm = (self.warning * total as f64).ceil() as u64;
+            let excess = used.saturating_add(1).saturating_sub(calm);
+            let freed = guarded("an eviction hook", || (self.eviction)(excess)).unwrap_or(0);
+            self.evicted.fetch_add(freed, Ordering::AcqRel);
+            self.evictions.fetch_add(1, Ordering::AcqRel);
+        }
+        level
+    }
+
+    /// Asks `source` for (used, total) bytes and observes them.
+    ///
+    /// # Errors
+    /// Those of the source; then nothing has changed.
+    pub fn poll<E>(&self, source: impl FnOnce() -> Result<(u64, u64), E>) -> Result<Pressure, E> {
+        let (used, total) = source()?;
+        Ok(self.observe(used, total))
+    }
+}
+
+impl fmt::Debug for PressureMonitor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PressureMonitor")
+            .field("warning", &self.warning)
+            .field("critical", &self.critical)
+            .field("level", &self.level())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::locks::held::Mutex;
+
+    /// S3.24
+    #[test]
+    fn s3_24_fractions_are_validated_and_changes_told_once() {
+        let pairs = [(0.0, 0.5), (0.5, 0.5), (0.9, 0.5), (0.5, 1.1)];
+        for (warning, critical) in pairs.into_iter().chain([(f64::NAN, 0.5), (0.5, f64::NAN)]) {
+            let made = PressureMonitor::new(warning, critical);
+            assert!(made.is_err(), "{warning} {critical}");
+        }
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&seen);
+        let monitor = PressureMonitor::new(0.5, 1.0)
+            .unwrap()
+            .on_transition(move |old, new| log.lock().push((old, new)))
+            .on_eviction(|bytes| bytes / 2);
+        for used in [0, 49, 50, 99, 100, 100, 10] {
+            monitor.observe(used, 100);
+        }
+        use Pressure::{Critical, High, None};
+        let expected = [(None, High), (High, Critical), (Critical, None)];
+        assert_eq!(*seen.lock(), expected);
+        assert_eq!(monitor.evicted(), (50, 2));
+        assert_eq!(monitor.poll(|| Err::<(u64, u64), _>("away")), Err("away"));
+        assert_eq!(monitor.poll(|| Ok::<_, ()>((0, 0))), Ok(None));
+        assert_eq!(monitor.observe(u64::MAX, u64::MAX), Critical);
+    }
+}
