@@ -52,7 +52,6 @@ pub use api::guard::RangeGuard;
 pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime};
-pub(crate) use cache::stream_cache::Gauge;
 #[doc(hidden)]
 pub use cache::stream_cache::thread::{of_caller, set_of_caller};
 pub use config::{CONFIG_VARIABLE, Config, DebugModes, Limit, Policy, Profile, Waits};

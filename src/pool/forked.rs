@@ -11,7 +11,7 @@ fn d9_nothing_waits_for_workspaces_in_a_forked_child() -> Result<(), Box<dyn std
     let stream = allocator.create_stream()?;
     let pool = WorkspacePool::new(&allocator);
     let mut lease = Some(pool.lease(&stream, 100)?);
-    let locked = pool.0.state.lock();
+    let locked = pool.0.lock();
     let told = process::child_says(|| {
         drop(lease.take());
         let refused = pool.lease(&stream, 100).is_err();

@@ -1,5 +1,5 @@
-//! Which buffers of a pool are live, and where the last returned ones lay. Only names and hints: whether
-//! memory is free the allocator alone says.
+//! Which blocks of a typed pool are live, and where the last returned ones were. Only names and hints: whether
+//! memory is free the allocator alone decides.
 
 #![forbid(unsafe_code)]
 
@@ -10,27 +10,23 @@ use crate::allocator::Mixed;
 use crate::driver::{process, sys};
 use crate::locks::lock::Lock;
 
-use super::recent::Recent;
-
 /// Independently locked parts of a table.
 const SHARDS: usize = 16;
 /// Returned addresses to try for one request.
-pub(super) const TRIES: usize = 4;
-/// Returned addresses that are remembered for a stream and size, at most; beyond them the older half is forgotten.
+const TRIES: usize = 4;
+/// Returned addresses that are remembered for a key, at most; beyond them the older half is forgotten.
 const REMEMBERED: usize = 1024;
-/// Streams and sizes of which a shard remembers returns; beyond them it begins anew.
-const KEYS: usize = 64;
+/// Keys of which a shard remembers returns; beyond them the one that was used longest ago is forgotten.
+const KEYS: usize = 32;
 
 /// What was counted since the start or the last reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Counts {
-    /// Requests served from cached memory.
+    /// Requests served from cached memory, and others.
     pub hits: u64,
-    /// Requests that were not.
     pub misses: u64,
-    /// Blocks that were handed out.
+    /// Blocks that were handed out, and that came back.
     pub entered: u64,
-    /// Blocks that came back.
     pub returns: u64,
     /// Blocks that are live, whenever they were handed out.
     pub live: u64,
@@ -39,69 +35,26 @@ pub(super) struct Counts {
 /// The stream and the bytes by which returned memory is found again.
 pub(super) type Key = (u64, usize);
 
-/// A live block as [`TypedPool::record_use_of`](super::TypedPool::record_use_of) names it.
+/// A live block.
 #[derive(Clone, Copy)]
 pub(super) struct Live {
     pub address: sys::CUdeviceptr,
-    /// The stream and the bytes under which the address is remembered when the block is returned.
     pub key: Key,
-    /// The shard that remembers addresses under `key`.
-    home: u32,
     /// The rounded length; 0 for a block without elements.
     pub capacity: usize,
     pub element: TypeId,
-}
-
-impl Live {
-    /// A block that is not there yet.
-    #[inline]
-    pub fn new(key: Key, capacity: usize, element: TypeId) -> Live {
-        Live {
-            address: 0,
-            key,
-            home: shard_of(&key) as u32,
-            capacity,
-            element,
-        }
-    }
-
-    pub fn at(self, address: sys::CUdeviceptr) -> Live {
-        Live { address, ..self }
-    }
-}
-
-/// Where a live block is entered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Slot {
-    shard: u32,
-    at: u32,
-}
-
-impl Slot {
-    /// As the note of a block.
-    pub fn note(self) -> u64 {
-        u64::from(self.shard) << 32 | u64::from(self.at)
-    }
-
-    /// The slot that a block notes; any for one that was never entered.
-    pub fn of(note: u64) -> Slot {
-        Slot {
-            shard: (note >> 32) as u32,
-            at: note as u32,
-        }
-    }
 }
 
 #[derive(Default)]
 struct Shard {
     live: Vec<Live>,
     vacant: Vec<u32>,
-    /// Addresses of returned memory, the last returned at the end.
-    returned: Recent<Key, Vec<sys::CUdeviceptr>>,
+    /// Addresses of returned memory, the last returned at the end; the keys used last come first.
+    returned: Vec<(Key, Vec<sys::CUdeviceptr>)>,
     counts: Counts,
 }
 
-/// See the text of the module. Sharded by stream and size, so that streams of their own do not meet.
+/// Sharded by stream and size, so that streams do not contend.
 pub(super) struct Table {
     shards: [Lock<Shard>; SHARDS],
 }
@@ -114,163 +67,106 @@ impl Default for Table {
     }
 }
 
-/// The addresses that one request is to try, the last returned first.
-pub(super) struct Hints {
-    addresses: [sys::CUdeviceptr; TRIES],
-    count: usize,
-}
-
-impl Hints {
-    pub fn as_slice(&self) -> &[sys::CUdeviceptr] {
-        &self.addresses[..self.count]
-    }
-}
-
-#[inline]
-fn shard_of(key: &Key) -> usize {
-    // The upper bits: a shard's own map goes by the lower ones.
-    (Mixed::default().hash_one(key) >> 32) as usize % SHARDS
-}
-
 impl Table {
-    /// All shards; none in a forked child, where a lock may be held by a thread that does not exist there.
+    #[inline]
+    fn shard(&self, key: &Key) -> (usize, &Lock<Shard>) {
+        let at = (Mixed::default().hash_one(key) >> 32) as usize % SHARDS;
+        (at, &self.shards[at])
+    }
+
+    /// All shards; none in a forked child, where a thread that does not exist may hold a lock.
     fn shards(&self) -> impl Iterator<Item = &Lock<Shard>> {
         let forked = process::is_forked_child();
         self.shards.iter().take_while(move |_| !forked)
     }
 
-    /// A request that is to be a hit at once, and its entry. `take` gets the address that was returned last for
-    /// the key, `None` if none is remembered; what it takes there is no hint any more. It may not wait: the shard
-    /// is locked.
+    /// Serves a request by `take`, which gets the address that was returned last for the key and may not wait: the
+    /// shard is locked. Enters the block; its note.
     #[inline]
     pub fn hit<T>(
         &self,
         live: Live,
         take: impl FnOnce(Option<sys::CUdeviceptr>) -> Option<(sys::CUdeviceptr, T)>,
-    ) -> Option<(T, Slot)> {
-        let mut shard = self.shards[live.home as usize].lock();
-        let (address, taken) = match shard.returned.get(&live.key) {
-            Some(returned) => {
-                let taken = take(returned.last().copied())?;
-                returned.pop();
-                taken
-            }
-            None => take(None)?,
-        };
+    ) -> Option<(T, u64)> {
+        let (number, shard) = self.shard(&live.key);
+        let mut shard = shard.lock();
+        let returned = shard.returned(&live.key);
+        let last = returned.as_ref().and_then(|returned| returned.last());
+        let (address, taken) = take(last.copied())?;
+        if let Some(returned) = returned {
+            returned.pop();
+        }
         shard.counts.hits += 1;
-        shard.counts.entered += 1;
-        let slot = shard.enter(live.at(address));
-        Some((taken, slot))
+        Some((taken, shard.enter(number, Live { address, ..live })))
     }
 
-    /// Where memory for a key was returned.
-    pub fn hints(&self, key: &Key) -> Hints {
-        let mut hints = Hints {
-            addresses: [0; TRIES],
-            count: 0,
+    /// The addresses that were returned last for a key, the last one first.
+    pub fn hints(&self, key: &Key) -> Vec<sys::CUdeviceptr> {
+        let mut shard = self.shard(key).1.lock();
+        let returned = shard.returned(key).into_iter().flatten();
+        returned.rev().take(TRIES).map(|hint| *hint).collect()
+    }
+
+    /// Counts a request that was served or not, and forgets those of its hints that are not in free memory any more.
+    pub fn answered(&self, key: &Key, hit: bool, hints: &[sys::CUdeviceptr], free: &[u64]) {
+        let mut shard = self.shard(key).1.lock();
+        let count = match hit {
+            true => &mut shard.counts.hits,
+            false => &mut shard.counts.misses,
         };
-        let mut shard = self.shards[shard_of(key)].lock();
-        if let Some(returned) = shard.returned.get(key) {
-            for (hint, address) in hints.addresses.iter_mut().zip(returned.iter().rev()) {
-                *hint = *address;
-                hints.count += 1;
-            }
-        }
-        hints
-    }
-
-    /// A request was a hit or a miss. Of its hints only those stay that lie in free memory still.
-    pub fn answered(&self, key: &Key, hints: &Hints, hit: bool, free: &[sys::CUdeviceptr]) {
-        let mut shard = self.shards[shard_of(key)].lock();
-        if hit {
-            shard.counts.hits += 1;
-        } else {
-            shard.counts.misses += 1;
-        }
-        for hint in hints.as_slice() {
-            if !free.contains(hint) {
-                shard.forget(key, *hint);
-            }
+        *count += 1;
+        for hint in hints.iter().filter(|hint| !free.contains(hint)) {
+            shard.forget(key, *hint);
         }
     }
 
-    /// Enters a live block.
-    pub fn enter(&self, live: Live) -> Slot {
-        let mut shard = self.shards[live.home as usize].lock();
-        shard.counts.entered += 1;
-        shard.enter(live)
+    /// Enters a live block; its note.
+    pub fn enter(&self, live: Live) -> u64 {
+        let (number, shard) = self.shard(&live.key);
+        shard.lock().enter(number, live)
     }
 
-    /// A block goes: takes its entry out, and remembers where it was. `None` if the entry is not its own.
-    pub fn leave(&self, slot: Slot, address: sys::CUdeviceptr) -> Option<Live> {
-        let mut shard = self.shards.get(slot.shard as usize)?.lock();
-        let live = shard.leave(slot.at, address)?;
-        if live.home == slot.shard {
-            shard.remember(&live.key, address);
-        } else {
-            drop(shard);
-            let mut home = self.shards[live.home as usize].lock();
-            home.remember(&live.key, address);
+    /// Removes the entry of a block that `free` gives back, and remembers where it was. None, with the entry
+    /// unchanged, if `free` fails or the entry is not the block's. `free` may not wait: the shard is locked.
+    #[inline]
+    pub fn leave(
+        &self,
+        note: u64,
+        address: sys::CUdeviceptr,
+        free: impl FnOnce() -> bool,
+    ) -> Option<Live> {
+        let at = note as u32;
+        let mut shard = self.shards.get((note >> 32) as usize)?.lock();
+        let entry = shard.live.get_mut(at as usize)?;
+        if entry.address != address || !free() {
+            return None;
         }
+        let live = *entry;
+        // No block begins there.
+        (entry.address, entry.capacity) = (0, 0);
+        shard.vacant.push(at);
+        shard.counts.returns += 1;
+        shard.remember(&live.key, address);
         Some(live)
     }
 
-    /// [`leave`](Self::leave) of a block that `free` gives back under the shard's lock, so that nobody takes the hint
-    /// before. False, with the entry as it was, if that cannot, or the block is to be remembered in another shard.
-    #[inline]
-    pub fn leave_at_once(
-        &self,
-        slot: Slot,
-        address: sys::CUdeviceptr,
-        free: impl FnOnce() -> bool,
-    ) -> bool {
-        let Some(shard) = self.shards.get(slot.shard as usize) else {
-            return false;
-        };
+    /// Restores the entry of a block that could not be freed after [`leave`](Self::leave); its new note.
+    pub fn stay(&self, live: Live) -> u64 {
+        let (number, shard) = self.shard(&live.key);
         let mut shard = shard.lock();
-        let live = shard.live.get(slot.at as usize);
-        let own = live.filter(|live| live.address == address && live.home == slot.shard);
-        let Some(Live { key, .. }) = own else {
-            return false;
-        };
-        let key = *key;
-        if !free() {
-            return false;
-        }
-        shard.vacate(slot.at);
-        shard.remember(&key, address);
-        true
-    }
-
-    /// After a [`leave`](Self::leave) the block could not be freed.
-    pub fn stay(&self, live: Live) -> Slot {
-        let mut shard = self.shards[live.home as usize].lock();
         shard.forget(&live.key, live.address);
         shard.counts.returns = shard.counts.returns.saturating_sub(1);
-        shard.enter(live)
-    }
-
-    /// A live block is to be remembered as returned on another stream than its own.
-    pub fn return_on(&self, slot: Slot, stream: u64) {
-        if let Some(shard) = self.shards.get(slot.shard as usize)
-            && let Some(live) = shard.lock().live.get_mut(slot.at as usize)
-        {
-            live.key.0 = stream;
-            live.home = shard_of(&live.key) as u32;
-        }
+        shard.counts.entered = shard.counts.entered.saturating_sub(1);
+        shard.enter(number, live)
     }
 
     /// Addresses of the live buffers of a rounded length and type.
     pub fn live(&self, capacity: usize, element: TypeId) -> Vec<sys::CUdeviceptr> {
         let mut found = Vec::new();
-        if capacity == 0 {
-            return found;
-        }
-        for shard in self.shards() {
+        for shard in self.shards().filter(|_| capacity > 0) {
             let shard = shard.lock();
-            let named = shard.live.iter().filter(|live| live.capacity == capacity);
-            let named = named.filter(|live| live.element == element);
-            found.extend(named.map(|live| live.address));
+            let named = |live: &&Live| live.capacity == capacity && live.element == element;
+            found.extend(shard.live.iter().filter(named).map(|live| live.address));
         }
         found
     }
@@ -288,7 +184,6 @@ impl Table {
         sum
     }
 
-    /// Sets all counts to 0.
     pub fn reset_counts(&self) {
         for shard in self.shards() {
             shard.lock().counts = Counts::default();
@@ -297,41 +192,30 @@ impl Table {
 }
 
 impl Shard {
-    #[inline(always)]
-    fn enter(&mut self, live: Live) -> Slot {
-        let shard = live.home;
-        let vacant = self.vacant.pop();
-        let at = vacant.unwrap_or(self.live.len() as u32);
+    #[inline]
+    fn enter(&mut self, number: usize, live: Live) -> u64 {
+        self.counts.entered += 1;
+        let at = self.vacant.pop().unwrap_or(self.live.len() as u32);
         match self.live.get_mut(at as usize) {
             Some(place) => *place = live,
             None => self.live.push(live),
         }
-        Slot { shard, at }
+        (number as u64) << 32 | u64::from(at)
     }
 
-    fn leave(&mut self, at: u32, address: sys::CUdeviceptr) -> Option<Live> {
-        let live = *self.live.get(at as usize)?;
-        if live.address != address {
-            return None;
-        }
-        self.vacate(at);
-        Some(live)
+    /// The remembered addresses of a key, which becomes the first.
+    #[inline]
+    fn returned(&mut self, key: &Key) -> Option<&mut Vec<sys::CUdeviceptr>> {
+        let at = self.returned.iter().position(|(known, _)| known == key)?;
+        self.returned[..=at].rotate_right(usize::from(at > 0));
+        self.returned.first_mut().map(|(_, addresses)| addresses)
     }
 
-    #[inline(always)]
-    fn vacate(&mut self, at: u32) {
-        if let Some(live) = self.live.get_mut(at as usize) {
-            // No block begins there.
-            (live.address, live.capacity) = (0, 0);
-            self.vacant.push(at);
-        }
-    }
-
-    #[inline(always)]
+    #[inline]
     fn remember(&mut self, key: &Key, address: sys::CUdeviceptr) {
-        self.counts.returns += 1;
-        let Some(returned) = self.returned.get(key) else {
-            return self.remember_first(key, address);
+        let Some(returned) = self.returned(key) else {
+            self.returned.truncate(KEYS - 1);
+            return self.returned.insert(0, (*key, vec![address]));
         };
         if returned.len() == REMEMBERED {
             returned.drain(..REMEMBERED / 2);
@@ -339,25 +223,11 @@ impl Shard {
         returned.push(address);
     }
 
-    #[cold]
-    fn remember_first(&mut self, key: &Key, address: sys::CUdeviceptr) {
-        if self.returned.len() >= KEYS {
-            self.returned.clear();
-        }
-        self.returned.insert(*key, vec![address]);
-    }
-
     fn forget(&mut self, key: &Key, address: sys::CUdeviceptr) {
-        let Some(returned) = self.returned.get(key) else {
-            return;
-        };
-        let at = returned
-            .iter()
-            .rev()
-            .take(TRIES)
-            .position(|at| *at == address);
-        if let Some(back) = at {
-            returned.remove(returned.len() - 1 - back);
+        if let Some(returned) = self.returned(key)
+            && let Some(at) = returned.iter().rposition(|known| *known == address)
+        {
+            returned.remove(at);
         }
     }
 }
@@ -369,27 +239,12 @@ mod tests {
     const KEY: Key = (7, 512);
 
     fn live(address: u64) -> Live {
-        Live::new(KEY, 512, TypeId::of::<u8>()).at(address)
-    }
-
-    /// A block that comes and goes.
-    fn returned(table: &Table, address: u64) {
-        let slot = table.enter(live(address));
-        assert!(table.leave(slot, address).is_some());
-    }
-
-    #[test]
-    fn hints_are_the_last_returns_and_any_is_forgotten() {
-        let table = Table::default();
-        for address in 1..=6 {
-            returned(&table, address);
+        Live {
+            address,
+            key: KEY,
+            capacity: 512,
+            element: TypeId::of::<u8>(),
         }
-        let hints = table.hints(&KEY);
-        assert_eq!(hints.as_slice(), [6, 5, 4, 3]);
-        table.answered(&KEY, &hints, true, &[5, 3]);
-        assert_eq!(table.hints(&KEY).as_slice(), [5, 3, 2, 1]);
-        assert!(table.hints(&(8, 512)).as_slice().is_empty());
-        assert_eq!(table.counts().hits, 1);
     }
 
     /// S2.2
@@ -399,78 +254,44 @@ mod tests {
         type Taken = Option<(u64, Option<u64>)>;
         let hit = |take: fn(Option<u64>) -> Taken| table.hit(live(0), take).map(|(seen, _)| seen);
         assert_eq!(hit(|last| Some((9, last))), Some(None));
-        for address in 1..=3 {
-            returned(&table, address);
+        for address in 1..=6 {
+            let note = table.enter(live(address));
+            assert!(table.leave(note, 77, || true).is_none(), "another's entry");
+            assert!(table.leave(u64::MAX, address, || true).is_none());
+            assert!(table.leave(note, address, || false).is_none());
+            let left = table.leave(note, address, || true).unwrap();
+            // The free failed after all.
+            let note = table.stay(left);
+            assert_eq!(table.live(512, TypeId::of::<u8>()), [9, address]);
+            assert!(table.live(512, TypeId::of::<u16>()).is_empty());
+            assert!(table.leave(note, address, || true).is_some());
         }
         assert_eq!(hit(|_| None), None);
-        assert_eq!(hit(|last| Some((3, last))), Some(Some(3)));
-        assert_eq!(table.hints(&KEY).as_slice(), [2, 1]);
+        assert_eq!(hit(|last| Some((6, last))), Some(Some(6)));
+        assert_eq!(table.hints(&KEY), [5, 4, 3, 2]);
+        table.answered(&KEY, true, &[5, 4, 3, 2], &[4, 2]);
+        assert_eq!(table.hints(&KEY), [4, 2, 1]);
+        assert!(table.hints(&(8, 512)).is_empty());
         let counts = table.counts();
-        assert_eq!((counts.hits, counts.live, counts.returns), (2, 2, 3));
-    }
-
-    #[test]
-    fn entries_are_used_again_and_found_by_length_and_type() {
-        let table = Table::default();
-        let mut slots: Vec<_> = (1..=3).map(|at| table.enter(live(at))).collect();
-        assert_eq!(table.live(512, TypeId::of::<u8>()), [1, 2, 3]);
-        assert!(table.live(512, TypeId::of::<u16>()).is_empty());
-        assert!(table.leave(slots[1], 3).is_none(), "another's entry");
-        assert!(table.leave(Slot::of(u64::MAX), 3).is_none());
-        assert_eq!(Slot::of(slots[2].note()), slots[2]);
-        // A return on another stream is found there.
-        for stream in 8..40 {
-            table.return_on(slots[1], stream);
-            let left = table.leave(slots[1], 2).unwrap();
-            assert_eq!(table.hints(&(stream, 512)).as_slice(), [left.address]);
-            slots[1] = table.stay(left);
-            assert!(table.hints(&(stream, 512)).as_slice().is_empty());
-        }
-        assert_eq!(table.live(512, TypeId::of::<u8>()).len(), 3);
-        let counts = table.counts();
-        assert_eq!((counts.entered, counts.returns, counts.live), (3, 0, 3));
-    }
-
-    /// S2.2
-    #[test]
-    fn a_block_that_cannot_be_freed_at_once_stays_entered() {
-        let table = Table::default();
-        let slot = table.enter(live(1));
-        assert!(!table.leave_at_once(slot, 2, || true), "another's entry");
-        assert!(!table.leave_at_once(Slot::of(u64::MAX), 1, || true));
-        assert!(!table.leave_at_once(slot, 1, || false));
-        let elsewhere = (8..40).find(|stream| shard_of(&(*stream, 512)) != shard_of(&KEY));
-        table.return_on(slot, elsewhere.unwrap());
-        assert!(!table.leave_at_once(slot, 1, || true), "another shard's");
-        table.return_on(slot, KEY.0);
-        assert!(table.hints(&KEY).as_slice().is_empty());
-        assert_eq!(table.live(512, TypeId::of::<u8>()), [1]);
-        assert!(table.leave_at_once(slot, 1, || true));
-        assert_eq!(table.hints(&KEY).as_slice(), [1]);
-        let counts = table.counts();
-        assert_eq!((counts.returns, counts.live), (1, 0));
+        let (entered, returns) = (counts.entered, counts.returns);
+        assert_eq!((counts.hits, counts.live, entered, returns), (3, 2, 8, 6));
+        table.reset_counts();
+        assert_eq!((table.counts().hits, table.counts().live), (0, 2));
     }
 
     #[test]
     fn what_is_remembered_is_bounded() {
         let table = Table::default();
-        let slot = table.enter(live(1));
-        for address in 0..2 * REMEMBERED as u64 {
-            returned(&table, address + 2);
+        let keys = (0..SHARDS as u64 * KEYS as u64 * 4).map(|stream| (stream, 512));
+        for key in keys.chain(vec![KEY; 2 * REMEMBERED]) {
+            let note = table.enter(Live { key, ..live(1) });
+            assert!(table.leave(note, 1, || true).is_some());
         }
-        let remembered = |shard: &Lock<Shard>| {
+        for shard in &table.shards {
             let shard = shard.lock();
-            let most = shard.returned.iter().map(|(_, of)| of.len()).max();
-            (shard.returned.len(), most.unwrap_or(0))
-        };
-        assert_eq!(remembered(&table.shards[shard_of(&KEY)]).1, REMEMBERED);
-        let mut slot = slot;
-        for stream in 0..SHARDS as u64 * KEYS as u64 * 4 {
-            table.return_on(slot, stream);
-            assert!(table.leave(slot, 1).is_some());
-            slot = table.enter(live(1));
+            assert!((1..=KEYS).contains(&shard.returned.len()));
+            let most = shard.returned.iter().map(|(_, known)| known.len()).max();
+            assert!(most.is_some_and(|most| most <= REMEMBERED));
         }
-        let keys = table.shards.iter().map(|shard| remembered(shard).0).max();
-        assert!(keys.is_some_and(|keys| (1..=KEYS).contains(&keys)));
     }
 }

@@ -8,7 +8,7 @@ use crate::allocator::{Allocator, Config, Request};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused};
-use crate::resource::{MemoryResource, RawBlock, UseTracking};
+use crate::resource::{MemoryResource, RawBlock, UseTracking, forward};
 
 use super::device_of;
 use super::surplus::Surplus;
@@ -187,27 +187,11 @@ unsafe impl MemoryResource for Inner {
     }
 }
 
-// SAFETY: passes everything on.
-unsafe impl MemoryResource for ThresholdPool {
-    fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
-        self.0.allocate_block(request, on)
-    }
-
-    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        self.0.deallocate_block(block)
-    }
-
-    fn ordinal(&self) -> usize {
-        self.0.ordinal
-    }
-
-    #[inline]
-    fn upstream(&self) -> Option<&dyn MemoryResource> {
-        Some(&*self.0)
-    }
-
-    fn shared(&self) -> Arc<dyn MemoryResource> {
-        Arc::<Inner>::clone(&self.0)
+forward! {
+    [] ThresholdPool, self => (*self.0); {
+        fn shared(&self) -> Arc<dyn MemoryResource> {
+            Arc::<Inner>::clone(&self.0)
+        }
     }
 }
 

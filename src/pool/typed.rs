@@ -12,27 +12,27 @@ use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
 use crate::resource::{
-    MemoryResource, PerDevice, RawBlock, Usage, free_at_once, is_retired, named,
+    MemoryResource, PerDevice, RawBlock, Usage, forward, free_at_once, is_retired, named,
 };
 
 use super::device_of;
 use super::surplus::Surplus;
-use super::table::{Key, Live, Slot, Table};
+use super::table::{Live, Table};
 
 /// Lengths are rounded to a multiple of this many elements.
 const UNIT: usize = 256;
 
 /// A pool of typed buffers on one device.
 ///
-/// A view on an [`Allocator`]. What is returned is free memory of the allocator, so that
-/// buffers of other types and sizes, and every other user of the allocator, may have it; the pool only
-/// remembers where the last returned ones were, and asks for those first. Memory comes from what its stream may
-/// use without a wait ([`take`](Self::take), [`Request::cached_only`]) or from wherever the allocator finds
-/// it, never from memory that a recorded use still needs.
+/// A thin layer over an [`Allocator`]: a returned buffer is free memory of the allocator, available to buffers of other
+/// types and sizes and to every other user of the allocator. The pool rounds lengths, counts, and remembers the
+/// addresses of the last returned buffers, which it asks for first. Memory comes from what its stream may use without a
+/// wait ([`take`](Self::take), [`Request::cached_only`]) or from wherever the allocator finds it, never from memory
+/// that a recorded use still needs.
 ///
-/// A [`MemoryResource`]: [`DeviceBuffer`]s are made from it as from an allocator, and go back to it. Requests for
-/// elements ([`Request::array`], which buffers make) are rounded up to a multiple of 256 of them, others are
-/// taken as they are. A buffer keeps its stream and its pool alive.
+/// A [`MemoryResource`]: [`DeviceBuffer`]s are allocated from it as from an allocator, and return to it. Requests for
+/// elements ([`Request::array`], which buffers use) are rounded up to a multiple of 256 of them, others are
+/// served as they are. A buffer keeps its stream and its pool alive.
 ///
 /// Clones are handles to the same pool; all methods may be called from any thread, and driver calls are made
 /// without any lock of the pool.
@@ -130,19 +130,18 @@ impl TypedPool {
         }
     }
 
-    /// Returns a buffer on a stream: that stream is to use it next. Without one it is the legacy
-    /// default stream. Work of the buffer's own stream and of recorded ones comes first in any case; a
-    /// drop returns it on its own stream. A buffer of another resource goes back there.
+    /// Returns a buffer for a stream to use next, the legacy default stream if none is named. Work of the buffer's own
+    /// stream and of recorded ones comes first in any case; a drop returns it on its own stream. A buffer of another
+    /// resource goes back there.
     ///
     /// # Errors
-    /// A stream that is capturing; driver errors. The buffer is returned all the same, on its own
-    /// stream.
+    /// A stream that captures; driver errors. The buffer is returned all the same, on its own stream.
     pub fn put<T: DeviceCopy>(
         &self,
         buffer: DeviceBuffer<T>,
         next: Option<&Stream>,
     ) -> Result<(), Error> {
-        let Some((home, from, loan)) = buffer.loan() else {
+        let Some((home, from, _)) = buffer.loan() else {
             return Ok(());
         };
         let home = home.clone();
@@ -150,23 +149,16 @@ impl TypedPool {
             Some(next) => next.clone(),
             None => Stream::legacy(home.context()),
         };
-        let id = next.id()?;
-        if id == from {
+        if next.id()? == from {
             return Ok(());
         }
         buffer.record_use(&next)?;
-        if std::ptr::addr_eq(Arc::as_ptr(&loan.resource), Arc::as_ptr(&self.0)) {
-            self.0.table.return_on(Slot::of(loan.block.note()), id);
-        }
         drop(buffer);
         // Without a marker the other stream could not see when the first one is done.
         // SAFETY: the buffer kept its stream alive, and so does this clone of it.
         match unsafe { self.0.allocator.mark_raw(home.raw()) } {
-            Ok(())
-            | Err(Error::Stream(StreamMisuse::Unknown { .. } | StreamMisuse::WrongThread)) => {
-                Ok(())
-            }
-            Err(error) => Err(error),
+            Err(Error::Stream(StreamMisuse::Unknown { .. } | StreamMisuse::WrongThread)) => Ok(()),
+            marked => marked,
         }
     }
 
@@ -238,7 +230,12 @@ fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
         let bytes = request.bytes() as u64;
         return Err(Error::Invalid(InvalidArgument::Size { bytes }));
     }
-    Ok(Live::new((stream.id()?, bytes), capacity, element))
+    Ok(Live {
+        address: 0,
+        key: (stream.id()?, bytes),
+        capacity,
+        element,
+    })
 }
 
 /// A block that is at hand, wherever it lies. Out of line: mostly a return is remembered.
@@ -251,7 +248,7 @@ impl Inner {
     /// The last returned block again, if it is the next one of its size that the stream's cache hands out, as
     /// it mostly is; where no return is remembered, any that is at hand.
     #[inline]
-    fn hit(&self, request: &Request, live: Live, stream: &Stream) -> Option<(Grant, Slot)> {
+    fn hit(&self, request: &Request, live: Live, stream: &Stream) -> Option<(Grant, u64)> {
         let engine = self.allocator.engine();
         if !engine.unwatched() || !request.is_plain() || !request.alignment().is_power_of_two() {
             return None;
@@ -277,23 +274,22 @@ impl Inner {
         request: &Request,
         live: Live,
         stream: &Stream,
-    ) -> Result<(Grant, Slot), Error> {
+    ) -> Result<(Grant, u64), Error> {
         let engine = self.allocator.engine();
         engine.usable()?;
-        let key: Key = live.key;
-        let request = &request.resized(key.1);
-        let hints = self.table.hints(&key);
-        let (found, free) = self
-            .allocator
-            .allocate_near(request, stream, hints.as_slice())?;
-        self.table.answered(&key, &hints, found.is_some(), &free);
+        let request = &request.resized(live.key.1);
+        let hints = self.table.hints(&live.key);
+        let (found, free) = self.allocator.allocate_near(request, stream, &hints)?;
+        self.table
+            .answered(&live.key, found.is_some(), &hints, &free);
         self.may_wait(request);
         let grant = match found {
             Some(found) => found,
             None if request.cached_only => return Err(Error::NotCached),
             None => engine.allocate(&engine.named(stream)?, request)?,
         };
-        Ok((grant, self.table.enter(live.at(grant.ptr()))))
+        let address = grant.ptr();
+        Ok((grant, self.table.enter(Live { address, ..live })))
     }
 
     /// A request that may wait gives back what is above the cap.
@@ -311,7 +307,7 @@ unsafe impl MemoryResource for Inner {
         let live = wanted(request, on)?;
         // Before there is a block, so that a retirement meanwhile is seen.
         let retirements = self.allocator.engine().retirements();
-        let (grant, slot) = match self.hit(request, live, on) {
+        let (grant, note) = match self.hit(request, live, on) {
             Some(hit) => {
                 self.may_wait(request);
                 hit
@@ -320,14 +316,13 @@ unsafe impl MemoryResource for Inner {
         };
         let from = (live.key.0, retirements);
         let mut block = named(self.allocator.engine(), &grant, request, from);
-        block.set_note(slot.note());
+        block.set_note(note);
         Ok(block)
     }
 
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        // Before the block is free: from then on its address may belong to another one. Whoever takes the hint
-        // before that does not get the memory, and loses no more than the hint.
-        let left = self.table.leave(Slot::of(block.note()), block.ptr());
+        // Before the block is free: from then on its address may belong to another one.
+        let left = self.table.leave(block.note(), block.ptr(), || true);
         match self.allocator.deallocate_block(block) {
             Ok(()) => {
                 self.surplus.release(&self.allocator, false);
@@ -335,7 +330,7 @@ unsafe impl MemoryResource for Inner {
             }
             Err(mut refused) => {
                 if let Some(live) = left {
-                    refused.value.set_note(self.table.stay(live).note());
+                    refused.value.set_note(self.table.stay(live));
                 }
                 Err(refused)
             }
@@ -347,9 +342,9 @@ unsafe impl MemoryResource for Inner {
         if block.size() as u64 > size::PACKED_SMALL_LIMIT || is_retired(&self.allocator, block) {
             return false;
         }
-        let (slot, at) = (Slot::of(block.note()), block.ptr());
+        let (note, address) = (block.note(), block.ptr());
         let free = || free_at_once(&self.allocator, block);
-        let freed = self.table.leave_at_once(slot, at, free);
+        let freed = self.table.leave(note, address, free).is_some();
         if freed {
             self.surplus.release(&self.allocator, false);
         }
@@ -389,29 +384,12 @@ unsafe impl MemoryResource for Inner {
     }
 }
 
-// SAFETY: passes everything on.
-unsafe impl MemoryResource for TypedPool {
-    #[inline]
-    fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
-        self.0.allocate_block(request, on)
-    }
-
-    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        self.0.deallocate_block(block)
-    }
-
-    fn ordinal(&self) -> usize {
-        self.0.ordinal()
-    }
-
-    #[inline]
-    fn upstream(&self) -> Option<&dyn MemoryResource> {
-        Some(&*self.0)
-    }
-
-    #[inline]
-    fn shared(&self) -> Arc<dyn MemoryResource> {
-        Arc::<Inner>::clone(&self.0)
+forward! {
+    [] TypedPool, self => (*self.0); {
+        #[inline]
+        fn shared(&self) -> Arc<dyn MemoryResource> {
+            Arc::<Inner>::clone(&self.0)
+        }
     }
 }
 

@@ -1,40 +1,58 @@
 //! Scratch memory on lease.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, Block, Counter, Gauge, ReliefHook, Request, Trimmed, size};
+use crate::allocator::{Allocator, Block, Mixed, ReliefHook, Request, Trimmed, size};
 use crate::block::{BlockId, BlockState};
 use crate::buffer::DeviceBuffer;
-use crate::driver::{Context, Stream, process, sys};
+use crate::driver::{Context, Stream, process};
 use crate::error::{Error, InvalidArgument, Refused};
-use crate::locks::lock::Lock;
+use crate::locks::held::{Locked, Mutex};
 use crate::resource::{
-    MemoryResource, RawBlock, Usage, UseTracking, is_of_retired_stream, next_source,
+    MemoryResource, RawBlock, Usage, UseTracking, forward, identity_of, is_of_retired_stream,
+    next_source,
 };
 use crate::sync::capture;
-
-use super::slabs::Slabs;
 
 /// The smallest class in bytes.
 const SMALLEST: usize = 1024;
 /// Idle slabs to keep of each size, unless another number is set.
 const CAP: usize = 4;
+/// Sizes of which an empty list is kept, which spares the next return an allocation.
+const KEPT_SIZES: usize = 64;
+/// The most slabs of a pool. The name of a lease modulo this is the place of its slab.
+const PLACES: usize = 1 << 20;
+
+/// Memory to lease.
+struct Slab {
+    block: Block,
+    bytes: usize,
+    /// The stream that it belongs to, by its id.
+    stream: u64,
+    /// The number of streams that had been retired when the slab's own was known not to be among them.
+    retirements: u64,
+    /// The name of the lease, none of which is reused; 0 of an idle slab.
+    lease: u64,
+    /// The bytes that the lease was requested with.
+    requested: usize,
+    /// Whether other streams than its own use the lease.
+    shared: bool,
+}
 
 #[derive(Default)]
 struct State {
-    slabs: Slabs,
-    /// Leases, and the bytes of their requests and of their slabs.
-    leases: Gauge,
-    requested: Gauge,
-    used: Gauge,
-    /// Bytes of all slabs.
-    reserved: Counter,
-    /// Leases that needed a new slab.
-    misses: u64,
-    /// Idle slabs to keep of each size.
-    cap: usize,
+    /// The slabs by their places.
+    slabs: Vec<Option<Slab>>,
+    vacant: Vec<u32>,
+    /// Streams and places of idle slabs by size, the last returned at the end.
+    idle: HashMap<usize, Vec<(u64, u32)>, Mixed>,
+    /// Of leases; reserved are the bytes of all slabs.
+    usage: Usage,
+    /// Idle slabs to keep of each size, if that was set.
+    cap: Option<usize>,
 }
 
 struct Inner {
@@ -44,20 +62,20 @@ struct Inner {
     /// Whether a slab is the request rounded up to 512 bytes, instead of its size class.
     exact: bool,
     name: String,
-    state: Lock<State>,
+    state: Mutex<State>,
 }
 
-/// Scratch memory for kernels that need it for one launch, such as a matrix product's workspace: one
+/// Scratch memory for kernels that need it for one launch, such as the workspace of a matrix product: one
 /// lease for each, dropped when the launch is queued.
 ///
 /// A slab belongs to the stream it was leased on, so a lease that is dropped while its kernel is queued or
-/// running may be leased again on that stream at once, and on no other one: there the allocator decides, as
-/// with all memory. Four slabs of each size are kept, or as many as [`set_slab_cap`](Self::set_slab_cap) says
-/// (4, 32 and 256 MiB are common sizes); what is beyond the cap goes back to the allocator, and all of them do
-/// when it runs out of memory.
+/// running may be leased again on that stream immediately, and on no other: there the allocator decides, as
+/// with all memory. The pool keeps up to four idle slabs of each size, or as many as
+/// [`set_slab_cap`](Self::set_slab_cap) sets (4, 32 and 256 MiB are common sizes), the last returned first; the rest
+/// goes back to the allocator, and all of them do when it runs out of memory.
 ///
 /// A lease is a [`DeviceBuffer`] as long as its slab. It has one owner and cannot be used after it is returned;
-/// its [`id`](DeviceBuffer::id) is a name whose [`state`](MemoryResource::state) says whether it is. One that a
+/// the [`state`](MemoryResource::state) of its [`id`](DeviceBuffer::id) tells whether it was. A lease that a
 /// captured graph uses must live as long as the graph.
 ///
 /// Handles are cheap to clone and share the pool. Idle slabs count as live blocks of the allocator:
@@ -113,12 +131,10 @@ impl WorkspacePool {
         bytes.checked_next_power_of_two()
     }
 
-    /// Sets how many idle slabs of each size are kept; 0 counts as 1. Those that are idle above it stay
+    /// Sets how many idle slabs of each size are kept; 0 counts as 1. Idle slabs above it stay
     /// until they are leased, or [trimmed](Self::trim).
     pub fn set_slab_cap(&self, slabs: usize) {
-        if !process::is_forked_child() {
-            self.0.change(|state| state.cap = slabs.max(1));
-        }
+        self.0.lock().cap = Some(slabs.max(1));
     }
 
     fn make(allocator: &Allocator, exact: bool) -> WorkspacePool {
@@ -130,10 +146,7 @@ impl WorkspacePool {
                 exact,
                 name,
                 source: next_source(),
-                state: Lock::new(State {
-                    cap: CAP,
-                    ..State::default()
-                }),
+                state: Mutex::default(),
             }
         });
         let weak = Arc::downgrade(&inner);
@@ -164,255 +177,253 @@ impl WorkspacePool {
 }
 
 impl State {
-    /// Takes the slab of a size that was returned last on a stream.
-    #[inline(always)]
+    /// Removes the slab of a size that was returned last on a stream from the idle ones; its place.
+    #[inline]
     fn take(&mut self, stream: u64, bytes: usize) -> Option<u32> {
-        self.slabs.take(stream, bytes)
-    }
-
-    /// Hands out a slab: its address, and the generation of its block.
-    #[inline(always)]
-    fn lend(&mut self, place: u32, requested: usize, bytes: usize) -> (sys::CUdeviceptr, u64) {
-        self.leases.add(1);
-        self.requested.add(requested as u64);
-        self.used.add(bytes as u64);
-        self.slabs.hand_out(place, requested)
-    }
-
-    /// Enters a slab that is new to the pool.
-    fn add(&mut self, block: Block, of: (u64, usize), retirements: u64) -> u32 {
-        self.reserved.add(of.1 as u64);
-        self.slabs.add(block, of, retirements)
-    }
-
-    /// Removes a slab that is neither idle nor handed out, for its block to be freed without the lock.
-    #[cold]
-    #[inline(never)]
-    fn remove(&mut self, place: u32) -> Option<(Block, (u64, usize))> {
-        let removed = self.slabs.remove(place);
-        let bytes = removed.as_ref().map_or(0, |(_, (_, bytes))| *bytes);
-        self.reserved.sub(bytes as u64);
-        removed
-    }
-
-    /// Takes a slab back; its block if it is too many.
-    fn give(&mut self, place: u32) -> Option<Block> {
-        if self.slabs.give(place, self.cap) {
-            return None;
+        let sizes = self.idle.len();
+        let places = self.idle.get_mut(&bytes)?;
+        let at = places.iter().rposition(|(owner, _)| *owner == stream)?;
+        let (_, place) = places.remove(at);
+        if places.is_empty() && sizes > KEPT_SIZES {
+            self.idle.remove(&bytes);
         }
-        self.remove(place).map(|(block, _)| block)
+        Some(place)
     }
 
-    /// Counts the end of a lease.
-    #[inline(always)]
-    fn count_returned(&mut self, requested: usize, bytes: usize) {
-        self.leases.sub(1);
-        self.requested.sub(requested as u64);
-        self.used.sub(bytes as u64);
+    /// Enters a new slab, which is not idle; its place.
+    fn add(&mut self, slab: Slab) -> u32 {
+        self.usage.reserved.add(slab.bytes as u64);
+        let place = self.vacant.pop().unwrap_or(self.slabs.len() as u32);
+        match self.slabs.get_mut(place as usize) {
+            Some(vacant) => *vacant = Some(slab),
+            None => self.slabs.push(Some(slab)),
+        }
+        place
     }
 
-    /// Ends a lease whose slab is kept, if that takes no look at anything else.
-    #[inline(always)]
-    fn take_back_at_once(&mut self, generation: u64) -> bool {
-        let Some((requested, bytes)) = self.slabs.returned_at_once(generation, self.cap) else {
-            return false;
-        };
-        self.count_returned(requested, bytes);
-        true
+    /// Removes a slab that is not idle, for its block to be freed without the lock.
+    fn remove(&mut self, place: u32) -> Option<Slab> {
+        let slab = self.slabs.get_mut(place as usize)?.take()?;
+        self.vacant.push(place);
+        self.usage.reserved.sub(slab.bytes as u64);
+        Some(slab)
+    }
+
+    /// Leases a slab: its address, and the name of the lease.
+    #[inline]
+    fn lease(&mut self, place: u32, requested: usize) -> Option<(u64, u64)> {
+        let slab = self.slabs.get_mut(place as usize)?.as_mut()?;
+        self.usage.blocks.add(1);
+        self.usage.requested.add(requested as u64);
+        self.usage.used.add(slab.bytes as u64);
+        slab.lease = self.usage.blocks.total_allocated * PLACES as u64 + u64::from(place);
+        slab.requested = requested;
+        Some((slab.block.ptr(), slab.lease))
+    }
+
+    /// The slab of a lease that was not returned.
+    #[inline]
+    fn leased(&mut self, lease: u64) -> Option<&mut Slab> {
+        let slab = self.slabs.get_mut(lease as usize % PLACES)?.as_mut()?;
+        (slab.lease == lease).then_some(slab)
+    }
+
+    /// Ends a lease, if there is one of this name. The slab is idle then; it is returned if it is not to be kept, or
+    /// other streams used it, of which the allocator knows.
+    #[inline]
+    fn give_back(&mut self, lease: u64, keep: bool) -> Option<Option<Slab>> {
+        let slab = self.leased(lease)?;
+        slab.lease = 0;
+        let (keep, bytes) = (keep && !slab.shared, slab.bytes);
+        let (stream, requested) = (slab.stream, slab.requested);
+        self.usage.blocks.sub(1);
+        self.usage.requested.sub(requested as u64);
+        self.usage.used.sub(bytes as u64);
+        let (place, cap) = ((lease % PLACES as u64) as u32, self.cap.unwrap_or(CAP));
+        if keep {
+            let places = self.idle.entry(bytes).or_default();
+            if places.len() < cap {
+                places.push((stream, place));
+                return Some(None);
+            }
+        }
+        Some(self.remove(place))
     }
 
     /// Bytes of idle slabs.
     fn cached_bytes(&self) -> u64 {
-        self.reserved.current - self.used.current()
+        self.usage.reserved.current - self.usage.used.current
     }
 
-    fn usage(&self) -> Usage {
-        let requests = self.leases.total();
-        Usage {
-            requested: self.requested.counter(),
-            used: self.used.counter(),
-            reserved: self.reserved,
-            blocks: self.leases.counter(),
-            cached_blocks: self.slabs.idle() as u64,
-            requests,
-            hits: requests - self.misses,
-            misses: self.misses,
-            ..Usage::default()
+    /// Removes idle slabs until at most `keep` bytes are left, the largest first, of equal ones by the order of
+    /// streams, so that equal states shrink equally.
+    fn shrink(&mut self, keep: u64) -> Vec<Slab> {
+        let lists = self.idle.iter();
+        let keys = lists.flat_map(|(bytes, idle)| idle.iter().map(|(stream, _)| (*bytes, *stream)));
+        let mut keys: Vec<(usize, u64)> = keys.collect();
+        keys.sort_unstable_by_key(|(bytes, stream)| (std::cmp::Reverse(*bytes), *stream));
+        let mut gone = Vec::new();
+        for (bytes, stream) in keys {
+            if self.cached_bytes() > keep
+                && let Some(place) = self.take(stream, bytes)
+            {
+                gone.extend(self.remove(place));
+            }
         }
+        gone
     }
 }
 
 impl Inner {
-    /// Hands out a slab, by name.
-    #[inline(always)]
+    /// None of it in a forked child.
+    #[inline]
+    fn lock(&self) -> Locked<'_, State> {
+        process::lock(&self.state)
+    }
+
+    /// Leases a slab.
     fn hand_out(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        let bytes = request.bytes();
-        let slab_bytes = if self.exact {
-            size::round_size(bytes).map(|rounded| rounded as usize)
-        } else {
-            WorkspacePool::size_class(bytes)
+        let requested = request.bytes();
+        let bytes = match self.exact {
+            true => size::round_size(requested).map(|rounded| rounded as usize),
+            false => WorkspacePool::size_class(requested),
         };
-        let Some(slab_bytes) = slab_bytes else {
-            return Err(Error::Invalid(InvalidArgument::Size {
-                bytes: bytes as u64,
-            }));
-        };
+        let bytes = bytes.ok_or(InvalidArgument::Size {
+            bytes: requested as u64,
+        })?;
         super::same_device(stream, self.allocator.context())?;
-        if self.allocator.engine().watchful() {
+        let engine = self.allocator.engine();
+        if engine.watchful() {
             capture::refuse_capture(stream)?;
         }
-        let id = stream.id()?;
-        // Before a look at a slab, so that a retirement meanwhile is looked for the next time.
-        let retirements = self.allocator.engine().retirements();
-        let (ptr, generation) = loop {
-            let mut state = self.state.lock();
-            let Some(place) = state.take(id, slab_bytes) else {
-                drop(state);
-                break self.slab((stream, id), bytes, (slab_bytes, retirements))?;
-            };
-            if state.slabs.at(place).retirements != retirements {
-                drop(state);
-                self.look_again(place, retirements);
-                continue;
-            }
-            break state.lend(place, bytes, slab_bytes);
+        let home = stream.id()?;
+        // Before a slab is inspected, so that a retirement meanwhile is noticed the next time.
+        let retirements = engine.retirements();
+        let idle = self.idle(home, (bytes, requested), retirements);
+        let (ptr, lease) = match idle {
+            Some(lease) => lease,
+            None => self.new_slab((stream, home), (bytes, requested), retirements)?,
         };
-        let ordinal = self.allocator.engine().device.ordinal();
-        let id = BlockId::new((self.source, generation), (ptr, bytes), id, ordinal);
-        // SAFETY: the pool has the slab, and gives it to nobody before this name is brought back.
-        let mut block = unsafe { RawBlock::new(id, slab_bytes, request) };
+        let id = BlockId::new(
+            (self.source, lease),
+            (ptr, requested),
+            home,
+            engine.device.ordinal(),
+        );
+        // SAFETY: the pool has the slab, and leases it to nobody else before this name comes back.
+        let mut block = unsafe { RawBlock::new(id, bytes, request) };
         block.set_retirements(retirements);
         Ok(block)
     }
 
-    /// A new slab, handed out.
-    #[inline(never)]
-    fn slab(
+    /// Leases an idle slab.
+    #[inline]
+    fn idle(
         &self,
-        (stream, id): (&Stream, u64),
-        bytes: usize,
-        (slab_bytes, retirements): (usize, u64),
-    ) -> Result<(sys::CUdeviceptr, u64), Error> {
-        let block = self.allocator.allocate(slab_bytes, stream)?;
-        let mut state = self.state.lock();
-        if !state.slabs.has_room() {
+        home: u64,
+        (bytes, requested): (usize, usize),
+        retirements: u64,
+    ) -> Option<(u64, u64)> {
+        let mut state = self.lock();
+        loop {
+            let mut place = state.take(home, bytes)?;
+            let slab = state.slabs.get(place as usize)?.as_ref()?;
+            if slab.retirements != retirements {
+                // Streams were retired since. A slab of such a stream is freed, since the allocator does not count on
+                // more work of it.
+                let mut slab = state.remove(place)?;
+                drop(state);
+                let retired = slab.block.stream_retired();
+                slab.retirements = retirements;
+                let slab = (!retired).then_some(slab);
+                state = self.lock();
+                let Some(slab) = slab else { continue };
+                place = state.add(slab);
+            }
+            return state.lease(place, requested);
+        }
+    }
+
+    /// Leases a new slab.
+    #[inline(never)]
+    fn new_slab(
+        &self,
+        (stream, home): (&Stream, u64),
+        (bytes, requested): (usize, usize),
+        retirements: u64,
+    ) -> Result<(u64, u64), Error> {
+        let slab = Slab {
+            block: self.allocator.allocate(bytes, stream)?,
+            bytes,
+            stream: home,
+            retirements,
+            lease: 0,
+            requested: 0,
+            shared: false,
+        };
+        let mut state = self.lock();
+        if state.vacant.is_empty() && state.slabs.len() == PLACES {
             drop(state);
-            let what = "slabs of a workspace pool";
-            let maximum = Slabs::MAXIMUM;
+            let (what, maximum) = ("slabs of a workspace pool", PLACES);
             return Err(Error::Exhausted { what, maximum });
         }
-        state.misses += 1;
-        let place = state.add(block, (id, slab_bytes), retirements);
-        Ok(state.lend(place, bytes, slab_bytes))
+        state.usage.misses += 1;
+        let place = state.add(slab);
+        state.lease(place, requested).ok_or(Error::ForkedChild)
     }
 
-    /// Takes back a lease, whose slab goes to the allocator at once if its stream was retired: what was said of
-    /// that stream's work since holds for now. False if there is no such lease.
-    #[inline(never)]
-    fn take_back(&self, generation: u64, retired: bool) -> bool {
-        let mut state = self.state.lock();
-        let Some((place, back)) = state.slabs.returned(generation) else {
-            return false;
-        };
-        state.count_returned(back.requested, back.bytes);
-        let surplus = if back.shared || retired {
-            state.remove(place).map(|(block, _)| block)
-        } else {
-            state.give(place)
-        };
-        drop(state);
-        // Freed without the lock.
-        drop(surplus);
-        true
+    /// Whether a block is a lease of this pool, with no resource above that keeps an order of its uses.
+    fn owns(&self, block: &RawBlock) -> bool {
+        block.keepers() == 0 && block.id().source() == self.source
     }
 
-    /// Whether a block is a lease that the pool may take back now.
-    #[inline(always)]
-    fn may_take_back(&self, block: &RawBlock) -> bool {
-        // In a forked child there is nothing to give back to, and the lock may be held by a thread of the parent.
-        !process::is_forked_child() && block.keepers() == 0 && block.id().source() == self.source
-    }
-
-    /// Some stream was retired since a lease was handed out: whether it was the slab's.
+    /// After streams were retired since a lease was handed out: whether the slab's was among them.
     #[cold]
     fn may_be_retired(&self, block: &RawBlock) -> bool {
-        if !self.may_take_back(block) {
-            return false;
-        }
-        let generation = block.id().generation();
-        let slab = self.change(|state| state.slabs.leased(generation)?.identity());
-        slab.is_some_and(|slab| is_of_retired_stream(&self.allocator, &slab))
+        let below = |slab: &mut Slab| identity_of(&slab.block, slab.stream);
+        let slab = self.lock().leased(block.id().generation()).map(below);
+        self.owns(block) && slab.is_some_and(|slab| is_of_retired_stream(&self.allocator, &slab))
     }
 
-    /// Some stream was retired since a slab was taken: if it was the slab's it goes to the allocator, which
-    /// does not count on more work of such a stream, else it is idle again.
-    #[cold]
-    fn look_again(&self, place: u32, retirements: u64) {
-        let block = self.change(|state| state.remove(place));
-        let Some((block, owner)) = block else { return };
-        if block.stream_retired() {
-            return;
-        }
-        let surplus = self.change(|state| {
-            let place = state.add(block, owner, retirements);
-            state.give(place)
-        });
-        drop(surplus);
+    /// Ends a lease; false if there is none.
+    fn end(&self, block: &RawBlock, keep: bool) -> bool {
+        let ended = self.lock().give_back(block.id().generation(), keep);
+        // A slab that is not kept is freed here, without the lock.
+        ended.is_some()
     }
 
-    /// The block of a lease, as the allocator names it; from now on it is not for the pool to reuse.
+    /// The block of a lease, as the allocator names it, after its use on a stream. A slab that another stream than
+    /// its own uses goes to the allocator at the end of the lease.
     fn shared(&self, id: &BlockId, stream: u64) -> Result<BlockId, Error> {
-        self.change(|state| {
-            let slab = match id.source() == self.source {
-                true => state.slabs.leased(id.generation()),
-                false => None,
-            };
-            let slab = slab.ok_or_else(|| id.gone())?;
-            slab.shared |= stream != slab.stream;
-            slab.identity().ok_or_else(|| id.gone())
-        })
+        let mut state = self.lock();
+        let slab = match id.source() == self.source {
+            true => state.leased(id.generation()),
+            false => None,
+        };
+        let slab = slab.ok_or_else(|| id.gone())?;
+        slab.shared |= stream != slab.stream;
+        Ok(identity_of(&slab.block, slab.stream))
     }
 
-    #[inline]
-    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
-        change(&mut self.state.lock())
+    /// Frees idle slabs of at least so many bytes, if there are; how many bytes were freed.
+    fn shrink_by(&self, bytes: u64) -> u64 {
+        let mut state = self.lock();
+        let keep = state.cached_bytes().saturating_sub(bytes);
+        let gone = state.shrink(keep);
+        drop(state);
+        // Freed without the lock.
+        gone.into_iter().map(|slab| slab.bytes as u64).sum()
     }
 
     fn figures(&self) -> Usage {
-        if process::is_forked_child() {
-            return Usage::default();
+        let state = self.lock();
+        let requests = state.usage.blocks.total_allocated;
+        Usage {
+            cached_blocks: state.idle.values().map(|idle| idle.len() as u64).sum(),
+            requests,
+            hits: requests - state.usage.misses,
+            ..state.usage
         }
-        self.change(|state| state.usage())
-    }
-
-    fn shrink_by(&self, bytes: u64) -> u64 {
-        if process::is_forked_child() {
-            return 0;
-        }
-        let idle = self.change(|state| state.cached_bytes());
-        self.shrink_to(idle.saturating_sub(bytes))
-    }
-
-    fn shrink_to(&self, keep: u64) -> u64 {
-        if process::is_forked_child() {
-            return 0;
-        }
-        let gone = self.change(|state| {
-            let mut keys: Vec<_> = state.slabs.keys().collect();
-            // Of equal ones the streams in order, so that equal states shrink equally.
-            keys.sort_unstable_by_key(|(stream, bytes)| (std::cmp::Reverse(*bytes), *stream));
-            let mut gone = Vec::new();
-            for (stream, bytes) in keys {
-                while state.cached_bytes() > keep
-                    && let Some(place) = state.take(stream, bytes)
-                {
-                    gone.extend(state.remove(place));
-                }
-            }
-            gone
-        });
-        // Freed without the lock.
-        gone.into_iter().map(|(_, (_, bytes))| bytes as u64).sum()
     }
 }
 
@@ -431,8 +442,8 @@ impl fmt::Debug for WorkspacePool {
     }
 }
 
-/// Each block is a lease; idle slabs count as used.
-// SAFETY: each block stands for a slab that is handed out once, to its stream or with the allocator's word, which
+/// Each block is a lease; idle slabs count as cached.
+// SAFETY: each block stands for a slab that is leased once, to its stream or by the allocator, which
 // waits for recorded uses.
 unsafe impl MemoryResource for Inner {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
@@ -443,36 +454,21 @@ unsafe impl MemoryResource for Inner {
         self.hand_out(request, stream)
     }
 
-    fn deallocate_block(&self, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        if self.take_back_at_once(&mut block) {
-            return Ok(());
-        }
-        let generation = block.id().generation();
-        // To be taken back with a look at more than the lease.
-        if self.may_take_back(&block) && self.take_back(generation, self.has_retired_stream(&block))
-        {
-            return Ok(());
-        }
+    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         let why = match block.returned() {
             _ if process::is_forked_child() => Error::ForkedChild,
             Err(kept) => kept,
+            Ok(()) if self.owns(&block) && self.end(&block, !self.has_retired_stream(&block)) => {
+                return Ok(());
+            }
             Ok(()) => block.id().gone(),
         };
         Err(Refused::new(block, why))
     }
 
     fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
-        // Who gives back a lease of a retired stream has to say before that the stream may have got more work.
-        if !self.may_take_back(block) || self.has_retired_stream(block) {
-            return false;
-        }
-        let id = block.id();
-        if let Some(mut state) = self.state.try_lock()
-            && state.take_back_at_once(id.generation())
-        {
-            return true;
-        }
-        self.take_back(id.generation(), false)
+        // The owner of a lease of a retired stream has to record before that the stream may have got more work.
+        self.owns(block) && !self.has_retired_stream(block) && self.end(block, true)
     }
 
     #[inline]
@@ -497,7 +493,7 @@ unsafe impl MemoryResource for Inner {
         self.source
     }
 
-    /// Of leases and slabs: used are the bytes of slabs on lease, reserved those of all slabs, and idle slabs the
+    /// Of leases and slabs: used are the bytes of leased slabs, reserved those of all slabs, and idle slabs the
     /// blocks that are cached.
     fn usage(&self) -> Result<Usage, Error> {
         Ok(self.figures())
@@ -506,27 +502,22 @@ unsafe impl MemoryResource for Inner {
     /// Idle slabs first, the largest first, then the allocator's unused memory, which others may use as well.
     fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         let held = self.allocator.stats().all.reserved.current;
-        let surplus = held.saturating_sub(keep);
-        self.shrink_by(surplus);
+        self.shrink_by(held.saturating_sub(keep));
         self.allocator.trim(keep)
     }
 
     fn reset_peak_stats(&self) {
-        if !process::is_forked_child() {
-            self.change(|state| {
-                state.leases.reset_peak();
-                state.requested.reset_peak();
-                state.used.reset_peak();
-                state.reserved.reset_peak();
-            });
-        }
+        let mut state = self.lock();
+        let usage = &mut state.usage;
+        usage.blocks.reset_peak();
+        usage.requested.reset_peak();
+        usage.used.reset_peak();
+        usage.reserved.reset_peak();
     }
 
     fn state(&self, id: &BlockId) -> BlockState {
-        if process::is_forked_child() || id.source() != self.source {
-            return BlockState::Free;
-        }
-        match self.change(|state| state.slabs.leased(id.generation()).is_some()) {
+        let mut state = self.lock();
+        match id.source() == self.source && state.leased(id.generation()).is_some() {
             true => BlockState::Live,
             false => BlockState::Free,
         }
@@ -547,27 +538,12 @@ unsafe impl MemoryResource for Inner {
     }
 }
 
-// SAFETY: passes everything on.
-unsafe impl MemoryResource for WorkspacePool {
-    fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        self.0.allocate_block(request, stream)
-    }
-
-    fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        self.0.deallocate_block(block)
-    }
-
-    fn ordinal(&self) -> usize {
-        self.0.ordinal()
-    }
-
-    fn upstream(&self) -> Option<&dyn MemoryResource> {
-        Some(&*self.0)
-    }
-
-    #[inline]
-    fn shared(&self) -> Arc<dyn MemoryResource> {
-        Arc::clone(&self.0) as Arc<dyn MemoryResource>
+forward! {
+    [] WorkspacePool, self => (*self.0); {
+        #[inline]
+        fn shared(&self) -> Arc<dyn MemoryResource> {
+            Arc::<Inner>::clone(&self.0)
+        }
     }
 }
 

@@ -8,8 +8,6 @@
 //! Of all else each stream cache keeps a peak of its own. Their sum is no less than the peak of the sum, and
 //! just that as long as one stream cache works alone.
 
-use crate::allocator::stats::Counter;
-
 /// Bytes of one stream cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
@@ -163,17 +161,6 @@ impl Gauge {
 
     pub(crate) fn reset_peak(&mut self) {
         self.level.reset_peak();
-    }
-
-    /// All of it.
-    pub(crate) fn counter(&self) -> Counter {
-        let current = self.current();
-        Counter {
-            current,
-            peak: self.peak(),
-            total_allocated: self.total,
-            total_freed: self.total - current,
-        }
     }
 }
 

@@ -29,7 +29,7 @@ use std::sync::Arc;
 
 use crate::driver::process::{self, Now, State};
 use crate::locks::lock::{self, AtomicPtr, Lock, pause};
-pub(crate) use account::{Gauge, QUANTITIES};
+pub(crate) use account::QUANTITIES;
 pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
 pub(crate) use large_cache::{Amounts, CachedBlock, LargeCache};
