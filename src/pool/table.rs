@@ -207,7 +207,9 @@ impl Shard {
     #[inline]
     fn returned(&mut self, key: &Key) -> Option<&mut Vec<sys::CUdeviceptr>> {
         let at = self.returned.iter().position(|(known, _)| known == key)?;
-        self.returned[..=at].rotate_right(usize::from(at > 0));
+        if at > 0 {
+            self.returned[..=at].rotate_right(1);
+        }
         self.returned.first_mut().map(|(_, addresses)| addresses)
     }
 

@@ -10,7 +10,7 @@ use crate::block::{BlockId, BlockState};
 use crate::buffer::DeviceBuffer;
 use crate::driver::{Context, Stream, process};
 use crate::error::{Error, InvalidArgument, Refused};
-use crate::locks::held::{Locked, Mutex};
+use crate::locks::lock::{Held, Lock};
 use crate::resource::{
     MemoryResource, RawBlock, Usage, UseTracking, forward, identity_of, is_of_retired_stream,
     next_source,
@@ -42,13 +42,17 @@ struct Slab {
     shared: bool,
 }
 
+type Idle = Vec<(u64, u32)>;
+
 #[derive(Default)]
 struct State {
     /// The slabs by their places.
     slabs: Vec<Option<Slab>>,
     vacant: Vec<u32>,
-    /// Streams and places of idle slabs by size, the last returned at the end.
-    idle: HashMap<usize, Vec<(u64, u32)>, Mixed>,
+    /// Streams and places of idle slabs, the last returned at the end: those of the size used last, and the others by
+    /// their sizes.
+    last: (usize, Idle),
+    others: HashMap<usize, Idle, Mixed>,
     /// Of leases; reserved are the bytes of all slabs.
     usage: Usage,
     /// Idle slabs to keep of each size, if that was set.
@@ -62,7 +66,7 @@ struct Inner {
     /// Whether a slab is the request rounded up to 512 bytes, instead of its size class.
     exact: bool,
     name: String,
-    state: Mutex<State>,
+    state: Lock<State>,
 }
 
 /// Scratch memory for kernels that need it for one launch, such as the workspace of a matrix product: one
@@ -146,7 +150,7 @@ impl WorkspacePool {
                 exact,
                 name,
                 source: next_source(),
-                state: Mutex::default(),
+                state: Lock::new(State::default()),
             }
         });
         let weak = Arc::downgrade(&inner);
@@ -178,16 +182,39 @@ impl WorkspacePool {
 
 impl State {
     /// Removes the slab of a size that was returned last on a stream from the idle ones; its place.
-    #[inline]
+    #[inline(always)]
     fn take(&mut self, stream: u64, bytes: usize) -> Option<u32> {
-        let sizes = self.idle.len();
-        let places = self.idle.get_mut(&bytes)?;
-        let at = places.iter().rposition(|(owner, _)| *owner == stream)?;
-        let (_, place) = places.remove(at);
-        if places.is_empty() && sizes > KEPT_SIZES {
-            self.idle.remove(&bytes);
+        let idle = self.idle(bytes);
+        if idle.last().is_some_and(|(owner, _)| *owner == stream) {
+            return idle.pop().map(|(_, place)| place);
         }
-        Some(place)
+        let at = idle.iter().rposition(|(owner, _)| *owner == stream)?;
+        Some(idle.remove(at).1)
+    }
+
+    /// The idle slabs of a size.
+    #[inline(always)]
+    fn idle(&mut self, bytes: usize) -> &mut Idle {
+        if self.last.0 != bytes {
+            self.exchange(bytes);
+        }
+        &mut self.last.1
+    }
+
+    #[inline(never)]
+    fn exchange(&mut self, bytes: usize) {
+        let idle = self.others.remove(&bytes).unwrap_or_default();
+        let (before, idle) = std::mem::replace(&mut self.last, (bytes, idle));
+        if !idle.is_empty() || self.others.len() < KEPT_SIZES {
+            self.others.insert(before, idle);
+        }
+    }
+
+    /// All idle slabs with their sizes and streams.
+    fn all_idle(&self) -> impl Iterator<Item = (usize, u64)> {
+        let lists = self.others.iter().map(|(bytes, idle)| (*bytes, idle));
+        let lists = lists.chain([(self.last.0, &self.last.1)]);
+        lists.flat_map(|(bytes, idle)| idle.iter().map(move |(stream, _)| (bytes, *stream)))
     }
 
     /// Enters a new slab, which is not idle; its place.
@@ -210,7 +237,7 @@ impl State {
     }
 
     /// Leases a slab: its address, and the name of the lease.
-    #[inline]
+    #[inline(always)]
     fn lease(&mut self, place: u32, requested: usize) -> Option<(u64, u64)> {
         let slab = self.slabs.get_mut(place as usize)?.as_mut()?;
         self.usage.blocks.add(1);
@@ -222,7 +249,7 @@ impl State {
     }
 
     /// The slab of a lease that was not returned.
-    #[inline]
+    #[inline(always)]
     fn leased(&mut self, lease: u64) -> Option<&mut Slab> {
         let slab = self.slabs.get_mut(lease as usize % PLACES)?.as_mut()?;
         (slab.lease == lease).then_some(slab)
@@ -230,7 +257,7 @@ impl State {
 
     /// Ends a lease, if there is one of this name. The slab is idle then; it is returned if it is not to be kept, or
     /// other streams used it, of which the allocator knows.
-    #[inline]
+    #[inline(always)]
     fn give_back(&mut self, lease: u64, keep: bool) -> Option<Option<Slab>> {
         let slab = self.leased(lease)?;
         slab.lease = 0;
@@ -241,7 +268,7 @@ impl State {
         self.usage.used.sub(bytes as u64);
         let (place, cap) = ((lease % PLACES as u64) as u32, self.cap.unwrap_or(CAP));
         if keep {
-            let places = self.idle.entry(bytes).or_default();
+            let places = self.idle(bytes);
             if places.len() < cap {
                 places.push((stream, place));
                 return Some(None);
@@ -258,9 +285,7 @@ impl State {
     /// Removes idle slabs until at most `keep` bytes are left, the largest first, of equal ones by the order of
     /// streams, so that equal states shrink equally.
     fn shrink(&mut self, keep: u64) -> Vec<Slab> {
-        let lists = self.idle.iter();
-        let keys = lists.flat_map(|(bytes, idle)| idle.iter().map(|(stream, _)| (*bytes, *stream)));
-        let mut keys: Vec<(usize, u64)> = keys.collect();
+        let mut keys: Vec<_> = self.all_idle().collect();
         keys.sort_unstable_by_key(|(bytes, stream)| (std::cmp::Reverse(*bytes), *stream));
         let mut gone = Vec::new();
         for (bytes, stream) in keys {
@@ -276,12 +301,16 @@ impl State {
 
 impl Inner {
     /// None of it in a forked child.
-    #[inline]
-    fn lock(&self) -> Locked<'_, State> {
-        process::lock(&self.state)
+    #[inline(always)]
+    fn lock(&self) -> Held<'_, State> {
+        if process::is_forked_child() {
+            return nothing().lock();
+        }
+        self.state.lock()
     }
 
     /// Leases a slab.
+    #[inline(always)]
     fn hand_out(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let requested = request.bytes();
         let bytes = match self.exact {
@@ -317,7 +346,7 @@ impl Inner {
     }
 
     /// Leases an idle slab.
-    #[inline]
+    #[inline(always)]
     fn idle(
         &self,
         home: u64,
@@ -386,6 +415,7 @@ impl Inner {
     }
 
     /// Ends a lease; false if there is none.
+    #[inline]
     fn end(&self, block: &RawBlock, keep: bool) -> bool {
         let ended = self.lock().give_back(block.id().generation(), keep);
         // A slab that is not kept is freed here, without the lock.
@@ -419,12 +449,18 @@ impl Inner {
         let state = self.lock();
         let requests = state.usage.blocks.total_allocated;
         Usage {
-            cached_blocks: state.idle.values().map(|idle| idle.len() as u64).sum(),
+            cached_blocks: state.all_idle().count() as u64,
             requests,
             hits: requests - state.usage.misses,
             ..state.usage
         }
     }
+}
+
+/// The state of every pool in a forked child, where a thread that does not exist may hold the lock of its own.
+#[cold]
+fn nothing() -> &'static Lock<State> {
+    Box::leak(Box::new(Lock::new(State::default())))
 }
 
 impl Drop for Inner {

@@ -131,6 +131,17 @@ impl<R: MemoryResource> Budget<R> {
         self.meter.charge(bytes)
     }
 
+    #[inline(never)]
+    fn deallocate_live(&self, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
+        let charge = block.detach(&self.meter);
+        self.inner.deallocate_block(block).map_err(|mut failure| {
+            charge
+                .into_iter()
+                .for_each(|charge| failure.value.attach(charge));
+            failure
+        })
+    }
+
     fn take_base(&self, bytes: u64) -> Option<Charge> {
         let mut base = process::lock(&self.base);
         base.as_mut().map(|base| base.split(bytes))
@@ -172,13 +183,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     #[inline]
     fn deallocate_block(&self, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
         if self.live_only {
-            let charge = block.detach(&self.meter);
-            return self.inner.deallocate_block(block).map_err(|mut failure| {
-                charge
-                    .into_iter()
-                    .for_each(|charge| failure.value.attach(charge));
-                failure
-            });
+            return self.deallocate_live(block);
         }
         let known = block.charges().any(|charge| charge.is_of(&self.meter));
         if !known

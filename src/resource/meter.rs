@@ -94,6 +94,8 @@ impl Meter {
         Pressure::of(self.used(), self.limit())
     }
 
+    #[cold]
+    #[inline(never)]
     fn refusal(&self, requested: u64) -> Error {
         Error::OverBudget {
             owner: "budget",
@@ -148,9 +150,14 @@ impl Meter {
         // Usually there is plenty, as there was before.
         let limit = self.bound();
         let plenty = limit.saturating_sub(self.used()) > limit / 2;
-        if !plenty || self.level.get() != Pressure::None {
-            self.level.update(|| self.pressure());
+        if !plenty || !self.level.is_none() {
+            self.update_level();
         }
+    }
+
+    #[inline(never)]
+    fn update_level(&self) {
+        self.level.update(|| self.pressure());
     }
 }
 

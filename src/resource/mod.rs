@@ -43,7 +43,6 @@ mod pressure;
 mod relief;
 mod sanitizer;
 mod statistics;
-mod stranded;
 mod stream_pool;
 mod table;
 mod traits;

@@ -1,4 +1,4 @@
-//! The async resource: stream order with reads and writes told apart.
+//! Memory in the order of streams, with reads and writes distinguished.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -10,7 +10,6 @@ use crate::locks::held::{Locked, Mutex};
 use super::block::{Access, RawBlock};
 use super::dropped::{give_back, log_rarely};
 use super::meter::Charge;
-use super::stranded::Stranded;
 use super::traits::{MemoryResource, UseTracking};
 use super::usage::Usage;
 use super::uses::Uses;
@@ -20,8 +19,8 @@ use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 use crate::sync::order::wait_for_context;
 
-/// Deallocations that share a marker at most.
-const BATCH: usize = 256;
+/// Pending deallocations of a stream after which a deallocation queries whether they are complete.
+const QUERY: usize = 32;
 
 /// Memory in the order of streams, with the use of each block tracked by access.
 ///
@@ -30,8 +29,8 @@ const BATCH: usize = 256;
 /// write also for all reads since; [`finish_use`](MemoryResource::finish_use) records the new use.
 /// Deallocating makes the block's own stream wait for all uses on others and then gives the block
 /// back in the order of that stream; its bytes count as pending until a
-/// [`reap`](MemoryResource::reap) has seen the stream get there. (With several hundred of them
-/// pending on a stream, a deallocation also asks, without waiting, for the oldest.)
+/// [`reap`](MemoryResource::reap) has seen the stream get there. (With every 32 of them
+/// pending on a stream, a deallocation also queries, without waiting, whether they are complete.)
 ///
 /// Events come from a pool per context, so steady work creates none. No lock is held during a driver
 /// call. A stream that is borrowed must live until the blocks allocated on it are deallocated; what
@@ -62,7 +61,6 @@ pub struct AccessOrdered<R: MemoryResource = Allocator> {
     inner: R,
     events: EventPools,
     metadata: Mutex<Metadata>,
-    stranded: Stranded,
 }
 
 /// What the resource knows of its blocks.
@@ -72,10 +70,12 @@ struct Metadata {
     live: Counter,
     count: Counter,
     blocks: HashMap<u64, Arc<Entry>>,
-    pending: HashMap<u64, Queue>,
-    next_batch: u64,
+    /// Pending deallocations by stream, in the order of their numbers.
+    pending: HashMap<u64, VecDeque<Pending>>,
     /// Deallocations so far, of all streams.
-    pushes: u64,
+    numbers: u64,
+    /// Blocks without an owner that could not be freed yet.
+    stranded: Vec<RawBlock>,
 }
 
 /// A live block.
@@ -97,31 +97,23 @@ impl Entry {
     }
 }
 
-/// The pending deallocations of one stream.
-#[derive(Debug, Default)]
-struct Queue {
-    /// The number of the newest deallocation.
-    newest: u64,
-    batches: VecDeque<Batch>,
-}
-
-/// Deallocations that one marker covers.
+/// A deallocation that is pending on its stream.
 #[derive(Debug)]
-struct Batch {
-    id: u64,
-    marker: Arc<Pooled>,
-    retired: Vec<Retired>,
-    /// Somebody waits for this marker: it must not be replaced.
-    closed: bool,
-    quarantined: bool,
-}
-
-#[derive(Debug)]
-struct Retired {
+struct Pending {
     id: BlockId,
+    number: u64,
+    /// The marker was recorded after those of all deallocations up to this number.
+    covers: u64,
+    marker: Arc<Pooled>,
+    quarantined: bool,
     /// End when the bytes leave.
     #[expect(dead_code, reason = "held for its drop")]
     charges: Vec<Charge>,
+}
+
+fn bytes<'a>(pending: impl IntoIterator<Item = &'a Pending>) -> u64 {
+    let pending = pending.into_iter();
+    pending.map(|pending| pending.id.bytes() as u64).sum()
 }
 
 /// Whether a stream belongs to the driver of a resource, as far as that has one.
@@ -150,7 +142,6 @@ impl<R: MemoryResource> AccessOrdered<R> {
             inner,
             events: EventPools::default(),
             metadata: Mutex::default(),
-            stranded: Stranded::default(),
         }
     }
 
@@ -162,7 +153,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
     /// Bytes that are pending on a stream, by the driver's id of it.
     pub fn pending_on(&self, stream: u64) -> u64 {
         let metadata = self.metadata();
-        metadata.pending.get(&stream).map_or(0, Queue::bytes)
+        metadata.pending.get(&stream).map_or(0, bytes)
     }
 
     fn metadata(&self) -> Locked<'_, Metadata> {
@@ -218,7 +209,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
             entry.uses().closed = false;
             Err(Refused::new(block, error))
         };
-        let newest = self.metadata().newest(id.stream_id());
+        let covers = self.metadata().numbers;
         let capture = capture::refuse_capture(&entry.stream);
         let marker = match capture.and_then(|()| self.complete_uses(entry, &points)) {
             Ok(marker) => marker,
@@ -236,8 +227,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
             charges.into_iter().for_each(|charge| block.attach(charge));
             return reopen(block, failure.error);
         }
-        let retired = Retired { id, charges };
-        self.push(id.stream_id(), retired, marker, newest);
+        self.deallocated(id, marker, covers, charges);
         Ok(())
     }
 
@@ -252,121 +242,103 @@ impl<R: MemoryResource> AccessOrdered<R> {
         }
         match self.retire(&entry, block) {
             Err(failure) if failure.value.is_abandoned() => {
-                self.stranded.keep(*failure.value);
+                self.metadata().stranded.push(*failure.value);
                 Ok(())
             }
             done => done,
         }
     }
 
-    /// Takes back what was stranded, as far as that goes now.
+    /// Frees stranded blocks, as far as that is possible now.
     fn retry(&self) {
-        for block in self.stranded.take() {
-            // One that cannot go yet is kept again.
+        let stranded = std::mem::take(&mut self.metadata().stranded);
+        for block in stranded {
+            // One that cannot be freed yet is kept again.
             if let Err(failure) = self.take_back(block) {
                 log_rarely(&failure.error, "a dropped block leaks");
             }
         }
     }
 
-    /// Puts a deallocation into the queue of its stream.
-    fn push(&self, stream: u64, retired: Retired, marker: Option<Pooled>, newest: u64) {
+    /// After the resource below took a block back: its bytes are pending, unless there is no marker to wait for.
+    fn deallocated(&self, id: BlockId, marker: Option<Pooled>, covers: u64, charges: Vec<Charge>) {
         let mut guard = self.metadata();
         let metadata = &mut *guard;
-        metadata.live.sub(retired.bytes());
+        metadata.live.sub(id.bytes() as u64);
         metadata.count.sub(1);
         let Some(marker) = marker else {
-            drop(guard);
-            drop(retired);
-            return;
+            // Charges end without the lock.
+            return drop(guard);
         };
-        metadata.pushes += 1;
-        let queue = metadata.pending.entry(stream).or_default();
-        let alone = queue.newest == newest;
-        queue.newest = metadata.pushes;
-        let mut replaced = None;
-        let oldest = match queue.batches.back_mut() {
-            // The new marker was recorded after everything in the batch.
-            Some(batch) if alone && !batch.closed && batch.retired.len() < BATCH => {
-                replaced = Some(std::mem::replace(&mut batch.marker, Arc::new(marker)));
-                batch.retired.push(retired);
-                None
-            }
-            _ => {
-                queue.batches.push_back(Batch {
-                    id: metadata.next_batch,
-                    marker: Arc::new(marker),
-                    retired: vec![retired],
-                    closed: false,
-                    quarantined: false,
-                });
-                let many = queue.batches.len() > 2;
-                let oldest = queue.batches.front_mut().filter(|_| many);
-                let oldest = oldest.map(|batch| {
-                    batch.closed = true;
-                    (batch.id, Arc::clone(&batch.marker))
-                });
-                metadata.next_batch += 1;
-                oldest
-            }
-        };
+        metadata.numbers += 1;
+        let (number, marker) = (metadata.numbers, Arc::new(marker));
+        let queue = metadata.pending.entry(id.stream_id()).or_default();
+        queue.push_back(Pending {
+            id,
+            number,
+            covers,
+            marker: Arc::clone(&marker),
+            quarantined: false,
+            charges,
+        });
+        let many = queue.len() % QUERY == 0;
         drop(guard);
-        drop(replaced);
-        if let Some((batch, marker)) = oldest
-            && matches!(marker.is_complete(), Ok(true))
-        {
-            self.complete(stream, batch);
+        if many && matches!(marker.is_complete(), Ok(true)) {
+            self.complete(id.stream_id(), number, covers);
         }
     }
 
-    /// A batch's marker was seen complete: its bytes leave. How many.
-    fn complete(&self, stream: u64, batch: u64) -> u64 {
-        let done = {
-            let mut metadata = self.metadata();
-            let Some(queue) = metadata.pending.get_mut(&stream) else {
-                return 0;
-            };
-            let at = queue.batches.iter().position(|b| b.id == batch);
-            let done = at.and_then(|at| queue.batches.remove(at));
-            if queue.batches.is_empty() {
-                metadata.pending.remove(&stream);
-            }
-            done
+    /// After a marker was seen complete: the bytes that it covers leave. How many.
+    fn complete(&self, stream: u64, number: u64, covers: u64) -> u64 {
+        let mut metadata = self.metadata();
+        let Some(queue) = metadata.pending.get_mut(&stream) else {
+            return 0;
         };
-        // Charges end outside the lock.
-        done.map_or(0, |batch| batch.bytes())
+        let is_over = |pending: &Pending| pending.number == number || pending.number <= covers;
+        let (over, left): (Vec<_>, _) = queue.drain(..).partition(is_over);
+        *queue = VecDeque::from(left);
+        if queue.is_empty() {
+            metadata.pending.remove(&stream);
+        }
+        drop(metadata);
+        // Charges end without the lock.
+        bytes(&over)
+    }
+
+    /// Waits for the deallocations of a stream with numbers up to `last`, beginning with the newest marker, which usually
+    /// covers all.
+    fn reap_stream(&self, stream: u64, last: u64) -> Result<u64, Error> {
+        let newest = || {
+            let metadata = self.metadata();
+            let mut queue = metadata.pending.get(&stream)?.iter().rev();
+            let newest = queue.find(|pending| pending.number <= last)?;
+            Some((Arc::clone(&newest.marker), newest.number, newest.covers))
+        };
+        let mut left = 0;
+        while let Some((marker, number, covers)) = newest() {
+            if let Err(error) = marker.wait() {
+                let mut metadata = self.metadata();
+                for pending in metadata.pending.get_mut(&stream).into_iter().flatten() {
+                    pending.quarantined = true;
+                }
+                return Err(error.into());
+            }
+            left += self.complete(stream, number, covers);
+        }
+        Ok(left)
     }
 }
 
 impl<R: MemoryResource> Drop for AccessOrdered<R> {
     fn drop(&mut self) {
-        if !process::is_gone() {
-            self.retry();
+        if process::is_gone() {
+            return;
         }
-    }
-}
-
-impl Retired {
-    fn bytes(&self) -> u64 {
-        self.id.bytes() as u64
-    }
-}
-
-impl Batch {
-    fn bytes(&self) -> u64 {
-        self.retired.iter().map(Retired::bytes).sum()
-    }
-}
-
-impl Queue {
-    fn bytes(&self) -> u64 {
-        self.batches.iter().map(Batch::bytes).sum()
-    }
-}
-
-impl Metadata {
-    fn newest(&self, stream: u64) -> u64 {
-        self.pending.get(&stream).map_or(0, |queue| queue.newest)
+        self.retry();
+        let lost = self.metadata().stranded.len();
+        if lost > 0 {
+            log::warn!("leaking {lost} dropped blocks: their resource cannot free them");
+        }
     }
 }
 
@@ -433,7 +405,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         let metadata = self.metadata();
         usage.requested = metadata.live;
         usage.blocks = metadata.count;
-        usage.pending = metadata.pending.values().map(Queue::bytes).sum();
+        usage.pending = metadata.pending.values().map(bytes).sum();
         Ok(usage)
     }
 
@@ -448,32 +420,16 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
 
     fn reap(&self) -> Result<u64, Error> {
         self.retry();
-        let mut waits: Vec<(u64, u64, Arc<Pooled>)> = {
-            let mut metadata = self.metadata();
-            let queues = metadata.pending.iter_mut();
-            queues
-                .flat_map(|(stream, queue)| {
-                    queue.batches.iter_mut().map(|batch| {
-                        batch.closed = true;
-                        (*stream, batch.id, Arc::clone(&batch.marker))
-                    })
-                })
-                .collect()
+        let (last, mut streams) = {
+            let metadata = self.metadata();
+            let queues = metadata.pending.iter();
+            let streams = queues.map(|(stream, queue)| (queue.front().map(|p| p.number), *stream));
+            (metadata.numbers, streams.collect::<Vec<_>>())
         };
-        waits.sort_by_key(|(_, batch, _)| *batch);
+        streams.sort_unstable();
         let mut left = 0;
-        for (stream, batch, marker) in waits {
-            let waited = marker.wait();
-            drop(marker);
-            if let Err(error) = waited {
-                let mut metadata = self.metadata();
-                let queue = metadata.pending.get_mut(&stream);
-                for batch in queue.into_iter().flat_map(|queue| &mut queue.batches) {
-                    batch.quarantined = true;
-                }
-                return Err(error.into());
-            }
-            left += self.complete(stream, batch);
+        for (_, stream) in streams {
+            left += self.reap_stream(stream, last)?;
         }
         self.inner.reap()?;
         Ok(left)
@@ -491,10 +447,9 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         {
             return BlockState::Live;
         }
-        let mut batches = metadata.pending.values().flat_map(|queue| &queue.batches);
-        let found = batches.find(|batch| batch.retired.iter().any(|r| r.id == *id));
-        match found {
-            Some(batch) if batch.quarantined => BlockState::Quarantined,
+        let mut pending = metadata.pending.values().flatten();
+        match pending.find(|pending| pending.id == *id) {
+            Some(pending) if pending.quarantined => BlockState::Quarantined,
             Some(_) => BlockState::Pending,
             None => BlockState::Free,
         }

@@ -75,6 +75,12 @@ pub(super) struct Level {
 }
 
 impl Level {
+    /// Whether the last level is [`Pressure::None`].
+    #[inline]
+    pub fn is_none(&self) -> bool {
+        self.now.load(Ordering::Acquire) == Pressure::None as u8
+    }
+
     pub fn get(&self) -> Pressure {
         let number = self.now.load(Ordering::Acquire);
         Pressure::ALL
