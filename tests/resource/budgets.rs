@@ -1,7 +1,8 @@
 //! Budgets, and reserves under them.
 
 use crate::common::*;
-use crate::relief::{Guard, T, guard, packed};
+use crate::relief::{Guard, guard, packed};
+use crate::{T, take};
 use cualloc::driver::{Stream, sys};
 use cualloc::resource::*;
 use cualloc::sim::FailPlan;
@@ -93,9 +94,7 @@ fn s1_34_s1_55_peak_is_never_below_the_current_value() {
                     scope.spawn(|| {
                         let stream = rig_free_stream(&guard);
                         for size in 1..400 {
-                            let block = guard
-                                .allocate_block(&Request::new(size * 100).tag(T), &stream)
-                                .unwrap();
+                            let block = take(&guard, size * 100, &stream);
                             // Whoever resets has a turn while the block is there.
                             for _ in 0..3 {
                                 let stats = guard.usage().unwrap();
@@ -145,9 +144,7 @@ fn s1_34_s1_55_peak_is_never_below_the_current_value() {
             assert_eq!(device, None, "not known is not nothing");
         }
         let stream = rig.stream();
-        let block = guard
-            .allocate_block(&Request::new(100).tag(T), &stream)
-            .unwrap();
+        let block = take(&guard, 100, &stream);
         assert_eq!(guard.usage().unwrap().blocks.current, 1);
         guard.deallocate_block(block).unwrap();
         assert_eq!(guard.usage().unwrap().requested.peak, 100);
@@ -166,11 +163,7 @@ fn s1_52_bytes_freed_by_a_hook_count_once() {
         let guard = Arc::new(guard(rig, 10_000));
         let kept: Arc<std::sync::Mutex<Vec<RawBlock>>> = Arc::default();
         for _ in 0..3 {
-            kept.lock().unwrap().push(
-                guard
-                    .allocate_block(&Request::new(3000).tag(T), &stream)
-                    .unwrap(),
-            );
+            kept.lock().unwrap().push(take(&guard, 3000, &stream));
         }
         let (weak, list) = (Arc::downgrade(&guard), Arc::clone(&kept));
         guard.add_relief_hook(ReliefHook::new("frees two", move |_| {
@@ -181,9 +174,7 @@ fn s1_52_bytes_freed_by_a_hook_count_once() {
             }
             6000
         }));
-        let block = guard
-            .allocate_block(&Request::new(5000).tag(T), &stream)
-            .unwrap();
+        let block = take(&guard, 5000, &stream);
         assert_eq!(guard.usage().unwrap().outstanding(), 8000);
         assert_eq!(guard.headroom(), Some(2000));
         assert_eq!(
@@ -196,9 +187,7 @@ fn s1_52_bytes_freed_by_a_hook_count_once() {
                 .allocate_block(&Request::new(2001).tag(T), &stream)
                 .is_err()
         );
-        let rest = guard
-            .allocate_block(&Request::new(2000).tag(T), &stream)
-            .unwrap();
+        let rest = take(&guard, 2000, &stream);
         guard.deallocate_block(rest).unwrap();
         guard.deallocate_block(block).unwrap();
         for block in kept.lock().unwrap().drain(..) {

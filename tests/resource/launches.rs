@@ -2,23 +2,19 @@
 
 use crate::common::*;
 use crate::managers::{allocate, managed, packed, refusal};
+use crate::take;
 use cualloc::driver::Stream;
 use cualloc::error::StreamMisuse;
 use cualloc::resource::*;
-use cualloc::{Allocator, DeviceBuffer, Error, Request, Tag};
+use cualloc::{Allocator, DeviceBuffer, Error};
 
-const T: Tag = Tag::new("test");
 type Order = AccessOrdered<Allocator>;
 
 fn pair(rig: &Rig) -> (Order, Stream, Stream, RawBlock, RawBlock) {
     let resource = AccessOrdered::new(rig.allocator());
     let [a, b] = rig.streams();
-    let one = resource
-        .allocate_block(&Request::new(4096).tag(T), &a)
-        .unwrap();
-    let two = resource
-        .allocate_block(&Request::new(4096).tag(T), &a)
-        .unwrap();
+    let one = take(&resource, 4096, &a);
+    let two = take(&resource, 4096, &a);
     (resource, a, b, one, two)
 }
 
@@ -94,7 +90,7 @@ fn s5_38_strict_refuses_what_permissive_passes_over() {
         }
         // A resource that does not track.
         let direct = CudaMemory::new(&rig.context);
-        let block = direct.allocate_block(&Request::new(64).tag(T), &b).unwrap();
+        let block = take(&direct, 64, &b);
         let mut strict = Launch::strict(&direct, &b);
         strict.read(&block).unwrap();
         assert!(matches!(

@@ -14,7 +14,17 @@ mod pressure;
 mod relief;
 mod suite;
 
-use cualloc::resource::MemoryResource;
+use cualloc::driver::Stream;
+use cualloc::resource::{MemoryResource, RawBlock};
+use cualloc::{Request, Tag};
+
+const T: Tag = Tag::new("test");
+
+/// A block that there must be.
+fn take(resource: &(impl MemoryResource + ?Sized), bytes: usize, stream: &Stream) -> RawBlock {
+    let request = Request::new(bytes).tag(T);
+    resource.allocate_block(&request, stream).unwrap()
+}
 
 /// Live and pending bytes of a resource.
 fn held(resource: &impl MemoryResource) -> (u64, u64) {

@@ -1,7 +1,7 @@
 //! The memory manager of a device, as a composition: exact live bytes in a budget, and requests counted.
 
 use crate::common::*;
-use crate::held;
+use crate::{held, take};
 use cualloc::driver::{KernelParam, Module, Stream, sys};
 use cualloc::error::InvalidArgument;
 use cualloc::exchange::{DType, Schema, Table, Tensor};
@@ -59,7 +59,7 @@ fn s5_1_manager_allocates_from_its_resource_alone() {
         let refused = refused.unwrap_err();
         assert!(matches!(refused, Error::OverBudget { requested: 225, .. }));
         assert_eq!(rig.calls("cuMemAlloc_v2"), before + 1);
-        let block = manager.allocate_block(&Request::new(1), &stream).unwrap();
+        let block = take(&manager, 1, &stream);
         assert_eq!(rig.calls("cuMemAlloc_v2"), before + 2);
         manager.deallocate_block(block).unwrap();
         drop(slice);

@@ -10,7 +10,7 @@ use cualloc::{Error, Policy, Request};
 
 use crate::common::rng::Rng;
 use crate::common::*;
-use crate::held;
+use crate::{held, take};
 
 /// Everything of this file, over what `make` makes: the stack itself, and behind one pointer.
 pub fn run<R: MemoryResource + 'static>(make: impl Fn(&Rig) -> R) {
@@ -95,9 +95,7 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
 fn figures(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
     let before = resource.usage().unwrap();
-    let block = resource
-        .allocate_block(&Request::new(3 * MIB), &stream)
-        .unwrap();
+    let block = take(&resource, 3 * MIB, &stream);
     let with = resource.usage().unwrap();
     assert!(
         with.used.current >= before.used.current.min(1) + 3 * MIB as u64,
@@ -130,9 +128,7 @@ fn mixes(rig: &Rig, resource: &dyn MemoryResource) {
         if live.len() < 30 && random.below(100) < 60 {
             let bits = 2 + random.below(17);
             let size = 4 * (1 + random.below(1 << bits)) as usize;
-            let block = resource
-                .allocate_block(&Request::new(size), &stream)
-                .unwrap();
+            let block = take(&resource, size, &stream);
             rig.stamp(block.ptr(), size, step, &stream);
             bytes += size as u64;
             live.push((block, step));
@@ -179,9 +175,7 @@ fn threads(rig: &Rig, resource: &dyn MemoryResource) {
                 let mut random = Rng::new(number as u64 + 1);
                 for step in 0..100 {
                     let size = 1 + random.below(100_000) as usize;
-                    let block = resource
-                        .allocate_block(&Request::new(size), stream)
-                        .unwrap();
+                    let block = take(&resource, size, stream);
                     match step % 3 {
                         0 => sender.send(block).unwrap(),
                         1 => {
@@ -230,11 +224,7 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let kept = live.len();
     resource.deallocate_block(live.pop().unwrap()).unwrap();
     resource.reap().unwrap();
-    live.push(
-        resource
-            .allocate_block(&Request::new(most), &stream)
-            .unwrap(),
-    );
+    live.push(take(&resource, most, &stream));
     assert_eq!(live.len(), kept);
     for block in live {
         resource.deallocate_block(block).unwrap();
@@ -251,9 +241,7 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let refused = resource.allocate_block(&Request::new(200 * MIB), &stream);
     assert!(refused.unwrap_err().is_out_of_memory());
     sim.clear_failures();
-    let block = resource
-        .allocate_block(&Request::new(MIB), &stream)
-        .unwrap();
+    let block = take(&resource, MIB, &stream);
     resource.deallocate_block(block).unwrap();
     resource.reap().unwrap();
 }
@@ -266,7 +254,7 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
         if foreign && resource.use_tracking() == UseTracking::None {
             continue;
         }
-        let block = resource.allocate_block(&Request::new(4 * MIB), &a).unwrap();
+        let block = take(&resource, 4 * MIB, &a);
         let (ptr, id) = (block.ptr(), block.id());
         rig.stamp(ptr, 4 * MIB, 1, &a);
         let user = if foreign { &b } else { &a };
@@ -290,9 +278,7 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
         }
         resource.deallocate_block(block).unwrap();
         let other = if foreign { &a } else { &b };
-        let next = resource
-            .allocate_block(&Request::new(4 * MIB), other)
-            .unwrap();
+        let next = take(&resource, 4 * MIB, other);
         rig.stamp(next.ptr(), 4 * MIB, 3, other);
         busy.release();
         assert_eq!(rig.mismatches(next.ptr(), 4 * MIB, 3, other), 0);
@@ -305,11 +291,11 @@ fn streams(rig: &Rig, resource: &dyn MemoryResource) {
 fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
     let [a, b] = rig.streams();
     for first_freed in [true, false] {
-        let block = resource.allocate_block(&Request::new(3 * MIB), &a).unwrap();
+        let block = take(&resource, 3 * MIB, &a);
         let busy = rig.busy(&a);
         rig.stamp(block.ptr(), 3 * MIB, 1, &a);
         resource.deallocate_block(block).unwrap();
-        let other = resource.allocate_block(&Request::new(3 * MIB), &b).unwrap();
+        let other = take(&resource, 3 * MIB, &b);
         // Were it the same memory without a wait, the simulator would report a race.
         rig.stamp(other.ptr(), 3 * MIB, 2, &b);
         if first_freed {
@@ -344,7 +330,7 @@ fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
     }
     let [a, b] = rig.streams();
     for until_freed in [true, false] {
-        let block = resource.allocate_block(&Request::new(MIB), &a).unwrap();
+        let block = take(&resource, MIB, &a);
         let id = block.id();
         rig.stamp(block.ptr(), MIB, 1, &a);
         a.synchronize().unwrap();
@@ -360,7 +346,7 @@ fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
         resource.deallocate_block(block).unwrap();
         let gone = resource.record_stream(&id, &b);
         assert!(matches!(gone, Err(Error::UseAfterFree { .. })), "{gone:?}");
-        let again = resource.allocate_block(&Request::new(MIB), &a).unwrap();
+        let again = take(&resource, MIB, &a);
         rig.stamp(again.ptr(), MIB, 3, &a);
         busy.release();
         assert_eq!(rig.mismatches(again.ptr(), MIB, 3, &a), 0);

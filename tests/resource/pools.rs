@@ -7,8 +7,8 @@ use cualloc::resource::*;
 use cualloc::{Config, DeviceBuffer, Error, Request};
 
 use crate::common::*;
-use crate::held;
 use crate::parts::run;
+use crate::{held, take};
 
 fn config(rig: &Rig) -> Config {
     Config::new().policy(rig.policy)
@@ -120,7 +120,7 @@ fn s1_44_pools_refuse_blocks_of_others() {
         // All of them are at their first block.
         let blocks: Vec<_> = pools
             .iter()
-            .map(|pool| pool.allocate_block(&Request::new(1000), &stream).unwrap())
+            .map(|pool| take(&pool, 1000, &stream))
             .collect();
         for (at, (mine, mut block)) in pools.iter().zip(blocks).enumerate() {
             let id = block.id();
@@ -146,15 +146,13 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
     each(|rig| {
         let pool = typed(rig);
         let stream = rig.stream();
-        let blocks: Vec<_> = (0..4)
-            .map(|_| pool.allocate_block(&Request::new(MIB), &stream).unwrap())
-            .collect();
+        let blocks: Vec<_> = (0..4).map(|_| take(&pool, MIB, &stream)).collect();
         let at: Vec<_> = blocks.iter().map(RawBlock::ptr).collect();
         let [a, b, c, d] = <[_; 4]>::try_from(blocks).unwrap();
         for block in [b, d] {
             pool.deallocate_block(block).unwrap();
         }
-        let next = pool.allocate_block(&Request::new(MIB), &stream).unwrap();
+        let next = take(&pool, MIB, &stream);
         assert_eq!(next.ptr(), at[3]);
         let then = DeviceBuffer::<u8>::uninit(&pool, MIB, &stream).unwrap();
         assert_eq!(

@@ -1,6 +1,7 @@
 //! How scarce memory is: levels, listeners, the watchdog.
 
-use crate::relief::{T, packed};
+use crate::relief::packed;
+use crate::{T, take};
 use cualloc::resource::*;
 use cualloc::{DeviceBuffer, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -64,9 +65,7 @@ fn s1_32_s1_53_listeners_hear_of_every_entry_point() {
             .on_pressure(move |old, new| log.lock().unwrap().push((old, new)));
         let told = || std::mem::take(&mut *heard.lock().unwrap());
         use Pressure::*;
-        let block = guard
-            .allocate_block(&Request::new(1000).tag(T), &stream)
-            .unwrap();
+        let block = take(&guard, 1000, &stream);
         assert_eq!(told(), [(None, Critical)], "allocate");
         guard.deallocate_block(block).unwrap();
         assert_eq!(told(), [], "still pending");

@@ -1,16 +1,15 @@
 //! Relief: hooks, policies, and what they are asked for.
 
 use crate::common::*;
+use crate::{T, take};
 use cualloc::driver::{Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::resource::*;
 use cualloc::sim::FailPlan;
-use cualloc::{Allocator, BlockId, Error, Policy, Refused, Request, Tag};
+use cualloc::{Allocator, BlockId, Error, Policy, Refused, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
-
-pub const T: Tag = Tag::new("test");
 
 pub type Guard<R> = Relief<Budget<R>>;
 
@@ -61,15 +60,11 @@ fn s1_25_s1_48_free_caches_recovers() {
         let full = Full(allocator.clone(), 7 * MIB as u64);
         let guard = Relief::new(full);
         guard.set_policy(OomPolicy::FreeCaches);
-        let block = guard
-            .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
-            .unwrap();
+        let block = take(&guard, 4 * MIB, &stream);
         assert_eq!(guard.usage().unwrap().recoveries, 1);
         let reserved = allocator.stats().all.reserved.current;
         assert!(reserved < cached, "caches were kept");
-        let more = guard
-            .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
-            .unwrap();
+        let more = take(&guard, 4 * MIB, &stream);
         assert!(
             guard
                 .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
@@ -136,9 +131,7 @@ fn s1_25_wait_policy_goes_by_its_clock() {
         let clock = Clock::manual();
         let guard = guard(rig, 1000).with_clock(&clock);
         guard.set_policy(OomPolicy::Wait(Duration::from_millis(250)));
-        let block = guard
-            .allocate_block(&Request::new(1000).tag(T), &stream)
-            .unwrap();
+        let block = take(&guard, 1000, &stream);
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| guard.allocate_block(&Request::new(600).tag(T), &stream));
             clock.await_waiter(0);
@@ -212,9 +205,7 @@ fn s1_27_s1_28_s1_29_hooks_run_in_order() {
         add("modest", 0, 0, 400);
         assert!(!add("first", -1, 0, 0));
         assert!(add("first", -1, 0, 0), "names are unique");
-        let held = guard
-            .allocate_block(&Request::new(600).tag(T), &stream)
-            .unwrap();
+        let held = take(&guard, 600, &stream);
         assert!(
             guard
                 .allocate_block(&Request::new(500).tag(T), &stream)
@@ -236,9 +227,7 @@ fn s1_27_s1_28_s1_29_hooks_run_in_order() {
             600
         });
         guard.add_relief_hook(hook.priority(-5));
-        let block = guard
-            .allocate_block(&Request::new(500).tag(T), &stream)
-            .unwrap();
+        let block = take(&guard, 500, &stream);
         assert!(order.lock().unwrap().is_empty());
         // S1.52: what a hook freed is counted once, by the free.
         assert_eq!(guard.usage().unwrap().outstanding(), 500);
@@ -261,9 +250,7 @@ fn s1_30_hooks_run_before_the_policy() {
         }));
         guard.set_policy(OomPolicy::Checkpoint);
         guard.set_checkpoint(move |_| two.lock().unwrap().push("policy"));
-        let fits = guard
-            .allocate_block(&Request::new(100).tag(T), &stream)
-            .unwrap();
+        let fits = take(&guard, 100, &stream);
         assert!(
             order.lock().unwrap().is_empty(),
             "nobody is asked for what fits"
@@ -370,9 +357,7 @@ fn a_hook_that_lacks_memory_itself_runs_no_hooks() {
         });
         allocator.add_relief_hook(hook.clone());
         guard.add_relief_hook(hook);
-        let held = guard
-            .allocate_block(&Request::new(900).tag(T), &stream)
-            .unwrap();
+        let held = take(&guard, 900, &stream);
         let block = allocator.allocate(5 * MIB, &stream).unwrap();
         for round in 1..3 {
             let refused = guard.allocate_block(&Request::new(500).tag(T), &stream);
@@ -400,9 +385,7 @@ fn s1_43_s1_50_hooks_and_listeners_run_without_a_lock() {
         let busy = stream.clone();
         guard.add_relief_hook(ReliefHook::new("busy", move |_| {
             let guard = one.get().unwrap();
-            let block = guard
-                .allocate_block(&Request::new(10).tag(T), &busy)
-                .unwrap();
+            let block = take(&guard, 10, &busy);
             guard.deallocate_block(block).unwrap();
             guard.add_relief_hook(ReliefHook::new("added", |_| 0));
             guard.remove_relief_hook("added");
@@ -415,16 +398,12 @@ fn s1_43_s1_50_hooks_and_listeners_run_without_a_lock() {
         guard.get_ref().on_pressure(move |_, new| {
             let guard = two.get().unwrap();
             if new == Pressure::None {
-                let block = guard
-                    .allocate_block(&Request::new(1).tag(T), &also)
-                    .unwrap();
+                let block = take(&guard, 1, &also);
                 guard.deallocate_block(block).unwrap();
             }
         });
         guard.get_ref().on_pressure(|_, _| panic!("in a listener"));
-        let held = guard
-            .allocate_block(&Request::new(900).tag(T), &stream)
-            .unwrap();
+        let held = take(&guard, 900, &stream);
         assert!(
             guard
                 .allocate_block(&Request::new(200).tag(T), &stream)
@@ -433,9 +412,7 @@ fn s1_43_s1_50_hooks_and_listeners_run_without_a_lock() {
         assert!(!guard.remove_relief_hook("busy"), "it ran");
         guard.deallocate_block(held).unwrap();
         assert_eq!(guard.usage().unwrap().outstanding(), 0);
-        let block = guard
-            .allocate_block(&Request::new(1000).tag(T), &stream)
-            .unwrap();
+        let block = take(&guard, 1000, &stream);
         guard.deallocate_block(block).unwrap();
         guard.remove_relief_hook("panics");
     });

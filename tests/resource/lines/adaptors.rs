@@ -69,9 +69,7 @@ fn s5_31_s5_32_records_say_everything() {
         let broken = Logging::new(rig.allocator(), |_: &LogRecord| {
             Err(std::io::Error::other("full"))
         });
-        let block = broken
-            .allocate_block(&Request::new(8).tag(T), &stream)
-            .unwrap();
+        let block = take(&broken, 8, &stream);
         broken.deallocate_block(block).unwrap();
         assert_eq!(broken.dropped(), 2);
     });
@@ -87,9 +85,7 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
         let count = |resource: &dyn MemoryResource| {
             let before = ALLOCATIONS.with(Cell::get);
             for _ in 0..100 {
-                let block = resource
-                    .allocate_block(&Request::new(512).tag(T), &stream)
-                    .unwrap();
+                let block = take(&resource, 512, &stream);
                 resource.deallocate_block(block).unwrap();
             }
             ALLOCATIONS.with(Cell::get) - before
@@ -152,9 +148,7 @@ fn s5_11_s5_70_poison_comes_after_recorded_uses() {
         ];
         for resource in stacks {
             let [a, b] = rig.streams();
-            let block = resource
-                .allocate_block(&Request::new(4096).tag(T), &a)
-                .unwrap();
+            let block = take(&resource, 4096, &a);
             let (ptr, id) = (block.ptr(), block.id());
             a.synchronize().unwrap();
             assert_eq!(sim.read_memory(ptr, 4096), Some(vec![0xCD; 4096]));
@@ -224,9 +218,7 @@ fn probe_child() {
     println!("{checks}");
     let resource = standard(&context).unwrap();
     let stream = Stream::new(&context).unwrap();
-    let block = resource
-        .allocate_block(&Request::new(64).tag(T), &stream)
-        .unwrap();
+    let block = take(&resource, 64, &stream);
     stream.synchronize().unwrap();
     let memory = sim.read_memory(block.ptr(), 1).unwrap();
     println!("new memory: {}", memory[0]);
@@ -246,9 +238,7 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
         let stream = rig.stream();
         let twice = Twice(rig.allocator(), Mutex::default());
         let probe = Sanitizer::new(twice).check_overlap(true);
-        let block = probe
-            .allocate_block(&Request::new(600).tag(T), &stream)
-            .unwrap();
+        let block = take(&probe, 600, &stream);
         match probe.allocate_block(&Request::new(600).tag(T), &stream) {
             Err(Error::Overlap { new, old }) => {
                 assert_eq!((new.0, old), (block.ptr(), (block.ptr(), 1024)));
@@ -276,9 +266,7 @@ fn r69_tracking_erases_before_the_free() {
         );
         let adaptor = Arc::new(Sanitizer::new(spy));
         let _ = tracked.set(Arc::clone(&adaptor));
-        let block = adaptor
-            .allocate_block(&Request::new(64).tag(T), &stream)
-            .unwrap();
+        let block = take(&adaptor, 64, &stream);
         adaptor.deallocate_block(block).unwrap();
         assert_eq!(
             seen.load(Ordering::SeqCst),

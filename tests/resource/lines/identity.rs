@@ -38,9 +38,7 @@ fn s5_13_s5_14_identity_survives_reuse_of_the_address() {
         assert_eq!(other.usage().unwrap().requested.current, 0);
         allocator.deallocate_block(*failure.value).unwrap();
         let direct = CudaMemory::new(&rig.context);
-        let block = direct
-            .allocate_block(&Request::new(8).tag(T), &stream)
-            .unwrap();
+        let block = take(&direct, 8, &stream);
         assert_ne!(block.id().source(), old.source());
         direct.deallocate_block(block).unwrap();
     });
@@ -75,9 +73,7 @@ fn s5_15_s5_16_s5_17_tags_accesses_and_errors() {
         assert_eq!(Access::Read.merge(Access::Read), Access::Read);
         let budget = Budget::new(rig.allocator(), Some(100));
         let stream = rig.stream();
-        let block = budget
-            .allocate_block(&Request::new(60).tag(T), &stream)
-            .unwrap();
+        let block = take(&budget, 60, &stream);
         match budget.allocate_block(&Request::new(41).tag(T), &stream) {
             Err(Error::OverBudget {
                 requested,
@@ -143,7 +139,7 @@ fn s5_18_use_tracking_is_refused_by_default() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let direct = CudaMemory::new(&rig.context);
-        let block = direct.allocate_block(&Request::new(64).tag(T), &a).unwrap();
+        let block = take(&direct, 64, &a);
         let id = block.id();
         assert_eq!(direct.use_tracking(), UseTracking::None);
         for refused in [
@@ -181,14 +177,10 @@ fn s5_27_stale_identity_has_no_effect() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
-        let old = resource
-            .allocate_block(&Request::new(512).tag(T), &a)
-            .unwrap();
+        let old = take(&resource, 512, &a);
         let id = old.id();
         resource.deallocate_block(old).unwrap();
-        let new = resource
-            .allocate_block(&Request::new(512).tag(T), &a)
-            .unwrap();
+        let new = take(&resource, 512, &a);
         assert_eq!(new.ptr(), id.ptr(), "the address is in use again");
         let calls = rig.driver.calls().total();
         for refused in [

@@ -17,6 +17,7 @@ use cualloc::sim::FailPlan;
 use cualloc::{Allocator, BlockId, Error, Policy, Refused, Request, Tag};
 
 use crate::common::*;
+use crate::{T, take};
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -43,8 +44,6 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static GLOBAL: Counting = Counting;
-
-const T: Tag = Tag::new("test");
 
 fn packed(test: impl Fn(&Rig)) {
     only(Policy::Packed, test);

@@ -1,6 +1,5 @@
 //! Reads, writes and frees of several streams, and the events behind them.
 
-use cualloc::Request;
 use cualloc::driver::{Context, Stream};
 use cualloc::resource::*;
 use cualloc::sim::{FailPlan, Mode, Report};
@@ -19,9 +18,7 @@ fn s5_21_allocation_is_the_first_write() {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
         let hold = rig.hold(&a);
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &a)
-            .unwrap();
+        let block = take(&resource, 4096, &a);
         let id = block.id();
         resource.prepare_use(&id, &b, Access::Read).unwrap();
         rig.stamp(block.ptr(), 4096, 1, &b);
@@ -45,9 +42,7 @@ fn s5_22_s5_23_waits_follow_the_accesses() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b, c] = rig.streams();
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &a)
-            .unwrap();
+        let block = take(&resource, 4096, &a);
         let id = block.id();
         let waits = || rig.calls("cuStreamWaitEvent");
         let prepare = |stream: &Stream, access| {
@@ -84,9 +79,7 @@ fn s5_23_unprepared_write_keeps_other_uses() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b, c] = rig.streams();
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &a)
-            .unwrap();
+        let block = take(&resource, 4096, &a);
         let id = block.id();
         resource.finish_use(&id, &b, Access::Read).unwrap();
         resource.finish_use(&id, &c, Access::Write).unwrap();
@@ -107,9 +100,7 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
             Some(1 << 30),
         )));
         let [a, b] = rig.streams();
-        let mut block = resource
-            .allocate_block(&Request::new(4096).tag(T), &a)
-            .unwrap();
+        let mut block = take(&resource, 4096, &a);
         let id = block.id();
         resource.prepare_use(&id, &b, Access::Write).unwrap();
         resource.finish_use(&id, &b, Access::Write).unwrap();
@@ -152,9 +143,7 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
             ("cuStreamIsCapturing", &own),
             ("cuStreamIsCapturing", &of_thread),
         ] {
-            let block = resource
-                .allocate_block(&Request::new(4096).tag(T), &a)
-                .unwrap();
+            let block = take(&resource, 4096, &a);
             let id = block.id();
             resource.prepare_use(&id, b, Access::Write).unwrap();
             rig.stamp(id.ptr(), 4096, 1, b);
@@ -162,9 +151,7 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
             let error = resource.finish_use(&id, b, Access::Write).unwrap_err();
             assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
             resource.deallocate_block(block).unwrap();
-            let next = resource
-                .allocate_block(&Request::new(4096).tag(T), &a)
-                .unwrap();
+            let next = take(&resource, 4096, &a);
             assert_eq!(next.ptr(), id.ptr());
             rig.stamp(id.ptr(), 4096, 2, &a);
             sim.complete_all();
@@ -184,9 +171,7 @@ fn s5_53_s5_58_steady_state_creates_no_event() {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
         let cycle = || {
-            let block = resource
-                .allocate_block(&Request::new(4096).tag(T), &a)
-                .unwrap();
+            let block = take(&resource, 4096, &a);
             let id = block.id();
             resource.prepare_use(&id, &b, Access::Write).unwrap();
             resource.finish_use(&id, &b, Access::Write).unwrap();
@@ -218,9 +203,7 @@ fn s5_59_reads_of_a_stream_collapse() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b, c] = rig.streams();
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &a)
-            .unwrap();
+        let block = take(&resource, 4096, &a);
         let id = block.id();
         let rounds = if cfg!(debug_assertions) {
             20_000
@@ -250,9 +233,7 @@ fn s5_72_destroyed_stream_is_known_by_its_marker() {
         let resource = asynchronous(rig);
         let raw = RawStream::new(rig);
         let stream = raw.borrowed();
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &stream)
-            .unwrap();
+        let block = take(&resource, 4096, &stream);
         sim.set_mode(Mode::Manual);
         rig.stamp(block.ptr(), 4096, 1, &stream);
         let id = block.id();
@@ -289,9 +270,7 @@ fn r33_events_are_pooled_per_context() {
         let resource = asynchronous(rig);
         let (a, other) = (rig.stream(), Stream::new(&second).unwrap());
         for _ in 0..50 {
-            let block = resource
-                .allocate_block(&Request::new(4096).tag(T), &a)
-                .unwrap();
+            let block = take(&resource, 4096, &a);
             let id = block.id();
             for stream in [&other, &a, &other] {
                 resource.prepare_use(&id, stream, Access::Write).unwrap();

@@ -22,11 +22,7 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
         let [a, b, c] = rig.streams();
         assert_eq!(resource.reap().unwrap(), 0, "nothing pending");
         let sizes = [(&a, 1000), (&b, 2000), (&c, 4000)];
-        let blocks = sizes.map(|(stream, bytes)| {
-            resource
-                .allocate_block(&Request::new(bytes).tag(T), stream)
-                .unwrap()
-        });
+        let blocks = sizes.map(|(stream, bytes)| take(&resource, bytes, stream));
         let [one, two, three] = [0, 1, 2].map(|at: usize| blocks[at].id());
         for block in blocks {
             resource.deallocate_block(block).unwrap();
@@ -62,17 +58,13 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
     packed(|rig| {
         let stream = rig.stream();
         let inner = asynchronous(rig);
-        let early = inner
-            .allocate_block(&Request::new(24).tag(T), &stream)
-            .unwrap();
+        let early = take(&inner, 24, &stream);
         let budget = Budget::new(inner, Some(1024));
         assert_eq!(
             (budget.usage().unwrap().outstanding(), budget.remaining()),
             (24, Some(1000))
         );
-        let block = budget
-            .allocate_block(&Request::new(1000).tag(T), &stream)
-            .unwrap();
+        let block = take(&budget, 1000, &stream);
         assert!(
             budget
                 .allocate_block(&Request::new(1).tag(T), &stream)
@@ -95,9 +87,7 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
             waits,
             "no reap for the impossible"
         );
-        let block = budget
-            .allocate_block(&Request::new(1000).tag(T), &stream)
-            .unwrap();
+        let block = take(&budget, 1000, &stream);
         assert_eq!(rig.calls("cuEventSynchronize"), waits + 1, "one reap");
         budget.deallocate_block(block).unwrap();
         budget.deallocate_block(early).unwrap();
@@ -125,13 +115,9 @@ fn s5_30_budget_follows_what_really_left() {
     packed(|rig| {
         let stream = rig.stream();
         let direct = Budget::new(CudaMemory::new(&rig.context), Some(4096));
-        let block = direct
-            .allocate_block(&Request::new(4096).tag(T), &stream)
-            .unwrap();
+        let block = take(&direct, 4096, &stream);
         let stranger = CudaMemory::new(&rig.context);
-        let unknown = stranger
-            .allocate_block(&Request::new(4096).tag(T), &stream)
-            .unwrap();
+        let unknown = take(&stranger, 4096, &stream);
         let failure = direct.deallocate_block(unknown).unwrap_err();
         assert_eq!(direct.usage().unwrap().outstanding(), 4096);
         stranger.deallocate_block(*failure.value).unwrap();
@@ -145,12 +131,8 @@ fn s5_30_budget_follows_what_really_left() {
         let shared = Arc::new(asynchronous(rig));
         let one = Budget::new(Arc::clone(&shared), Some(4096));
         let two = Budget::new(Arc::clone(&shared), Some(4096));
-        let first = one
-            .allocate_block(&Request::new(1000).tag(T), &stream)
-            .unwrap();
-        let second = two
-            .allocate_block(&Request::new(2000).tag(T), &stream)
-            .unwrap();
+        let first = take(&one, 1000, &stream);
+        let second = take(&two, 2000, &stream);
         one.deallocate_block(first).unwrap();
         two.deallocate_block(second).unwrap();
         assert_eq!(
@@ -177,9 +159,7 @@ fn s5_56_reap_holds_nobody_up() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &a)
-            .unwrap();
+        let block = take(&resource, 4096, &a);
         if let Some(sim) = rig.maybe_sim() {
             sim.set_mode(Mode::Manual);
         }
@@ -197,9 +177,7 @@ fn s5_56_reap_holds_nobody_up() {
             scope.spawn(move || {
                 // A reap that does not wait lets nothing begin: that fails the test, not its runner.
                 begun.recv_timeout(Duration::from_secs(60)).unwrap();
-                let hit = shared
-                    .allocate_block(&Request::new(4096).tag(T), other)
-                    .unwrap();
+                let hit = take(&shared, 4096, other);
                 shared.deallocate_block(hit).unwrap();
                 let _ = end.send(());
             });

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
+use cualloc::DeviceBuffer;
 use cualloc::driver::{Stream, sys};
 use cualloc::pool::{DriverPool, DriverPoolConfig, WorkspacePool};
 use cualloc::resource::*;
 use cualloc::sim::{Mode, Simulator};
-use cualloc::{DeviceBuffer, Request};
 
 use super::*;
 use crate::common::*;
@@ -27,9 +27,7 @@ fn a_probe_leaves_captures_alone() {
     packed(|rig| {
         let [home, other] = rig.streams();
         let probe = poisoned(rig.allocator());
-        let block = probe
-            .allocate_block(&Request::new(4096).tag(T), &home)
-            .unwrap();
+        let block = take(&probe, 4096, &home);
         probe.record_stream(&block.id(), &other).unwrap();
         let refused = captured(rig, &home, || probe.deallocate_block(block)).unwrap_err();
         let refused = captured(rig, &other, || probe.deallocate_block(*refused.value)).unwrap_err();
@@ -44,9 +42,7 @@ fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
     packed(|rig| {
         let [home, other] = rig.streams();
         let resource = asynchronous(rig);
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &home)
-            .unwrap();
+        let block = take(&resource, 4096, &home);
         resource.record_stream(&block.id(), &other).unwrap();
         let failure = captured(rig, &other, || {
             let refused = resource.deallocate_block(block).unwrap_err();
@@ -68,9 +64,7 @@ fn retired<R: MemoryResource>(rig: &Rig, make: impl Fn(&Allocator) -> R, access:
     sim.set_mode(Mode::Manual);
     for foreign in [false, true] {
         let home = if foreign { rig.stream() } else { home.clone() };
-        let block = resource
-            .allocate_block(&Request::new(1 << 20).tag(T), &home)
-            .unwrap();
+        let block = take(&resource, 1 << 20, &home);
         let id = block.id();
         let stamp = |on| rig.stamp(id.ptr(), 1 << 20, 1, on);
         stamp(&home);
@@ -110,9 +104,7 @@ fn a_threads_own_stream_is_waited_for_by_an_event() {
         let resource = asynchronous(rig);
         let home = rig.stream();
         let mine = Stream::per_thread(&rig.context);
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &home)
-            .unwrap();
+        let block = take(&resource, 4096, &home);
         resource.record_stream(&block.id(), &mine).unwrap();
         let before = rig.calls("cuCtxSynchronize");
         resource.deallocate_block(block).unwrap();
@@ -130,9 +122,7 @@ fn a_probe_frees_what_is_of_another_threads_stream() {
         let probe = poisoned(allocator.clone());
         let mine = Stream::per_thread(&rig.context);
         sim.set_mode(Mode::Manual);
-        let block = probe
-            .allocate_block(&Request::new(1 << 20).tag(T), &mine)
-            .unwrap();
+        let block = take(&probe, 1 << 20, &mine);
         {
             let _entered = rig.context.enter().unwrap();
             rig.stamp(block.ptr(), 1 << 20, 1, &mine);
@@ -184,9 +174,7 @@ fn finished_in_vain(
 ) -> bool {
     sim.set_mode(Mode::Manual);
     let [home, other] = rig.streams();
-    let block = resource
-        .allocate_block(&Request::new(MIB).tag(T), &home)
-        .unwrap();
+    let block = take(&resource, MIB, &home);
     let id = block.id();
     let entered = rig.context.enter().unwrap();
     let allocated = entered.create_event().unwrap();
@@ -197,9 +185,7 @@ fn finished_in_vain(
     let finished = resource.finish_use(&id, &other, Access::Write);
     sim.clear_failures();
     resource.deallocate_block(block).unwrap();
-    let again = resource
-        .allocate_block(&Request::new(MIB).tag(T), &home)
-        .unwrap();
+    let again = take(&resource, MIB, &home);
     rig.stamp(again.ptr(), MIB, 2, &home);
     sim.complete_all();
     rig.assert_clean();
@@ -236,9 +222,7 @@ fn a_stream_that_could_not_be_asked_is_waited_for_by_an_event() {
         let resource = asynchronous(rig);
         let [home, other] = rig.streams();
         let mine = Stream::per_thread(&rig.context);
-        let block = resource
-            .allocate_block(&Request::new(4096).tag(T), &home)
-            .unwrap();
+        let block = take(&resource, 4096, &home);
         let id = block.id();
         if !fail(rig, "cuStreamIsCapturing") {
             return;

@@ -26,9 +26,7 @@ fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
             Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }))
         ));
         assert_eq!(rig.calls("cuMemAlloc_v2"), calls);
-        let block = direct
-            .allocate_block(&Request::new(4096).tag(T), &stream)
-            .unwrap();
+        let block = take(&direct, 4096, &stream);
         let id = block.id();
         let busy = rig.busy(&stream);
         rig.stamp(block.ptr(), 4096, 9, &stream);
@@ -83,9 +81,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             // A source that hands the same memory out twice.
             let same = AccessOrdered::new(Twice(rig.allocator(), Mutex::default()));
             let stream = rig.stream();
-            let block = same
-                .allocate_block(&Request::new(64).tag(T), &stream)
-                .unwrap();
+            let block = take(&same, 64, &stream);
             let collision = same.allocate_block(&Request::new(64).tag(T), &stream);
             assert!(
                 matches!(collision, Err(Error::Overlap { new, old }) if new == old),
@@ -164,9 +160,7 @@ fn lost_context_is_an_error() {
         let Some(sim) = rig.sim() else { return };
         let resource = asynchronous(rig);
         let stream = rig.stream();
-        let block = resource
-            .allocate_block(&Request::new(64).tag(T), &stream)
-            .unwrap();
+        let block = take(&resource, 64, &stream);
         sim.fail(FailPlan::call("cuEventRecord", code()).unwrap());
         let failure = resource.deallocate_block(block).unwrap_err();
         assert!(failure.error.driver_error().is_some_and(|e| e.is_fatal()));
