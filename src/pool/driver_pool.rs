@@ -93,27 +93,6 @@ impl DriverPool {
         Ok(Self::wrap(context, MemoryPool::default_of(context)?, None))
     }
 
-    /// The pool that `cuMemAllocAsync` takes from on the device at present. Never destroyed from here.
-    ///
-    /// # Errors
-    /// [`Error::NotSupported`], driver errors.
-    ///
-    /// # Safety
-    /// Whoever owns the pool keeps it as long as the result, its clones and its blocks are there.
-    ///
-    /// ```compile_fail,E0133
-    /// # use cualloc::{Error, driver::Context, pool::DriverPool};
-    /// fn current(context: &Context) -> Result<DriverPool, Error> {
-    ///     DriverPool::current_of(context)
-    /// }
-    /// ```
-    pub unsafe fn current_of(context: &Context) -> Result<DriverPool, Error> {
-        supported(context)?;
-        // SAFETY: the caller's contract.
-        let pool = unsafe { MemoryPool::current_of(context) }?;
-        Ok(Self::wrap(context, pool, None))
-    }
-
     /// The pool of another process behind a descriptor of [`export`](Self::export).
     ///
     /// # Errors
@@ -218,15 +197,6 @@ impl DriverPool {
     pub fn has_access(&self, device: &Device) -> Result<bool, Error> {
         let _use = self.0.enter()?;
         Ok(self.0.pool.has_access(device)?)
-    }
-
-    /// Makes this the pool that `cuMemAllocAsync` takes from on the device, for the whole process.
-    ///
-    /// # Errors
-    /// Driver errors, [`Error::Closed`].
-    pub fn make_current(&self) -> Result<(), Error> {
-        let _use = self.0.enter()?;
-        Ok(self.0.pool.make_current()?)
     }
 
     /// A descriptor that stands for the pool in other processes.

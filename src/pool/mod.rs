@@ -22,7 +22,6 @@
 mod driver_blocks;
 mod driver_pool;
 mod driver_pool_config;
-mod histogram;
 mod pinned;
 mod report;
 mod surplus;
@@ -33,9 +32,8 @@ mod workspace;
 
 pub use driver_pool::DriverPool;
 pub use driver_pool_config::DriverPoolConfig;
-pub use histogram::SizeHistogram;
 pub use pinned::{PinnedConfig, PinnedPool};
-pub use report::{Fragmentation, PoolReport};
+pub use report::{Fragmentation, PoolReport, SizeHistogram};
 pub use threshold::ThresholdPool;
 pub use typed::TypedPool;
 pub use workspace::WorkspacePool;

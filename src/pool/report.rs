@@ -1,13 +1,102 @@
-//! A pool described.
+//! Descriptions of an allocator: sizes of blocks, fragmentation, and a report of both.
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::allocator::{Allocator, BlockState, SegmentInfo};
 use crate::resource::Usage;
 
-use super::histogram::SizeHistogram;
+/// Smallest size of bucket 1, as a power of two.
+const FIRST_BITS: u32 = 5;
 
-/// In what pieces free memory is.
+/// Numbers of blocks by size, in 32 buckets: below 32 B, then one for each power of two (bucket i holds
+/// sizes from 2^(i+4) up to 2^(i+5)), the last from 2^35 on. Counters stop at their largest value.
+///
+/// ```
+/// use cualloc::pool::SizeHistogram;
+/// let mut sizes = SizeHistogram::default();
+/// for bytes in [16, 100, 100, 4096] {
+///     sizes.record(bytes, 1);
+/// }
+/// assert_eq!(sizes.median(), Some(64..128));
+/// assert_eq!(SizeHistogram::range(1), Some(32..64));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SizeHistogram {
+    counts: [u64; Self::BUCKETS],
+}
+
+impl SizeHistogram {
+    /// How many buckets there are.
+    pub const BUCKETS: usize = 32;
+
+    /// Index of the bucket for a size in bytes.
+    pub const fn bucket(bytes: u64) -> usize {
+        let bits = u64::BITS - bytes.leading_zeros();
+        if bits <= FIRST_BITS {
+            return 0;
+        }
+        let index = (bits - FIRST_BITS) as usize;
+        if index < Self::BUCKETS {
+            index
+        } else {
+            Self::BUCKETS - 1
+        }
+    }
+
+    /// The sizes of a bucket in bytes; the last ends with the largest number. `None` if there is no
+    /// such bucket.
+    pub const fn range(bucket: usize) -> Option<Range<u64>> {
+        match bucket {
+            0 => Some(0..1 << FIRST_BITS),
+            31 => Some(1 << 35..u64::MAX),
+            1..31 => Some(1 << (bucket + 4)..1 << (bucket + 5)),
+            _ => None,
+        }
+    }
+
+    /// Counts blocks of one size.
+    pub fn record(&mut self, bytes: u64, blocks: u64) {
+        let count = &mut self.counts[Self::bucket(bytes)];
+        *count = count.saturating_add(blocks);
+    }
+
+    /// Blocks in a bucket; 0 if there is no such bucket.
+    pub fn count(&self, bucket: usize) -> u64 {
+        self.counts.get(bucket).copied().unwrap_or(0)
+    }
+
+    /// Blocks in all buckets.
+    pub fn total(&self) -> u64 {
+        self.counts
+            .iter()
+            .fold(0, |sum: u64, count| sum.saturating_add(*count))
+    }
+
+    /// The sizes of the bucket in which the block lies that is as large as or larger than `percent` of
+    /// all (0 to 100, else the nearer of the two). `None` if nothing was counted.
+    pub fn percentile(&self, percent: f64) -> Option<Range<u64>> {
+        // The sum of saturated counters does not fit into their type.
+        let total: u128 = self.counts.iter().map(|c| u128::from(*c)).sum();
+        if total == 0 || percent.is_nan() {
+            return None;
+        }
+        let rank = (percent.clamp(0.0, 100.0) / 100.0 * total as f64).ceil() as u128;
+        let mut seen = 0;
+        let bucket = self.counts.iter().position(|count| {
+            seen += u128::from(*count);
+            seen >= rank.clamp(1, total)
+        });
+        bucket.and_then(Self::range)
+    }
+
+    /// The sizes of the bucket in which the median lies.
+    pub fn median(&self) -> Option<Range<u64>> {
+        self.percentile(50.0)
+    }
+}
+
+/// The pieces of free memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Fragmentation {
@@ -50,12 +139,8 @@ impl Fragmentation {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct PoolReport {
-    /// The bytes held, and the blocks handed out.
+    /// The bytes held, and the blocks allocated and freed.
     pub usage: Usage,
-    /// Allocations since the start.
-    pub allocations: u64,
-    /// Frees since the start.
-    pub frees: u64,
     /// Live blocks by the size that was asked for.
     pub sizes: SizeHistogram,
     /// The free memory.
@@ -71,7 +156,7 @@ impl PoolReport {
         let blocks = |segment: &SegmentInfo| segment.blocks.clone();
         for block in segments.iter().flat_map(blocks) {
             match block.state {
-                BlockState::Live => sizes.record(block.requested),
+                BlockState::Live => sizes.record(block.requested, 1),
                 BlockState::Free | BlockState::Pending => free.push(block.size),
                 // Lent memory is counted as the block in the view.
                 _ => {}
@@ -79,21 +164,14 @@ impl PoolReport {
         }
         PoolReport {
             usage: Usage::of(&stats),
-            allocations: stats.all.allocations.total_allocated,
-            frees: stats.all.allocations.total_freed,
             sizes,
             fragmentation: Fragmentation::of(free),
         }
     }
 
-    /// Live blocks.
-    pub fn live(&self) -> u64 {
-        self.allocations.saturating_sub(self.frees)
-    }
-
-    /// Whether blocks are live: a leak, if the program thinks that it has freed all.
+    /// Whether blocks are live: a leak where the program has freed everything.
     pub fn leaks(&self) -> bool {
-        self.live() > 0
+        self.usage.blocks.current > 0
     }
 }
 
@@ -102,7 +180,7 @@ impl fmt::Display for PoolReport {
         write!(
             f,
             "{} blocks of {} B live (peak {} B), {} B held (peak {} B), {} B free in {} pieces (largest {} B)",
-            self.live(),
+            self.usage.blocks.current,
             self.usage.used.current,
             self.usage.used.peak,
             self.usage.reserved.current,
@@ -131,5 +209,46 @@ mod tests {
             (2048, 1024, 3)
         );
         assert_eq!((some.ratio(), some.mean()), (0.5, 682));
+    }
+
+    /// S3.21
+    #[test]
+    fn s3_21_histogram_has_32_buckets_by_powers_of_two() {
+        for (bytes, bucket) in [
+            (0, 0),
+            (31, 0),
+            (32, 1),
+            (63, 1),
+            (64, 2),
+            ((1 << 35) - 1, 30),
+            (1 << 35, 31),
+            (u64::MAX, 31),
+        ] {
+            assert_eq!(SizeHistogram::bucket(bytes), bucket, "{bytes}");
+        }
+        for bucket in 0..SizeHistogram::BUCKETS {
+            let range = SizeHistogram::range(bucket).unwrap();
+            assert_eq!(SizeHistogram::bucket(range.start), bucket);
+            assert_eq!(SizeHistogram::bucket(range.end - 1), bucket);
+        }
+        assert_eq!(SizeHistogram::range(32), None);
+
+        let mut sizes = SizeHistogram::default();
+        assert_eq!(sizes.median(), None);
+        for bytes in 1..=100 {
+            sizes.record(bytes, 1);
+        }
+        assert_eq!(sizes.percentile(0.0), Some(0..32));
+        assert_eq!(sizes.percentile(31.0), Some(0..32));
+        assert_eq!(sizes.percentile(32.0), Some(32..64));
+        assert_eq!(sizes.median(), Some(32..64));
+        assert_eq!(sizes.percentile(250.0), Some(64..128));
+        assert_eq!(sizes.percentile(f64::NAN), None);
+
+        sizes.record(1 << 20, u64::MAX);
+        sizes.record(1 << 20, 5);
+        assert_eq!(sizes.count(SizeHistogram::bucket(1 << 20)), u64::MAX);
+        assert_eq!(sizes.total(), u64::MAX);
+        assert_eq!(sizes.median(), Some(1 << 20..1 << 21));
     }
 }

@@ -353,24 +353,36 @@ impl Inner {
         (bytes, requested): (usize, usize),
         retirements: u64,
     ) -> Option<(u64, u64)> {
-        let mut state = self.lock();
         loop {
-            let mut place = state.take(home, bytes)?;
-            let slab = state.slabs.get(place as usize)?.as_ref()?;
-            if slab.retirements != retirements {
-                // Streams were retired since. A slab of such a stream is freed, since the allocator does not count on
-                // more work of it.
-                let mut slab = state.remove(place)?;
-                drop(state);
-                let retired = slab.block.stream_retired();
-                slab.retirements = retirements;
-                let slab = (!retired).then_some(slab);
-                state = self.lock();
-                let Some(slab) = slab else { continue };
-                place = state.add(slab);
+            let mut state = self.lock();
+            let place = state.take(home, bytes)?;
+            if state.slabs.get(place as usize)?.as_ref()?.retirements == retirements {
+                return state.lease(place, requested);
             }
-            return state.lease(place, requested);
+            let slab = state.remove(place)?;
+            drop(state);
+            if let Some(lease) = self.lease_unless_retired(slab, requested, retirements) {
+                return Some(lease);
+            }
         }
+    }
+
+    /// After streams were retired since a slab was last leased: a slab of such a stream is freed, since the allocator
+    /// does not count on more work of it; any other is leased.
+    #[cold]
+    fn lease_unless_retired(
+        &self,
+        mut slab: Slab,
+        requested: usize,
+        retirements: u64,
+    ) -> Option<(u64, u64)> {
+        if slab.block.stream_retired() {
+            return None;
+        }
+        slab.retirements = retirements;
+        let mut state = self.lock();
+        let place = state.add(slab);
+        state.lease(place, requested)
     }
 
     /// Leases a new slab.
@@ -415,7 +427,7 @@ impl Inner {
     }
 
     /// Ends a lease; false if there is none.
-    #[inline]
+    #[inline(always)]
     fn end(&self, block: &RawBlock, keep: bool) -> bool {
         let ended = self.lock().give_back(block.id().generation(), keep);
         // A slab that is not kept is freed here, without the lock.

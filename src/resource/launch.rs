@@ -1,4 +1,4 @@
-//! What a launch reads and writes.
+//! Ordering a launch with other uses of the memory that it reads and writes.
 
 use crate::driver::{Stream, StreamKind, process};
 
@@ -7,12 +7,12 @@ use super::traits::{MemoryResource, UseTracking};
 use crate::block::{BlockId, BlockState};
 use crate::error::{Error, StreamMisuse};
 
-/// Something that a launch can use: a block, a slice, a column. Identities are kept, not borrows.
+/// Memory that a launch can use: a block, a slice, a column. A launch keeps identities, not borrows.
 pub trait LaunchBuffer {
-    /// The block under it; none where there are no bytes, and of memory that somebody else owns.
+    /// The block of the memory; none where there are no bytes, and of foreign memory.
     fn launch_id(&self) -> Option<BlockId>;
 
-    /// Whether somebody else owns the memory.
+    /// Whether the memory is foreign: no resource of this crate allocated it.
     fn is_external(&self) -> bool {
         false
     }
@@ -37,7 +37,7 @@ enum Phase {
     Committed,
 }
 
-/// Puts one launch in order with all other uses of its buffers: record what it reads and writes,
+/// Orders one launch with all other uses of its buffers: record what it reads and writes,
 /// [`preflight`](Self::preflight), launch, [`commit`](Self::commit).
 ///
 /// ```
@@ -67,11 +67,11 @@ pub struct Launch<R: MemoryResource> {
     stream: Stream,
     /// The stream's id at the preflight.
     named: u64,
-    /// Whether buffers that nobody tracks are refused.
+    /// Whether buffers whose uses are not tracked are refused.
     strict: bool,
     phase: Phase,
     blocks: Vec<Entry>,
-    /// The first buffer of somebody else's, by its place in the order of recording.
+    /// The first foreign buffer, by its place in the order of recording.
     external: Option<usize>,
     recorded: usize,
 }
@@ -85,13 +85,13 @@ struct Entry {
 }
 
 impl<R: MemoryResource> Launch<R> {
-    /// One launch on a stream, with blocks of a resource (or a handle to it). Buffers that nobody tracks are refused,
-    /// with a reason, before anything is queued.
+    /// A launch on a stream, with blocks of a resource (or a handle to it). Buffers whose uses are not tracked are
+    /// refused, with the reason, before anything is queued.
     pub fn strict(resource: R, on: &Stream) -> Self {
         Launch::new(resource, on, true)
     }
 
-    /// As [`strict`](Self::strict), but buffers that nobody tracks are passed over.
+    /// As [`strict`](Self::strict), but buffers whose uses are not tracked are ignored.
     pub fn permissive(resource: R, on: &Stream) -> Self {
         Launch::new(resource, on, false)
     }
@@ -135,11 +135,7 @@ impl<R: MemoryResource> Launch<R> {
 
     fn record(&mut self, buffer: &impl LaunchBuffer, access: Access) -> Result<&mut Self, Error> {
         if self.phase != Phase::Recording {
-            return Err(StreamMisuse::LaunchOrder {
-                asked: "record a buffer",
-                because: "the preflight is over",
-            }
-            .into());
+            return out_of_order("record a buffer", "the preflight is over");
         }
         let index = self.recorded;
         self.recorded += 1;
@@ -172,11 +168,7 @@ impl<R: MemoryResource> Launch<R> {
     /// [`MemoryResource::prepare_use`]; [`StreamMisuse::LaunchOrder`] the second time.
     pub fn preflight(&mut self) -> Result<(), Error> {
         if self.phase != Phase::Recording {
-            return Err(StreamMisuse::LaunchOrder {
-                asked: "run the preflight",
-                because: "it has already run",
-            }
-            .into());
+            return out_of_order("run the preflight", "it has already run");
         }
         let (stream, device) = (self.stream.id()?, self.resource.ordinal());
         let tracking = self.resource.use_tracking();
@@ -222,11 +214,7 @@ impl<R: MemoryResource> Launch<R> {
     /// counts as used on its stream all the same.
     pub fn commit(mut self) -> Result<(), Error> {
         if self.phase != Phase::Ready && self.recorded > 0 {
-            return Err(StreamMisuse::LaunchOrder {
-                asked: "commit the launch",
-                because: "its preflight has not run",
-            }
-            .into());
+            return out_of_order("commit the launch", "its preflight has not run");
         }
         self.phase = Phase::Committed;
         if self.resource.use_tracking() == UseTracking::None {
@@ -245,6 +233,10 @@ impl<R: MemoryResource> Launch<R> {
         }
         first
     }
+}
+
+fn out_of_order<T>(asked: &'static str, because: &'static str) -> Result<T, Error> {
+    Err(StreamMisuse::LaunchOrder { asked, because }.into())
 }
 
 impl<R: MemoryResource> Drop for Launch<R> {

@@ -35,6 +35,7 @@ impl Meter {
         Some(self.bound()).filter(|limit| *limit != UNLIMITED)
     }
 
+    #[inline(always)]
     fn bound(&self) -> u64 {
         self.limit.load(Ordering::Acquire)
     }
@@ -45,6 +46,7 @@ impl Meter {
         self.announce();
     }
 
+    #[inline(always)]
     fn used(&self) -> u64 {
         self.used.load(Ordering::Acquire)
     }
