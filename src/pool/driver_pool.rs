@@ -4,13 +4,15 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::allocator::{Counter, Request, Trimmed, size};
+use crate::allocator::{Counter, Request, Trimmed};
 use crate::block::{BlockId, BlockState};
 use crate::driver::{
     Context, Device, DriverError, Feature, MemoryPool, PoolProperties, Stream, sys,
 };
 use crate::error::{Error, InvalidArgument, OutOfMemory, Refused};
-use crate::resource::{MemoryResource, RawBlock, Usage, UseTracking, give_back};
+use crate::resource::{
+    DRIVER_ALIGNMENT, MemoryResource, RawBlock, Usage, UseTracking, check_request, give_back,
+};
 
 use super::driver_blocks::{DESTROYED, Inner, free_those_of};
 use super::driver_pool_config::{
@@ -324,7 +326,7 @@ unsafe impl MemoryResource for DriverPool {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let pool = &self.0;
         let bytes = request.bytes();
-        check(bytes, request.alignment())?;
+        check_request(request, DRIVER_ALIGNMENT)?;
         free_those_of(pool);
         let call = pool.enter()?;
         super::admit(stream, &pool.context)?;
@@ -398,15 +400,6 @@ unsafe impl MemoryResource for DriverPool {
     fn record_stream(&self, block: &BlockId, stream: &Stream) -> Result<(), Error> {
         self.0.record_stream(block, stream)
     }
-}
-
-fn check(bytes: usize, alignment: usize) -> Result<(), Error> {
-    if bytes == 0 || size::round_size(bytes).is_none() {
-        return Err(Error::Invalid(InvalidArgument::Size {
-            bytes: bytes as u64,
-        }));
-    }
-    super::check_alignment(alignment)
 }
 
 impl Drop for DriverPool {

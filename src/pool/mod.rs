@@ -38,30 +38,10 @@ pub use threshold::ThresholdPool;
 pub use typed::TypedPool;
 pub use workspace::WorkspacePool;
 
-use crate::driver::{Context, Device, Driver, Stream};
-use crate::error::{Error, InvalidArgument, StreamMisuse};
+use crate::driver::{Context, Stream};
+use crate::error::Error;
+use crate::resource::same_device;
 use crate::sync::{capture, order};
-
-/// The device of an ordinal.
-fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {
-    let devices = driver.device_count()?;
-    if ordinal >= devices {
-        return Err(Error::InvalidDevice { ordinal, devices });
-    }
-    Ok(driver.device(ordinal)?)
-}
-
-/// Blocks of the driver's pools and of workspace pools have addresses that are multiples of this many bytes.
-const ALIGNMENT: usize = 256;
-
-fn check_alignment(alignment: usize) -> Result<(), Error> {
-    if alignment.is_power_of_two() && alignment <= ALIGNMENT {
-        return Ok(());
-    }
-    Err(Error::Invalid(InvalidArgument::Alignment {
-        bytes: alignment as u64,
-    }))
-}
 
 /// Waits for everything that a context was given; refuses while something captures there, which would suffer.
 fn wait_for(context: &Context) -> Result<(), Error> {
@@ -71,26 +51,9 @@ fn wait_for(context: &Context) -> Result<(), Error> {
     }
 }
 
-/// Refuses a stream that is being captured, or of another driver than the pool's, or of another device.
+/// Refuses a stream that captures, or of another driver than the pool's, or of another device.
 #[inline]
 fn admit(stream: &Stream, home: &Context) -> Result<(), Error> {
-    same_device(stream, home)?;
+    same_device(Some(home), home.device().ordinal(), stream)?;
     capture::refuse_capture(stream)
-}
-
-/// Refuses a stream of another driver than the pool's, or of another device.
-#[inline]
-fn same_device(stream: &Stream, home: &Context) -> Result<(), Error> {
-    if !home.driver().same_library(stream.context().driver()) {
-        return Err(Error::Stream(StreamMisuse::ForeignDriver));
-    }
-    let device = home.device().ordinal();
-    let other = stream.context().device().ordinal();
-    if other != device {
-        return Err(Error::WrongDevice {
-            expected: device,
-            found: other,
-        });
-    }
-    Ok(())
 }

@@ -8,9 +8,8 @@ use crate::allocator::{Allocator, Config, Request};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused};
-use crate::resource::{MemoryResource, RawBlock, UseTracking, forward};
+use crate::resource::{MemoryResource, RawBlock, UseTracking, check_request, device_of, forward};
 
-use super::device_of;
 use super::surplus::Surplus;
 
 /// Device memory of one device in stream order, of which unused bytes above a threshold go back to the
@@ -150,12 +149,8 @@ impl Inner {
 // SAFETY: the blocks are its allocator's.
 unsafe impl MemoryResource for Inner {
     fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
-        let bytes = request.bytes();
-        // What cannot be needs no allocator.
-        if bytes == 0 || Request::round(bytes).is_none() {
-            let bytes = bytes as u64;
-            return Err(Error::Invalid(InvalidArgument::Size { bytes }));
-        }
+        // Before there is an allocator.
+        check_request(request, usize::MAX)?;
         let allocator = self.allocator()?;
         self.surplus.release(allocator, true);
         allocator.allocate_block(request, on)

@@ -12,10 +12,9 @@ use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
 use crate::resource::{
-    MemoryResource, PerDevice, RawBlock, Usage, forward, free_at_once, is_retired, named,
+    MemoryResource, PerDevice, RawBlock, Usage, device_of, forward, free_at_once, is_retired, named,
 };
 
-use super::device_of;
 use super::surplus::Surplus;
 use super::table::{Live, Table};
 

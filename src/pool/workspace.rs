@@ -12,8 +12,8 @@ use crate::driver::{Context, Stream, process};
 use crate::error::{Error, InvalidArgument, Refused};
 use crate::locks::lock::{Held, Lock};
 use crate::resource::{
-    MemoryResource, RawBlock, Usage, UseTracking, forward, identity_of, is_of_retired_stream,
-    next_source,
+    DRIVER_ALIGNMENT, MemoryResource, RawBlock, Usage, UseTracking, check_request, forward,
+    identity_of, is_of_retired_stream, next_source, same_device,
 };
 use crate::sync::capture;
 
@@ -320,8 +320,12 @@ impl Inner {
         let bytes = bytes.ok_or(InvalidArgument::Size {
             bytes: requested as u64,
         })?;
-        super::same_device(stream, self.allocator.context())?;
         let engine = self.allocator.engine();
+        same_device(
+            Some(self.allocator.context()),
+            engine.device.ordinal(),
+            stream,
+        )?;
         if engine.watchful() {
             capture::refuse_capture(stream)?;
         }
@@ -495,10 +499,7 @@ impl fmt::Debug for WorkspacePool {
 // waits for recorded uses.
 unsafe impl MemoryResource for Inner {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        if request.bytes() == 0 {
-            return Err(InvalidArgument::Size { bytes: 0 }.into());
-        }
-        super::check_alignment(request.alignment())?;
+        check_request(request, DRIVER_ALIGNMENT)?;
         self.hand_out(request, stream)
     }
 

@@ -7,15 +7,13 @@ use crate::driver::{Context, Stream, process};
 use crate::locks::held::{Locked, Mutex};
 
 use super::block::RawBlock;
+use super::checks::{DRIVER_ALIGNMENT, check_request, same_device};
 use super::table::next_source;
 use super::traits::MemoryResource;
 use super::usage::Usage;
 use crate::block::{BlockId, BlockState};
-use crate::error::{Error, InvalidArgument, Refused};
+use crate::error::{Error, Refused};
 use crate::sync::order::wait_for_context;
-
-/// What `cuMemAlloc` aligns to.
-const ALIGNMENT: usize = 256;
 
 /// Memory straight from the driver, one call per block. Both calls are synchronous and the stream
 /// plays no part: a block may be used on every stream of the context as soon as it is there, and
@@ -109,17 +107,9 @@ impl CudaMemory {
 // SAFETY: one driver allocation per block; a free comes after all work of the context, and of the stream's.
 unsafe impl MemoryResource for CudaMemory {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        let (bytes, alignment) = (request.bytes(), request.alignment());
-        if bytes == 0 || Request::round(bytes).is_none() {
-            let bytes = bytes as u64;
-            return Err(Error::Invalid(InvalidArgument::Size { bytes }));
-        }
-        if !alignment.is_power_of_two() || alignment > ALIGNMENT {
-            return Err(Error::Invalid(InvalidArgument::Alignment {
-                bytes: alignment as u64,
-            }));
-        }
-        super::ordered::same_place(self, stream)?;
+        let bytes = request.bytes();
+        check_request(request, DRIVER_ALIGNMENT)?;
+        same_device(Some(&self.context), self.ordinal(), stream)?;
         let id = stream.id()?;
         let ptr = self.context.enter()?.mem_alloc(bytes)?;
         let (ours, home) = (self.context.id(), stream.context());

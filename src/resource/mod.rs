@@ -32,6 +32,7 @@
 mod block;
 mod budget;
 mod caching;
+mod checks;
 mod cuda_memory;
 mod dropped;
 mod launch;
@@ -71,6 +72,7 @@ pub use usage::Usage;
 pub use watchdog::Watchdog;
 
 pub(crate) use caching::{free_at_once, identity_of, is_of_retired_stream, is_retired, named};
+pub(crate) use checks::{DRIVER_ALIGNMENT, check_request, device_of, same_device};
 pub(crate) use dropped::give_back;
 pub(crate) use table::next_source;
 pub(crate) use traits::forward;

@@ -4,10 +4,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Counter, Request, Trimmed};
-use crate::driver::{Context, NO_ID, Stream, StreamKind, process};
+use crate::driver::{NO_ID, Stream, StreamKind, process};
 use crate::locks::held::{Locked, Mutex};
 
 use super::block::{Access, RawBlock};
+use super::checks::{same_device, same_driver};
 use super::dropped::{give_back, log_rarely};
 use super::meter::Charge;
 use super::traits::{MemoryResource, UseTracking};
@@ -114,25 +115,6 @@ struct Pending {
 fn bytes<'a>(pending: impl IntoIterator<Item = &'a Pending>) -> u64 {
     let pending = pending.into_iter();
     pending.map(|pending| pending.id.bytes() as u64).sum()
-}
-
-/// Whether a stream belongs to the driver of a resource, as far as that has one.
-fn same_driver(resource: &impl MemoryResource, stream: &Stream) -> Result<(), Error> {
-    let foreign = |context: &Context| !context.driver().same_library(stream.context().driver());
-    if resource.context().is_some_and(foreign) {
-        return Err(StreamMisuse::ForeignDriver.into());
-    }
-    Ok(())
-}
-
-/// Whether a stream can be used with memory of a resource: the same driver and device.
-pub(super) fn same_place(resource: &impl MemoryResource, stream: &Stream) -> Result<(), Error> {
-    same_driver(resource, stream)?;
-    let (expected, found) = (resource.ordinal(), stream.context().device().ordinal());
-    if expected != found {
-        return Err(Error::WrongDevice { expected, found });
-    }
-    Ok(())
 }
 
 impl<R: MemoryResource> AccessOrdered<R> {
@@ -345,7 +327,7 @@ impl<R: MemoryResource> Drop for AccessOrdered<R> {
 // SAFETY: passes blocks on, and frees them behind every use it was told of.
 unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        same_place(&self.inner, stream)?;
+        same_device(self.inner.context(), self.inner.ordinal(), stream)?;
         let id = stream.id()?;
         self.retry();
         capture::refuse_capture(stream)?;
@@ -464,7 +446,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     }
 
     fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
-        same_driver(&self.inner, stream)?;
+        same_driver(self.inner.context(), stream)?;
         let entry = self.entry(id)?;
         let by = stream.id()?;
         let mut uses = entry.uses();
@@ -476,7 +458,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     }
 
     fn prepare_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
-        same_driver(&self.inner, stream)?;
+        same_driver(self.inner.context(), stream)?;
         let entry = self.entry(id)?;
         let by = stream.id()?;
         capture::refuse_capture(stream)?;
@@ -497,7 +479,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     }
 
     fn finish_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
-        same_driver(&self.inner, stream)?;
+        same_driver(self.inner.context(), stream)?;
         let entry = self.entry(id)?;
         // A stream that cannot be named now is taken for one of its own.
         let (by, named) = match stream.id() {

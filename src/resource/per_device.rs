@@ -9,6 +9,7 @@ use crate::driver::{Context, Driver, process};
 use crate::error::Error;
 use crate::locks::held::{Locked, Mutex};
 
+use super::checks::device_of;
 use super::ordered::AccessOrdered;
 use super::sanitizer::Sanitizer;
 use super::traits::MemoryResource;
@@ -84,7 +85,12 @@ impl PerDevice<Arc<dyn MemoryResource>> {
     /// error of [`standard`].
     pub fn global() -> &'static PerDevice<Arc<dyn MemoryResource>> {
         static ALL: OnceLock<PerDevice<Arc<dyn MemoryResource>>> = OnceLock::new();
-        ALL.get_or_init(|| PerDevice::new(|ordinal| standard(&Driver::load()?.context(ordinal)?)))
+        ALL.get_or_init(|| {
+            PerDevice::new(|ordinal| {
+                let device = device_of(&Driver::load()?, ordinal)?;
+                standard(&Context::primary(&device)?)
+            })
+        })
     }
 }
 

@@ -1,10 +1,9 @@
-//! Resources: one suite over all of them, page-locked memory too, and what each kind promises beyond it.
+//! Resources: one suite over all of them, and what each kind promises beyond it.
 #![cfg(feature = "sim")]
 
 mod budgets;
 #[path = "../common/mod.rs"]
 mod common;
-mod host;
 mod launches;
 mod lines;
 mod managers;

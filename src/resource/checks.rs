@@ -1,0 +1,56 @@
+//! What every source of memory refuses.
+
+use crate::allocator::Request;
+use crate::driver::{Context, Device, Driver, Stream};
+use crate::error::{Error, InvalidArgument, StreamMisuse};
+
+/// Addresses of the driver's allocations are multiples of this many bytes.
+pub(crate) const DRIVER_ALIGNMENT: usize = 256;
+
+/// The device of an ordinal.
+pub(crate) fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {
+    let devices = driver.device_count()?;
+    if ordinal >= devices {
+        return Err(Error::InvalidDevice { ordinal, devices });
+    }
+    Ok(driver.device(ordinal)?)
+}
+
+/// Refuses a request for no bytes or too many, and an alignment above `alignment`.
+pub(crate) fn check_request(request: &Request, alignment: usize) -> Result<(), Error> {
+    let bytes = request.bytes();
+    if bytes == 0 || Request::round(bytes).is_none() {
+        let bytes = bytes as u64;
+        return Err(InvalidArgument::Size { bytes }.into());
+    }
+    let wanted = request.alignment();
+    if !wanted.is_power_of_two() || wanted > alignment {
+        let bytes = wanted as u64;
+        return Err(InvalidArgument::Alignment { bytes }.into());
+    }
+    Ok(())
+}
+
+/// Refuses a stream of another driver than that of a context, if there is one.
+#[inline]
+pub(crate) fn same_driver(home: Option<&Context>, stream: &Stream) -> Result<(), Error> {
+    let driver = stream.context().driver();
+    match home.is_none_or(|home| home.driver().same_library(driver)) {
+        true => Ok(()),
+        false => Err(StreamMisuse::ForeignDriver.into()),
+    }
+}
+
+/// Refuses a stream of another driver, or of another device.
+#[inline]
+pub(crate) fn same_device(
+    home: Option<&Context>,
+    expected: usize,
+    stream: &Stream,
+) -> Result<(), Error> {
+    same_driver(home, stream)?;
+    match stream.context().device().ordinal() {
+        found if found == expected => Ok(()),
+        found => Err(Error::WrongDevice { expected, found }),
+    }
+}
