@@ -24,6 +24,7 @@ mod driver_pool;
 mod driver_pool_config;
 mod pinned;
 mod report;
+mod slabs;
 mod surplus;
 mod table;
 mod threshold;
