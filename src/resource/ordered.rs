@@ -263,7 +263,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
             quarantined: false,
             charges,
         });
-        let many = queue.len() % QUERY == 0;
+        let many = queue.len().is_multiple_of(QUERY);
         drop(guard);
         if many && matches!(marker.is_complete(), Ok(true)) {
             self.complete(id.stream_id(), number, covers);
