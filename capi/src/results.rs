@@ -122,11 +122,9 @@ fn code_of(error: &Error) -> i32 {
         Error::NotLive { .. } | Error::InteriorPointer { .. } => CUALLOC_NOT_LIVE,
         Error::Capturing { .. } => CUALLOC_CAPTURING,
         Error::Closed | Error::GraphPool(GraphPoolError::Released) => CUALLOC_CLOSED,
-        Error::GraphPool(
-            GraphPoolError::NotComplete { .. }
-            | GraphPoolError::Taken { .. }
-            | GraphPoolError::InPredicate,
-        ) => CUALLOC_BUSY,
+        Error::GraphPool(GraphPoolError::NotComplete { .. } | GraphPoolError::InPredicate) => {
+            CUALLOC_BUSY
+        }
         Error::DriverUnavailable(_) => CUALLOC_NO_DRIVER,
         Error::ContextLost(_) | Error::ForkedChild | Error::Exiting => CUALLOC_CONTEXT_LOST,
         Error::NotSupported { .. } | Error::DeviceRefused { .. } => CUALLOC_UNSUPPORTED,

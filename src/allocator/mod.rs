@@ -47,7 +47,7 @@ pub(crate) mod view;
 pub use api::Allocator;
 pub use api::block::Block;
 pub use api::carver::{Carved, Carver, CarverStats};
-pub use api::graph::{Checkpoint, GraphFamily, GraphPool, PoolScope, Restored, Scope};
+pub use api::graph::{Checkpoint, GraphPool, PoolScope, Restored, Scope};
 pub use api::guard::RangeGuard;
 pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;

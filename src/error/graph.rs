@@ -18,12 +18,6 @@ pub enum GraphPoolError {
         /// Bytes of memory that may be in use.
         bytes: u64,
     },
-    /// Blocks that would be live again lie in memory that blocks of other pools of the family have by now.
-    #[error("{} are held by other graph pools of the family", Bytes(*bytes))]
-    Taken {
-        /// Bytes that both would have.
-        bytes: u64,
-    },
     /// No pool has this tag.
     #[error("no graph pool has the tag `{tag}`")]
     UnknownTag {

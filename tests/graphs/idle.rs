@@ -163,29 +163,6 @@ fn handles_leave_idle_views() {
     });
 }
 
-/// A family's memory grows in the same way.
-#[test]
-fn idle_memory_moves_into_a_family() {
-    packed(|rig| {
-        let allocator = rig.limited(LIMIT);
-        let family = allocator.graph_family().unwrap();
-        let pools = [(); 2].map(|()| family.graph_pool().unwrap());
-        let stream = rig.stream();
-        cached(rig, &allocator, &stream);
-        let graphs = pools.each_ref().map(|pool| {
-            capture(pool, &stream, || {
-                drop(used(rig, &allocator, 40 * MIB, &stream));
-            })
-        });
-        assert!(reserved(&allocator) <= 24 * MIB);
-        graphs.iter().for_each(|graph| run(graph, &stream));
-        drop((graphs, pools, family));
-        rig.settle(&stream);
-        assert_trimmed(rig, &allocator);
-        rig.close(&allocator);
-    });
-}
-
 /// Every call of a move fails once: no memory is counted twice or given back under work, and none is lost but that
 /// of a release that failed.
 #[test]

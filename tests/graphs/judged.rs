@@ -6,7 +6,7 @@ use crate::court::table::{Court, install};
 use cualloc::driver::sys::CuFunctions;
 use std::sync::Arc;
 
-/// The pool, or the family of pools, that has memory, by a number that the program gives it.
+/// The pool that has memory, by a number that the program gives it.
 pub const OURS: Option<u64> = Some(1);
 
 /// The judge of a program; on a GPU there is none.

@@ -30,7 +30,6 @@ mod again;
 #[allow(dead_code)]
 #[path = "../judge/court/mod.rs"]
 mod court;
-mod families;
 mod idle;
 mod judged;
 mod kept;

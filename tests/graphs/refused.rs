@@ -276,23 +276,18 @@ fn a_pool_that_lacks_addresses_says_so() {
     with_512_mib_of_addresses(|rig| {
         let allocator = rig.allocator();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        // Those of a family have their blocks in views.
-        let family = allocator.graph_family().unwrap();
-        let member = family.graph_pool().unwrap();
-        for pool in [&pool, &member] {
-            let graph = capture(pool, &stream, || {
-                let error = allocator.allocate(600 * MIB, &stream).unwrap_err();
-                let Error::OutOfMemory(picture) = error else {
-                    panic!("{error:?}");
-                };
-                assert_eq!(picture.cause(), Cause::Refused, "{picture}");
-                let driver = picture.driver.unwrap();
-                assert_eq!(driver.call(), "cuMemAddressReserve");
-                drop(used(rig, &allocator, 60 * MIB, &stream));
-            });
-            run(&graph, &stream);
-        }
-        drop((pool, member, family));
+        let graph = capture(&pool, &stream, || {
+            let error = allocator.allocate(600 * MIB, &stream).unwrap_err();
+            let Error::OutOfMemory(picture) = error else {
+                panic!("{error:?}");
+            };
+            assert_eq!(picture.cause(), Cause::Refused, "{picture}");
+            let driver = picture.driver.unwrap();
+            assert_eq!(driver.call(), "cuMemAddressReserve");
+            drop(used(rig, &allocator, 60 * MIB, &stream));
+        });
+        run(&graph, &stream);
+        drop((graph, pool));
         rig.settle(&stream);
         assert_trimmed(rig, &allocator);
         rig.close(&allocator);

@@ -1,4 +1,4 @@
-//! Programs that capture graphs with memory of pools and launch them beside other work: several pools and families, each
+//! Programs that capture graphs with memory of pools and launch them beside other work: several pools, each
 //! of whose launches are ordered and no others, captures that go on beside each other and beside work outside, memory
 //! that goes away and comes back.
 //!
@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 use cualloc::Error;
 use cualloc::allocator::{
-    Allocator, Block, Checkpoint, Config, GraphFamily, GraphPool, PoolScope, Scope, Select,
+    Allocator, Block, Checkpoint, Config, GraphPool, PoolScope, Scope, Select,
 };
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Function, Graph, GraphExec, Module, Stream};
@@ -62,12 +62,12 @@ pub const FAILING: &[&str] = &[
     "cuMemFreeHost",
 ];
 
-/// Pools whose launches are ordered among each other, and the work outside on their blocks with them.
+/// A pool whose launches are ordered among each other, and the work outside on its blocks with them.
 struct Group {
     /// Its name for the judge.
     number: u64,
-    pools: Vec<GraphPool>,
-    family: Option<GraphFamily>,
+    /// None once it was released.
+    pool: Option<GraphPool>,
     /// Behind everything that was done with the group's memory.
     tail: usize,
     asleep: bool,
@@ -215,7 +215,7 @@ impl Scene<'_> {
     /// What is not always possible.
     fn turn(&mut self) -> Done {
         match self.rng.below(5) {
-            0 if self.groups.iter().filter(|g| !g.pools.is_empty()).count() < 4 => self.add_group(),
+            0 if self.groups.iter().filter(|g| g.pool.is_some()).count() < 4 => self.add_group(),
             1 => self.release(),
             2 => self.point(),
             3 => self.restore(),
@@ -336,24 +336,14 @@ impl Scene<'_> {
         if self.away {
             return Ok(());
         }
-        let family = match self.rng.chance(35) {
-            true => self.allocator.graph_family().ok(),
-            false => None,
-        };
-        let pools = match &family {
-            Some(family) => vec![family.graph_pool(), family.graph_pool()],
-            None => vec![self.allocator.graph_pool()],
-        };
-        let pools: Result<Vec<GraphPool>, Error> = pools.into_iter().collect();
-        let pools = match pools {
-            Ok(pools) => pools,
+        let pool = match self.allocator.graph_pool() {
+            Ok(pool) => Some(pool),
             Err(error) => return self.refused("no pool", &error),
         };
         self.numbers += 1;
         let group = Group {
             number: self.numbers,
-            pools,
-            family,
+            pool,
             tail: self.event()?,
             asleep: false,
             points: Vec::new(),
@@ -363,28 +353,28 @@ impl Scene<'_> {
     }
 
     /// A group whose memory is there, with a pool that is not released.
-    fn group(&mut self) -> Option<(usize, usize)> {
-        let fits = |group: &Group| !group.asleep && !group.pools.is_empty();
+    fn group(&mut self) -> Option<usize> {
+        let fits = |group: &Group| !group.asleep && group.pool.is_some();
         let groups = (0..self.groups.len()).filter(|&g| fits(&self.groups[g]));
         let groups: Vec<usize> = groups.collect();
         if groups.is_empty() || self.away {
             return None;
         }
-        let group = groups[self.rng.index(groups.len())];
-        let pool = self.rng.index(self.groups[group].pools.len());
-        Some((group, pool))
+        Some(groups[self.rng.index(groups.len())])
+    }
+
+    /// The pool of a group that was not released.
+    fn pool(&self, group: usize) -> &GraphPool {
+        self.groups[group].pool.as_ref().expect("not released")
     }
 
     /// No capture comes to a pool any more.
     fn release(&mut self) -> Done {
-        if let Some((group, pool)) = self.group()
+        if let Some(group) = self.group()
             && !self.captures.iter().any(|capture| capture.group == group)
         {
-            drop(self.groups[group].pools.swap_remove(pool));
+            drop(self.groups[group].pool.take());
             self.groups[group].points.clear();
-            if self.groups[group].pools.is_empty() {
-                drop(self.groups[group].family.take());
-            }
         }
         Ok(())
     }
@@ -462,11 +452,9 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// A graph that was not captured uses a block of a pool, which is no family's: there it would be one pool's of two.
+    /// A graph that was not captured uses a block of a pool.
     fn by_hand(&mut self) -> Done {
-        let group = self.group();
-        let Some((group, pool)) = group.filter(|(group, _)| self.groups[*group].family.is_none())
-        else {
+        let Some(group) = self.group() else {
             return Ok(());
         };
         let fits = |held: &&Held| held.group == Some(group) && !held.frozen;
@@ -476,7 +464,7 @@ impl Scene<'_> {
         let (at, bytes) = (held.block.ptr(), held.block.requested());
         let mut graph = ours(|| Graph::new(self.context)).map_err(text)?;
         // SAFETY: the graph is alive, and this thread's.
-        match unsafe { self.groups[group].pools[pool].retain(graph.raw()) } {
+        match unsafe { self.pool(group).retain(graph.raw()) } {
             Ok(()) => {}
             Err(error) => return self.refused("a graph could not be retained", &error),
         }
@@ -521,7 +509,7 @@ impl Scene<'_> {
         }
         self.finds_nothing()?;
         for group in self.groups.drain(..) {
-            drop((group.points, group.pools, group.family));
+            drop((group.points, group.pool));
             let event = group.tail as CUevent;
             // SAFETY: ours, and not used again.
             let _ = own(|f| unsafe { f.cuEventDestroy_v2.unwrap()(event) });

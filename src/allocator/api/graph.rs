@@ -29,80 +29,6 @@ impl Allocator {
     }
 }
 
-/// Graph pools that have physical memory together ([`Allocator::graph_family`]): its size is what the largest of
-/// them needs, not the sum, and what blocks hold.
-///
-/// Launches of graphs of all its pools are ordered one behind another on the device, as those of one pool are
-/// ([`GraphPool`], the promise): two models that never run at the same time, or the two phases of one. Each pool has
-/// addresses of its own, and an end of its own: when it was released and its last graph and last block are gone, what
-/// no other pool of the family uses goes back to the driver. A block that is live, in whichever pool, is nobody else's.
-///
-/// Suspending one of the pools suspends the memory of all. Its blocks lie in views, so requests without views are
-/// [`Error::NotSupported`], and so are checkpoints. A capture may use several pools of a family; once all scopes were
-/// left by which it did, it gets no more memory of any. May be used from any thread.
-///
-/// ```
-/// use cualloc::allocator::{Allocator, Config, Policy};
-/// use cualloc::driver::Context;
-/// use cualloc::sim::{SimConfig, Simulator};
-///
-/// # fn main() -> cualloc::Result {
-/// let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// let context = Context::primary(&sim.driver()?.device(0)?)?;
-/// let allocator = Allocator::with_config(&context, Config::new().policy(Policy::Packed))?;
-/// let family = allocator.graph_family()?;
-/// let (prefill, decode) = (family.graph_pool()?, family.graph_pool()?);
-/// assert_eq!(prefill.footprint()?, decode.footprint()?);
-/// # Ok(())
-/// # }
-/// ```
-pub struct GraphFamily {
-    allocator: Allocator,
-    id: u64,
-}
-
-impl Allocator {
-    /// Makes a family of graph pools, which is empty.
-    ///
-    /// # Errors
-    /// [`Error::NotSupported`] under the classic policy and where memory is not shown in views; [`Error::Closed`], a
-    /// lost context.
-    pub fn graph_family(&self) -> Result<GraphFamily, Error> {
-        Ok(GraphFamily {
-            id: self.engine.add_family()?,
-            allocator: self.clone(),
-        })
-    }
-}
-
-impl GraphFamily {
-    /// Makes a pool of the family. It lives on without the family's handle.
-    ///
-    /// # Errors
-    /// [`Error::Closed`], a lost context.
-    pub fn graph_pool(&self) -> Result<GraphPool, Error> {
-        Ok(GraphPool {
-            id: self.allocator.engine().add_member(self.id)?,
-            allocator: self.allocator.clone(),
-        })
-    }
-}
-
-impl Drop for GraphFamily {
-    fn drop(&mut self) {
-        // There may be nothing to give back to.
-        let _released = self.allocator.engine().release_pool(self.id);
-    }
-}
-
-impl fmt::Debug for GraphFamily {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("GraphFamily")
-            .field("id", &self.id)
-            .finish_non_exhaustive()
-    }
-}
-
 /// Memory for stream captures: an arena of its own, whose addresses stay as they are as long as a graph may use them.
 ///
 /// Requests go there that a [`Scope`] says ([`enter`](Self::enter)); they are ordinary calls of the [`Allocator`] and
@@ -277,9 +203,8 @@ impl GraphPool {
     /// # Errors
     /// [`GraphPoolError::NotComplete`](crate::error::GraphPoolError::NotComplete) while memory of the pool is in use
     /// outside of captures or in one under way,
-    /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint),
-    /// [`GraphPoolError::Taken`](crate::error::GraphPoolError::Taken) where other pools of a family have blocks in the
-    /// memory by now, and as [`footprint`](Self::footprint).
+    /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint), and as
+    /// [`footprint`](Self::footprint).
     ///
     /// # Safety
     /// Nobody uses the memory of blocks that are live now and were not at the checkpoint, but for the graphs that were

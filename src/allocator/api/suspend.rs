@@ -14,7 +14,7 @@ use crate::error::{Error, GraphPoolError};
 pub enum Select<'a> {
     /// All of it, graph pools too.
     Allocator,
-    /// That of a graph pool, and of its family if it has one.
+    /// That of a graph pool.
     Pool(&'a GraphPool),
     /// That of all graph pools with a tag ([`Allocator::graph_pool_for`]).
     Tag(Tag),

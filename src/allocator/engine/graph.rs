@@ -51,22 +51,6 @@ impl Engine {
         Ok(self.open()?.graphs.add_pool())
     }
 
-    /// Makes the memory of a family; its number.
-    pub(crate) fn add_family(&self) -> Result<u64, Error> {
-        if !self.views_allowed() {
-            return Err(Error::NotSupported {
-                what: "families of graph pools where memory is not shown in views",
-            });
-        }
-        self.add_pool()
-    }
-
-    /// Makes a pool of a family; its number.
-    pub(crate) fn add_member(&self, family: u64) -> Result<u64, Error> {
-        let pool = self.open()?.graphs.add_member(family);
-        pool.ok_or(Error::GraphPool(GraphPoolError::Released))
-    }
-
     /// Opens a scope; its number. From here on calls look where they belong.
     pub(crate) fn enter_scope(&self, pool: u64, kind: Kind) -> Result<u64, Error> {
         let uncovered = {
@@ -290,14 +274,13 @@ impl Engine {
                 }
             }
         };
-        let (of, awaits) = {
+        let awaits = {
             let mut heap = self.open()?;
             if let Asker::Captured { capture, .. } = asker
                 && !heap.graphs.serve(capture, scope, pool)
             {
                 return Err(Error::Capturing { stream: user.raw });
             }
-            let of = heap.graphs.share(pool);
             if let Asker::Captured {
                 capture, stream, ..
             } = asker
@@ -306,29 +289,24 @@ impl Engine {
                 let thread = ThreadId::current();
                 let way = Way {
                     version,
-                    of,
+                    pool,
                     user,
                     thread,
                 };
                 heap.graphs.set_way((capture, stream), way);
             }
-            (of, heap.graphs.has_events())
+            heap.graphs.has_events()
         };
         if awaits {
             self.ask_pool_events(pool, false)?;
         }
         let request = PoolRequest {
-            of,
+            pool,
             asker,
             fit: request.fit(),
             requested: request.requested,
             views: request.views && self.views_allowed(),
         };
-        if !request.of.is_plain() && !request.views {
-            return Err(Error::NotSupported {
-                what: "blocks of a family that are not to lie in a view",
-            });
-        }
         let stream = (user.key, user.raw);
         let made = self.obtain_in_pool(&request, user, cached_only);
         if process::is_recording()
@@ -408,12 +386,12 @@ impl Engine {
         user: User,
         cached_only: bool,
     ) -> Result<Grant, Error> {
-        let (mut request, memory) = (*request, request.of.memory);
+        let (mut request, pool) = (*request, request.pool);
         let (mut made_room, mut refusal) = (false, None);
         loop {
             let mut heap = self.open()?;
-            usable_pool(&heap.graphs, request.of.pool)?;
-            heap.refuse_pool(request.of.pool)?;
+            usable_pool(&heap.graphs, pool)?;
+            heap.refuse_pool(pool)?;
             if let Asker::Captured {
                 capture, number, ..
             } = request.asker
@@ -421,9 +399,9 @@ impl Engine {
             {
                 return Err(Error::Capturing { stream: user.raw });
             }
-            let taken = heap.graphs.take(request.of, request.asker, request.fit);
+            let taken = heap.graphs.take(pool, request.asker, request.fit);
             if let Some(place) = taken {
-                return Ok(heap.pooled_born(request.of, request.sizes(), place, Few::One(user)));
+                return Ok(heap.pooled_born(pool, request.sizes(), place, Few::One(user)));
             }
             if cached_only {
                 return Err(Error::NotCached);
@@ -433,18 +411,16 @@ impl Engine {
             let plan = match plan {
                 Ok(plan) => plan,
                 Err(Lacking::Homes(bytes)) => {
-                    let leased = self.lease_addresses(memory, bytes, |arena| &mut arena.homes);
+                    let leased = self.lease_addresses(pool, bytes, |arena| &mut arena.homes);
                     leased.map_err(|error| self.no_addresses(&request, error))?;
                     continue;
                 }
                 Err(Lacking::Sites(bytes)) => {
-                    let leased = self.lease_addresses(memory, bytes, |arena| &mut arena.sites);
-                    if leased.is_err() && request.of.is_plain() {
+                    let leased = self.lease_addresses(pool, bytes, |arena| &mut arena.sites);
+                    if leased.is_err() {
                         // New memory at home may need fewer addresses.
                         (request.views, request.fit.views) = (false, false);
-                        continue;
                     }
-                    leased.map_err(|error| self.no_addresses(&request, error))?;
                     continue;
                 }
                 Err(Lacking::Memory(bytes)) if made_room => {
@@ -452,23 +428,18 @@ impl Engine {
                 }
                 Err(Lacking::Memory(bytes)) => {
                     made_room = true;
-                    self.make_room(memory, bytes, refusal)?;
+                    self.make_room(pool, bytes, refusal)?;
                     continue;
                 }
             };
             let asked = plan.fresh_bytes();
             let made = commit::make(&self.maker(), &plan);
             let mut heap = self.lock();
-            let place = heap.planned_in_pool(memory, plan, made.as_deref());
+            let place = heap.planned_in_pool(pool, plan, made.as_deref());
             match made {
                 Ok(_) => {
                     if let Some(place) = place {
-                        return Ok(heap.pooled_born(
-                            request.of,
-                            request.sizes(),
-                            place,
-                            Few::One(user),
-                        ));
+                        return Ok(heap.pooled_born(pool, request.sizes(), place, Few::One(user)));
                     }
                 }
                 Err(not_made) => {
@@ -482,7 +453,7 @@ impl Engine {
                         return Err(self.no_room(&request, asked, refusal));
                     }
                     made_room = true;
-                    self.make_room(memory, asked, refusal)?;
+                    self.make_room(pool, asked, refusal)?;
                 }
             }
         }

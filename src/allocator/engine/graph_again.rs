@@ -112,26 +112,25 @@ impl Engine {
         let way = Cell::new(None);
         let place = |graphs: &mut Graphs| {
             let (place, found) = graphs.way(info.id, named.key, raw)?;
-            way.set(Some((found.version, found.of, found.user.user())));
+            way.set(Some((found.version, found.pool, found.user.user())));
             Some(place)
         };
         let grant = self.advance_from(raw, info, place, |heap, number, stream| {
-            let (version, of, user) = way.take()?;
-            let views = || request.views && self.views_allowed();
-            let place = match heap.graphs.is_way(version, of) && (of.is_plain() || views()) {
+            let (version, pool, user) = way.take()?;
+            let place = match heap.graphs.is_way(version, pool) {
                 true => {
                     let asker = Asker::Captured {
                         capture: info.id,
                         number,
                         stream,
                     };
-                    heap.graphs.take(of, asker, fit)
+                    heap.graphs.take(pool, asker, fit)
                 }
                 false => None,
             };
             let Some(place) = place else {
                 // The user is let go without the lock: it may be the last to hold the stream.
-                way.set(Some((version, of, user)));
+                way.set(Some((version, pool, user)));
                 return None;
             };
             let user = user.unwrap_or_else(|| {
@@ -140,7 +139,7 @@ impl Engine {
                 user
             });
             let sizes = (fit.granules, request.requested);
-            Some(heap.pooled_born(of, sizes, place, Few::One(user)))
+            Some(heap.pooled_born(pool, sizes, place, Few::One(user)))
         });
         Ok(grant?.flatten())
     }
@@ -158,8 +157,7 @@ impl Engine {
         }
         let place = |graphs: &mut Graphs| graphs.place_at_hand(info.id, user, pool);
         let freed = self.advance_from(user.raw, info, place, |heap, _, stream| {
-            let memory = heap.graphs.memory_of(pool);
-            let live = heap.graphs.pools.get(&memory)?.arena.live.get(&ptr);
+            let live = heap.graphs.pools.get(&pool)?.arena.live.get(&ptr);
             let live = live.filter(|_| heap.is_pooled(life))?;
             let same = matches!(&*live.users, [known] if known.is_copy_of(user));
             if !same || !live.pending.is_empty() {
@@ -178,7 +176,7 @@ impl Engine {
                 captured: true,
                 ..Tag::default()
             };
-            let freed = heap.pooled_freed_in(memory, ptr, tag);
+            let freed = heap.pooled_freed_in(pool, ptr, tag);
             let rest = self.rest_of_free(heap, AfterFree::default());
             Some((freed, rest, heap.graphs.has_leaving()))
         });

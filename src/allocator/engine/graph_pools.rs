@@ -10,7 +10,6 @@ use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
-use crate::allocator::graph::family::Gone;
 use crate::allocator::graph::plan::Plan;
 use crate::allocator::graph::{Footprint, Pool};
 use crate::allocator::heap::graph::Restoration;
@@ -142,10 +141,8 @@ impl Engine {
             let seen = ended.count();
             let leased = {
                 let heap = self.lock();
-                let (pools, graphs) = (heap.graphs.pools.iter(), &heap.graphs);
-                let memory = |id: u64| graphs.pools.get(&graphs.memory_of(id));
-                let mut leased = pools.filter(|(_, pool)| pool.has_leases());
-                leased.any(|(id, _)| memory(*id).is_some_and(&of))
+                let mut pools = heap.graphs.pools.values();
+                pools.any(|pool| pool.has_leases() && of(pool))
             };
             if !leased || clock.now() >= limit {
                 return;
@@ -289,7 +286,7 @@ impl Engine {
     /// bytes that went.
     pub(crate) fn dissolve_pools(&self, all: bool) -> Result<u64, Error> {
         self.discard_pools()?;
-        let (mut released, mut first) = self.dissolve_left();
+        let (mut released, mut first) = (0, Ok(()));
         let taken = {
             let mut heap = self.lock();
             match heap.graphs.pools.is_empty() {
@@ -323,26 +320,5 @@ impl Engine {
             }
         }
         first.map(|()| released).map_err(|e| self.error(e))
-    }
-
-    /// Gives back what pools of families had that are gone; the bytes that went.
-    fn dissolve_left(&self) -> (u64, Result<(), DriverError>) {
-        let taken = self.lock().graphs.take_left();
-        let (mut released, mut first) = (0, Ok(()));
-        for (memory, mut arena) in taken {
-            let (held, went) = (arena.held(), Gone::of(&arena));
-            first = first.and(commit::dissolve(&self.context, &mut arena));
-            released += held - arena.held();
-            let mut heap = self.lock();
-            let mapped = arena.at_home();
-            for (home, bytes) in &went.homes {
-                if !mapped.contains_key(home) {
-                    heap.suspended.died(*home);
-                    heap.tell_pool_memory(Kind::Unmap, *home, *bytes);
-                }
-            }
-            heap.graphs.put_back_part(memory, held, went, arena);
-        }
-        (released, first)
     }
 }

@@ -51,7 +51,7 @@ impl Selected {
     /// What is suspended of it, or what is not, as asked.
     fn targets(self, heap: &Heap, suspended: bool) -> Result<Vec<Target>, Error> {
         let is_away = |target: &Target| heap.suspended.map.contains_key(target);
-        let pools = heap.graphs.memories().map(Target::Pool);
+        let pools = heap.graphs.pools.keys().map(|id| Target::Pool(*id));
         let of_tag = |tag: Tag| {
             let tags = heap.suspended.tags.iter();
             let tagged = tags.filter(move |(_, known)| **known == tag);
@@ -67,7 +67,7 @@ impl Selected {
                 all.dedup();
                 all
             }
-            Selected::Pool(id) => vec![Target::Pool(heap.graphs.memory_of(id))],
+            Selected::Pool(id) => vec![Target::Pool(id)],
             Selected::Tag(tag) => of_tag(tag).collect(),
         };
         if let (Selected::Tag(tag), true) = (self, all.is_empty()) {

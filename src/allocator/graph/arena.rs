@@ -5,13 +5,14 @@
 //! hold stays good.
 
 mod free;
-mod lives;
 
-use std::collections::BTreeMap;
+use std::collections::hash_map::ValuesMut;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Deref;
 
+use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::origin::Names;
 use crate::allocator::graph::addresses::Addresses;
-use crate::allocator::graph::arena::lives::{Counted, Lives};
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::order::Seen;
@@ -103,7 +104,7 @@ pub(crate) struct Live {
     /// Its record in the heap.
     pub id: u32,
     pub generation: u32,
-    /// Its pool, which may have the memory with others of a family.
+    /// Its pool.
     pub owner: u64,
     pub granules: u32,
     pub requested: u64,
@@ -145,50 +146,56 @@ impl Live {
     }
 }
 
-impl Counted for Live {
-    fn owner(&self) -> u64 {
-        self.owner
+/// Live blocks by their addresses, in no order.
+#[derive(Debug, Default)]
+pub(crate) struct Lives {
+    blocks: HashMap<u64, Live, Mixed>,
+    /// Bytes of all blocks: a capture with many live blocks reads the sum at each of its requests.
+    bytes: u64,
+}
+
+impl Lives {
+    #[inline]
+    pub(crate) fn insert(&mut self, addr: u64, live: Live) {
+        self.bytes += live.bytes();
+        let before = self.blocks.insert(addr, live);
+        debug_assert!(before.is_none(), "an address has one block");
     }
 
-    fn bytes(&self) -> u64 {
-        Live::bytes(self)
+    pub(crate) fn remove(&mut self, addr: u64) -> Option<Live> {
+        let live = self.blocks.remove(&addr)?;
+        self.bytes -= live.bytes();
+        Some(live)
+    }
+
+    /// The caller does not change the block's size.
+    pub(crate) fn get_mut(&mut self, addr: u64) -> Option<&mut Live> {
+        self.blocks.get_mut(&addr)
+    }
+
+    /// As [`get_mut`](Self::get_mut), of all.
+    pub(crate) fn values_mut(&mut self) -> ValuesMut<'_, u64, Live> {
+        self.blocks.values_mut()
+    }
+
+    /// Bytes of all blocks.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
     }
 }
 
-/// Whose blocks may lie at home: those of a pool that shares its memory with no other.
-pub(crate) const PLAIN: u64 = 0;
+impl Deref for Lives {
+    type Target = HashMap<u64, Live, Mixed>;
 
-/// A pool, and the one that has its memory, which is itself but in a family.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Share {
-    pub pool: u64,
-    pub memory: u64,
-}
-
-impl Share {
-    /// Whether it shares its memory with no other.
-    pub(crate) fn is_plain(self) -> bool {
-        self.pool == self.memory
-    }
-
-    /// Whose views it sees.
-    pub(crate) fn sight(self) -> u64 {
-        match self.is_plain() {
-            true => PLAIN,
-            false => self.pool,
-        }
+    fn deref(&self) -> &HashMap<u64, Live, Mixed> {
+        &self.blocks
     }
 }
 
 /// Handles that are mapped once more, back to back: home address and bytes of each.
 #[derive(Debug)]
 pub(crate) struct View {
-    /// The pool of a family whose blocks lie there, or [`PLAIN`].
-    pub owner: u64,
     pub handles: Vec<(u64, u64)>,
-    /// Uses outside of captures of a family's blocks that lay here: the view stays mapped until they are over, whoever
-    /// has the memory by then.
-    pub pending: Vec<Pending>,
 }
 
 impl View {
@@ -230,7 +237,7 @@ pub(crate) struct Arena {
     pub(super) aside: BTreeMap<u64, Vec<(Part, Tag)>>,
     /// Bytes that were mapped at home and in views since there were none.
     pub mapped: u64,
-    pub live: Lives<Live>,
+    pub live: Lives,
     /// Handles that could not be unmapped, with their homes.
     pub stuck: Vec<(u64, Handle)>,
     /// Second mappings that could not be unmapped: address to bytes of each.
@@ -284,12 +291,6 @@ impl Arena {
     /// Frees a live block's memory.
     pub(crate) fn release(&mut self, addr: u64, mut tag: Tag) -> Option<Gone> {
         let live = self.live.remove(addr)?;
-        if live.owner != PLAIN
-            && let Some((_, view)) = self.views.range_mut(..=addr).next_back()
-            && view.owner == live.owner
-        {
-            view.pending.extend(tag.pending.iter().cloned());
-        }
         tag.captured |= live.captured;
         tag.touched.extend(live.touched.iter().cloned());
         if let Some((last, parts)) = live.parts.split_last() {
@@ -319,12 +320,7 @@ impl Arena {
     pub(crate) fn pending(&self) -> impl Iterator<Item = &Pending> {
         let live = self.live.values().flat_map(|live| &live.pending);
         let tags = self.tags().flat_map(|(_, tag)| &tag.pending);
-        tags.chain(live).chain(self.pending_in_views())
-    }
-
-    /// Uses of what lay in views of pools of a family.
-    pub(crate) fn pending_in_views(&self) -> impl Iterator<Item = &Pending> {
-        self.views.values().flat_map(|view| &view.pending)
+        tags.chain(live)
     }
 
     /// Whether anything is held from the driver: memory or addresses.
@@ -379,11 +375,6 @@ impl Arena {
             // What is still mapped there makes them of no use until it is not.
             own.spans.extend(other.spans);
         }
-    }
-
-    /// Bytes of live blocks.
-    pub(crate) fn live_bytes(&self) -> u64 {
-        self.live.bytes()
     }
 }
 

@@ -1,6 +1,5 @@
 //! A capture under way, as far as it uses graph pools: its streams, their order, and its leases.
 
-use crate::allocator::graph::arena::Share;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::order::{Edge, Order, Seen};
@@ -70,7 +69,7 @@ pub(crate) struct Member {
 pub(crate) struct Way {
     /// The [version](crate::allocator::graph::scope::Scopes::version) of the scopes.
     pub version: u64,
-    pub of: Share,
+    pub pool: u64,
     /// Who got the block.
     pub user: Trace,
     /// The thread that asked: scopes may be of threads.

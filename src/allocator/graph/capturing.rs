@@ -1,6 +1,6 @@
 //! Captures begin to use pools, and end.
 
-use crate::allocator::graph::arena::{NO_STREAM, Pending, Share};
+use crate::allocator::graph::arena::{NO_STREAM, Pending};
 use crate::allocator::graph::capture::{Capture, Way};
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::scope::Scope;
@@ -78,17 +78,17 @@ impl Graphs {
         let member = &known.streams[place];
         let way = member.way.as_ref()?;
         let now = ThreadId::current();
-        let same = self.is_way(way.version, way.of) && member.thread == now && way.thread == now;
+        let same = self.is_way(way.version, way.pool) && member.thread == now && way.thread == now;
         same.then_some((place, way))
     }
 
     /// Whether requests go to a pool still that went there by a version of the scopes, and its memory is there. Nobody
     /// asks what that waits for.
-    pub(crate) fn is_way(&self, version: u64, of: Share) -> bool {
+    pub(crate) fn is_way(&self, version: u64, pool: u64) -> bool {
         let there = |pool: &Pool| !pool.suspended;
         version == self.scopes.version
             && self.events.is_empty()
-            && self.pools.get(&of.memory).is_some_and(there)
+            && self.pools.get(&pool).is_some_and(there)
     }
 
     /// The place of a stream of a capture whose graph has a lease of a pool, if this thread named it last, and no scope
@@ -152,8 +152,6 @@ impl Graphs {
                 pool.arena.retag(|tag| rename(&mut tag.pending));
                 let live = pool.arena.live.values_mut();
                 live.for_each(|live| rename(&mut live.pending));
-                let views = pool.arena.views.values_mut();
-                views.for_each(|view| rename(&mut view.pending));
             }
         }
         if self.has_checkpoints && user.stream.is_none() {
@@ -183,7 +181,7 @@ impl Graphs {
         known
             .leases
             .extend(lease.clone().map(|lease| (pool, lease)));
-        if !self.is_memory_leased(self.memory_of(pool)) {
+        if !self.pools.get(&pool).is_some_and(Pool::is_leased) {
             // The graphs of earlier captures are gone.
             self.set_captured(pool, false);
         }
@@ -196,9 +194,8 @@ impl Graphs {
         if !self.scopes.is_open(scope) {
             return false;
         }
-        let memory = self.memory_of(pool);
         let known = self.capture(capture);
-        if known.left.contains(&pool) || known.left.contains(&memory) {
+        if known.left.contains(&pool) {
             return false;
         }
         if !known.served.contains(&(scope, pool)) {
@@ -223,16 +220,7 @@ impl Graphs {
             }
         }
         for (capture, pool) in over {
-            let memory = self.memory_of(pool);
-            if self.may_use_memory(capture, memory) {
-                // By another pool of the family.
-                continue;
-            }
-            if let Some(known) = self.captures.get_mut(&capture) {
-                // From here on by none of them: others get what it freed, and it could not tell them apart.
-                known.left.push(memory);
-            }
-            if let Some(pool) = self.pools.get_mut(&memory) {
+            if let Some(pool) = self.pools.get_mut(&pool) {
                 pool.arena.unmark(capture);
             }
         }

@@ -1,9 +1,7 @@
 //! What is always so in graph pools, as one walk over their metadata.
 
-use std::collections::BTreeMap;
-
 use crate::allocator::extent::invariant::{holds, same};
-use crate::allocator::graph::arena::{Arena, Live, PLAIN, Part, View};
+use crate::allocator::graph::arena::{Arena, Live, Part, View};
 use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::size::GRANULE;
 use crate::error::Error;
@@ -14,22 +12,7 @@ impl Graphs {
     /// # Errors
     /// The first thing that does not agree.
     pub(crate) fn check(&self) -> Result<(), Error> {
-        self.pools
-            .values()
-            .try_for_each(|pool| self.check_pool(pool))?;
-        for memory in self.memories() {
-            let arena = &self.pools[&memory].arena;
-            let own = |(addr, live): (&u64, &Live)| {
-                let view = arena.views.range(..=*addr).next_back();
-                let view = view.filter(|(base, view)| *addr < *base + view.bytes());
-                let owner = view.map_or(PLAIN, |(_, view)| view.owner);
-                owner == self.share(live.owner).sight()
-            };
-            holds(
-                "a block of a family lies where its own pool alone has addresses",
-                arena.live.iter().all(own),
-            )?;
-        }
+        self.pools.values().try_for_each(check_pool)?;
         let known =
             |number: &u64| self.events.contains_key(number) || self.unasked.contains(number);
         let pools = self.pools.values().map(|pool| &pool.arena);
@@ -46,62 +29,51 @@ impl Graphs {
         }
         Ok(())
     }
+}
 
-    fn check_pool(&self, pool: &Pool) -> Result<(), Error> {
-        let arena = &pool.arena;
-        let live = arena.live_bytes();
-        let mut counted: BTreeMap<u64, u64> = BTreeMap::new();
-        for live in arena.live.values() {
-            *counted.entry(live.owner).or_default() += live.bytes();
-        }
+fn check_pool(pool: &Pool) -> Result<(), Error> {
+    let arena = &pool.arena;
+    let live = arena.live.bytes();
+    let counted: u64 = arena.live.values().map(Live::bytes).sum();
+    same("bytes of a pool's live blocks", live, counted)?;
+    holds("a pool's peak is not below the present", pool.peak >= live)?;
+    let mut parts: Vec<Part> = arena.tags().map(|(part, _)| part).collect();
+    let free = parts.len();
+    parts.extend(arena.live.values().flat_map(|live| &live.parts));
+    let covered: u64 = parts
+        .iter()
+        .map(|part| u64::from(part.granules) * GRANULE)
+        .sum();
+    if pool.calls == 0 {
+        let held: u64 = arena.handles.values().map(|handle| handle.bytes).sum();
         same(
-            "bytes of a pool's live blocks",
-            live,
-            counted.values().sum::<u64>(),
+            "every byte of a pool is free or in one block",
+            held,
+            covered,
         )?;
-        for (owner, bytes) in counted {
-            let known = arena.live.bytes_of(owner);
-            same("bytes of live blocks of one pool", known, bytes)?;
-        }
-        holds("a pool's peak is not below the present", pool.peak >= live)?;
-        let mut parts: Vec<Part> = arena.tags().map(|(part, _)| part).collect();
-        let free = parts.len();
-        parts.extend(arena.live.values().flat_map(|live| &live.parts));
-        let covered: u64 = parts
-            .iter()
-            .map(|part| u64::from(part.granules) * GRANULE)
-            .sum();
-        if pool.calls == 0 {
-            let held: u64 = arena.handles.values().map(|handle| handle.bytes).sum();
-            same(
-                "every byte of a pool is free or in one block",
-                held,
-                covered,
-            )?;
-        }
-        holds(
-            "free memory of a pool has a size",
-            parts[..free].iter().all(|part| part.granules > 0),
-        )?;
-        parts.sort_unstable();
-        let apart = parts.windows(2).all(|pair| pair[0].end() <= pair[1].home);
-        holds("no byte of a pool is in two places", apart)?;
-        let early = |live: &Live| live.pending.iter().any(|used| used.event <= live.born);
-        holds(
-            "a capture gets no memory that work outside of captures may use",
-            !arena.live.values().any(early),
-        )?;
-        if pool.calls == 0 {
-            let homes: u64 = arena.handles.values().map(|handle| handle.bytes).sum();
-            let views: u64 = arena.views.values().map(View::bytes).sum();
-            same(
-                "what was mapped for a pool is mapped until it gives everything back",
-                arena.mapped,
-                homes + views,
-            )?;
-        }
-        check_mapped(arena)
     }
+    holds(
+        "free memory of a pool has a size",
+        parts[..free].iter().all(|part| part.granules > 0),
+    )?;
+    parts.sort_unstable();
+    let apart = parts.windows(2).all(|pair| pair[0].end() <= pair[1].home);
+    holds("no byte of a pool is in two places", apart)?;
+    let early = |live: &Live| live.pending.iter().any(|used| used.event <= live.born);
+    holds(
+        "a capture gets no memory that work outside of captures may use",
+        !arena.live.values().any(early),
+    )?;
+    if pool.calls == 0 {
+        let homes: u64 = arena.handles.values().map(|handle| handle.bytes).sum();
+        let views: u64 = arena.views.values().map(View::bytes).sum();
+        same(
+            "what was mapped for a pool is mapped until it gives everything back",
+            arena.mapped,
+            homes + views,
+        )?;
+    }
+    check_mapped(arena)
 }
 
 /// Every address of a live block is mapped, and to the bytes that the pool says.

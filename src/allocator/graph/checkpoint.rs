@@ -4,7 +4,7 @@
 //! since.
 
 use crate::allocator::graph::Graphs;
-use crate::allocator::graph::arena::{Arena, Live, PLAIN, Part, Tag};
+use crate::allocator::graph::arena::{Live, Tag};
 use crate::allocator::graph::user::{Names, User};
 use crate::error::GraphPoolError;
 
@@ -31,21 +31,18 @@ impl Graphs {
     pub(crate) fn checkpoint(&mut self, pool: u64) -> Layout {
         self.has_checkpoints = true;
         let at = self.number();
-        let memory = self.pools.get(&self.memory_of(pool));
-        let live = memory
-            .into_iter()
-            .flat_map(|memory| memory.arena.live.iter());
-        let own = live.filter(|(_, live)| live.owner == pool);
-        let mut live: Vec<_> = own.map(|(addr, live)| (*addr, live.listed())).collect();
+        let pool = self.pools.get(&pool).into_iter();
+        let live = pool.flat_map(|pool| pool.arena.live.iter());
+        let mut live: Vec<_> = live.map(|(addr, live)| (*addr, live.listed())).collect();
         live.sort_unstable_by_key(|(addr, _)| *addr);
         Layout { at, live }
     }
 
     /// The streams that used blocks of a pool which cease, each with the block's bytes.
     pub(crate) fn uses_of(&self, pool: u64, changes: &Changes) -> Vec<(User, u64)> {
-        let memory = self.pools.get(&self.memory_of(pool));
+        let pool = self.pools.get(&pool);
         let ceasing = changes.cease.iter();
-        let live = ceasing.filter_map(|addr| memory?.arena.live.get(addr));
+        let live = ceasing.filter_map(|addr| pool?.arena.live.get(addr));
         live.flat_map(|live| live.users.iter().map(|user| (user.clone(), live.bytes())))
             .collect()
     }
@@ -53,31 +50,26 @@ impl Graphs {
     /// What is to be done to come back to a checkpoint.
     ///
     /// # Errors
-    /// Memory is in use outside of captures, or in one under way; the pool gave its addresses back since; or other pools
-    /// of its family have blocks in the memory by now.
+    /// Memory is in use outside of captures, or in one under way, or the pool gave its addresses back since.
     pub(crate) fn changes(&self, id: u64, to: &Layout) -> Result<Changes, GraphPoolError> {
-        let of = self.share(id);
-        let Some(pool) = self.pools.get(&of.memory) else {
+        let Some(pool) = self.pools.get(&id) else {
             return Err(GraphPoolError::Released);
         };
         let (arena, at, to) = (&pool.arena, to.at, &to.live);
-        let mut captures = self.captures.keys();
-        if captures.any(|capture| self.may_use_memory(*capture, of.memory)) {
-            let bytes = arena.live.bytes_of(id);
+        if self.captures.values().any(|capture| capture.may_use(id)) {
+            let bytes = arena.live.bytes();
             return Err(GraphPoolError::NotComplete { bytes });
         }
-        let own = || arena.live.iter().filter(|(_, live)| live.owner == id);
         let open = |tag: &Tag| !(tag.pending.is_empty() && tag.marks.is_empty());
         let free = arena.tags().filter(|(_, tag)| open(tag));
         let free = free.map(|(part, _)| part.end() - part.home);
-        let live = own().filter(|(_, live)| !live.pending.is_empty());
-        let bytes = free.chain(live.map(|(_, live)| live.bytes())).sum();
+        let live = arena.live.values().filter(|live| !live.pending.is_empty());
+        let bytes = free.chain(live.map(Live::bytes)).sum();
         if bytes > 0 || pool.calls > 0 {
             return Err(GraphPoolError::NotComplete { bytes });
         }
         let mapped = |(addr, live): &(u64, Live)| {
-            arena.owner_at(*addr) == of.sight()
-                && arena.parts_at(*addr, live.granules).as_ref() == Some(&live.parts)
+            arena.parts_at(*addr, live.granules).as_ref() == Some(&live.parts)
         };
         if !to.iter().all(mapped) {
             return Err(GraphPoolError::ForeignCheckpoint);
@@ -88,14 +80,10 @@ impl Graphs {
             let place = to.binary_search_by_key(addr, |(at, _)| *at);
             place.is_ok_and(|place| same(&to[place].1, live))
         };
-        let cease = own().filter(|(addr, live)| !known(addr, live));
+        let cease = arena.live.iter().filter(|(addr, live)| !known(addr, live));
         let lives =
             |(addr, kept): &&(u64, Live)| arena.live.get(addr).is_some_and(|live| same(kept, live));
-        let revive = || to.iter().filter(|kept| !lives(kept));
-        let bytes = arena.shared_with_others(id, revive().flat_map(|(_, kept)| &kept.parts));
-        if bytes > 0 {
-            return Err(GraphPoolError::Taken { bytes });
-        }
+        let revive = to.iter().filter(|kept| !lives(kept));
         let mut cease: Vec<u64> = cease.map(|(addr, _)| *addr).collect();
         cease.sort_unstable();
         let departed = self.departed.iter().filter(|(when, _)| *when > at);
@@ -103,7 +91,7 @@ impl Graphs {
         let revived = |(addr, kept): &(u64, Live)| (*addr, kept.revived(&departed));
         Ok(Changes {
             cease,
-            revive: revive().map(revived).collect(),
+            revive: revive.map(revived).collect(),
         })
     }
 }
@@ -118,37 +106,10 @@ impl Live {
     }
 }
 
-impl Arena {
-    /// Whose view an address lies in.
-    fn owner_at(&self, addr: u64) -> u64 {
-        let view = self.views.range(..=addr).next_back();
-        let view = view.filter(|(base, view)| addr < *base + view.bytes());
-        view.map_or(PLAIN, |(_, view)| view.owner)
-    }
-
-    /// Bytes of these parts that lie in live blocks of other pools than one.
-    fn shared_with_others<'a>(&self, owner: u64, parts: impl Iterator<Item = &'a Part>) -> u64 {
-        let others = self.live.values().filter(|live| live.owner != owner);
-        let mut others: Vec<&Part> = others.flat_map(|live| &live.parts).collect();
-        if others.is_empty() {
-            return 0;
-        }
-        others.sort_unstable();
-        let shared = parts.map(|part| {
-            let first = others.partition_point(|other| other.end() <= part.home);
-            let over = others[first..].iter();
-            let over = over.take_while(|other| other.home < part.end());
-            let bytes = over.map(|other| other.end().min(part.end()) - other.home.max(part.home));
-            bytes.sum::<u64>()
-        });
-        shared.sum()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::allocator::graph::arena::Handle;
+    use crate::allocator::graph::arena::{Handle, Part};
     use crate::allocator::graph::few::Few;
     use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
     use crate::allocator::stream::slot::StreamKey;

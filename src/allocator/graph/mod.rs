@@ -14,7 +14,6 @@ pub(crate) mod capturing;
 pub(crate) mod check;
 pub(crate) mod checkpoint;
 pub(crate) mod commit;
-pub(crate) mod family;
 pub(crate) mod few;
 pub(crate) mod lease;
 pub(crate) mod order;
@@ -26,9 +25,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::allocator::extent::hash::Mixed;
-use crate::allocator::graph::arena::{
-    Arena, Fit, Live, Mark, NO_STREAM, Pending, Place, Share, Tag,
-};
+use crate::allocator::graph::arena::{Arena, Fit, Live, Mark, NO_STREAM, Pending, Place, Tag};
 use crate::allocator::graph::capture::{Capture, Reached};
 use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::few::Few;
@@ -59,8 +56,6 @@ pub(crate) struct Graphs {
     /// checkpoints, which may name them.
     departed: Vec<(u64, User)>,
     has_checkpoints: bool,
-    /// A pool of a family was made.
-    has_families: bool,
     /// The pool with the memory of the block that had its place last.
     latest: u64,
     /// Pools and events so far.
@@ -71,8 +66,6 @@ pub(crate) struct Graphs {
 #[derive(Debug, Default)]
 pub(crate) struct Pool {
     pub arena: Arena,
-    /// The pool that has its memory, if it is one of a family.
-    pub family: Option<u64>,
     /// Nobody begins to capture with it any more.
     pub released: bool,
     pub leases: Leases,
@@ -136,6 +129,11 @@ impl Pool {
     pub(crate) fn has_leases(&self) -> bool {
         self.leases.count() > 0
     }
+
+    /// Whether a launch may write memory that work outside of captures asks for.
+    fn is_leased_for(&self, asker: Asker) -> bool {
+        matches!(asker, Asker::Eager { .. }) && self.is_leased()
+    }
 }
 
 impl Graphs {
@@ -184,7 +182,7 @@ impl Graphs {
     pub(crate) fn live_totals(&self) -> (u64, u64) {
         let arenas = self.pools.values().map(|pool| &pool.arena);
         arenas.fold((0, 0), |(blocks, bytes), arena| {
-            (blocks + arena.live.len() as u64, bytes + arena.live_bytes())
+            (blocks + arena.live.len() as u64, bytes + arena.live.bytes())
         })
     }
 
@@ -221,15 +219,15 @@ impl Graphs {
     // ---- memory -----------------------------------------------------------------------------------
 
     /// Takes room for a request out of memory that is there.
-    pub(crate) fn take(&mut self, of: Share, asker: Asker, fit: Fit) -> Option<Place> {
-        let leased = self.is_leased_for(of.memory, asker);
-        let usable = usable(&self.captures, asker, leased);
-        let arena = &mut self.pools.get_mut(&of.memory)?.arena;
-        if of.is_plain() && arena.hand_fits(fit, &usable) {
+    pub(crate) fn take(&mut self, pool: u64, asker: Asker, fit: Fit) -> Option<Place> {
+        let pool = self.pools.get_mut(&pool)?;
+        let usable = usable(&self.captures, asker, pool.is_leased_for(asker));
+        let arena = &mut pool.arena;
+        if arena.hand_fits(fit, &usable) {
             return arena.take_hand();
         }
         arena.lay_down();
-        let mut place = arena.find(fit, &usable, of.sight())?;
+        let mut place = arena.find(fit, &usable)?;
         for part in &place.parts {
             let open = &mut place.open;
             arena.take_each(*part, |_, tag| open.extend(&tag.pending));
@@ -239,12 +237,13 @@ impl Graphs {
 
     /// Free bytes of a pool's memory that an asker may use now, and those that it might use if no work outside of
     /// captures were pending.
-    pub(crate) fn free_for(&self, of: Share, asker: Asker) -> (u64, u64) {
-        let leased = self.is_leased_for(of.memory, asker);
-        let usable = usable(&self.captures, asker, leased);
+    pub(crate) fn free_for(&self, pool: u64, asker: Asker) -> (u64, u64) {
+        let Some(pool) = self.pools.get(&pool) else {
+            return (0, 0);
+        };
+        let usable = usable(&self.captures, asker, pool.is_leased_for(asker));
         let (mut ready, mut waiting) = (0, 0);
-        let arena = self.pools.get(&of.memory).map(|pool| &pool.arena);
-        for (part, tag) in arena.into_iter().flat_map(Arena::tags) {
+        for (part, tag) in pool.arena.tags() {
             let bytes = u64::from(part.granules) * GRANULE;
             let done = Tag {
                 pending: Vec::new(),
@@ -259,26 +258,21 @@ impl Graphs {
         (ready, waiting)
     }
 
-    /// Whether a launch may write memory that work outside of captures asks for.
-    fn is_leased_for(&self, memory: u64, asker: Asker) -> bool {
-        matches!(asker, Asker::Eager { .. }) && self.is_memory_leased(memory)
-    }
-
     /// Plans more room. A plan stands for a call under way.
     pub(crate) fn plan(
         &mut self,
-        of: Share,
+        pool: u64,
         asker: Asker,
         fit: Fit,
         means: &Means<'_>,
     ) -> Result<Plan, Lacking> {
-        let leased = self.is_leased_for(of.memory, asker);
-        let Some(pool) = self.pools.get_mut(&of.memory) else {
+        let Some(pool) = self.pools.get_mut(&pool) else {
             return Err(Lacking::Memory(fit.bytes()));
         };
+        let usable = usable(&self.captures, asker, pool.is_leased_for(asker));
         pool.arena.lay_down();
-        let runs = pool.arena.runs(usable(&self.captures, asker, leased));
-        let plan = pool.arena.plan(fit, &runs, means, of.sight())?;
+        let runs = pool.arena.runs(usable);
+        let plan = pool.arena.plan(fit, &runs, means)?;
         pool.calls += 1;
         pool.planned += plan.fresh_bytes();
         self.recount();
@@ -319,19 +313,13 @@ impl Graphs {
 
     /// A block has its place.
     #[inline]
-    pub(crate) fn enter(&mut self, of: Share, addr: u64, live: Live) {
-        let Some(pool) = self.pools.get_mut(&of.memory) else {
+    pub(crate) fn enter(&mut self, addr: u64, live: Live) {
+        let Some(pool) = self.pools.get_mut(&live.owner) else {
             return;
         };
-        self.latest = of.memory;
+        self.latest = live.owner;
         pool.arena.live.insert(addr, live);
-        pool.peak = pool.peak.max(pool.arena.live_bytes());
-        if of.pool != of.memory {
-            let bytes = pool.arena.live.bytes_of(of.pool);
-            if let Some(own) = self.pools.get_mut(&of.pool) {
-                own.peak = own.peak.max(bytes);
-            }
-        }
+        pool.peak = pool.peak.max(pool.arena.live.bytes());
     }
 
     /// The use of a pool's memory by streams that capture, and by those that do not with what each of their uses ends
@@ -355,11 +343,9 @@ impl Graphs {
         } in captured
         {
             // A capture that gets no more memory of the pool needs no order among its own uses.
-            self.same_capture(capture, number)?;
-            if self.has_ended_with(capture, pool) {
-                continue;
+            if !self.same_capture(capture, number)?.left.contains(&pool) {
+                tag.marks.push(Mark { capture, seen });
             }
-            tag.marks.push(Mark { capture, seen });
         }
         Some(tag)
     }
@@ -374,16 +360,10 @@ impl Graphs {
         if self.events.is_empty() {
             return Vec::new();
         }
-        let arena = self
-            .pools
-            .get(&self.memory_of(pool))
-            .map(|pool| &pool.arena);
+        let arena = self.pools.get(&pool).map(|pool| &pool.arena);
         let tags = arena.into_iter().flat_map(|arena| arena.tags());
-        let mut events: Vec<u64> = tags
-            .flat_map(|(_, tag)| &tag.pending)
-            .chain(arena.into_iter().flat_map(|arena| arena.pending_in_views()))
-            .map(|used| used.event)
-            .collect();
+        let pending = tags.flat_map(|(_, tag)| &tag.pending);
+        let mut events: Vec<u64> = pending.map(|used| used.event).collect();
         events.sort_unstable();
         events.dedup();
         events
@@ -404,9 +384,6 @@ impl Graphs {
             for live in arena.live.values_mut() {
                 live.pending.retain(|used| !over(used));
             }
-            for view in arena.views.values_mut() {
-                view.pending.retain(|used| !over(used));
-            }
             awaited.extend(arena.pending().map(|used| used.event));
         }
         self.unasked.retain(|number| awaited.contains(number));
@@ -417,22 +394,18 @@ impl Graphs {
             .collect()
     }
 
-    /// Nobody waits for these uses any more, unless a view does. Their events, which are let go without the lock.
+    /// Removes the events of uses that nothing waits for any more; the caller drops them without the lock.
     pub(crate) fn spent(&mut self, uses: &[Pending]) -> Vec<Arc<Pooled>> {
-        let most = if self.has_families { usize::MAX } else { 0 };
-        let pools = self.pools.values().take(most);
-        let views = pools.flat_map(|pool| pool.arena.pending_in_views());
-        let awaited: HashSet<u64> = views.map(|used| used.event).collect();
-        let uses = uses.iter().filter(|used| !awaited.contains(&used.event));
+        let uses = uses.iter();
         uses.filter_map(|used| self.events.remove(&used.event))
             .collect()
     }
 
     // ---- the end of a pool --------------------------------------------------------------------------
 
-    /// Whether a pool may wait for its end, or one of a family may have left something.
+    /// Whether a released pool still exists.
     pub(crate) fn has_leaving(&self) -> bool {
-        self.has_families || self.pools.values().any(|pool| pool.released)
+        self.pools.values().any(|pool| pool.released)
     }
 
     /// The leases of a pool.
@@ -467,8 +440,7 @@ impl Graphs {
 
     /// Any memory of a pool may be in a graph from here on, or none is in one.
     pub(crate) fn set_captured(&mut self, pool: u64, captured: bool) {
-        let memory = self.memory_of(pool);
-        if let Some(pool) = self.pools.get_mut(&memory) {
+        if let Some(pool) = self.pools.get_mut(&pool) {
             let arena = &mut pool.arena;
             arena.retag(|tag| {
                 tag.captured = captured;
@@ -493,44 +465,48 @@ impl Graphs {
         pools.for_each(|pool| pool.untold = false);
     }
 
-    /// What a pool holds. Of one of a family its own blocks, and the memory of all.
+    /// What a pool holds.
     pub(crate) fn footprint(&self, id: u64) -> Footprint {
-        let of = self.share(id);
-        let (Some(own), Some(pool)) = (self.pools.get(&id), self.pools.get(&of.memory)) else {
+        let Some(pool) = self.pools.get(&id) else {
             return Footprint::default();
         };
         let arena = &pool.arena;
-        let live = || arena.live.values().filter(|live| live.owner == id);
         Footprint {
-            live: arena.live.bytes_of(id),
-            blocks: live().count() as u64,
+            live: arena.live.bytes(),
+            blocks: arena.live.len() as u64,
             free: arena.free_bytes(),
-            peak: own.peak,
+            peak: pool.peak,
             physical: if pool.away { 0 } else { arena.held() },
-            leases: own.leases.count(),
+            leases: pool.leases.count(),
         }
     }
 
     /// Whether nothing uses a pool's memory, and no graph can: no lease, no block, no work, no capture.
     pub(crate) fn is_idle(&self, id: u64) -> bool {
-        if self.pools.get(&id).is_some_and(Pool::has_leases) || self.is_served(id) {
+        let mut served = self.captures.values().flat_map(|known| &known.served);
+        if served.any(|(_, pool)| *pool == id) {
             return false;
         }
-        let of = self.share(id);
-        if of.pool != of.memory {
-            return self.has_left(of);
-        }
-        let members: Vec<u64> = self.members(id).map(|(member, _)| member).collect();
-        members.into_iter().all(|member| self.is_idle(member))
-            && self.pools.get(&id).is_some_and(|pool| {
-                let arena = &pool.arena;
-                let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();
-                pool.calls == 0
-                    && !pool.suspended
-                    && !pool.untold
-                    && arena.live.is_empty()
-                    && arena.tags().all(|(_, tag)| quiet(tag))
-            })
+        self.pools.get(&id).is_some_and(|pool| {
+            let arena = &pool.arena;
+            let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();
+            pool.calls == 0
+                && !pool.suspended
+                && !pool.is_leased()
+                && arena.live.is_empty()
+                && arena.tags().all(|(_, tag)| quiet(tag))
+        })
+    }
+
+    /// Whether a released pool is suspended and has no lease, no block and no call under way.
+    pub(crate) fn is_unused(&self, id: u64) -> bool {
+        self.pools.get(&id).is_some_and(|pool| {
+            pool.released
+                && !pool.is_leased()
+                && pool.away
+                && pool.calls == 0
+                && pool.arena.live.is_empty()
+        })
     }
 
     /// Takes out the arenas of pools that nothing uses: of all, or of those that were released. The released ones are
@@ -539,9 +515,8 @@ impl Graphs {
         let pools: Vec<u64> = self.pools.keys().copied().collect();
         let mut taken = Vec::new();
         for id in pools {
-            let over = all || self.is_released(id);
-            let has_memory = |pool: &Pool| pool.arena.has_memory();
-            if !over || !self.pools.get(&id).is_some_and(has_memory) || !self.is_idle(id) {
+            let goes = |pool: &Pool| (all || pool.released) && pool.arena.has_memory();
+            if !self.pools.get(&id).is_some_and(goes) || !self.is_idle(id) {
                 continue;
             }
             if let Some(pool) = self.pools.get_mut(&id) {
@@ -566,17 +541,16 @@ impl Graphs {
         self.forget_released();
     }
 
-    /// Pools that were released and hold nothing are gone; those of a family before the one with their memory.
+    /// Forgets pools that were released and hold nothing.
     pub(crate) fn forget_released(&mut self) {
-        let mut gone: Vec<u64> = self
+        let gone: Vec<u64> = self
             .pools
             .iter()
             .filter(|(_, pool)| pool.released && pool.calls == 0 && !pool.arena.has_memory())
             .map(|(id, _)| *id)
             .collect();
-        gone.sort_by_key(|id| self.share(*id).is_plain());
         for id in gone {
-            if self.members(id).next().is_none() && self.is_idle(id) {
+            if self.is_idle(id) {
                 self.pools.remove(&id);
             }
         }

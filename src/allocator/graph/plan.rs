@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::allocator::graph::arena::{Arena, Fit, Handle, PLAIN, Part, Place, Tag, View};
+use crate::allocator::graph::arena::{Arena, Fit, Handle, Part, Place, Tag, View};
 use crate::allocator::graph::few::Few;
 use crate::allocator::physical::{GrowthFailure, tile};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
@@ -85,18 +85,13 @@ struct Opening {
 
 impl Arena {
     /// Plans room for a request that fits nowhere, with as little new memory as can be: behind free memory at home,
-    /// or in a new view. A pool of a family gets a view of its own.
+    /// or in a new view.
     pub(crate) fn plan(
         &mut self,
         fit: Fit,
         runs: &[(u64, u64)],
         means: &Means<'_>,
-        owner: u64,
     ) -> Result<Plan, Lacking> {
-        if owner != PLAIN {
-            let stitch = self.stitch(fit, runs);
-            return self.plan_view(fit, stitch, means, owner);
-        }
         let opening = self.opening(fit, runs);
         // Leased addresses and views begin at a multiple of a physical granule, and for views no larger one is looked for.
         let aligned = u64::from(fit.align) * GRANULE <= PHYSICAL_GRANULE;
@@ -106,7 +101,7 @@ impl Arena {
             && !stitch.handles.is_empty()
             && stitch.fresh < at_home.min(fit.bytes().next_multiple_of(PHYSICAL_GRANULE))
         {
-            return self.plan_view(fit, stitch, means, PLAIN);
+            return self.plan_view(fit, stitch, means);
         }
         let Some(opening) = opening else {
             let slack = if aligned { 0 } else { fit.aligned(1) - 1 };
@@ -212,13 +207,7 @@ impl Arena {
         stitch
     }
 
-    fn plan_view(
-        &mut self,
-        fit: Fit,
-        stitch: Stitch,
-        means: &Means<'_>,
-        owner: u64,
-    ) -> Result<Plan, Lacking> {
+    fn plan_view(&mut self, fit: Fit, stitch: Stitch, means: &Means<'_>) -> Result<Plan, Lacking> {
         if stitch.fresh > means.room {
             return Err(Lacking::Memory(stitch.fresh));
         }
@@ -234,11 +223,7 @@ impl Arena {
             at += bytes;
         }
         handles.extend(stitch.front);
-        let view = View {
-            owner,
-            handles,
-            pending: Vec::new(),
-        };
+        let view = View { handles };
         let bytes = view.bytes();
         let base = self.sites.lowest(bytes).ok_or(Lacking::Sites(bytes))?;
         let (mut parts, mut skip, mut left) = (Few::None, stitch.skip, fit.bytes());

@@ -6,7 +6,7 @@ use crate::allocator::extent::origin::Names;
 use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Asker;
-use crate::allocator::graph::arena::{Fit, Live, Place, Share, Tag};
+use crate::allocator::graph::arena::{Fit, Live, Place, Tag};
 use crate::allocator::graph::checkpoint::Changes;
 use crate::allocator::graph::commit::NotMade;
 use crate::allocator::graph::few::Few;
@@ -20,7 +20,7 @@ use crate::event::{self, Kind};
 /// A request to a pool.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PoolRequest {
-    pub of: Share,
+    pub pool: u64,
     pub asker: Asker,
     pub fit: Fit,
     /// Bytes as they were asked for.
@@ -79,7 +79,7 @@ impl Heap {
             size: &|missing| physical.handle_size(&want, missing, held, Sharers::Pool),
         };
         self.graphs
-            .plan(request.of, request.asker, request.fit, &means)
+            .plan(request.pool, request.asker, request.fit, &means)
     }
 
     /// What was planned in a pool was made, or was not: the place of the block for which it was planned.
@@ -102,7 +102,7 @@ impl Heap {
     /// A block of a pool gets a record.
     pub(crate) fn pooled_born(
         &mut self,
-        of: Share,
+        pool: u64,
         (granules, requested): (u32, u64),
         place: Place,
         users: Few<User>,
@@ -123,7 +123,7 @@ impl Heap {
         let live = Live {
             id,
             generation,
-            owner: of.pool,
+            owner: pool,
             granules,
             requested,
             parts: place.parts,
@@ -135,7 +135,7 @@ impl Heap {
             names,
             users,
         };
-        self.graphs.enter(of, place.addr, live);
+        self.graphs.enter(place.addr, live);
         let home = self.home_of_pooled();
         Grant::large(home, place.addr, (id, generation), (granules, requested))
     }
@@ -143,19 +143,14 @@ impl Heap {
     /// A block of a pool is nobody's any more. What is let go without the lock: it may be the last to hold a stream.
     #[must_use = "streams are not destroyed under the lock"]
     pub(crate) fn pooled_freed(&mut self, addr: u64, tag: Tag) -> Option<Few<User>> {
-        let memory = self.graphs.pool_of(addr)?;
-        self.pooled_freed_in(memory, addr, tag)
+        let pool = self.graphs.pool_of(addr)?;
+        self.pooled_freed_in(pool, addr, tag)
     }
 
     /// [`pooled_freed`](Self::pooled_freed) where it is known which pool has the memory.
     #[must_use = "streams are not destroyed under the lock"]
-    pub(crate) fn pooled_freed_in(
-        &mut self,
-        memory: u64,
-        addr: u64,
-        tag: Tag,
-    ) -> Option<Few<User>> {
-        let pool = self.graphs.pools.get_mut(&memory)?;
+    pub(crate) fn pooled_freed_in(&mut self, pool: u64, addr: u64, tag: Tag) -> Option<Few<User>> {
+        let pool = self.graphs.pools.get_mut(&pool)?;
         let gone = pool.arena.release(addr, tag)?;
         self.extents.lookup.remove(addr);
         self.extents.records.retire(gone.id);
@@ -165,16 +160,14 @@ impl Heap {
 
     /// Comes back to a checkpoint of a pool.
     pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
-        let of = self.graphs.share(pool);
-        let memory = of.memory;
         let mut gone = Vec::with_capacity(changes.cease.len());
         for addr in &changes.cease {
-            gone.extend(self.pooled_freed_in(memory, *addr, Tag::default()));
+            gone.extend(self.pooled_freed_in(pool, *addr, Tag::default()));
         }
         let mut revived = Vec::with_capacity(changes.revive.len());
         for (addr, live) in changes.revive {
             let mut captured = live.captured || !live.touched.is_empty();
-            if let Some(pool) = self.graphs.pools.get_mut(&memory) {
+            if let Some(pool) = self.graphs.pools.get_mut(&pool) {
                 for part in &live.parts {
                     let arena = &mut pool.arena;
                     arena.take_each(*part, |_, tag| {
@@ -188,7 +181,7 @@ impl Heap {
                 open: Vec::new(),
             };
             let (sizes, names) = ((live.granules, live.requested), live.names);
-            let grant = self.pooled_born(of, sizes, place, live.users);
+            let grant = self.pooled_born(pool, sizes, place, live.users);
             if let Some(live) = self.graphs.live_mut(addr) {
                 live.names = names;
                 live.captured |= captured;

@@ -5,7 +5,6 @@ use std::collections::HashMap;
 
 use crate::allocator::extent::origin::Names;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
-use crate::allocator::graph::arena::PLAIN;
 use crate::allocator::heap::Heap;
 use crate::block::Tag;
 use crate::error::{HeldBy, Holder};
@@ -116,9 +115,8 @@ impl Heap {
     fn add_pooled(&self, sums: &mut Sums) {
         for (id, pool) in self.graphs.pools.iter().filter(|(_, pool)| !pool.away) {
             for live in pool.arena.live.values() {
-                let owner = if live.owner == PLAIN { *id } else { live.owner };
                 let stream = || live.users.first().map_or(0, |user| user.key.number());
-                let group = match self.suspended.tags.get(&owner) {
+                let group = match self.suspended.tags.get(id) {
                     Some(tag) => Group::Tag(*tag),
                     None => Group::of(live.names, live.bytes(), stream),
                 };

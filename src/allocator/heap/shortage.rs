@@ -29,7 +29,7 @@ impl Heap {
     ) -> OutOfMemory {
         self.stats.misses += 1;
         self.stats.ooms += 1;
-        let (ready, waiting) = self.graphs.free_for(request.of, request.asker);
+        let (ready, waiting) = self.graphs.free_for(request.pool, request.asker);
         let shortage = Shortage {
             growth: request.fit.bytes().next_multiple_of(PHYSICAL_GRANULE),
             needed,
@@ -73,7 +73,7 @@ impl Heap {
     /// What guards and graph pools keep of freed memory, what is suspended and counts for the limit, and what a resume
     /// under way will take.
     fn kept(&self) -> u64 {
-        let free = |arena: &Arena| arena.held().saturating_sub(arena.live_bytes());
+        let free = |arena: &Arena| arena.held().saturating_sub(arena.live.bytes());
         self.present_arenas().map(free).sum::<u64>()
             + self.guards.bytes()
             + self.absent()
@@ -131,7 +131,7 @@ impl Heap {
             guarded: self.guards.bytes(),
             suspended: self.absent(),
             graph_pools: self.graphs.held,
-            in_graph_pools: self.present_arenas().map(Arena::live_bytes).sum(),
+            in_graph_pools: self.present_arenas().map(|arena| arena.live.bytes()).sum(),
             holders: self.holders(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),

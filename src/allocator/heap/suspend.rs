@@ -38,7 +38,7 @@ impl Heap {
 
     /// Refuses requests of a pool while it is suspended.
     pub(crate) fn refuse_pool(&self, pool: u64) -> Result<(), Error> {
-        match self.graphs.pools.get(&self.graphs.memory_of(pool)) {
+        match self.graphs.pools.get(&pool) {
             Some(pool) if pool.suspended => Err(Error::Suspended),
             _ => Ok(()),
         }
@@ -97,9 +97,8 @@ impl Heap {
     }
 
     fn close_pool(&mut self, id: u64) -> Result<(), Error> {
-        let mut captures = self.graphs.captures.iter();
-        let using = captures.find(|(number, _)| self.graphs.may_use_memory(**number, id));
-        if let Some((_, capture)) = using {
+        let mut captures = self.graphs.captures.values();
+        if let Some(capture) = captures.find(|capture| capture.may_use(id)) {
             let stream = capture.streams.first().map_or(0, |known| known.user.raw);
             return Err(Error::Capturing { stream });
         }

@@ -91,7 +91,7 @@ struct Handle {
 pub struct Block {
     end: u64,
     parts: Vec<(u64, u64)>,
-    /// The graph pool, or the family of pools, whose memory it is.
+    /// The graph pool whose memory it is.
     pool: Option<u64>,
     /// The streams that it was handed out for and recorded on.
     users: Vec<usize>,

@@ -21,15 +21,10 @@ struct Used {
 /// A capture under way.
 pub(super) struct Capture {
     pub group: usize,
-    id: u64,
     main: usize,
     joined: Vec<usize>,
-    /// By which it gets memory: of the pool that it was begun with, and later perhaps of others of its family.
-    scopes: Vec<PoolScope>,
-    /// Those pools. One that was left serves the capture no more.
-    entered: Vec<usize>,
-    /// One of them was left. If it was the last by which the capture got memory, it gets no more, and what it freed is
-    /// others', where its own launches write.
+    /// By which it gets memory. Once it was left, the capture gets no more, and others may have what it freed.
+    scope: Option<PoolScope>,
     left: bool,
     used: Vec<Used>,
 }
@@ -37,10 +32,10 @@ pub(super) struct Capture {
 impl Capture {
     /// Whether it may get memory.
     fn serves(&self) -> bool {
-        !self.scopes.is_empty()
+        self.scope.is_some()
     }
 
-    /// Whether a request on a stream may find that the capture's scopes were left.
+    /// Whether a request on a stream may find that the capture's scope was left.
     pub fn has_left(&self, stream: usize) -> bool {
         self.left && self.has(stream)
     }
@@ -55,7 +50,7 @@ impl Scene<'_> {
         if self.captures.len() > 1 {
             return Ok(());
         }
-        let (Some((group, pool)), Some(main)) = (self.group(), self.stream()) else {
+        let (Some(group), Some(main)) = (self.group(), self.stream()) else {
             return Ok(());
         };
         let stream = self.streams[main].clone();
@@ -65,46 +60,29 @@ impl Scene<'_> {
         let Some(id) = id else {
             return Err("a capture without an id".to_owned());
         };
-        let scope = self.scope((group, pool), id)?;
+        let scope = self.scope(group, id)?;
         self.captures.push(Capture {
             group,
             main,
             joined: vec![main],
-            id,
-            scopes: scope.into_iter().collect(),
-            entered: vec![pool],
+            scope,
             left: false,
             used: Vec::new(),
         });
         Ok(())
     }
 
-    fn scope(&self, of: (usize, usize), capture: u64) -> Result<Option<PoolScope>, String> {
-        let (group, pool) = of;
-        match self.groups[group].pools[pool].enter(Scope::Capture(capture)) {
+    fn scope(&self, group: usize, capture: u64) -> Result<Option<PoolScope>, String> {
+        match self.pool(group).enter(Scope::Capture(capture)) {
             Ok(scope) => Ok(Some(scope)),
             Err(error) => self.refused("a scope was refused", &error).map(|()| None),
         }
     }
 
-    /// A capture comes into a scope of one of its family's pools, or out of one.
-    fn change_scopes(&mut self, at: usize) -> Done {
-        let Capture { group, id, .. } = self.captures[at];
-        let pools = 0..self.groups[group].pools.len();
-        let mut fresh = pools.filter(|pool| !self.captures[at].entered.contains(pool));
-        if let Some(pool) = fresh.next().filter(|_| !self.captures[at].left) {
-            let scope = self.scope((group, pool), id)?;
-            self.captures[at].scopes.extend(scope);
-            self.captures[at].entered.push(pool);
-        } else if self.rng.chance(30) {
-            let capture = &mut self.captures[at];
-            if !capture.scopes.is_empty() {
-                let scope = self.rng.index(capture.scopes.len());
-                drop(capture.scopes.swap_remove(scope));
-                capture.left = true;
-            }
-        }
-        Ok(())
+    /// A capture's scope is left before its end.
+    fn leave_scope(&mut self, at: usize) {
+        let capture = &mut self.captures[at];
+        capture.left |= capture.scope.take().is_some();
     }
 
     /// One thing in a capture.
@@ -140,7 +118,7 @@ impl Scene<'_> {
             }
             12 => self.early(at, stream)?,
             13 => self.set_back(at, stream)?,
-            14 if self.rng.chance(30) => self.change_scopes(at)?,
+            14 if self.rng.chance(10) => self.leave_scope(at),
             _ => {
                 let other = self.rng.pick(&self.captures[at].joined);
                 self.wait(stream, other)?;
@@ -325,11 +303,11 @@ impl Scene<'_> {
         let early = self.rng.chance(50);
         let mut capture = self.captures.swap_remove(at);
         if early {
-            capture.scopes.clear();
+            drop(capture.scope.take());
         }
         let stream = &self.streams[main];
         let ended = ours(|| stream.end_capture());
-        drop(capture.scopes);
+        drop(capture.scope);
         match ended {
             Ok(_) if spoilt => Err("a capture that was spoilt ended well".to_owned()),
             Err(_) if spoilt => Ok(()),

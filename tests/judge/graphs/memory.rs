@@ -64,9 +64,10 @@ impl Scene<'_> {
         };
         let (group, scope) = match self.rng.chance(60) {
             true => match self.group() {
-                Some((group, pool)) => {
-                    let pool = &self.groups[group].pools[pool];
-                    let scope = match self.rng.chance(50) {
+                Some(group) => {
+                    let by_thread = self.rng.chance(50);
+                    let pool = self.pool(group);
+                    let scope = match by_thread {
                         true => pool.enter(Scope::Thread),
                         false => pool.enter(Scope::Stream(&self.streams[stream])),
                     };
@@ -182,13 +183,12 @@ impl Scene<'_> {
     // ---- checkpoints -----------------------------------------------------------------------
 
     pub(super) fn point(&mut self) -> Done {
-        let Some((group, pool)) = self.group() else {
+        let Some(group) = self.group() else {
             return Ok(());
         };
-        let group = &mut self.groups[group];
-        if group.points.len() < 3 {
-            match group.pools[pool].checkpoint() {
-                Ok(point) => group.points.push(point),
+        if self.groups[group].points.len() < 3 {
+            match self.pool(group).checkpoint() {
+                Ok(point) => self.groups[group].points.push(point),
                 Err(error) => return self.refused("no checkpoint", &error),
             }
         }
@@ -197,7 +197,7 @@ impl Scene<'_> {
 
     /// Comes back to an earlier time, if the pool lets it.
     pub(super) fn restore(&mut self) -> Done {
-        let Some((group, pool)) = self.group() else {
+        let Some(group) = self.group() else {
             return Ok(());
         };
         let points = self.groups[group].points.len();
@@ -210,7 +210,7 @@ impl Scene<'_> {
         }
         let it = &self.groups[group];
         // SAFETY: blocks that cease are only freed.
-        let restored = match unsafe { it.pools[pool].restore(&it.points[point]) } {
+        let restored = match unsafe { self.pool(group).restore(&it.points[point]) } {
             Ok(restored) => restored,
             Err(Error::GraphPool(_)) => return Ok(()),
             Err(error) => return self.refused("a pool did not come back", &error),
@@ -260,12 +260,12 @@ impl Scene<'_> {
         if self.rng.chance(25) {
             return self.suspend_all(keep);
         }
-        let Some((group, pool)) = self.group() else {
+        let Some(group) = self.group() else {
             return Ok(());
         };
         let number = [Some(self.groups[group].number)];
         self.court.law().sleeps(&number);
-        let select = Select::Pool(&self.groups[group].pools[pool]);
+        let select = Select::Pool(self.pool(group));
         // SAFETY: nobody gives a device work that uses the memory until it is back.
         let result = unsafe { self.allocator.suspend(select, keep) };
         let asleep = self.allocator.is_suspended(select).map_err(text)?;
@@ -281,7 +281,7 @@ impl Scene<'_> {
 
     /// A request for memory that is away.
     fn disturb(&mut self, group: usize) -> Done {
-        let (Some(stream), Some(pool)) = (self.stream(), self.groups[group].pools.first()) else {
+        let (Some(stream), Some(pool)) = (self.stream(), &self.groups[group].pool) else {
             return Ok(());
         };
         let scope = match pool.enter(Scope::Thread) {
@@ -331,7 +331,7 @@ impl Scene<'_> {
             true => (Select::Allocator, self.everything()),
             false => {
                 let number = Some(self.groups[group].number);
-                (Select::Pool(&self.groups[group].pools[0]), vec![number])
+                (Select::Pool(self.pool(group)), vec![number])
             }
         };
         match self.allocator.resume(select) {

@@ -1,6 +1,6 @@
 //! The free memory of an arena: what of it somebody may have, and how it is divided and made one.
 
-use crate::allocator::graph::arena::{Arena, Fit, PLAIN, Part, Piece, Place, Tag};
+use crate::allocator::graph::arena::{Arena, Fit, Part, Piece, Place, Tag};
 use crate::allocator::graph::few::Few;
 use crate::allocator::size::GRANULE;
 
@@ -49,19 +49,9 @@ impl Arena {
         runs
     }
 
-    /// Where a request fits best in memory that may be used: at home, else in a view; the lowest address on ties. Of
-    /// a pool of a family in its own views alone.
-    pub(crate) fn find(
-        &self,
-        fit: Fit,
-        usable: impl Fn(&Tag) -> bool,
-        owner: u64,
-    ) -> Option<Place> {
-        let home = match owner {
-            PLAIN => self.best_at_home(fit, &usable),
-            _ => None,
-        };
-        if let Some(home) = home {
+    /// Where a request fits best in memory that may be used: at home, else in a view; the lowest address on ties.
+    pub(crate) fn find(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> Option<Place> {
+        if let Some(home) = self.best_at_home(fit, &usable) {
             let granules = fit.granules;
             return Some(Place {
                 addr: home,
@@ -73,7 +63,7 @@ impl Arena {
             return None;
         }
         let mut best = Best::new(fit);
-        for run in self.runs_in_views(&self.runs(usable), owner) {
+        for run in self.runs_in_views(&self.runs(usable)) {
             best.offer(run);
         }
         let addr = best.addr()?;
@@ -176,10 +166,10 @@ impl Arena {
         }
     }
 
-    /// What the usable runs look like in somebody's views.
-    fn runs_in_views(&self, runs: &[(u64, u64)], owner: u64) -> Vec<(u64, u64)> {
+    /// The parts of views that show usable runs.
+    fn runs_in_views(&self, runs: &[(u64, u64)]) -> Vec<(u64, u64)> {
         let mut seen: Vec<(u64, u64)> = Vec::new();
-        for (base, view) in self.views.iter().filter(|(_, view)| view.owner == owner) {
+        for (base, view) in &self.views {
             let (mut offset, before) = (0, seen.len());
             for (home, bytes) in &view.handles {
                 let first = runs.partition_point(|run| run.1 <= *home);

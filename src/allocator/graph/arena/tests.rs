@@ -30,13 +30,11 @@ fn fit(granules: u32) -> Fit {
 /// Takes a block, with new memory where that is needed; its parts.
 fn block(arena: &mut Arena, granules: u32, views: bool) -> Place {
     let runs = arena.runs(|_| true);
-    if let Some(place) = arena.find(fit(granules), |_| true, PLAIN) {
+    if let Some(place) = arena.find(fit(granules), |_| true) {
         place.parts.iter().for_each(|part| drop(arena.take(*part)));
         return place;
     }
-    let plan = arena
-        .plan(fit(granules), &runs, &means(views), PLAIN)
-        .unwrap();
+    let plan = arena.plan(fit(granules), &runs, &means(views)).unwrap();
     let sizes = plan.fresh.iter().flat_map(|(_, sizes)| sizes);
     let handles: Vec<u64> = (1..).zip(sizes).map(|(handle, _)| handle).collect();
     arena.planned(plan, &handles)
@@ -92,9 +90,7 @@ fn a_plan_that_fails_leaves_all_as_it_was() {
         arena.sites.lowest(1),
     );
     let runs = arena.runs(|_| true);
-    let plan = arena
-        .plan(fit(3 * GRANULES), &runs, &means(true), PLAIN)
-        .unwrap();
+    let plan = arena.plan(fit(3 * GRANULES), &runs, &means(true)).unwrap();
     assert_eq!(plan.fresh_bytes(), PHYSICAL_GRANULE);
     let failure = crate::allocator::physical::GrowthFailure {
         error: crate::driver::DriverError::new(
@@ -115,9 +111,7 @@ fn a_plan_that_fails_leaves_all_as_it_was() {
         room: 0,
         ..means(true)
     };
-    let refused = arena
-        .plan(fit(3 * GRANULES), &runs, &none, PLAIN)
-        .unwrap_err();
+    let refused = arena.plan(fit(3 * GRANULES), &runs, &none).unwrap_err();
     assert_eq!(refused, Lacking::Memory(PHYSICAL_GRANULE));
 }
 

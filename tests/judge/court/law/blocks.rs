@@ -122,7 +122,7 @@ impl Law {
         }
     }
 
-    /// Memory of a pool, or of a family of pools, is no other's as long as it is there.
+    /// Memory of a pool is no other's as long as it is there.
     fn judge_pool(&mut self, pool: Option<u64>, start: u64, from: u64) {
         let base = from / SPAN * SPAN;
         let owner = *self.owners.entry(base).or_insert(pool);
