@@ -13,7 +13,7 @@ use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::addresses::Addresses;
-use crate::allocator::graph::arena::Arena;
+use crate::allocator::graph::arena::{Arena, Fit};
 use crate::allocator::graph::capture::{Capture, Present, Way};
 use crate::allocator::graph::commit;
 use crate::allocator::graph::few::Few;
@@ -303,9 +303,11 @@ impl Engine {
         let request = PoolRequest {
             pool,
             asker,
-            fit: request.fit(),
+            fit: Fit {
+                views: request.views && self.views_allowed(),
+                ..request.fit()
+            },
             requested: request.requested,
-            views: request.views && self.views_allowed(),
         };
         let stream = (user.key, user.raw);
         let made = self.obtain_in_pool(&request, user, cached_only);
@@ -401,7 +403,7 @@ impl Engine {
             }
             let taken = heap.graphs.take(pool, request.asker, request.fit);
             if let Some(place) = taken {
-                return Ok(heap.pooled_born(pool, request.sizes(), place, Few::One(user)));
+                return Ok(heap.pooled_born(pool, request.sizes(), place, Few::from([user])));
             }
             if cached_only {
                 return Err(Error::NotCached);
@@ -419,7 +421,7 @@ impl Engine {
                     let leased = self.lease_addresses(pool, bytes, |arena| &mut arena.sites);
                     if leased.is_err() {
                         // New memory at home may need fewer addresses.
-                        (request.views, request.fit.views) = (false, false);
+                        request.fit.views = false;
                     }
                     continue;
                 }
@@ -439,7 +441,12 @@ impl Engine {
             match made {
                 Ok(_) => {
                     if let Some(place) = place {
-                        return Ok(heap.pooled_born(pool, request.sizes(), place, Few::One(user)));
+                        return Ok(heap.pooled_born(
+                            pool,
+                            request.sizes(),
+                            place,
+                            Few::from([user]),
+                        ));
                     }
                 }
                 Err(not_made) => {

@@ -139,7 +139,7 @@ impl Engine {
                 user
             });
             let sizes = (fit.granules, request.requested);
-            Some(heap.pooled_born(pool, sizes, place, Few::One(user)))
+            Some(heap.pooled_born(pool, sizes, place, Few::from([user])))
         });
         Ok(grant?.flatten())
     }
@@ -169,14 +169,14 @@ impl Engine {
             }
             let seen = capture.order.seen(stream);
             let tag = Tag {
-                marks: Few::One(Mark {
+                marks: Few::from([Mark {
                     capture: info.id,
                     seen,
-                }),
+                }]),
                 captured: true,
                 ..Tag::default()
             };
-            let freed = heap.pooled_freed_in(pool, ptr, tag);
+            let freed = heap.pooled_freed(pool, ptr, tag);
             let rest = self.rest_of_free(heap, AfterFree::default());
             Some((freed, rest, heap.graphs.has_leaving()))
         });

@@ -95,7 +95,7 @@ impl Engine {
         let Some(tag) = heap.graphs.tag(pool, uses.captured, pending) else {
             return Err(Error::Capturing { stream: 0 });
         };
-        let freed = heap.pooled_freed(ptr, tag);
+        let freed = heap.pooled_freed(pool, ptr, tag);
         let rest = self.rest_of_free(&heap, AfterFree::default());
         let has_leaving = heap.graphs.has_leaving();
         drop(heap);
@@ -305,8 +305,13 @@ impl Engine {
             .departed(&user, elsewhere.is_some().then_some(end));
         let (mut gone, pools) = (Vec::new(), heap.graphs.pools.values_mut());
         for live in pools.flat_map(|pool| pool.arena.live.values_mut()) {
-            let goes = |known: &User| known.is(&user);
-            if live.users.take_out(goes, |left| gone.push(left)) > 0 {
+            let before = live.users.len();
+            live.users.retain(|known| {
+                let goes = known.is(&user);
+                gone.extend(goes.then(|| known.clone()));
+                !goes
+            });
+            if live.users.len() < before {
                 live.pending.push(end);
             }
         }

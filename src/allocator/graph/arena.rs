@@ -261,7 +261,7 @@ impl Arena {
         if addr >= base + view.bytes() {
             return self.part_at_home(addr, granules);
         }
-        let (mut parts, mut at, end) = (Few::None, *base, addr + bytes);
+        let (mut parts, mut at, end) = (Few::new(), *base, addr + bytes);
         for (home, bytes) in &view.handles {
             let (from, to) = (addr.max(at), end.min(at + bytes));
             if from < to {
@@ -285,7 +285,7 @@ impl Arena {
             }
             at = base + handle.bytes;
         }
-        Some(Few::One(Part { home, granules }))
+        Some(Few::from([Part { home, granules }]))
     }
 
     /// Frees a live block's memory.

@@ -203,12 +203,7 @@ impl Graphs {
     }
 
     pub(crate) fn live(&self, addr: u64) -> Option<&Live> {
-        let latest = self.pools.get(&self.latest);
-        let latest = latest.and_then(|pool| pool.arena.live.get(&addr));
-        latest.or_else(|| {
-            let mut pools = self.pools.values();
-            pools.find_map(|pool| pool.arena.live.get(&addr))
-        })
+        self.pools.get(&self.pool_of(addr)?)?.arena.live.get(&addr)
     }
 
     pub(crate) fn live_mut(&mut self, addr: u64) -> Option<&mut Live> {
@@ -332,7 +327,7 @@ impl Graphs {
     ) -> Option<Tag> {
         let mut tag = Tag {
             pending,
-            marks: Few::None,
+            marks: Few::new(),
             captured: !captured.is_empty(),
             touched: Vec::new(),
         };

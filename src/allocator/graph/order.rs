@@ -175,7 +175,7 @@ impl Order {
                     node: pair[0],
                     full: true,
                 };
-                self.dependencies.insert(pair[1], Few::One(edge));
+                self.dependencies.insert(pair[1], Few::from([edge]));
                 reach.nodes.insert(pair[0], true);
                 reach.nodes.insert(pair[1], false);
             }

@@ -26,7 +26,7 @@ impl Plan {
         Plan {
             place: Place {
                 addr: home,
-                parts: Few::None,
+                parts: Few::new(),
                 open: Vec::new(),
             },
             fresh: Some((home, sizes)),
@@ -126,7 +126,7 @@ impl Arena {
         Ok(Plan {
             place: Place {
                 addr,
-                parts: Few::One(part),
+                parts: Few::from([part]),
                 open: Vec::new(),
             },
             fresh: Some((opening.hole, sizes)),
@@ -226,7 +226,7 @@ impl Arena {
         let view = View { handles };
         let bytes = view.bytes();
         let base = self.sites.lowest(bytes).ok_or(Lacking::Sites(bytes))?;
-        let (mut parts, mut skip, mut left) = (Few::None, stitch.skip, fit.bytes());
+        let (mut parts, mut skip, mut left) = (Few::new(), stitch.skip, fit.bytes());
         for (home, bytes) in &view.handles {
             let used = left.min(bytes - skip);
             if used > 0 {

@@ -25,8 +25,6 @@ pub(crate) struct PoolRequest {
     pub fit: Fit,
     /// Bytes as they were asked for.
     pub requested: u64,
-    /// The block may lie in a view.
-    pub views: bool,
 }
 
 /// What coming back to a checkpoint changed.
@@ -70,12 +68,12 @@ impl Heap {
             align: request.fit.align,
             requested: request.requested,
             single: false,
-            views: request.views,
+            views: request.fit.views,
         };
         let (held, physical) = (self.graphs.held, &self.physical);
         let means = Means {
             room: self.room(),
-            views: request.views,
+            views: request.fit.views,
             size: &|missing| physical.handle_size(&want, missing, held, Sharers::Pool),
         };
         self.graphs
@@ -140,16 +138,9 @@ impl Heap {
         Grant::large(home, place.addr, (id, generation), (granules, requested))
     }
 
-    /// A block of a pool is nobody's any more. What is let go without the lock: it may be the last to hold a stream.
+    /// Frees a block of a pool. The caller drops its users without the lock: they may be the last to hold a stream.
     #[must_use = "streams are not destroyed under the lock"]
-    pub(crate) fn pooled_freed(&mut self, addr: u64, tag: Tag) -> Option<Few<User>> {
-        let pool = self.graphs.pool_of(addr)?;
-        self.pooled_freed_in(pool, addr, tag)
-    }
-
-    /// [`pooled_freed`](Self::pooled_freed) where it is known which pool has the memory.
-    #[must_use = "streams are not destroyed under the lock"]
-    pub(crate) fn pooled_freed_in(&mut self, pool: u64, addr: u64, tag: Tag) -> Option<Few<User>> {
+    pub(crate) fn pooled_freed(&mut self, pool: u64, addr: u64, tag: Tag) -> Option<Few<User>> {
         let pool = self.graphs.pools.get_mut(&pool)?;
         let gone = pool.arena.release(addr, tag)?;
         self.extents.lookup.remove(addr);
@@ -162,7 +153,7 @@ impl Heap {
     pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
         let mut gone = Vec::with_capacity(changes.cease.len());
         for addr in &changes.cease {
-            gone.extend(self.pooled_freed_in(pool, *addr, Tag::default()));
+            gone.extend(self.pooled_freed(pool, *addr, Tag::default()));
         }
         let mut revived = Vec::with_capacity(changes.revive.len());
         for (addr, live) in changes.revive {

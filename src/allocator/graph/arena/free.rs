@@ -55,7 +55,7 @@ impl Arena {
             let granules = fit.granules;
             return Some(Place {
                 addr: home,
-                parts: Few::One(Part { home, granules }),
+                parts: Few::from([Part { home, granules }]),
                 open: Vec::new(),
             });
         }
@@ -154,7 +154,7 @@ impl Arena {
         let granules = piece.granules;
         Some(Place {
             addr: home,
-            parts: Few::One(Part { home, granules }),
+            parts: Few::from([Part { home, granules }]),
             open: piece.tag.pending,
         })
     }
