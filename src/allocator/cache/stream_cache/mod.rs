@@ -16,6 +16,7 @@ mod held_back;
 mod interleavings;
 mod large_cache;
 mod pages;
+mod pool;
 mod recorded;
 mod room;
 mod runs;
@@ -27,18 +28,18 @@ mod worn;
 
 use std::sync::Arc;
 
-use crate::driver::process::{self, Now, State};
+use crate::driver::process::{Now, State};
 use crate::locks::lock::{self, AtomicPtr, Lock, pause};
 pub(crate) use account::QUANTITIES;
 pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
 pub(crate) use large_cache::{Amounts, CachedBlock, LargeCache};
 pub(crate) use pages::{PageTable, SMALL_ID, page_of};
+pub(crate) use pool::StreamCachePool;
 pub(crate) use runs::Runs;
 
 use crate::allocator::size::GRANULE;
 use crate::event::Tap;
-use crate::locks::held::Mutex;
 use account::anew;
 pub(crate) use account::rarely;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -91,54 +92,6 @@ pub(crate) struct StreamCache {
 
 /// A stream cache's contents, while they are this thread's.
 pub(crate) type Held<'a, T> = lock::Held<'a, T, State>;
-
-/// Stream caches that wait for a stream.
-#[derive(Debug)]
-pub(crate) struct StreamCachePool {
-    waiting: Mutex<Vec<&'static StreamCache>>,
-    made: std::sync::atomic::AtomicU32,
-}
-
-impl StreamCachePool {
-    pub(crate) const fn new() -> Self {
-        StreamCachePool {
-            waiting: Mutex::new(Vec::new()),
-            made: std::sync::atomic::AtomicU32::new(0),
-        }
-    }
-
-    /// A stream cache without a stream.
-    pub(crate) fn take(&self) -> &'static StreamCache {
-        let waiting = self.waiting.lock().pop();
-        waiting.unwrap_or_else(|| {
-            let rank = self.made.fetch_add(1, Ordering::Relaxed);
-            let cache: &'static StreamCache = Box::leak(Box::new(StreamCache::new(rank)));
-            process::follow(&cache.lock.beside);
-            cache
-        })
-    }
-
-    /// Lets go of the rings of a recording that is over.
-    pub(crate) fn clear_taps(&self) {
-        let waiting = self.waiting.lock();
-        for cache in waiting.iter() {
-            cache.lock().tap.clear();
-        }
-    }
-
-    /// Takes back a stream cache whose stream is gone: it has no pages, and nothing live.
-    pub(crate) fn give_back(&self, cache: &'static StreamCache) {
-        let former = {
-            let mut inner = cache.lock();
-            let mut former = std::mem::take(&mut *inner);
-            inner.tap = std::mem::take(&mut former.tap);
-            former
-        };
-        self.waiting.lock().push(cache);
-        // The last user of an allocator may go with it: outside the locks.
-        drop(former);
-    }
-}
 
 /// What a stream cache is to its stream.
 #[derive(Debug)]

@@ -247,12 +247,6 @@ impl Runs {
         self.pages[node.page()].info.base + node.place() as u64 * GRANULE
     }
 
-    /// Whether an address of a page is free.
-    pub(crate) fn is_free(&self, page: u32, ptr: u64) -> bool {
-        let run = self.around(page, ptr);
-        run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
-    }
-
     /// Makes a run that was cut out a live block.
     fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
         self.pages[node.page()].hand_out(node, requested)
@@ -332,7 +326,7 @@ impl Runs {
         self.unlisted(length);
         if length > granules {
             self.count += 1;
-            self.list_here(Node(node.0 + granules), length - granules);
+            self.list(Node(node.0 + granules), length - granules);
         }
         Cut::new(node, granules)
     }
@@ -355,12 +349,8 @@ impl Runs {
     }
 
     /// Makes a range a free run of its list.
-    fn list(&mut self, node: Node, granules: u32) {
-        self.list_here(node, granules);
-    }
-
     #[inline(always)]
-    fn list_here(&mut self, node: Node, granules: u32) {
+    fn list(&mut self, node: Node, granules: u32) {
         let length = granules as usize - 1;
         let head = std::mem::replace(&mut self.free[length % GRANULES], node.0);
         let page = &mut *self.pages[node.page()];
@@ -462,7 +452,7 @@ impl Runs {
             self.unlist(start, more);
             length += more;
         }
-        self.list_here(start, length);
+        self.list(start, length);
     }
 
     /// Merges quick runs, the longest first, until one of `granules` is free, if they are a good part of
@@ -593,23 +583,5 @@ impl Runs {
     /// Granules in quick runs.
     pub(crate) fn quick_granules(&self) -> u32 {
         self.cap - self.quick_room
-    }
-
-    /// Runs in all, live blocks among them.
-    pub(crate) fn count(&self) -> u64 {
-        u64::from(self.count)
-    }
-
-    /// Bytes of the longest run that is free or quick.
-    pub(crate) fn largest_free(&self) -> u64 {
-        let is_free =
-            |length: &usize| self.filled.has(length - 1) || self.quick[length % LISTS].head != NIL;
-        let longest = (1..=GRANULES).rev().find(is_free);
-        longest.map_or(0, |length| length as u64 * GRANULE)
-    }
-
-    /// Granules of freed blocks that other streams may still use.
-    pub(crate) fn pending_granules(&self) -> u64 {
-        self.pending_granules
     }
 }

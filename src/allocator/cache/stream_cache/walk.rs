@@ -88,6 +88,30 @@ impl Runs {
             .find(|run| ptr >= run.ptr && ptr < run.ptr + u64::from(run.granules) * GRANULE)
     }
 
+    /// Whether an address of a page is free.
+    pub(crate) fn is_free(&self, page: u32, ptr: u64) -> bool {
+        let run = self.around(page, ptr);
+        run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
+    }
+
+    /// Runs in all, live blocks among them.
+    pub(crate) fn count(&self) -> u64 {
+        u64::from(self.count)
+    }
+
+    /// Bytes of the longest run that is free or quick.
+    pub(crate) fn largest_free(&self) -> u64 {
+        let is_free =
+            |length: &usize| self.filled.has(length - 1) || self.quick[length % LISTS].head != NIL;
+        let longest = (1..=GRANULES).rev().find(is_free);
+        longest.map_or(0, |length| length as u64 * GRANULE)
+    }
+
+    /// Granules of freed blocks that other streams may still use.
+    pub(crate) fn pending_granules(&self) -> u64 {
+        self.pending_granules
+    }
+
     /// Compares the lists with what stands in the pages. The first thing that does not agree.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let mut counts = [[0u64; GRANULES]; 2];
