@@ -21,15 +21,9 @@
 
 pub(crate) mod api;
 pub(crate) mod cache;
-#[cfg(all(test, feature = "sim", not(loom)))]
-mod carried;
 mod config;
 pub(crate) mod engine;
 pub(crate) mod extent;
-#[cfg(all(test, unix, feature = "sim"))]
-mod forked;
-#[cfg(all(test, feature = "sim", not(loom)))]
-mod generations;
 pub(crate) mod graph;
 pub(crate) mod heap;
 pub(crate) mod physical;
@@ -41,7 +35,7 @@ mod stats;
 pub(crate) mod stream;
 pub(crate) mod suspend;
 #[cfg(all(test, feature = "sim", not(loom)))]
-mod tickets;
+mod tests;
 pub(crate) mod view;
 
 pub use api::Allocator;

@@ -10,9 +10,9 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::poll::{Answer, Poll};
-use crate::allocator::stream::slot::PendingWait;
-use crate::allocator::stream::slot::is_per_thread;
-use crate::allocator::stream::slot::{Batch, Holder, StreamKey};
+use crate::allocator::stream::slot::{
+    Batch, EAGER_BATCHES, Holder, PendingWait, StreamKey, is_per_thread,
+};
 use crate::error::Error;
 use crate::nvtx::{self, Category};
 use crate::sync::capture::{is_of_capture, is_void_event};
@@ -178,8 +178,8 @@ impl Engine {
         };
         let mut heap = self.lock();
         let slot = &mut heap.streams[batch.stream];
-        if slot.key == key {
-            slot.was_idle(idle);
+        if slot.key == key && !idle {
+            slot.eager_batches = EAGER_BATCHES;
         }
         if idle {
             heap.streams.batch_complete(batch);
@@ -521,8 +521,8 @@ impl Engine {
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
     use crate::allocator::Config;
-    use crate::allocator::carried::{Outcome, Rig};
     use crate::allocator::stream::slot::StreamKey;
+    use crate::allocator::tests::{Outcome, Rig};
 
     /// R25: between the moment that a slot was named and its marker, another stream may have got it.
     #[test]

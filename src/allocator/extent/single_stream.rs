@@ -139,9 +139,9 @@ impl Space {
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
     use crate::Block;
-    use crate::allocator::carried::{Outcome, Rig};
     use crate::allocator::extent::record::SpaceId;
     use crate::allocator::extent::uses::Uses;
+    use crate::allocator::tests::{Outcome, Rig};
     use crate::allocator::{Config, Policy};
 
     /// S1.6: where other pieces are free than the stream's own, the best fit may be one of those.

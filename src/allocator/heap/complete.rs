@@ -91,7 +91,7 @@ mod tests {
     use std::sync::Arc;
 
     use crate::allocator::Config;
-    use crate::allocator::carried::{Outcome, Rig};
+    use crate::allocator::tests::{Outcome, Rig};
 
     /// R23: a wait or a question under way means the event as it was recorded then.
     #[test]

@@ -155,11 +155,9 @@ impl Streams {
             backoff: 0,
             stride: 1,
             eager_batches: EAGER_BATCHES,
-            next_eager: EAGER_BATCHES,
             listed: false,
             resting: false,
             told_at: self.requests,
-            rests_after: slot::RESTS_AFTER,
         };
         let at = match at {
             Some(at) => {
@@ -410,7 +408,7 @@ impl Streams {
     pub(crate) fn was_late(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         if slot.markers.len() > FEW_MARKERS {
-            slot.eager_batches = slot.eager_batches.max(slot.next_eager);
+            slot.eager_batches = EAGER_BATCHES;
         }
     }
 

@@ -9,8 +9,8 @@
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::Slot;
 
-/// Large requests without a word of a stream before it rests: twice as many each time that it comes back, up to this.
-const RESTS_AFTER_MOST: u64 = 1 << 20;
+/// A stream rests once so many large requests of others have passed without a call that names it or frees its memory.
+const RESTS_AFTER: u64 = 1024;
 /// What a stream left is completed once so many large requests have passed without a word of it, long before it rests.
 const COMPLETES_AFTER: u64 = 512;
 /// A stream that may be gone is waited for when nobody has spoken of it for so many large requests.
@@ -31,7 +31,7 @@ impl Streams {
             if self.silence(slot) < COMPLETES_AFTER {
                 next = next.min(slot.told_at + COMPLETES_AFTER);
             } else if at != stream && slot.has_nothing_left() && !self.is_due(slot) {
-                next = next.min(slot.told_at + slot.rests_after);
+                next = next.min(slot.told_at + RESTS_AFTER);
             } else if at != stream {
                 silent.push(at);
             }
@@ -68,7 +68,7 @@ impl Streams {
 
     /// Whether nobody has spoken of a stream for so long that it may rest.
     fn is_due(&self, slot: &Slot) -> bool {
-        self.silence(slot) >= slot.rests_after
+        self.silence(slot) >= RESTS_AFTER
     }
 
     /// [`rest`](Self::rest) if it is time.
@@ -118,7 +118,6 @@ impl Streams {
     fn wake(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         slot.resting = false;
-        slot.rests_after = (2 * slot.rests_after).min(RESTS_AFTER_MOST);
         self.resting -= 1;
         self.woken = true;
         self.second_came();

@@ -149,8 +149,6 @@ pub(crate) struct Slot {
     /// So many batches get their marker as soon as they are full. After that those of a stream that we
     /// keep alive wait until somebody else asks for memory. A stream that is idle then needs none.
     pub(crate) eager_batches: u32,
-    /// How many that will be once it was found busy.
-    pub(crate) next_eager: u32,
     /// Among the `full` ones.
     pub(crate) listed: bool,
     /// The heap's memory has no part of the stream that is not complete, and nobody names it: the others do
@@ -158,8 +156,6 @@ pub(crate) struct Slot {
     pub(crate) resting: bool,
     /// Requests for large memory, of all streams, when the heap was last told of the stream.
     pub(crate) told_at: u64,
-    /// After how many such requests since then it rests.
-    pub(crate) rests_after: u64,
 }
 
 impl Slot {
@@ -205,16 +201,6 @@ impl Slot {
     /// The newest marker that may be waited for.
     pub(crate) fn newest(&self) -> Option<&Marker> {
         self.markers.iter().rfind(|marker| !marker.doubtful)
-    }
-
-    /// Whether the stream was idle when somebody asked for its memory.
-    pub(crate) fn was_idle(&mut self, idle: bool) {
-        if idle {
-            self.next_eager = EAGER_BATCHES;
-        } else {
-            self.next_eager = (2 * self.next_eager).min(MOST_EAGER_BATCHES);
-            self.eager_batches = self.next_eager;
-        }
     }
 
     /// Whether the open batch is worth a marker.
@@ -295,12 +281,6 @@ pub(crate) const BATCH_BYTES: u64 = 1 << 20;
 /// Batches of a stream that get their marker as soon as they are full, at first and when it works
 /// behind: where work is late it matters when its marker was recorded.
 pub(crate) const EAGER_BATCHES: u32 = 512;
-
-/// Each time that a stream is busy when somebody asks for its memory it is twice as many, up to this.
-pub(crate) const MOST_EAGER_BATCHES: u32 = 1 << 16;
-
-/// A stream rests once so many large requests of others have passed without a word of it, at first.
-pub(crate) const RESTS_AFTER: u64 = 1024;
 
 /// Large allocations to let pass before a marker that was not ready is asked again.
 pub(crate) const BACKOFF: u32 = 8;

@@ -2,17 +2,13 @@
 
 use std::collections::HashSet;
 
-use super::size::GRANULE;
-use super::{Allocator, Config, Policy, Request};
+use super::{KIB, MIB, Outcome, Rig, scattered, viewing};
 use crate::Block;
 use crate::allocator::cache::grant::Lifetime;
 use crate::allocator::cache::stream_cache::PAGE_GRANULES;
 use crate::allocator::extent::record::{Records, SPENT, SpaceId, State};
-
-use super::carried::{Outcome, Rig, scattered, viewing};
-
-const KIB: usize = 1 << 10;
-const MIB: usize = 1 << 20;
+use crate::allocator::size::GRANULE;
+use crate::allocator::{Allocator, Config, Policy, Request};
 
 fn lifetime(block: &Block) -> Lifetime {
     let (id, generation) = block.generation();
@@ -77,26 +73,6 @@ fn generations_of_large_blocks_do_not_come_again() -> Outcome {
         }
     }
     Ok(())
-}
-
-/// As above, of blocks that stay in a large-block cache while others come and go.
-#[test]
-fn generations_in_a_large_cache_do_not_come_again() {
-    crate::allocator::engine::large_cache::tests::contended(|allocator, [a, b]| {
-        drop(allocator.allocate(3 * MIB, a).unwrap());
-        allocator.snapshot();
-        age_records(allocator, SPENT - 8);
-        let mut lives = HashSet::new();
-        for round in 0..8 {
-            let block = allocator.allocate(3 * MIB, a).unwrap();
-            assert!(lives.insert(block.generation()), "round {round}");
-            let other = allocator.allocate(MIB, b).unwrap();
-            drop((block, other));
-            allocator.check().unwrap();
-        }
-        let last = lives.iter().map(|(_, generation)| *generation).max();
-        assert_eq!(last, Some(SPENT - 1));
-    });
 }
 
 /// A block in a view, and the extents beside one that gets another record, are found as before.

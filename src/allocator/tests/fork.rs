@@ -1,7 +1,7 @@
 //! A forked child finds locks that a thread of its parent held: nothing waits for them.
 
-use super::{Allocator, Config, Policy, ReliefHook};
 use crate::DeviceBuffer;
+use crate::allocator::{Allocator, Config, Policy, ReliefHook};
 use crate::driver::Stream;
 use crate::driver::process::child_says;
 use crate::error::Error;

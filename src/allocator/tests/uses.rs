@@ -1,72 +1,19 @@
-//! Tests of what is carried from one structure to another: tickets, uses, rows.
+//! What is carried from one structure to another: tickets, uses, rows.
 
 use std::sync::Arc;
 
-use super::size::GRANULE;
-use super::{Allocator, Config, Policy, Request};
+use super::{MIB, Outcome, PAGE, Rig, cached, scattered, viewing};
 use crate::Block;
 use crate::allocator::extent::record::{COMPLETE, SpaceId};
 use crate::allocator::extent::uses::Use;
+use crate::allocator::heap::Heap;
 use crate::allocator::heap::request::Checked;
+use crate::allocator::size::GRANULE;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{Holder, StreamKey};
-use crate::driver::{Context, Stream};
+use crate::allocator::{Config, Policy};
 use crate::error::Error;
-use crate::sim::{Mode, SimConfig, Simulator};
-
-const KIB: usize = 1 << 10;
-const MIB: usize = 1 << 20;
-const PAGE: usize = 64 * KIB;
-
-pub(super) type Outcome = Result<(), Box<dyn std::error::Error>>;
-
-/// Asks for cached memory alone.
-pub(super) fn cached(allocator: &Allocator, bytes: usize, stream: &Stream) -> Result<Block, Error> {
-    allocator.allocate_with(Request::new(bytes).cached_only(), stream)
-}
-
-/// An allocator on a simulator of its own.
-pub(super) struct Rig {
-    pub allocator: Allocator,
-    pub context: Context,
-    pub sim: Simulator,
-}
-
-impl Rig {
-    pub fn new(config: Config) -> Result<Rig, Box<dyn std::error::Error>> {
-        let sim = Simulator::new(SimConfig::default())?;
-        let driver = sim.driver()?;
-        let context = driver.context(0)?;
-        let allocator = Allocator::with_config(&context, config)?;
-        Ok(Rig {
-            allocator,
-            context,
-            sim,
-        })
-    }
-
-    pub fn streams<const N: usize>(&self) -> Result<[Stream; N], Box<dyn std::error::Error>> {
-        let made: Result<Vec<_>, _> = (0..N).map(|_| Stream::new(&self.context)).collect();
-        made?.try_into().map_err(|_| "as many as asked for".into())
-    }
-
-    /// Lets a stream write to memory.
-    pub fn write(&self, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
-        let entered = self.context.enter()?;
-        // SAFETY: the test owns the memory; the stream is alive.
-        unsafe { entered.memset_d8(ptr, 1, bytes, stream.raw()) }?;
-        Ok(())
-    }
-
-    pub fn end(self) -> Outcome {
-        self.sim.complete_all();
-        self.allocator.check()?;
-        self.allocator.close()?;
-        assert!(self.sim.reports().is_empty(), "{:?}", self.sim.reports());
-        assert_eq!(self.sim.memory_in_use(0), 0);
-        Ok(())
-    }
-}
+use crate::sim::Mode;
 
 /// What stays of a page is its owner's until the owner, and whoever it follows, is done: a block that comes
 /// back to a stream cache because the stream has come to follow the others makes the page's ticket a new one.
@@ -224,36 +171,6 @@ fn d1_a_claim_is_put_back_as_complete_as_it_is_by_then() -> Outcome {
     rig.end()
 }
 
-/// A stream takes what another one freed behind a wait, and from then on without one, as far as that reaches.
-#[test]
-fn what_a_stream_follows_is_ready_for_it() -> Outcome {
-    let bytes = 12 * MIB;
-    let config = Config::new().policy(Policy::Packed).views(false);
-    let rig = Rig::new(config.limit(Some(3 * bytes as u64)))?;
-    let [a, b] = rig.streams()?;
-    let allocator = &rig.allocator;
-    let row: Result<Vec<Block>, _> = (0..3).map(|_| allocator.allocate(bytes, &a)).collect();
-    rig.sim.set_mode(Mode::Manual);
-    let [first, kept, second] = <[Block; 3]>::try_from(row?).map_err(|_| "not three")?;
-    for block in [&first, &second] {
-        rig.write(block.ptr(), bytes, &a)?;
-    }
-    drop((first, second));
-    let waits = || {
-        let reclaim = allocator.stats().reclaim;
-        (reclaim.waited + reclaim.tighter, reclaim.host_waits)
-    };
-    let taken = allocator.allocate(bytes, &b)?;
-    assert_eq!(waits(), (1, 0));
-    // The same marker was behind the other one.
-    let again = allocator.allocate(bytes, &b)?;
-    assert_eq!(waits(), (1, 0));
-    drop((taken, again, kept));
-    allocator.check()?;
-    rig.sim.complete_all();
-    rig.end()
-}
-
 /// An extent that was taken for a request is no block yet: the lock may be let go before it becomes one, and
 /// whoever looks meanwhile finds everything in order.
 #[test]
@@ -344,7 +261,7 @@ fn what_a_cache_noted_goes_into_the_heap() -> Outcome {
     block.record_stream(&b)?;
     block.record_stream(&c)?;
     drop(block);
-    let uses = |heap: &crate::allocator::heap::Heap| {
+    let uses = |heap: &Heap| {
         let held = heap
             .caches
             .held_back
@@ -372,38 +289,6 @@ fn a_guarded_block_keeps_its_uses() -> Outcome {
     assert!(matches!(cached(allocator, MIB, &a), Err(Error::NotCached)));
     assert_eq!(allocator.trim(0)?.pending, 2 << 20);
     rig.end()
-}
-
-const PART: usize = 5 * MIB;
-
-/// Live parts on `a`, and between them free ones, which their streams still use if so asked.
-pub(super) fn scattered(
-    rig: &Rig,
-    a: &Stream,
-    between: &[&Stream],
-    used: bool,
-) -> Result<Vec<Block>, Box<dyn std::error::Error>> {
-    let (mut kept, mut freed) = (Vec::new(), Vec::new());
-    for stream in between {
-        kept.push(rig.allocator.allocate(PART, a)?);
-        freed.push((rig.allocator.allocate(PART, stream)?, *stream));
-    }
-    if used {
-        rig.sim.set_mode(Mode::Manual);
-        for (block, stream) in &freed {
-            rig.write(block.ptr(), PART, stream)?;
-        }
-    }
-    drop(freed);
-    Ok(kept)
-}
-
-pub(super) fn viewing(parts: usize) -> Config {
-    let limit = 2 * parts * PART;
-    Config::new()
-        .policy(Policy::Packed)
-        .self_test(false)
-        .limit(Some(limit as u64))
 }
 
 /// A block in a view waits for whoever uses any of its parts.
