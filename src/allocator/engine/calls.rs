@@ -185,18 +185,10 @@ impl Engine {
         }
         let mut heap = self.lock();
         heap.refuse()?;
-        if !heap.contended
-            && let Some(grant) = heap.take_ready(&self.device, named.key, request)
-        {
-            return Ok(grant);
-        }
         let name = (named.key, named.stream.is_some());
         if !heap.contended
-            && !self.unretired
-            && let Some(want) = heap.want_at_once(&self.device, name, request)
-            && let Some(id) = heap.take_ready_run(&want)
+            && let Some(grant) = heap.take_ready(&self.device, name, request)
         {
-            let grant = heap.hand_out_at_once(id, &want, named.key);
             drop(heap);
             self.tend();
             return Ok(grant);

@@ -190,21 +190,17 @@ impl Extents {
     pub(crate) fn renumber(&mut self, id: u32) -> u32 {
         let new = self.records.replace(id);
         let hot = self.records[new];
-        for (at, forward) in [(hot.prev, true), (hot.next, false)] {
-            if at != NIL {
-                let beside = &mut self.records[at];
-                *(if forward {
-                    &mut beside.next
-                } else {
-                    &mut beside.prev
-                }) = new;
-            }
+        if hot.prev != NIL {
+            self.records[hot.prev].next = new;
+        }
+        if hot.next != NIL {
+            self.records[hot.next].prev = new;
         }
         for part in self.records.cold(new).home().to_vec() {
             self.records.cold_mut(part).aliased_by = new;
         }
         let (space, _) = self.parts(hot.space);
-        space.renumber_first(hot.addr, id, new);
+        space.set_first(hot.addr, new);
         new
     }
 

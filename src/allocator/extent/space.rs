@@ -41,9 +41,9 @@ pub(crate) struct Space {
     pub(crate) merge_own: bool,
     complete: FreeIndex,
     mixed: FreeIndex,
-    pub(crate) pending: Vec<FreeIndex>,
+    pub(super) pending: Vec<FreeIndex>,
     /// Free pieces of all classes.
-    pub(crate) count: usize,
+    pub(super) count: usize,
     /// Base address to (bytes, first extent). The first extent's id is stable: splits and merges
     /// keep the id on the left.
     regions: BTreeMap<u64, Region>,
@@ -117,7 +117,6 @@ impl Space {
             .map(|(stream, _)| stream)
     }
 
-    /// Number of free pieces.
     pub(crate) fn piece_count(&self) -> usize {
         self.count
     }
@@ -284,13 +283,10 @@ impl Space {
         id
     }
 
-    /// Another record describes the first extent of the region at `base` now.
-    #[cold]
-    pub(crate) fn renumber_first(&mut self, base: u64, old: u32, new: u32) {
-        if let Some(region) = self.regions.get_mut(&base)
-            && region.first == old
-        {
-            region.first = new;
+    /// Another record describes the extent at `addr`, which may be the first of a region.
+    pub(crate) fn set_first(&mut self, addr: u64, id: u32) {
+        if let Some(region) = self.regions.get_mut(&addr) {
+            region.first = id;
         }
     }
 
@@ -340,20 +336,14 @@ impl Space {
         right
     }
 
-    /// Lets a free piece swallow the one on its right; both are in no index.
-    fn merge_next(&mut self, records: &mut Records, id: u32) {
-        let next = records[id].next;
-        let uses = records.cold(id).uses.union(&records.cold(next).uses);
-        self.absorb_next(records, id);
-        records.cold_mut(id).uses = uses;
-    }
-
-    /// Lets an extent swallow its right neighbour; both are in no index.
+    /// Makes an extent and its right neighbour one; both are in no index.
     fn absorb_next(&mut self, records: &mut Records, id: u32) {
         let next = records[id].next;
         let swallowed = records[next];
-        let freed = records.cold(next).freed.max(records.cold(id).freed);
-        records.cold_mut(id).freed = freed;
+        let (left, right) = (records.cold(id), records.cold(next));
+        let (uses, freed) = (left.uses.union(&right.uses), left.freed.max(right.freed));
+        let cold = records.cold_mut(id);
+        (cold.uses, cold.freed) = (uses, freed);
         records[id].granules += swallowed.granules;
         records[id].next = swallowed.next;
         if swallowed.next != NIL {
@@ -379,13 +369,13 @@ impl Space {
         let prev = records[id].prev;
         if prev != NIL && self.mergeable(records, prev, id) {
             self.delist(records, prev);
-            self.merge_next(records, prev);
+            self.absorb_next(records, prev);
             id = prev;
         }
         let next = records[id].next;
         if next != NIL && self.mergeable(records, id, next) {
             self.delist(records, next);
-            self.merge_next(records, id);
+            self.absorb_next(records, id);
         }
         self.enlist(records, id);
         id

@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-pub(crate) mod at_once;
 pub(crate) mod caches;
 pub(crate) mod check;
 pub(crate) mod complete;
@@ -16,11 +15,11 @@ pub(crate) mod guards;
 pub(crate) mod holders;
 pub(crate) mod large_cache;
 pub(crate) mod peaks;
+pub(crate) mod ready;
 pub(crate) mod recorded;
 pub(crate) mod release;
 pub(crate) mod request;
 pub(crate) mod shortage;
-pub(crate) mod single_stream;
 pub(crate) mod snapshot;
 pub(crate) mod stitch;
 pub(crate) mod streams;

@@ -1,4 +1,6 @@
-//! Large requests of a stream that is alone, out of its own free memory: in one go.
+//! Large requests that find ready memory before a reclaim begins, and frees of a stream that is alone.
+//!
+//! Most requests end here: they need neither the driver nor a step of a reclaim, and nothing that prepares one.
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::thread;
@@ -10,53 +12,62 @@ use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::Device;
 
 impl Heap {
-    /// Takes a large request out of the stream's own free memory. `None`, with nothing changed that
-    /// the reclaim would not change, if something else is to be done for it.
+    /// Takes ready memory for a large request whose stream is named by its key, and by an object that can keep it or
+    /// not. `None`, with nothing changed that a reclaim would not change, if anything is to be done or asked first.
     pub(crate) fn take_ready(
         &mut self,
         device: &Device,
-        key: StreamKey,
+        (key, has_object): (StreamKey, bool),
         request: &Checked,
     ) -> Option<Grant> {
-        let StreamKey::Id(id) = key else {
-            return None;
-        };
         let plain = self.rules.caches() && request.is_plain() && request.small().is_none();
-        let alone = !self.streams.several() && self.caches.due.is_empty();
         let quiet = self.caches.contention == 0 && !self.physical.bursts.debt;
-        if !(plain && alone && quiet) {
+        if !(plain && quiet) {
             return None;
         }
         let stream = self.streams.find_again(key)?;
-        let &[cache] = self.caches.of(stream) else {
-            return None;
-        };
         let slot = &self.streams[stream];
-        if slot.context.device().ordinal() != device.ordinal() || slot.resting {
+        let renamed = slot.holder.is_callers() && has_object;
+        if slot.resting || renamed || slot.context.device().ordinal() != device.ordinal() {
             return None;
         }
+        let several = self.streams.several();
+        let near = several && !self.bounds_hold(0);
         self.uncache_provisional();
-        if !self.extents.large.merge_own {
+        let nothing_to_ask = match several {
+            true => !self.streams.unretired && self.streams.nothing_to_ask(stream, near),
+            false => self.extents.large.merge_own,
+        };
+        if !nothing_to_ask || !self.caches.due.is_empty() {
             return None;
         }
-        self.extents.adopt_complete(SpaceId::Large, stream);
         let want = request.want(SpaceId::Large, stream);
-        let block = self
-            .extents
-            .large
-            .carve_own(&mut self.extents.records, stream, want.granules)?
-            .id;
+        let id = match several {
+            true => self.take_ready_run(&want)?,
+            false => {
+                self.extents.adopt_complete(SpaceId::Large, stream);
+                let (large, records) = self.extents.parts(SpaceId::Large);
+                let id = large.carve_own(records, stream, want.granules)?.id;
+                self.stats.reclaim.ready += 1;
+                id
+            }
+        };
+        if several {
+            self.streams.tell(stream);
+            self.streams.pass();
+        }
         self.announce(want.requested);
         self.physical.large_request(&want);
-        self.stats.reclaim.ready += 1;
         self.stats.hits += 1;
-        let grant = self.hand_out(block, &want, cache, true);
-        thread::remember(id, cache);
-        Some(grant)
+        let cache = self.cache_of(stream);
+        if let StreamKey::Id(key) = key {
+            thread::remember(key, cache);
+        }
+        Some(self.hand_out(id, &want, cache, true))
     }
 
-    /// [`free`](Self::free) of a block that only its own stream used, while that is alone. False, with
-    /// nothing changed, if more is to be thought of.
+    /// [`free`](Self::free) of a block that only its own stream used, while that stream is alone. False, with nothing
+    /// changed, if the block needs more. Apart from `free`, with which a large pair takes 10 % more instructions.
     pub(crate) fn free_alone(&mut self, id: u32, generation: u32) -> bool {
         if self.streams.several()
             || !self.extents.large.merge_own
