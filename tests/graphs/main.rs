@@ -19,8 +19,7 @@
 //! | I10 | other requests are placed as they would be without the capture |
 //!
 //! Labels with G are small models of real programs: layers as chains and forks (G2, G3), random programs (G4), 35 batch
-//! sizes in one pool (G5), two pools of a family (G6), threads beside a capture (G7), failing calls (G8), outputs that are
-//! read later (G11), graphs that end before their launches (G12), checkpoints (G13), a thousand captures (G17).
+//! sizes in one pool (G5), threads beside a capture (G7), failing calls (G8), outputs that are read later (G11), graphs that end before their launches (G12), checkpoints (G13), a thousand captures (G17).
 #![cfg(feature = "sim")]
 
 #[path = "../common/mod.rs"]

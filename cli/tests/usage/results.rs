@@ -211,17 +211,12 @@ fn compare_replays_each_file_under_both_policies_and_explains_the_figures() {
     let ratio = |line: usize| lines[line]["ratio"].as_f64().unwrap();
     assert!(ratio(0) < 1.01 && ratio(1) > 1.1, "{lines:?}");
 
-    let failed = scratch(
+    let failed = file(
         "compare-failed.csv",
         b"op,id,bytes,stream\na,0,1048576,0\noom,0,2097152,0\nf,0,0,0\n",
     );
-    let output = run([
-        "replay".as_ref(),
-        "--device".as_ref(),
-        "sim".as_ref(),
-        "--compare".as_ref(),
-        failed.as_os_str(),
-    ]);
+    let failed = failed.to_str().unwrap();
+    let output = run(&["replay", "--device", "sim", "--compare", failed]);
     let notes = stderr(&output);
     assert_eq!(notes.matches("one request failed").count(), 1, "{notes}");
 
