@@ -230,7 +230,7 @@ fn a_request_that_lacks_addresses_says_so() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         for single in [false, true] {
             let request = Request::new(700 * MIB);
@@ -253,7 +253,7 @@ fn a_request_that_lacks_addresses_says_so() {
             assert!(picture.report().contains("refuses address space"));
             assert!(picture.driver_free.unwrap() > 20 << 30);
         }
-        let kept = allocator.allocate(300 * MIB, &stream).unwrap();
+        let _kept = allocator.allocate(300 * MIB, &stream).unwrap();
         drop(allocator.allocate(100 * MIB, &stream).unwrap());
         allocator.check().unwrap();
         // A want of memory is one still, whatever addresses there are.
@@ -262,8 +262,6 @@ fn a_request_that_lacks_addresses_says_so() {
             refusal(&allocator, 700 * MIB, &stream).cause(),
             Cause::Limit
         );
-        drop(kept);
-        rig.close(&allocator);
     });
 }
 
@@ -274,7 +272,7 @@ fn memory_that_stands_in_the_way_of_addresses_makes_room() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.allocator_with(Config::new().views(false));
+        let allocator = rig.checked_with(Config::new().views(false));
         let [stream, other] = rig.streams();
         let blocks: Vec<Block> = (0..6)
             .map(|_| allocator.allocate(32 * MIB, &stream).unwrap())
@@ -290,12 +288,10 @@ fn memory_that_stands_in_the_way_of_addresses_makes_room() {
         for block in &held {
             block.record_stream(&other).unwrap();
         }
-        let busy = rig.busy(&other);
+        let _busy = rig.busy(&other);
         drop(held);
         let long = allocator.allocate(200 * MIB, &stream).unwrap();
         rig.stamp(long.ptr(), 200 * MIB, 1, &stream);
-        drop((busy, long));
-        rig.close(&allocator);
     });
 }
 
@@ -306,7 +302,7 @@ fn small_blocks_that_lack_addresses_lie_beside_large_ones() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         // The rest of its last handle is free.
         let large = allocator.allocate(512 * MIB - 64 * KIB, &stream).unwrap();
@@ -318,6 +314,5 @@ fn small_blocks_that_lack_addresses_lie_beside_large_ones() {
         let again = allocator.allocate(40 * KIB, &stream).unwrap();
         drop((small, again));
         rig.settle(&stream);
-        rig.close(&allocator);
     });
 }

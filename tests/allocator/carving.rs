@@ -37,15 +37,13 @@ fn s1_1_s1_3_segments_have_the_classic_sizes() {
             (10 * MIB + 1, 12 * MIB),
             (33 * MIB, 34 * MIB),
         ] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let held = segment as u64;
-            let block = allocator.allocate(request, &stream).unwrap();
+            let _block = allocator.allocate(request, &stream).unwrap();
             assert_eq!(allocator.stats().all.reserved.current, held, "{request}");
             if let Some(driver) = rig.driver_held() {
                 assert_eq!(driver, held, "{request}");
             }
-            drop(block);
-            rig.close(&allocator);
         }
     });
 }
@@ -54,7 +52,7 @@ fn s1_1_s1_3_segments_have_the_classic_sizes() {
 #[test]
 fn s1_2_blocks_have_rounded_sizes() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         for (request, size) in [(1, 512), (511, 512), (512, 512), (513, 1024), (1025, 1536)] {
             let block = allocator.allocate(request, &stream).unwrap();
@@ -63,7 +61,6 @@ fn s1_2_blocks_have_rounded_sizes() {
             assert_eq!(allocator.stats().all.allocated.current, size);
             assert_eq!(allocator.stats().all.requested.current, request as u64);
         }
-        rig.close(&allocator);
     });
 }
 
@@ -71,7 +68,7 @@ fn s1_2_blocks_have_rounded_sizes() {
 #[test]
 fn s1_5_blocks_keep_their_pool() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let border = if rig.packed() { 64 * KIB } else { MIB };
         let small = allocator.allocate(border, &stream).unwrap();
@@ -91,8 +88,6 @@ fn s1_5_blocks_keep_their_pool() {
         let stats = allocator.stats();
         assert_eq!(stats.small.allocations.current, 1);
         assert_eq!(stats.large.allocations.current, 1);
-        drop((again, other));
-        rig.close(&allocator);
     });
 }
 
@@ -109,7 +104,7 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
         // first, so its smaller unit is one of the large arena, too.
         let small = if rig.packed() { 512 * KIB } else { 1024 };
         for unit in [small, 4 * MIB] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let stream = rig.stream();
             // Separators keep the free blocks apart.
             let sizes = [4 * unit, unit, unit, unit, 2 * unit, unit, unit, unit];
@@ -142,8 +137,6 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
                 // SAFETY: given up by `into_raw` above, and not used.
                 unsafe { allocator.free_raw(address.address) }.unwrap();
             }
-            drop((s1, s2, s3, s4));
-            rig.close(&allocator);
         }
     });
 }
@@ -153,7 +146,7 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
 fn s1_7_free_blocks_of_another_stream_are_not_found() {
     each(|rig| {
         for bytes in [4 * KIB, 4 * MIB] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [a, b] = rig.streams();
             // Make both streams known.
             drop(allocator.allocate(bytes, &a).unwrap());
@@ -168,8 +161,6 @@ fn s1_7_free_blocks_of_another_stream_are_not_found() {
             let own = allocator.allocate(bytes, &b).unwrap();
             assert_eq!(own.ptr(), ptr, "the own stream needs no wait");
             hold.release();
-            drop((other, own));
-            rig.close(&allocator);
         }
     });
 }
@@ -178,9 +169,9 @@ fn s1_7_free_blocks_of_another_stream_are_not_found() {
 #[test]
 fn s1_8_small_blocks_split_from_one_granule_on() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
-        let [block, separator] = row(&allocator, &stream, [2048, 512]);
+        let [block, _separator] = row(&allocator, &stream, [2048, 512]);
         let ptr = block.ptr();
         drop(block);
         merge(&allocator);
@@ -190,8 +181,6 @@ fn s1_8_small_blocks_split_from_one_granule_on() {
             drop(block);
             merge(&allocator);
         }
-        drop(separator);
-        rig.close(&allocator);
     });
 }
 
@@ -199,9 +188,9 @@ fn s1_8_small_blocks_split_from_one_granule_on() {
 #[test]
 fn s1_9_large_blocks_split_above_one_mebibyte() {
     only(Policy::Classic, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
-        let [block, separator] = row(&allocator, &stream, [4 * MIB, 2 * MIB]);
+        let [block, _separator] = row(&allocator, &stream, [4 * MIB, 2 * MIB]);
         let ptr = block.ptr();
         drop(block);
         for (request, size) in [
@@ -214,8 +203,6 @@ fn s1_9_large_blocks_split_above_one_mebibyte() {
             assert_eq!(block.ptr(), ptr, "{request}");
             assert_eq!(block.size(), size as u64, "{request}");
         }
-        drop(separator);
-        rig.close(&allocator);
     });
 }
 
@@ -224,7 +211,7 @@ fn s1_9_large_blocks_split_above_one_mebibyte() {
 fn s1_10_split_hands_out_the_head_and_keeps_the_tail() {
     each(|rig| {
         for (first, second, end) in [(8192, 2048, 512), (12 * MIB, 4 * MIB, 2 * MIB)] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let stream = rig.stream();
             allocator.reserve(first + end, &stream).unwrap();
             merge(&allocator);
@@ -248,8 +235,6 @@ fn s1_10_split_hands_out_the_head_and_keeps_the_tail() {
             assert_eq!(all[at + 1], tail);
             assert_eq!(all[at + 2].address, separator.ptr());
             assert!(all[at].is_split && tail.is_split);
-            drop((head, separator));
-            rig.close(&allocator);
         }
     });
 }
@@ -259,11 +244,11 @@ fn s1_10_split_hands_out_the_head_and_keeps_the_tail() {
 fn s1_11_free_merges_with_both_neighbours() {
     each(|rig| {
         for unit in [1024, 2 * MIB] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let stream = rig.stream();
             allocator.reserve(9 * unit, &stream).unwrap();
             merge(&allocator);
-            let [left, middle, right, separator] =
+            let [left, middle, right, _separator] =
                 row(&allocator, &stream, [2 * unit, 2 * unit, 4 * unit, unit]);
             let ptr = left.ptr();
             drop(left);
@@ -277,8 +262,6 @@ fn s1_11_free_merges_with_both_neighbours() {
             assert_eq!(whole.state, BlockState::Free);
             let again = allocator.allocate(8 * unit, &stream).unwrap();
             assert_eq!(again.ptr(), ptr);
-            drop((again, separator));
-            rig.close(&allocator);
         }
     });
 }
@@ -288,11 +271,11 @@ fn s1_11_free_merges_with_both_neighbours() {
 fn s1_12_pending_neighbour_is_not_merged() {
     each(|rig| {
         for unit in [1024, 2 * MIB] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [stream, other] = rig.streams();
             allocator.reserve(9 * unit, &stream).unwrap();
             merge(&allocator);
-            let [left, middle, right, separator] =
+            let [left, middle, right, _separator] =
                 row(&allocator, &stream, [2 * unit, 2 * unit, 4 * unit, unit]);
             let (first, second) = (left.ptr(), middle.ptr());
             let hold = rig.hold(&other);
@@ -314,8 +297,6 @@ fn s1_12_pending_neighbour_is_not_merged() {
             let taken = allocator.allocate(6 * unit, &stream).unwrap();
             assert_eq!(taken.ptr(), second, "the run beside it serves");
             hold.release();
-            drop((taken, separator));
-            rig.close(&allocator);
         }
     });
 }
@@ -324,7 +305,7 @@ fn s1_12_pending_neighbour_is_not_merged() {
 #[test]
 fn s1_13_unknown_and_double_frees_are_refused() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let [block, neighbour] = row(&allocator, &stream, [2048, 2048]);
         let (ptr, end) = (block.into_raw(), neighbour.ptr() + neighbour.size());
@@ -346,8 +327,6 @@ fn s1_13_unknown_and_double_frees_are_refused() {
         // SAFETY: the block's only owner.
         unsafe { allocator.free_raw(ptr) }.unwrap();
         refuse(ptr, |e| matches!(e, Error::NotLive { .. }));
-        drop(neighbour);
-        rig.close(&allocator);
     });
 }
 
@@ -355,7 +334,7 @@ fn s1_13_unknown_and_double_frees_are_refused() {
 #[test]
 fn s1_13_pointers_into_merged_memory_are_dead() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         for bytes in [512, 3000, 24 << 10] {
             // More than are kept apart: some of them merge as they are freed.
@@ -386,7 +365,6 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
                 allocator.check().unwrap();
             }
         }
-        rig.close(&allocator);
     });
 }
 
@@ -394,7 +372,7 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
 #[test]
 fn s1_14_block_metadata_is_readable() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [stream, reader] = rig.streams();
         let [block, neighbour] = row(&allocator, &stream, [1000, 512]);
         block.record_stream(&reader).unwrap();
@@ -417,8 +395,6 @@ fn s1_14_block_metadata_is_readable() {
         drop(neighbour);
         assert_eq!(allocator.block_of(ptr), None);
         assert_eq!(block_at(&allocator, ptr).state, BlockState::Free);
-        drop((block, alone));
-        rig.close(&allocator);
     });
 }
 
@@ -426,7 +402,7 @@ fn s1_14_block_metadata_is_readable() {
 #[test]
 fn s1_16_recording_needs_a_live_block() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [stream, reader] = rig.streams();
         let block = allocator.allocate(4096, &stream).unwrap();
         let ptr = block.ptr();
@@ -451,7 +427,6 @@ fn s1_16_recording_needs_a_live_block() {
             }
         }
         assert_eq!(allocator.stats(), stats);
-        rig.close(&allocator);
     });
 }
 
@@ -459,11 +434,11 @@ fn s1_16_recording_needs_a_live_block() {
 #[test]
 fn s1_17_empty_cache_gives_back_what_is_free() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
-        let pinned = allocator.allocate(2 * MIB, &stream).unwrap();
+        let _pinned = allocator.allocate(2 * MIB, &stream).unwrap();
         let freed = [30 * MIB, 24 * MIB].map(|b| allocator.allocate(b, &stream).unwrap());
-        let small = allocator.allocate(1000, &stream).unwrap();
+        let _small = allocator.allocate(1000, &stream).unwrap();
         drop(freed);
         stream.synchronize().unwrap();
         allocator.synchronize().unwrap();
@@ -483,7 +458,5 @@ fn s1_17_empty_cache_gives_back_what_is_free() {
         if let Some(held) = rig.driver_held() {
             assert_eq!(held, stats.all.reserved.current);
         }
-        drop((pinned, small));
-        rig.close(&allocator);
     });
 }

@@ -242,7 +242,7 @@ fn r55_a_default_configuration_reuses_a_gibibyte() {
 #[test]
 fn uses_recorded_by_two_threads_at_once_are_both_kept() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [home, one, other] = rig.streams();
         // From here on every stream is known.
         let first = allocator.allocate(KIB, &home).unwrap();
@@ -279,8 +279,6 @@ fn uses_recorded_by_two_threads_at_once_are_both_kept() {
                 assert_eq!(known.len(), 2, "{known:?}");
             }
         }
-        drop(first);
-        rig.close(&allocator);
     });
 }
 
@@ -290,7 +288,7 @@ fn r34_figures_agree_beside_batches_of_frees() {
     only(Policy::Packed, |rig| {
         const BATCH: usize = 512;
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(BATCH, &a).unwrap());
         drop(allocator.allocate(BATCH, &b).unwrap());
         // Batches begun to be freed. Without a pause the looks would hardly let go of the heap.
@@ -317,7 +315,6 @@ fn r34_figures_agree_beside_batches_of_frees() {
                 thread::yield_now();
             }
         });
-        rig.close(&allocator);
     });
 }
 
@@ -333,7 +330,7 @@ fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
             "cuMemFree_v2"
         };
         for refused in [false, true] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let stream = rig.stream();
             drop(allocator.allocate(8 * MIB, &stream).unwrap());
             stream.synchronize().unwrap();
@@ -358,7 +355,6 @@ fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
                 matches!(answer, Err(Error::StillHeld { bytes }) if bytes == held),
                 "{answer:?}"
             );
-            rig.close(&allocator);
         }
     });
 }

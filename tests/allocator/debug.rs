@@ -380,7 +380,7 @@ fn a_free_that_fails_keeps_no_handle_of_its_stream() {
     each_simulated(|rig, sim| {
         for modes in ["guard", "quarantine:1M", "poison+leaks"] {
             let config: Config = format!("debug={modes}").parse().unwrap();
-            let allocator = rig.allocator_with(config);
+            let allocator = rig.checked_with(config);
             let raw = RawStream::new(rig);
             // SAFETY: the stream is alive.
             let ptr = unsafe { allocator.allocate_raw(MIB, raw.raw()) }.unwrap();
@@ -395,7 +395,6 @@ fn a_free_that_fails_keeps_no_handle_of_its_stream() {
             allocator.check().unwrap();
             free().unwrap();
             assert!(matches!(free(), Err(Error::NotLive { .. })));
-            rig.close(&allocator);
         }
     });
 }
@@ -407,7 +406,7 @@ fn a_block_is_freed_once_however_long_its_free_takes() {
     each_with_interludes(|rig, _| {
         for syncs in 1..=3 {
             let config: Config = "debug=guard+poison".parse().unwrap();
-            let allocator = rig.allocator_with(config);
+            let allocator = rig.checked_with(config);
             let stream = rig.stream();
             let ptr = allocator.allocate(MIB - 100, &stream).unwrap().into_raw();
             let again = allocator.clone();
@@ -420,7 +419,6 @@ fn a_block_is_freed_once_however_long_its_free_takes() {
             unsafe { allocator.free_raw(ptr) }.unwrap();
             assert!(!interlude::is_due(), "{syncs} waits");
             assert!(!allocator.owns(ptr));
-            rig.close(&allocator);
         }
     });
 }
@@ -438,7 +436,7 @@ fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
     each_with_interludes(|rig, _| {
         for modes in ["guard", "guard+quarantine:30M+poison"] {
             let config: Config = format!("debug={modes}").parse().unwrap();
-            let allocator = rig.allocator_with(config);
+            let allocator = rig.checked_with(config);
             let stream = rig.stream();
             let block = allocator.allocate(20 * MIB - 400, &stream).unwrap();
             let (at, others, on) = (block.ptr(), allocator.clone(), stream.clone());
@@ -460,7 +458,6 @@ fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
             drop(allocator.allocate(40 * MIB, &stream).unwrap());
             assert!(!allocator.owns(at));
             assert_eq!(allocator.findings(), []);
-            rig.close(&allocator);
         }
     });
 }
@@ -469,7 +466,7 @@ fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
 fn a_check_says_nothing_of_a_block_that_is_freed_meanwhile() {
     each_with_interludes(|rig, _| {
         let config: Config = "debug=guard".parse().unwrap();
-        let allocator = rig.allocator_with(config);
+        let allocator = rig.checked_with(config);
         let stream = rig.stream();
         let block = allocator.allocate(3 * MIB - 400, &stream).unwrap();
         let (at, others) = (block.ptr(), allocator.clone());
@@ -487,6 +484,5 @@ fn a_check_says_nothing_of_a_block_that_is_freed_meanwhile() {
         // SAFETY: its owner was forgotten.
         unsafe { allocator.free_raw(at) }.unwrap();
         assert_eq!(allocator.findings(), []);
-        rig.close(&allocator);
     });
 }

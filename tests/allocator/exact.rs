@@ -343,15 +343,13 @@ fn small(allocator: &Allocator, stream: &Stream, bytes: usize) -> Vec<Block> {
 #[test]
 fn s1_19_a_large_block_beside_small_ones_is_a_peak() {
     only(Policy::Packed, |rig| {
-        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let (allocator, stream) = (rig.checked(), rig.stream());
         drop(allocator.allocate(8 * MIB, &stream).unwrap());
-        let small = small(&allocator, &stream, MIB);
-        let large = allocator.allocate(8 * MIB, &stream).unwrap();
+        let _small = small(&allocator, &stream, MIB);
+        let _large = allocator.allocate(8 * MIB, &stream).unwrap();
         let all = allocator.stats().all.allocated;
         assert_eq!((all.current, all.peak), (9 * MIB as u64, 9 * MIB as u64));
         allocator.check().unwrap();
-        drop((small, large));
-        rig.close(&allocator);
     });
 }
 
@@ -359,7 +357,7 @@ fn s1_19_a_large_block_beside_small_ones_is_a_peak() {
 #[test]
 fn s1_19_large_blocks_have_peaks_below_that_of_all() {
     only(Policy::Packed, |rig| {
-        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let (allocator, stream) = (rig.checked(), rig.stream());
         let small = small(&allocator, &stream, 8 * MIB);
         let mut large = vec![allocator.allocate(8 * MIB, &stream).unwrap()];
         drop(small);
@@ -374,7 +372,5 @@ fn s1_19_large_blocks_have_peaks_below_that_of_all() {
             assert_eq!((pool.allocated.peak, pool.requested.peak), (bytes, bytes));
             assert_eq!(stats.all.allocated.peak, top);
         }
-        drop(large);
-        rig.close(&allocator);
     });
 }

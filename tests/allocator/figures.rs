@@ -67,7 +67,7 @@ fn walk(allocator: &Allocator) -> Walk {
 fn s1_38_counters_equal_a_walk() {
     each(|rig| {
         for lag in [0, 6] {
-            let allocator = rig.limited(GIB);
+            let allocator = rig.checked_limit(GIB);
             let streams: [Stream; 3] = rig.streams();
             if let Some(sim) = rig.maybe_sim() {
                 sim.set_mode(Mode::Lag(lag));
@@ -120,7 +120,6 @@ fn s1_38_counters_equal_a_walk() {
                 }
             }
             live.clear();
-            rig.close(&allocator);
         }
     });
 }
@@ -129,7 +128,7 @@ fn s1_38_counters_equal_a_walk() {
 #[test]
 fn s1_39_emptied_memory_does_not_come_back() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         drop(allocator.allocate(MIB, &stream).unwrap());
         drop(allocator.allocate(512, &stream).unwrap());
@@ -157,7 +156,6 @@ fn s1_39_emptied_memory_does_not_come_back() {
             rig.stamp(start, bytes, 5, &stream);
             assert_eq!(rig.mismatches(start, bytes, 5, &stream), 0);
         }
-        rig.close(&allocator);
     });
 }
 
@@ -171,7 +169,7 @@ fn s1_41_metadata_is_bounded() {
         5_000_000
     };
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let mut random = Rng::new(4711);
         let mut live: Vec<Option<Block>> = (0..64).map(|_| None).collect();
@@ -187,7 +185,6 @@ fn s1_41_metadata_is_bounded() {
         assert!(peak == 64 && stats.all.allocations.total_allocated >= pairs);
         assert!(stats.nodes <= 4 * peak, "{} records", stats.nodes);
         live.clear();
-        rig.close(&allocator);
     });
 }
 
@@ -195,7 +192,7 @@ fn s1_41_metadata_is_bounded() {
 #[test]
 fn r74_long_loops_stay_flat() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let streams: [Stream; 2] = rig.streams();
         let round = |at: usize| {
             let stream = &streams[at % 2];
@@ -224,7 +221,6 @@ fn r74_long_loops_stay_flat() {
             early.nodes
         );
         assert_eq!(late.misses, early.misses);
-        rig.close(&allocator);
     });
 }
 
@@ -233,7 +229,7 @@ fn r74_long_loops_stay_flat() {
 fn s1_43_panic_in_a_hook_poisons_nothing() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.limited(BLOCK);
+        let allocator = rig.checked_limit(BLOCK);
         let stream = rig.stream();
         let first = allocator.allocate(BLOCK, &stream).unwrap();
         allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("panics", |_| {
@@ -261,9 +257,7 @@ fn s1_43_panic_in_a_hook_poisons_nothing() {
         assert!(allocator.owns(first.ptr()));
         assert_eq!(allocator.snapshot().len(), 1);
         drop(first);
-        let second = allocator.allocate(BLOCK, &stream).unwrap();
-        drop(second);
-        rig.close(&allocator);
+        let _second = allocator.allocate(BLOCK, &stream).unwrap();
     });
 }
 
@@ -375,7 +369,7 @@ fn s1_45_every_special_case_has_a_result() {
 #[test]
 fn s1_42_huge_sizes_ask_nothing_of_the_driver() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         drop(allocator.allocate(512, &stream).unwrap());
         let (calls, stats) = (rig.driver.calls().total(), allocator.stats());
@@ -393,7 +387,6 @@ fn s1_42_huge_sizes_ask_nothing_of_the_driver() {
         assert!(error.is_out_of_memory(), "{error:?}");
         let after = allocator.stats().all;
         assert_eq!(after.allocated.current, stats.all.allocated.current);
-        rig.close(&allocator);
     });
 }
 
@@ -461,7 +454,7 @@ fn s1_19_peaks_are_exact_or_bounds() {
 #[test]
 fn s1_19_statistics_say_what_happened() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         assert_eq!(allocator.stats(), Default::default());
         let first = allocator.allocate(5 * MIB + 1, &stream).unwrap();
@@ -491,7 +484,6 @@ fn s1_19_statistics_say_what_happened() {
             stats.all.allocated.total_freed,
             stats.all.allocated.total_allocated
         );
-        rig.close(&allocator);
     });
 }
 
@@ -554,7 +546,7 @@ fn s1_19_small_blocks_count_as_free_blocks_and_records() {
 #[test]
 fn s1_45_default_streams_are_served() {
     each(|rig| {
-        let allocator = rig.allocator_with(Config::new());
+        let allocator = rig.checked_with(Config::new());
         for handle in [0, 1, 2] {
             let handle = handle as sys::CUstream;
             // SAFETY: a special handle; the block's only owner.
@@ -563,6 +555,5 @@ fn s1_45_default_streams_are_served() {
                 allocator.free_raw(ptr).unwrap();
             }
         }
-        rig.close(&allocator);
     });
 }

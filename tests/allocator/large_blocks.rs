@@ -66,7 +66,7 @@ fn pairs_stay_with_their_cache_and_lie_where_they_lay() {
 fn figures_do_not_fall_when_a_stream_is_retired() {
     packed(|rig| {
         let streams: [Stream; 3] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         for stream in &streams {
             make_used(&allocator, stream);
             assert!(pairs_stay(&allocator, stream));
@@ -85,7 +85,6 @@ fn figures_do_not_fall_when_a_stream_is_retired() {
                 }
             }
         }
-        rig.close(&allocator);
     });
 }
 
@@ -151,7 +150,7 @@ fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
 fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
     packed(|rig| {
         let a = rig.stream();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         // No request below is the largest so far.
         drop(allocator.allocate(64 * MIB, &a).unwrap());
         make_used(&allocator, &a);
@@ -164,14 +163,12 @@ fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
         drop(allocator.allocate(LARGE - MIB, &a).unwrap());
         assert_eq!(peak(&allocator), LARGE as u64);
         make_used(&allocator, &a);
-        let small: Vec<Block> = (0..LARGE / (64 * KIB))
+        let _small: Vec<Block> = (0..LARGE / (64 * KIB))
             .map(|_| allocator.allocate(64 * KIB, &a).unwrap())
             .collect();
         assert_eq!(peak(&allocator), LARGE as u64);
-        let block = allocator.allocate(LARGE, &a).unwrap();
+        let _block = allocator.allocate(LARGE, &a).unwrap();
         assert_eq!(peak(&allocator), 2 * LARGE as u64);
-        drop((small, block));
-        rig.close(&allocator);
     });
 }
 
@@ -218,7 +215,7 @@ fn interior_pointers_of_lives_in_large_caches_are_told() {
 fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(KIB, &b).unwrap());
         make_used(&allocator, &a);
         let hold = rig.busy(&b);
@@ -234,12 +231,10 @@ fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
         make_used(&allocator, &a);
         let block = allocator.allocate(LARGE, &a).unwrap();
         let ptr = block.ptr();
-        let guard = allocator.guard(ptr, LARGE as u64).unwrap();
+        let _guard = allocator.guard(ptr, LARGE as u64).unwrap();
         drop(block);
         let next = allocator.allocate(LARGE, &a).unwrap();
         assert_ne!(next.ptr(), ptr, "a guard keeps it");
-        drop((next, guard));
-        rig.close(&allocator);
     });
 }
 
@@ -249,7 +244,7 @@ fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
 fn s1_40_memory_in_large_caches_is_there_for_others() {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator_with(Config::new().limit(Some(4 * MIB as u64)));
+        let allocator = rig.checked_with(Config::new().limit(Some(4 * MIB as u64)));
         drop(allocator.allocate(4 * MIB, &a).unwrap());
         make_used(&allocator, &a);
         assert!(pairs_stay(&allocator, &a));
@@ -264,7 +259,6 @@ fn s1_40_memory_in_large_caches_is_there_for_others() {
         allocator.synchronize().unwrap();
         allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().all.reserved.current, 0);
-        rig.close(&allocator);
     });
 }
 
@@ -273,19 +267,17 @@ fn s1_40_memory_in_large_caches_is_there_for_others() {
 fn memory_in_large_caches_comes_before_more_memory() {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(13 * MIB, &a).unwrap());
         let row = [2, 2, 2, 2, 5].map(|mib| Some(allocator.allocate(mib * MIB, &a).unwrap()));
-        let [first, hole, second, gap, last] = row;
+        let [_first, hole, _second, gap, last] = row;
         drop((hole, gap, last));
         let reserved = allocator.stats().all.reserved.current;
         for _ in 0..4 {
             drop(allocator.allocate(5 * MIB, &a).unwrap());
         }
-        let block = allocator.allocate(5 * MIB, &b).unwrap();
+        let _block = allocator.allocate(5 * MIB, &b).unwrap();
         assert_eq!(allocator.stats().all.reserved.current, reserved);
-        drop((first, second, block));
-        rig.close(&allocator);
     });
 }
 
@@ -294,7 +286,7 @@ fn memory_in_large_caches_comes_before_more_memory() {
 fn what_lies_in_a_large_cache_merges_with_its_neighbours() {
     packed(|rig| {
         let a = rig.stream();
-        let allocator = rig.limited(8 * MIB);
+        let allocator = rig.checked_limit(8 * MIB);
         let row: Vec<Block> = [2, 3, 3]
             .into_iter()
             .map(|mib| allocator.allocate(mib * MIB, &a).unwrap())
@@ -310,8 +302,6 @@ fn what_lies_in_a_large_cache_merges_with_its_neighbours() {
         let segments = allocator.segments_of(whole.ptr(), 5 * MIB as u64).unwrap();
         assert!(segments.iter().all(|s| s.address >= whole.ptr()));
         assert_eq!(allocator.stats().reclaim.stitched, 0);
-        drop((whole, row));
-        rig.close(&allocator);
     });
 }
 
@@ -397,17 +387,15 @@ fn what_comes_out_of_a_large_cache_is_marked_in_a_call_of_its_stream() {
 fn what_lies_in_a_large_cache_goes_home_when_something_else_is_freed() {
     packed(|rig| {
         let a = rig.stream();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(64 * MIB, &a).unwrap());
         let hole = allocator.allocate(LARGE, &a).unwrap();
-        let wall = allocator.allocate(MIB, &a).unwrap();
+        let _wall = allocator.allocate(MIB, &a).unwrap();
         make_used(&allocator, &a);
         let at = hole.ptr();
         drop(hole);
         let block = allocator.allocate(LARGE, &a).unwrap();
         assert_eq!(block.ptr(), at, "the tightest place");
-        drop((block, wall));
-        rig.close(&allocator);
     });
 }
 
@@ -416,9 +404,9 @@ fn what_lies_in_a_large_cache_goes_home_when_something_else_is_freed() {
 fn blocks_with_wishes_do_not_go_in_a_large_cache() {
     packed(|rig| {
         let a = rig.stream();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(64 * MIB, &a).unwrap());
-        let wall = allocator.allocate(LARGE - 512, &a).unwrap();
+        let _wall = allocator.allocate(LARGE - 512, &a).unwrap();
         make_used(&allocator, &a);
         let first = allocator.allocate(LARGE, &a).unwrap().ptr();
         let aligned = allocator
@@ -428,8 +416,6 @@ fn blocks_with_wishes_do_not_go_in_a_large_cache() {
         drop(aligned);
         let block = allocator.allocate(LARGE, &a).unwrap();
         assert_eq!(block.ptr(), first, "where the heap would put it");
-        drop((wall, block));
-        rig.close(&allocator);
     });
 }
 
@@ -482,7 +468,7 @@ fn layouts_do_not_depend_in_large_caches() {
 fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
     packed(|rig| {
         let a = rig.stream();
-        let allocator = rig.limited(30 * MIB);
+        let allocator = rig.checked_limit(30 * MIB);
         for bytes in [LARGE, 8 * MIB] {
             for _ in 0..4 {
                 drop(allocator.allocate(bytes, &a).unwrap());
@@ -503,7 +489,7 @@ fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
             }
         };
         allocator.add_relief_hook(cualloc::allocator::ReliefHook::new("takes some", hook));
-        let large = allocator.allocate(8 * MIB, &a).unwrap();
+        let _large = allocator.allocate(8 * MIB, &a).unwrap();
         allocator.check().unwrap();
         let inner = taken.lock().unwrap().take().expect("the hook was asked");
         let hole = inner.ptr();
@@ -512,8 +498,6 @@ fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
         let small = allocator.allocate(MIB, &a).unwrap();
         assert_eq!(small.ptr(), hole, "the shortest hole that is long enough");
         allocator.remove_relief_hook("takes some");
-        drop((large, small));
-        rig.close(&allocator);
     });
 }
 

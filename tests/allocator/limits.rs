@@ -19,9 +19,9 @@ fn out_of_memory(error: Error) -> OutOfMemory {
 fn r7_pending_memory_is_reclaimed_before_out_of_memory() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.limited(3 * BLOCK);
+        let allocator = rig.checked_limit(3 * BLOCK);
         let [a, b] = rig.streams();
-        let [x, y, z] = [0, 1, 2].map(|_| allocator.allocate(BLOCK, &a).unwrap());
+        let [x, _y, z] = [0, 1, 2].map(|_| allocator.allocate(BLOCK, &a).unwrap());
         let busy = rig.busy(&b);
         for block in [&x, &z] {
             rig.stamp(block.ptr(), BLOCK, 1, &b);
@@ -41,8 +41,6 @@ fn r7_pending_memory_is_reclaimed_before_out_of_memory() {
         }
         drop(busy);
         assert_eq!(rig.mismatches(both.ptr(), 2 * BLOCK, 2, &a), 0);
-        drop((y, both));
-        rig.close(&allocator);
     });
 }
 
@@ -55,7 +53,7 @@ fn r7_full_device_is_a_limit() {
     for policy in [Policy::Packed, Policy::Classic] {
         only_on(policy, SimConfig::with_devices(1, 256 << 20), |rig| {
             const BLOCK: usize = 100 * MIB;
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [a, b] = rig.streams();
             let blocks = [0, 1].map(|_| allocator.allocate(BLOCK, &a).unwrap());
             let busy = rig.busy(&b);
@@ -80,7 +78,6 @@ fn r7_full_device_is_a_limit() {
             assert_eq!(picture.driver_free, Some(56 << 20));
             rig.sim().unwrap().take_memory(0, 0);
             drop(allocator.allocate(BLOCK, &a).unwrap());
-            rig.close(&allocator);
         });
     }
 }
@@ -90,7 +87,7 @@ fn r7_full_device_is_a_limit() {
 fn r8_whole_cap_is_usable() {
     each(|rig| {
         const CAP: usize = 2 * MIB;
-        let allocator = rig.limited(CAP);
+        let allocator = rig.checked_limit(CAP);
         let stream = rig.stream();
         for (bytes, size) in [(256, 512), (1024, 1024), (512, 512), (64 * KIB, 64 * KIB)] {
             let allocate = |_| match allocator.allocate(bytes, &stream) {
@@ -106,7 +103,6 @@ fn r8_whole_cap_is_usable() {
             assert_eq!(stats.all.allocated.current, CAP as u64);
             assert_eq!(stats.all.reserved.current, CAP as u64);
         }
-        rig.close(&allocator);
     });
 }
 
@@ -115,7 +111,7 @@ fn r8_whole_cap_is_usable() {
 fn r9_limit_counts_what_the_driver_gave() {
     each(|rig| {
         const LIMIT: usize = 64 * MIB;
-        let allocator = rig.limited(LIMIT);
+        let allocator = rig.checked_limit(LIMIT);
         assert_eq!(allocator.limit(), Some(LIMIT as u64));
         let stream = rig.stream();
         let mut live: Vec<Block> = Vec::new();
@@ -147,7 +143,6 @@ fn r9_limit_counts_what_the_driver_gave() {
         assert!(allocator.allocate(24 * MIB, &stream).is_err());
         allocator.set_limit(None);
         drop(allocator.allocate(2 * LIMIT, &stream).unwrap());
-        rig.close(&allocator);
     });
 }
 
@@ -156,7 +151,7 @@ fn r9_limit_counts_what_the_driver_gave() {
 fn r12_error_path_cannot_fail() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let allocator = rig.limited(16 * MIB);
+        let allocator = rig.checked_limit(16 * MIB);
         let stream = rig.stream();
         let kept = allocator.allocate(12 * MIB, &stream).unwrap();
         for name in ["cuMemGetInfo_v2", "cuThreadExchangeStreamCaptureMode"] {
@@ -174,7 +169,6 @@ fn r12_error_path_cannot_fail() {
         }
         drop(kept);
         drop(allocator.allocate(16 * MIB, &stream).unwrap());
-        rig.close(&allocator);
     });
 }
 
@@ -226,9 +220,9 @@ fn r14_error_has_the_whole_picture() {
 fn r14_error_names_the_streams_that_hold_memory() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.limited(2 * BLOCK);
+        let allocator = rig.checked_limit(2 * BLOCK);
         let [a, b]: [Stream; 2] = rig.streams();
-        let keep = allocator.allocate(BLOCK, &a).unwrap();
+        let _keep = allocator.allocate(BLOCK, &a).unwrap();
         let freed = allocator.allocate(BLOCK, &a).unwrap();
         let busy = rig.busy(&b);
         freed.record_stream(&b).unwrap();
@@ -242,8 +236,6 @@ fn r14_error_names_the_streams_that_hold_memory() {
                 .all(|p| p.stream_id != b.id().unwrap())
         );
         drop(busy);
-        drop(keep);
-        rig.close(&allocator);
     });
 }
 
@@ -254,7 +246,7 @@ fn r1_memory_that_waits_made_free_is_found() {
     each(|rig| {
         // Too little for a marker of its own when it is freed, and half of what there is.
         const BLOCK: usize = MIB - 512;
-        let allocator = rig.limited(2 * MIB);
+        let allocator = rig.checked_limit(2 * MIB);
         let [a, b] = rig.streams();
         let kept = allocator.allocate(MIB, &a).unwrap();
         let block = allocator.allocate(BLOCK, &b).unwrap();
@@ -284,8 +276,6 @@ fn r1_memory_that_waits_made_free_is_found() {
         rig.stamp(ptr, BLOCK, 2, &a);
         drop(busy);
         assert_eq!(rig.mismatches(ptr, BLOCK, 2, &a), 0);
-        drop((again, kept));
-        rig.close(&allocator);
     });
 }
 
@@ -294,7 +284,7 @@ fn r1_memory_that_waits_made_free_is_found() {
 fn a_request_beyond_everything_fails_at_once() {
     each(|rig| {
         const BLOCK: usize = 6 * MIB;
-        let allocator = rig.limited(4 * BLOCK);
+        let allocator = rig.checked_limit(4 * BLOCK);
         let [stream, other] = rig.streams();
         let warm = || drop([BLOCK, 4096].map(|bytes| allocator.allocate(bytes, &stream).unwrap()));
         warm();
@@ -335,7 +325,6 @@ fn a_request_beyond_everything_fails_at_once() {
             (device as u64 + 1, 1)
         );
         allocator.remove_relief_hook("raise");
-        rig.close(&allocator);
     });
 }
 
@@ -384,7 +373,7 @@ fn r14_error_names_the_failure_behind_it() {
         SimConfig::with_devices(1, 32 << 20),
         |rig| {
             let Some(sim) = rig.sim() else { return };
-            let allocator = rig.limited(26 * MIB);
+            let allocator = rig.checked_limit(26 * MIB);
             let stream = rig.stream();
             let mut kept: Vec<Block> = [5, 5, 5, 5, 6]
                 .map(|mib| allocator.allocate(mib * MIB, &stream).unwrap())
@@ -405,8 +394,6 @@ fn r14_error_names_the_failure_behind_it() {
             assert_eq!(picture.driver.map(|error| error.code()), Some(code));
             allocator.check().unwrap();
             drop(allocator.allocate(9 * MIB, &stream).unwrap());
-            drop(kept);
-            rig.close(&allocator);
         },
     );
 }
@@ -419,7 +406,7 @@ fn r2_what_could_not_be_given_back_is_tried_again_at_a_limit() {
         if !rig.packed() {
             return;
         }
-        let allocator = rig.limited(16 * MIB);
+        let allocator = rig.checked_limit(16 * MIB);
         let stream = rig.stream();
         let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
         for name in ["cuMemSetAccess", "cuMemUnmap"] {
@@ -430,6 +417,5 @@ fn r2_what_could_not_be_given_back_is_tried_again_at_a_limit() {
         allocator.check().unwrap();
         assert!(allocator.stats().all.reserved.current >= 12 * MIB as u64);
         drop(allocator.allocate(16 * MIB, &stream).unwrap());
-        rig.close(&allocator);
     });
 }

@@ -47,7 +47,7 @@ fn the_last_large_block_closes_an_allocator_without_handles() {
 fn r24_what_is_freed_on_a_retired_stream_is_covered() {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.limited(4 * MIB);
+        let allocator = rig.checked_limit(4 * MIB);
         for others in [false, true] {
             let block = allocator.allocate(LARGE, &a).unwrap();
             allocator.retire(&a).unwrap();
@@ -63,7 +63,6 @@ fn r24_what_is_freed_on_a_retired_stream_is_covered() {
             assert_eq!(rig.calls("cuCtxSynchronize"), synchronised);
             assert_eq!(allocator.stats().streams, u64::from(others));
         }
-        rig.close(&allocator);
     });
 }
 
@@ -72,7 +71,7 @@ fn r24_what_is_freed_on_a_retired_stream_is_covered() {
 fn s3_29_memory_that_is_idle_longest_goes_first() {
     packed(|rig| {
         let stream = rig.stream();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [low, _low_wall, high, _high_wall] = row(&allocator, &stream, [6, 2, 6, 2]);
         let (first, second) = (low.ptr(), high.ptr());
         drop(low);
@@ -86,8 +85,6 @@ fn s3_29_memory_that_is_idle_longest_goes_first() {
         assert!(trimmed.released > 0);
         assert!(!held(first), "freed first");
         assert!(held(second), "freed last");
-        drop((_low_wall, _high_wall));
-        rig.close(&allocator);
     });
 }
 
@@ -97,7 +94,7 @@ fn s1_6_what_a_gone_stream_used_is_found() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let [gone, stream] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(LARGE, &gone).unwrap());
         allocator.synchronize().unwrap();
         let [hole, _wall, rest, _end] = row(&allocator, &stream, [2, 2, 8, 2]);
@@ -113,7 +110,5 @@ fn s1_6_what_a_gone_stream_used_is_found() {
         assert_eq!(allocator.stats().streams, 1);
         let block = allocator.allocate(2 * MIB, &stream).unwrap();
         assert_eq!(block.ptr(), place, "the tightest place");
-        drop((block, _wall, _end));
-        rig.close(&allocator);
     });
 }

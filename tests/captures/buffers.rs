@@ -30,9 +30,9 @@ fn one_block_is_live(allocator: &Allocator) {
 #[test]
 fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [home, other, third] = rig.streams();
-        let mut buffer = DeviceBuffer::<u32>::filled(&allocator, 1 << 18, 3, &home).unwrap();
+        let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
         home.synchronize().unwrap();
         for next in [&third, &home, &other] {
             sim.set_mode(Mode::Manual);
@@ -52,7 +52,6 @@ fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
             assert_eq!(buffer.to_vec().unwrap()[7], 6);
         }
         buffer.free().unwrap();
-        rig.close(&allocator);
     });
 }
 
@@ -60,7 +59,7 @@ fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
 #[test]
 fn a_stream_that_captures_leases_nothing() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let pool = WorkspacePool::new(&allocator);
         let slab = pool.lease(&stream, 4096).unwrap().as_device_ptr();
@@ -68,8 +67,6 @@ fn a_stream_that_captures_leases_nothing() {
         capturing(pool.lease(&stream, 4096).map(drop), &stream);
         drop(under_way.end().unwrap());
         assert_eq!(pool.lease(&stream, 4096).unwrap().as_device_ptr(), slab);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
@@ -77,10 +74,10 @@ fn a_stream_that_captures_leases_nothing() {
 #[test]
 fn d4_a_buffer_dropped_behind_an_operation_that_met_a_capture_is_freed() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [home, other] = rig.streams();
         for words in [100, 1 << 18] {
-            let mut buffer = DeviceBuffer::<u32>::filled(&allocator, words, 3, &home).unwrap();
+            let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, words, 3, &home).unwrap();
             home.synchronize().unwrap();
             sim.set_mode(Mode::Manual);
             interlude::after("cuMemsetD32Async", begin(rig, other.raw()));
@@ -90,13 +87,12 @@ fn d4_a_buffer_dropped_behind_an_operation_that_met_a_capture_is_freed() {
             assert_eq!(end(rig, other.raw())(), sys::CUresult::CUDA_SUCCESS);
             allocator.trim(0).unwrap();
             assert_eq!(allocator.stats().all.allocations.current, 0);
-            let next = DeviceBuffer::<u32>::filled(&allocator, words, 4, &home).unwrap();
+            let next = DeviceBuffer::<u32>::filled(&*allocator, words, 4, &home).unwrap();
             sim.complete_all();
             assert_eq!(sim.take_reports(), []);
             sim.set_mode(Mode::Instant);
             drop(next);
         }
-        rig.close(&allocator);
     });
 }
 
@@ -150,11 +146,11 @@ fn d4_a_column_of_a_retired_stream_dropped_in_its_capture_is_freed() {
 #[test]
 fn d4_no_end_of_a_memory_spoils_a_capture_of_another_stream() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [home, other] = rig.streams();
         let plain = CudaMemory::new(&rig.context);
         let block = plain.allocate_block(&Request::new(4096), &home).unwrap();
-        let lent = Tensor::zeroed(&allocator, DType::F32, &[1 << 18], &home).unwrap();
+        let lent = Tensor::zeroed(&*allocator, DType::F32, &[1 << 18], &home).unwrap();
         // SAFETY: the consumer does nothing with it.
         let unknown = unsafe { Peer::ordered() };
         let export: Dlpack<DLManagedTensorVersioned> = lent.to_dlpack(&unknown).unwrap();
@@ -171,7 +167,6 @@ fn d4_no_end_of_a_memory_spoils_a_capture_of_another_stream() {
         plain.deallocate_block(*refused.value).unwrap();
         drop(allocator.allocate(MIB, &home).unwrap());
         assert_eq!(allocator.stats().all.allocations.current, 0);
-        rig.close(&allocator);
     });
 }
 

@@ -82,7 +82,7 @@ fn a_capture_is_left_alone_by_debug_modes_which_go_on_after_it() {
 fn a_block_that_cannot_be_read_stays_in_quarantine() {
     alone(|| {
         each_with_interludes(|rig, _| {
-            let allocator = rig.allocator_with("debug=quarantine:1M".parse().unwrap());
+            let allocator = rig.checked_with("debug=quarantine:1M".parse().unwrap());
             let [stream, capturing] = rig.streams();
             let [first, second] =
                 [5000, 2 * MIB].map(|size| allocator.allocate(size, &stream).unwrap());
@@ -109,7 +109,6 @@ fn a_block_that_cannot_be_read_stays_in_quarantine() {
                 (Misuse::UseAfterFree, freed_at)
             );
             assert_eq!(allocator.unchecked_frees(), 0);
-            rig.close(&allocator);
         });
     });
 }
@@ -120,7 +119,7 @@ fn a_block_that_leaves_the_quarantine_unread_is_counted() {
     alone(|| {
         each(|rig| {
             let config: Config = "debug=quarantine:1G".parse().unwrap();
-            let allocator = rig.allocator_with(config.limit(Some(24 * MIB as u64)));
+            let allocator = rig.checked_with(config.limit(Some(24 * MIB as u64)));
             let [stream, capturing] = rig.streams();
             drop(allocator.allocate(20 * MIB, &stream).unwrap());
             let under_way = Capturing::begin(&capturing, MODE);
@@ -134,7 +133,6 @@ fn a_block_that_leaves_the_quarantine_unread_is_counted() {
             );
             drop(under_way.end().unwrap());
             assert_eq!(allocator.findings(), []);
-            rig.close(&allocator);
         });
     });
 }

@@ -34,7 +34,7 @@ fn host_waits(rig: &Rig) -> (u64, u64) {
 #[test]
 fn a_trim_names_the_streams_that_memory_waits_for() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let hold = rig.hold(&stream);
         freed_in_use(rig, &allocator, &stream);
@@ -49,14 +49,13 @@ fn a_trim_names_the_streams_that_memory_waits_for() {
         allocator.synchronize().unwrap();
         let trimmed = allocator.trim(0).unwrap();
         assert_eq!((trimmed.released, pending(&trimmed)), (bytes, (0, vec![])));
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn an_emptied_cache_waits_for_markers_before_contexts() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let hold = rig.busy_for(&stream, NANOS);
         freed_in_use(rig, &allocator, &stream);
@@ -66,14 +65,13 @@ fn an_emptied_cache_waits_for_markers_before_contexts() {
         assert_eq!(pending(&emptied), (0, vec![]));
         assert_eq!(host_waits(rig).1, contexts);
         hold.release();
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn an_emptied_cache_waits_for_the_context_where_no_marker_is() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let raw = RawStream::new(rig);
         leave_work(&allocator, &raw);
         let held = allocator.stats().all.reserved.current;
@@ -85,7 +83,6 @@ fn an_emptied_cache_waits_for_the_context_where_no_marker_is() {
         // SAFETY: the stream is alive.
         unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
         raw.destroy();
-        rig.close(&allocator);
     });
 }
 
@@ -124,7 +121,7 @@ fn an_emptied_cache_spoils_no_capture_that_nobody_knows() {
 #[test]
 fn an_emptied_cache_waits_for_no_context_while_a_scope_waits_for_captures() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let pool = allocator.graph_pool().unwrap();
         let (captures, raw) = (RawStream::new(rig), RawStream::new(rig));
         leave_work(&allocator, &raw);
@@ -150,15 +147,13 @@ fn an_emptied_cache_waits_for_no_context_while_a_scope_waits_for_captures() {
         unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
         raw.destroy();
         captures.destroy();
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn an_emptied_cache_keeps_what_a_capture_does_not_let_it_wait_for() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (captures, raw) = (rig.stream(), RawStream::new(rig));
         // While the raw stream is alone nothing marks it.
         leave_work(&allocator, &raw);
@@ -175,14 +170,13 @@ fn an_emptied_cache_keeps_what_a_capture_does_not_let_it_wait_for() {
         // SAFETY: the stream is alive.
         unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
         raw.destroy();
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn an_emptied_cache_does_not_wait_for_a_stream_that_captures() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let hold = rig.busy_for(&stream, NANOS);
         freed_in_use(rig, &allocator, &stream);
@@ -199,7 +193,6 @@ fn an_emptied_cache_does_not_wait_for_a_stream_that_captures() {
         });
         assert_eq!(allocator.empty_cache().unwrap().pending, 0);
         hold.release();
-        rig.close(&allocator);
     });
 }
 
@@ -210,7 +203,7 @@ fn the_end_of_a_capture_of_an_adopted_stream_is_seen_by_the_next_wait() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = RawStream::new(rig);
         // SAFETY: the stream lives until it is retired.
         unsafe { allocator.adopt_raw(stream.raw()) }.unwrap();
@@ -240,7 +233,5 @@ fn the_end_of_a_capture_of_an_adopted_stream_is_seen_by_the_next_wait() {
         allocator.synchronize().unwrap();
         // SAFETY: the stream is alive, and named no more.
         unsafe { allocator.retire_raw(stream.raw()) }.unwrap();
-        drop(stream);
-        rig.close(&allocator);
     });
 }

@@ -154,7 +154,7 @@ fn r38_want_of_memory_does_not_wait_for_a_capturing_context() {
 #[test]
 fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator_with(Config::new().handle(2 << 20).slack(0.0));
+        let allocator = rig.checked_with(Config::new().handle(2 << 20).slack(0.0));
         let [stream, other] = rig.streams();
         drop(allocator.allocate(MIB, &other).unwrap());
         // A request that only a view, or new memory, can serve.
@@ -168,12 +168,10 @@ fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
         };
         let mut first = None;
         captured(rig, other.raw(), || first = Some(stitch()));
-        let (first, packing) = first.unwrap();
+        let (_first, packing) = first.unwrap();
         assert_eq!((packing.self_test, packing.views), (SelfTest::NotRun, 0));
-        let (second, packing) = stitch();
+        let (_second, packing) = stitch();
         assert_eq!(packing.self_test, SelfTest::Passed);
-        drop((first, second));
-        rig.close(&allocator);
     });
 }
 
@@ -182,7 +180,7 @@ fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
 fn r38_capture_leaves_no_stale_events() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         let own = allocator.allocate(BLOCK, &a).unwrap();
         let recorded = allocator.allocate(BLOCK, &b).unwrap();
@@ -207,8 +205,6 @@ fn r38_capture_leaves_no_stale_events() {
         let mut expected = [own_ptr, recorded_ptr];
         expected.sort_unstable();
         assert_eq!(places, expected);
-        drop(blocks);
-        rig.close(&allocator);
     });
 }
 
@@ -347,7 +343,7 @@ fn a_hit_that_asks_about_captures_has_no_cache_locked() {
         let Some(sim) = rig.sim() else {
             return;
         };
-        let allocator = rig.allocator_with(Config::new().capture_checks(true));
+        let allocator = rig.checked_with(Config::new().capture_checks(true));
         let stream = rig.stream();
         let block = allocator.allocate(4096, &stream).unwrap();
         let ptr = block.ptr();
@@ -360,8 +356,6 @@ fn a_hit_that_asks_about_captures_has_no_cache_locked() {
         let again = allocator.allocate(4096, &stream).unwrap();
         sim.clear_hooks();
         assert_eq!((again.ptr(), asked.load(Ordering::Relaxed)), (ptr, 1));
-        drop(again);
-        rig.close(&allocator);
     });
 }
 
@@ -444,7 +438,7 @@ fn d5_a_finding_is_about_the_handle_as_it_is_now() {
 #[test]
 fn s3_the_per_thread_stream_of_another_thread_cannot_be_retired() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let own = Stream::per_thread(&rig.context);
         let block = allocator.allocate(3 * MIB, &own).unwrap();
         std::thread::scope(|scope| {
@@ -462,7 +456,6 @@ fn s3_the_per_thread_stream_of_another_thread_cannot_be_retired() {
             matches!(error, Error::Stream(StreamMisuse::Unknown { .. })),
             "{error:?}"
         );
-        rig.close(&allocator);
     });
 }
 
@@ -531,7 +524,7 @@ fn work_beside(rig: &Rig, allocator: &Allocator, stream: &Stream) {
 fn g3_work_on_other_streams_leaves_a_strict_capture_alone() {
     for (mode, elsewhere) in STRICT.into_iter().flat_map(|m| [(m, false), (m, true)]) {
         each(|rig| {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [stream, capturing] = rig.streams();
             let capture = |work: &dyn Fn()| {
                 let under_way = Capturing::begin(&capturing, mode);
@@ -555,7 +548,6 @@ fn g3_work_on_other_streams_leaves_a_strict_capture_alone() {
             } else {
                 capture(&|| work_beside(rig, &allocator, &stream));
             }
-            rig.close(&allocator);
         });
     }
 }

@@ -33,7 +33,7 @@ fn a6_no_use_is_recorded_on_a_stream_that_captures() {
 }
 
 fn uses_on_capturing_streams(rig: &Rig) {
-    let allocator = rig.allocator();
+    let allocator = rig.checked();
     let owner = rig.stream();
     for bytes in [KIB, MIB, 12 * MIB] {
         let (kept, raw) = (rig.stream(), RawStream::new(rig));
@@ -65,7 +65,6 @@ fn uses_on_capturing_streams(rig: &Rig) {
         }
         raw.destroy();
     }
-    rig.close(&allocator);
 }
 
 /// D11: whether a default stream suffers from a capture is asked in the stream's own context, whichever is the
@@ -76,7 +75,7 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
         let raw = sim.create_context(0).unwrap();
         // SAFETY: it lives as long as the simulator.
         let other = unsafe { Context::from_raw(&rig.driver, raw) }.unwrap();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [ours, theirs] = [&rig.context, &other].map(Stream::legacy);
         let create = rig.driver.functions().cuStreamCreate.unwrap();
         let destroy = rig.driver.functions().cuStreamDestroy_v2.unwrap();
@@ -104,7 +103,6 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
             assert_eq!(unsafe { destroy(blocking) }, sys::CUresult::CUDA_SUCCESS);
             drop(entered);
         }
-        rig.close(&allocator);
     });
 }
 
@@ -112,7 +110,7 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
 #[test]
 fn d11_a_thread_stream_that_captures_is_named_as_that() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let owner = rig.stream();
         let handle: sys::CUstream = std::ptr::without_provenance_mut(2);
         let stream = Stream::per_thread(&rig.context);
@@ -126,8 +124,6 @@ fn d11_a_thread_stream_that_captures_is_named_as_that() {
                 is_capturing(allocator.record_use_raw(block.ptr(), handle));
             }
         });
-        drop(block);
-        rig.close(&allocator);
     });
 }
 

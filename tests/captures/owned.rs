@@ -25,7 +25,7 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
         };
         for bytes in [1000, 3 * MIB] {
             // Every free asks the stream.
-            let allocator = rig.allocator_with(Config::new().capture_checks(true));
+            let allocator = rig.checked_with(Config::new().capture_checks(true));
             let stream = rig.stream();
             let resource = AccessOrdered::new(allocator.clone());
             let mut refused = 0;
@@ -42,8 +42,6 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
                 assert_eq!(live(&allocator), 0, "from question {first} on");
             }
             assert!(refused > 0, "no free was refused");
-            drop(resource);
-            rig.close(&allocator);
         }
     });
 }
@@ -53,7 +51,7 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
 fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
     each(|rig| {
         for (bytes, at) in [(1000, 0), (3 * MIB, 1), (1000, 2), (3 * MIB, 3)] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let (stream, other) = (rig.stream(), rig.stream());
             let resource = Arc::new(AccessOrdered::new(allocator.clone()));
             let plain = Arc::new(Statistics::new(allocator.clone()));
@@ -80,8 +78,6 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
             drop(resource);
             allocator.trim(0).unwrap();
             assert_eq!(live(&allocator), 0, "{at}");
-            drop((stream, other));
-            rig.close(&allocator);
         }
     });
 }
@@ -113,9 +109,9 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         for call in ["cuCtxSynchronize", "cuCtxSetCurrent"] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [home, other] = rig.streams();
-            let column = Tensor::zeroed(&allocator, DType::F32, &[1 << 20], &home).unwrap();
+            let column = Tensor::zeroed(&*allocator, DType::F32, &[1 << 20], &home).unwrap();
             let ptr = column.ptr();
             let out = column
                 .to_dlpack::<DLManagedTensor>(&Peer::on(&home))
@@ -139,7 +135,6 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
             sim.set_mode(Mode::Instant);
             allocator.trim(0).unwrap();
             assert_eq!(live(&allocator), 0, "{call}");
-            rig.close(&allocator);
         }
     });
 }
@@ -149,7 +144,7 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
 #[test]
 fn a_batch_that_a_capture_kept_from_its_marker_gets_it_afterwards() {
     each_simulated(|rig, _| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [own, user] = rig.streams();
         let block = allocator.allocate(20 * MIB, &own).unwrap();
         block.record_stream(&user).unwrap();
@@ -165,8 +160,6 @@ fn a_batch_that_a_capture_kept_from_its_marker_gets_it_afterwards() {
         assert_eq!(end(rig, user.raw())(), CUresult::CUDA_SUCCESS);
         let next = allocator.allocate(20 * MIB, &own).unwrap();
         assert_eq!(next.ptr(), at, "its last user has a marker");
-        drop(next);
-        rig.close(&allocator);
     });
 }
 
@@ -175,7 +168,7 @@ fn a_batch_that_a_capture_kept_from_its_marker_gets_it_afterwards() {
 #[test]
 fn an_event_of_a_capture_is_used_for_the_next_marker() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [own, user] = rig.streams();
         let block = allocator.allocate(20 * MIB, &own).unwrap();
         block.record_stream(&user).unwrap();
@@ -204,6 +197,5 @@ fn an_event_of_a_capture_is_used_for_the_next_marker() {
         drop(allocator.allocate(20 * MIB, &own).unwrap());
         sim.set_mode(Mode::Instant);
         sim.complete_all();
-        rig.close(&allocator);
     });
 }

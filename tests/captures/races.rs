@@ -237,7 +237,7 @@ fn d4_answers_that_speak_of_a_capture_stick_to_nothing() {
                 if call == "cuEventRecord" && code == Code::CUDA_ERROR_INVALID_VALUE {
                     continue;
                 }
-                let allocator = rig.limited(24 * MIB);
+                let allocator = rig.checked_limit(24 * MIB);
                 let [a, b] = rig.streams();
                 drop(allocator.allocate(70_000, &b).unwrap());
                 let hold = rig.busy(&a);
@@ -253,7 +253,6 @@ fn d4_answers_that_speak_of_a_capture_stick_to_nothing() {
                 drop(hold);
                 drop(allocator.allocate(20 * MIB, &a).unwrap());
                 allocator.synchronize().unwrap();
-                rig.close(&allocator);
             }
         }
     });
@@ -337,9 +336,9 @@ fn d4_markers_behind_a_captured_one_are_asked_at_once() {
 #[test]
 fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
     each_with_interludes(|rig, _| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [home, other] = rig.streams();
-        let mut buffer = DeviceBuffer::<u32>::filled(&allocator, 1 << 18, 3, &home).unwrap();
+        let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
         interlude::before("cuEventRecord", begin(rig, home.raw()));
         buffer.fill(5, &other).unwrap_err();
         assert!(!interlude::is_due());
@@ -347,8 +346,6 @@ fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
         assert_eq!(end(rig, home.raw())(), sys::CUresult::CUDA_SUCCESS);
         buffer.fill(5, &other).unwrap();
         assert_eq!(buffer.to_vec().unwrap()[7], 5);
-        drop(buffer);
-        rig.close(&allocator);
     });
 }
 
@@ -356,17 +353,15 @@ fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
 #[test]
 fn d4_work_that_falls_into_a_capture_is_told() {
     each_with_interludes(|rig, _| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let home = rig.stream();
-        let mut buffer = DeviceBuffer::<u32>::filled(&allocator, 1 << 18, 3, &home).unwrap();
+        let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
         interlude::before("cuMemsetD32Async", begin(rig, home.raw()));
         let error = buffer.fill(5, &home).unwrap_err();
         assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
         assert!(!interlude::is_due());
         assert_eq!(end(rig, home.raw())(), sys::CUresult::CUDA_SUCCESS);
         assert_eq!(buffer.to_vec().unwrap()[7], 3);
-        drop(buffer);
-        rig.close(&allocator);
     });
 }
 
@@ -374,9 +369,9 @@ fn d4_work_that_falls_into_a_capture_is_told() {
 #[test]
 fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let own = Stream::per_thread(&rig.context);
-        let block = allocator.allocate(MIB, &own).unwrap();
+        let _block = allocator.allocate(MIB, &own).unwrap();
         let entered = rig.context.enter().unwrap();
         let under_way = Capturing::begin(&own, MODE);
         let error = allocator.allocate(MIB, &own).unwrap_err();
@@ -386,8 +381,6 @@ fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
         assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
         drop(under_way.end().unwrap());
         drop(entered);
-        drop(block);
-        rig.close(&allocator);
     });
 }
 
@@ -397,7 +390,7 @@ fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
 fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
     let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         drop(allocator.allocate(KIB, &b).unwrap());
         let hold = rig.hold(&a);
@@ -411,7 +404,6 @@ fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
         drop(hold);
         rig.settle(&a);
         assert_eq!(allocator.trim(0).unwrap().pending, 0);
-        rig.close(&allocator);
     });
     each_simulated(|rig, sim| {
         let allocator = rig.allocator();

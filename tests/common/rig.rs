@@ -1,7 +1,8 @@
 //! The driver under test: the simulator, or with `CUALLOC_TEST_DRIVER=cuda` the real one.
 
-use std::cell::Cell;
 use std::ffi::{CStr, c_void};
+use std::ops::Deref;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use cualloc::Error;
@@ -123,7 +124,7 @@ pub struct Rig {
     pub driver: Driver,
     pub context: Context,
     simulator: Option<Simulator>,
-    holds: Cell<usize>,
+    holds: AtomicUsize,
 }
 
 impl Rig {
@@ -171,7 +172,7 @@ impl Rig {
             driver,
             context,
             simulator,
-            holds: Cell::new(0),
+            holds: AtomicUsize::new(0),
         }
     }
 
@@ -203,6 +204,23 @@ impl Rig {
 
     pub fn limited(&self, bytes: usize) -> Allocator {
         self.allocator_with(Config::new().limit(Some(bytes as u64)))
+    }
+
+    /// An allocator that is [closed](Self::close) at the end of its scope, when the blocks of the test are gone.
+    pub fn checked(&self) -> Checked<'_> {
+        self.checked_with(Config::new())
+    }
+
+    pub fn checked_limit(&self, bytes: usize) -> Checked<'_> {
+        self.checked_with(Config::new().limit(Some(bytes as u64)))
+    }
+
+    pub fn checked_with(&self, config: Config) -> Checked<'_> {
+        let allocator = self.allocator_with(config);
+        Checked {
+            rig: self,
+            allocator,
+        }
     }
 
     pub fn stream(&self) -> Stream {
@@ -291,7 +309,7 @@ impl Rig {
             let _entered = self.context.enter().unwrap();
             sim.set_mode(Mode::Manual);
             sim.busy(stream.raw(), 1_000_000).unwrap();
-            self.holds.set(self.holds.get() + 1);
+            self.holds.fetch_add(1, Ordering::Relaxed);
         }
         Hold {
             rig: self,
@@ -397,6 +415,28 @@ impl Rig {
     }
 }
 
+/// See [`Rig::checked`].
+pub struct Checked<'a> {
+    rig: &'a Rig,
+    allocator: Allocator,
+}
+
+impl Deref for Checked<'_> {
+    type Target = Allocator;
+
+    fn deref(&self) -> &Allocator {
+        &self.allocator
+    }
+}
+
+impl Drop for Checked<'_> {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.rig.close(&self.allocator);
+        }
+    }
+}
+
 /// A stream that is held up.
 pub struct Hold<'a> {
     rig: &'a Rig,
@@ -420,8 +460,7 @@ impl Hold<'_> {
         }
         if let Some(sim) = &self.rig.simulator {
             sim.complete_stream(self.stream, usize::MAX);
-            self.rig.holds.set(self.rig.holds.get() - 1);
-            if self.rig.holds.get() == 0 {
+            if self.rig.holds.fetch_sub(1, Ordering::Relaxed) == 1 {
                 sim.set_mode(Mode::Instant);
             }
         }

@@ -205,7 +205,7 @@ fn r13_recoverable_trouble_is_logged_rarely() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.limited(2 * BLOCK);
+        let allocator = rig.checked_limit(2 * BLOCK);
         let [a, b] = rig.streams();
         taken();
         // Requests that fail, and ones that succeed after making room.
@@ -234,6 +234,5 @@ fn r13_recoverable_trouble_is_logged_rarely() {
         assert!(allocator.stats().failed_markers >= 100);
         let lines = taken();
         assert!((1..=16).contains(&lines.len()), "{} lines", lines.len());
-        rig.close(&allocator);
     });
 }

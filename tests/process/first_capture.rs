@@ -30,7 +30,7 @@ fn left_unmarked(allocator: &Allocator, stream: &Stream, other: &Stream) -> u64 
 #[test]
 fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         let ptr = left_unmarked(&allocator, &a, &b);
         let calls = || rig.calls("cuEventRecord") + rig.calls("cuStreamQuery");
@@ -52,8 +52,6 @@ fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
         }
         assert_eq!(taken.ptr(), ptr);
         assert_eq!(allocator.stats().reclaim.synchronised, 0);
-        drop((taken, elsewhere));
-        rig.close(&allocator);
     });
 }
 
@@ -145,7 +143,7 @@ fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
     let Some(rig) = Rig::with_interludes(Policy::Packed) else {
         return;
     };
-    let allocator = rig.allocator();
+    let allocator = rig.checked();
     let [a, b] = rig.streams();
     let ptr = left_unmarked(&allocator, &a, &b);
     interlude::before("cuStreamQuery", begin(&rig, a.raw()));
@@ -157,8 +155,6 @@ fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
     let taken = allocator.allocate(BLOCK, &b).unwrap();
     assert_eq!(taken.ptr(), ptr);
     assert_eq!(allocator.stats().reclaim.synchronised, 0);
-    drop((taken, elsewhere));
-    rig.close(&allocator);
 }
 
 /// A request that only a view can serve within its means; the test of the device comes before it. Whether it passed,

@@ -31,7 +31,7 @@ fn launch(exec: &mut GraphExec, stream: &Stream) {
 #[test]
 fn graphs_run_after_waking_as_before() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let (graph, output) = program(rig, &allocator, &pool, &stream);
         let mut exec = graph.instantiate().unwrap();
@@ -62,14 +62,13 @@ fn graphs_run_after_waking_as_before() {
         }
         drop((exec, graph, output, pool));
         rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn other_memory_serves_while_a_pool_is_suspended() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let scope = pool.enter(Scope::Stream(&stream)).unwrap();
         let inside = allocator.allocate(4 * MIB, &stream).unwrap();
@@ -95,14 +94,13 @@ fn other_memory_serves_while_a_pool_is_suspended() {
         drop((again, inside, eager, scope, pool));
         rig.settle(&stream);
         rig.settle(&other);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn tags_say_what_is_suspended_and_what_is_kept() {
     packed(|rig| {
-        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let (allocator, stream) = (rig.checked(), rig.stream());
         let tags = ["weights", "cache", "cache"];
         let pools = tags.map(|tag| allocator.graph_pool_for(tag).unwrap());
         let blocks = pools.each_ref().map(|pool| {
@@ -135,7 +133,6 @@ fn tags_say_what_is_suspended_and_what_is_kept() {
         drop(blocks);
         drop(pools);
         rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
@@ -193,7 +190,7 @@ fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
 #[test]
 fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
     packed(|rig| {
-        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let (allocator, stream) = (rig.checked(), rig.stream());
         let pool = allocator.graph_pool().unwrap();
         let scope = pool.enter(Scope::Stream(&stream)).unwrap();
         let block = allocator.allocate(4 * MIB, &stream).unwrap();
@@ -214,7 +211,6 @@ fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
         scope.leave().unwrap();
         drop(pool);
         rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
@@ -223,7 +219,7 @@ fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
 fn a_pool_that_nobody_can_use_is_not_brought_back() {
     packed(|rig| {
         for all in [false, true] {
-            let (allocator, stream) = (rig.allocator(), rig.stream());
+            let (allocator, stream) = (rig.checked(), rig.stream());
             let pool = allocator.graph_pool().unwrap();
             let (graph, output) = program(rig, &allocator, &pool, &stream);
             let select = match all {
@@ -245,7 +241,6 @@ fn a_pool_that_nobody_can_use_is_not_brought_back() {
             let host = rig.maybe_sim().map(|sim| sim.leaks().host);
             assert!(host.is_none_or(|bytes| bytes == 0));
             assert_held(rig, 0);
-            rig.close(&allocator);
         }
     });
 }
@@ -254,7 +249,7 @@ fn a_pool_that_nobody_can_use_is_not_brought_back() {
 #[test]
 fn the_books_of_a_pool_that_is_given_up_while_it_is_away_agree() {
     packed(|rig| {
-        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let (allocator, stream) = (rig.checked(), rig.stream());
         let pool = allocator.graph_pool().unwrap();
         let scope = pool.enter(Scope::Thread).unwrap();
         drop(allocator.allocate(MIB, &stream).unwrap());
@@ -271,7 +266,6 @@ fn the_books_of_a_pool_that_is_given_up_while_it_is_away_agree() {
         resume(&allocator);
         assert_held(rig, 0);
         rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
@@ -334,7 +328,7 @@ fn a_pool_counts_until_it_is_away() {
 #[test]
 fn memory_that_a_pool_gave_back_keeps_no_number() {
     packed(|rig| {
-        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let (allocator, stream) = (rig.checked(), rig.stream());
         let heard = Arc::<Mutex<Vec<Segment>>>::default();
         let told = heard.clone();
         let hook = SegmentHook::new("test", move |_, segments| {
@@ -365,7 +359,5 @@ fn memory_that_a_pool_gave_back_keeps_no_number() {
             rig.settle(&stream);
             allocator.empty_cache().unwrap();
         }
-        drop(pool);
-        rig.close(&allocator);
     });
 }

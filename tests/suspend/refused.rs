@@ -106,14 +106,13 @@ fn work_under_way_is_waited_for() {
 #[test]
 fn segments_of_the_classic_policy_cannot_be_suspended() {
     only(Policy::Classic, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         match try_suspend(&allocator, Select::Allocator, Contents::Drop) {
             Err(Error::NotSupported { .. }) => {}
             other => panic!("{other:?}"),
         }
         let error = allocator.resume(Select::Allocator).unwrap_err();
         assert!(matches!(error, Error::NotSuspended), "{error:?}");
-        rig.close(&allocator);
     });
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[test]
 fn requests_beside_a_suspension_get_memory_or_an_error() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (over, first) = (AtomicBool::new(false), rig.stream());
         let kept = allocator.allocate(3 * MIB, &first).unwrap();
         rig.stamp(kept.ptr(), 3 * MIB, 4, &first);
@@ -46,6 +46,5 @@ fn requests_beside_a_suspension_get_memory_or_an_error() {
         assert_eq!(rig.mismatches(kept.ptr(), 3 * MIB, 4, &first), 0);
         drop(kept);
         rig.settle(&first);
-        rig.close(&allocator);
     });
 }

@@ -18,7 +18,7 @@ fn tested(allocator: &Allocator) -> SelfTest {
 #[test]
 fn the_first_view_is_tested_once_for_all_allocators() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator_with(small_handles());
+        let allocator = rig.checked_with(small_handles());
         let stream = rig.stream();
         let kept = scatter(&allocator, &stream, 20);
         assert_eq!(
@@ -40,7 +40,6 @@ fn the_first_view_is_tested_once_for_all_allocators() {
         assert_eq!(rig.calls("cuLaunchKernel"), launches);
         drop((more, kept, block));
         second.close().unwrap();
-        rig.close(&allocator);
     });
 }
 
@@ -49,17 +48,15 @@ fn the_first_view_is_tested_once_for_all_allocators() {
 #[test]
 fn the_test_does_not_wait_for_running_work() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator_with(small_handles());
+        let allocator = rig.checked_with(small_handles());
         let stream = rig.stream();
-        let kept = scatter(&allocator, &stream, 20);
+        let _kept = scatter(&allocator, &stream, 20);
         let hold = rig.hold(&stream);
-        let block = allocator.allocate(40 * MIB, &stream).unwrap();
+        let _block = allocator.allocate(40 * MIB, &stream).unwrap();
         let packing = allocator.stats().packing;
         assert_eq!((packing.self_test, packing.views), (SelfTest::Passed, 1));
         assert_eq!(rig.calls("cuModuleLoadData"), 0);
         hold.release();
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }
 
@@ -67,7 +64,7 @@ fn the_test_does_not_wait_for_running_work() {
 #[test]
 fn the_test_waits_for_its_work_once() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let names = ["cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"];
         let before = names.map(|name| rig.calls(name));
         assert_eq!(allocator.test_views().unwrap(), SelfTest::Passed);
@@ -77,7 +74,6 @@ fn the_test_waits_for_its_work_once() {
             copies - before[0] <= 1 && waits - before[1] <= 2,
             "{copies} {waits}"
         );
-        rig.close(&allocator);
     });
 }
 
@@ -116,15 +112,13 @@ fn the_test_can_be_switched_off() {
         ..SimConfig::with_devices(1, 8 << 30)
     };
     only_on(Policy::Packed, config, |rig| {
-        let allocator = rig.allocator_with(small_handles().self_test(false));
+        let allocator = rig.checked_with(small_handles().self_test(false));
         let stream = rig.stream();
         assert_eq!(allocator.test_views().unwrap(), SelfTest::Off);
-        let (kept, block) = stitch(&allocator, &stream);
+        let (_kept, _block) = stitch(&allocator, &stream);
         let packing = allocator.stats().packing;
         assert_eq!((packing.self_test, packing.views), (SelfTest::Off, 1));
         assert_eq!(rig.calls("cuLaunchKernel"), 0);
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }
 
@@ -132,17 +126,15 @@ fn the_test_can_be_switched_off() {
 fn without_memory_for_the_test_views_are_built_all_the_same() {
     only(Policy::Packed, |rig| {
         let limit = 82 * MIB as u64;
-        let allocator = rig.allocator_with(small_handles().limit(Some(limit)));
+        let allocator = rig.checked_with(small_handles().limit(Some(limit)));
         let stream = rig.stream();
-        let (kept, block) = stitch(&allocator, &stream);
+        let (_kept, _block) = stitch(&allocator, &stream);
         let stats = allocator.stats();
         assert_eq!(
             (stats.packing.self_test, stats.packing.views),
             (SelfTest::NotRun, 1)
         );
         assert_eq!(stats.all.reserved.peak, limit);
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }
 
@@ -191,7 +183,7 @@ fn r2_the_test_copies_to_memory_that_it_can_leave_behind() {
     let Some(rig) = Rig::behind(Policy::Packed, targets::install) else {
         return;
     };
-    let allocator = rig.allocator();
+    let allocator = rig.checked();
     assert_eq!(allocator.test_views().unwrap(), SelfTest::Passed);
     let here = 0_u8;
     let top = (&raw const here).addr();
@@ -200,7 +192,6 @@ fn r2_the_test_copies_to_memory_that_it_can_leave_behind() {
     let targets = targets::seen();
     assert!(!targets.is_empty());
     assert!(targets.iter().all(|target| !stack.contains(target)));
-    rig.close(&allocator);
 }
 
 #[test]

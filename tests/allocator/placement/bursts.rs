@@ -13,9 +13,9 @@ fn take(allocator: &Allocator, handles: usize, stream: &Stream) -> Block {
 #[test]
 fn a_token_pays_for_more_than_a_hundred_maps_and_without_one_the_rest_is_created() {
     only_on(Policy::Packed, large_device(), |rig| {
-        let allocator = rig.allocator_with(small_handles());
+        let allocator = rig.checked_with(small_handles());
         let stream = rig.stream();
-        let kept = scatter(&allocator, &stream, 17 * 110);
+        let _kept = scatter(&allocator, &stream, 17 * 110);
         let held = allocator.stats().all.reserved.current;
         let mut blocks: Vec<Block> = Vec::new();
         for spent in 1..=16 {
@@ -37,25 +37,21 @@ fn a_token_pays_for_more_than_a_hundred_maps_and_without_one_the_rest_is_created
         drop(blocks.pop());
         assert_eq!(allocator.stats().packing.bursts.spent, 16);
         allocator.check().unwrap();
-        drop((kept, blocks));
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn more_than_three_hundred_maps_are_never_made_at_once() {
     only_on(Policy::Packed, large_device(), |rig| {
-        let allocator = rig.allocator_with(small_handles());
+        let allocator = rig.checked_with(small_handles());
         let stream = rig.stream();
-        let kept = scatter(&allocator, &stream, 320);
+        let _kept = scatter(&allocator, &stream, 320);
         let held = allocator.stats().all.reserved.current;
-        let block = take(&allocator, 320, &stream);
+        let _block = take(&allocator, 320, &stream);
         let stats = allocator.stats();
         let bursts = stats.packing.bursts;
         assert_eq!((bursts.cut, bursts.spent), (1, 0));
         assert_eq!(stats.all.reserved.current, held + 230 * MIB_2);
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }
 
@@ -68,11 +64,11 @@ fn near_the_limit_memory_wins_over_the_number_of_maps() {
             (2 * 1740 * MIB, true),
             (2 * 1744 * MIB, false),
         ] {
-            let allocator = rig.allocator_with(small_handles().limit(Some(limit as u64)));
+            let allocator = rig.checked_with(small_handles().limit(Some(limit as u64)));
             let stream = rig.stream();
-            let kept = scatter(&allocator, &stream, 320);
+            let _kept = scatter(&allocator, &stream, 320);
             let held = allocator.stats().all.reserved.current;
-            let block = take(&allocator, 320, &stream);
+            let _block = take(&allocator, 320, &stream);
             let stats = allocator.stats();
             let bursts = stats.packing.bursts;
             if near {
@@ -81,8 +77,6 @@ fn near_the_limit_memory_wins_over_the_number_of_maps() {
             } else {
                 assert_eq!((bursts.unbounded, bursts.cut, bursts.spent), (0, 1, 0));
             }
-            drop((kept, block));
-            rig.close(&allocator);
         }
     });
 }
@@ -92,12 +86,12 @@ fn near_the_limit_memory_wins_over_the_number_of_maps() {
 #[test]
 fn what_was_created_instead_is_paid_back_by_later_allocations() {
     only_on(Policy::Packed, large_device(), |rig| {
-        let allocator = rig.allocator_with(small_handles());
+        let allocator = rig.checked_with(small_handles());
         let stream = rig.stream();
-        let kept = scatter(&allocator, &stream, 320);
+        let _kept = scatter(&allocator, &stream, 320);
         // What was freed before may still be in use.
         let hold = rig.hold(&stream);
-        let block = take(&allocator, 320, &stream);
+        let _block = take(&allocator, 320, &stream);
         let stats = allocator.stats();
         let beyond = stats.all.reserved.current - stats.packing.soft_cap;
         assert_eq!(beyond, 230 * MIB_2 - (16 << 20));
@@ -125,7 +119,5 @@ fn what_was_created_instead_is_paid_back_by_later_allocations() {
         let held = stats.all.reserved.current;
         assert!(held <= stats.packing.soft_cap && held + MIB_2 > stats.packing.soft_cap);
         allocator.check().unwrap();
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }

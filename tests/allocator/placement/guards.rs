@@ -49,7 +49,7 @@ fn segments_cover_a_block_in_the_order_of_its_addresses() {
 fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
     each(|rig| {
         for bytes in [512, 100 * KIB, 24 * MIB] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let stream = rig.stream();
             let block = allocator.allocate(bytes, &stream).unwrap();
             let (ptr, size) = (block.ptr(), block.size());
@@ -80,8 +80,6 @@ fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
             allocator.check().unwrap();
             let next = allocator.allocate(bytes, &stream).unwrap();
             assert_eq!(next.ptr(), ptr);
-            drop(next);
-            rig.close(&allocator);
         }
     });
 }
@@ -91,7 +89,7 @@ fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
 fn r21_a_guard_forgets_no_use_of_another_stream() {
     each(|rig| {
         const BLOCK: usize = 24 * MIB;
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b, c] = rig.streams();
         let block = allocator.allocate(BLOCK, &a).unwrap();
         let ptr = block.ptr();
@@ -107,15 +105,13 @@ fn r21_a_guard_forgets_no_use_of_another_stream() {
         rig.stamp(other.ptr(), BLOCK, 8, &c);
         hold.release();
         assert_eq!(rig.mismatches(other.ptr(), BLOCK, 8, &c), 0);
-        drop(other);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_view_stays_while_a_freed_block_in_it_is_guarded() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator_with(small_handles());
+        let allocator = rig.checked_with(small_handles());
         let stream = rig.stream();
         let kept = scatter(&allocator, &stream, 20);
         let block = allocator.allocate(40 * MIB, &stream).unwrap();
@@ -141,7 +137,6 @@ fn a_view_stays_while_a_freed_block_in_it_is_guarded() {
         allocator.synchronize().unwrap();
         allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().packing.views, 0);
-        rig.close(&allocator);
     });
 }
 

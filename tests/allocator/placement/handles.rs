@@ -16,7 +16,7 @@ fn a_single_handle_holds_the_block_that_asks_for_it() {
             true => small_handles(),
             false => Config::new(),
         };
-        let allocator = rig.allocator_with(config);
+        let allocator = rig.checked_with(config);
         let stream = rig.stream();
         let single = |bytes| Request::new(bytes).single_handle();
         let plain = allocator.allocate(20 * MIB, &stream).unwrap();
@@ -36,12 +36,10 @@ fn a_single_handle_holds_the_block_that_asks_for_it() {
         // The handle that was made for the first is used again.
         assert_eq!(places[3], places[4]);
         let aligned = single(5 * MIB).align(1 << 20);
-        let small = allocator.allocate_with(single(9 * MIB), &stream).unwrap();
+        let _small = allocator.allocate_with(single(9 * MIB), &stream).unwrap();
         let block = allocator.allocate_with(aligned, &stream).unwrap();
         assert!(block.ptr().is_multiple_of(1 << 20));
         assert_eq!(segments(&allocator, &block), 1);
-        drop((small, block));
-        rig.close(&allocator);
     });
 }
 
@@ -49,7 +47,7 @@ fn a_single_handle_holds_the_block_that_asks_for_it() {
 fn a_single_handle_below_a_limit_takes_the_place_of_small_ones() {
     only(Policy::Packed, |rig| {
         let limit = 40 * MIB as u64;
-        let allocator = rig.allocator_with(small_handles().limit(Some(limit)));
+        let allocator = rig.checked_with(small_handles().limit(Some(limit)));
         let stream = rig.stream();
         drop(scatter(&allocator, &stream, 9));
         let single = |bytes| Request::new(bytes).single_handle();
@@ -59,15 +57,13 @@ fn a_single_handle_below_a_limit_takes_the_place_of_small_ones() {
         let error = allocator.allocate_with(single(32 * MIB), &stream);
         assert!(error.unwrap_err().is_out_of_memory());
         allocator.check().unwrap();
-        drop(block);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_single_handle_of_another_stream_is_waited_for() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator_with(small_handles().limit(Some(48 << 20)));
+        let allocator = rig.checked_with(small_handles().limit(Some(48 << 20)));
         let [a, b] = rig.streams();
         let single = |bytes| Request::new(bytes).single_handle();
         let first = allocator.allocate_with(single(32 * MIB), &a).unwrap();
@@ -81,17 +77,15 @@ fn a_single_handle_of_another_stream_is_waited_for() {
         rig.stamp(ptr, 32 * MIB, 2, &b);
         hold.release();
         assert_eq!(rig.mismatches(ptr, 32 * MIB, 2, &b), 0);
-        drop(second);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_block_that_must_not_lie_in_a_view_costs_new_memory() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator_with(small_handles());
+        let allocator = rig.checked_with(small_handles());
         let stream = rig.stream();
-        let kept = scatter(&allocator, &stream, 20);
+        let _kept = scatter(&allocator, &stream, 20);
         let at_home = |bytes| Request::new(bytes).views(false);
         let block = allocator.allocate_with(at_home(40 * MIB), &stream).unwrap();
         let stats = allocator.stats();
@@ -102,9 +96,7 @@ fn a_block_that_must_not_lie_in_a_view_costs_new_memory() {
         assert_eq!(allocator.stats().packing.view_live, 44 * MIB as u64);
         drop(block);
         // Nor does it take a view that is there.
-        let block = allocator.allocate_with(at_home(44 * MIB), &stream).unwrap();
+        let _block = allocator.allocate_with(at_home(44 * MIB), &stream).unwrap();
         assert_eq!(allocator.stats().packing.view_live, 0);
-        drop((block, kept));
-        rig.close(&allocator);
     });
 }

@@ -40,7 +40,7 @@ fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
     for bytes in [4 * KIB, 4 * MIB] {
         only(Policy::Packed, |rig| {
             let Some(sim) = rig.sim() else { return };
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let stream = RawStream::new(rig);
             let raw = stream.raw();
             let id = stream.borrowed().id().unwrap();
@@ -103,7 +103,6 @@ fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
                 .into_iter()
                 .chain([second])
                 .for_each(RawStream::destroy);
-            rig.close(&allocator);
         });
     }
 }
@@ -116,7 +115,7 @@ fn r25_a_handle_does_not_find_the_stream_cache_that_serves_another_stream_by_now
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [first, second] = [(); 2].map(|()| RawStream::new(rig));
         let handle = first.raw() as usize;
         // SAFETY: the streams are alive until they are retired.
@@ -142,7 +141,6 @@ fn r25_a_handle_does_not_find_the_stream_cache_that_serves_another_stream_by_now
             allocator.retire_raw(second.raw()).unwrap();
         }
         [third, second].into_iter().for_each(RawStream::destroy);
-        rig.close(&allocator);
     });
 }
 
@@ -150,7 +148,7 @@ fn r25_a_handle_does_not_find_the_stream_cache_that_serves_another_stream_by_now
 fn an_adopted_stream_is_marked_when_somebody_asks_for_its_memory() {
     for (adopted, captures) in [(false, true), (true, true), (true, false)] {
         only(Policy::Packed, |rig| {
-            let allocator = rig.allocator_with(Config::new().captures(captures));
+            let allocator = rig.checked_with(Config::new().captures(captures));
             let (stream, other) = (RawStream::new(rig), rig.stream());
             drop(allocator.allocate(KIB, &other).unwrap());
             // SAFETY: the stream is alive until it is retired.
@@ -174,7 +172,6 @@ fn an_adopted_stream_is_marked_when_somebody_asks_for_its_memory() {
             // SAFETY: as above.
             unsafe { allocator.retire_raw(stream.raw()) }.unwrap();
             stream.destroy();
-            rig.close(&allocator);
         });
     }
 }
@@ -184,7 +181,7 @@ fn an_adopted_stream_is_marked_when_somebody_asks_for_its_memory() {
 fn r34_memory_of_an_adopted_stream_waits_for_its_work() {
     each_simulated(|rig, sim| {
         for bytes in [32 * KIB, 12 * MIB] {
-            let allocator = rig.limited(16 * MIB as u64 as usize);
+            let allocator = rig.checked_limit(16 * MIB as u64 as usize);
             let (stream, other) = (RawStream::new(rig), rig.stream());
             // SAFETY: the stream is alive until it is retired.
             unsafe { allocator.adopt_raw(stream.raw()) }.unwrap();
@@ -204,7 +201,6 @@ fn r34_memory_of_an_adopted_stream_waits_for_its_work() {
             // SAFETY: as above.
             unsafe { allocator.retire_raw(stream.raw()) }.unwrap();
             stream.destroy();
-            rig.close(&allocator);
         }
     });
 }
@@ -213,7 +209,7 @@ fn r34_memory_of_an_adopted_stream_waits_for_its_work() {
 #[test]
 fn streams_that_cannot_be_adopted_are_refused() {
     each_simulated(|rig, sim| {
-        let allocator = rig.allocator_with(Config::new().context_checks(false));
+        let allocator = rig.checked_with(Config::new().context_checks(false));
         let raw = sim.create_context(0).unwrap();
         // SAFETY: it lives as long as the simulator.
         let other = unsafe { Context::from_raw(&rig.driver, raw) }.unwrap();
@@ -240,6 +236,5 @@ fn streams_that_cannot_be_adopted_are_refused() {
             allocator.retire(&theirs),
             Err(Error::Stream(StreamMisuse::Unknown { .. }))
         ));
-        rig.close(&allocator);
     });
 }

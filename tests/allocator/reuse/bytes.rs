@@ -10,7 +10,7 @@ use cualloc::sim::{Mode, SimConfig};
 #[test]
 fn s1_37_reuse_makes_no_driver_call_for_memory() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         for bytes in [100, 4 * KIB, MIB, 3 * MIB, 40 * MIB] {
             let first = allocator.allocate(bytes, &stream).unwrap();
@@ -24,7 +24,6 @@ fn s1_37_reuse_makes_no_driver_call_for_memory() {
             assert_eq!(allocator.stats().hits, hits + 1);
             assert_eq!(second.ptr(), ptr);
         }
-        rig.close(&allocator);
     });
 }
 
@@ -32,19 +31,17 @@ fn s1_37_reuse_makes_no_driver_call_for_memory() {
 #[test]
 fn r61_freed_blocks_serve_larger_ones() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let small: Vec<_> = (0..8)
             .map(|_| allocator.allocate(16 * MIB, &stream).unwrap())
             .collect();
         assert_eq!(allocator.stats().all.reserved.current, 128 * MIB as u64);
         drop(small);
-        let large: Vec<_> = (0..4)
+        let _large: Vec<_> = (0..4)
             .map(|_| allocator.allocate(32 * MIB, &stream).unwrap())
             .collect();
         assert_eq!(allocator.stats().all.reserved.peak, 128 * MIB as u64);
-        drop(large);
-        rig.close(&allocator);
     });
 }
 
@@ -52,7 +49,7 @@ fn r61_freed_blocks_serve_larger_ones() {
 #[test]
 fn r61_freed_small_blocks_serve_whole_pages() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let small: Vec<Block> = (0..32)
             // A page: 1 to 15 granules of 512 bytes, and 8 more.
@@ -61,12 +58,10 @@ fn r61_freed_small_blocks_serve_whole_pages() {
             .collect();
         assert_eq!(allocator.stats().all.reserved.current, 2 * MIB as u64);
         drop(small);
-        let pages: Vec<Block> = (0..32)
+        let _pages: Vec<Block> = (0..32)
             .map(|_| allocator.allocate(64 * KIB, &stream).unwrap())
             .collect();
         assert_eq!(allocator.stats().all.reserved.peak, 2 * MIB as u64);
-        drop(pages);
-        rig.close(&allocator);
     });
 }
 
@@ -82,7 +77,7 @@ fn bound(rig: &Rig, allocator: &cualloc::Allocator) -> u64 {
 #[test]
 fn r3_changing_sizes_do_not_run_away() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         let mut live: Vec<Block> = Vec::new();
         let mut survivors: Vec<Block> = Vec::new();
@@ -104,8 +99,6 @@ fn r3_changing_sizes_do_not_run_away() {
         let held = allocator.stats().all.reserved.peak;
         let bound = bound(rig, &allocator);
         assert!(held <= bound, "{held} bytes held, {bound} are enough");
-        drop((live, survivors));
-        rig.close(&allocator);
     });
 }
 
@@ -121,9 +114,9 @@ fn r60_small_survivors_pin_little() {
             stream.synchronize().unwrap();
             survivors
         };
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
-        let survivors = fill(&allocator, &stream);
+        let _survivors = fill(&allocator, &stream);
         let large = allocator.allocate(160 * MIB, &stream).unwrap();
         assert!(allocator.stats().all.reserved.peak <= bound(rig, &allocator));
         drop(large);
@@ -132,8 +125,6 @@ fn r60_small_survivors_pin_little() {
         // A survivor of 1 MiB lies in one handle of 2 MiB, or across the border of two.
         let held = allocator.stats().all.reserved.current;
         assert!(held <= 32 * 2 * 2 * MIB as u64, "{held} bytes are pinned");
-        drop(survivors);
-        rig.close(&allocator);
     });
 }
 
@@ -141,7 +132,7 @@ fn r60_small_survivors_pin_little() {
 #[test]
 fn r63_split_memory_is_not_its_streams_for_ever() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.limited(GIB);
+        let allocator = rig.checked_limit(GIB);
         let [a, b] = rig.streams();
         // Known from the start, so that frees are marked.
         drop(allocator.allocate(MIB, &b).unwrap());
@@ -167,8 +158,6 @@ fn r63_split_memory_is_not_its_streams_for_ever() {
         rig.settle(&b);
         assert_eq!(calls(), before);
         hold.release();
-        drop((theirs, kept));
-        rig.close(&allocator);
     });
 }
 
@@ -176,7 +165,7 @@ fn r63_split_memory_is_not_its_streams_for_ever() {
 #[test]
 fn r63_freed_memory_does_not_wait_for_what_its_stream_is_given_later() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.limited(34 * MIB);
+        let allocator = rig.checked_limit(34 * MIB);
         let [a, b] = rig.streams();
         drop(allocator.allocate(MIB, &b).unwrap());
         b.synchronize().unwrap();
@@ -189,8 +178,6 @@ fn r63_freed_memory_does_not_wait_for_what_its_stream_is_given_later() {
         rig.stamp(theirs.ptr(), 32 * MIB, 3, &b);
         rig.settle(&b);
         hold.release();
-        drop(theirs);
-        rig.close(&allocator);
     });
 }
 
@@ -198,7 +185,7 @@ fn r63_freed_memory_does_not_wait_for_what_its_stream_is_given_later() {
 #[test]
 fn r36_a_pipeline_of_streams_holds_little() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator_with(Config::new().waits(Waits::Always));
+        let allocator = rig.checked_with(Config::new().waits(Waits::Always));
         let [load, compute, store] = rig.streams();
         let follow = |after: &Stream, before: &Stream| {
             let event = rig.context.enter().unwrap().create_event().unwrap();
@@ -235,8 +222,6 @@ fn r36_a_pipeline_of_streams_holds_little() {
         let all = allocator.stats().all;
         let (held, live) = (all.reserved.peak, all.requested.peak);
         assert!(held * 10 <= live * 11, "{held} bytes held for {live} live");
-        drop(results);
-        rig.close(&allocator);
     });
 }
 
@@ -279,7 +264,7 @@ fn r19_packed_memory_is_exportable() {
         if !rig.driver.has(Feature::HandleFromAddress) || !rig.driver.has(Feature::VmmExport) {
             return eprintln!("SKIPPED: the driver cannot export handles");
         }
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let stream = rig.stream();
         for bytes in [KIB, 30 * MIB] {
             let block = allocator.allocate(bytes, &stream).unwrap();
@@ -293,6 +278,5 @@ fn r19_packed_memory_is_exportable() {
                 }
             }
         }
-        rig.close(&allocator);
     });
 }

@@ -70,10 +70,10 @@ fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize)
 #[test]
 fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
     each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let own = rig.stream();
         let there = elsewhere(rig, sim);
-        let kept = allocator.allocate(70_000, &own).unwrap();
+        let _kept = allocator.allocate(70_000, &own).unwrap();
         used_by(&allocator, &own, &there, 4 * MIB);
         let other = allocator.clone();
         let stream = there.stream as usize;
@@ -102,8 +102,6 @@ fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
         assert!(!ended, "the context could be destroyed under the wait");
         assert!(thread.join().unwrap(), "the retirement went well");
         assert!(sim.destroy_context(there.context));
-        drop(kept);
-        rig.close(&allocator);
     });
 }
 
@@ -112,7 +110,7 @@ fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
 fn d6_a_context_may_go_once_its_streams_are_retired() {
     for (bytes, seen) in [(KIB, false), (4 * MIB, false), (4 * MIB, true)] {
         each_simulated(|rig, sim| {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let own = rig.stream();
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
@@ -129,7 +127,6 @@ fn d6_a_context_may_go_once_its_streams_are_retired() {
             nothing_is_pending(&allocator);
             drop(kept);
             sim.set_mode(Mode::Instant);
-            rig.close(&allocator);
         });
     }
 }
@@ -138,7 +135,7 @@ fn d6_a_context_may_go_once_its_streams_are_retired() {
 #[test]
 fn d6_no_event_of_a_context_outlives_the_last_of_its_streams() {
     each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let own = rig.stream();
         drop(allocator.allocate(KIB, &own).unwrap());
         let there = elsewhere(rig, sim);
@@ -153,7 +150,6 @@ fn d6_no_event_of_a_context_outlives_the_last_of_its_streams() {
         assert!(sim.destroy_context(there.context));
         assert_eq!(sim.leaks().events, events, "some went with the context");
         sim.set_mode(Mode::Instant);
-        rig.close(&allocator);
     });
 }
 
@@ -161,7 +157,7 @@ fn d6_no_event_of_a_context_outlives_the_last_of_its_streams() {
 #[test]
 fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
     each_simulated(|rig, sim| {
-        let allocator = rig.limited(BLOCK);
+        let allocator = rig.checked_limit(BLOCK);
         let own = rig.stream();
         sim.set_mode(Mode::Manual);
         let there = elsewhere(rig, sim);
@@ -182,7 +178,6 @@ fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
         retired(&allocator, &there);
         use_elsewhere(rig, &allocator, BLOCK, &own);
         assert!(sim.destroy_context(there.context));
-        rig.close(&allocator);
     });
 }
 
@@ -192,7 +187,7 @@ fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
 fn a_context_that_is_found_gone_is_no_loss_of_ours() {
     for checks in [false, true] {
         each_simulated(|rig, sim| {
-            let allocator = rig.allocator_with(Config::new().capture_checks(checks));
+            let allocator = rig.checked_with(Config::new().capture_checks(checks));
             let own = rig.stream();
             let there = elsewhere(rig, sim);
             let live = live_blocks(&allocator, &own, &there);
@@ -206,7 +201,6 @@ fn a_context_that_is_found_gone_is_no_loss_of_ours() {
             live.free(&allocator);
             nothing_is_pending(&allocator);
             rig.assert_clean();
-            rig.close(&allocator);
         });
     }
 }
@@ -330,7 +324,7 @@ fn memory_of_a_living_context_is_kept_until_its_stream_is_retired() {
     for find in FINDS.iter().filter(|find| find.0 != "cuEventRecord") {
         each_simulated(|rig, sim| {
             let _entered = rig.context.enter().unwrap();
-            let allocator = rig.limited(BLOCK);
+            let allocator = rig.checked_limit(BLOCK);
             let own = rig.stream();
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
@@ -348,7 +342,6 @@ fn memory_of_a_living_context_is_kept_until_its_stream_is_retired() {
             retired(&allocator, &there);
             use_elsewhere(rig, &allocator, BLOCK, &own);
             assert!(sim.destroy_context(there.context));
-            rig.close(&allocator);
         });
     }
 }
@@ -371,7 +364,7 @@ fn writes_and_leaves(rig: &Rig, allocator: &Allocator, there: &Elsewhere) {
 #[test]
 fn the_distrust_of_a_context_ends_with_its_last_stream() {
     each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let own = rig.stream();
         let there = elsewhere(rig, sim);
         let beside = there.beside(rig);
@@ -405,7 +398,6 @@ fn the_distrust_of_a_context_ends_with_its_last_stream() {
         assert_eq!(allocator.trim(0).unwrap().pending, 0);
         retired(&allocator, &again);
         assert!(sim.destroy_context(there.context));
-        rig.close(&allocator);
     });
 }
 
@@ -418,7 +410,7 @@ fn the_distrust_of_a_context_ends_when_it_is_known_to_be_gone() {
         Code::CUDA_ERROR_INVALID_CONTEXT,
     ] {
         each_simulated(|rig, sim| {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let own = rig.stream();
             let there = elsewhere(rig, sim);
             used_by(&allocator, &own, &there, 4 * MIB);
@@ -434,7 +426,6 @@ fn the_distrust_of_a_context_ends_when_it_is_known_to_be_gone() {
             assert!(sim.destroy_context(there.context));
             nothing_is_pending(&allocator);
             rig.assert_clean();
-            rig.close(&allocator);
         });
     }
 }
@@ -465,7 +456,7 @@ fn a_retired_stream_of_a_distrusted_context_is_not_asked() {
     for find in FINDS {
         each_simulated(|rig, sim| {
             let _entered = rig.context.enter().unwrap();
-            let allocator = rig.allocator_with(Config::new().capture_checks(true));
+            let allocator = rig.checked_with(Config::new().capture_checks(true));
             let own = rig.stream();
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
@@ -480,7 +471,6 @@ fn a_retired_stream_of_a_distrusted_context_is_not_asked() {
             nothing_is_pending(&allocator);
             rig.assert_clean();
             sim.set_mode(Mode::Instant);
-            rig.close(&allocator);
         });
     }
 }
@@ -500,7 +490,7 @@ fn retirements_that_fail_leave_a_bounded_number_of_events() {
     ];
     for (call, code, skip) in plans {
         each_simulated(|rig, sim| {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let own = rig.stream();
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
@@ -522,7 +512,6 @@ fn retirements_that_fail_leave_a_bounded_number_of_events() {
             assert!(sim.destroy_context(there.context));
             live.free(&allocator);
             nothing_is_pending(&allocator);
-            rig.close(&allocator);
         });
     }
 }
@@ -532,7 +521,7 @@ fn retirements_that_fail_leave_a_bounded_number_of_events() {
 fn a_retirement_beside_frees_leaves_one_marker() {
     each_with_interludes(|rig, sim| {
         // A free asks the driver then, and comes to the heap.
-        let allocator = rig.allocator_with(Config::new().capture_checks(true));
+        let allocator = rig.checked_with(Config::new().capture_checks(true));
         let [a, b] = rig.streams();
         drop(allocator.allocate(KIB, &b).unwrap());
         sim.set_mode(Mode::Manual);
@@ -551,7 +540,6 @@ fn a_retirement_beside_frees_leaves_one_marker() {
         sim.complete_all();
         allocator.retire(&a).unwrap();
         sim.set_mode(Mode::Instant);
-        rig.close(&allocator);
     });
 }
 

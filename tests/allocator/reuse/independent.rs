@@ -69,7 +69,7 @@ fn a_request_is_not_ordered_behind_another_stream_while_the_device_has_memory() 
             .flat_map(|(waits, bytes, shape)| [1, 3].map(|n| (waits, bytes, shape, n)))
         {
             for config in settings(rig, waits) {
-                let allocator = rig.allocator_with(config);
+                let allocator = rig.checked_with(config);
                 let main = rig.stream();
                 let sides: [Stream; 3] = rig.streams();
                 let sides = &sides[..streams];
@@ -87,8 +87,6 @@ fn a_request_is_not_ordered_behind_another_stream_while_the_device_has_memory() 
                 for hold in holds {
                     hold.release();
                 }
-                drop(block);
-                rig.close(&allocator);
             }
         }
     });
@@ -98,18 +96,16 @@ fn a_request_is_not_ordered_behind_another_stream_while_the_device_has_memory() 
 fn a_block_in_one_handle_comes_from_a_new_handle_before_a_wait() {
     only(Policy::Packed, |rig| {
         for (waits, waited) in [(Waits::Scarce, 0), (Waits::Never, 0), (Waits::Always, 1)] {
-            let allocator = rig.allocator_with(Config::new().waits(waits).slack(0.0));
+            let allocator = rig.checked_with(Config::new().waits(waits).slack(0.0));
             let [main, side] = rig.streams();
             let request = || Request::new(24 * MIB).single_handle();
             let hold = rig.hold(&side);
             let block = allocator.allocate_with(request(), &main).unwrap();
             block.record_stream(&side).unwrap();
             drop(block);
-            let block = allocator.allocate_with(request(), &main).unwrap();
+            let _block = allocator.allocate_with(request(), &main).unwrap();
             assert_eq!(allocator.stats().reclaim.waited, waited, "{waits:?}");
             hold.release();
-            drop(block);
-            rig.close(&allocator);
         }
     });
 }
@@ -126,7 +122,7 @@ fn at_the_limit_the_setting_decides_whether_a_request_waits_or_fails() {
                 let limit = probe.stats().all.reserved.current;
                 rig.close(&probe);
 
-                let allocator = rig.allocator_with(config.limit(Some(limit)));
+                let allocator = rig.checked_with(config.limit(Some(limit)));
                 let hold = rig.busy(&side);
                 // The whole limit is pending on the side stream.
                 let fill = || {
@@ -164,7 +160,6 @@ fn at_the_limit_the_setting_decides_whether_a_request_waits_or_fails() {
                 drop(second);
                 // The failure cost nothing: the memory serves once the work is complete.
                 drop(allocator.allocate(bytes, &main).unwrap());
-                rig.close(&allocator);
             }
         }
     });
@@ -175,7 +170,7 @@ fn memory_that_others_gave_back_is_asked_for_before_a_wait() {
     for policy in [Policy::Packed, Policy::Classic] {
         only_on(policy, SimConfig::with_devices(1, GIB as u64), |rig| {
             let Some(sim) = rig.sim() else { return };
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [main, side] = rig.streams();
             let hold = rig.hold(&side);
             let pending = |bytes| {
@@ -191,16 +186,14 @@ fn memory_that_others_gave_back_is_asked_for_before_a_wait() {
             };
             let code = cualloc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
             sim.fail(FailPlan::call(call, code).unwrap().times(1));
-            let first = allocator.allocate(100 * MIB, &main).unwrap();
+            let _first = allocator.allocate(100 * MIB, &main).unwrap();
             let before = allocator.stats();
             // The refusal is known, but there is memory by now.
-            let second = allocator.allocate(100 * MIB, &main).unwrap();
+            let _second = allocator.allocate(100 * MIB, &main).unwrap();
             let after = allocator.stats();
             assert_eq!(after.stream_waits, before.stream_waits);
             assert!(after.all.reserved.current > before.all.reserved.current);
             hold.release();
-            drop((first, second));
-            rig.close(&allocator);
         });
     }
 }

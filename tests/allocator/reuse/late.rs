@@ -17,7 +17,7 @@ pub fn covers_no_later_free(
     told: impl Fn(&Rig, &Stream),
 ) {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         let early = allocator.allocate(BLOCK, &a).unwrap();
         let late = allocator.allocate(BLOCK, &a).unwrap();
@@ -47,6 +47,5 @@ pub fn covers_no_later_free(
         assert!(taken[1].ptr() != late_ptr || super::waits(rig) > 0);
         drop(taken);
         sim.set_mode(Mode::Instant);
-        rig.close(&allocator);
     });
 }

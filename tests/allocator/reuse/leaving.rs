@@ -36,12 +36,10 @@ pub(super) fn use_elsewhere(rig: &Rig, allocator: &Allocator, bytes: usize, stre
 fn before_the_next_user<R>(act: impl Fn(&Rig, &Simulator, &Allocator, &Stream, usize) -> R) {
     for bytes in [KIB, BLOCK] {
         each_with_interludes(|rig, sim| {
-            let allocator = rig.limited(room_for(bytes));
+            let allocator = rig.checked_limit(room_for(bytes));
             let [home, other] = rig.streams();
-            let kept = act(rig, sim, &allocator, &home, bytes);
+            let _kept = act(rig, sim, &allocator, &home, bytes);
             use_elsewhere(rig, &allocator, bytes, &other);
-            drop((kept, home, other));
-            rig.close(&allocator);
         });
     }
 }
@@ -71,9 +69,9 @@ fn d3_a_free_that_began_before_the_end_counts() {
     each_with_interludes(|rig, sim| {
         let config = Config::new().limit(Some(BLOCK as u64));
         // A free asks the driver then, after its look.
-        let allocator = rig.allocator_with(config.capture_checks(true));
+        let allocator = rig.checked_with(config.capture_checks(true));
         let [home, other] = rig.streams();
-        let mut buffer = DeviceBuffer::<u8>::zeroed(&allocator, BLOCK, &home).unwrap();
+        let mut buffer = DeviceBuffer::<u8>::zeroed(&*allocator, BLOCK, &home).unwrap();
         sim.set_mode(Mode::Manual);
         let functions = sim.functions();
         let (marks, marked) = mpsc::channel();
@@ -100,8 +98,6 @@ fn d3_a_free_that_began_before_the_end_counts() {
         drop(buffer);
         assert!(!interlude::is_due(), "nobody asked");
         use_elsewhere(rig, &allocator, BLOCK, &other);
-        drop((home, other));
-        rig.close(&allocator);
     });
 }
 
@@ -180,7 +176,7 @@ fn d3_a_column_that_came_back_counts_on_a_retired_stream() {
 #[test]
 fn d3_a_retirement_that_fails_changes_nothing() {
     each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         drop(allocator.allocate(KIB, &b).unwrap());
         let (small, large) = (
@@ -204,7 +200,6 @@ fn d3_a_retirement_that_fails_changes_nothing() {
             allocator.retire(&a),
             Err(Error::Stream(StreamMisuse::Unknown { .. }))
         ));
-        rig.close(&allocator);
     });
 }
 
@@ -213,7 +208,7 @@ fn d3_a_retirement_that_fails_changes_nothing() {
 #[test]
 fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         drop(allocator.allocate(KIB, &b).unwrap());
         let block = allocator.allocate(BLOCK, &a).unwrap();
@@ -231,7 +226,6 @@ fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
         allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().streams, 1);
         assert_eq!(a.holders(), 1, "the allocator lets go of it");
-        rig.close(&allocator);
     });
 }
 
@@ -240,9 +234,9 @@ fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
 #[test]
 fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
-        let kept = allocator.allocate(KIB, &a).unwrap();
+        let _kept = allocator.allocate(KIB, &a).unwrap();
         drop(allocator.allocate(KIB, &b).unwrap());
         let (other, on) = (allocator.clone(), a.clone());
         interlude::after("cuStreamQuery", move || other.retire(&on).unwrap());
@@ -254,8 +248,6 @@ fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
         assert!(!interlude::is_due(), "no stream was asked");
         assert_eq!(sim.clear_failures(), 0);
         allocator.check().unwrap();
-        drop(kept);
-        rig.close(&allocator);
     });
 }
 
@@ -264,7 +256,7 @@ fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
 #[test]
 fn d7_a_synchronisation_that_fails_changes_nothing() {
     each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [s, t] = rig.streams();
         drop(allocator.allocate(100 * KIB, &t).unwrap());
         let block = allocator.allocate(8 * MIB, &s).unwrap();
@@ -282,7 +274,6 @@ fn d7_a_synchronisation_that_fails_changes_nothing() {
         assert!(next.is_ok(), "nothing is left to wait for");
         drop(next);
         assert_eq!(allocator.stats().streams, 1, "the retired one is over");
-        rig.close(&allocator);
     });
 }
 
@@ -354,7 +345,7 @@ fn d12_a_stream_that_was_named_by_its_handle_is_kept_alive() {
 fn d12_the_legacy_stream_is_kept_by_whichever_handle_it_is_named() {
     only(Policy::Packed, |rig| {
         for handle in [0, 1] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let other = rig.stream();
             drop(allocator.allocate(KIB, &other).unwrap());
             let handle = std::ptr::without_provenance_mut(handle);
@@ -366,7 +357,6 @@ fn d12_the_legacy_stream_is_kept_by_whichever_handle_it_is_named() {
             assert_eq!(allocator.stats().markers, 0);
             allocator.trim(0).unwrap();
             assert_eq!(allocator.trim(0).unwrap().pending, 0);
-            rig.close(&allocator);
         }
     });
 }
@@ -376,7 +366,7 @@ fn d12_the_legacy_stream_is_kept_by_whichever_handle_it_is_named() {
 fn s5_idle_workspaces_of_a_retired_stream_are_not_leased() {
     for between in [false, true] {
         each_simulated(|rig, sim| {
-            let allocator = rig.limited(16 * MIB);
+            let allocator = rig.checked_limit(16 * MIB);
             let [home, other] = rig.streams();
             let pool = WorkspacePool::new(&allocator);
             let lease = pool.lease(&home, 16 * MIB).unwrap();
@@ -393,8 +383,6 @@ fn s5_idle_workspaces_of_a_retired_stream_are_not_leased() {
             drop(lease);
             cualloc::resource::MemoryResource::trim(&pool, 0).unwrap();
             use_elsewhere(rig, &allocator, 16 * MIB, &other);
-            drop(pool);
-            rig.close(&allocator);
         });
     }
 }

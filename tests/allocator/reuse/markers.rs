@@ -25,7 +25,7 @@ fn r23_marker_covers_no_free_that_came_after_its_record() {
 #[test]
 fn r32_steady_state_creates_no_events() {
     each(|rig| {
-        let allocator = rig.limited(200 * MIB);
+        let allocator = rig.checked_limit(200 * MIB);
         let streams: [Stream; 3] = rig.streams();
         if let Some(sim) = rig.maybe_sim() {
             sim.set_mode(Mode::Lag(4));
@@ -54,7 +54,6 @@ fn r32_steady_state_creates_no_events() {
             assert!(recorded > 100, "{recorded} markers are recorded");
         }
         assert_eq!(rig.calls("cuEventCreate"), events);
-        rig.close(&allocator);
     });
 }
 
@@ -62,7 +61,7 @@ fn r32_steady_state_creates_no_events() {
 #[test]
 fn r33_event_pools_are_per_context() {
     two_devices(|rig, second| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         let foreign = Stream::new(second).unwrap();
         for round in 0..30 {
@@ -79,6 +78,5 @@ fn r33_event_pools_are_per_context() {
             rig.calls("cuEventCreate") < stats.markers,
             "events are reused"
         );
-        rig.close(&allocator);
     });
 }

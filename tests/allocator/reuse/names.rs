@@ -44,7 +44,7 @@ fn without_context<R>(rig: &Rig, act: impl FnOnce() -> R) -> R {
 #[test]
 fn d11_special_handles_name_streams_of_the_allocators_context() {
     beside_another_context(|rig, other| {
-        let allocator = rig.allocator_with(Config::new().context_checks(false));
+        let allocator = rig.checked_with(Config::new().context_checks(false));
         let a = rig.stream();
         for value in HANDLES {
             let expected = Some(meant(&rig.context, value).id().unwrap());
@@ -78,7 +78,6 @@ fn d11_special_handles_name_streams_of_the_allocators_context() {
                 assert_eq!(Vec::from_iter(expected), pending);
             }
         }
-        rig.close(&allocator);
     });
 }
 
@@ -114,7 +113,7 @@ fn d11_work_of_special_handles_is_waited_for_in_the_allocators_context() {
 fn pass_on(rig: &Rig, other: &Context, value: usize, (bytes, recorded): (usize, bool), then: Then) {
     let limit = if bytes > MIB { bytes } else { 2 * MIB };
     let config = Config::new().context_checks(false);
-    let allocator = rig.allocator_with(config.limit(Some(limit as u64)));
+    let allocator = rig.checked_with(config.limit(Some(limit as u64)));
     let [a, b] = rig.streams();
     let user = meant(&rig.context, value);
     let hold = rig.hold(&user);
@@ -152,8 +151,6 @@ fn pass_on(rig: &Rig, other: &Context, value: usize, (bytes, recorded): (usize, 
     rig.settle(&b);
     assert_eq!(rig.mismatches(taken[0].ptr(), bytes, 2, &b), 0);
     rig.assert_clean();
-    drop(taken);
-    rig.close(&allocator);
 }
 
 /// Whether a call was refused because another context is current.
@@ -181,11 +178,11 @@ fn is_refused<T: std::fmt::Debug>(
 #[test]
 fn a_marker_leaves_the_current_context_as_it_was() {
     beside_another_context(|rig, other| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         drop(allocator.allocate(KIB, &b).unwrap());
         let block = allocator.allocate(12 * MIB, &a).unwrap();
-        let entered = other.enter().unwrap();
+        let _entered = other.enter().unwrap();
         let markers = allocator.stats().markers;
         drop(block);
         assert_eq!(allocator.stats().markers, markers + 1);
@@ -195,8 +192,6 @@ fn a_marker_leaves_the_current_context_as_it_was() {
         let code = unsafe { ask(&mut current) };
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
         assert_eq!(current, other.raw());
-        drop(entered);
-        rig.close(&allocator);
     });
 }
 
@@ -205,7 +200,7 @@ fn a_marker_leaves_the_current_context_as_it_was() {
 #[test]
 fn d11_another_current_context_is_an_error_where_it_is_checked() {
     beside_another_context(|rig, other| {
-        let allocator = rig.allocator_with(Config::new().context_checks(true));
+        let allocator = rig.checked_with(Config::new().context_checks(true));
         let a = rig.stream();
         let foreign = Stream::new(other).unwrap();
         for bytes in [KIB, 12 * MIB] {
@@ -252,7 +247,6 @@ fn d11_another_current_context_is_an_error_where_it_is_checked() {
         }
         // SAFETY: the stream is alive.
         unsafe { allocator.retire_raw(foreign.raw()) }.unwrap();
-        rig.close(&allocator);
     });
 }
 
@@ -260,7 +254,7 @@ fn d11_another_current_context_is_an_error_where_it_is_checked() {
 #[test]
 fn d11_a_default_stream_of_another_context_is_not_found_by_the_handle() {
     beside_another_context(|rig, other| {
-        let allocator = rig.allocator_with(Config::new().context_checks(false));
+        let allocator = rig.checked_with(Config::new().context_checks(false));
         let theirs = Stream::legacy(other);
         for bytes in [KIB, MIB] {
             for value in [0, 1] {
@@ -281,7 +275,6 @@ fn d11_a_default_stream_of_another_context_is_not_found_by_the_handle() {
                 }
             }
         }
-        rig.close(&allocator);
     });
 }
 
@@ -289,7 +282,7 @@ fn d11_a_default_stream_of_another_context_is_not_found_by_the_handle() {
 #[test]
 fn d11_default_streams_of_another_context_are_others() {
     beside_another_context(|rig, other| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         for value in HANDLES {
             let theirs = meant(other, value);
             let block = allocator.allocate(12 * MIB, &theirs).unwrap();
@@ -298,6 +291,5 @@ fn d11_default_streams_of_another_context_are_others() {
             drop(block);
         }
         allocator.synchronize().unwrap();
-        rig.close(&allocator);
     });
 }

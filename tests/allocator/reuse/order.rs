@@ -10,7 +10,7 @@ use cualloc::sim::Mode;
 fn s1_40_s1_46_recorded_block_is_not_reused_while_the_stream_runs() {
     each(|rig| {
         for bytes in [4 * KIB, 4 * MIB] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [a, b] = rig.streams();
             let block = allocator.allocate(bytes, &a).unwrap();
             let ptr = block.ptr();
@@ -34,8 +34,6 @@ fn s1_40_s1_46_recorded_block_is_not_reused_while_the_stream_runs() {
             let again = allocator.allocate(bytes, &a).unwrap();
             rig.stamp(again.ptr(), bytes, 4, &a);
             a.synchronize().unwrap();
-            drop(again);
-            rig.close(&allocator);
         }
     });
 }
@@ -45,7 +43,7 @@ fn s1_40_s1_46_recorded_block_is_not_reused_while_the_stream_runs() {
 fn r5_side_stream_uses_never_run_out() {
     each(|rig| {
         const BLOCK: usize = 160 * MIB;
-        let allocator = rig.limited(GIB);
+        let allocator = rig.checked_limit(GIB);
         let [main, side] = rig.streams();
         if let Some(sim) = rig.maybe_sim() {
             sim.set_mode(Mode::Lag(9));
@@ -64,7 +62,6 @@ fn r5_side_stream_uses_never_run_out() {
             }
         }
         assert_eq!(allocator.stats().ooms, 0);
-        rig.close(&allocator);
     });
 }
 
@@ -73,7 +70,7 @@ fn r5_side_stream_uses_never_run_out() {
 fn r6_waits_for_one_block_not_for_all() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.limited(3 * BLOCK);
+        let allocator = rig.checked_limit(3 * BLOCK);
         let a = rig.stream();
         let users: [Stream; 3] = rig.streams();
         let blocks = users
@@ -95,8 +92,6 @@ fn r6_waits_for_one_block_not_for_all() {
         assert!(!users[1].is_complete().unwrap() && !users[2].is_complete().unwrap());
         assert_eq!(allocator.stats().reclaim.host_waits, 0);
         drop(holds);
-        drop(block);
-        rig.close(&allocator);
     });
 }
 
@@ -105,7 +100,7 @@ fn r6_waits_for_one_block_not_for_all() {
 fn r21_merged_memory_keeps_the_uses_of_its_parts() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.limited(2 * BLOCK);
+        let allocator = rig.checked_limit(2 * BLOCK);
         let [a, b, c] = rig.streams();
         let x = allocator.allocate(BLOCK, &a).unwrap();
         let y = allocator.allocate(BLOCK, &b).unwrap();
@@ -127,8 +122,6 @@ fn r21_merged_memory_keeps_the_uses_of_its_parts() {
         for block in &mine {
             assert_eq!(rig.mismatches(block.ptr(), BLOCK, 3, &c), 0);
         }
-        drop(mine);
-        rig.close(&allocator);
     });
 }
 
@@ -137,7 +130,7 @@ fn r21_merged_memory_keeps_the_uses_of_its_parts() {
 fn r22_complete_blocks_are_taken_without_a_wait() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         drop(allocator.allocate(512, &a).unwrap());
         let block = allocator.allocate(BLOCK, &b).unwrap();
@@ -151,8 +144,6 @@ fn r22_complete_blocks_are_taken_without_a_wait() {
         assert_eq!(waits(rig), before);
         assert_eq!(allocator.stats().stream_waits, 0);
         rig.stamp(ptr, BLOCK, 2, &a);
-        drop(taken);
-        rig.close(&allocator);
     });
 }
 
@@ -161,7 +152,7 @@ fn r22_complete_blocks_are_taken_without_a_wait() {
 fn r28_slow_stream_does_not_delay_others() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.limited(4 * BLOCK);
+        let allocator = rig.checked_limit(4 * BLOCK);
         let [slow, quick, c] = rig.streams();
         let [s1, s2] = [0, 1].map(|_| allocator.allocate(BLOCK, &slow).unwrap());
         let [q1, q2] = [0, 1].map(|_| allocator.allocate(BLOCK, &quick).unwrap());
@@ -187,8 +178,6 @@ fn r28_slow_stream_does_not_delay_others() {
         rig.stamp(found[0], BLOCK, 3, &c);
         rig.settle(&c);
         hold.release();
-        drop(blocks);
-        rig.close(&allocator);
     });
 }
 
@@ -197,7 +186,7 @@ fn r28_slow_stream_does_not_delay_others() {
 fn r29_uses_are_recorded_through_interior_pointers() {
     each(|rig| {
         for (bytes, inside) in [(4 * KIB, 1234), (12 * MIB, 7 * MIB + 3)] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [a, b] = rig.streams();
             let block = allocator.allocate(bytes, &a).unwrap();
             let ptr = block.ptr();
@@ -213,8 +202,6 @@ fn r29_uses_are_recorded_through_interior_pointers() {
             }
             hold.release();
             assert_eq!(rig.mismatches(other.ptr(), bytes, 2, &a), 0);
-            drop(other);
-            rig.close(&allocator);
         }
     });
 }
@@ -227,7 +214,7 @@ fn r30_precise_use_ends_at_its_record() {
         const BLOCK: usize = 12 * MIB;
         let mut peaks = Vec::new();
         for _ in 0..2 {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [a, b] = rig.streams();
             let mut places = Vec::new();
             for round in 0..5 {
@@ -250,7 +237,6 @@ fn r30_precise_use_ends_at_its_record() {
                 b.synchronize().unwrap();
             }
             peaks.push((allocator.stats().all.reserved.peak, places.len()));
-            rig.close(&allocator);
         }
         assert_eq!(peaks[0], peaks[1]);
         assert_eq!(peaks[0].0, BLOCK as u64);
@@ -263,7 +249,7 @@ fn r37_writer_waits_for_all_readers() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
         for first in [0, 1] {
-            let allocator = rig.limited(BLOCK);
+            let allocator = rig.checked_limit(BLOCK);
             let a = rig.stream();
             let readers: [Stream; 2] = rig.streams();
             let block = allocator.allocate(BLOCK, &a).unwrap();
@@ -299,8 +285,6 @@ fn r37_writer_waits_for_all_readers() {
                     assert!(!text.contains(&format!("stream {writer} ")), "{text}");
                 }
             }
-            drop(writer);
-            rig.close(&allocator);
         }
     });
 }

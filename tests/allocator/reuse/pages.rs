@@ -24,7 +24,7 @@ fn reserved(allocator: &Allocator) -> usize {
 fn held_back_blocks_come_before_more_memory() {
     only(Policy::Packed, |rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(KIB, &b).unwrap());
         // More than half of what is added at once, and less than a full batch.
         for _ in 0..4 {
@@ -45,12 +45,10 @@ fn held_back_blocks_come_before_more_memory() {
             block.record_stream(&b).unwrap();
         }
         drop(kept);
-        let others = pages(&allocator, &a, STEP);
+        let _others = pages(&allocator, &a, STEP);
         assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
         hold.release();
         rig.settle(&b);
-        drop(others);
-        rig.close(&allocator);
     });
 }
 
@@ -60,7 +58,7 @@ fn held_back_blocks_come_before_more_memory() {
 fn r61_idle_pages_serve_other_streams() {
     only(Policy::Packed, |rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(pages(&allocator, &a, 12));
         assert_eq!(reserved(&allocator), STEP * PAGE);
         // The other stream takes the rest, and finds the front of the first just as it was.
@@ -76,8 +74,6 @@ fn r61_idle_pages_serve_other_streams() {
         kept.extend(pages(&allocator, &b, 2 * STEP - kept.len()));
         assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
         allocator.check().unwrap();
-        drop(kept);
-        rig.close(&allocator);
     });
 }
 
@@ -87,7 +83,7 @@ fn r61_idle_pages_serve_other_streams() {
 fn pages_in_use_stay_with_their_cache() {
     only(Policy::Packed, |rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let taken = |blocks: &[Block]| -> Vec<u64> { blocks.iter().map(Block::ptr).collect() };
         let first = pages(&allocator, &a, 12);
         let mut places = taken(&first);
@@ -103,8 +99,6 @@ fn pages_in_use_stay_with_their_cache() {
             assert_eq!(found, places, "round {round}");
         }
         allocator.check().unwrap();
-        drop(kept);
-        rig.close(&allocator);
     });
 }
 
@@ -113,7 +107,7 @@ fn pages_in_use_stay_with_their_cache() {
 fn r61_a_quiet_front_gives_all_that_it_has() {
     only(Policy::Packed, |rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let small: Vec<_> = (0..128)
             .map(|_| allocator.allocate(512, &a).unwrap())
             .collect();
@@ -127,8 +121,6 @@ fn r61_a_quiet_front_gives_all_that_it_has() {
         blocks.extend(pages(&allocator, &b, 1));
         assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
         allocator.check().unwrap();
-        drop(blocks);
-        rig.close(&allocator);
     });
 }
 
@@ -137,7 +129,7 @@ fn r61_a_quiet_front_gives_all_that_it_has() {
 fn returned_blocks_merge() {
     only(Policy::Packed, |rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let blocks: Vec<_> = (0..PAGE / 512)
             .map(|_| allocator.allocate(512, &a).unwrap())
             .collect();
@@ -156,8 +148,6 @@ fn returned_blocks_merge() {
         assert_eq!(allocator.stats().all.active.current, 0);
         let block = allocator.allocate(PAGE, &a).unwrap();
         assert_eq!(Some(block.ptr()), page);
-        drop(block);
-        rig.close(&allocator);
     });
 }
 
@@ -166,7 +156,7 @@ fn returned_blocks_merge() {
 fn returned_blocks_are_shown_free() {
     only(Policy::Packed, |rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(512, &b).unwrap());
         // As many as a stream cache gives to the heap at once.
         let blocks: Vec<_> = (0..512)
@@ -194,6 +184,5 @@ fn returned_blocks_are_shown_free() {
             drop(allocator.allocate(MIB, &a).unwrap());
         }
         assert_eq!(pending(), 0);
-        rig.close(&allocator);
     });
 }

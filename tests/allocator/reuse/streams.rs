@@ -25,7 +25,7 @@ fn r24_destroyed_streams_leave_their_memory() {
         ] {
             // Classic: one segment. Packed: as much.
             let limit = if bytes > MIB { bytes } else { 2 * MIB };
-            let allocator = rig.limited(limit);
+            let allocator = rig.checked_limit(limit);
             let a = rig.stream();
             let gone = RawStream::new(rig);
             // SAFETY: the stream is alive, and retired before it is destroyed; or its memory is
@@ -59,7 +59,6 @@ fn r24_destroyed_streams_leave_their_memory() {
             }
             drop(mine);
             rig.assert_clean();
-            rig.close(&allocator);
         }
     });
 }
@@ -69,7 +68,7 @@ fn r24_destroyed_streams_leave_their_memory() {
 fn r24_a_retired_stream_that_goes_on_is_a_new_one() {
     each(|rig| {
         for bytes in [4 * KIB, 12 * MIB] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let [a, b] = rig.streams();
             // Memory stays with the retired stream because of this one.
             let kept = allocator.allocate(bytes, &a).unwrap();
@@ -88,8 +87,6 @@ fn r24_a_retired_stream_that_goes_on_is_a_new_one() {
             }
             hold.release();
             assert_eq!(rig.mismatches(other.ptr(), 2 * bytes, 2, &b), 0);
-            drop(other);
-            rig.close(&allocator);
         }
     });
 }
@@ -99,7 +96,7 @@ fn r24_a_retired_stream_that_goes_on_is_a_new_one() {
 fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let old = RawStream::new(rig);
         let handle = old.raw();
         let held = old.borrowed();
@@ -136,7 +133,6 @@ fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
             }
         }
         new.destroy();
-        rig.close(&allocator);
     });
 }
 
@@ -145,7 +141,7 @@ fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
 fn r26_per_thread_streams_are_told_apart() {
     each(|rig| {
         for bytes in [4 * KIB, 12 * MIB] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let mine = Stream::per_thread(&rig.context);
             // SAFETY: a special handle.
             let ptr = unsafe { allocator.allocate_raw(bytes, PER_THREAD) }.unwrap();
@@ -180,7 +176,6 @@ fn r26_per_thread_streams_are_told_apart() {
             // SAFETY: the block's only owner.
             unsafe { allocator.free_raw(again) }.unwrap();
             hold.release();
-            rig.close(&allocator);
         }
     });
 }
@@ -226,7 +221,7 @@ fn r27_per_thread_markers_belong_to_the_right_device() {
 fn r35_one_shot_streams_stay_flat() {
     only(Policy::Packed, |rig| {
         const BLOCK: usize = 2 * GIB;
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         for round in 0..60 {
             let stream = rig.stream();
             let block = allocator.allocate(BLOCK, &stream).unwrap();
@@ -240,7 +235,6 @@ fn r35_one_shot_streams_stay_flat() {
         // A page a stream at most, until the stream is forgotten.
         assert!(stats.small.reserved.peak <= 4 * MIB as u64);
         assert!(stats.streams < 5, "{} streams are known", stats.streams);
-        rig.close(&allocator);
     });
 }
 

@@ -35,7 +35,7 @@ fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
 #[test]
 fn batches_that_nobody_asks_for_get_no_marker() {
     each(|rig| {
-        let allocator = rig.limited(2 * BLOCK);
+        let allocator = rig.checked_limit(2 * BLOCK);
         let [a, b] = rig.streams();
         let block = allocator.allocate(BLOCK, &a).unwrap();
         let ptr = block.ptr();
@@ -52,8 +52,6 @@ fn batches_that_nobody_asks_for_get_no_marker() {
         assert_eq!(taken.ptr(), ptr);
         assert_eq!(rig.calls("cuStreamQuery"), queries + 1);
         assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
-        drop(taken);
-        rig.close(&allocator);
     });
 }
 
@@ -63,7 +61,7 @@ fn near_the_limit_a_stream_is_asked_itself() {
     for near in [false, true] {
         only(Policy::Packed, |rig| {
             let limit = if near { BLOCK } else { 3 * BLOCK };
-            let allocator = rig.limited(limit);
+            let allocator = rig.checked_limit(limit);
             let [a, b] = rig.streams();
             drop(allocator.allocate(BLOCK, &a).unwrap());
             unasked(&allocator, &a, &b);
@@ -73,7 +71,6 @@ fn near_the_limit_a_stream_is_asked_itself() {
             }
             let asked = rig.calls("cuStreamQuery") - queries;
             assert_eq!(asked > 0, near, "{asked} questions");
-            rig.close(&allocator);
         });
     }
 }
@@ -82,7 +79,7 @@ fn near_the_limit_a_stream_is_asked_itself() {
 #[test]
 fn what_a_lone_stream_freed_is_asked_for() {
     each(|rig| {
-        let allocator = rig.limited(BLOCK);
+        let allocator = rig.checked_limit(BLOCK);
         let [a, b] = rig.streams();
         let block = allocator.allocate(BLOCK, &a).unwrap();
         let ptr = block.ptr();
@@ -95,8 +92,6 @@ fn what_a_lone_stream_freed_is_asked_for() {
         assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
         let reclaim = allocator.stats().reclaim;
         assert_eq!((reclaim.synchronised, reclaim.host_waits), (0, 0));
-        drop(taken);
-        rig.close(&allocator);
     });
 }
 
@@ -104,7 +99,7 @@ fn what_a_lone_stream_freed_is_asked_for() {
 #[test]
 fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
     each(|rig| {
-        let allocator = rig.limited(24 * MIB);
+        let allocator = rig.checked_limit(24 * MIB);
         let [a, b, c] = rig.streams();
         for stream in [&a, &b] {
             drop(allocator.allocate(2 * MIB, stream).unwrap());
@@ -119,8 +114,6 @@ fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
         assert_eq!(taken.ptr(), ptr);
         let reclaim = allocator.stats().reclaim;
         assert_eq!((reclaim.synchronised, reclaim.host_waits), (0, 0));
-        drop(taken);
-        rig.close(&allocator);
     });
 }
 
@@ -128,10 +121,10 @@ fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
 #[test]
 fn what_a_failed_request_saw_complete_is_free_for_others() {
     each(|rig| {
-        let allocator = rig.limited(512 * MIB);
+        let allocator = rig.checked_limit(512 * MIB);
         let [a, b] = rig.streams();
         let small = 768 * KIB;
-        let kept = [512, 384 * MIB].map(|bytes| allocator.allocate(bytes, &b).unwrap());
+        let _kept = [512, 384 * MIB].map(|bytes| allocator.allocate(bytes, &b).unwrap());
         let block = allocator.allocate(small, &a).unwrap();
         let ptr = block.ptr();
         unasked(&allocator, &a, &b);
@@ -149,8 +142,6 @@ fn what_a_failed_request_saw_complete_is_free_for_others() {
         let taken = allocator.allocate(small, &b).unwrap();
         assert_eq!(taken.ptr(), ptr);
         assert_eq!(rig.memory_calls(), calls);
-        drop((taken, kept));
-        rig.close(&allocator);
     });
 }
 
@@ -175,7 +166,7 @@ fn a_question_that_finds_the_context_lost_says_so() {
 #[test]
 fn a_busy_stream_is_marked_when_somebody_asks() {
     each(|rig| {
-        let allocator = rig.limited(4 * BLOCK);
+        let allocator = rig.checked_limit(4 * BLOCK);
         let [a, b] = rig.streams();
         let early = allocator.allocate(BLOCK, &a).unwrap();
         let ptr = early.ptr();
@@ -200,7 +191,6 @@ fn a_busy_stream_is_marked_when_somebody_asks() {
         drop(elsewhere);
         allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().all.reserved.current, 0);
-        rig.close(&allocator);
     });
 }
 
@@ -208,7 +198,7 @@ fn a_busy_stream_is_marked_when_somebody_asks() {
 #[test]
 fn streams_that_are_behind_are_marked_at_once() {
     each(|rig| {
-        let allocator = rig.limited(4 * BLOCK);
+        let allocator = rig.checked_limit(4 * BLOCK);
         let [a, b] = rig.streams();
         drop(allocator.allocate(512, &b).unwrap());
         let hold = rig.hold(&a);
@@ -223,7 +213,6 @@ fn streams_that_are_behind_are_marked_at_once() {
         assert_eq!(records(rig), before + 100);
         hold.release();
         a.synchronize().unwrap();
-        rig.close(&allocator);
     });
 }
 
@@ -231,7 +220,7 @@ fn streams_that_are_behind_are_marked_at_once() {
 #[test]
 fn idle_streams_are_trimmed_without_a_marker() {
     each(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [a, b] = rig.streams();
         unasked(&allocator, &a, &b);
         drop(allocator.allocate(BLOCK, &a).unwrap());
@@ -240,7 +229,6 @@ fn idle_streams_are_trimmed_without_a_marker() {
         assert_eq!(trimmed.pending, 0, "{trimmed:?}");
         assert_eq!(records(rig), before);
         assert_eq!(allocator.stats().all.reserved.current, 0);
-        rig.close(&allocator);
     });
 }
 

@@ -101,7 +101,7 @@ fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
     for bytes in [KIB, 3 * MIB] {
         for call in ["cuEventCreate", "cuEventRecord"] {
             each_simulated(|rig, sim| {
-                let allocator = rig.allocator();
+                let allocator = rig.checked();
                 let home = rig.stream();
                 let other = RawStream::new(rig);
                 let block = allocator.allocate(bytes, &home).unwrap();
@@ -111,7 +111,6 @@ fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
                 drop(block);
                 assert_eq!(allocator.trim(0).unwrap().pending, 0, "{call}, {bytes}");
                 other.destroy();
-                rig.close(&allocator);
             });
         }
     }

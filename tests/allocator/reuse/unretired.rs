@@ -18,7 +18,7 @@ const SIZES: [usize; 5] = [KIB, 24 * KIB, 3 * MIB, 12 * MIB, 40 * MIB];
 fn blocks_are_freed_after_their_stream_is_gone() {
     each(|rig| {
         for checks in [false, true] {
-            let allocator = rig.allocator_with(config().capture_checks(checks));
+            let allocator = rig.checked_with(config().capture_checks(checks));
             let other = rig.stream();
             for _ in 0..3 {
                 let (stream, reader) = (RawStream::new(rig), RawStream::new(rig));
@@ -50,7 +50,6 @@ fn blocks_are_freed_after_their_stream_is_gone() {
             allocator.trim(0).unwrap();
             allocator.synchronize().unwrap();
             assert_eq!(allocator.trim(0).unwrap().pending, 0);
-            rig.close(&allocator);
         }
     });
 }
@@ -60,7 +59,7 @@ fn blocks_are_freed_after_their_stream_is_gone() {
 fn memory_of_a_stream_that_is_gone_waits_for_its_work() {
     each_simulated(|rig, sim| {
         for bytes in [32 * KIB, 12 * MIB] {
-            let allocator = rig.allocator_with(config().limit(Some(16 * MIB as u64)));
+            let allocator = rig.checked_with(config().limit(Some(16 * MIB as u64)));
             let (stream, other) = (RawStream::new(rig), rig.stream());
             sim.set_mode(Mode::Manual);
             // SAFETY: the stream is alive; what uses the memory was submitted before its free.
@@ -77,8 +76,6 @@ fn memory_of_a_stream_that_is_gone_waits_for_its_work() {
             sim.complete_all();
             sim.set_mode(Mode::Instant);
             rig.assert_clean();
-            drop(block);
-            rig.close(&allocator);
         }
     });
 }
@@ -87,7 +84,7 @@ fn memory_of_a_stream_that_is_gone_waits_for_its_work() {
 #[test]
 fn a_stream_that_is_named_again_is_marked_then() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.allocator_with(config());
+        let allocator = rig.checked_with(config());
         let (stream, other) = (RawStream::new(rig), rig.stream());
         drop(allocator.allocate(KIB, &other).unwrap());
         // SAFETY: the stream is alive, and nothing uses the memory.
@@ -119,7 +116,6 @@ fn a_stream_that_is_named_again_is_marked_then() {
         // SAFETY: the stream is alive, and gets no more work.
         unsafe { allocator.retire_raw(stream.raw()) }.unwrap();
         stream.destroy();
-        rig.close(&allocator);
     });
 }
 
@@ -127,7 +123,7 @@ fn a_stream_that_is_named_again_is_marked_then() {
 #[test]
 fn streams_that_come_and_go_leave_their_memory() {
     each_simulated(|rig, _| {
-        let allocator = rig.allocator_with(config());
+        let allocator = rig.checked_with(config());
         let other = rig.stream();
         for _ in 0..100 {
             let stream = RawStream::new(rig);
@@ -141,6 +137,5 @@ fn streams_that_come_and_go_leave_their_memory() {
         let peak = allocator.stats().all.reserved.peak;
         // Of some streams it is not known yet that nobody speaks of them any more.
         assert!(peak <= 512 * MIB as u64, "{peak} bytes held for 60 MiB");
-        rig.close(&allocator);
     });
 }

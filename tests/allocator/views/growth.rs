@@ -24,9 +24,9 @@ fn rows(allocator: &Allocator, stream: &Stream, pieces: usize, bytes: usize) -> 
 fn growth_stops_at_the_soft_cap() {
     packed(|rig| {
         for (pieces, bytes, slack) in [(16, 4 * MIB, 16 * MIB), (256, 8 * MIB, 40 * MIB)] {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let a = rig.stream();
-            let kept = rows(&allocator, &a, pieces, bytes);
+            let _kept = rows(&allocator, &a, pieces, bytes);
             let peak = 2 * pieces * bytes;
             let reserved = || allocator.stats().all.reserved.current as usize;
             assert_eq!(reserved(), peak);
@@ -43,8 +43,6 @@ fn growth_stops_at_the_soft_cap() {
             let next = allocator.allocate(request, &a).unwrap();
             assert!(view_of(&allocator, &next).is_some(), "beyond the soft cap");
             assert!(reserved() <= peak + slack);
-            drop((kept, first, more, next));
-            rig.close(&allocator);
         }
     });
 }
@@ -53,18 +51,16 @@ fn growth_stops_at_the_soft_cap() {
 #[test]
 fn a_trim_lowers_the_soft_cap() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let a = rig.stream();
         drop(allocator.allocate(512 * MIB, &a).unwrap());
         allocator.synchronize().unwrap();
         allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().all.reserved.current, 0);
-        let kept = rows(&allocator, &a, 16, 4 * MIB);
+        let _kept = rows(&allocator, &a, 16, 4 * MIB);
         let block = allocator.allocate(24 * MIB, &a).unwrap();
         assert!(view_of(&allocator, &block).is_some());
         assert_eq!(allocator.stats().all.reserved.current, (128 * MIB) as u64);
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }
 
@@ -73,7 +69,7 @@ fn a_trim_lowers_the_soft_cap() {
 #[test]
 fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let a = rig.stream();
         // Pieces of less than a page of the driver, and requests that are not worth a view.
         let mut kept = rows(&allocator, &a, 64, MIB / 2);
@@ -83,8 +79,6 @@ fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
             assert!(kept.len() < 200, "{:?}", allocator.stats().reclaim);
         }
         assert!(allocator.stats().all.reserved.current > peak + (16 * MIB) as u64);
-        drop(kept);
-        rig.close(&allocator);
     });
 }
 
@@ -123,9 +117,9 @@ fn a_stitch_takes_what_the_other_arena_gave_back() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let a = rig.stream();
-        let kept = rows(&allocator, &a, 2, PART);
+        let _kept = rows(&allocator, &a, 2, PART);
         drop(allocator.allocate(KIB, &a).unwrap());
         assert_eq!(
             allocator.stats().all.reserved.current,
@@ -138,8 +132,6 @@ fn a_stitch_takes_what_the_other_arena_gave_back() {
         let reclaim = allocator.stats().reclaim;
         assert_eq!((reclaim.stitched, reclaim.released), (1, 1));
         assert_eq!(reclaim.synchronised, 0);
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }
 
@@ -162,7 +154,7 @@ fn a_stitch_lies_between_open_ends_at_the_limit() {
     packed(|rig| {
         let a = rig.stream();
         let limit = 22 * MIB;
-        let allocator = rig.limited(limit);
+        let allocator = rig.checked_limit(limit);
         // Free are: half a MiB and three whole handles, a tail of 1.5 MiB, a whole handle and half of
         // the next.
         let kept = row(
@@ -197,8 +189,6 @@ fn a_stitch_lies_between_open_ends_at_the_limit() {
         }
         assert_eq!(rig.mismatches(block.ptr(), bytes, 9, &a), 0);
         allocator.check().unwrap();
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }
 
@@ -209,8 +199,8 @@ fn small_requests_spare_whole_handles_near_the_limit() {
     packed(|rig| {
         for (limit, spared) in [(14 * MIB, true), (GIB, false)] {
             let [a, b] = rig.streams();
-            let allocator = rig.limited(limit);
-            let other = allocator.allocate(100, &b).unwrap();
+            let allocator = rig.checked_limit(limit);
+            let _other = allocator.allocate(100, &b).unwrap();
             // Free are: one whole handle, and 1.5 MiB on both sides of a border.
             let kept = row(
                 &allocator,
@@ -228,8 +218,6 @@ fn small_requests_spare_whole_handles_near_the_limit() {
             let at = block.ptr() - before.ptr();
             assert_eq!(at, if spared { 6 * MIB + MIB / 2 } else { 2 * MIB } as u64);
             allocator.check().unwrap();
-            drop((kept, block, other));
-            rig.close(&allocator);
         }
     });
 }
@@ -240,8 +228,8 @@ fn small_requests_spare_whole_handles_near_the_limit() {
 fn r61_a_stitch_at_the_limit_goes_behind_waits() {
     packed(|rig| {
         let [a, b] = rig.streams();
-        let allocator = rig.limited(24 * MIB);
-        let other = allocator.allocate(100, &b).unwrap();
+        let allocator = rig.checked_limit(24 * MIB);
+        let _other = allocator.allocate(100, &b).unwrap();
         // The tail is the fourth.
         let streams = [&a, &a, &a, &b, &a, &a, &a];
         let mut blocks: Vec<Block> = [1536, 6656, 2560, 1536, 2048, 3072, 3072]
@@ -264,8 +252,6 @@ fn r61_a_stitch_at_the_limit_goes_behind_waits() {
         assert_eq!(after.reclaim.host_waits, before.reclaim.host_waits);
         assert_eq!(after.stream_waits, before.stream_waits + 1);
         hold.release();
-        drop((blocks, block, other));
-        rig.close(&allocator);
     });
 }
 
@@ -274,8 +260,8 @@ fn r61_a_stitch_at_the_limit_goes_behind_waits() {
 fn small_requests_of_a_lone_stream_spare_nothing() {
     packed(|rig| {
         let a = rig.stream();
-        let allocator = rig.limited(14 * MIB);
-        let other = allocator.allocate(100, &a).unwrap();
+        let allocator = rig.checked_limit(14 * MIB);
+        let _other = allocator.allocate(100, &a).unwrap();
         let kept = row(
             &allocator,
             &a,
@@ -294,8 +280,6 @@ fn small_requests_of_a_lone_stream_spare_nothing() {
                 .unwrap();
             assert_eq!(block.ptr() - first, (2 * MIB) as u64);
         }
-        drop((kept, other));
-        rig.close(&allocator);
     });
 }
 
@@ -308,9 +292,9 @@ fn a_refused_stitch_is_tried_again_after_a_release() {
     const FRONT: usize = 9 * MIB;
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let a = rig.stream();
-        let kept = rows(&allocator, &a, PIECES, PART);
+        let _kept = rows(&allocator, &a, PIECES, PART);
         allocator.trim(u64::MAX).unwrap();
         drop(allocator.allocate(VIEW, &a).unwrap());
         let cache = allocator.allocate(FRONT, &a).unwrap();
@@ -337,7 +321,5 @@ fn a_refused_stitch_is_tried_again_after_a_release() {
         );
         allocator.check().unwrap();
         sim.take_memory(0, 0);
-        drop((kept, cache, parts, small, block));
-        rig.close(&allocator);
     });
 }

@@ -73,13 +73,12 @@ fn a_classic_segment_goes_only_after_the_kernel() {
     };
     only_on(Policy::Classic, config, |rig| {
         let [a, k] = rig.streams();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         drop(allocator.allocate(TWO, &a).unwrap());
         let kernel = rig.busy_for(&k, KERNEL_NANOS);
         running(&k, "the launch");
         assert!(allocator.trim(0).unwrap().released > 0);
         assert!(k.is_complete().unwrap(), "the call did not wait");
         kernel.release();
-        rig.close(&allocator);
     });
 }
