@@ -86,12 +86,9 @@ fn data_of_edges_is_kept_and_never_lost_in_silence() {
         lossy
     );
     // The count alone is no query of edges.
-    assert_eq!(
-        call!(
-            bench,
-            cuGraphNodeGetDependencies(last, null_mut(), &mut count)
-        ),
-        OK
+    ok!(
+        bench,
+        cuGraphNodeGetDependencies(last, null_mut(), &mut count)
     );
     assert_eq!(count, 1);
 }
@@ -203,10 +200,10 @@ fn who_hears_of_the_end_of_a_launch_has_seen_it() {
         launch(&mut exec, &own);
         drop(exec);
         assert_eq!(ends.load(Ordering::Relaxed), 1);
-        assert_eq!(call!(bench, cuMemUnmap(at, 2 * MIB as usize)), OK);
+        ok!(bench, cuMemUnmap(at, 2 * MIB as usize));
         match told {
             true => bench.silent(),
-            false => bench.reported(|report| matches!(report, Report::InUse { .. })),
+            false => reported!(bench, Report::InUse { .. }),
         }
     }
 }

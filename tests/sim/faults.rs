@@ -68,36 +68,32 @@ fn the_log_holds_calls_in_order() {
 fn double_frees_are_errors_and_reported() {
     let bench = bench();
     let memory = bench.alloc(100);
-    assert_eq!(call!(bench, cuMemFree_v2(memory)), OK);
+    ok!(bench, cuMemFree_v2(memory));
     bench.silent();
     assert_eq!(
         call!(bench, cuMemFree_v2(memory)),
         CUresult::CUDA_ERROR_INVALID_VALUE
     );
-    bench.reported(|report| {
-        matches!(
-            report,
-            Report::Destroyed {
-                object: "allocation",
-                ..
-            }
-        )
-    });
+    reported!(
+        bench,
+        Report::Destroyed {
+            object: "allocation",
+            ..
+        }
+    );
     let event = bench.event();
-    assert_eq!(call!(bench, cuEventDestroy_v2(event)), OK);
+    ok!(bench, cuEventDestroy_v2(event));
     assert_eq!(
         call!(bench, cuEventDestroy_v2(event)),
         CUresult::CUDA_ERROR_INVALID_HANDLE
     );
-    bench.reported(|report| {
-        matches!(
-            report,
-            Report::Destroyed {
-                object: "event",
-                ..
-            }
-        )
-    });
+    reported!(
+        bench,
+        Report::Destroyed {
+            object: "event",
+            ..
+        }
+    );
 }
 
 #[test]
@@ -106,19 +102,17 @@ fn events_stay_in_their_context_but_waits_cross() {
     let event = bench.event();
     let own = bench.stream();
     let mut second = std::ptr::null_mut();
-    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut second, 1)), OK);
-    assert_eq!(call!(bench, cuCtxSetCurrent(second)), OK);
+    ok!(bench, cuDevicePrimaryCtxRetain(&mut second, 1));
+    ok!(bench, cuCtxSetCurrent(second));
     let other = bench.stream();
     let code = call!(bench, cuEventRecord(event, other));
     assert_eq!(code, CUresult::CUDA_ERROR_INVALID_HANDLE);
-    bench.reported(|report| {
-        matches!(
-            report,
-            Report::WrongContext {
-                call: "cuEventRecord"
-            }
-        )
-    });
+    reported!(
+        bench,
+        Report::WrongContext {
+            call: "cuEventRecord"
+        }
+    );
     bench.record(event, own);
     bench.wait(other, event);
     bench.silent();
@@ -133,10 +127,10 @@ fn a_lost_context_stays_lost_and_others_go_on() {
     let mut address = 0;
     assert_eq!(call!(bench, cuMemAlloc_v2(&mut address, 16)), code);
     let mut second = std::ptr::null_mut();
-    assert_eq!(call!(bench, cuCtxSetCurrent(second)), OK);
-    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut second, 1)), OK);
-    assert_eq!(call!(bench, cuCtxSetCurrent(second)), OK);
-    assert_eq!(call!(bench, cuMemAlloc_v2(&mut address, 16)), OK);
+    ok!(bench, cuCtxSetCurrent(second));
+    ok!(bench, cuDevicePrimaryCtxRetain(&mut second, 1));
+    ok!(bench, cuCtxSetCurrent(second));
+    ok!(bench, cuMemAlloc_v2(&mut address, 16));
     assert_eq!(bench.query(event), code);
 }
 
@@ -258,10 +252,10 @@ fn absurd_sizes_are_errors_and_absurd_ranges_reports() {
     bench.memset(at, 1, usize::MAX, stream);
     bench.spin(u64::MAX, stream);
     bench.spin(u64::MAX, stream);
-    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
-    bench.reported(|report| matches!(report, Report::InUse { .. }));
+    ok!(bench, cuMemUnmap(at, GRANULE));
+    reported!(bench, Report::InUse { .. });
     bench.sync();
-    bench.reported(|report| matches!(report, Report::Unmapped { .. }));
+    reported!(bench, Report::Unmapped { .. });
 }
 
 const ILLEGAL: CUresult = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -280,7 +274,7 @@ fn an_illegal_access_breaks_its_context_for_good() {
     let mut info = info;
     assert_eq!(info(), OK, "under way");
     bench.sim.complete_all();
-    bench.reported(|report| matches!(report, Report::Unmapped { .. }));
+    reported!(bench, Report::Unmapped { .. });
     assert_ne!(bench.word(memory), 0x0101_0101, "later work does nothing");
     assert_eq!(info(), ILLEGAL, "an unrelated call");
     assert_eq!(bench.query(event), ILLEGAL);
@@ -341,8 +335,8 @@ fn a_call_may_be_executed_and_report_an_error() {
     assert_eq!(bench.sim.read_memory(memory, 1), Some(vec![7]));
     assert_eq!(call!(bench, cuStreamQuery(stream)), code);
     bench.silent();
-    assert_eq!(call!(bench, cuMemFree_v2(memory)), OK);
-    bench.reported(|report| matches!(report, Report::InUse { .. }));
+    ok!(bench, cuMemFree_v2(memory));
+    reported!(bench, Report::InUse { .. });
     // A failure that stays begins behind it.
     bench.sim.fail(executed("cuStreamDestroy_v2").sticky());
     assert_eq!(call!(bench, cuStreamDestroy_v2(stream)), code);
@@ -355,7 +349,7 @@ fn handle_values_come_back() {
     let bench = bench();
     let (first, second) = (bench.create(GRANULE).1, bench.create(GRANULE).1);
     for handle in [first, second] {
-        assert_eq!(call!(bench, cuMemRelease(handle)), OK);
+        ok!(bench, cuMemRelease(handle));
     }
     bench
         .sim
@@ -371,12 +365,12 @@ fn handle_values_come_back() {
         module
     };
     let old = module();
-    assert_eq!(call!(bench, cuModuleUnload(old)), OK);
+    ok!(bench, cuModuleUnload(old));
     assert_eq!(module(), old);
 
     let id = |context| {
         let mut id = 0;
-        assert_eq!(call!(bench, cuCtxGetId(context, &mut id)), OK);
+        ok!(bench, cuCtxGetId(context, &mut id));
         id
     };
     let context = bench.sim.create_context(0).unwrap();
@@ -394,9 +388,7 @@ fn a_context_that_ends_under_its_work_is_reported() {
     bench.manual();
     bench.memset(memory, 1, 16, stream);
     assert!(bench.sim.reset_primary(0));
-    bench.reported(
-        |report| matches!(report, Report::Misuse { rule, .. } if rule.contains("context")),
-    );
+    reported!(bench, Report::Misuse { rule, .. } if rule.contains("context"));
     let code = call!(bench, cuStreamDestroy_v2(stream));
     assert_eq!(code, CUresult::CUDA_ERROR_INVALID_HANDLE);
     assert_eq!(
@@ -424,11 +416,11 @@ fn plain_memory_is_taken_in_units() {
         (info.free, info.total)
     };
     assert_eq!(total - free, 4 * unit);
-    assert_eq!(call!(bench, cuMemFree_v2(small[1])), OK);
+    ok!(bench, cuMemFree_v2(small[1]));
     assert_eq!(bench.sim.memory_in_use(0), 4 * unit);
     assert_eq!(bench.alloc(600 << 10), small[1], "room in a unit is used");
     for address in [small[0], small[1], small[2], more, large] {
-        assert_eq!(call!(bench, cuMemFree_v2(address)), OK);
+        ok!(bench, cuMemFree_v2(address));
     }
     assert_eq!(bench.sim.memory_in_use(0), 0);
     bench.silent();
@@ -453,9 +445,9 @@ fn host_memory_lives_until_the_copy_is_complete() {
         let mut own = vec![1u8; 64];
         let mut host = own.as_mut_ptr().cast();
         if registered {
-            assert_eq!(call!(bench, cuMemHostRegister_v2(host, 64, 0)), OK);
+            ok!(bench, cuMemHostRegister_v2(host, 64, 0));
         } else {
-            assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 64, 0)), OK);
+            ok!(bench, cuMemHostAlloc(&mut host, 64, 0));
         }
         bench.manual();
         let copy = call!(bench, cuMemcpyHtoDAsync_v2(memory, host.cast(), 64, stream));
@@ -465,9 +457,9 @@ fn host_memory_lives_until_the_copy_is_complete() {
             false => call!(bench, cuMemFreeHost(host)),
         };
         assert_eq!(code, OK);
-        bench.reported(|report| matches!(report, Report::InUse { .. }));
+        reported!(bench, Report::InUse { .. });
         bench.sim.complete_all();
-        bench.reported(|report| matches!(report, Report::HostGone { .. }));
+        reported!(bench, Report::HostGone { .. });
         assert_eq!(call!(bench, cuStreamQuery(stream)), ILLEGAL);
     }
 }
@@ -479,7 +471,7 @@ fn page_locked_memory_has_races_of_its_own() {
     let (a, b, event) = (bench.stream(), bench.stream(), bench.event());
     let memory = bench.alloc(64);
     let mut host = std::ptr::null_mut();
-    assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 64, 0)), OK);
+    ok!(bench, cuMemHostAlloc(&mut host, 64, 0));
     bench.memset(memory, 1, 64, a);
     bench.sync();
     let download = |stream| call!(bench, cuMemcpyDtoHAsync_v2(host, memory, 64, stream));
@@ -489,8 +481,8 @@ fn page_locked_memory_has_races_of_its_own() {
     assert_eq!(download(b), OK);
     bench.silent();
     assert_eq!(download(a), OK);
-    bench.reported(|report| matches!(report, Report::Race { .. }));
+    reported!(bench, Report::Race { .. });
     bench.sync();
-    assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
+    ok!(bench, cuMemFreeHost(host));
     bench.silent();
 }

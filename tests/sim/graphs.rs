@@ -38,7 +38,7 @@ fn order(bench: &Bench, from: CUstream, to: CUstream) {
     let event = bench.event();
     bench.record(event, from);
     bench.wait(to, event);
-    assert_eq!(call!(bench, cuEventDestroy_v2(event)), OK);
+    ok!(bench, cuEventDestroy_v2(event));
 }
 
 /// An object that counts its ends.
@@ -81,10 +81,7 @@ fn a_launch_runs_what_was_captured_again_and_again() {
     let own = stream(&bench);
     let graph = captured(&own, |raw| {
         bench.fill(memory, 1024, 7, raw);
-        assert_eq!(
-            call!(bench, cuMemcpyDtoDAsync_v2(copy, memory, 4096, raw)),
-            OK
-        );
+        ok!(bench, cuMemcpyDtoDAsync_v2(copy, memory, 4096, raw));
     });
     let mut exec = graph.instantiate().unwrap();
     assert_eq!(
@@ -121,7 +118,7 @@ fn nodes_depend_on_what_their_stream_has_seen() {
     assert_eq!(edges, HashSet::from([(first, one), (first, two)]));
     let mut kind = CUgraphNodeType(99);
     for (node, expected) in nodes.iter().zip([0, 2, 2]) {
-        assert_eq!(call!(bench, cuGraphNodeGetType(*node, &mut kind)), OK);
+        ok!(bench, cuGraphNodeGetType(*node, &mut kind));
         assert_eq!(kind.0, expected);
     }
     // The same once more, all at a time and with too little room.
@@ -253,10 +250,7 @@ fn an_executable_runs_on_what_is_at_its_addresses_now() {
     let own = stream(&bench);
     let graph = captured(&own, |raw| {
         bench.fill(at, 64, 9, raw);
-        assert_eq!(
-            call!(bench, cuMemcpyDtoDAsync_v2(at + 4096, at, 256, raw)),
-            OK
-        );
+        ok!(bench, cuMemcpyDtoDAsync_v2(at + 4096, at, 256, raw));
         bench.memset(at, 1, 4, raw);
     });
     let mut exec = graph.instantiate().unwrap();
@@ -265,8 +259,8 @@ fn an_executable_runs_on_what_is_at_its_addresses_now() {
         own.synchronize().unwrap();
         let words = [at, at + 4, at + 4096, at + 4100].map(|word| bench.word(word));
         assert_eq!(words, [0x0101_0101, 10, 9, 10]);
-        assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
-        assert_eq!(call!(bench, cuMemRelease(handle)), OK);
+        ok!(bench, cuMemUnmap(at, GRANULE));
+        ok!(bench, cuMemRelease(handle));
         handle = bench.create(GRANULE).1;
         assert_eq!(bench.map(at, GRANULE, handle), OK);
         assert_eq!(bench.access(at, GRANULE), OK);
@@ -294,15 +288,13 @@ fn the_function_of_a_user_object_must_not_call_the_driver() {
         seen.load(Ordering::Relaxed),
         CUresult::CUDA_ERROR_NOT_PERMITTED.0
     );
-    bench.reported(|report| {
-        matches!(
-            report,
-            Report::Misuse {
-                call: "cuDeviceGetCount",
-                ..
-            }
-        )
-    });
+    reported!(
+        bench,
+        Report::Misuse {
+            call: "cuDeviceGetCount",
+            ..
+        }
+    );
     assert!(
         bench.driver.device_count().is_ok(),
         "afterwards everything is allowed again"
@@ -419,7 +411,7 @@ fn waiting_for_the_stream_is_waiting_for_the_nodes() {
     assert_eq!(bench.access(at, GRANULE), OK);
     launch(&mut exec, &own);
     assert_eq!(unmap(), OK);
-    bench.reported(|report| matches!(report, Report::InUse { user, .. } if user.node != 0));
+    reported!(bench, Report::InUse { user, .. } if user.node != 0);
 }
 
 #[test]
@@ -437,8 +429,8 @@ fn a_node_that_touches_memory_which_is_gone_is_named() {
     let mut exec = graph.instantiate().unwrap();
     launch(&mut exec, &own);
     own.synchronize().unwrap();
-    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
-    assert_eq!(call!(bench, cuMemFree_v2(plain)), OK);
+    ok!(bench, cuMemUnmap(at, GRANULE));
+    ok!(bench, cuMemFree_v2(plain));
     bench.silent();
     launch(&mut exec, &own);
     let gone: Vec<u64> = bench
@@ -507,13 +499,10 @@ fn a_capture_holds_what_its_graph_was_given() {
         bench.spin(1, own.raw());
         let graph = own.capture_info().unwrap().unwrap().graph;
         let move_it = CU_GRAPH_USER_OBJECT_MOVE;
-        assert_eq!(call!(bench, cuUserObjectRetain(object.raw(), 1)), OK);
-        assert_eq!(
-            call!(
-                bench,
-                cuGraphRetainUserObject(graph, object.raw(), 1, move_it)
-            ),
-            OK
+        ok!(bench, cuUserObjectRetain(object.raw(), 1));
+        ok!(
+            bench,
+            cuGraphRetainUserObject(graph, object.raw(), 1, move_it)
         );
         drop(object);
         if spoilt {

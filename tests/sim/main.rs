@@ -13,7 +13,6 @@ mod pools;
 mod races;
 mod random;
 mod sharing;
-mod speed;
 mod support;
 mod threads;
 mod vmm;

@@ -55,7 +55,7 @@ fn a_host_wait_completes_what_it_must_and_nothing_else() {
     bench.record(second, b);
     bench.spin(1, c);
     let before = bench.sim.calls().nanos();
-    assert_eq!(call!(bench, cuEventSynchronize(second)), OK);
+    ok!(bench, cuEventSynchronize(second));
     assert_eq!(bench.sim.calls().nanos() - before, 110);
     let left: Vec<_> = bench
         .sim
@@ -119,11 +119,11 @@ fn free_waits_for_running_work_where_it_is_to_and_unmap_does_not() {
     let memory = bench.alloc(4096);
     let (at, handle) = bench.mapped(GRANULE);
     bench.spin(20_000_000, stream);
-    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
-    assert_eq!(call!(bench, cuMemRelease(handle)), OK);
+    ok!(bench, cuMemUnmap(at, GRANULE));
+    ok!(bench, cuMemRelease(handle));
     assert_eq!((bench.sim.waits().0, bench.sim.pending().len()), (0, 1));
     let before = bench.sim.calls().nanos();
-    assert_eq!(call!(bench, cuMemFree_v2(memory)), OK);
+    ok!(bench, cuMemFree_v2(memory));
     assert_eq!(bench.sim.waits(), (1, 1));
     assert_eq!(bench.sim.calls().nanos() - before, 20_000_000 + 37_500);
     assert!(bench.sim.pending().is_empty());
@@ -138,21 +138,21 @@ fn s1_frees_wait_for_nothing_and_order_nothing() {
     let (kept, freed) = (bench.alloc(4096), bench.alloc(4096));
     let (a, b) = (bench.stream(), bench.stream());
     let mut host = null_mut();
-    assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 16, 0)), OK);
+    ok!(bench, cuMemHostAlloc(&mut host, 16, 0));
     bench.manual();
     bench.memset(kept, 1, 16, a);
-    assert_eq!(call!(bench, cuMemFree_v2(freed)), OK);
-    assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
+    ok!(bench, cuMemFree_v2(freed));
+    ok!(bench, cuMemFreeHost(host));
     assert_eq!((bench.sim.waits().0, bench.sim.pending().len()), (2, 1));
     bench.silent();
     bench.sim.complete_all();
     bench.sim.set_mode(Mode::Instant);
     let (freed, mut host) = (bench.alloc(4096), null_mut());
-    assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 16, 0)), OK);
-    assert_eq!(call!(bench, cuMemFree_v2(freed)), OK);
-    assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
+    ok!(bench, cuMemHostAlloc(&mut host, 16, 0));
+    ok!(bench, cuMemFree_v2(freed));
+    ok!(bench, cuMemFreeHost(host));
     bench.memset(kept, 2, 16, b);
-    bench.reported(|report| matches!(report, Report::Race { .. }));
+    reported!(bench, Report::Race { .. });
 }
 
 #[test]
@@ -160,16 +160,14 @@ fn s1_frees_of_what_is_not_known_idle_are_reported() {
     let bench = bench();
     let memory = bench.alloc(4096);
     bench.memset(memory, 1, 16, bench.stream());
-    assert_eq!(call!(bench, cuMemFree_v2(memory)), OK);
-    bench.reported(|report| {
-        matches!(
-            report,
-            Report::InUse {
-                call: "cuMemFree_v2",
-                ..
-            }
-        )
-    });
+    ok!(bench, cuMemFree_v2(memory));
+    reported!(
+        bench,
+        Report::InUse {
+            call: "cuMemFree_v2",
+            ..
+        }
+    );
 }
 
 #[test]
@@ -180,16 +178,14 @@ fn denied_host_waits_fail_and_are_reported() {
         call!(bench, cuCtxSynchronize()),
         CUresult::CUDA_ERROR_UNKNOWN
     );
-    bench.reported(|report| {
-        matches!(
-            report,
-            Report::DeniedWait {
-                call: "cuCtxSynchronize"
-            }
-        )
-    });
+    reported!(
+        bench,
+        Report::DeniedWait {
+            call: "cuCtxSynchronize"
+        }
+    );
     bench.sim.deny_host_waits(false);
-    assert_eq!(call!(bench, cuCtxSynchronize()), OK);
+    ok!(bench, cuCtxSynchronize());
 }
 
 #[test]
@@ -201,21 +197,19 @@ fn work_goes_on_after_its_stream_is_destroyed() {
     let memory = bench.alloc(16);
     bench.memset(memory, 9, 16, stream);
     bench.record(event, stream);
-    assert_eq!(call!(bench, cuStreamDestroy_v2(stream)), OK);
+    ok!(bench, cuStreamDestroy_v2(stream));
     assert_eq!(
         call!(bench, cuStreamQuery(stream)),
         CUresult::CUDA_ERROR_INVALID_HANDLE
     );
-    bench.reported(|report| {
-        matches!(
-            report,
-            Report::Destroyed {
-                object: "stream",
-                ..
-            }
-        )
-    });
-    assert_eq!(call!(bench, cuEventSynchronize(event)), OK);
+    reported!(
+        bench,
+        Report::Destroyed {
+            object: "stream",
+            ..
+        }
+    );
+    ok!(bench, cuEventSynchronize(event));
     assert_eq!(bench.word(memory), 0x0909_0909);
 }
 
@@ -225,7 +219,7 @@ fn per_thread_streams_differ_by_thread_and_the_legacy_one_does_not() {
     let ids = |bench: &Bench| {
         let mut ids = [0; 3];
         for (handle, id) in ids.iter_mut().enumerate() {
-            assert_eq!(call!(bench, cuStreamGetId(handle as _, id)), OK);
+            ok!(bench, cuStreamGetId(handle as _, id));
         }
         ids
     };
@@ -249,7 +243,7 @@ fn per_thread_streams_differ_by_thread_and_the_legacy_one_does_not() {
     let theirs = theirs.into_inner().unwrap();
     assert_eq!((theirs[0], theirs[1]), (mine[0], mine[1]));
     assert_ne!(theirs[2], mine[2]);
-    assert_eq!(call!(bench, cuCtxSetCurrent(null_mut())), OK);
+    ok!(bench, cuCtxSetCurrent(null_mut()));
     let mut id = 0;
     let none = call!(bench, cuStreamGetId(null_mut(), &mut id));
     assert_eq!(none, CUresult::CUDA_ERROR_INVALID_CONTEXT);
@@ -264,35 +258,23 @@ fn copies_move_bytes_when_they_complete() {
     let mut source: Vec<u8> = (0..=255).collect();
     let mut back = vec![0u8; 256];
     let (from, to) = (source.as_ptr().cast(), back.as_mut_ptr().cast());
-    assert_eq!(
-        call!(bench, cuMemcpyHtoDAsync_v2(memory + 3, from, 256, stream)),
-        OK
+    ok!(bench, cuMemcpyHtoDAsync_v2(memory + 3, from, 256, stream));
+    ok!(
+        bench,
+        cuMemcpyDtoDAsync_v2(memory + 1024, memory + 3, 256, stream)
     );
-    assert_eq!(
-        call!(
-            bench,
-            cuMemcpyDtoDAsync_v2(memory + 1024, memory + 3, 256, stream)
-        ),
-        OK
-    );
-    assert_eq!(
-        call!(bench, cuMemcpyDtoHAsync_v2(to, memory + 1024, 256, stream)),
-        OK
-    );
+    ok!(bench, cuMemcpyDtoHAsync_v2(to, memory + 1024, 256, stream));
     source[7] = 99;
-    assert_eq!(call!(bench, cuStreamSynchronize(stream)), OK);
+    ok!(bench, cuStreamSynchronize(stream));
     assert_eq!(back, source);
     let both = call!(
         bench,
         cuMemcpyAsync(memory, source.as_ptr() as u64, 256, stream)
     );
     assert_eq!(both, OK);
-    assert_eq!(
-        call!(
-            bench,
-            cuMemcpyAsync(back.as_mut_ptr() as u64, memory, 256, stream)
-        ),
-        OK
+    ok!(
+        bench,
+        cuMemcpyAsync(back.as_mut_ptr() as u64, memory, 256, stream)
     );
     back[7] = 0;
     bench.sync();
@@ -330,16 +312,10 @@ fn undefined_reads_are_reported_on_demand() {
     bench.memset(memory, 0, 100, stream);
     let mut back = [0u8; 512];
     let to = back.as_mut_ptr().cast();
-    assert_eq!(
-        call!(bench, cuMemcpyDtoHAsync_v2(to, memory, 100, stream)),
-        OK
-    );
+    ok!(bench, cuMemcpyDtoHAsync_v2(to, memory, 100, stream));
     bench.silent();
-    assert_eq!(
-        call!(bench, cuMemcpyDtoHAsync_v2(to, memory, 512, stream)),
-        OK
-    );
-    bench.reported(|report| matches!(report, Report::Undefined { site } if site.bytes == 412));
+    ok!(bench, cuMemcpyDtoHAsync_v2(to, memory, 512, stream));
+    reported!(bench, Report::Undefined { site } if site.bytes == 412);
 }
 
 #[test]
@@ -354,7 +330,7 @@ fn host_functions_run_outside_the_lock_when_their_turn_comes() {
     let stream = bench.stream();
     let flag = std::sync::atomic::AtomicU32::new(0);
     let data = std::ptr::addr_of!(flag).cast_mut().cast();
-    assert_eq!(call!(bench, cuLaunchHostFunc(stream, Some(note), data)), OK);
+    ok!(bench, cuLaunchHostFunc(stream, Some(note), data));
     assert_eq!(flag.load(std::sync::atomic::Ordering::Relaxed), 0);
     bench.sync();
     assert_eq!(flag.load(std::sync::atomic::Ordering::Relaxed), 1);

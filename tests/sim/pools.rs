@@ -14,17 +14,14 @@ fn pool(bench: &Bench, max: usize) -> CUmemoryPool {
         ..Default::default()
     };
     let mut pool = null_mut();
-    assert_eq!(call!(bench, cuMemPoolCreate(&mut pool, &props)), OK);
+    ok!(bench, cuMemPoolCreate(&mut pool, &props));
     pool
 }
 
 fn get(bench: &Bench, pool: CUmemoryPool, attribute: CUmemPool_attribute) -> u64 {
     let mut value = 0u64;
     let place = std::ptr::addr_of_mut!(value).cast();
-    assert_eq!(
-        call!(bench, cuMemPoolGetAttribute(pool, attribute, place)),
-        OK
-    );
+    ok!(bench, cuMemPoolGetAttribute(pool, attribute, place));
     value
 }
 
@@ -46,22 +43,19 @@ fn a_synchronised_pool_keeps_only_its_threshold() {
     let reserved = CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
     let memory = take(&bench, 1000, pool, stream);
     assert_eq!(get(&bench, pool, reserved), UNIT);
-    assert_eq!(call!(bench, cuMemFreeAsync(memory, stream)), OK);
+    ok!(bench, cuMemFreeAsync(memory, stream));
     assert_eq!(get(&bench, pool, reserved), UNIT);
-    assert_eq!(call!(bench, cuStreamSynchronize(stream)), OK);
+    ok!(bench, cuStreamSynchronize(stream));
     assert_eq!(get(&bench, pool, reserved), 0);
     let mut keep = u64::MAX;
     let place = std::ptr::addr_of_mut!(keep).cast();
     let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-    assert_eq!(
-        call!(bench, cuMemPoolSetAttribute(pool, attribute, place)),
-        OK
-    );
+    ok!(bench, cuMemPoolSetAttribute(pool, attribute, place));
     let memory = take(&bench, 1000, pool, stream);
-    assert_eq!(call!(bench, cuMemFreeAsync(memory, stream)), OK);
-    assert_eq!(call!(bench, cuStreamSynchronize(stream)), OK);
+    ok!(bench, cuMemFreeAsync(memory, stream));
+    ok!(bench, cuStreamSynchronize(stream));
     assert_eq!(get(&bench, pool, reserved), UNIT);
-    assert_eq!(call!(bench, cuMemPoolTrimTo(pool, 0)), OK);
+    ok!(bench, cuMemPoolTrimTo(pool, 0));
     assert_eq!(bench.sim.memory_in_use(0), 0);
     assert_eq!(
         get(
@@ -81,7 +75,7 @@ fn blocks_are_reused_in_order_and_never_race() {
     let pool = pool(&bench, UNIT as usize);
     let first = take(&bench, 20 << 20, pool, a);
     bench.memset(first, 1, 1000, a);
-    assert_eq!(call!(bench, cuMemFreeAsync(first, a)), OK);
+    ok!(bench, cuMemFreeAsync(first, a));
     let again = take(&bench, 20 << 20, pool, b);
     assert_eq!(again, first, "the limit leaves no other");
     bench.memset(again, 2, 1000, b);
@@ -104,11 +98,11 @@ fn blocks_are_reused_in_order_and_never_race() {
 fn a_destroyed_pool_is_gone_and_the_default_one_stays() {
     let bench = bench();
     let own = pool(&bench, 0);
-    assert_eq!(call!(bench, cuDeviceSetMemPool(0, own)), OK);
-    assert_eq!(call!(bench, cuMemPoolDestroy(own)), OK);
+    ok!(bench, cuDeviceSetMemPool(0, own));
+    ok!(bench, cuMemPoolDestroy(own));
     let (mut current, mut default) = (null_mut(), null_mut());
-    assert_eq!(call!(bench, cuDeviceGetMemPool(&mut current, 0)), OK);
-    assert_eq!(call!(bench, cuDeviceGetDefaultMemPool(&mut default, 0)), OK);
+    ok!(bench, cuDeviceGetMemPool(&mut current, 0));
+    ok!(bench, cuDeviceGetDefaultMemPool(&mut default, 0));
     assert_eq!(current, default);
     assert_eq!(
         call!(bench, cuMemPoolDestroy(default)),

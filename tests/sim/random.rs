@@ -1,18 +1,12 @@
 //! The race detector against a plain model: for random programs, both find the same first race.
 
+use crate::common::rng::Rng;
 use crate::support::*;
 use cualloc::sim::Report;
 
 const STREAMS: usize = 3;
 const EVENTS: usize = 4;
 const BYTES: u64 = 64;
-
-fn random(state: &mut u64, below: u64) -> u64 {
-    *state = state
-        .wrapping_mul(6364136223846793005)
-        .wrapping_add(1442695040888963407);
-    (*state >> 33) % below
-}
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -41,15 +35,15 @@ enum Step {
 }
 
 fn program(seed: u64) -> Vec<Step> {
-    let mut state = seed;
+    let mut rng = Rng::new(seed);
     let mut steps = Vec::new();
     for _ in 0..30 {
-        let stream = random(&mut state, STREAMS as u64) as usize;
-        let event = random(&mut state, EVENTS as u64) as usize;
-        let at = random(&mut state, BYTES);
-        let len = random(&mut state, (BYTES - at).min(8)) + 1;
-        let other = random(&mut state, BYTES - len + 1);
-        steps.push(match random(&mut state, 10) {
+        let stream = rng.index(STREAMS);
+        let event = rng.index(EVENTS);
+        let at = rng.below(BYTES);
+        let len = rng.below((BYTES - at).min(8)) + 1;
+        let other = rng.below(BYTES - len + 1);
+        steps.push(match rng.below(10) {
             0 => Step::Write { stream, at, len },
             1 => Step::Copy {
                 stream,
@@ -166,7 +160,7 @@ fn submit(
         Step::Record { stream, event } => bench.record(events[event], streams[stream]),
         Step::Wait { stream, event } => bench.wait(streams[stream], events[event]),
         Step::Observe { event } => {
-            assert_eq!(call!(bench, cuEventSynchronize(events[event])), OK);
+            ok!(bench, cuEventSynchronize(events[event]));
         }
     }
 }
@@ -207,13 +201,12 @@ fn completion_order_does_not_change_whether_a_program_races() {
         let streams: Vec<_> = (0..STREAMS).map(|_| bench.stream()).collect();
         let events: Vec<_> = (0..EVENTS).map(|_| bench.event()).collect();
         let memory = bench.alloc(BYTES as usize);
-        let mut state = seed ^ 0x5eed;
+        let mut rng = Rng::new(seed ^ 0x5eed);
         for step in &steps {
             submit(&bench, step, &streams, &events, memory);
             let ready = bench.sim.ready_streams();
-            if !ready.is_empty() && random(&mut state, 3) == 0 {
-                let pick = ready[random(&mut state, ready.len() as u64) as usize];
-                assert_eq!(bench.sim.complete_stream(pick, 1), 1);
+            if !ready.is_empty() && rng.below(3) == 0 {
+                assert_eq!(bench.sim.complete_stream(rng.pick(&ready), 1), 1);
             }
         }
         bench.sim.complete_all();

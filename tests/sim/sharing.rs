@@ -37,15 +37,9 @@ fn pointer_attributes_tell_plain_from_mapped_memory() {
     let (mut device, mut kind) = (9i32, 9u32);
     let mut places = [addr_of_mut!(device).cast(), addr_of_mut!(kind).cast()];
     let (list, data) = (asked.as_mut_ptr(), places.as_mut_ptr());
-    assert_eq!(
-        call!(bench, cuPointerGetAttributes(2, list, data, plain)),
-        OK
-    );
+    ok!(bench, cuPointerGetAttributes(2, list, data, plain));
     assert_eq!((device, kind), (0, 2));
-    assert_eq!(
-        call!(bench, cuPointerGetAttributes(2, list, data, 12345)),
-        OK
-    );
+    ok!(bench, cuPointerGetAttributes(2, list, data, 12345));
     assert_eq!((device, kind), (-2, 0));
 }
 
@@ -56,12 +50,9 @@ fn ipc_shares_plain_memory_and_nothing_else() {
     let (mapped, _) = bench.mapped(GRANULE);
     let mut handle = CUipcMemHandle { reserved: [0; 64] };
     assert_ne!(call!(bench, cuIpcGetMemHandle(&mut handle, mapped)), OK);
-    assert_eq!(call!(bench, cuIpcGetMemHandle(&mut handle, plain)), OK);
+    ok!(bench, cuIpcGetMemHandle(&mut handle, plain));
     let mut view = 0;
-    assert_eq!(
-        call!(bench, cuIpcOpenMemHandle_v2(&mut view, handle, 1)),
-        OK
-    );
+    ok!(bench, cuIpcOpenMemHandle_v2(&mut view, handle, 1));
     assert_ne!(view, plain);
     bench.memset(plain, 4, 16, bench.stream());
     assert_eq!(bench.word(view), 0x0404_0404);
@@ -69,12 +60,12 @@ fn ipc_shares_plain_memory_and_nothing_else() {
         call!(bench, cuMemFree_v2(view)),
         CUresult::CUDA_ERROR_INVALID_VALUE
     );
-    assert_eq!(call!(bench, cuIpcCloseMemHandle(view)), OK);
+    ok!(bench, cuIpcCloseMemHandle(view));
     assert_eq!(
         call!(bench, cuIpcCloseMemHandle(view)),
         CUresult::CUDA_ERROR_INVALID_VALUE
     );
-    assert_eq!(call!(bench, cuMemFree_v2(plain)), OK);
+    ok!(bench, cuMemFree_v2(plain));
     assert_ne!(
         call!(bench, cuIpcOpenMemHandle_v2(&mut view, handle, 1)),
         OK
@@ -87,14 +78,11 @@ fn a_retained_handle_keeps_memory_and_needs_its_own_release() {
     let (at, handle) = bench.mapped(GRANULE);
     let mut again = 0;
     let inside = (at + 4096) as *mut std::ffi::c_void;
-    assert_eq!(
-        call!(bench, cuMemRetainAllocationHandle(&mut again, inside)),
-        OK
-    );
-    assert_eq!(call!(bench, cuMemRelease(handle)), OK);
-    assert_eq!(call!(bench, cuMemUnmap(at, GRANULE)), OK);
+    ok!(bench, cuMemRetainAllocationHandle(&mut again, inside));
+    ok!(bench, cuMemRelease(handle));
+    ok!(bench, cuMemUnmap(at, GRANULE));
     assert_eq!(bench.sim.memory_in_use(0), GRANULE as u64);
-    assert_eq!(call!(bench, cuMemRelease(again)), OK);
+    ok!(bench, cuMemRelease(again));
     assert_eq!(bench.sim.memory_in_use(0), 0);
     bench.silent();
 }
@@ -132,30 +120,27 @@ fn peers_copy_and_reach_each_other_where_the_devices_can() {
         ..SimConfig::default()
     });
     let mut can = [9; 2];
-    assert_eq!(call!(bench, cuDeviceCanAccessPeer(&mut can[0], 0, 1)), OK);
-    assert_eq!(call!(bench, cuDeviceCanAccessPeer(&mut can[1], 0, 2)), OK);
+    ok!(bench, cuDeviceCanAccessPeer(&mut can[0], 0, 1));
+    ok!(bench, cuDeviceCanAccessPeer(&mut can[1], 0, 2));
     assert_eq!(can, [1, 0]);
     let (mut second, mut third) = (null_mut(), null_mut());
-    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut second, 1)), OK);
-    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut third, 2)), OK);
+    ok!(bench, cuDevicePrimaryCtxRetain(&mut second, 1));
+    ok!(bench, cuDevicePrimaryCtxRetain(&mut third, 2));
     let (first, here) = (bench.context.raw(), bench.alloc(64));
-    assert_eq!(call!(bench, cuCtxSetCurrent(second)), OK);
+    ok!(bench, cuCtxSetCurrent(second));
     let there = bench.alloc(64);
-    assert_eq!(call!(bench, cuCtxSetCurrent(first)), OK);
+    ok!(bench, cuCtxSetCurrent(first));
     let stream = bench.stream();
     bench.memset(here, 5, 64, stream);
-    assert_eq!(
-        call!(
-            bench,
-            cuMemcpyPeerAsync(there, second, here, first, 64, stream)
-        ),
-        OK
+    ok!(
+        bench,
+        cuMemcpyPeerAsync(there, second, here, first, 64, stream)
     );
     assert_eq!(bench.word(there), 0x0505_0505);
     bench.silent();
     bench.fill(there, 4, 0, stream);
     assert_eq!(bench.sim.take_reports().len(), 1, "no access yet");
-    assert_eq!(call!(bench, cuCtxEnablePeerAccess(second, 0)), OK);
+    ok!(bench, cuCtxEnablePeerAccess(second, 0));
     bench.fill(there, 4, 0, stream);
     bench.silent();
     let twice = call!(bench, cuCtxEnablePeerAccess(second, 0));
@@ -168,11 +153,11 @@ fn peers_copy_and_reach_each_other_where_the_devices_can() {
 fn a_released_primary_context_takes_its_memory_along() {
     let bench = with(SimConfig::with_devices(2, 1 << 30));
     let mut second = null_mut();
-    assert_eq!(call!(bench, cuDevicePrimaryCtxRetain(&mut second, 1)), OK);
-    assert_eq!(call!(bench, cuCtxSetCurrent(second)), OK);
+    ok!(bench, cuDevicePrimaryCtxRetain(&mut second, 1));
+    ok!(bench, cuCtxSetCurrent(second));
     bench.alloc(1000);
     bench.stream();
-    assert_eq!(call!(bench, cuDevicePrimaryCtxRelease_v2(1)), OK);
+    ok!(bench, cuDevicePrimaryCtxRelease_v2(1));
     assert!(bench.sim.leaks().is_empty());
     bench.silent();
     assert_eq!(
@@ -186,13 +171,13 @@ fn a_foreign_context_has_its_own_id_and_streams() {
     let bench = bench();
     let foreign = bench.sim.create_context(0).unwrap();
     let (mut a, mut b) = (0, 0);
-    assert_eq!(call!(bench, cuCtxGetId(bench.context.raw(), &mut a)), OK);
-    assert_eq!(call!(bench, cuCtxGetId(foreign, &mut b)), OK);
+    ok!(bench, cuCtxGetId(bench.context.raw(), &mut a));
+    ok!(bench, cuCtxGetId(foreign, &mut b));
     assert_ne!(a, b);
-    assert_eq!(call!(bench, cuCtxSetCurrent(foreign)), OK);
+    ok!(bench, cuCtxSetCurrent(foreign));
     let stream = bench.stream();
     let mut ctx = null_mut();
-    assert_eq!(call!(bench, cuStreamGetCtx(stream, &mut ctx)), OK);
+    ok!(bench, cuStreamGetCtx(stream, &mut ctx));
     assert_eq!(ctx, foreign);
     assert!(bench.sim.destroy_context(foreign));
     assert_ne!(call!(bench, cuStreamQuery(stream)), OK);
@@ -203,16 +188,16 @@ fn a_foreign_context_has_its_own_id_and_streams() {
 fn host_memory_is_known_by_its_address() {
     let bench = bench();
     let mut host = null_mut();
-    assert_eq!(call!(bench, cuMemHostAlloc(&mut host, 100, 0)), OK);
+    ok!(bench, cuMemHostAlloc(&mut host, 100, 0));
     let kind = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
     assert_eq!(attribute::<u32>(&bench, kind, host as u64 + 50), (OK, 1));
     let again = call!(bench, cuMemHostRegister_v2(host, 100, 0));
     assert_eq!(again, CUresult::CUDA_ERROR_INVALID_VALUE);
-    assert_eq!(call!(bench, cuMemFreeHost(host)), OK);
+    ok!(bench, cuMemFreeHost(host));
     let mut own = [0u8; 64];
     let own = own.as_mut_ptr().cast();
-    assert_eq!(call!(bench, cuMemHostRegister_v2(own, 64, 0)), OK);
+    ok!(bench, cuMemHostRegister_v2(own, 64, 0));
     assert_eq!(bench.sim.leaks().host, 1);
-    assert_eq!(call!(bench, cuMemHostUnregister(own)), OK);
+    ok!(bench, cuMemHostUnregister(own));
     assert!(bench.sim.leaks().is_empty());
 }

@@ -36,11 +36,8 @@ pub fn with(config: SimConfig) -> Bench {
         table,
         module,
     };
-    assert_eq!(call!(bench, cuCtxSetCurrent(bench.context.raw())), OK);
-    assert_eq!(
-        call!(bench, cuModuleLoadData(&mut module, c"".as_ptr().cast())),
-        OK
-    );
+    ok!(bench, cuCtxSetCurrent(bench.context.raw()));
+    ok!(bench, cuModuleLoadData(&mut module, c"".as_ptr().cast()));
     // The image is not looked at; the pointer only has to be there.
     Bench { module, ..bench }
 }
@@ -57,6 +54,22 @@ macro_rules! call {
 }
 pub use call;
 
+/// A [`call`] that must succeed.
+#[macro_export]
+macro_rules! ok {
+    ($bench:expr, $($call:tt)*) => { assert_eq!(call!($bench, $($call)*), OK) };
+}
+pub use ok;
+
+/// Something that matches was reported since the last look.
+#[macro_export]
+macro_rules! reported {
+    ($bench:expr, $pattern:pat $(if $condition:expr)?) => {
+        $bench.reported(|report| matches!(report, $pattern $(if $condition)?))
+    };
+}
+pub use reported;
+
 impl Bench {
     pub fn entered(&self) -> Entered<'_> {
         self.context.enter().unwrap()
@@ -64,34 +77,34 @@ impl Bench {
 
     pub fn alloc(&self, bytes: usize) -> u64 {
         let mut address = 0;
-        assert_eq!(call!(self, cuMemAlloc_v2(&mut address, bytes)), OK);
+        ok!(self, cuMemAlloc_v2(&mut address, bytes));
         address
     }
 
     pub fn stream(&self) -> CUstream {
         let mut stream = null_mut();
-        assert_eq!(call!(self, cuStreamCreate(&mut stream, 1)), OK);
+        ok!(self, cuStreamCreate(&mut stream, 1));
         stream
     }
 
     pub fn stream_id(&self, stream: CUstream) -> u64 {
         let mut id = 0;
-        assert_eq!(call!(self, cuStreamGetId(stream, &mut id)), OK);
+        ok!(self, cuStreamGetId(stream, &mut id));
         id
     }
 
     pub fn event(&self) -> CUevent {
         let mut event = null_mut();
-        assert_eq!(call!(self, cuEventCreate(&mut event, 2)), OK);
+        ok!(self, cuEventCreate(&mut event, 2));
         event
     }
 
     pub fn record(&self, event: CUevent, stream: CUstream) {
-        assert_eq!(call!(self, cuEventRecord(event, stream)), OK);
+        ok!(self, cuEventRecord(event, stream));
     }
 
     pub fn wait(&self, stream: CUstream, event: CUevent) {
-        assert_eq!(call!(self, cuStreamWaitEvent(stream, event, 0)), OK);
+        ok!(self, cuStreamWaitEvent(stream, event, 0));
     }
 
     pub fn query(&self, event: CUevent) -> CUresult {
@@ -99,20 +112,14 @@ impl Bench {
     }
 
     pub fn memset(&self, address: u64, byte: u8, bytes: usize, stream: CUstream) {
-        assert_eq!(
-            call!(self, cuMemsetD8Async(address, byte, bytes, stream)),
-            OK
-        );
+        ok!(self, cuMemsetD8Async(address, byte, bytes, stream));
     }
 
     fn launch(&self, name: &std::ffi::CStr, stream: CUstream, params: &mut [*mut c_void]) {
         let mut function = null_mut();
-        assert_eq!(
-            call!(
-                self,
-                cuModuleGetFunction(&mut function, self.module, name.as_ptr())
-            ),
-            OK
+        ok!(
+            self,
+            cuModuleGetFunction(&mut function, self.module, name.as_ptr())
         );
         let code = call!(
             self,
@@ -174,15 +181,12 @@ impl Bench {
     }
 
     pub fn sync(&self) {
-        assert_eq!(call!(self, cuCtxSynchronize()), OK);
+        ok!(self, cuCtxSynchronize());
     }
 
     pub fn reserve(&self, bytes: usize) -> u64 {
         let mut address = 0;
-        assert_eq!(
-            call!(self, cuMemAddressReserve(&mut address, bytes, 0, 0, 0)),
-            OK
-        );
+        ok!(self, cuMemAddressReserve(&mut address, bytes, 0, 0, 0));
         address
     }
 

@@ -1,51 +1,9 @@
 //! Threads share a simulator: each has its own current context, capture mode and site.
 
-use cualloc::driver::{Context, Stream, sys};
+use cualloc::driver::{Stream, sys};
 use cualloc::sim::{Report, SimConfig, Simulator};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
-
-#[test]
-fn threads_work_side_by_side_and_leave_nothing() {
-    let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
-    let driver = sim.driver().unwrap();
-    std::thread::scope(|scope| {
-        for thread in 0..8usize {
-            let driver = &driver;
-            scope.spawn(move || {
-                let device = driver.device(thread % 2).unwrap();
-                let context = Context::primary(&device).unwrap();
-                let stream = Stream::new(&context).unwrap();
-                for round in 0..200usize {
-                    let entered = context.enter().unwrap();
-                    let bytes = 1 + thread * 1000 + round;
-                    let memory = entered.mem_alloc(bytes).unwrap();
-                    let event = entered.create_event().unwrap();
-                    // SAFETY: memory and stream live until after the synchronisation.
-                    unsafe {
-                        entered
-                            .memset_d8(memory, thread as u8, bytes, stream.raw())
-                            .unwrap();
-                        entered.record(&event, stream.raw()).unwrap();
-                    }
-                    entered.wait(&event).unwrap();
-                    let found = entered.driver().is_forked_child();
-                    assert!(!found);
-                    // SAFETY: no longer used.
-                    unsafe { entered.mem_free(memory) }.unwrap();
-                }
-                assert!(
-                    // SAFETY: its owner keeps it meanwhile.
-                    unsafe { Context::current(driver) }.unwrap().is_none(),
-                    "left as it was"
-                );
-            });
-        }
-    });
-    assert!(sim.take_reports().is_empty());
-    assert!(sim.leaks().is_empty());
-    assert_eq!(driver.calls().get("cuMemAlloc_v2"), 8 * 200);
-}
 
 #[test]
 fn sites_belong_to_threads() {
