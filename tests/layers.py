@@ -1,9 +1,5 @@
 #!/usr/bin/env python3
-"""Finds files of `src` that import each other in a circle, and layers that import a layer above them.
-
-    python3 tests/layers.py               the check, against tests/layers.allow
-    python3 tests/layers.py --shrink      removes files that are in no circle from the list, then checks
-    python3 tests/layers.py --arrows      every import between files, with the imported names
+"""Files of `src` import each other in no circle, and layers import only those that tests/layers.allow lists.
 
 A file imports another if its code names something that the other defines: in a `use`, or by a path
 (`super::x::y`, `crate::x::y`, `x::y` of a module in scope). Names are followed through re-exports to the
@@ -15,8 +11,8 @@ value, or returns one, can release the lock without its caller seeing it. Mutexe
 allowed: debug builds count those of `src/locks` while they are held.
 """
 
-import argparse
 import collections
+import graphlib
 import os
 import re
 import sys
@@ -364,95 +360,41 @@ class Tree:
         return arrows
 
 
-def circles(arrows):
-    """The sets of files that reach each other, the largest first."""
-    order, low, stack, on, out = {}, {}, [], set(), []
-
-    def visit(start):
-        work = [(start, iter(sorted(arrows.get(start, ()))))]
-        order[start] = low[start] = len(order)
-        stack.append(start)
-        on.add(start)
-        while work:
-            file, rest = work[-1]
-            for other in rest:
-                if other not in order:
-                    order[other] = low[other] = len(order)
-                    stack.append(other)
-                    on.add(other)
-                    work.append((other, iter(sorted(arrows.get(other, ())))))
-                    break
-                if other in on:
-                    low[file] = min(low[file], order[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[file])
-                if low[file] == order[file]:
-                    circle = set()
-                    while file not in circle:
-                        circle.add(stack.pop())
-                    on.difference_update(circle)
-                    if len(circle) > 1:
-                        out.append(circle)
-
-    for file in sorted(arrows):
-        if file not in order:
-            visit(file)
-    return sorted(out, key=lambda circle: (-len(circle), sorted(circle)))
+def circle(arrows):
+    """The nodes of one circle of arrows, the first repeated at the end, or an empty list."""
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
 
 
 def allowed(root):
-    """The layers with those that each may import, and the circles that are still open."""
-    layers, open_circles = {}, []
+    """The layers with what each may import."""
+    layers = {}
     with open(os.path.join(root, ALLOW), encoding="utf-8") as opened:
         for line in opened:
-            line = line.split("#")[0].rstrip()
-            if not line:
-                continue
-            if line.startswith(" "):
-                open_circles[-1].add(line.strip())
-            elif line == "circle":
-                open_circles.append(set())
-            else:
+            if line := line.split("#")[0].strip():
                 layer, imports = line.split(":")
                 layers[layer] = set(imports.split())
-    return layers, open_circles
+    return layers
 
 
 def layer_of(file, layers):
-    """The innermost layer that contains a file."""
+    """The innermost layer that holds a file."""
     inside = file[len("src/") :]
     holds = [layer for layer in layers if inside == layer or inside == layer + ".rs" or inside.startswith(layer + "/")]
     return max(holds, key=len, default=None)
 
 
-def tied(arrows, circle):
-    for file in sorted(circle):
-        for other in sorted(set(arrows[file]) & circle):
-            yield f"  {file} -> {other}: {', '.join(sorted(arrows[file][other]))}"
-
-
 def judge(root):
     """Everything that is wrong, as lines."""
-    arrows, wrong = Tree(root).arrows(), []
-    layers, open_circles = allowed(root)
-    found = circles(arrows)
-    for circle in found:
-        grown = [entry for entry in open_circles if entry & circle]
-        if len(grown) == 1 and circle <= grown[0]:
-            continue
-        what = f"circle of {len(circle)} files"
-        if grown:
-            new = sorted(circle - set.union(*grown))
-            what += ", grown by " + ", ".join(new) if new else ", of several that were apart"
-        wrong += [what + ":", *tied(arrows, circle)]
-    in_circles = set().union(*found)
-    for entry in open_circles:
-        for file in sorted(entry - in_circles):
-            wrong.append(f"{file} is in no circle: remove it from {ALLOW}")
-    for circle in circles({layer: imports & set(layers) for layer, imports in layers.items()}):
-        wrong.append(f"{ALLOW}: layers that may import each other: {', '.join(sorted(circle))}")
+    arrows, wrong, layers = Tree(root).arrows(), [], allowed(root)
+    files = circle(arrows)
+    for file, other in zip(files, files[1:]):
+        wrong.append(f"in a circle: {file} -> {other}: {', '.join(sorted(arrows[file][other]))}")
+    if found := circle(layers):
+        wrong.append(f"{ALLOW}: a circle of layers: {' -> '.join(found)}")
     taken = collections.defaultdict(set)
     for file in sorted(arrows):
         for other, names in sorted(arrows[file].items()):
@@ -472,7 +414,7 @@ def judge(root):
 
 
 def guards(root):
-    """The files that name a lock or a guard and must not."""
+    """The files that name a lock or a guard that only others may name."""
     wrong = []
     for module in Tree(root).modules:
         with open(os.path.join(root, module.file), encoding="utf-8") as opened:
@@ -485,31 +427,9 @@ def guards(root):
     return sorted(set(wrong))
 
 
-def shrink(root):
-    """Removes files that are in no circle from the list."""
-    in_circles = set().union(*circles(Tree(root).arrows()))
-    with open(os.path.join(root, ALLOW), encoding="utf-8") as opened:
-        lines = [line for line in opened if not line.startswith(" ") or line.strip() in in_circles]
-    heads = zip(lines, lines[1:] + [""])
-    lines = [line for line, after in heads if line.strip() != "circle" or after.startswith(" ")]
-    with open(os.path.join(root, ALLOW), "w", encoding="utf-8") as opened:
-        opened.write(re.sub(r"\n\n\n+", "\n\n", "".join(lines)).rstrip("\n") + "\n")
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--arrows", action="store_true")
-    parser.add_argument("--shrink", action="store_true")
-    options = parser.parse_args()
-    if options.shrink:
-        shrink(ROOT)
-    if options.arrows:
-        for file, others in sorted(Tree(ROOT).arrows().items()):
-            for other, names in sorted(others.items()):
-                print(f"{file} -> {other}: {', '.join(sorted(names))}")
-        return 0
     wrong = judge(ROOT)
-    print("\n".join(wrong) if wrong else "no circle of imports beyond those that are listed; layers import lower layers only")
+    print("\n".join(wrong) if wrong else "no circles of imports; every layer imports only those that it may")
     return 1 if wrong else 0
 
 
