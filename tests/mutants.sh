@@ -2,7 +2,7 @@
 # Breaks one protected place at a time and checks that its tests notice.
 #
 #   tests/mutants.sh [--shard I/N] [--jobs N] [NAME...]
-#   tests/mutants.sh --list | --check
+#   tests/mutants.sh --check
 #
 # tests/mutants/*.toml are tables of mutants, one for each module of src (several for the allocator, by subject):
 #
@@ -26,8 +26,7 @@
 # does not count. A test that does not run, or is skipped, fails the run, and so does an empty choice.
 #
 # --check tells in a second, for all mutants, what the sources tell: names, lines, tests, and whether the labels
-# of the tests are others than the mutant's. Copies of the tree and their builds stay in target/mutants, one for each
-# run at a time, so that runs may be beside each other.
+# of the tests are others than the mutant's. Copies of the tree and their builds stay in target/mutants: one run at a time.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 exec python3 -B "$root/tests/mutants/runner.py" "$@"

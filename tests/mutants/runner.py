@@ -1,29 +1,23 @@
 """Breaks one protected place at a time and checks that its tests notice: see tests/mutants.sh."""
 
 import argparse
-import fcntl
+import collections
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from named import Tests
-from tables import Fault, Sources, load
-
-# Unit tests: of the library, of the C library.
-UNITS = ("lib", "capi")
+ROOT = Path(__file__).resolve().parents[2]
 # Features that tests of a program are left out without.
 FEATURES = {"exchange": "arrow"}
-
-# Fewer seconds a build: nothing here depends on speed, and no backtrace is read. The oracle finds what
-# breaks a stream's order in its first programs; sums go wrong at once.
+# Cheap builds: nothing here depends on speed, and no backtrace is read. The oracle finds what breaks a stream's order
+# in its first programs; sums go wrong at once.
 ENVIRONMENT = {
     "CARGO_PROFILE_TEST_OPT_LEVEL": "0",
     "CARGO_PROFILE_TEST_DEBUG": "0",
@@ -34,327 +28,250 @@ ENVIRONMENT = {
     "CUALLOC_EXACT_OPS": "40000",
 }
 REMOVED = ("CUALLOC_TEST_DRIVER", "CUALLOC_TEST_POLICY", "CUALLOC_CONFIG", "RUST_TEST_THREADS")
+# Seconds that a test may take beside ten times of what it took unbroken.
+GRACE = 120
 
 
-class Broken(Exception):
-    """The run cannot go on."""
+class Fault(Exception):
+    """What a mutant has wrong."""
+
+
+class Mutant:
+    """An entry of a table."""
+
+    def __init__(self, table, entry):
+        self.table, self.name, self.guards = table, entry["name"], entry["guards"]
+        self.tests = [tuple(test.split(" ")) for test in entry["tests"]]
+        edits = entry.get("edit", []) + ([entry] if "old" in entry else [])
+        self.edits = [(lines(edit["old"]), lines(edit["new"]), edit.get("under", "src")) for edit in edits]
+        if not self.tests or not self.edits or any(old == new for old, new, _ in self.edits):
+            raise Fault(f"{table}: {self.name}: no test, no edit, or one that changes nothing")
+
+
+def lines(text):
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def indent(line):
+    return len(line) - len(line.lstrip(" "))
+
+
+def shifted(text, by):
+    """Lines, further in by so much."""
+    return [" " * (indent(line) + by) + line.lstrip(" ") if line.strip() else "" for line in text]
+
+
+def load():
+    """All mutants by name."""
+    mutants = {}
+    for path in sorted((ROOT / "tests/mutants").glob("*.toml")):
+        for entry in tomllib.loads(path.read_text())["mutant"]:
+            mutant = Mutant(path.name, entry)
+            if mutants.setdefault(mutant.name, mutant) is not mutant:
+                raise Fault(f"{path.name}: {mutant.name} is there twice")
+    return mutants
+
+
+class Sources:
+    """The lines of all Rust files."""
+
+    def __init__(self):
+        self.files, self.places = {}, collections.defaultdict(list)
+        for folder in ("src", "tests", "capi/src"):
+            for path in sorted((ROOT / folder).rglob("*.rs")):
+                self.files[str(path.relative_to(ROOT))] = path.read_text().split("\n")
+        for path, text in self.files.items():
+            for number, line in enumerate(text):
+                self.places[line.strip()].append((path, number))
+
+    def place(self, old, under):
+        """The file and line at which the old lines stand, and how much further in than in the table."""
+        # The rarest line says where to look.
+        _, rarest = min((len(self.places[line.strip()]), at) for at, line in enumerate(old) if line.strip())
+        found = []
+        for path, number in self.places[old[rarest].strip()]:
+            first, text = number - rarest, self.files[path]
+            shift = indent(text[number]) - indent(old[rarest])
+            if first >= 0 and path.startswith(under + "/") and text[first:first + len(old)] == shifted(old, shift):
+                found.append((path, first, shift))
+        if len(found) != 1:
+            where = ", ".join(f"{path}:{line + 1}" for path, line, _ in found) or f"nowhere under {under}"
+            raise Fault(f"the lines from `{old[rarest].strip()}` must be at one place, and are at: {where}")
+        return found[0]
+
+    def mutated(self, mutant):
+        """The files that a mutant changes, as it leaves them."""
+        changed = {}
+        places = [(*self.place(old, under), old, new) for old, new, under in mutant.edits]
+        # From the last line on, so that the numbers of the others stay right.
+        for path, line, shift, old, new in sorted(places, key=lambda place: place[:2], reverse=True):
+            text = changed.setdefault(path, list(self.files[path]))
+            text[line:line + len(old)] = shifted(new, shift)
+        return {path: "\n".join(text) for path, text in changed.items()}
+
+    def has(self, binary, test):
+        """Whether the sources of a program have a test of this name; a run tells whether it is found there."""
+        root = {"lib": "src", "capi": "capi/src"}.get(binary, f"tests/{binary}")
+        name = re.compile(rf"\bfn {test.split('::')[-1]}\b|^\s*{test.split('::')[-1]}:")
+        within = (text for path, text in self.files.items() if path.startswith((f"{root}/", f"{root}.rs")))
+        return any(name.search(line) for text in within for line in text)
 
 
 def labels(text):
-    """The labels of lines in a sentence (`S1.40`) or in a test's name (`s1_40_`)."""
+    """The labels in a sentence (`S1.40`) or in a test's name (`s1_40_`)."""
     found = re.findall(r"(?<![A-Za-z0-9])(?:[Ss]\d+(?:[._]\d+)?|[DdRr]\d+)(?![A-Za-z0-9])", text)
     return {label.upper().replace("_", ".") for label in found}
 
 
-def astray(mutant):
-    """What the tests are about, if each says so and none is about what the mutant breaks."""
-    guarded = labels(mutant.guards)
-    about = [labels(test.name) for test in mutant.tests]
-    if guarded and all(about) and not any(guarded & each for each in about):
-        return f"it guards {mutant.guards}, and its tests are about {', '.join(sorted(set().union(*about)))}"
-    return None
-
-
-def checked(root, folder):
-    """All mutants, what is wrong with them as far as the sources tell, and the names of those."""
-    mutants, faults = load(folder)
-    sources, tests = Sources(root), Tests(root)
-    unsound = set()
+def check(mutants, sources):
+    """What is wrong with the tables, as far as the sources tell."""
     for mutant in mutants.values():
-        wrong = [astray(mutant), *(tests.fault(test) for test in mutant.tests)]
+        about, guarded = [labels(name) for _, name in mutant.tests], labels(mutant.guards)
+        if guarded and all(about) and not guarded & set().union(*about):
+            yield f"{mutant.name}: it guards {mutant.guards}, and its tests are about others"
+        for binary, name in mutant.tests:
+            if not sources.has(binary, name):
+                yield f"{mutant.name}: there is no test {binary} {name}"
         try:
             sources.mutated(mutant)
         except Fault as fault:
-            wrong.append(str(fault))
-        for fault in filter(None, wrong):
-            faults.append(f"{mutant.table}: {mutant.name}: {fault}")
-            unsound.add(mutant.name)
-    if not mutants:
-        faults.append("there are no mutants")
-    return mutants, faults, unsound
+            yield f"{mutant.table}: {mutant.name}: {fault}"
 
 
-class Slot:
-    """A copy of the tree and its build, which one run has for itself while it is locked."""
+def put(path, text):
+    """Writes a file that has changed; others keep their times, so that they are not built again."""
+    if not path.is_file() or path.read_bytes() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
 
-    def __init__(self, root, target):
-        self.root = root
-        for number in range(1, 100):
-            self.folder = target / "mutants" / str(number)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / "lock", "w")
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                self.lock.close()
-        else:
-            raise Broken("there are a hundred runs already")
-        self.tree = self.folder / "tree"
-        self.target = self.folder / "target"
-        self.copy()
 
-    def listed(self):
-        """The files of the tree, by git where it is git's."""
-        git = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=self.root, capture_output=True, check=False,
-        )
-        if git.returncode == 0:
-            return {os.fsdecode(path) for path in git.stdout.split(b"\0") if path}
-        paths = (path.relative_to(self.root) for path in self.root.rglob("*"))
-        return {str(path) for path in paths if path.parts[0] != "target"}
+class Runner:
+    """A copy of the tree with a build of its own, and one share of the mutants."""
 
-    def copy(self):
-        """Makes the copy what the tree is. What is equal keeps its time, so that it is not built again."""
-        listed = {path for path in self.listed() if (self.root / path).is_file()}
+    def __init__(self, target, mutants, sources):
+        self.mutants, self.sources, self.tree, self.took = mutants, sources, target / "tree", {}
+        self.environment = {name: value for name, value in os.environ.items() if name not in REMOVED}
+        self.environment |= ENVIRONMENT | {"CARGO_TARGET_DIR": str(target / "target")}
+        listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
+        listed = {path for path in map(os.fsdecode, listed.stdout.split(b"\0")) if path and (ROOT / path).is_file()}
         for path in listed:
-            put(self.tree / path, (self.root / path).read_bytes())
+            put(self.tree / path, (ROOT / path).read_bytes())
         for path in self.tree.rglob("*"):
             if path.is_file() and str(path.relative_to(self.tree)) not in listed:
                 path.unlink()
 
-
-def put(path, content):
-    try:
-        if path.read_bytes() == content:
-            return
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-
-
-class Verdict:
-    PASSED, FAILED, ABORTED, HUNG, NOT_RUN, SKIPPED = "passed", "fails", "aborts", "hangs", "did not run", "is skipped"
-    NOTICED = (FAILED, ABORTED, HUNG)
-
-
-class Runner:
-    """One slot's share of the mutants."""
-
-    def __init__(self, root, mutants, slot, say, grace=120):
-        self.root = root
-        self.mutants = mutants
-        self.slot = slot
-        self.say = say
-        # Seconds that every test may take beside ten times of what it took unbroken.
-        self.grace = grace
-        self.took = {}
-        self.package = tomllib.loads((root / "Cargo.toml").read_text())["package"]["name"]
-        self.environment = {name: value for name, value in os.environ.items() if name not in REMOVED}
-        self.environment |= ENVIRONMENT | {"CARGO_TARGET_DIR": str(slot.target)}
-        self.passed = 0
-        self.failed = 0
-        self.judged = 0
-
-    def complain(self, name, what):
-        self.failed += 1
-        self.say(f"FAILED {name}: {what}")
-
     def build(self, tests):
-        """The programs of the tests, by name; or None and what the compiler said."""
-        programs = {}
-        builds = {}
-        for test in tests:
-            package = f"{self.package}-capi" if test.binary == "capi" else self.package
-            builds.setdefault((package, FEATURES.get(test.binary)), set()).add(test.binary)
+        """The programs of the tests by name."""
+        programs, builds = {}, collections.defaultdict(set)
+        for binary, _ in tests:
+            builds["cualloc-capi" if binary == "capi" else "cualloc", FEATURES.get(binary)].add(binary)
         for (package, feature), binaries in builds.items():
-            command = ["cargo", "test", "-q", "-p", package, "--no-run"]
-            command += ["--message-format=json-render-diagnostics"]
+            command = ["cargo", "test", "-q", "-p", package, "--no-run", "--message-format=json-render-diagnostics"]
             command += ["--features", feature] if feature else []
-            command += ["--lib" if binary in UNITS else f"--test={binary}" for binary in sorted(binaries)]
-            done = subprocess.run(
-                command, cwd=self.slot.tree, env=self.environment, capture_output=True, text=True, check=False,
-            )
+            command += ["--lib" if binary in ("lib", "capi") else f"--test={binary}" for binary in sorted(binaries)]
+            done = subprocess.run(command, cwd=self.tree, env=self.environment, capture_output=True, text=True, check=False)
             if done.returncode != 0:
-                return None, done.stderr
-            for line in done.stdout.splitlines():
-                message = json.loads(line) if line.startswith("{") else {}
-                if message.get("reason") != "compiler-artifact" or not message.get("executable"):
-                    continue
-                target = message["target"]
-                units = "lib" if package == self.package else "capi"
-                binary = target["name"] if target["kind"] == ["test"] else units
-                programs[binary] = message["executable"]
-        return programs, ""
+                raise Fault("it does not compile\n" + done.stderr[-2000:])
+            for line in filter(lambda line: line.startswith("{"), done.stdout.splitlines()):
+                message = json.loads(line)
+                if message.get("reason") == "compiler-artifact" and message.get("executable"):
+                    target = message["target"]
+                    units = "lib" if package == "cualloc" else "capi"
+                    programs[target["name"] if target["kind"] == ["test"] else units] = message["executable"]
+        return programs
 
-    def judge(self, program, test):
-        """Runs the one test alone, so that nothing beside it can end or stop it."""
-        limit = self.grace + 10 * self.took.get(test, self.grace)
+    def verdict(self, program, test):
+        """How the one test ends, alone in a process."""
         start = time.monotonic()
         process = subprocess.Popen(
-            [program, "--exact", test.name, "--show-output", "--color=never"],
-            cwd=self.slot.tree,
-            env=self.environment | {"CARGO_MANIFEST_DIR": str(self.slot.tree)},
+            [program, "--exact", test[1], "--show-output", "--color=never"], cwd=self.tree, start_new_session=True,
+            env=self.environment | {"CARGO_MANIFEST_DIR": str(self.tree)},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
-        hung = False
         try:
-            output, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=GRACE + 10 * self.took.get(test, GRACE))
         except subprocess.TimeoutExpired:
-            hung = True
+            return "hangs"
         finally:
             # What the test has started may outlive it.
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        if hung:
-            output, _ = process.communicate()
+            process.wait()
         self.took.setdefault(test, time.monotonic() - start)
-        return verdict(output.decode(errors="replace"), process.returncode, hung)
+        output = output.decode(errors="replace")
+        if not re.search(r"^running 1 test$", output, re.M):
+            return "does not run"
+        # The last is the program's own: a test may start another one, and show what that said.
+        results = re.findall(r"^test result: (?:ok|FAILED)\. (\d+) passed; (\d+) failed", output, re.M)
+        if process.returncode < 0 or process.returncode and not results:
+            return "aborts"
+        if process.returncode == 0 and results[-1:] == [("1", "0")]:
+            return "is skipped" if re.search(r"^SKIPPED(?! in part)", output, re.M) else "passes"
+        return "fails" if process.returncode and results[-1] == ("0", "1") else "does not run"
 
-    def unbroken(self):
-        """Whether every test that is named does its work and passes on the tree as it is."""
-        tests = list(dict.fromkeys(test for mutant in self.mutants for test in mutant.tests))
-        if not tests:
-            return
-        programs, words = self.build(tests)
-        if programs is None:
-            self.say(words[-8000:])
-            self.complain("the tree", "it does not compile")
-            return
-        for test in tests:
-            result = self.judge(programs[test.binary], test)
-            if result != Verdict.PASSED:
-                self.complain("the tree", f"without a mutant {test} {result}")
+    def ends(self, tests, wanted):
+        """The ends of tests, of which each must be one of those that are wanted."""
+        programs = self.build(tests)
+        ends = {test: self.verdict(programs[test[0]], test) for test in tests}
+        missed = [f"{' '.join(test)} {end}" for test, end in ends.items() if end not in wanted]
+        if missed:
+            raise Fault(", ".join(missed))
+        return ", ".join(dict.fromkeys(ends.values()))
 
     def run(self):
-        start = time.monotonic()
-        self.unbroken()
-        if self.failed or not self.mutants:
-            return
-        self.say(f"the tree passes, {time.monotonic() - start:.0f} s")
-        sources = Sources(self.slot.tree)
-        # One after the other what changes the same file and is seen by the same programs: less is built again.
-        places = {mutant.name: [sources.place(edit).path for edit in mutant.edits] for mutant in self.mutants}
-        order = sorted(self.mutants, key=lambda one: (sorted({test.binary for test in one.tests}), places[one.name]))
-        for mutant in order:
-            changed = sources.mutated(mutant)
+        """How many of the mutants were not noticed."""
+        try:
+            self.ends(list(dict.fromkeys(test for mutant in self.mutants for test in mutant.tests)), ["passes"])
+        except Fault as fault:
+            print(f"FAILED the tree without a mutant: {fault}", flush=True)
+            return len(self.mutants)
+        failed = 0
+        # One after the other what is seen by the same programs: less is built again.
+        for mutant in sorted(self.mutants, key=lambda mutant: sorted({binary for binary, _ in mutant.tests})):
+            start, changed = time.monotonic(), self.sources.mutated(mutant)
             try:
                 for path, text in changed.items():
-                    put(self.slot.tree / path, text.encode())
-                self.one(mutant)
+                    put(self.tree / path, text.encode())
+                how = self.ends(mutant.tests, ["fails", "aborts", "hangs"])
+                print(f"ok {mutant.name} ({how}; {time.monotonic() - start:.1f} s)", flush=True)
+            except Fault as fault:
+                failed += 1
+                print(f"FAILED {mutant.name}: {fault}", flush=True)
             finally:
                 for path in changed:
-                    put(self.slot.tree / path, "\n".join(sources.files[path]).encode())
-
-    def one(self, mutant):
-        start = time.monotonic()
-        self.judged += 1
-        programs, words = self.build(mutant.tests)
-        built = time.monotonic()
-        if programs is None:
-            self.say(words[-2000:])
-            self.complain(mutant.name, "it does not compile")
-            return
-        results = {test: self.judge(programs[test.binary], test) for test in mutant.tests}
-        missed = [f"{test} ({result})" for test, result in results.items() if result not in Verdict.NOTICED]
-        if missed:
-            self.complain(mutant.name, f"not noticed by {', '.join(missed)}")
-            return
-        self.passed += 1
-        how = ", ".join(dict.fromkeys(results.values()))
-        self.say(f"ok {mutant.name} ({how}; {built - start:.1f} s + {time.monotonic() - built:.1f} s)")
-
-
-def verdict(output, code, hung):
-    """How the one test of a program ended."""
-    if not re.search(r"^running 1 test$", output, re.M):
-        return Verdict.NOT_RUN
-    if hung:
-        return Verdict.HUNG
-    # The last is the program's own: a test may start another one, and show what that said.
-    results = re.findall(r"^test result: (?:ok|FAILED)\. (\d+) passed; (\d+) failed; (\d+) ignored", output, re.M)
-    if code < 0 or (code != 0 and not results):
-        return Verdict.ABORTED
-    if results and results[-1] == ("1", "0", "0") and code == 0:
-        skipped = re.search(r"^SKIPPED(?! in part)", output, re.M)
-        return Verdict.SKIPPED if skipped else Verdict.PASSED
-    if results and results[-1] == ("0", "1", "0") and code != 0:
-        return Verdict.FAILED
-    return Verdict.NOT_RUN
-
-
-def selected(mutants, names, shard):
-    unknown = [name for name in names if name not in mutants]
-    if unknown:
-        raise Broken(f"there is no mutant {', '.join(unknown)}")
-    chosen = sorted(dict.fromkeys(names)) if names else sorted(mutants)
-    if shard:
-        found = re.fullmatch(r"(\d+)/(\d+)", shard)
-        part, parts = map(int, found.groups()) if found else (0, 0)
-        if not 1 <= part <= parts:
-            raise Broken(f"{shard} is no I/N with I from 1 to N")
-        chosen = chosen[part - 1::parts]
-    if not chosen:
-        raise Broken(f"the shard {shard} is empty")
-    return [mutants[name] for name in chosen]
-
-
-def run_all(root, folder, target, options, say, grace=120):
-    """Exit code of a run with these options."""
-    start = time.monotonic()
-    mutants, faults, unsound = checked(root, folder)
-    for fault in faults:
-        say(f"FAULT {fault}")
-    if options.check:
-        tests = {test for mutant in mutants.values() for test in mutant.tests}
-        say(f"{len(mutants)} mutants, {len(tests)} tests, {len(faults)} faults, {time.monotonic() - start:.1f} s")
-        return 1 if faults else 0
-    try:
-        chosen = selected(mutants, options.names, options.shard)
-        if options.list:
-            for mutant in chosen:
-                say(f"{mutant.table} {mutant.name}: {mutant.guards}: {', '.join(map(str, mutant.tests))}")
-        if options.list:
-            return 1 if faults else 0
-        sound = [mutant for mutant in chosen if mutant.name not in unsound]
-        jobs = max(1, min(options.jobs, len(sound)))
-        runners = [Runner(root, sound[job::jobs], Slot(root, target), say, grace) for job in range(jobs)]
-    except Broken as broken:
-        say(f"FAILED: {broken}")
-        return 1
-    threads = [threading.Thread(target=runner.run, daemon=True) for runner in runners[1:]]
-    for thread in threads:
-        thread.start()
-    runners[0].run()
-    for thread in threads:
-        thread.join()
-    passed = sum(runner.passed for runner in runners)
-    failed = sum(runner.failed for runner in runners)
-    unjudged = len(chosen) - sum(runner.judged for runner in runners)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    say(f"{passed} passed, {failed} failed, {time.monotonic() - start:.0f} s"
-        + f" ({used.ru_utime + used.ru_stime:.0f} s of a processor)"
-        + (f"; {unjudged} not judged" if unjudged else ""))
-    return 0 if passed == len(chosen) and failed == 0 and not faults else 1
-
-
-def parsed(arguments):
-    parser = argparse.ArgumentParser(prog="tests/mutants.sh", allow_abbrev=False)
-    parser.add_argument("--shard", metavar="I/N", help="every N-th mutant from the I-th on")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many beside each other")
-    parser.add_argument("--list", action="store_true", help="show them, run nothing")
-    parser.add_argument("--check", action="store_true", help="only what the sources tell, of all mutants")
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    return parser.parse_args(arguments)
+                    put(self.tree / path, "\n".join(self.sources.files[path]).encode())
+        return failed
 
 
 def main():
-    options = parsed(sys.argv[1:])
-    root = Path(__file__).resolve().parents[2]
+    parser = argparse.ArgumentParser(prog="tests/mutants.sh", allow_abbrev=False)
+    parser.add_argument("--shard", default="1/1", metavar="I/N", help="every N-th mutant from the I-th on")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many run beside each other")
+    parser.add_argument("--check", action="store_true", help="only what the sources tell, of all mutants")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    options = parser.parse_args()
     # An end from outside ends the test of the moment too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    target = Path(os.environ.get("CARGO_TARGET_DIR", root / "target")).absolute()
-    lock = threading.Lock()
-
-    def say(line):
-        with lock:
-            print(line, flush=True)
-
-    return run_all(root, root / "tests/mutants", target, options, say)
+    try:
+        mutants, sources = load(), Sources()
+        part, parts = map(int, options.shard.split("/"))
+        chosen = [mutants[name] for name in sorted(options.names or mutants)][part - 1::parts]
+    except (Fault, KeyError, ValueError) as error:
+        sys.exit(f"FAILED: {type(error).__name__}: {error}")
+    faults = list(check(mutants, sources))
+    print(*(f"FAULT {fault}" for fault in faults), f"{len(mutants)} mutants, {len(faults)} faults", sep="\n", flush=True)
+    if options.check or faults or not chosen:
+        return 1 if faults or not chosen else 0
+    # Copies and their builds are kept for the next run.
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).absolute() / "mutants"
+    jobs = max(1, min(options.jobs, len(chosen)))
+    runners = [Runner(target / str(job), chosen[job::jobs], sources) for job in range(jobs)]
+    with ThreadPoolExecutor(jobs) as pool:
+        failed = sum(pool.map(Runner.run, runners))
+    print(f"{len(chosen) - failed} passed, {failed} failed")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
