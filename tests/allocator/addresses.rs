@@ -230,8 +230,7 @@ fn a_request_that_lacks_addresses_says_so() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         for single in [false, true] {
             let request = Request::new(700 * MIB);
             let request = if single {
@@ -302,8 +301,7 @@ fn small_blocks_that_lack_addresses_lie_beside_large_ones() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         // The rest of its last handle is free.
         let large = allocator.allocate(512 * MIB - 64 * KIB, &stream).unwrap();
         let small = allocator.allocate(40 * KIB, &stream).unwrap();

@@ -52,8 +52,7 @@ fn s1_1_s1_3_segments_have_the_classic_sizes() {
 #[test]
 fn s1_2_blocks_have_rounded_sizes() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         for (request, size) in [(1, 512), (511, 512), (512, 512), (513, 1024), (1025, 1536)] {
             let block = allocator.allocate(request, &stream).unwrap();
             assert_eq!(block.size(), size, "{request}");
@@ -68,8 +67,7 @@ fn s1_2_blocks_have_rounded_sizes() {
 #[test]
 fn s1_5_blocks_keep_their_pool() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let border = if rig.packed() { 64 * KIB } else { MIB };
         let small = allocator.allocate(border, &stream).unwrap();
         let large = allocator.allocate(border + 1, &stream).unwrap();
@@ -104,8 +102,7 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
         // first, so its smaller unit is one of the large arena, too.
         let small = if rig.packed() { 512 * KIB } else { 1024 };
         for unit in [small, 4 * MIB] {
-            let allocator = rig.checked();
-            let stream = rig.stream();
+            let (allocator, [stream]) = rig.scene();
             // Separators keep the free blocks apart.
             let sizes = [4 * unit, unit, unit, unit, 2 * unit, unit, unit, unit];
             if unit > MIB {
@@ -146,8 +143,7 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
 fn s1_7_free_blocks_of_another_stream_are_not_found() {
     each(|rig| {
         for bytes in [4 * KIB, 4 * MIB] {
-            let allocator = rig.checked();
-            let [a, b] = rig.streams();
+            let (allocator, [a, b]) = rig.scene();
             // Make both streams known.
             drop(allocator.allocate(bytes, &a).unwrap());
             let block = allocator.allocate(bytes, &b).unwrap();
@@ -169,8 +165,7 @@ fn s1_7_free_blocks_of_another_stream_are_not_found() {
 #[test]
 fn s1_8_small_blocks_split_from_one_granule_on() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let [block, _separator] = row(&allocator, &stream, [2048, 512]);
         let ptr = block.ptr();
         drop(block);
@@ -188,8 +183,7 @@ fn s1_8_small_blocks_split_from_one_granule_on() {
 #[test]
 fn s1_9_large_blocks_split_above_one_mebibyte() {
     only(Policy::Classic, |rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let [block, _separator] = row(&allocator, &stream, [4 * MIB, 2 * MIB]);
         let ptr = block.ptr();
         drop(block);
@@ -211,8 +205,7 @@ fn s1_9_large_blocks_split_above_one_mebibyte() {
 fn s1_10_split_hands_out_the_head_and_keeps_the_tail() {
     each(|rig| {
         for (first, second, end) in [(8192, 2048, 512), (12 * MIB, 4 * MIB, 2 * MIB)] {
-            let allocator = rig.checked();
-            let stream = rig.stream();
+            let (allocator, [stream]) = rig.scene();
             allocator.reserve(first + end, &stream).unwrap();
             merge(&allocator);
             let [whole, separator] = row(&allocator, &stream, [first, end]);
@@ -244,8 +237,7 @@ fn s1_10_split_hands_out_the_head_and_keeps_the_tail() {
 fn s1_11_free_merges_with_both_neighbours() {
     each(|rig| {
         for unit in [1024, 2 * MIB] {
-            let allocator = rig.checked();
-            let stream = rig.stream();
+            let (allocator, [stream]) = rig.scene();
             allocator.reserve(9 * unit, &stream).unwrap();
             merge(&allocator);
             let [left, middle, right, _separator] =
@@ -271,8 +263,7 @@ fn s1_11_free_merges_with_both_neighbours() {
 fn s1_12_pending_neighbour_is_not_merged() {
     each(|rig| {
         for unit in [1024, 2 * MIB] {
-            let allocator = rig.checked();
-            let [stream, other] = rig.streams();
+            let (allocator, [stream, other]) = rig.scene();
             allocator.reserve(9 * unit, &stream).unwrap();
             merge(&allocator);
             let [left, middle, right, _separator] =
@@ -305,8 +296,7 @@ fn s1_12_pending_neighbour_is_not_merged() {
 #[test]
 fn s1_13_unknown_and_double_frees_are_refused() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let [block, neighbour] = row(&allocator, &stream, [2048, 2048]);
         let (ptr, end) = (block.into_raw(), neighbour.ptr() + neighbour.size());
         let refuse = |ptr: u64, expected: fn(&Error) -> bool| {
@@ -334,8 +324,7 @@ fn s1_13_unknown_and_double_frees_are_refused() {
 #[test]
 fn s1_13_pointers_into_merged_memory_are_dead() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         for bytes in [512, 3000, 24 << 10] {
             // More than are kept apart: some of them merge as they are freed.
             let blocks: Vec<Block> = (0..60)
@@ -372,8 +361,7 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
 #[test]
 fn s1_14_block_metadata_is_readable() {
     each(|rig| {
-        let allocator = rig.checked();
-        let [stream, reader] = rig.streams();
+        let (allocator, [stream, reader]) = rig.scene();
         let [block, neighbour] = row(&allocator, &stream, [1000, 512]);
         block.record_stream(&reader).unwrap();
         let info = allocator.block_of(block.ptr() + 700).unwrap();
@@ -402,8 +390,7 @@ fn s1_14_block_metadata_is_readable() {
 #[test]
 fn s1_16_recording_needs_a_live_block() {
     each(|rig| {
-        let allocator = rig.checked();
-        let [stream, reader] = rig.streams();
+        let (allocator, [stream, reader]) = rig.scene();
         let block = allocator.allocate(4096, &stream).unwrap();
         let ptr = block.ptr();
         block.record_stream(&reader).unwrap();
@@ -434,8 +421,7 @@ fn s1_16_recording_needs_a_live_block() {
 #[test]
 fn s1_17_empty_cache_gives_back_what_is_free() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let _pinned = allocator.allocate(2 * MIB, &stream).unwrap();
         let freed = [30 * MIB, 24 * MIB].map(|b| allocator.allocate(b, &stream).unwrap());
         let _small = allocator.allocate(1000, &stream).unwrap();

@@ -242,8 +242,7 @@ fn r55_a_default_configuration_reuses_a_gibibyte() {
 #[test]
 fn uses_recorded_by_two_threads_at_once_are_both_kept() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked();
-        let [home, one, other] = rig.streams();
+        let (allocator, [home, one, other]) = rig.scene();
         // From here on every stream is known.
         let first = allocator.allocate(KIB, &home).unwrap();
         first.record_stream(&one).unwrap();
@@ -330,8 +329,7 @@ fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
             "cuMemFree_v2"
         };
         for refused in [false, true] {
-            let allocator = rig.checked();
-            let stream = rig.stream();
+            let (allocator, [stream]) = rig.scene();
             drop(allocator.allocate(8 * MIB, &stream).unwrap());
             stream.synchronize().unwrap();
             let held = allocator.stats().all.reserved.current;

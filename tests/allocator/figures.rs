@@ -128,8 +128,7 @@ fn s1_38_counters_equal_a_walk() {
 #[test]
 fn s1_39_emptied_memory_does_not_come_back() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         drop(allocator.allocate(MIB, &stream).unwrap());
         drop(allocator.allocate(512, &stream).unwrap());
         stream.synchronize().unwrap();
@@ -169,8 +168,7 @@ fn s1_41_metadata_is_bounded() {
         5_000_000
     };
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let mut random = Rng::new(4711);
         let mut live: Vec<Option<Block>> = (0..64).map(|_| None).collect();
         let mut peak = 0;
@@ -369,8 +367,7 @@ fn s1_45_every_special_case_has_a_result() {
 #[test]
 fn s1_42_huge_sizes_ask_nothing_of_the_driver() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         drop(allocator.allocate(512, &stream).unwrap());
         let (calls, stats) = (rig.driver.calls().total(), allocator.stats());
         for bytes in [0, usize::MAX, usize::MAX - 511, 1 << 63, (1 << 40) + 1] {
@@ -454,8 +451,7 @@ fn s1_19_peaks_are_exact_or_bounds() {
 #[test]
 fn s1_19_statistics_say_what_happened() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         assert_eq!(allocator.stats(), Default::default());
         let first = allocator.allocate(5 * MIB + 1, &stream).unwrap();
         let second = allocator.allocate(MIB, &stream).unwrap();

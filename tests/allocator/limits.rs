@@ -53,8 +53,7 @@ fn r7_full_device_is_a_limit() {
     for policy in [Policy::Packed, Policy::Classic] {
         only_on(policy, SimConfig::with_devices(1, 256 << 20), |rig| {
             const BLOCK: usize = 100 * MIB;
-            let allocator = rig.checked();
-            let [a, b] = rig.streams();
+            let (allocator, [a, b]) = rig.scene();
             let blocks = [0, 1].map(|_| allocator.allocate(BLOCK, &a).unwrap());
             let busy = rig.busy(&b);
             for block in &blocks {

@@ -30,8 +30,7 @@ fn one_block_is_live(allocator: &Allocator) {
 #[test]
 fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.checked();
-        let [home, other, third] = rig.streams();
+        let (allocator, [home, other, third]) = rig.scene();
         let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
         home.synchronize().unwrap();
         for next in [&third, &home, &other] {
@@ -59,8 +58,7 @@ fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
 #[test]
 fn a_stream_that_captures_leases_nothing() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let pool = WorkspacePool::new(&allocator);
         let slab = pool.lease(&stream, 4096).unwrap().as_device_ptr();
         let under_way = Capturing::begin(&stream, MODE);
@@ -74,8 +72,7 @@ fn a_stream_that_captures_leases_nothing() {
 #[test]
 fn d4_a_buffer_dropped_behind_an_operation_that_met_a_capture_is_freed() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.checked();
-        let [home, other] = rig.streams();
+        let (allocator, [home, other]) = rig.scene();
         for words in [100, 1 << 18] {
             let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, words, 3, &home).unwrap();
             home.synchronize().unwrap();
@@ -146,8 +143,7 @@ fn d4_a_column_of_a_retired_stream_dropped_in_its_capture_is_freed() {
 #[test]
 fn d4_no_end_of_a_memory_spoils_a_capture_of_another_stream() {
     each(|rig| {
-        let allocator = rig.checked();
-        let [home, other] = rig.streams();
+        let (allocator, [home, other]) = rig.scene();
         let plain = CudaMemory::new(&rig.context);
         let block = plain.allocate_block(&Request::new(4096), &home).unwrap();
         let lent = Tensor::zeroed(&*allocator, DType::F32, &[1 << 18], &home).unwrap();

@@ -34,8 +34,7 @@ fn host_waits(rig: &Rig) -> (u64, u64) {
 #[test]
 fn a_trim_names_the_streams_that_memory_waits_for() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let hold = rig.hold(&stream);
         freed_in_use(rig, &allocator, &stream);
         let before = host_waits(rig);
@@ -55,8 +54,7 @@ fn a_trim_names_the_streams_that_memory_waits_for() {
 #[test]
 fn an_emptied_cache_waits_for_markers_before_contexts() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let hold = rig.busy_for(&stream, NANOS);
         freed_in_use(rig, &allocator, &stream);
         let (_, contexts) = host_waits(rig);
@@ -176,8 +174,7 @@ fn an_emptied_cache_keeps_what_a_capture_does_not_let_it_wait_for() {
 #[test]
 fn an_emptied_cache_does_not_wait_for_a_stream_that_captures() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let hold = rig.busy_for(&stream, NANOS);
         freed_in_use(rig, &allocator, &stream);
         // The marker comes before the capture.

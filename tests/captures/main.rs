@@ -180,8 +180,7 @@ fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
 fn r38_capture_leaves_no_stale_events() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         let own = allocator.allocate(BLOCK, &a).unwrap();
         let recorded = allocator.allocate(BLOCK, &b).unwrap();
         recorded.record_stream(&a).unwrap();
@@ -524,8 +523,7 @@ fn work_beside(rig: &Rig, allocator: &Allocator, stream: &Stream) {
 fn g3_work_on_other_streams_leaves_a_strict_capture_alone() {
     for (mode, elsewhere) in STRICT.into_iter().flat_map(|m| [(m, false), (m, true)]) {
         each(|rig| {
-            let allocator = rig.checked();
-            let [stream, capturing] = rig.streams();
+            let (allocator, [stream, capturing]) = rig.scene();
             let capture = |work: &dyn Fn()| {
                 let under_way = Capturing::begin(&capturing, mode);
                 work();

@@ -33,8 +33,7 @@ fn a6_no_use_is_recorded_on_a_stream_that_captures() {
 }
 
 fn uses_on_capturing_streams(rig: &Rig) {
-    let allocator = rig.checked();
-    let owner = rig.stream();
+    let (allocator, [owner]) = rig.scene();
     for bytes in [KIB, MIB, 12 * MIB] {
         let (kept, raw) = (rig.stream(), RawStream::new(rig));
         let borrowed = raw.borrowed();
@@ -110,8 +109,7 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
 #[test]
 fn d11_a_thread_stream_that_captures_is_named_as_that() {
     each(|rig| {
-        let allocator = rig.checked();
-        let owner = rig.stream();
+        let (allocator, [owner]) = rig.scene();
         let handle: sys::CUstream = std::ptr::without_provenance_mut(2);
         let stream = Stream::per_thread(&rig.context);
         let block = allocator.allocate(MIB, &owner).unwrap();

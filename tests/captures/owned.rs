@@ -109,8 +109,7 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         for call in ["cuCtxSynchronize", "cuCtxSetCurrent"] {
-            let allocator = rig.checked();
-            let [home, other] = rig.streams();
+            let (allocator, [home, other]) = rig.scene();
             let column = Tensor::zeroed(&*allocator, DType::F32, &[1 << 20], &home).unwrap();
             let ptr = column.ptr();
             let out = column
@@ -144,8 +143,7 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
 #[test]
 fn a_batch_that_a_capture_kept_from_its_marker_gets_it_afterwards() {
     each_simulated(|rig, _| {
-        let allocator = rig.checked();
-        let [own, user] = rig.streams();
+        let (allocator, [own, user]) = rig.scene();
         let block = allocator.allocate(20 * MIB, &own).unwrap();
         block.record_stream(&user).unwrap();
         let at = block.ptr();
@@ -168,8 +166,7 @@ fn a_batch_that_a_capture_kept_from_its_marker_gets_it_afterwards() {
 #[test]
 fn an_event_of_a_capture_is_used_for_the_next_marker() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.checked();
-        let [own, user] = rig.streams();
+        let (allocator, [own, user]) = rig.scene();
         let block = allocator.allocate(20 * MIB, &own).unwrap();
         block.record_stream(&user).unwrap();
         let (at, raw) = (block.ptr(), user.raw());

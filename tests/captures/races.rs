@@ -336,8 +336,7 @@ fn d4_markers_behind_a_captured_one_are_asked_at_once() {
 #[test]
 fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
     each_with_interludes(|rig, _| {
-        let allocator = rig.checked();
-        let [home, other] = rig.streams();
+        let (allocator, [home, other]) = rig.scene();
         let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
         interlude::before("cuEventRecord", begin(rig, home.raw()));
         buffer.fill(5, &other).unwrap_err();
@@ -353,8 +352,7 @@ fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
 #[test]
 fn d4_work_that_falls_into_a_capture_is_told() {
     each_with_interludes(|rig, _| {
-        let allocator = rig.checked();
-        let home = rig.stream();
+        let (allocator, [home]) = rig.scene();
         let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
         interlude::before("cuMemsetD32Async", begin(rig, home.raw()));
         let error = buffer.fill(5, &home).unwrap_err();
@@ -390,8 +388,7 @@ fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
 fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
     let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     each_simulated(|rig, sim| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
         let hold = rig.hold(&a);
         drop(allocator.allocate(3 * MIB, &a).unwrap());

@@ -211,6 +211,11 @@ impl Rig {
         self.checked_with(Config::new())
     }
 
+    /// A [checked](Self::checked) allocator and streams to use it with.
+    pub fn scene<const N: usize>(&self) -> (Checked<'_>, [Stream; N]) {
+        (self.checked(), self.streams())
+    }
+
     pub fn checked_limit(&self, bytes: usize) -> Checked<'_> {
         self.checked_with(Config::new().limit(Some(bytes as u64)))
     }

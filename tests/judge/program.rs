@@ -396,7 +396,7 @@ pub const PROFILES: &[Profile] = &[
     Profile {
         name: "threads",
         share: 40,
-        steps: 150,
+        steps: 1200,
         ..PLAIN
     },
     Profile {

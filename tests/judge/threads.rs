@@ -315,14 +315,18 @@ impl Scene<'_> {
                 }
                 86..88 => {
                     let keep = rng.below(64 << 20);
-                    self.trims.around(|| drop(self.allocator.trim(keep)));
+                    self.trims.around(|| match keep % 2 {
+                        0 => drop(self.allocator.trim(keep)),
+                        _ => drop(self.allocator.empty_cache()),
+                    });
                 }
                 88..92 => self.advance(&mut rng),
                 92..94 => {
                     let bytes = 4 * (1 + rng.index(1 << 20));
                     self.layer(bytes, &mut rng)?;
                 }
-                94..96 if self.beside => {
+                94 => self.look(&mut rng)?,
+                95..97 if self.beside => {
                     let stream = rng.pick(&[0, 1]);
                     let _ = self.allocator.retire(&self.commons[stream]);
                 }
@@ -345,6 +349,22 @@ impl Scene<'_> {
         self.verdict()
     }
 
+    /// Calls that concern the whole heap.
+    fn look(&self, rng: &mut Rng) -> Done {
+        match rng.below(4) {
+            0 => drop(self.allocator.snapshot()),
+            // In a debug mode it reads memory.
+            1 => match self.allocator.check() {
+                Err(Error::Driver(_)) if self.faulty => {}
+                checked => checked.map_err(|e| format!("the heap is wrong: {e}"))?,
+            },
+            2 => self.allocator.set_limit(rng.chance(30).then_some(48 << 20)),
+            // A call that was made to fail, or a close by another thread, refuses it.
+            _ => drop(self.allocator.synchronize()),
+        }
+        Ok(())
+    }
+
     fn advance(&self, rng: &mut Rng) {
         self.sim.advance_row();
         let ready = self.sim.ready_streams();
@@ -361,6 +381,11 @@ impl Scene<'_> {
         let alignment = 1 << rng.pick(&[0, 0, 16, 20, 21]);
         let raw = lanes[at].raw();
         let request = Request::new(bytes).align(alignment);
+        let request = match rng.below(20) {
+            0 => request.single_handle().views(rng.chance(50)),
+            1 => request.cached_only(),
+            _ => request,
+        };
         let place = |stream: &Stream| self.allocator.allocate_with(request, stream);
         let made = match &lanes[at].name {
             Name::Owned(stream) => place(stream),
@@ -382,6 +407,7 @@ impl Scene<'_> {
                 });
                 Ok(())
             }
+            Err(Error::NotCached) => Ok(()),
             Err(error) if error.is_out_of_memory() || self.faulty => Ok(()),
             Err(Error::Closed) if self.closing => Ok(()),
             Err(error) => Err(format!("an allocation was refused: {error:?}")),
@@ -422,6 +448,7 @@ impl Scene<'_> {
             let _ = own(|f| unsafe { f.cuStreamWaitEvent.unwrap()(raw, item.event as CUevent, 0) });
             self.work(item.block.ptr(), item.block.requested(), raw);
             let recorded = match &lane.name {
+                Name::Owned(stream) if rng.chance(50) => item.block.record_stream(stream),
                 Name::Owned(stream) => item.block.record_use(stream),
                 // SAFETY: the stream is retired before it is destroyed.
                 Name::Raw(_) => unsafe { self.allocator.record_use_raw(item.block.ptr(), raw) },

@@ -13,20 +13,19 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-mod loops;
 mod machine;
 mod program;
+mod random;
 mod shadow;
 mod shrink;
-mod threads;
 
 use std::time::Instant;
 
 use common::{lost, rng};
 use cualloc::Policy;
 use cualloc::sim::Mode;
-use loops::repeating;
-use program::{Bad, Op, Setup, Tuning, contended, generate};
+use program::{Bad, Op, Setup, Tuning, Want};
+use random::{filling, general, repeating};
 use shrink::{attempt, print, smallest};
 
 const LENGTH: usize = 2000;
@@ -118,20 +117,20 @@ fn judge_some(
 /// R34
 #[test]
 fn r34_packed_random_programs_agree_with_the_model() {
-    judge(Policy::Packed, generate, 2);
+    judge(Policy::Packed, general, 2);
 }
 
 /// R34
 #[test]
 fn r34_classic_random_programs_agree_with_the_model() {
-    judge(Policy::Classic, generate, 2);
+    judge(Policy::Classic, general, 2);
 }
 
 /// R34: under a limit that scattered memory has to meet. Blocks lie in views in half of all steps, and
 /// so do they when views are evicted, memory is trimmed, and calls are made to fail.
 #[test]
 fn r34_scattered_programs_agree_with_the_model() {
-    let sums = judge(Policy::Packed, contended, 20);
+    let sums = judge(Policy::Packed, filling, 20);
     if sums.steps < TELLING {
         return;
     }
@@ -156,20 +155,6 @@ fn r34_classic_programs_in_loops_agree_with_the_model() {
     judge(Policy::Classic, repeating, 40);
 }
 
-/// R34
-#[test]
-fn r34_threads_on_one_packed_allocator() {
-    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 30;
-    threads::judge(Policy::Packed, total, setting("CUALLOC_ORACLE_SEED", 1));
-}
-
-/// R34
-#[test]
-fn r34_threads_on_one_classic_allocator() {
-    let total = setting("CUALLOC_ORACLE_OPS", OPERATIONS) / 30;
-    threads::judge(Policy::Classic, total, setting("CUALLOC_ORACLE_SEED", 1));
-}
-
 /// Runs a program that failed once.
 fn replay(setup: Setup, ops: &[Op]) {
     if let Err(failure) = attempt(&setup, ops, 1) {
@@ -192,12 +177,14 @@ fn plain(policy: Policy) -> Setup {
 }
 
 const fn alloc(stream: u8, bytes: usize) -> Op {
-    Op::Alloc {
-        stream,
-        bytes,
-        align: 0,
-        raw: false,
-    }
+    Op::Alloc(Want::of(stream, bytes))
+}
+
+const fn raw(stream: u8, bytes: usize) -> Op {
+    Op::Alloc(Want {
+        raw: true,
+        ..Want::of(stream, bytes)
+    })
 }
 
 /// A page that was handed back while the allocator closed was still pending.
@@ -210,28 +197,17 @@ fn a_page_of_an_unused_stream_is_returned_by_close() {
 #[test]
 fn an_aligned_block_may_begin_beyond_the_first_piece() {
     let ops = [
-        Op::Alloc {
-            stream: 0,
-            bytes: 20,
-            align: 0,
-            raw: true,
-        },
+        raw(0, 20),
         Op::Free { block: 0 },
         Op::NewStream { raw: false },
         alloc(1, 512),
-        Op::Alloc {
-            stream: 0,
-            bytes: 512,
-            align: 0,
-            raw: true,
-        },
+        raw(0, 512),
         Op::Free { block: 1 },
-        Op::Alloc {
-            stream: 0,
-            bytes: 59,
+        Op::Alloc(Want {
             align: 17,
             raw: true,
-        },
+            ..Want::of(0, 59)
+        }),
     ];
     replay(plain(Policy::Classic), &ops);
 }
@@ -328,16 +304,10 @@ fn pages_of_an_idle_stream_are_given_back_before_a_request_fails() {
         limit: Some(51 << 20),
         ..plain(Policy::Packed)
     };
-    let alloc = |stream, bytes, raw| Op::Alloc {
-        stream,
-        bytes,
-        align: 0,
-        raw,
-    };
     let ops = [
         Op::NewStream { raw: false },
-        alloc(5, 1 << 20, false),
-        alloc(0, 182, false),
+        alloc(5, 1 << 20),
+        alloc(0, 182),
         Op::Free { block: 162 },
         Op::RecordStream {
             block: 11_659,
@@ -345,8 +315,8 @@ fn pages_of_an_idle_stream_are_given_back_before_a_request_fails() {
             inside: false,
         },
         Op::Free { block: 4 },
-        alloc(2, 27_070_035, true),
-        alloc(5, 23_924_913, false),
+        raw(2, 27_070_035),
+        alloc(5, 23_924_913),
     ];
     replay(setup, &ops);
 }

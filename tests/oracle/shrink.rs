@@ -2,7 +2,7 @@
 
 use super::common::shrink::{Failure, guarded, shrink};
 use super::machine::{Summary, run};
-use super::program::{Op, Relief, Setup};
+use super::program::{Op, Relief, Setup, Want};
 
 /// Runs a program, checking the heap every few steps; a panic is a failure like any other.
 pub fn attempt(setup: &Setup, ops: &[Op], check_every: usize) -> Result<Summary, Failure> {
@@ -33,43 +33,7 @@ pub fn smallest(
 fn simpler(op: Op) -> Vec<Op> {
     let mut list = Vec::new();
     match op {
-        Op::Alloc {
-            stream,
-            bytes,
-            align,
-            raw,
-        } => {
-            if align > 0 {
-                list.push(Op::Alloc {
-                    stream,
-                    bytes,
-                    align: 0,
-                    raw,
-                });
-            }
-            if bytes > 512 {
-                list.push(Op::Alloc {
-                    stream,
-                    bytes: bytes.next_power_of_two() / 2,
-                    align,
-                    raw,
-                });
-                list.push(Op::Alloc {
-                    stream,
-                    bytes: bytes / 2,
-                    align,
-                    raw,
-                });
-            }
-            if stream > 0 {
-                list.push(Op::Alloc {
-                    stream: stream % 8,
-                    bytes,
-                    align,
-                    raw,
-                });
-            }
-        }
+        Op::Alloc(want) => list.extend(smaller(want).map(Op::Alloc)),
         Op::Again {
             stream,
             bytes,
@@ -84,26 +48,17 @@ fn simpler(op: Op) -> Vec<Op> {
             }
         }
         Op::Place {
-            stream,
-            bytes,
-            align,
+            want,
             single,
             views,
         } => {
-            for (bytes, align, single, views) in [
-                (bytes, align, single, true),
-                (bytes, align, false, views),
-                (bytes, 0, single, views),
-                (bytes.div_ceil(2), align, single, views),
-            ] {
-                list.push(Op::Place {
-                    stream,
-                    bytes,
-                    align,
-                    single,
-                    views,
-                });
-            }
+            let of = |want, single, views| Op::Place {
+                want,
+                single,
+                views,
+            };
+            list.extend([of(want, single, true), of(want, false, views)]);
+            list.extend(smaller(want).map(|want| of(want, single, views)));
         }
         Op::Hook { relief, stream } if relief.is_some_and(|relief| relief != Relief::Nothing) => {
             list.push(Op::Hook {
@@ -128,6 +83,20 @@ fn simpler(op: Op) -> Vec<Op> {
     }
     list.retain(|simpler| *simpler != op);
     list
+}
+
+fn smaller(want: Want) -> impl Iterator<Item = Want> {
+    let bytes = [want.bytes.next_power_of_two() / 2, want.bytes / 2];
+    let bytes = bytes.into_iter().filter(|bytes| *bytes >= 256);
+    let shorter = bytes.map(move |bytes| Want { bytes, ..want });
+    let plain = [
+        Want { align: 0, ..want },
+        Want {
+            stream: want.stream % 8,
+            ..want
+        },
+    ];
+    plain.into_iter().chain(shorter)
 }
 
 /// A failing program as lines of a regression test.

@@ -30,8 +30,7 @@ fn left_unmarked(allocator: &Allocator, stream: &Stream, other: &Stream) -> u64 
 #[test]
 fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         let ptr = left_unmarked(&allocator, &a, &b);
         let calls = || rig.calls("cuEventRecord") + rig.calls("cuStreamQuery");
         let before = calls();
@@ -143,8 +142,7 @@ fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
     let Some(rig) = Rig::with_interludes(Policy::Packed) else {
         return;
     };
-    let allocator = rig.checked();
-    let [a, b] = rig.streams();
+    let (allocator, [a, b]) = rig.scene();
     let ptr = left_unmarked(&allocator, &a, &b);
     interlude::before("cuStreamQuery", begin(&rig, a.raw()));
     let elsewhere = allocator.allocate(BLOCK, &b).unwrap();

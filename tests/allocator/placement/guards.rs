@@ -49,8 +49,7 @@ fn segments_cover_a_block_in_the_order_of_its_addresses() {
 fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
     each(|rig| {
         for bytes in [512, 100 * KIB, 24 * MIB] {
-            let allocator = rig.checked();
-            let stream = rig.stream();
+            let (allocator, [stream]) = rig.scene();
             let block = allocator.allocate(bytes, &stream).unwrap();
             let (ptr, size) = (block.ptr(), block.size());
             let guards = [0, 1].map(|_| allocator.guard(ptr, 512).unwrap());
@@ -89,8 +88,7 @@ fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
 fn r21_a_guard_forgets_no_use_of_another_stream() {
     each(|rig| {
         const BLOCK: usize = 24 * MIB;
-        let allocator = rig.checked();
-        let [a, b, c] = rig.streams();
+        let (allocator, [a, b, c]) = rig.scene();
         let block = allocator.allocate(BLOCK, &a).unwrap();
         let ptr = block.ptr();
         block.record_stream(&b).unwrap();

@@ -10,8 +10,7 @@ use cualloc::sim::{Mode, SimConfig};
 #[test]
 fn s1_37_reuse_makes_no_driver_call_for_memory() {
     each(|rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         for bytes in [100, 4 * KIB, MIB, 3 * MIB, 40 * MIB] {
             let first = allocator.allocate(bytes, &stream).unwrap();
             let ptr = first.ptr();
@@ -31,8 +30,7 @@ fn s1_37_reuse_makes_no_driver_call_for_memory() {
 #[test]
 fn r61_freed_blocks_serve_larger_ones() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let small: Vec<_> = (0..8)
             .map(|_| allocator.allocate(16 * MIB, &stream).unwrap())
             .collect();
@@ -49,8 +47,7 @@ fn r61_freed_blocks_serve_larger_ones() {
 #[test]
 fn r61_freed_small_blocks_serve_whole_pages() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let small: Vec<Block> = (0..32)
             // A page: 1 to 15 granules of 512 bytes, and 8 more.
             .flat_map(|_| (1..16).chain([8]))
@@ -77,8 +74,7 @@ fn bound(rig: &Rig, allocator: &cualloc::Allocator) -> u64 {
 #[test]
 fn r3_changing_sizes_do_not_run_away() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let mut live: Vec<Block> = Vec::new();
         let mut survivors: Vec<Block> = Vec::new();
         for round in 0..100 {
@@ -114,8 +110,7 @@ fn r60_small_survivors_pin_little() {
             stream.synchronize().unwrap();
             survivors
         };
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let _survivors = fill(&allocator, &stream);
         let large = allocator.allocate(160 * MIB, &stream).unwrap();
         assert!(allocator.stats().all.reserved.peak <= bound(rig, &allocator));
@@ -264,8 +259,7 @@ fn r19_packed_memory_is_exportable() {
         if !rig.driver.has(Feature::HandleFromAddress) || !rig.driver.has(Feature::VmmExport) {
             return eprintln!("SKIPPED: the driver cannot export handles");
         }
-        let allocator = rig.checked();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         for bytes in [KIB, 30 * MIB] {
             let block = allocator.allocate(bytes, &stream).unwrap();
             let entered = rig.context.enter().unwrap();

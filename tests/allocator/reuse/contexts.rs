@@ -70,8 +70,7 @@ fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize)
 #[test]
 fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
     each_simulated(|rig, sim| {
-        let allocator = rig.checked();
-        let own = rig.stream();
+        let (allocator, [own]) = rig.scene();
         let there = elsewhere(rig, sim);
         let _kept = allocator.allocate(70_000, &own).unwrap();
         used_by(&allocator, &own, &there, 4 * MIB);
@@ -110,8 +109,7 @@ fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
 fn d6_a_context_may_go_once_its_streams_are_retired() {
     for (bytes, seen) in [(KIB, false), (4 * MIB, false), (4 * MIB, true)] {
         each_simulated(|rig, sim| {
-            let allocator = rig.checked();
-            let own = rig.stream();
+            let (allocator, [own]) = rig.scene();
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
             let kept = allocator.allocate(70_000, &own).unwrap();
@@ -135,8 +133,7 @@ fn d6_a_context_may_go_once_its_streams_are_retired() {
 #[test]
 fn d6_no_event_of_a_context_outlives_the_last_of_its_streams() {
     each_simulated(|rig, sim| {
-        let allocator = rig.checked();
-        let own = rig.stream();
+        let (allocator, [own]) = rig.scene();
         drop(allocator.allocate(KIB, &own).unwrap());
         let there = elsewhere(rig, sim);
         sim.set_mode(Mode::Manual);
@@ -364,8 +361,7 @@ fn writes_and_leaves(rig: &Rig, allocator: &Allocator, there: &Elsewhere) {
 #[test]
 fn the_distrust_of_a_context_ends_with_its_last_stream() {
     each_simulated(|rig, sim| {
-        let allocator = rig.checked();
-        let own = rig.stream();
+        let (allocator, [own]) = rig.scene();
         let there = elsewhere(rig, sim);
         let beside = there.beside(rig);
         // SAFETY: the streams are alive, and nothing uses the blocks.
@@ -410,8 +406,7 @@ fn the_distrust_of_a_context_ends_when_it_is_known_to_be_gone() {
         Code::CUDA_ERROR_INVALID_CONTEXT,
     ] {
         each_simulated(|rig, sim| {
-            let allocator = rig.checked();
-            let own = rig.stream();
+            let (allocator, [own]) = rig.scene();
             let there = elsewhere(rig, sim);
             used_by(&allocator, &own, &there, 4 * MIB);
             invalidate(sim, &allocator, &there, &FINDS[0]);
@@ -490,8 +485,7 @@ fn retirements_that_fail_leave_a_bounded_number_of_events() {
     ];
     for (call, code, skip) in plans {
         each_simulated(|rig, sim| {
-            let allocator = rig.checked();
-            let own = rig.stream();
+            let (allocator, [own]) = rig.scene();
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
             let live = live_blocks(&allocator, &own, &there);

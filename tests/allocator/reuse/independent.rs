@@ -170,8 +170,7 @@ fn memory_that_others_gave_back_is_asked_for_before_a_wait() {
     for policy in [Policy::Packed, Policy::Classic] {
         only_on(policy, SimConfig::with_devices(1, GIB as u64), |rig| {
             let Some(sim) = rig.sim() else { return };
-            let allocator = rig.checked();
-            let [main, side] = rig.streams();
+            let (allocator, [main, side]) = rig.scene();
             let hold = rig.hold(&side);
             let pending = |bytes| {
                 let block = allocator.allocate(bytes, &main).unwrap();

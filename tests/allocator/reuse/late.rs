@@ -17,8 +17,7 @@ pub fn covers_no_later_free(
     told: impl Fn(&Rig, &Stream),
 ) {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         let early = allocator.allocate(BLOCK, &a).unwrap();
         let late = allocator.allocate(BLOCK, &a).unwrap();
         let (early_ptr, late_ptr) = (early.ptr(), late.ptr());

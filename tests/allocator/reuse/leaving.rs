@@ -176,8 +176,7 @@ fn d3_a_column_that_came_back_counts_on_a_retired_stream() {
 #[test]
 fn d3_a_retirement_that_fails_changes_nothing() {
     each_simulated(|rig, sim| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
         let (small, large) = (
             allocator.allocate(KIB, &a).unwrap(),
@@ -208,8 +207,7 @@ fn d3_a_retirement_that_fails_changes_nothing() {
 #[test]
 fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
         let block = allocator.allocate(BLOCK, &a).unwrap();
         let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
@@ -234,8 +232,7 @@ fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
 #[test]
 fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
     each_with_interludes(|rig, sim| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         let _kept = allocator.allocate(KIB, &a).unwrap();
         drop(allocator.allocate(KIB, &b).unwrap());
         let (other, on) = (allocator.clone(), a.clone());
@@ -256,8 +253,7 @@ fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
 #[test]
 fn d7_a_synchronisation_that_fails_changes_nothing() {
     each_simulated(|rig, sim| {
-        let allocator = rig.checked();
-        let [s, t] = rig.streams();
+        let (allocator, [s, t]) = rig.scene();
         drop(allocator.allocate(100 * KIB, &t).unwrap());
         let block = allocator.allocate(8 * MIB, &s).unwrap();
         allocator.retire(&s).unwrap();
@@ -345,8 +341,7 @@ fn d12_a_stream_that_was_named_by_its_handle_is_kept_alive() {
 fn d12_the_legacy_stream_is_kept_by_whichever_handle_it_is_named() {
     only(Policy::Packed, |rig| {
         for handle in [0, 1] {
-            let allocator = rig.checked();
-            let other = rig.stream();
+            let (allocator, [other]) = rig.scene();
             drop(allocator.allocate(KIB, &other).unwrap());
             let handle = std::ptr::without_provenance_mut(handle);
             // SAFETY: a special handle.

@@ -61,8 +61,7 @@ fn r32_steady_state_creates_no_events() {
 #[test]
 fn r33_event_pools_are_per_context() {
     two_devices(|rig, second| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         let foreign = Stream::new(second).unwrap();
         for round in 0..30 {
             let block = allocator.allocate(BLOCK, &a).unwrap();

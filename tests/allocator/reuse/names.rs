@@ -178,8 +178,7 @@ fn is_refused<T: std::fmt::Debug>(
 #[test]
 fn a_marker_leaves_the_current_context_as_it_was() {
     beside_another_context(|rig, other| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
         let block = allocator.allocate(12 * MIB, &a).unwrap();
         let _entered = other.enter().unwrap();

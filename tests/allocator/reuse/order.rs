@@ -10,8 +10,7 @@ use cualloc::sim::Mode;
 fn s1_40_s1_46_recorded_block_is_not_reused_while_the_stream_runs() {
     each(|rig| {
         for bytes in [4 * KIB, 4 * MIB] {
-            let allocator = rig.checked();
-            let [a, b] = rig.streams();
+            let (allocator, [a, b]) = rig.scene();
             let block = allocator.allocate(bytes, &a).unwrap();
             let ptr = block.ptr();
             rig.stamp(ptr, bytes, 1, &a);
@@ -130,8 +129,7 @@ fn r21_merged_memory_keeps_the_uses_of_its_parts() {
 fn r22_complete_blocks_are_taken_without_a_wait() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(512, &a).unwrap());
         let block = allocator.allocate(BLOCK, &b).unwrap();
         let ptr = block.ptr();
@@ -186,8 +184,7 @@ fn r28_slow_stream_does_not_delay_others() {
 fn r29_uses_are_recorded_through_interior_pointers() {
     each(|rig| {
         for (bytes, inside) in [(4 * KIB, 1234), (12 * MIB, 7 * MIB + 3)] {
-            let allocator = rig.checked();
-            let [a, b] = rig.streams();
+            let (allocator, [a, b]) = rig.scene();
             let block = allocator.allocate(bytes, &a).unwrap();
             let ptr = block.ptr();
             let hold = rig.hold(&b);
@@ -214,8 +211,7 @@ fn r30_precise_use_ends_at_its_record() {
         const BLOCK: usize = 12 * MIB;
         let mut peaks = Vec::new();
         for _ in 0..2 {
-            let allocator = rig.checked();
-            let [a, b] = rig.streams();
+            let (allocator, [a, b]) = rig.scene();
             let mut places = Vec::new();
             for round in 0..5 {
                 let block = allocator.allocate(BLOCK, &a).unwrap();

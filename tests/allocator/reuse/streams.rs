@@ -68,8 +68,7 @@ fn r24_destroyed_streams_leave_their_memory() {
 fn r24_a_retired_stream_that_goes_on_is_a_new_one() {
     each(|rig| {
         for bytes in [4 * KIB, 12 * MIB] {
-            let allocator = rig.checked();
-            let [a, b] = rig.streams();
+            let (allocator, [a, b]) = rig.scene();
             // Memory stays with the retired stream because of this one.
             let kept = allocator.allocate(bytes, &a).unwrap();
             drop(allocator.allocate(bytes, &a).unwrap());

@@ -220,8 +220,7 @@ fn streams_that_are_behind_are_marked_at_once() {
 #[test]
 fn idle_streams_are_trimmed_without_a_marker() {
     each(|rig| {
-        let allocator = rig.checked();
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene();
         unasked(&allocator, &a, &b);
         drop(allocator.allocate(BLOCK, &a).unwrap());
         let before = records(rig);

@@ -101,8 +101,7 @@ fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
     for bytes in [KIB, 3 * MIB] {
         for call in ["cuEventCreate", "cuEventRecord"] {
             each_simulated(|rig, sim| {
-                let allocator = rig.checked();
-                let home = rig.stream();
+                let (allocator, [home]) = rig.scene();
                 let other = RawStream::new(rig);
                 let block = allocator.allocate(bytes, &home).unwrap();
                 sim.fail(FailPlan::call(call, code).unwrap());

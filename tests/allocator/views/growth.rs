@@ -24,8 +24,7 @@ fn rows(allocator: &Allocator, stream: &Stream, pieces: usize, bytes: usize) -> 
 fn growth_stops_at_the_soft_cap() {
     packed(|rig| {
         for (pieces, bytes, slack) in [(16, 4 * MIB, 16 * MIB), (256, 8 * MIB, 40 * MIB)] {
-            let allocator = rig.checked();
-            let a = rig.stream();
+            let (allocator, [a]) = rig.scene();
             let _kept = rows(&allocator, &a, pieces, bytes);
             let peak = 2 * pieces * bytes;
             let reserved = || allocator.stats().all.reserved.current as usize;
@@ -51,8 +50,7 @@ fn growth_stops_at_the_soft_cap() {
 #[test]
 fn a_trim_lowers_the_soft_cap() {
     packed(|rig| {
-        let allocator = rig.checked();
-        let a = rig.stream();
+        let (allocator, [a]) = rig.scene();
         drop(allocator.allocate(512 * MIB, &a).unwrap());
         allocator.synchronize().unwrap();
         allocator.trim(0).unwrap();
@@ -69,8 +67,7 @@ fn a_trim_lowers_the_soft_cap() {
 #[test]
 fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
     packed(|rig| {
-        let allocator = rig.checked();
-        let a = rig.stream();
+        let (allocator, [a]) = rig.scene();
         // Pieces of less than a page of the driver, and requests that are not worth a view.
         let mut kept = rows(&allocator, &a, 64, MIB / 2);
         let peak = allocator.stats().all.reserved.current;
@@ -117,8 +114,7 @@ fn a_stitch_takes_what_the_other_arena_gave_back() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.checked();
-        let a = rig.stream();
+        let (allocator, [a]) = rig.scene();
         let _kept = rows(&allocator, &a, 2, PART);
         drop(allocator.allocate(KIB, &a).unwrap());
         assert_eq!(
@@ -292,8 +288,7 @@ fn a_refused_stitch_is_tried_again_after_a_release() {
     const FRONT: usize = 9 * MIB;
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let allocator = rig.checked();
-        let a = rig.stream();
+        let (allocator, [a]) = rig.scene();
         let _kept = rows(&allocator, &a, PIECES, PART);
         allocator.trim(u64::MAX).unwrap();
         drop(allocator.allocate(VIEW, &a).unwrap());

@@ -6,7 +6,7 @@ use cualloc::error::InvalidArgument;
 use cualloc::{Block, Error, Policy};
 
 use super::{Handle, Held, Machine, Step, text};
-use crate::program::Bad;
+use crate::program::{Bad, Want};
 use crate::shadow::shadow;
 
 impl Machine<'_> {
@@ -48,8 +48,9 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn allocate(&mut self, stream: u8, bytes: usize, align: u8, raw: bool) -> Step {
-        let (at, align) = (self.lane(stream), 1usize << (align % 22));
+    pub(super) fn allocate(&mut self, want: Want) -> Step {
+        let Want { bytes, raw, .. } = want;
+        let (at, align) = (self.lane(want.stream), 1usize << (want.align % 22));
         let owned = matches!(self.lanes[at].handle, Handle::Owned(_));
         // The entry points by handle alone know no alignment.
         let align = if owned || (!raw && self.setup.stream_ids) {
@@ -279,7 +280,7 @@ impl Machine<'_> {
     pub(super) fn again(&mut self, stream: u8, bytes: usize, times: u8) -> Step {
         for _ in 0..=times {
             let before = self.blocks.len();
-            self.allocate(stream, bytes, 0, false)?;
+            self.allocate(Want::of(stream, bytes))?;
             let Some(last) = self.blocks.len().checked_sub(1).filter(|at| *at == before) else {
                 return Ok(());
             };

@@ -275,24 +275,17 @@ impl<'a> Machine<'a> {
             self.summary.faults_beside += u64::from(matches!(op, Op::Fail { .. }));
         }
         match op {
-            Op::Alloc {
-                stream,
-                bytes,
-                align,
-                raw,
-            } => self.allocate(stream, bytes, align, raw),
+            Op::Alloc(want) => self.allocate(want),
             Op::Again {
                 stream,
                 bytes,
                 times,
             } => self.again(stream, bytes, times),
             Op::Place {
-                stream,
-                bytes,
-                align,
+                want,
                 single,
                 views,
-            } => self.place(stream, bytes, align, (single, views)),
+            } => self.place(want, single, views),
             Op::Cached { stream, bytes } => self.take_cached(stream, bytes),
             Op::Guard { block, from, part } => self.guard(block, from, part),
             Op::Unguard { guard } => self.unguard(guard),

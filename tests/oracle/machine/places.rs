@@ -4,6 +4,7 @@ use cualloc::allocator::{PhysicalSegment, RangeGuard, Request};
 use cualloc::{Block, Error, Policy};
 
 use super::{Handle, Machine, Step, text};
+use crate::program::Want;
 use crate::shadow::shadow;
 
 /// A guard and what it keeps.
@@ -33,14 +34,9 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn place(
-        &mut self,
-        stream: u8,
-        bytes: usize,
-        align: u8,
-        (single, views): (bool, bool),
-    ) -> Step {
-        let (at, align) = (self.lane(stream), 1usize << (align % 22));
+    pub(super) fn place(&mut self, want: Want, single: bool, views: bool) -> Step {
+        let bytes = want.bytes;
+        let (at, align) = (self.lane(want.stream), 1usize << (want.align % 22));
         let request = Request::new(bytes).align(align).views(views);
         let request = if single {
             request.single_handle()
