@@ -1,6 +1,6 @@
 //! The carving core on its own, over memory from elsewhere.
 
-use crate::common::MIB;
+use crate::common::{MIB, assert_matches};
 use cualloc::Error;
 use cualloc::allocator::{Carved, Carver, CarverStats};
 use cualloc::error::InvalidArgument;
@@ -60,9 +60,7 @@ fn s1_15_the_carving_core_serves_an_external_provider() {
     // Merged: 1024 + 4096.
     assert_eq!(allocate(&mut carver, 1, 5120).0, at(first.address, 5120));
     assert!(carver.give_back(first.address).is_ok());
-    assert!(
-        matches!(carver.give_back(first.address), Err(Error::NotLive { ptr }) if ptr == first.address)
-    );
+    assert_matches!(carver.give_back(first.address), Err(Error::NotLive { ptr }) if ptr == first.address);
     // Another stream gets a segment of its own.
     let (foreign, made) = allocate(&mut carver, 2, 512);
     assert_eq!(made, 2);
@@ -115,10 +113,10 @@ fn s1_6_s1_7_s1_45_carver_finds_and_refuses() {
         let error = carver.insert(at, size, 1, request).unwrap_err();
         assert_eq!(carver.snapshot(), before, "{error}");
     }
-    assert!(matches!(
+    assert_matches!(
         carver.insert(64 * mib, mib, 1, 2 * MIB),
         Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
-    ));
+    );
     assert!(carver.record(7, 1).is_err());
     assert!(carver.find(1, usize::MAX).is_err());
 }

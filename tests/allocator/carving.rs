@@ -347,7 +347,7 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
                 for ptr in &all {
                     // SAFETY: refused.
                     let freed = unsafe { allocator.free_raw(*ptr) };
-                    assert!(matches!(freed, Err(Error::NotLive { .. })), "{freed:?}");
+                    assert_matches!(freed, Err(Error::NotLive { .. }));
                     assert!(!allocator.owns(*ptr));
                 }
                 assert_eq!(allocator.stats(), before);

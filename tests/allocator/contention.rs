@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::{GIB, KIB, MIB, Rig, each, only, wait_until};
+use crate::common::{GIB, KIB, MIB, Rig, assert_matches, each, only, wait_until};
 use cualloc::allocator::Policy;
 use cualloc::driver::{Context, Driver, Stream, sys};
 use cualloc::sim::FailPlan;
@@ -349,10 +349,7 @@ fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
             sim.clear_hooks();
             assert_eq!(trimmed.is_err(), refused, "{trimmed:?}");
             let answer = answer.lock().unwrap().take().unwrap();
-            assert!(
-                matches!(answer, Err(Error::StillHeld { bytes }) if bytes == held),
-                "{answer:?}"
-            );
+            assert_matches!(answer, Err(Error::StillHeld { bytes }) if bytes == held);
         }
     });
 }

@@ -1,6 +1,6 @@
 //! Debug modes: errors that are planted, and what is found of them.
 
-use super::common::{RawStream, each_simulated, each_with_interludes, interlude};
+use super::common::{RawStream, assert_matches, each_simulated, each_with_interludes, interlude};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, Config, Request};
 use cualloc::driver::{Stream, sys};
@@ -109,7 +109,7 @@ fn a_write_after_the_free_is_found_when_the_block_is_let_go() {
         unsafe { scene.allocator.free_raw(raw) }.unwrap();
         // SAFETY: as above; it is freed a second time, which is refused.
         let again = unsafe { scene.allocator.free_raw(raw) };
-        assert!(matches!(again, Err(Error::NotLive { ptr }) if ptr == at));
+        assert_matches!(again, Err(Error::NotLive { ptr }) if ptr == at);
         scene.write(at + 100_000, 1, &scene.stream);
         scene.stream.synchronize().unwrap();
         for _ in 0..3 {
@@ -203,7 +203,7 @@ fn blocks_that_are_left_are_listed_with_their_tags() {
         context.enter();
         for _ in 0..2 {
             let refused = scene.allocator.close();
-            assert!(matches!(refused, Err(Error::InUse { count: 2, .. })));
+            assert_matches!(refused, Err(Error::InUse { count: 2, .. }));
             let mut found = scene.allocator.findings();
             found.sort_by_key(|finding| finding.requested);
             assert_eq!(found.len(), 2, "each once, however often it is tried");
@@ -388,13 +388,13 @@ fn a_free_that_fails_keeps_no_handle_of_its_stream() {
             sim.fail(FailPlan::call("cuStreamIsCapturing", code).unwrap());
             // SAFETY: nothing uses the block.
             let free = || unsafe { allocator.free_raw(ptr) };
-            assert!(matches!(free(), Err(Error::Driver(_))));
+            assert_matches!(free(), Err(Error::Driver(_)));
             assert!(allocator.owns(ptr));
             allocator.retire(&raw.borrowed()).unwrap();
             raw.destroy();
             allocator.check().unwrap();
             free().unwrap();
-            assert!(matches!(free(), Err(Error::NotLive { .. })));
+            assert_matches!(free(), Err(Error::NotLive { .. }));
         }
     });
 }
@@ -413,7 +413,7 @@ fn a_block_is_freed_once_however_long_its_free_takes() {
             after_nth("cuStreamSynchronize", syncs, move || {
                 // SAFETY: it is refused.
                 let refused = unsafe { again.free_raw(ptr) };
-                assert!(matches!(refused, Err(Error::NotLive { .. })), "{refused:?}");
+                assert_matches!(refused, Err(Error::NotLive { .. }));
             });
             // SAFETY: the block was given away above.
             unsafe { allocator.free_raw(ptr) }.unwrap();
@@ -448,7 +448,7 @@ fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
                     assert_ne!(next.ptr(), at, "it is read");
                     // SAFETY: it was freed before.
                     let again = unsafe { others.free_raw(at) };
-                    assert!(matches!(again, Err(Error::NotLive { .. })), "{again:?}");
+                    assert_matches!(again, Err(Error::NotLive { .. }));
                     drop(next);
                     others.trim(0).unwrap();
                 });

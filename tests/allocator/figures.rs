@@ -278,7 +278,7 @@ fn s1_44_foreign_blocks_are_refused() {
             };
             for result in results {
                 let error = result.unwrap_err();
-                assert!(matches!(error, Error::NotOurs { .. }), "{error:?}");
+                assert_matches!(error, Error::NotOurs { .. });
             }
             assert_eq!(mine.usable_size(block.ptr()), None);
             assert!(!mine.owns(block.ptr()) && yours.owns(block.ptr()));
@@ -308,11 +308,9 @@ fn s1_45_every_special_case_has_a_result() {
             let stream = rig.stream();
             for alignment in [0, 3, 513, 4 << 20, usize::MAX] {
                 let refused = allocator.allocate_with(Request::new(512).align(alignment), &stream);
-                assert!(
-                    matches!(
-                        refused,
-                        Err(Error::Invalid(InvalidArgument::Alignment { .. }))
-                    ),
+                assert_matches!(
+                    refused,
+                    Err(Error::Invalid(InvalidArgument::Alignment { .. })),
                     "{alignment}"
                 );
             }
@@ -347,18 +345,18 @@ fn s1_45_every_special_case_has_a_result() {
                     let second = Context::primary(&device).unwrap();
                     let foreign = Stream::new(&second).unwrap();
                     let error = allocator.allocate(512, &foreign).unwrap_err();
-                    assert!(matches!(
+                    assert_matches!(
                         error,
                         Error::WrongDevice {
                             expected: 0,
                             found: 1
                         }
-                    ));
+                    );
                 }
             }
             rig.close(&allocator);
             let error = allocator.allocate(512, &stream).unwrap_err();
-            assert!(matches!(error, Error::Closed));
+            assert_matches!(error, Error::Closed);
         });
     }
 }
@@ -372,8 +370,9 @@ fn s1_42_huge_sizes_ask_nothing_of_the_driver() {
         let (calls, stats) = (rig.driver.calls().total(), allocator.stats());
         for bytes in [0, usize::MAX, usize::MAX - 511, 1 << 63, (1 << 40) + 1] {
             let error = allocator.allocate(bytes, &stream).unwrap_err();
-            assert!(
-                matches!(error, Error::Invalid(InvalidArgument::Size { .. })),
+            assert_matches!(
+                error,
+                Error::Invalid(InvalidArgument::Size { .. }),
                 "{bytes}"
             );
         }

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::common::{KIB, MIB, RawStream, Rig, only};
+use crate::common::{KIB, MIB, RawStream, Rig, assert_matches, only};
 use cualloc::allocator::{BlockState, Counter, Policy, PoolStats, Request};
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Block, Config, Error};
@@ -182,10 +182,10 @@ fn s1_13_a_second_free_of_what_lies_in_a_large_cache_is_refused() {
         unsafe { allocator.free_raw(ptr) }.unwrap();
         // SAFETY: refused, as the block is free.
         let again = unsafe { allocator.free_raw(ptr) };
-        assert!(matches!(again, Err(Error::NotLive { .. })), "{again:?}");
+        assert_matches!(again, Err(Error::NotLive { .. }));
         // SAFETY: as above.
         let inside = unsafe { allocator.free_raw(ptr + 512) };
-        assert!(matches!(inside, Err(Error::NotLive { .. })), "{inside:?}");
+        assert_matches!(inside, Err(Error::NotLive { .. }));
         assert!(!allocator.owns(ptr));
         assert!(allocator.block_of(ptr).is_none());
         assert_eq!(allocator.usable_size(ptr), None);
@@ -202,7 +202,7 @@ fn interior_pointers_of_lives_in_large_caches_are_told() {
         let block = allocator.allocate(LARGE, &a).unwrap();
         // SAFETY: refused, as no block begins there.
         let inside = unsafe { allocator.free_raw(block.ptr() + 512) };
-        assert!(matches!(inside, Err(Error::InteriorPointer { base, .. }) if base == block.ptr()));
+        assert_matches!(inside, Err(Error::InteriorPointer { base, .. }) if base == block.ptr());
         assert_eq!(allocator.usable_size(block.ptr()), Some(LARGE as u64));
         assert!(allocator.owns(block.ptr() + 1000));
         drop(block);
@@ -318,10 +318,7 @@ fn retirement_and_the_end_take_everything_out_of_the_large_caches() {
         make_used(&allocator, &b);
         let block = allocator.allocate(LARGE, &b).unwrap();
         assert_eq!(live_in_snapshot(&allocator), (1, LARGE as u64));
-        assert!(matches!(
-            allocator.close(),
-            Err(Error::InUse { count: 1, .. })
-        ));
+        assert_matches!(allocator.close(), Err(Error::InUse { count: 1, .. }));
         drop(block);
         make_used(&allocator, &b);
         rig.close(&allocator);

@@ -22,7 +22,7 @@ fn capturing(result: Result<(), Error>, stream: &Stream) {
 
 fn one_block_is_live(allocator: &Allocator) {
     let error = allocator.close().unwrap_err();
-    assert!(matches!(error, Error::InUse { count: 1, .. }), "{error:?}");
+    assert_matches!(error, Error::InUse { count: 1, .. });
 }
 
 /// D4: an operation is under way, and its stream captures before the home can wait for it. What comes next

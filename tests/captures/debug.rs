@@ -36,10 +36,7 @@ fn a_capture_is_left_alone_by_debug_modes_which_go_on_after_it() {
             drop(held_back);
             let under_way = Capturing::begin(&capturing, MODE);
             let refused = allocator.allocate(512, &capturing);
-            assert!(
-                matches!(refused, Err(Error::Capturing { .. })),
-                "{refused:?}"
-            );
+            assert_matches!(refused, Err(Error::Capturing { .. }));
             // A block that is allocated now has no guard, since nothing is filled: it cannot be checked later either.
             let born = allocator.allocate(1000, &stream).unwrap();
             write(born.ptr(), 1001, &stream);

@@ -207,24 +207,15 @@ fn the_end_of_a_capture_of_an_adopted_stream_is_seen_by_the_next_wait() {
         begin(rig, stream.raw())();
         // SAFETY: the stream is alive.
         let refused = unsafe { allocator.allocate_raw(4 * MIB, stream.raw()) };
-        assert!(
-            matches!(refused, Err(Error::Capturing { .. })),
-            "{refused:?}"
-        );
+        assert_matches!(refused, Err(Error::Capturing { .. }));
         let refused = allocator.synchronize();
-        assert!(
-            matches!(refused, Err(Error::Capturing { .. })),
-            "{refused:?}"
-        );
+        assert_matches!(refused, Err(Error::Capturing { .. }));
         assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
         allocator.synchronize().unwrap();
         begin(rig, stream.raw())();
         // SAFETY: as above.
         let refused = unsafe { allocator.allocate_raw(4 * MIB, stream.raw()) };
-        assert!(
-            matches!(refused, Err(Error::Capturing { .. })),
-            "{refused:?}"
-        );
+        assert_matches!(refused, Err(Error::Capturing { .. }));
         assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
         // Nobody was told of it yet, and nobody is.
         allocator.synchronize().unwrap();

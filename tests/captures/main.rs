@@ -28,9 +28,9 @@ use cualloc::{DeviceBuffer, Error};
 /// Both ways to wait for everything.
 fn refused(allocator: &Allocator) {
     let error = allocator.synchronize().unwrap_err();
-    assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+    assert_matches!(error, Error::Capturing { .. });
     let error = allocator.close().unwrap_err();
-    assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+    assert_matches!(error, Error::Capturing { .. });
 }
 
 /// R38: a stream that the allocator keeps alive is asked before the context is waited for.
@@ -83,16 +83,16 @@ fn r38_no_wait_for_a_context_while_a_raw_stream_captures() {
         let found = || {
             // SAFETY: the stream is alive.
             let error = unsafe { allocator.allocate_raw(512, capturing.raw()) }.unwrap_err();
-            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            assert_matches!(error, Error::Capturing { .. });
         };
         captured(rig, capturing.raw(), || {
             // Nobody may ask the stream, so what was found is good for one refusal.
             found();
             let error = allocator.synchronize().unwrap_err();
-            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            assert_matches!(error, Error::Capturing { .. });
             found();
             let error = allocator.close().unwrap_err();
-            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            assert_matches!(error, Error::Capturing { .. });
         });
         // The next call that names it finds it as it is.
         leave_work(&allocator, &capturing);
@@ -187,9 +187,9 @@ fn r38_capture_leaves_no_stale_events() {
         let (own_ptr, recorded_ptr) = (own.ptr(), recorded.ptr());
         let under_way = Capturing::begin(&a, MODE);
         let refused = allocator.allocate(512, &a).unwrap_err();
-        assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+        assert_matches!(refused, Error::Capturing { .. });
         let failed = own.free().unwrap_err();
-        assert!(matches!(failed.error, Error::Capturing { .. }));
+        assert_matches!(failed.error, Error::Capturing { .. });
         drop(*failed.value);
         drop(recorded);
         assert_eq!(rig.calls("cuEventRecord") - allocator.stats().markers, 0);
@@ -220,7 +220,7 @@ fn d5_a_capture_that_ended_is_no_hindrance() {
         captured(rig, raw.raw(), || {
             // SAFETY: as above.
             let error = unsafe { allocator.free_raw(p) }.unwrap_err();
-            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            assert_matches!(error, Error::Capturing { .. });
         });
         // SAFETY: as above.
         unsafe {
@@ -282,7 +282,7 @@ fn d5_a_stream_that_vanished_is_no_hindrance() {
             let refused = || {
                 // SAFETY: the stream is alive.
                 let error = unsafe { allocator.allocate_raw(MIB, raw.raw()) }.unwrap_err();
-                assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+                assert_matches!(error, Error::Capturing { .. });
             };
             if elsewhere {
                 begin(rig, raw.raw())();
@@ -294,7 +294,7 @@ fn d5_a_stream_that_vanished_is_no_hindrance() {
             raw.destroy();
             if elsewhere {
                 let error = allocator.synchronize().unwrap_err();
-                assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+                assert_matches!(error, Error::Capturing { .. });
             }
             rig.close(&allocator);
             other.destroy();
@@ -318,12 +318,12 @@ fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
                 unsafe {
                     let ptr = allocator.allocate_raw(bytes, raw.raw()).unwrap();
                     let refused = allocator.allocate_raw(bytes, capturing.raw()).unwrap_err();
-                    assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+                    assert_matches!(refused, Error::Capturing { .. });
                     allocator.free_raw(ptr).unwrap();
                     let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
                     sim.fail(FailPlan::call("cuStreamIsCapturing", code).unwrap());
                     let again = allocator.free_raw(ptr).unwrap_err();
-                    assert!(matches!(again, Error::NotLive { .. }), "{again:?}");
+                    assert_matches!(again, Error::NotLive { .. });
                 }
                 sim.clear_failures();
             }
@@ -423,7 +423,7 @@ fn d5_a_finding_is_about_the_handle_as_it_is_now() {
         // SAFETY: the stream is alive.
         unsafe { allocator.allocate_raw(MIB, new.raw()) }.unwrap_err();
         let error = allocator.synchronize().unwrap_err();
-        assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        assert_matches!(error, Error::Capturing { .. });
         assert_eq!(end(rig, new.raw())(), sys::CUresult::CUDA_SUCCESS);
         // SAFETY: as above; the allocator has no memory of it.
         unsafe { allocator.record_stream_raw(0, new.raw()) }.unwrap_err();
@@ -443,18 +443,12 @@ fn s3_the_per_thread_stream_of_another_thread_cannot_be_retired() {
         std::thread::scope(|scope| {
             let elsewhere = scope.spawn(|| allocator.retire(&own).unwrap_err());
             let error = elsewhere.join().unwrap();
-            assert!(
-                matches!(error, Error::Stream(StreamMisuse::WrongThread)),
-                "{error:?}"
-            );
+            assert_matches!(error, Error::Stream(StreamMisuse::WrongThread));
         });
         drop(block);
         allocator.retire(&own).unwrap();
         let error = allocator.retire(&own).unwrap_err();
-        assert!(
-            matches!(error, Error::Stream(StreamMisuse::Unknown { .. })),
-            "{error:?}"
-        );
+        assert_matches!(error, Error::Stream(StreamMisuse::Unknown { .. }));
     });
 }
 

@@ -10,7 +10,7 @@ use super::common::capturing::*;
 use super::common::*;
 
 fn is_capturing<T: std::fmt::Debug>(result: Result<T, Error>) {
-    assert!(matches!(result, Err(Error::Capturing { .. })), "{result:?}");
+    assert_matches!(result, Err(Error::Capturing { .. }));
 }
 
 /// A6: no use is recorded on a stream that captures, owned or raw: what a graph uses is used at each of its

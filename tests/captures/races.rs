@@ -201,7 +201,7 @@ fn d4_memory_under_a_captured_marker_stays_in_use_until_a_real_one() {
         let taken = allocator.allocate_with(Request::new(BLOCK).cached_only(), &b);
         match taken {
             Ok(block) => assert!(!used.is_in(&block)),
-            Err(error) => assert!(matches!(error, Error::NotCached)),
+            Err(error) => assert_matches!(error, Error::NotCached),
         }
         // It has another marker, for whoever comes next.
         assert_eq!(allocator.stats().failed_markers, 1);
@@ -274,7 +274,7 @@ fn d4_a_wait_that_meets_a_capture_is_no_order() {
             interlude::after("cuStreamWaitEvent", begin);
         }
         let error = allocator.allocate(BLOCK, &b).unwrap_err();
-        assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        assert_matches!(error, Error::Capturing { .. });
         assert!(!interlude::is_due());
         assert_eq!(allocator.stats().stream_waits, 0);
         allocator.check().unwrap();
@@ -356,7 +356,7 @@ fn d4_work_that_falls_into_a_capture_is_told() {
         let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
         interlude::before("cuMemsetD32Async", begin(rig, home.raw()));
         let error = buffer.fill(5, &home).unwrap_err();
-        assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        assert_matches!(error, Error::Capturing { .. });
         assert!(!interlude::is_due());
         assert_eq!(end(rig, home.raw())(), sys::CUresult::CUDA_SUCCESS);
         assert_eq!(buffer.to_vec().unwrap()[7], 3);
@@ -373,10 +373,10 @@ fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
         let entered = rig.context.enter().unwrap();
         let under_way = Capturing::begin(&own, MODE);
         let error = allocator.allocate(MIB, &own).unwrap_err();
-        assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
+        assert_matches!(error, Error::Capturing { stream: 2 });
         // SAFETY: the handle is always valid.
         let error = unsafe { allocator.allocate_raw(MIB, own.raw()) }.unwrap_err();
-        assert!(matches!(error, Error::Capturing { stream: 2 }), "{error:?}");
+        assert_matches!(error, Error::Capturing { stream: 2 });
         drop(under_way.end().unwrap());
         drop(entered);
     });
@@ -452,7 +452,7 @@ fn d4_a_capture_that_begins_beside_a_question_is_looked_out_for() {
             sim.clear_hooks();
             let capturing = Capturing::begun(&stream);
             let refused = allocator.allocate(512, &stream).unwrap_err();
-            assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+            assert_matches!(refused, Error::Capturing { .. });
             drop(capturing.end().unwrap());
             drop(allocator.allocate(512, &stream).unwrap());
             waits.close().unwrap();

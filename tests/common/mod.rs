@@ -1,7 +1,7 @@
 //! What tests share: the driver under test, and drivers compiled from C.
 
 // Each test program uses its own part of this.
-#![allow(dead_code, unused_imports)]
+#![allow(dead_code, unused_imports, unused_macros)]
 
 #[cfg(feature = "sim")]
 pub mod capturing;
@@ -31,6 +31,22 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+/// Fails with the value that does not match.
+macro_rules! assert_matches {
+    ($value:expr, $pattern:pat $(if $condition:expr)? $(, $($text:tt)+)?) => {
+        match $value {
+            $pattern $(if $condition)? => {}
+            ref other => panic!(
+                "expected {}, found {other:?}{}",
+                stringify!($pattern $(if $condition)?),
+                // What the test adds.
+                String::new() $(+ ": " + &format!($($text)+))?
+            ),
+        }
+    };
+}
+pub(crate) use assert_matches;
 
 /// A tensor of one dimension with these values.
 pub fn column<T: Element>(from: &impl Source, values: &[T], on: &Stream) -> Result<Tensor, Error> {

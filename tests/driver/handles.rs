@@ -1,6 +1,6 @@
 //! The checked calls and handles, on a driver compiled from C that has no device behind it.
 
-use crate::common::{Fake, Folder, compiler};
+use crate::common::{Fake, Folder, assert_matches, compiler};
 use cualloc::driver::{Context, Driver, DriverError, LoadError, MemoryProperties, Stream, sys};
 use std::ptr;
 use std::thread;
@@ -393,7 +393,7 @@ fn functions_of_this_process_make_a_driver() {
     }
     // SAFETY: there is nothing in it.
     let empty = unsafe { Driver::from_functions(sys::CuFunctions::default()) };
-    assert!(matches!(empty, Err(LoadError::SymbolMissing { .. })));
+    assert_matches!(empty, Err(LoadError::SymbolMissing { .. }));
 }
 
 #[test]

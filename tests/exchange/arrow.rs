@@ -210,15 +210,15 @@ fn s5_46_s5_52_identity_and_parts() {
         // What Arrow does not have does not go out.
         let of = |dtype, shape: &[usize]| Tensor::zeroed(&allocator, dtype, shape, &a).unwrap();
         let halves = of(DType::BF16, &[4]).to_arrow(&ordered());
-        assert!(matches!(halves, Err(Error::NotSupported { .. })));
+        assert_matches!(halves, Err(Error::NotSupported { .. }));
         let flat = of(DType::F32, &[2, 2]).to_arrow(&ordered());
-        assert!(matches!(
+        assert_matches!(
             flat,
             Err(Error::Invalid(InvalidArgument::Dimensions {
                 found: 2,
                 most: 1
             }))
-        ));
+        );
         rig.close(&allocator);
     });
 }
@@ -346,20 +346,13 @@ fn s5_52_import_checks() {
     for (seen, expected) in cases {
         let (array, count) = foreign(other, &seen);
         let refused = import(array).expect_err("refused");
-        assert!(
-            matches!(&refused.error, Error::Import(why) if *why == expected),
-            "{seen:?}: {:?}",
-            refused.error
-        );
+        assert_matches!(&refused.error, Error::Import(why) if *why == expected, "{seen:?}: {:?}", refused.error);
         assert_eq!(released(count), 0);
         drop(refused);
         assert_eq!(released(count), 1);
     }
     let refused = import(ArrowDeviceArray::empty()).unwrap_err();
-    assert!(matches!(
-        refused.error,
-        Error::Import(ImportFault::Released)
-    ));
+    assert_matches!(refused.error, Error::Import(ImportFault::Released));
     assert_eq!(rig.driver.calls().total(), calls);
     let allowed = [
         SeenArrow {
@@ -526,7 +519,7 @@ fn d10_arrays_without_their_buffers() {
         // SAFETY: the structure is an array's, as far as it is read before it is found to be none.
         let array = unsafe { ArrowDeviceArray::from_raw((&raw mut words).cast()) };
         let refused = Tensor::from_arrow(array, DType::F32, &stream, ordered()).unwrap_err();
-        assert!(matches!(&refused.error, Error::Import(fault) if *fault == expected));
+        assert_matches!(&refused.error, Error::Import(fault) if *fault == expected);
         drop(refused);
         assert_eq!(released, 1);
     }

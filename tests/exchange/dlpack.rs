@@ -217,10 +217,7 @@ fn s5_50_dlpack_import_checks() {
         for version in [false, true] {
             let (column, count) = foreign_tensor(other, &seen, version, &stream, ordered());
             let refused = column.expect_err("refused");
-            assert!(
-                matches!(&refused, Error::Import(why) if *why == expected),
-                "{seen:?}: {refused:?}"
-            );
+            assert_matches!(&refused, Error::Import(why) if *why == expected, "{seen:?}: {refused:?}");
             assert_eq!(released(count), 1);
         }
     }
@@ -232,17 +229,17 @@ fn s5_50_dlpack_import_checks() {
         ..good
     };
     let (column, count) = foreign_tensor(other, &unknown, true, &stream, ordered());
-    assert!(matches!(
+    assert_matches!(
         column.expect_err("refused"),
         Error::Import(ImportFault::Version { major: 2, minor: 7 })
-    ));
+    );
     assert_eq!(released(count), 1);
     // SAFETY: null is allowed.
     let null = unsafe { Dlpack::<DLManagedTensor>::from_raw(std::ptr::null_mut()) };
-    assert!(matches!(null, Err(Error::Import(ImportFault::Null))));
+    assert_matches!(null, Err(Error::Import(ImportFault::Null)));
     // SAFETY: null is allowed.
     let null = unsafe { Dlpack::<DLManagedTensorVersioned>::from_raw(std::ptr::null_mut()) };
-    assert!(matches!(null, Err(Error::Import(ImportFault::Null))));
+    assert_matches!(null, Err(Error::Import(ImportFault::Null)));
     assert_eq!(
         rig.driver.calls().total(),
         calls,
@@ -315,7 +312,7 @@ fn s5_50_tensor_without_deleter() {
     // SAFETY: as above.
     let taken = unsafe { Dlpack::from_raw(&mut tensor) }.unwrap();
     let refused = Tensor::from_dlpack(taken, &stream, ordered()).unwrap_err();
-    assert!(matches!(refused.error, Error::Import(ImportFault::NoShape)));
+    assert_matches!(refused.error, Error::Import(ImportFault::NoShape));
 }
 
 /// S5.65: the versioned form says what the legacy one cannot: that writing is forbidden.
@@ -332,15 +329,12 @@ fn s5_65_read_only_tensors() {
     let (column, count) = foreign_tensor(other, &seen, true, &stream, ordered());
     let mut column = column.unwrap();
     assert!(column.is_read_only());
-    assert!(matches!(
-        set(&mut column, &[0f32; 16]),
-        Err(Error::ReadOnly)
-    ));
+    assert_matches!(set(&mut column, &[0f32; 16]), Err(Error::ReadOnly));
     let consumer = Peer::on(&stream);
-    assert!(matches!(
+    assert_matches!(
         column.to_dlpack::<DLManagedTensor>(&consumer),
         Err(Error::ReadOnly)
-    ));
+    );
     let raw = column
         .to_dlpack::<DLManagedTensorVersioned>(&consumer)
         .unwrap()
@@ -485,9 +479,7 @@ fn s5_65_stream_numbers_of_the_protocol() {
     // SAFETY: the only handle among them is alive.
     let of = |number| unsafe { Peer::from_protocol(&rig.context, number) };
     for number in [0, -2, i64::MIN] {
-        assert!(
-            matches!(of(Some(number)), Err(Error::Stream(StreamMisuse::NotAStream { value })) if value == number)
-        );
+        assert_matches!(of(Some(number)), Err(Error::Stream(StreamMisuse::NotAStream { value })) if value == number);
     }
     let text = |number| format!("{:?}", of(number).unwrap());
     assert_eq!(text(Some(-1)), format!("{:?}", ordered()));

@@ -133,22 +133,22 @@ fn s5_50_tensors_of_many_dimensions() {
         drop((back, one));
         let of = |shape: &[usize]| Tensor::uninit(&allocator, DType::U8, shape, &ours);
         assert_eq!(of(&[1; 32]).unwrap().byte_len(), 1);
-        assert!(matches!(
+        assert_matches!(
             of(&[1; 33]),
             Err(Error::Invalid(InvalidArgument::Dimensions {
                 found: 33,
                 most: 32
             }))
-        ));
+        );
         for shape in [
             &[usize::MAX, 2][..],
             &[0, usize::MAX, 2],
             &[1 << 32, 1 << 31],
         ] {
-            assert!(matches!(
+            assert_matches!(
                 of(shape),
                 Err(Error::Invalid(InvalidArgument::TooLarge { .. }))
-            ));
+            );
         }
         assert_eq!(live(&allocator), 0);
         rig.close(&allocator);
@@ -296,10 +296,7 @@ fn d10_hostile_structures() {
     let calls = rig.driver.calls().total();
     for (count, (theirs, expected)) in cases.into_iter().enumerate() {
         let error = theirs.offered(&stream).unwrap_err();
-        assert!(
-            matches!(&error, Error::Import(fault) if *fault == expected),
-            "{expected:?}: {error:?}"
-        );
+        assert_matches!(&error, Error::Import(fault) if *fault == expected, "{expected:?}: {error:?}");
         assert_eq!(deleted.load(SeqCst), count as u64 + 1, "{expected:?}");
     }
     assert_eq!(rig.driver.calls().total(), calls);
@@ -329,21 +326,18 @@ fn s5_50_pinned_memory() {
         let theirs = rig.stream();
         let host = PinnedBuffer::from_slice(&rig.context, &[1u16, 2, 3, 4]).unwrap();
         let refused = Tensor::from_pinned(host, &[5]).unwrap_err();
-        assert!(matches!(
+        assert_matches!(
             refused.error,
             Error::Invalid(InvalidArgument::Length {
                 expected: 5,
                 found: 4
             })
-        ));
+        );
         let at = refused.value.as_ptr() as u64;
         let tensor = Tensor::from_pinned(*refused.value, &[2, 2]).unwrap();
         assert!(tensor.is_host() && !tensor.is_external() && tensor.id().is_none());
         assert_eq!((tensor.ptr(), tensor.byte_len()), (at, 8));
-        assert!(matches!(
-            tensor.as_slice::<u16>(),
-            Err(Error::NotSupported { .. })
-        ));
+        assert_matches!(tensor.as_slice::<u16>(), Err(Error::NotSupported { .. }));
         let out = tensor
             .to_dlpack::<DLManagedTensorVersioned>(&Peer::on(&theirs))
             .unwrap();
@@ -443,12 +437,12 @@ fn s5_50_pinned_memory_of_a_pool() {
         let busy = rig.busy(&theirs);
         host.record_use(&theirs).unwrap();
         let refused = Tensor::from_pinned(host, &[4]).unwrap_err();
-        assert!(matches!(refused.error, Error::InFlight));
+        assert_matches!(refused.error, Error::InFlight);
         busy.release();
         theirs.synchronize().unwrap();
         pool.restart();
         let refused = Tensor::from_pinned(*refused.value, &[4]).unwrap_err();
-        assert!(matches!(refused.error, Error::Stale { .. }));
+        assert_matches!(refused.error, Error::Stale { .. });
         drop(refused);
         assert_eq!(pool.usage().blocks.current, 0);
     });

@@ -124,13 +124,10 @@ fn s5_51_element_types() {
                 set(&mut tensor, &[1u8, 0, 1, 2]).unwrap();
                 assert_eq!(values::<u8>(&tensor).unwrap(), [1, 0, 1, 2]);
             }
-            assert!(matches!(
-                values::<i32>(&tensor),
-                Err(Error::Invalid(InvalidArgument::DType {
+            assert_matches!(values::<i32>(&tensor), Err(Error::Invalid(InvalidArgument::DType {
                     expected: DType::I32,
                     found
-                })) if found == dtype
-            ));
+                })) if found == dtype);
             let out = lent(&tensor, true, &Peer::on(&stream));
             drop((tensor, out));
         }
@@ -156,10 +153,7 @@ fn s5_10_empty_columns() {
         assert!(!back.is_external());
         drop((back, empty));
         let huge = Tensor::uninit(&allocator, DType::F64, &[usize::MAX / 4], &stream);
-        assert!(matches!(
-            huge,
-            Err(Error::Invalid(InvalidArgument::TooLarge { .. }))
-        ));
+        assert_matches!(huge, Err(Error::Invalid(InvalidArgument::TooLarge { .. })));
         assert_eq!(rig.driver.calls().total(), calls);
     });
 }
@@ -260,51 +254,45 @@ fn s5_48_tables() {
         let make = |columns, row_count| Table::new(schema.clone(), columns, row_count);
 
         let one = vec![column(DType::U32, 64)];
-        assert!(matches!(
+        assert_matches!(
             make(one, count()),
             Err(Error::Invalid(InvalidArgument::Arity {
                 columns: 1,
                 fields: 2
             }))
-        ));
+        );
         let wrong = vec![column(DType::U32, 64), column(DType::F32, 64)];
-        assert!(matches!(
+        assert_matches!(
             make(wrong, count()),
             Err(Error::Invalid(InvalidArgument::FieldType {
                 index: 1,
                 expected: DType::F64,
                 ..
             }))
-        ));
+        );
         let short = vec![column(DType::U32, 63), column(DType::F64, 64)];
-        assert!(matches!(
+        assert_matches!(
             make(short, count()),
             Err(Error::Invalid(InvalidArgument::ColumnRows {
                 index: 1,
                 rows: 64,
                 capacity: 63
             }))
-        ));
+        );
         let both = || vec![column(DType::U32, 64), column(DType::F64, 64)];
         let wrong = make(both(), column(DType::U32, 1));
-        assert!(matches!(
-            wrong,
-            Err(Error::Invalid(InvalidArgument::DType { .. }))
-        ));
+        assert_matches!(wrong, Err(Error::Invalid(InvalidArgument::DType { .. })));
         let wrong = make(both(), column(DType::U64, 2));
-        assert!(matches!(
-            wrong,
-            Err(Error::Invalid(InvalidArgument::Length { .. }))
-        ));
+        assert_matches!(wrong, Err(Error::Invalid(InvalidArgument::Length { .. })));
 
         let flat = Tensor::zeroed(&allocator, DType::F64, &[8, 8], &stream).unwrap();
-        assert!(matches!(
+        assert_matches!(
             make(vec![column(DType::U32, 64), flat], count()),
             Err(Error::Invalid(InvalidArgument::Dimensions {
                 found: 2,
                 most: 1
             }))
-        ));
+        );
 
         let mut table = make(both(), count()).unwrap();
         assert_eq!((table.capacity(), table.cached_rows()), (64, None));
@@ -319,35 +307,35 @@ fn s5_48_tables() {
         let calls = rig.driver.calls().total();
         assert_eq!(table.rows().unwrap(), 17);
         assert_eq!(rig.driver.calls().total(), calls);
-        assert!(matches!(
+        assert_matches!(
             table.set_cached_rows(17),
             Err(Error::Invalid(InvalidArgument::RowsAlreadySet { rows: 17 }))
-        ));
+        );
         // A device that may count again makes the host forget; too many rows are found out.
         let ptr = table.row_count_mut().ptr();
         assert_eq!(table.cached_rows(), None);
         rig.stamp(ptr, 4, 65, &stream);
-        assert!(matches!(
+        assert_matches!(
             table.rows(),
             Err(Error::Invalid(InvalidArgument::Rows {
                 rows: 65,
                 capacity: 64
             }))
-        ));
+        );
         // All bits set is a count, and too large; it is not taken for "unset".
         rig.stamp(ptr, 8, u32::MAX, &stream);
-        assert!(matches!(
+        assert_matches!(
             table.rows(),
             Err(Error::Invalid(InvalidArgument::Rows { rows: u64::MAX, .. }))
-        ));
-        assert!(matches!(
+        );
+        assert_matches!(
             table.set_cached_rows(u64::MAX),
             Err(Error::Invalid(InvalidArgument::Rows { .. }))
-        ));
-        assert!(matches!(
+        );
+        assert_matches!(
             table.set_cached_rows(65),
             Err(Error::Invalid(InvalidArgument::Rows { .. }))
-        ));
+        );
         assert_eq!(table.cached_rows(), None);
         table.set_cached_rows(64).unwrap();
         assert_eq!(table.rows().unwrap(), 64);
@@ -397,29 +385,29 @@ fn s5_48_s5_50_tables_are_exchanged() {
             |tensors| Table::from_dlpack(&allocator, schema.clone(), tensors, &stream, &ordered());
         let mut few = tensors();
         few.pop();
-        assert!(matches!(
+        assert_matches!(
             import(few),
             Err(Error::Invalid(InvalidArgument::Arity {
                 columns: 1,
                 fields: 2
             }))
-        ));
+        );
         let mut swapped = tensors();
         swapped.reverse();
-        assert!(matches!(
+        assert_matches!(
             import(swapped),
             Err(Error::Invalid(InvalidArgument::FieldType { index: 0, .. }))
-        ));
+        );
         let mut unequal = tensors();
         let longer = Tensor::zeroed(&allocator, DType::F64, &[4], &stream).unwrap();
         unequal[1] = longer.to_dlpack(&consumer).unwrap();
-        assert!(matches!(
+        assert_matches!(
             import(unequal),
             Err(Error::Import(ImportFault::UnequalRows {
                 expected: 3,
                 actual: 4
             }))
-        ));
+        );
         drop((longer, table));
         // Nothing was kept by any of them.
         assert_eq!(live(&allocator), 0);
@@ -505,20 +493,17 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
             column.record_stream(&rig.stream()).unwrap();
             assert_eq!(values::<i64>(&column).unwrap(), [3, 5, 8]);
             let refused = column.into_buffer::<u64>().expect_err("another type");
-            assert!(matches!(
-                refused.error,
-                Error::Invalid(InvalidArgument::DType { .. })
-            ));
+            assert_matches!(refused.error, Error::Invalid(InvalidArgument::DType { .. }));
             let buffer = refused.value.into_buffer::<i64>().unwrap();
             assert_eq!(buffer.id(), Some(id));
             let refused = Tensor::from_buffer(buffer, &[2, 2]).expect_err("of four");
-            assert!(matches!(
+            assert_matches!(
                 refused.error,
                 Error::Invalid(InvalidArgument::Length {
                     expected: 4,
                     found: 3
                 })
-            ));
+            );
             let again = Tensor::from_buffer(*refused.value, &[3, 1]).unwrap();
             assert_eq!(again.id(), Some(id));
             assert_eq!(values::<i64>(&again).unwrap(), [3, 5, 8]);

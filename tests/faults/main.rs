@@ -14,6 +14,7 @@ mod scenarios;
 mod views;
 mod world;
 
+use crate::common::assert_matches;
 use cualloc::Error;
 use cualloc::driver::{DriverError, sys};
 use cualloc::sim::FailPlan;
@@ -279,10 +280,7 @@ fn fatal_codes_end_all_driver_calls() {
                 }
             }
             let lost = |result: Result<(), Error>| {
-                assert!(
-                    matches!(result, Err(Error::ContextLost(_))),
-                    "{at}: {result:?}"
-                );
+                assert_matches!(result, Err(Error::ContextLost(_)), "{at}: {result:?}");
             };
             // SAFETY: the stream is alive.
             lost(unsafe { alloc.allocate_raw(100, streams[0].raw()) }.map(drop));

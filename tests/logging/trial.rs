@@ -136,7 +136,7 @@ fn refused_virtual_memory_is_an_error_where_it_is_asked_for() {
         let error = make(rig).unwrap_err();
         assert_eq!(sim.leaks(), before, "{call}: {code:?}");
         assert_eq!(error.driver_error(), Some(DriverError::new(call, code)));
-        assert!(matches!(error, Error::DeviceRefused { .. }), "{error:?}");
+        assert_matches!(error, Error::DeviceRefused { .. });
         assert!(chain(&error).contains(call), "{}", chain(&error));
         sim.clear_failures();
         let allocator = make(rig).unwrap();
@@ -150,7 +150,7 @@ fn refused_virtual_memory_is_an_error_where_it_is_asked_for() {
     refuse(sim, "cuMemMap", CODES[0]);
     let config = Config::new().peers([1]);
     let error = Allocator::with_config(&rig.context, config).unwrap_err();
-    assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
+    assert_matches!(error, Error::NotSupported { .. });
 }
 
 /// A device that is full says nothing about virtual memory: packed, and the next allocator asks again.

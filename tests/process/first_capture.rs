@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::capturing::{MODE, begin, end};
-use crate::common::{MIB, RawStream, Rig, alone, interlude, itself, only};
+use crate::common::{MIB, RawStream, Rig, alone, assert_matches, interlude, itself, only};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
 use cualloc::driver::{Stream, sys};
@@ -91,10 +91,7 @@ fn the_watch_for_captures_ends_with_them() {
         let beside = pairs(100);
         assert!((200..=210).contains(&beside), "{beside} calls");
         let refused = allocator.allocate(4096, &b);
-        assert!(
-            matches!(refused, Err(Error::Capturing { .. })),
-            "{refused:?}"
-        );
+        assert_matches!(refused, Err(Error::Capturing { .. }));
         drop(held);
         assert!(allocator.owns(ptr));
         // A capture that was spoilt ends with an error.
@@ -114,10 +111,7 @@ fn the_watch_for_captures_ends_with_them() {
             begin(rig, stream)();
             // SAFETY: the stream is alive.
             let refused = unsafe { allocator.allocate_raw(MIB, stream) };
-            assert!(
-                matches!(refused, Err(Error::Capturing { .. })),
-                "{refused:?}"
-            );
+            assert_matches!(refused, Err(Error::Capturing { .. }));
             assert!(pairs(8) >= 16);
             assert_eq!(end(rig, stream)(), sys::CUresult::CUDA_SUCCESS);
             pairs(most);

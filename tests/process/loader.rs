@@ -1,6 +1,6 @@
 //! Loading the driver: the real loader, on libraries compiled for the purpose.
 
-use crate::common::{Fake, Folder, chain, compiler, itself};
+use crate::common::{Fake, Folder, assert_matches, chain, compiler, itself};
 use cualloc::driver::{Context, Driver, Feature, LoadError, Stream, Symbol, sys};
 use std::env;
 use std::error::Error;
@@ -229,7 +229,7 @@ fn s3_13_s3_36_broken_paths_keep_the_loaders_words() {
     }
     // SAFETY: the fake library behaves as a driver, as far as it is one.
     let error = unsafe { Driver::open(Path::new("with\0zero")) }.unwrap_err();
-    assert!(matches!(error, LoadError::NotFound { .. }), "{error:?}");
+    assert_matches!(error, LoadError::NotFound { .. });
 }
 
 // ---- the process's own driver, in processes of their own -----------------------------------
@@ -396,10 +396,7 @@ fn missing_library_is_looked_for_again() {
 
 fn case_retry_open() {
     let path = env::var(OVERRIDE).unwrap();
-    assert!(matches!(
-        Driver::load().unwrap_err(),
-        LoadError::NotFound { .. }
-    ));
+    assert_matches!(Driver::load().unwrap_err(), LoadError::NotFound { .. });
     fs::rename(Path::new(&path).with_file_name("later.so"), &path).unwrap();
     Driver::load().unwrap();
 }

@@ -1,7 +1,7 @@
 //! Without a driver: the whole interface is there, and says what is missing. Also the test of a
 //! build without the simulator.
 
-use crate::common::{chain, itself};
+use crate::common::{assert_matches, chain, itself};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Carver, Config, Policy, size};
 use cualloc::driver::{Driver, LoadError};
@@ -34,13 +34,10 @@ fn without_driver() {
         eprintln!("{info}");
         std::process::abort();
     }));
-    assert!(matches!(Driver::load(), Err(LoadError::NotFound { .. })));
+    assert_matches!(Driver::load(), Err(LoadError::NotFound { .. }));
     for ordinal in [0, 1, usize::MAX] {
         let error = Allocator::new(ordinal).unwrap_err();
-        assert!(
-            matches!(&error, Error::DriverUnavailable(LoadError::NotFound { .. })),
-            "{error:?}"
-        );
+        assert_matches!(&error, Error::DriverUnavailable(LoadError::NotFound { .. }));
         let causes = chain(&error);
         assert!(causes.lines().count() >= 3, "{causes}");
         assert!(causes.contains(MISSING), "{causes}");

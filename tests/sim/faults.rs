@@ -1,5 +1,6 @@
 //! Counting, failing and logging of calls; lost contexts, shutdown, misuse.
 
+use crate::common::assert_matches;
 use crate::support::*;
 use cualloc::driver::sys::CUresult;
 use cualloc::error::ConfigError;
@@ -177,10 +178,10 @@ fn missing_functions_are_not_in_the_table() {
         missing: vec!["cuNothing".into()],
         ..SimConfig::default()
     };
-    assert!(matches!(
+    assert_matches!(
         Simulator::new(wrong),
         Err(ConfigError::UnknownFunction { .. })
-    ));
+    );
 }
 
 #[test]

@@ -68,7 +68,7 @@ fn fail_in_turn(call: &str, times: u64, executed: bool) -> (u32, u32) {
             }
             if is_suspended(allocator) {
                 let error = allocator.allocate(512, &world.stream).unwrap_err();
-                assert!(matches!(error, Error::Suspended), "{call} {nth}: {error:?}");
+                assert_matches!(error, Error::Suspended, "{call} {nth}: {error:?}");
                 resume(allocator);
             }
             intact();

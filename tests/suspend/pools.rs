@@ -48,7 +48,7 @@ fn graphs_run_after_waking_as_before() {
             };
             assert_eq!(done.kept, kept as u64, "live bytes alone");
             let refused = pool.launching().unwrap_err();
-            assert!(matches!(refused, Error::Suspended), "{refused:?}");
+            assert_matches!(refused, Error::Suspended);
             assert_eq!(pool.footprint().unwrap().physical, 0);
             allocator.resume(Select::Pool(&pool)).unwrap();
             pool.launching().unwrap();
@@ -79,9 +79,9 @@ fn other_memory_serves_while_a_pool_is_suspended() {
         let eager = allocator.allocate(4 * MIB, &other).unwrap();
         rig.stamp(eager.ptr(), 4 * MIB, 6, &other);
         let refused = allocator.allocate(4 * MIB, &stream).unwrap_err();
-        assert!(matches!(refused, Error::Suspended), "{refused:?}");
+        assert_matches!(refused, Error::Suspended);
         let refused = try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap_err();
-        assert!(matches!(refused, Error::Suspended), "{refused:?}");
+        assert_matches!(refused, Error::Suspended);
         // Neither a free nor a trim touches what is away.
         drop(freed);
         allocator.trim(0).unwrap();
@@ -307,7 +307,7 @@ fn a_pool_counts_until_it_is_away() {
             drop(inside.allocate(MIB, &other).unwrap());
             scope.leave().unwrap();
             let more = inside.allocate(12 * MIB, &other);
-            assert!(matches!(more, Err(Error::OutOfMemory(_))), "{more:?}");
+            assert_matches!(more, Err(Error::OutOfMemory(_)));
         });
         allocator.add_segment_hook(hook);
         try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();

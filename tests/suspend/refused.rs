@@ -4,7 +4,7 @@ use super::support::*;
 
 fn is_suspended_error<T: std::fmt::Debug>(result: Result<T, Error>) {
     let error = result.unwrap_err();
-    assert!(matches!(error, Error::Suspended), "{error:?}");
+    assert_matches!(error, Error::Suspended);
 }
 
 #[test]
@@ -34,7 +34,7 @@ fn no_request_gets_suspended_memory() {
         assert_held(rig, 0);
         resume(allocator);
         let again = allocator.resume(Select::Allocator).unwrap_err();
-        assert!(matches!(again, Error::NotSuspended), "{again:?}");
+        assert_matches!(again, Error::NotSuspended);
         drop(allocator.allocate(512, &other).unwrap());
         assert!(allocator.guard(ptr, 512).is_ok());
         world.assert_intact(rig);
@@ -112,7 +112,7 @@ fn segments_of_the_classic_policy_cannot_be_suspended() {
             other => panic!("{other:?}"),
         }
         let error = allocator.resume(Select::Allocator).unwrap_err();
-        assert!(matches!(error, Error::NotSuspended), "{error:?}");
+        assert_matches!(error, Error::NotSuspended);
     });
 }
 

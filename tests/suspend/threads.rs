@@ -39,7 +39,7 @@ fn requests_beside_a_suspension_get_memory_or_an_error() {
             for _ in 0..30 {
                 wait_until("no request is under way", suspend);
                 let refused = allocator.allocate(512, &first);
-                assert!(matches!(refused, Err(Error::Suspended)));
+                assert_matches!(refused, Err(Error::Suspended));
                 resume(&allocator);
             }
         });

@@ -104,7 +104,7 @@ fn a_resume_without_memory_changes_nothing_and_may_be_tried_again() {
             assert!(is_suspended(&world.allocator));
             assert_held(rig, before);
             let error = world.allocator.allocate(512, &world.stream).unwrap_err();
-            assert!(matches!(error, Error::Suspended), "{error:?}");
+            assert_matches!(error, Error::Suspended);
         }
         sim.take_memory(0, 0);
         resume(&world.allocator);

@@ -30,18 +30,15 @@ fn segments_cover_a_block_in_the_order_of_its_addresses() {
             }
             for bad in [(from, 0), (from, block.size() + 1), (from, u64::MAX)] {
                 let error = allocator.segments_of(bad.0, bad.1).unwrap_err();
-                assert!(
-                    matches!(error, Error::Invalid(InvalidArgument::Range { .. })),
-                    "{error:?}"
-                );
+                assert_matches!(error, Error::Invalid(InvalidArgument::Range { .. }));
             }
         }
         let foreign = allocator.guard(64, 1).unwrap_err();
-        assert!(matches!(foreign, Error::NotOurs { .. }), "{foreign:?}");
+        assert_matches!(foreign, Error::NotOurs { .. });
         let free = blocks[2].ptr();
         drop(blocks);
         let gone = allocator.guard(free, 1).unwrap_err();
-        assert!(matches!(gone, Error::NotLive { .. }), "{gone:?}");
+        assert_matches!(gone, Error::NotLive { .. });
     });
 }
 
@@ -57,7 +54,7 @@ fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
             drop(block);
             // SAFETY: refused, which is what is tested.
             let again = unsafe { allocator.free_raw(ptr) }.unwrap_err();
-            assert!(matches!(again, Error::NotLive { .. }), "{again:?}");
+            assert_matches!(again, Error::NotLive { .. });
             for _ in 0..2 {
                 let stats = allocator.stats();
                 assert_eq!((guarded(&stats), stats.all.allocated.current), (size, 0));
@@ -69,7 +66,7 @@ fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
                 allocator.check().unwrap();
                 assert!(allocator.stats().all.reserved.current >= segments[0].handle_bytes);
                 let error = allocator.close().unwrap_err();
-                assert!(matches!(error, Error::Guarded { .. }), "{error:?}");
+                assert_matches!(error, Error::Guarded { .. });
             }
             let [first, last] = guards;
             drop(first);

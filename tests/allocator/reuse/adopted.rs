@@ -222,19 +222,13 @@ fn streams_that_cannot_be_adopted_are_refused() {
                 allocator.adopt_raw(stream).unwrap();
             }
             let refused = allocator.adopt_raw(special(2));
-            assert!(
-                matches!(refused, Err(Error::NotSupported { .. })),
-                "{refused:?}"
-            );
+            assert_matches!(refused, Err(Error::NotSupported { .. }));
             let refused = allocator.adopt_raw(theirs.raw());
-            assert!(
-                matches!(refused, Err(Error::WrongContext { current, .. }) if current == raw as usize),
-                "{refused:?}"
-            );
+            assert_matches!(refused, Err(Error::WrongContext { current, .. }) if current == raw as usize);
         }
-        assert!(matches!(
+        assert_matches!(
             allocator.retire(&theirs),
             Err(Error::Stream(StreamMisuse::Unknown { .. }))
-        ));
+        );
     });
 }

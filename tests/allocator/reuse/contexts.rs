@@ -329,7 +329,7 @@ fn memory_of_a_living_context_is_kept_until_its_stream_is_retired() {
             invalidate(sim, &allocator, &there, find);
             for _ in 0..2 {
                 let refused = allocator.allocate(BLOCK, &own);
-                assert!(matches!(refused, Err(Error::OutOfMemory(_))), "{refused:?}");
+                assert_matches!(refused, Err(Error::OutOfMemory(_)));
                 allocator.empty_cache().unwrap();
                 assert!(is_invalid(allocator.synchronize()));
                 assert_eq!(allocator.stats().all.reserved.current, BLOCK as u64);
@@ -413,10 +413,7 @@ fn the_distrust_of_a_context_ends_when_it_is_known_to_be_gone() {
             sim.fail(FailPlan::call("cuStreamGetId", gone).unwrap());
             // SAFETY: the stream is alive.
             let named = unsafe { allocator.allocate_raw(KIB, there.stream) };
-            assert!(
-                matches!(named, Err(Error::Driver(error)) if error.code() == gone),
-                "{named:?}"
-            );
+            assert_matches!(named, Err(Error::Driver(error)) if error.code() == gone);
             assert_eq!(sim.clear_failures(), 0);
             assert!(sim.destroy_context(there.context));
             nothing_is_pending(&allocator);
@@ -439,7 +436,7 @@ fn a_close_waits_for_a_distrusted_context() {
         assert!(is_invalid(allocator.close()));
         assert_eq!(sim.clear_failures(), 0);
         let refused = allocator.allocate(BLOCK, &own);
-        assert!(matches!(refused, Err(Error::OutOfMemory(_))), "{refused:?}");
+        assert_matches!(refused, Err(Error::OutOfMemory(_)));
         rig.close(&allocator);
         assert!(sim.destroy_context(there.context));
     });
@@ -525,7 +522,7 @@ fn a_retirement_beside_frees_leaves_one_marker() {
         free_beside_markers(Rc::clone(&blocks));
         let tries = [(); 3].map(|()| {
             let error = allocator.retire(&a).unwrap_err();
-            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            assert_matches!(error, Error::Capturing { .. });
             sim.leaks().events
         });
         assert_eq!(tries[0], tries[2]);

@@ -148,7 +148,7 @@ fn at_the_limit_the_setting_decides_whether_a_request_waits_or_fails() {
                         if rig.maybe_sim().is_some() {
                             assert!(!side.is_complete().unwrap(), "{case}");
                         }
-                        assert!(matches!(second, Err(Error::OutOfMemory(_))), "{case}");
+                        assert_matches!(second, Err(Error::OutOfMemory(_)), "{case}");
                     }
                     _ => {
                         assert!(waited > 0, "{case}");

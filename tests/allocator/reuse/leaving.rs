@@ -184,7 +184,7 @@ fn d3_a_retirement_that_fails_changes_nothing() {
         );
         let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         sim.fail(FailPlan::call("cuEventRecord", code).unwrap());
-        assert!(matches!(allocator.retire(&a), Err(Error::Driver(_))));
+        assert_matches!(allocator.retire(&a), Err(Error::Driver(_)));
         let (small_at, large_at) = (small.ptr(), large.ptr());
         drop((small, large));
         let calls = rig.calls("cuStreamWaitEvent");
@@ -195,10 +195,10 @@ fn d3_a_retirement_that_fails_changes_nothing() {
         assert_eq!(allocator.stats().streams, 2);
         drop((small, large));
         allocator.retire(&a).unwrap();
-        assert!(matches!(
+        assert_matches!(
             allocator.retire(&a),
             Err(Error::Stream(StreamMisuse::Unknown { .. }))
-        ));
+        );
     });
 }
 
@@ -217,7 +217,7 @@ fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
         interlude::after("cuEventRecord", move || {
             keep.send(other.allocate(BLOCK, &on).unwrap()).unwrap();
         });
-        assert!(matches!(allocator.retire(&a), Err(Error::Driver(_))));
+        assert_matches!(allocator.retire(&a), Err(Error::Driver(_)));
         assert_eq!(allocator.stats().streams, 3);
         drop((block, kept.recv().unwrap()));
         allocator.retire(&a).unwrap();
@@ -259,10 +259,7 @@ fn d7_a_synchronisation_that_fails_changes_nothing() {
         allocator.retire(&s).unwrap();
         let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         sim.fail(FailPlan::call("cuCtxSynchronize", code).unwrap());
-        assert!(matches!(
-            allocator.synchronize(),
-            Err(Error::Capturing { .. })
-        ));
+        assert_matches!(allocator.synchronize(), Err(Error::Capturing { .. }));
         drop(block);
         let trimmed = allocator.trim(u64::MAX).unwrap();
         assert_eq!(trimmed.pending, 0);

@@ -157,7 +157,7 @@ fn a_question_that_finds_the_context_lost_says_so() {
         let code = sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
         sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
         let error = allocator.allocate(BLOCK, &b).unwrap_err();
-        assert!(matches!(error, Error::ContextLost(_)), "{error:?}");
+        assert_matches!(error, Error::ContextLost(_));
         sim.clear_failures();
     });
 }

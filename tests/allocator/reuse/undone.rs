@@ -32,7 +32,7 @@ fn beside_pending<'a>(rig: &'a Rig, [a, b]: [&Stream; 2]) -> (Allocator, u64, Bl
 /// Whether something that a stream may have at once lies in the memory in use.
 fn hands_out(allocator: &Allocator, stream: &Stream, at: u64) -> bool {
     let got = allocator.allocate_with(Request::new(MIB).cached_only(), stream);
-    assert!(matches!(got, Ok(_) | Err(Error::NotCached)));
+    assert_matches!(got, Ok(_) | Err(Error::NotCached));
     got.is_ok_and(|block| (at..at + USED as u64).contains(&block.ptr()))
 }
 
@@ -54,7 +54,7 @@ fn d1_a_growth_that_fails_keeps_the_uses_of_what_lay_beside_it() {
                 let result = allocator.allocate_with(Request::new(ALIGNED).align(2 * MIB), &b);
                 over.set(sim.clear_failures() > 0);
                 if let Err(error) = &result {
-                    assert!(matches!(error, Error::Driver(_)), "{error:?}");
+                    assert_matches!(error, Error::Driver(_));
                     failed.set(failed.get() + 1);
                     allocator.check().unwrap();
                     for stream in [&b, &c] {

@@ -21,7 +21,7 @@ fn scattered_memory_serves_one_block() {
         let rest = allocator.allocate(2 * PART - TWO, &a).unwrap();
         rig.stamp(rest.ptr(), 2 * PART - TWO, 8, &a);
         let full = allocator.allocate(MIB / 2, &a).unwrap_err();
-        assert!(matches!(full, Error::OutOfMemory(_)), "{full:?}");
+        assert_matches!(full, Error::OutOfMemory(_));
         let all = allocator.stats().all;
         assert_eq!(all.allocated.current, all.reserved.current);
         assert_eq!(rig.calls("cuMemCreate"), created);

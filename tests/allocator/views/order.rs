@@ -169,7 +169,7 @@ fn r2_a_failed_wait_leaves_memory_pending() {
             let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call("cuStreamWaitEvent", code).unwrap());
             let failed = allocator.allocate(TWO, &a).unwrap_err();
-            assert!(matches!(failed, Error::Driver(_)), "{failed:?}");
+            assert_matches!(failed, Error::Driver(_));
             assert_eq!(sim.clear_failures(), 0);
             allocator.check().unwrap();
             assert_eq!(allocator.snapshot(), before);

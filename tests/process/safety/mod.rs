@@ -319,10 +319,7 @@ fn s4_streams_of_another_driver_are_refused() {
     assert_ne!(home.id().unwrap(), foreign.id().unwrap());
     let a = &ours.allocator;
     let refused = |result: Result<(), Error>| {
-        assert!(
-            matches!(result, Err(Error::Stream(StreamMisuse::ForeignDriver))),
-            "{result:?}"
-        );
+        assert_matches!(result, Err(Error::Stream(StreamMisuse::ForeignDriver)));
     };
     for bytes in [100, 100 << 10, 8 << 20] {
         refused(a.allocate(bytes, &foreign).map(drop));
