@@ -231,115 +231,60 @@ fn s5_52_import_checks() {
     let stream = rig.stream();
     let plain = Plain::new(&rig.context, 4096);
     let good = arrow(plain.ptr, 16);
+    let with = |change: &dyn Fn(&mut SeenArrow)| {
+        let mut seen = good;
+        change(&mut seen);
+        seen
+    };
+    let length = |length| (with(&|a| a.length = length), ImportFault::Length { length });
+    let buffers = |buffers| {
+        let seen = with(&|a| a.n_buffers = buffers);
+        (seen, ImportFault::Buffers { buffers })
+    };
+    let device = |device_type| {
+        let seen = with(&|a| a.device_type = device_type);
+        (seen, ImportFault::DeviceType { device_type })
+    };
+    let at = |offset: i64| {
+        let why = ImportFault::Offset {
+            offset: offset.try_into().unwrap_or(u64::MAX),
+        };
+        (with(&|a| a.offset = offset), why)
+    };
+    let nulls = |nulls, validity| {
+        let seen = with(&|a| (a.null_count, a.validity) = (nulls, validity));
+        (seen, ImportFault::Nulls { nulls })
+    };
+    let data = |address, why| (with(&|a| a.data = address), why);
+    let (odd, high) = (plain.ptr + 4, u64::MAX - 15);
+    let elsewhere = ImportFault::Device {
+        expected: 0,
+        actual: 1,
+    };
+    let misaligned = ImportFault::Alignment {
+        address: odd,
+        alignment: 8,
+    };
+    let overflow = ImportFault::Overflow {
+        address: high,
+        bytes: 128,
+    };
     let cases = [
-        (
-            SeenArrow {
-                device_type: 1,
-                ..good
-            },
-            ImportFault::DeviceType { device_type: 1 },
-        ),
-        (
-            SeenArrow {
-                device_type: 3,
-                ..good
-            },
-            ImportFault::DeviceType { device_type: 3 },
-        ),
-        (
-            SeenArrow {
-                device_id: 1,
-                ..good
-            },
-            ImportFault::Device {
-                expected: 0,
-                actual: 1,
-            },
-        ),
-        (
-            SeenArrow {
-                n_buffers: 1,
-                ..good
-            },
-            ImportFault::Buffers { buffers: 1 },
-        ),
-        (
-            SeenArrow {
-                n_buffers: -1,
-                ..good
-            },
-            ImportFault::Buffers { buffers: -1 },
-        ),
-        (
-            SeenArrow {
-                n_children: 1,
-                ..good
-            },
-            ImportFault::Nested,
-        ),
-        (
-            SeenArrow { length: -1, ..good },
-            ImportFault::Length { length: -1 },
-        ),
-        (
-            SeenArrow {
-                length: i64::MAX,
-                ..good
-            },
-            ImportFault::Length { length: i64::MAX },
-        ),
-        (
-            SeenArrow { offset: -1, ..good },
-            ImportFault::Offset { offset: u64::MAX },
-        ),
-        (
-            SeenArrow {
-                offset: i64::MAX,
-                ..good
-            },
-            ImportFault::Offset {
-                offset: i64::MAX as u64,
-            },
-        ),
-        (
-            SeenArrow {
-                null_count: 1,
-                ..good
-            },
-            ImportFault::Nulls { nulls: 1 },
-        ),
-        (
-            SeenArrow {
-                null_count: -1,
-                validity: plain.ptr,
-                ..good
-            },
-            ImportFault::Nulls { nulls: -1 },
-        ),
-        (
-            SeenArrow { data: 0, ..good },
-            ImportFault::NoData { elements: 16 },
-        ),
-        (
-            SeenArrow {
-                data: plain.ptr + 4,
-                ..good
-            },
-            ImportFault::Alignment {
-                address: plain.ptr + 4,
-                alignment: 8,
-            },
-        ),
-        (
-            SeenArrow {
-                data: u64::MAX - 15,
-                ..good
-            },
-            ImportFault::Overflow {
-                address: u64::MAX - 15,
-                bytes: 128,
-            },
-        ),
+        device(1),
+        device(3),
+        (with(&|a| a.device_id = 1), elsewhere),
+        buffers(1),
+        buffers(-1),
+        (with(&|a| a.n_children = 1), ImportFault::Nested),
+        length(-1),
+        length(i64::MAX),
+        at(-1),
+        at(i64::MAX),
+        nulls(1, 0),
+        nulls(-1, plain.ptr),
+        data(0, ImportFault::NoData { elements: 16 }),
+        data(odd, misaligned),
+        data(high, overflow),
     ];
     let calls = rig.driver.calls().total();
     let import = |array| Tensor::from_arrow(array, DType::F64, &stream, ordered());
@@ -355,19 +300,9 @@ fn s5_52_import_checks() {
     assert_matches!(refused.error, Error::Import(ImportFault::Released));
     assert_eq!(rig.driver.calls().total(), calls);
     let allowed = [
-        SeenArrow {
-            null_count: -1,
-            ..good
-        },
-        SeenArrow {
-            validity: plain.ptr,
-            ..good
-        },
-        SeenArrow {
-            length: 0,
-            data: 0,
-            ..good
-        },
+        with(&|a| a.null_count = -1),
+        with(&|a| a.validity = plain.ptr),
+        with(&|a| (a.length, a.data) = (0, 0)),
     ];
     for seen in allowed {
         let (array, count) = foreign(other, &seen);

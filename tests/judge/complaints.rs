@@ -98,6 +98,14 @@ impl Log {
     }
 
     #[track_caller]
+    fn fine_if(&mut self, right: bool, otherwise: &str) {
+        match right {
+            true => self.fine(),
+            false => self.wrong(otherwise),
+        }
+    }
+
+    #[track_caller]
     fn wrong(&mut self, words: &str) {
         let verdict = self.0.take_verdict().expect("a complaint");
         assert!(verdict.contains(words), "{verdict}");
@@ -118,13 +126,8 @@ fn a_branch_gets_no_bytes_of_one_beside_it() {
         }
         // The same bytes at another address.
         log.block(POOL, VIEW, 1);
-        match joined {
-            true => log.fine(),
-            false => log.wrong(
-                "block 0x200000000 for stream 1 of capture 1: byte 0x0 of it is touched by a node of stream 0 with \
-                 the block 0x100000000, which stream 1 is not behind",
-            ),
-        }
+        log.fine_if(joined, "block 0x200000000 for stream 1 of capture 1: byte 0x0 of it is touched by a node of stream 0 with \
+                 the block 0x100000000, which stream 1 is not behind");
     }
 }
 
@@ -150,10 +153,7 @@ fn a_node_that_may_run_beside_the_next_one_is_not_over() {
         log.0.named(stream(0), 5);
         log.0.depends(stream(1), &[(5, whole)], true);
         log.block(POOL, A, 1);
-        match whole {
-            true => log.fine(),
-            false => log.wrong("which stream 1 is not behind"),
-        }
+        log.fine_if(whole, "which stream 1 is not behind");
         // Who launches the next one itself waits in it.
         log.0.depends(stream(0), &[(5, false)], false);
         log.layer(A + MIB, 0);
@@ -174,18 +174,12 @@ fn a_stream_that_is_set_back_is_not_behind_what_it_did() {
         log.0
             .depends(stream(0), &[(if back { 5 } else { 6 }, true)], false);
         log.block(POOL, A, 0);
-        match back {
-            false => log.fine(),
-            true => log.wrong("which stream 0 is not behind"),
-        }
+        log.fine_if(!back, "which stream 0 is not behind");
         // It waits in no node of its own for what began on the branch.
         log.free(A);
         log.0.depends(stream(0), &[(6, false)], true);
         log.block(POOL, A, 0);
-        match back {
-            false => log.fine(),
-            true => log.wrong("which stream 0 is not behind"),
-        }
+        log.fine_if(!back, "which stream 0 is not behind");
     }
 }
 
@@ -200,10 +194,7 @@ fn captures_of_one_graph_are_branches_of_it() {
         let good = !behind.is_empty();
         log.0.captures(stream(1), Some((raw(GRAPH), behind)));
         log.block(POOL, A, 1);
-        match good {
-            true => log.fine(),
-            false => log.wrong("which stream 1 is not behind"),
-        }
+        log.fine_if(good, "which stream 1 is not behind");
     }
 }
 
@@ -218,10 +209,7 @@ fn a_capture_gets_nothing_that_work_outside_may_use() {
         // Also of its own stream: the launch may be another one's.
         log.begin(0);
         log.block(POOL, A, 0);
-        match seen {
-            true => log.fine(),
-            false => log.wrong("may be used by work of stream 0 outside until 1"),
-        }
+        log.fine_if(seen, "may be used by work of stream 0 outside until 1");
     }
 }
 
@@ -415,10 +403,7 @@ fn the_end_of_a_user_object_is_the_end_of_launches() {
             log.0.object_over(7);
         }
         log.0.unmapped("cuMemUnmap", A, 16 * MIB);
-        match told {
-            true => log.fine(),
-            false => log.wrong("graph 0x77 may touch"),
-        }
+        log.fine_if(told, "graph 0x77 may touch");
     }
 }
 
@@ -439,12 +424,7 @@ fn a_launch_comes_behind_whoever_used_its_bytes() {
             log.order(1, 2);
         }
         log.launch(2);
-        match ordered {
-            true => log.fine(),
-            false => log.wrong(
-                "a launch of graph 0x77 on stream 2 touches 0x100000000, which work of stream 1 may use until 1",
-            ),
-        }
+        log.fine_if(ordered, "a launch of graph 0x77 on stream 2 touches 0x100000000, which work of stream 1 may use until 1");
         // Two graphs of the pool.
         let mut log = Log::new();
         log.graph();
@@ -457,10 +437,7 @@ fn a_launch_comes_behind_whoever_used_its_bytes() {
             log.order(2, 3);
         }
         log.0.launched(raw(EXEC + 1), stream(3));
-        match ordered {
-            true => log.fine(),
-            false => log.wrong("which a launch of stream 2 may use"),
-        }
+        log.fine_if(ordered, "which a launch of stream 2 may use");
     }
 }
 

@@ -5,7 +5,7 @@ use cualloc::driver::{Context, Driver, Feature, LoadError, Stream, Symbol, sys};
 use std::env;
 use std::error::Error;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Output, abort};
 use std::sync::Mutex;
 use std::thread;
@@ -13,12 +13,20 @@ use std::thread;
 const CASE: &str = "CUALLOC_LOADER_CASE";
 const OVERRIDE: &str = "CUALLOC_DRIVER";
 
+/// A driver as a library in a folder of its own, unless there is no compiler.
+fn library(name: &str, fake: Fake<'_>) -> Option<(Folder, PathBuf)> {
+    let compiler = compiler()?;
+    let folder = Folder::new(name);
+    let path = folder.file("driver.so");
+    fake.build(&compiler, &path);
+    Some((folder, path))
+}
+
 #[test]
 fn complete_driver_opens() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("complete");
-    let path = folder.file("driver.so");
-    Fake::default().build(&cc, &path);
+    let Some((_folder, path)) = library("complete", Fake::default()) else {
+        return;
+    };
     // SAFETY: the fake library behaves as a driver, as far as it is one.
     let driver = unsafe { Driver::open(&path) }.unwrap();
     assert_eq!(driver.version(), 13000);
@@ -39,14 +47,15 @@ fn complete_driver_opens() {
 /// S3.34: a driver that has dropped everything optional is still a driver.
 #[test]
 fn s3_34_loads_without_any_optional_symbol() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("optional");
-    let path = folder.file("driver.so");
-    let fake = Fake {
-        without: |symbol| symbol.feature().is_some(),
-        ..Default::default()
+    let Some((_folder, path)) = library(
+        "optional",
+        Fake {
+            without: |symbol| symbol.feature().is_some(),
+            ..Default::default()
+        },
+    ) else {
+        return;
     };
-    fake.build(&cc, &path);
     // What came after the oldest driver is never required.
     for young in [
         "cuMemPool",
@@ -90,29 +99,15 @@ fn s3_34_loads_without_any_optional_symbol() {
 /// S3.14: each optional function that is missing alone disables its group and no other.
 #[test]
 fn missing_optional_symbol_disables_its_feature_only() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("group");
-    let path = folder.file("driver.so");
-    let fake = Fake {
-        without: |symbol| symbol.name() == "cuMemUnmap",
-        ..Default::default()
+    let Some((_folder, path)) = library(
+        "group",
+        Fake {
+            without: |symbol| symbol.name() == "cuMemUnmap",
+            ..Default::default()
+        },
+    ) else {
+        return;
     };
-    fake.build(&cc, &path);
-    // What came after the oldest driver is never required.
-    for young in [
-        "cuMemPool",
-        "cuMemCreate",
-        "cuMemMap",
-        "cuMemAddress",
-        "cuStreamGetId",
-    ] {
-        let required = |symbol: &Symbol| symbol.feature().is_none();
-        let mut symbols = Driver::symbols().filter(required);
-        assert!(
-            symbols.all(|symbol| !symbol.name().starts_with(young)),
-            "{young}"
-        );
-    }
     // SAFETY: the fake library behaves as a driver, as far as it is one.
     let driver = unsafe { Driver::open(&path) }.unwrap();
     for feature in Feature::ALL {
@@ -127,14 +122,15 @@ fn missing_optional_symbol_disables_its_feature_only() {
 /// S3.13, S3.36: the name of the missing symbol, and the loader's own words.
 #[test]
 fn s3_13_s3_36_missing_required_symbol_is_named() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("required");
-    let path = folder.file("driver.so");
-    let fake = Fake {
-        without: |symbol| symbol.name() == "cuEventQuery",
-        ..Default::default()
+    let Some((_folder, path)) = library(
+        "required",
+        Fake {
+            without: |symbol| symbol.name() == "cuEventQuery",
+            ..Default::default()
+        },
+    ) else {
+        return;
     };
-    fake.build(&cc, &path);
     // SAFETY: the fake library behaves as a driver, as far as it is one.
     let error = unsafe { Driver::open(&path) }.unwrap_err();
     let text = chain(&error);
@@ -151,14 +147,15 @@ fn s3_13_s3_36_missing_required_symbol_is_named() {
 /// R72: the toolkit's library for linking is told from a driver.
 #[test]
 fn r72_stub_library_is_told() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("stub");
-    let path = folder.file("driver.so");
-    let fake = Fake {
-        defines: &["INIT=34"],
-        ..Default::default()
+    let Some((_folder, path)) = library(
+        "stub",
+        Fake {
+            defines: &["INIT=34"],
+            ..Default::default()
+        },
+    ) else {
+        return;
     };
-    fake.build(&cc, &path);
     // SAFETY: the fake library behaves as a driver, as far as it is one.
     match unsafe { Driver::open(&path) }.unwrap_err() {
         LoadError::StubLibrary { library } => assert_eq!(Some(library.as_str()), path.to_str()),
@@ -279,10 +276,9 @@ fn child_entry() {
 
 #[test]
 fn override_is_taken() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("override");
-    let path = folder.file("driver.so");
-    Fake::default().build(&cc, &path);
+    let Some((_folder, path)) = library("override", Fake::default()) else {
+        return;
+    };
     child("override", &[(OVERRIDE, &path)]);
 }
 
@@ -364,14 +360,15 @@ fn case_default() {
 /// S3.35: a failed initialisation is not remembered.
 #[test]
 fn s3_35_failed_init_is_tried_again() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("retry-init");
-    let path = folder.file("driver.so");
-    let fake = Fake {
-        defines: &["INIT=(initialisations == 0 ? 100 : 0)"],
-        ..Default::default()
+    let Some((_folder, path)) = library(
+        "retry-init",
+        Fake {
+            defines: &["INIT=(initialisations == 0 ? 100 : 0)"],
+            ..Default::default()
+        },
+    ) else {
+        return;
     };
-    fake.build(&cc, &path);
     child("retry-init", &[(OVERRIDE, &path)]);
 }
 
@@ -404,10 +401,9 @@ fn case_retry_open() {
 /// S3.12
 #[test]
 fn threads_load_once() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("threads");
-    let path = folder.file("driver.so");
-    Fake::default().build(&cc, &path);
+    let Some((_folder, path)) = library("threads", Fake::default()) else {
+        return;
+    };
     child("threads", &[(OVERRIDE, &path)]);
 }
 
@@ -426,10 +422,9 @@ fn case_threads() {
 /// with a code of its own.
 #[test]
 fn forked_child_makes_no_call() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("fork");
-    let path = folder.file("driver.so");
-    Fake::default().build(&cc, &path);
+    let Some((_folder, path)) = library("fork", Fake::default()) else {
+        return;
+    };
     child("fork", &[(OVERRIDE, &path)]);
 }
 
@@ -480,10 +475,9 @@ fn case_fork() {
 /// a code of its own.
 #[test]
 fn r71_drops_at_exit_make_no_call() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("exit");
-    let path = folder.file("driver.so");
-    Fake::default().build(&cc, &path);
+    let Some((_folder, path)) = library("exit", Fake::default()) else {
+        return;
+    };
     child("exit", &[(OVERRIDE, &path)]);
 }
 
