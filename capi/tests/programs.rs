@@ -148,6 +148,17 @@ fn program(standard: &str, name: &str, linked: Linked, arguments: &[&str]) {
     }
 }
 
+/// Runs a program beside the simulated driver, unless there is none or no compiler.
+fn driven(name: &str, arguments: &[&str]) {
+    let Some(driver) = simulated_driver() else {
+        return;
+    };
+    if let Some(program) = built("c11", &source("tests/c").join(name), Linked::Shared) {
+        let mut command = checked_command(&program, arguments);
+        assert!(run(command.env("CUALLOC_DRIVER", driver)).ends_with("well\n"));
+    }
+}
+
 #[test]
 fn a_c_program_calls_each_function() {
     program("c11", "basic.c", Linked::Shared, &[]);
@@ -203,14 +214,10 @@ fn wrong_arguments_from_eight_threads_are_errors_and_no_more() {
 /// Written by somebody who had the header alone.
 #[test]
 fn a_stranger_is_told_what_the_header_says() {
-    let Some(driver) = simulated_driver() else {
-        return;
-    };
-    if let Some(program) = built("c11", &source("tests/c/stranger.c"), Linked::Shared) {
-        let mut command =
-            checked_command(&program, &[if checked().is_empty() { "2" } else { "1" }]);
-        assert!(run(command.env("CUALLOC_DRIVER", driver)).ends_with("well\n"));
-    }
+    driven(
+        "stranger.c",
+        &[if checked().is_empty() { "2" } else { "1" }],
+    );
 }
 
 #[test]
@@ -254,16 +261,8 @@ fn a_child_forked_while_a_thread_is_in_the_simulated_driver_may_exit() {
 
 #[test]
 fn streams_and_contexts_are_the_callers() {
-    let Some(driver) = simulated_driver() else {
-        return;
-    };
-    let Some(program) = built("c11", &source("tests/c/driver.c"), Linked::Shared) else {
-        return;
-    };
-    for arguments in [&[] as &[&str], &["context dies first"]] {
-        let mut command = checked_command(&program, arguments);
-        assert!(run(command.env("CUALLOC_DRIVER", &driver)).ends_with("well\n"));
-    }
+    driven("driver.c", &[]);
+    driven("driver.c", &["context dies first"]);
 }
 
 #[test]

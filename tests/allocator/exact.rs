@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
 
+use crate::common::rng::Rng;
 use crate::common::{KIB, MIB, Rig, SetAtEnd, each, only};
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Block, Policy, Stats};
@@ -31,23 +32,10 @@ fn operations() -> usize {
     }
 }
 
-/// The same numbers in every run.
-struct Numbers(u64);
-
-impl Numbers {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
-        (self.0 >> 33) % bound
-    }
-
-    /// From one byte to 1 MiB, small ones more often.
-    fn bytes(&mut self) -> usize {
-        let most = 512_u64 << self.below(12);
-        1 + self.below(most) as usize
-    }
+/// From one byte to 1 MiB, small ones more often.
+fn bytes(numbers: &mut Rng) -> usize {
+    let most = 512_u64 << numbers.below(12);
+    1 + numbers.below(most) as usize
 }
 
 /// What lives, as the threads count it. A thread may free what another one allocated, so only the
@@ -127,7 +115,7 @@ impl<'a> Common<'a> {
                     let mut worker = Worker {
                         common: self,
                         thread,
-                        numbers: Numbers(thread as u64 + 1),
+                        numbers: Rng::new(thread as u64),
                         held: Vec::new(),
                     };
                     // The others would wait for this thread at the next barrier, for ever.
@@ -157,7 +145,7 @@ fn give_up(why: &(dyn Any + Send)) -> ! {
 struct Worker<'c, 'a> {
     common: &'c Common<'a>,
     thread: usize,
-    numbers: Numbers,
+    numbers: Rng,
     held: Vec<Block>,
 }
 
@@ -191,7 +179,7 @@ impl Worker<'_, '_> {
     fn step(&mut self) {
         let choice = self.numbers.below(64);
         if self.held.len() < HELD && choice < 34 || self.held.is_empty() {
-            let bytes = self.numbers.bytes();
+            let bytes = bytes(&mut self.numbers);
             self.allocate(bytes);
             return;
         }
@@ -276,7 +264,7 @@ fn s1_19_peaks_of_rising_and_falling_phases_are_exact() {
                 let count = 10 + worker.numbers.below(20);
                 for _ in 0..count {
                     if phase % 2 == 0 {
-                        let bytes = worker.numbers.bytes();
+                        let bytes = bytes(&mut worker.numbers);
                         worker.allocate(bytes);
                     } else if let Some(block) = worker.take_any() {
                         common.free(block);
@@ -309,7 +297,7 @@ fn s1_19_peaks_of_exchanged_blocks_are_exact() {
         let rounds = operations() / 4 / (THREADS * 2 * 100);
         common.run(|worker| {
             for _ in 0..24 {
-                let bytes = worker.numbers.bytes();
+                let bytes = bytes(&mut worker.numbers);
                 worker.allocate(bytes);
             }
             for _ in 0..rounds.max(1) {

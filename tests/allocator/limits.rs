@@ -148,8 +148,7 @@ fn r9_limit_counts_what_the_driver_gave() {
 /// R12: the way to an out-of-memory error needs nothing that can fail.
 #[test]
 fn r12_error_path_cannot_fail() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_simulated(|rig, sim| {
         let allocator = rig.checked_limit(16 * MIB);
         let stream = rig.stream();
         let kept = allocator.allocate(12 * MIB, &stream).unwrap();
@@ -400,8 +399,7 @@ fn r14_error_names_the_failure_behind_it() {
 /// R2: memory that a failed growth could not give back is tried again before a request fails at a limit.
 #[test]
 fn r2_what_could_not_be_given_back_is_tried_again_at_a_limit() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_simulated(|rig, sim| {
         if !rig.packed() {
             return;
         }

@@ -196,10 +196,7 @@ fn an_emptied_cache_does_not_wait_for_a_stream_that_captures() {
 /// An adopted stream may be asked at any time, so that a capture of it is over is seen by who waits for everything.
 #[test]
 fn the_end_of_a_capture_of_an_adopted_stream_is_seen_by_the_next_wait() {
-    each(|rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    each_simulated(|rig, _| {
         let allocator = rig.checked();
         let stream = RawStream::new(rig);
         // SAFETY: the stream lives until it is retired.

@@ -236,10 +236,7 @@ fn d5_a_capture_that_ended_is_no_hindrance() {
 /// D5: the same by a free alone, and by a marker alone, where the capture was ended elsewhere.
 #[test]
 fn d5_whatever_asks_the_stream_takes_the_finding_back() {
-    each(|rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    each_simulated(|rig, _| {
         for marks in [false, true] {
             let allocator = rig.allocator();
             let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
@@ -270,10 +267,7 @@ fn d5_whatever_asks_the_stream_takes_the_finding_back() {
 /// D5: a stream that is gone can say no more that it does not capture. It is believed to for one call.
 #[test]
 fn d5_a_stream_that_vanished_is_no_hindrance() {
-    each(|rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    each_simulated(|rig, _| {
         for elsewhere in [false, true] {
             let allocator = rig.allocator();
             let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
@@ -306,10 +300,7 @@ fn d5_a_stream_that_vanished_is_no_hindrance() {
 /// answer.
 #[test]
 fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
+    each_simulated(|rig, sim| {
         let allocator = rig.allocator();
         let (raw, capturing) = (RawStream::new(rig), RawStream::new(rig));
         captured(rig, capturing.raw(), || {
@@ -338,10 +329,7 @@ fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
 /// Where captures are asked about, a block that a stream cache serves is asked for without the cache's lock, once.
 #[test]
 fn a_hit_that_asks_about_captures_has_no_cache_locked() {
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
+    only_simulated(Policy::Packed, |rig, sim| {
         let allocator = rig.checked_with(Config::new().capture_checks(true));
         let stream = rig.stream();
         let block = allocator.allocate(4096, &stream).unwrap();
@@ -362,10 +350,7 @@ fn a_hit_that_asks_about_captures_has_no_cache_locked() {
 #[test]
 fn d5_want_of_memory_leaves_a_finding_alone() {
     // Classic segments go without a wait.
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
+    only_simulated(Policy::Packed, |rig, sim| {
         let allocator = rig.limited(20 * MIB);
         let kept = rig.stream();
         drop(allocator.allocate(MIB / 2, &kept).unwrap());
@@ -408,10 +393,7 @@ fn d5_want_of_memory_leaves_a_finding_alone() {
 /// D5: a new stream under the handle of an old one says nothing about that one's allocators later on.
 #[test]
 fn d5_a_finding_is_about_the_handle_as_it_is_now() {
-    each(|rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    each_simulated(|rig, _| {
         let allocator = rig.allocator();
         let old = RawStream::new(rig);
         leave_work(&allocator, &old);

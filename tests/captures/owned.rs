@@ -19,10 +19,7 @@ fn live(allocator: &Allocator) -> u64 {
 /// The resource gives the block back for which it could not record a ready point, whatever is refused meanwhile.
 #[test]
 fn a_block_that_could_not_be_handed_out_is_freed() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
+    each_simulated(|rig, sim| {
         for bytes in [1000, 3 * MIB] {
             // Every free asks the stream.
             let allocator = rig.checked_with(Config::new().capture_checks(true));
@@ -85,10 +82,7 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
 /// R2: a resource that keeps no dropped block for later is asked once more.
 #[test]
 fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
+    only_simulated(Policy::Packed, |rig, sim| {
         let stream = rig.stream();
         for call in ["cuCtxSynchronize", "cuMemFree_v2"] {
             let direct = Arc::new(CudaMemory::new(&rig.context));
@@ -106,8 +100,7 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
 /// later call, behind its last user.
 #[test]
 fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_simulated(|rig, sim| {
         for call in ["cuCtxSynchronize", "cuCtxSetCurrent"] {
             let (allocator, [home, other]) = rig.scene();
             let column = Tensor::zeroed(&*allocator, DType::F32, &[1 << 20], &home).unwrap();

@@ -188,10 +188,7 @@ impl InUse<'_> {
 /// D4: what a captured marker covered is not complete when a later marker of another stream is.
 #[test]
 fn d4_memory_under_a_captured_marker_stays_in_use_until_a_real_one() {
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
+    only_simulated(Policy::Packed, |rig, sim| {
         let mut used = InUse::new(rig);
         let (allocator, [a, b]) = (used.allocator.clone(), used.streams.clone());
         let answer = sys::CUresult::CUDA_ERROR_CAPTURED_EVENT;
@@ -293,10 +290,7 @@ fn d4_a_wait_that_meets_a_capture_is_no_order() {
 /// stream, which waits for the next one.
 #[test]
 fn d4_a_wait_for_a_captured_marker_fails_nobody() {
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else {
-            return;
-        };
+    only_simulated(Policy::Packed, |rig, sim| {
         let used = InUse::new(rig);
         let answer = sys::CUresult::CUDA_ERROR_CAPTURED_EVENT;
         sim.fail(FailPlan::call("cuStreamWaitEvent", answer).unwrap());
@@ -421,8 +415,7 @@ fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
 #[test]
 fn d4_a_capture_that_begins_beside_a_question_is_looked_out_for() {
     for late in [false, true] {
-        only(Policy::Packed, |rig| {
-            let Some(sim) = rig.sim() else { return };
+        only_simulated(Policy::Packed, |rig, sim| {
             let (allocator, waits) = (rig.allocator(), rig.allocator());
             let (stream, other) = (rig.stream(), rig.stream());
             let warm = [0; 4].map(|_| allocator.allocate(512, &stream).unwrap());

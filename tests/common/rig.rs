@@ -47,7 +47,14 @@ pub fn each(test: impl Fn(&Rig)) {
 
 /// [`each`] on the simulator; on a GPU the test says that it skips.
 pub fn each_simulated(test: impl Fn(&Rig, &Simulator)) {
-    each(|rig| {
+    policies()
+        .into_iter()
+        .for_each(|policy| only_simulated(policy, &test));
+}
+
+/// [`only`] on the simulator; on a GPU the test says that it skips.
+pub fn only_simulated(policy: Policy, test: impl Fn(&Rig, &Simulator)) {
+    only(policy, |rig| {
         if let Some(sim) = rig.sim() {
             test(rig, sim);
         }

@@ -113,8 +113,7 @@ fn allocators_say_what_they_take_and_give_back() {
 #[test]
 fn s3_3_drops_of_pooled_buffers_log_what_failed() {
     collect();
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else { return };
+    only_simulated(Policy::Packed, |rig, sim| {
         let config = Config::new().policy(rig.policy);
         let pool = ThresholdPool::on_driver(&rig.driver, 0, config);
         let stream = rig.stream();
@@ -140,8 +139,7 @@ fn s3_3_drops_of_pooled_buffers_log_what_failed() {
 #[test]
 fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
     collect();
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else { return };
+    only_simulated(Policy::Packed, |rig, sim| {
         let pool = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
         let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
         sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
@@ -202,8 +200,7 @@ fn s5_42_an_abandoned_recorder_warns() {
 #[test]
 fn r13_recoverable_trouble_is_logged_rarely() {
     collect();
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_simulated(|rig, sim| {
         const BLOCK: usize = 12 * MIB;
         let allocator = rig.checked_limit(2 * BLOCK);
         let [a, b] = rig.streams();

@@ -187,12 +187,6 @@ const fn raw(stream: u8, bytes: usize) -> Op {
     })
 }
 
-/// A page that was handed back while the allocator closed was still pending.
-#[test]
-fn a_page_of_an_unused_stream_is_returned_by_close() {
-    replay(plain(Policy::Packed), &[alloc(0, 3)]);
-}
-
 /// An aligned start beyond the first pieces of a run.
 #[test]
 fn an_aligned_block_may_begin_beyond_the_first_piece() {
@@ -210,24 +204,6 @@ fn an_aligned_block_may_begin_beyond_the_first_piece() {
         }),
     ];
     replay(plain(Policy::Classic), &ops);
-}
-
-/// Memory that another process held is asked for again once it may be free.
-#[test]
-fn memory_returned_by_another_process_is_found() {
-    for policy in [Policy::Packed, Policy::Classic] {
-        let setup = Setup {
-            memory: 280_250_637,
-            ..plain(policy)
-        };
-        let ops = [
-            Op::Taken { bytes: 455_430_430 },
-            alloc(0, 242),
-            Op::Taken { bytes: 0 },
-            alloc(0, 512),
-        ];
-        replay(setup, &ops);
-    }
 }
 
 /// No more idle memory has to go than the driver lacks.
@@ -342,18 +318,6 @@ fn refused_calls_beside_a_large_cache_change_nothing() {
         ops.push(refused);
         replay(plain(Policy::Packed), &ops);
     }
-}
-
-/// A refused call that names a block in a large-block cache, by an address inside it.
-#[test]
-fn the_inside_of_a_block_in_a_large_cache_is_refused() {
-    let mut ops = [alloc(0, 2 << 20), Op::Free { block: 0 }].repeat(3);
-    ops.push(alloc(0, (2 << 20) - 100));
-    ops.push(Op::FreeBad {
-        block: 1000,
-        kind: Bad::Interior,
-    });
-    replay(plain(Policy::Packed), &ops);
 }
 
 /// A raw stream is destroyed while a block of it lies in a large-block cache, from where the next stream's call

@@ -38,8 +38,7 @@ fn calls_of(sim: &Simulator, act: impl FnOnce()) -> u64 {
 #[test]
 fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
     for bytes in [4 * KIB, 4 * MIB] {
-        only(Policy::Packed, |rig| {
-            let Some(sim) = rig.sim() else { return };
+        only_simulated(Policy::Packed, |rig, sim| {
             let allocator = rig.checked();
             let stream = RawStream::new(rig);
             let raw = stream.raw();
@@ -111,10 +110,7 @@ fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
 /// idle only where the program promises that nothing is captured.
 #[test]
 fn r25_a_handle_does_not_find_the_stream_cache_that_serves_another_stream_by_now() {
-    only(Policy::Packed, |rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    only_simulated(Policy::Packed, |rig, _| {
         let allocator = rig.checked();
         let [first, second] = [(); 2].map(|()| RawStream::new(rig));
         let handle = first.raw() as usize;

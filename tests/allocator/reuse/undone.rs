@@ -124,10 +124,7 @@ fn d8_what_a_drop_could_not_give_back_is_given_back_later() {
         "cuCtxGetCurrent",
         "cuCtxSetCurrent",
     ] {
-        only(Policy::Packed, |rig| {
-            let Some(sim) = rig.sim() else {
-                return;
-            };
+        only_simulated(Policy::Packed, |rig, sim| {
             let before = (sim.leaks().streams, sim.leaks().events);
             let stream = rig.stream();
             let event = rig.context.enter().unwrap().create_event().unwrap();
@@ -149,10 +146,7 @@ fn d8_what_a_drop_could_not_give_back_is_given_back_later() {
 fn d8_a_test_of_views_that_cannot_be_waited_for_is_finished_later() {
     let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
     for trims in [true, false] {
-        only(Policy::Packed, |rig| {
-            let Some(sim) = rig.sim() else {
-                return;
-            };
+        only_simulated(Policy::Packed, |rig, sim| {
             let before = sim.leaks();
             let allocator = rig.allocator();
             sim.fail(
