@@ -10,14 +10,8 @@ pub struct SimDevice {
     pub memory: u64,
     /// What the device is called.
     pub name: String,
-    /// Compute capability, major and minor.
-    pub compute_capability: (i32, i32),
     /// Virtual memory management (attribute 102).
     pub vmm: bool,
-    /// Export of memory as POSIX file descriptors (attribute 103).
-    pub posix_fd: bool,
-    /// Direct access by network cards (attributes 110 and 116).
-    pub rdma: bool,
     /// Stream-ordered memory pools (attribute 115).
     pub pools: bool,
     /// Export as fabric handles (attribute 128).
@@ -26,12 +20,6 @@ pub struct SimDevice {
     pub dma_buf: bool,
     /// Granularity of physical handles, in bytes; a power of two.
     pub granularity: u64,
-    /// What `cuMemAlloc` takes of the device is a multiple of this, in bytes; what is at most half of it
-    /// shares one with other such memory of its context. 512 or less: what was asked for.
-    pub plain_unit: u64,
-    /// What each context takes of the device, in bytes; where it is not 0, each module takes 2 MiB. Seen in
-    /// what is free, not in [`Simulator::memory_in_use`](super::Simulator::memory_in_use).
-    pub context_bytes: u64,
     /// Whether other devices may access this one's memory.
     pub peers: bool,
 }
@@ -41,16 +29,11 @@ impl Default for SimDevice {
         SimDevice {
             memory: 80 << 30,
             name: "Simulated device".to_owned(),
-            compute_capability: (9, 0),
             vmm: true,
-            posix_fd: true,
-            rdma: true,
             pools: true,
             fabric: false,
             dma_buf: false,
             granularity: 2 << 20,
-            plain_unit: 2 << 20,
-            context_bytes: 0,
             peers: true,
         }
     }
@@ -82,9 +65,6 @@ pub struct SimConfig {
     pub mode: Mode,
     /// Report reads of bytes that nothing has written.
     pub strict_undefined: bool,
-    /// Report `cuMemUnmap` of memory used by work that no host query or wait has seen complete,
-    /// even if it has. Off: only work still pending counts.
-    pub strict_unmap: bool,
     /// `cuMemFree` and `cuMemFreeHost` promise no order: they wait for nothing, what was submitted before
     /// is not seen complete by them, and memory that such work uses is reported. Off: they wait for all
     /// work and have then seen it, as measured on one GPU.
@@ -105,8 +85,6 @@ pub struct SimConfig {
     pub address_space: u64,
     /// The longest reservation that the driver grants, in bytes.
     pub longest_reservation: u64,
-    /// Modelled nanoseconds of one row in [`Mode::Lag`].
-    pub row_nanos: u64,
     /// In what order nodes of a launched graph run that the graph does not order, where the mode does not say so:
     /// equal seeds, equal orders.
     pub seed: u64,
@@ -121,7 +99,6 @@ impl Default for SimConfig {
             driver_version: 13000,
             mode: Mode::Instant,
             strict_undefined: false,
-            strict_unmap: true,
             strict_free: true,
             sticky_errors: true,
             late_destructors: false,
@@ -129,7 +106,6 @@ impl Default for SimConfig {
             races: true,
             address_space: u64::MAX,
             longest_reservation: u64::MAX,
-            row_nanos: 1000,
             seed: 0,
             missing: Vec::new(),
         }

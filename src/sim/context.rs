@@ -228,17 +228,15 @@ impl State {
             A::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK => 1024,
             A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 132,
             A::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING => 1,
-            A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => config.compute_capability.0,
-            A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => config.compute_capability.1,
+            A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 9,
+            A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => 0,
             A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED => config.vmm.into(),
-            A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED => {
-                config.posix_fd.into()
-            }
-            A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-            | A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED => config.rdma.into(),
+            A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+            | A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+            | A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED => 1,
             A::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => config.pools.into(),
             A::CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES => {
-                if config.pools && config.posix_fd {
+                if config.pools {
                     fd
                 } else {
                     0

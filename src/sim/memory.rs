@@ -9,9 +9,6 @@ use super::reports::Report;
 use super::state::State;
 use crate::driver::sys::*;
 
-/// What a module takes of its device, where contexts take something.
-const MODULE_BYTES: u64 = 2 << 20;
-
 fn bit(device: usize) -> u64 {
     1 << device
 }
@@ -19,15 +16,8 @@ fn bit(device: usize) -> u64 {
 impl State {
     /// Physical bytes still free on a device.
     pub(super) fn free_bytes(&self, device: usize) -> u64 {
-        let config = &self.config.devices[device];
-        let mut used = self.devices[device].used + self.devices[device].taken;
-        if config.context_bytes > 0 {
-            let ours = |ctx: &usize| self.ctxs[*ctx].alive && self.ctxs[*ctx].device == device;
-            let contexts = (0..self.ctxs.len()).filter(ours).count();
-            let modules = self.modules.values().filter(|ctx| ours(ctx)).count();
-            used += config.context_bytes * contexts as u64 + MODULE_BYTES * modules as u64;
-        }
-        config.memory.saturating_sub(used)
+        let used = self.devices[device].used + self.devices[device].taken;
+        self.config.devices[device].memory.saturating_sub(used)
     }
 
     /// Takes physical memory.

@@ -381,16 +381,6 @@ impl Simulator {
             .unwrap_or_default()
     }
 
-    /// Sets what one call of a function costs, in modelled nanoseconds. `cuMemSetAccess` and `cuMemUnmap` cost
-    /// this much for each mapping in their range.
-    ///
-    /// # Errors
-    /// [`ConfigError::UnknownFunction`] if there is no such function.
-    pub fn set_cost(&self, call: &str, nanos: u64) -> Result<(), ConfigError> {
-        self.with(|state| state.costs.set(call, nanos))
-            .unwrap_or(Ok(()))
-    }
-
     /// Begins (or ends and forgets) a log of all calls.
     pub fn record_log(&self, on: bool) {
         self.with(|state| state.set_logging(on));

@@ -9,6 +9,10 @@ use crate::driver::sys::CUresult;
 
 /// Plain allocations are rounded up to this.
 const ALIGN: u64 = 512;
+
+/// `cuMemAlloc` takes a multiple of this of the device; what is at most half of it shares one with other such memory of
+/// its context.
+const UNIT: u64 = 2 << 20;
 const OUT_OF_MEMORY: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
 
 impl State {
@@ -49,7 +53,7 @@ impl State {
     }
 
     /// Room for a small allocation in a unit that the context has, or a new one.
-    fn slab_range(&mut self, ctx: usize, bytes: u64, unit: u64) -> R<u64> {
+    fn slab_range(&mut self, ctx: usize, bytes: u64) -> R<u64> {
         let pending = self.anything_pending();
         for slab in self.slabs.values_mut().filter(|slab| slab.ctx == ctx) {
             if !pending {
@@ -63,16 +67,16 @@ impl State {
             }
         }
         let device = self.ctxs[ctx].device;
-        if unit > self.free_bytes(device) {
+        if UNIT > self.free_bytes(device) {
             return fail(OUT_OF_MEMORY);
         }
-        let start = self.plain_range(unit, unit)?;
-        self.devices[device].used += unit;
-        let mut free = Addresses::new(start, start + unit);
+        let start = self.plain_range(UNIT, UNIT)?;
+        self.devices[device].used += UNIT;
+        let mut free = Addresses::new(start, start + UNIT);
         let at = free.take(bytes, ALIGN).ok_or(OUT_OF_MEMORY)?;
         let slab = Slab {
             ctx,
-            bytes: unit,
+            bytes: UNIT,
             live: 1,
             free,
             quarantine: Vec::new(),
@@ -84,11 +88,10 @@ impl State {
     /// Memory as `cuMemAlloc` gives it.
     pub(super) fn new_plain(&mut self, ctx: usize, bytes: u64) -> R<u64> {
         let device = self.ctxs[ctx].device;
-        let unit = self.config.devices[device].plain_unit.max(ALIGN);
-        let rounded = bytes.checked_next_multiple_of(unit).ok_or(OUT_OF_MEMORY)?;
+        let rounded = bytes.checked_next_multiple_of(UNIT).ok_or(OUT_OF_MEMORY)?;
         let bytes = bytes.next_multiple_of(ALIGN);
-        let (address, charged) = if unit > ALIGN && bytes <= unit / 2 {
-            (self.slab_range(ctx, bytes, unit)?, 0)
+        let (address, charged) = if bytes <= UNIT / 2 {
+            (self.slab_range(ctx, bytes)?, 0)
         } else if rounded > self.free_bytes(device) {
             return fail(OUT_OF_MEMORY);
         } else {

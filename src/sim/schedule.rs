@@ -12,6 +12,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// Modelled nanoseconds of one row in [`Mode::Lag`].
+const ROW_NANOS: u64 = 1000;
+
 impl State {
     /// A queue for a new stream of `ctx`.
     pub(super) fn new_queue(&mut self, ctx: usize, blocking: bool) -> u32 {
@@ -408,9 +411,7 @@ impl State {
             }
         }
         self.pump();
-        Ok(rows
-            .saturating_mul(self.config.row_nanos)
-            .saturating_add(nanos))
+        Ok(rows.saturating_mul(ROW_NANOS).saturating_add(nanos))
     }
 
     /// A wait of the host: counts it, and refuses it where the test says so.

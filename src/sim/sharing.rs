@@ -245,8 +245,7 @@ impl State {
                 return fail(INVALID);
             }
         };
-        let strict = self.config.strict_unmap;
-        self.check_unused(dptr, strict);
+        self.check_unused(dptr, true);
         self.unmap(dptr);
         self.give_plain_range(dptr, bytes);
         Ok(())
@@ -304,8 +303,7 @@ impl State {
                 data.cast().set(u64::from(alloc.props.handle_types))
             }
             A::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
-                let rdma = plain && self.config.devices[alloc.device].rdma;
-                data.cast().set(u8::from(rdma || alloc.props.rdma != 0))
+                data.cast().set(u8::from(plain || alloc.props.rdma != 0))
             }
             A::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE => {
                 let pool = match mapping.origin {

@@ -4,7 +4,7 @@ use super::address::Addresses;
 use super::call::{Call, R, fail};
 use super::clocks::Clock;
 use super::config::{Mode, SimConfig};
-use super::costs::{CostTable, Counters, FailPlan, Fault};
+use super::costs::{Counters, FailPlan, Fault, cost};
 use super::graph::{Graphs, Link};
 use super::objects::{Callback, Pool};
 use super::physical::{Alloc, HostBlock, Mapping};
@@ -102,7 +102,6 @@ pub(super) struct State {
     pub(super) initialised: bool,
     pub(super) ended: bool,
     pub(super) counters: Counters,
-    pub(super) costs: CostTable,
     plans: Vec<FailPlan>,
     log: Option<Vec<LogEntry>>,
     reports: Vec<Report>,
@@ -176,7 +175,6 @@ impl State {
             initialised: false,
             ended: false,
             counters: Counters::default(),
-            costs: CostTable::default(),
             plans: Vec::new(),
             log: None,
             reports: Vec::new(),
@@ -299,7 +297,7 @@ impl State {
         let nanos = match call {
             // Costs are per mapping in the range; the calls add them up themselves.
             Call::cuMemSetAccess | Call::cuMemUnmap => 0,
-            _ => self.costs.of(call),
+            _ => cost(call),
         };
         self.counters.count(call, nanos);
         let locks = crate::locks::held::locks();

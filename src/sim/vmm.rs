@@ -2,6 +2,7 @@
 
 use super::args::{In, Out};
 use super::call::{Call, R, fail};
+use super::costs::cost;
 use super::physical::{Origin, Props};
 use super::state::State;
 use crate::driver::sys::*;
@@ -32,10 +33,7 @@ impl State {
         let kinds = prop.requestedHandleTypes.0;
         let fd = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
         let fabric = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC.0;
-        if kinds & !(fd | fabric) != 0
-            || (kinds & fd != 0 && !config.posix_fd)
-            || (prop.allocFlags.gpuDirectRDMACapable != 0 && !config.rdma)
-        {
+        if kinds & !(fd | fabric) != 0 {
             return fail(CUresult::CUDA_ERROR_NOT_SUPPORTED);
         }
         if kinds & fabric != 0 && !config.fabric {
@@ -85,7 +83,7 @@ impl State {
     }
 
     fn charge(&mut self, call: Call, handles: usize) {
-        let nanos = self.costs.of(call).saturating_mul(handles as u64);
+        let nanos = cost(call).saturating_mul(handles as u64);
         self.counters.nanos = self.counters.nanos.saturating_add(nanos);
     }
 }
@@ -230,9 +228,8 @@ impl State {
             }
         };
         self.charge(Call::cuMemUnmap, list.len());
-        let strict = self.config.strict_unmap;
         for start in list {
-            self.check_unused(start, strict);
+            self.check_unused(start, true);
             self.unmap(start);
         }
         Ok(())

@@ -116,10 +116,7 @@ fn unmapping_asks_that_the_host_has_seen_all_uses_complete() {
 
 #[test]
 fn unmapping_under_pending_work_is_reported_and_the_work_hits_what_is_there_later() {
-    let bench = with(SimConfig {
-        strict_unmap: false,
-        ..SimConfig::with_devices(1, 1 << 30)
-    });
+    let bench = bench();
     bench.manual();
     let stream = bench.stream();
     let (at, _) = bench.mapped(GRANULE);
