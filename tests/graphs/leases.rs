@@ -42,10 +42,14 @@ fn addresses_live_as_long_as_a_launch_may_use_them() {
     });
 }
 
-/// A close is refused as long as the driver has not reported the end of a graph, without a wait.
+/// A close is refused as long as the driver has not reported the end of a graph, without a wait. On the simulator: a GPU's
+/// driver may need its own thread, which is busy here until the close has returned, for the close.
 #[test]
 fn a_close_is_refused_until_the_end_of_a_graph_is_reported() {
     packed(|rig| {
+        if rig.sim().is_none() {
+            return;
+        }
         let allocator = rig.allocator();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let graph = capture(&pool, &stream, || {
