@@ -122,6 +122,10 @@ fn memory_in_use_does_not_move() {
             let waited = rig.calls("cuStreamSynchronize") + rig.calls("cuEventSynchronize");
             assert_eq!(waited, waits);
             held.release();
+            // A GPU takes a moment to complete the work.
+            wait_until("the memory moves", || {
+                allocator.allocate(40 * MIB, &stream).is_ok()
+            });
             drop(used(rig, &allocator, 40 * MIB, &stream));
         });
         run(&graph, &stream);

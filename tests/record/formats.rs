@@ -267,7 +267,7 @@ for line in viz.memory(data, format_flamegraph=plain).splitlines():
 assert reserved == sum(s['total_size'] for s in data['segments'])
 assert viz.segments(data, format_flamegraph=plain).count('seg_') >= len(data['segments'])
 assert 'total_reserved' in viz.segsum(data)
-assert 'alloc(' in viz.trace(data)
+assert 'B]' in viz.trace(data)
 with contextlib.redirect_stdout(io.StringIO()) as said:
     viz.compare(data['segments'], data['segments'], format_flamegraph=plain)
 assert said.getvalue() == 'only_before = []\nonly_after = []\n', said.getvalue()
