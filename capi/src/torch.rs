@@ -353,7 +353,7 @@ pub(crate) fn write(picture: &OutOfMemory, f: &mut fmt::Formatter<'_>) -> fmt::R
     }
     if picture.graph_pools > 0 {
         let pools = Size(picture.graph_pools);
-        write!(f, ". {pools} is held by the pools of CUDA graphs")?;
+        write!(f, ". {pools} is held by pools of CUDA graphs and tags")?;
     }
     write!(
         f,
