@@ -38,7 +38,7 @@ fn a_use_in_a_capture_that_a_pool_serves_counts_from_its_end() {
         assert_eq!(code, CUALLOC_OK);
         out
     };
-    // SAFETY: nobody uses the blocks that are freed, and the streams live.
+    // SAFETY: nothing uses the blocks that are freed, and the streams live.
     unsafe {
         let (recorded, freed_on) = (get(), get());
         let (code, number) = enter(pool, &scope(CUALLOC_SCOPE_NEXT_CAPTURE, &asked));
@@ -78,7 +78,7 @@ fn tensors_from_before_a_capture_of_pytorch_are_recorded_inside() {
     let [owner, capturing] = streams(&driver);
     let (asked, id) = (Asked::default(), torch_id(40));
     asked.answer.store(true, Ordering::Relaxed);
-    // SAFETY: nobody uses the blocks that are freed, and the streams live.
+    // SAFETY: nothing uses the blocks that are freed, and the streams live.
     unsafe {
         let get = || cualloc_torch_alloc(BYTES, 0, raw(&owner));
         let [tensor, kept] = [get(), get()];

@@ -76,7 +76,7 @@ fn request(allocator: *mut cualloc_t) -> u64 {
     // SAFETY: the pointer is to a local.
     let code = unsafe { cualloc_alloc(allocator, 1 << 20, null_mut(), &mut out) };
     assert_eq!(code, CUALLOC_OK);
-    // SAFETY: nobody uses it.
+    // SAFETY: nothing uses it.
     assert_eq!(unsafe { cualloc_free(allocator, out) }, CUALLOC_OK);
     out
 }
@@ -391,7 +391,7 @@ fn pools_of_pytorch_go_with_their_last_release_and_failed_captures_with_their_ab
 
 /// A block of PyTorch's that comes and goes; the code of a failure.
 fn torch_block() -> i32 {
-    // SAFETY: nobody uses it.
+    // SAFETY: nothing uses it.
     unsafe {
         let made = cualloc_torch_alloc(1 << 20, 0, null_mut());
         if made.is_null() {
@@ -417,7 +417,7 @@ fn what_another_thread_cannot_free_is_freed_by_a_later_call() {
     let blocks = || torch_footprint(id).map(|now| now.blocks);
     let address = block as usize;
     let freed = thread::spawn(move || {
-        // SAFETY: nobody uses it.
+        // SAFETY: nothing uses it.
         unsafe { cualloc_torch_free(address as *mut c_void, 1 << 20, 0, 2 as *mut c_void) };
     });
     freed.join().unwrap();
@@ -515,7 +515,7 @@ fn a_pool_is_suspended_by_its_handle() {
     ] {
         assert_eq!((suspend(wrong), resume(wrong)), ((code, 0), (code, 0)));
     }
-    // SAFETY: nobody uses it.
+    // SAFETY: nothing uses it.
     assert_eq!(unsafe { cualloc_free(own, block) }, CUALLOC_OK);
     assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
     assert_eq!(cualloc_destroy(own), CUALLOC_OK);
@@ -580,7 +580,7 @@ fn a_tag_selects_its_pools() {
     let code = unsafe { cualloc_pool_create_tagged(own, std::ptr::null(), &mut made) };
     assert_eq!((code, made), (CUALLOC_INVALID_ARGUMENT, null_mut()));
     for block in blocks {
-        // SAFETY: nobody uses it.
+        // SAFETY: nothing uses it.
         assert_eq!(unsafe { cualloc_free(own, block) }, CUALLOC_OK);
     }
     assert_eq!(cualloc_destroy(own), CUALLOC_OK);

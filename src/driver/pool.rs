@@ -144,7 +144,7 @@ impl MemoryPool {
         }
         let entered = self.context.enter();
         let entered = entered.inspect_err(|_| self.owned.store(true, Ordering::Release))?;
-        // SAFETY: the pool is ours, and the flag lets nobody else destroy it.
+        // SAFETY: the pool is ours, and the flag lets no other thread destroy it.
         unsafe { call!(entered.driver(), cuMemPoolDestroy(self.raw)) }
     }
 

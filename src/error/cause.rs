@@ -112,7 +112,7 @@ impl OutOfMemory {
             .map_or(0, |free| self.needed().saturating_sub(free))
     }
 
-    /// Whether the device would lack memory even if nobody else used it.
+    /// Whether the device would lack memory even if no other process used it.
     fn exceeds_device(&self) -> bool {
         let (Some(total), Some(others)) = (self.driver_total, self.others()) else {
             return false;

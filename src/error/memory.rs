@@ -191,7 +191,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Bytes with a binary unit, never less than they are: for amounts that somebody has to provide.
+/// Bytes with a binary unit, never less than they are: for amounts that have to be provided.
 pub(crate) struct AtLeast(pub u64);
 
 impl fmt::Display for AtLeast {

@@ -133,7 +133,7 @@ impl OutOfMemory {
         }
     }
 
-    /// How to raise the limit by so many bytes.
+    /// How to raise the limit by this number of bytes.
     fn raise(&self, bytes: u64) -> String {
         let raised = self.limit.unwrap_or_default().saturating_add(bytes);
         format!(
@@ -142,7 +142,7 @@ impl OutOfMemory {
         )
     }
 
-    /// What others on the device have to do until so many more bytes are free.
+    /// What others on the device have to do until this number of bytes more is free.
     fn others_advice(&self, lacking: u64) -> String {
         format!(
             "Others hold {} of the device, and {} more have to be free: end other processes, or have other allocators \

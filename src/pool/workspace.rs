@@ -185,7 +185,7 @@ impl Inner {
             home,
             engine.device.ordinal(),
         );
-        // SAFETY: the pool has the slab, and leases it to nobody else before this name comes back.
+        // SAFETY: the pool has the slab, and leases it to no other caller before this name comes back.
         let mut block = unsafe { RawBlock::new(id, bytes, request) };
         block.set_retirements(retirements);
         Ok(block)
@@ -293,7 +293,7 @@ impl Inner {
         Ok(identity_of(&slab.block, slab.stream))
     }
 
-    /// Frees idle slabs of at least so many bytes, if there are; how many bytes were freed.
+    /// Frees idle slabs of at least this number of bytes, if there are; how many bytes were freed.
     fn shrink_by(&self, bytes: u64) -> u64 {
         let mut state = self.lock();
         let keep = state.cached_bytes().saturating_sub(bytes);

@@ -195,7 +195,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Takes so many from the values that are left.
+    /// Takes this number of the values that are left.
     fn spend(&mut self, values: usize) -> Result<(), SnapshotError> {
         let found = || "a pickle that uses the same values many times".to_owned();
         let rest = self.left.checked_sub(values);

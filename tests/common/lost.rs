@@ -1,4 +1,4 @@
-//! What nobody can destroy after a fault.
+//! What cannot be destroyed after a fault.
 
 use cualloc::sim::Leaks;
 

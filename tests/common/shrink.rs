@@ -21,7 +21,7 @@ thread_local! {
     static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// Turns a panic into an error and keeps it off the terminal: there are many attempts, and the last is told by its text.
+/// Turns a panic into an error and keeps it off the terminal: there are many attempts, and the last is reported by its text.
 pub fn guarded<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -37,7 +37,7 @@ pub fn guarded<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> 
     result.unwrap_or_else(|_| Err(format!("panic: {}", PANIC.take())))
 }
 
-/// What is told before the first number: a shorter program may fail in another way as well.
+/// The text before the first number: a shorter program may fail in another way as well.
 fn kind(what: &str) -> &str {
     what.split(|c: char| c.is_ascii_digit())
         .next()

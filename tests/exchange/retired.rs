@@ -156,7 +156,7 @@ fn a_stream_that_was_retired_is_not_used_at_the_end_of_exchanged_memory() {
 fn a_stream_that_lives_is_not_waited_for() {
     each_simulated(|rig, sim| {
         for (what, make) in exchanges() {
-            // Page-locked memory is freed on the host, and so is what nobody but the host can give back.
+            // Page-locked memory is freed on the host, and so is what only the host can give back.
             if ["page-locked", "an unknown producer", "imported"]
                 .iter()
                 .any(|it| what.contains(it))

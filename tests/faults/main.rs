@@ -31,7 +31,7 @@ const UNCOUNTED: [&str; 3] = ["cuStreamGetId", "cuStreamIsCapturing", "cuCtxGetC
 #[derive(Clone, Copy)]
 pub struct Fault {
     pub code: sys::CUresult,
-    /// So many calls in a row fail.
+    /// This number of calls in a row fail.
     pub times: u64,
     /// Each is executed before it reports the code.
     pub executed: bool,

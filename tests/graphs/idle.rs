@@ -22,6 +22,14 @@ fn cached(rig: &Rig, allocator: &Allocator, stream: &Stream) -> usize {
     held
 }
 
+/// Ends a pool and its graph, after which the driver holds nothing of the allocator.
+fn end(rig: &Rig, allocator: &Allocator, of: (Graph, GraphPool), stream: &Stream) {
+    drop(of);
+    rig.settle(stream);
+    assert_trimmed(rig, allocator);
+    rig.close(allocator);
+}
+
 fn reserved(allocator: &Allocator) -> usize {
     allocator.stats().all.reserved.current as usize
 }
@@ -93,10 +101,7 @@ fn idle_memory_serves_a_capture_that_the_driver_refuses_memory() {
             sim.clear_failures();
             sim.take_memory(0, 0);
             run(&graph, &stream);
-            drop((graph, pool));
-            rig.settle(&stream);
-            assert_trimmed(rig, &allocator);
-            rig.close(&allocator);
+            end(rig, &allocator, (graph, pool), &stream);
         }
     });
 }
@@ -129,10 +134,7 @@ fn memory_in_use_does_not_move() {
             drop(used(rig, &allocator, 40 * MIB, &stream));
         });
         run(&graph, &stream);
-        drop((graph, pool));
-        rig.settle(&stream);
-        assert_trimmed(rig, &allocator);
-        rig.close(&allocator);
+        end(rig, &allocator, (graph, pool), &stream);
     });
 }
 
@@ -160,10 +162,8 @@ fn handles_leave_idle_views() {
         });
         assert!(reserved(&allocator) <= 28 * MIB);
         run(&graph, &stream);
-        drop((kept, graph, pool));
-        rig.settle(&stream);
-        assert_trimmed(rig, &allocator);
-        rig.close(&allocator);
+        drop(kept);
+        end(rig, &allocator, (graph, pool), &stream);
     });
 }
 

@@ -114,7 +114,7 @@ fn an_allocation_in_a_predicate_is_an_error() {
                     refused.push(recorded.unwrap_err());
                 }
                 if asked.fetch_add(1, Ordering::Relaxed) == 0 {
-                    // SAFETY: nobody uses the block.
+                    // SAFETY: nothing uses the block.
                     unsafe { allocator.free_raw(freed) }.unwrap();
                 }
                 true
@@ -134,7 +134,7 @@ fn an_allocation_in_a_predicate_is_an_error() {
             assert_eq!(error.to_string(), expected.to_string());
         }
         assert_eq!(refused.len() as u64, 12 * asked.load(Ordering::Relaxed) + 1);
-        // SAFETY: nobody uses the block.
+        // SAFETY: nothing uses the block.
         unsafe { allocator.free_raw(kept) }.unwrap();
         drop(allocator.allocate(MIB, &stream).unwrap());
         drop(pool);

@@ -43,6 +43,8 @@ mod court;
 mod end;
 mod graphs;
 mod layers;
+mod lives;
+mod profiles;
 mod program;
 mod requests;
 mod run;

@@ -11,7 +11,8 @@ use cualloc::sim::{SimConfig, Simulator};
 
 use super::common::shrink::{Failure, guarded, shrink};
 use super::graphs;
-use super::program::{PROFILES, Profile, Setup, Step, generate};
+use super::profiles::PROFILES;
+use super::program::{Profile, Setup, Step, generate};
 use super::table::Court;
 use super::threads;
 use super::world::{Done, World};

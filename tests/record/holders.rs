@@ -239,7 +239,7 @@ fn tags_come_before_contexts() {
     drop((live, pools, recorder));
 }
 
-/// Blocks of captures are told by the context of their capture.
+/// Blocks of captures are identified by the context of their capture.
 #[test]
 fn blocks_of_captures_have_contexts() {
     let _alone = alone();

@@ -19,6 +19,8 @@ mod graphs;
 #[cfg(feature = "sim")]
 mod holders;
 #[cfg(feature = "sim")]
+mod pickler;
+#[cfg(feature = "sim")]
 mod readers;
 #[cfg(feature = "sim")]
 #[path = "../common/recorded.rs"]

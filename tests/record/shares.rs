@@ -71,7 +71,7 @@ fn others_at_every_share() {
     });
 }
 
-/// What CUDA itself takes of a device is nobody's to free.
+/// What CUDA itself takes of a device cannot be freed.
 #[test]
 fn the_device_at_every_share() {
     let _alone = alone();
@@ -293,7 +293,7 @@ fn graph_pools_at_every_share() {
     }
 }
 
-/// Fills the bound with blocks and keeps a share of each group of so many: no two neighbouring groups are wholly free.
+/// Fills the bound with blocks and keeps a share of each group of this size: no two neighbouring groups are wholly free.
 fn scattered(
     scene: &Scene,
     stream: &Stream,

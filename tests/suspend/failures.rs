@@ -44,7 +44,7 @@ fn fail_in_turn(call: &str, times: u64, executed: bool) -> (u32, u32) {
             let plan = plan.nth(nth).times(times);
             sim.fail(if executed { plan.executed() } else { plan });
         };
-        // It leaves memory behind that nobody can give back.
+        // It leaves memory behind that cannot be given back.
         let loses = call
             == match executed {
                 true => "cuMemCreate",

@@ -69,7 +69,7 @@ struct Program<'a> {
     rig: &'a Rig,
     allocator: &'a Allocator,
     random: Rng,
-    /// A call may have failed that leaves memory behind which nobody can give back.
+    /// A call may have failed that leaves memory behind which cannot be given back.
     loses: bool,
     streams: [Stream; 3],
     pools: Vec<GraphPool>,

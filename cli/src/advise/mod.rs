@@ -12,6 +12,7 @@ use crate::table::{Cell, Column, Table};
 use crate::{Failure, Outcome, for_each, input, text};
 use cualloc::allocator::Profile;
 use cualloc::trace::{Capacity, Pass, Trace};
+use indicatif::BinaryBytes;
 use serde::Serialize;
 use trial::{Choice, Stop, Trial, Trials};
 
@@ -230,8 +231,9 @@ fn advise(
     let peak = trace.required_peak();
     if peak > MOST {
         return Err(Stop::Faults(vec![Fault::new(format!(
-            "{peak} bytes are asked for at once: more than {}, which no device has",
-            Size(MOST)
+            "expected a trace that requires at most {}, found one that requires {}",
+            BinaryBytes(MOST),
+            BinaryBytes(peak)
         ))]));
     }
     // Limits bound what is held, and never the device.

@@ -6,6 +6,7 @@ use crate::{Failure, text};
 use cualloc::Error;
 use cualloc::allocator::{Config, Policy};
 use cualloc::trace::{Capacity, Pass, Replay, ReplayReport, Trace};
+use indicatif::BinaryBytes;
 
 /// What is tried, from what is usually cheap to what usually needs least.
 const CHOICES: [&str; 6] = [
@@ -169,10 +170,10 @@ impl<'a> Trials<'a> {
         let peak = self.trace.required_peak();
         if peak > limit {
             let failed = match peak > self.trace.requested_peak() {
-                true => ", with a request that failed",
+                true => ", including a request that failed",
                 false => "",
             };
-            let why = format!("{peak} bytes are asked for at once{failed}");
+            let why = format!("the program requires {}{failed}", BinaryBytes(peak));
             return Ok(Trial::refused(config.policy, why));
         }
         // Settings and limit can contradict each other.

@@ -87,7 +87,7 @@ pub fn decompressed(file: Source) -> Box<dyn Read> {
     Box::new(MultiGzDecoder::new(buffered(file)))
 }
 
-/// All of a file that may have so many rows, which take this many bytes at most.
+/// All of a file that may have this number of rows, which take this many bytes at most.
 pub(super) fn whole(file: impl Read, rows: u64) -> Result<Vec<u8>, Fault> {
     const OTHERS: u64 = 64 << 20;
     const ROW: u64 = 1 << 10;
@@ -109,7 +109,7 @@ pub fn too_many(rows: u64) -> io::Error {
     ))
 }
 
-/// A reader that fails behind so many rows, before they take all memory.
+/// A reader that fails after this number of rows, before they take all memory.
 pub struct Bounded<R> {
     reader: R,
     rows: u64,

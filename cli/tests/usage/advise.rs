@@ -119,8 +119,8 @@ fn what_is_no_recording_or_no_size_is_refused() {
     for (input, words) in [
         ("garbage".to_owned(), "text with the first line `garbage`"),
         (one(0), "at least 1 byte"),
-        (one(1 << 63), "no device has"),
-        (one(u64::MAX), "no device has"),
+        (one(1 << 63), "requires 8.00 EiB"),
+        (one(u64::MAX), "expected a trace that requires at most"),
         ("\u{0}\u{80}\u{2}".to_owned(), "binary data"),
     ] {
         let arguments = ["advise", "-", "--json", "--memory", "1G,16777215TiB"];
@@ -144,7 +144,7 @@ fn what_does_not_fit_is_an_answer() {
     let fits: Vec<&Value> = lines.iter().map(|line| &line["fits"]).collect();
     assert_eq!(fits, [false, false, true]);
     assert_eq!(lines[1]["missing_bytes"], 1 << 20);
-    assert_eq!(lines[0]["reasons"][0], "100 bytes are asked for at once");
+    assert_eq!(lines[0]["reasons"][0], "the program requires 100 B");
 }
 
 /// What a program ran out of memory in does not fit, whatever was live: of a trace, a snapshot and a recording alike.
@@ -168,7 +168,7 @@ fn a_request_that_failed_has_to_fit_too() {
             assert_eq!(line["required_peak_bytes"], 130 << 20);
             assert!(line["needed_bytes"].as_u64().unwrap() >= 130 << 20);
         }
-        let reason = "136314880 bytes are asked for at once, with a request that failed";
+        let reason = "the program requires 130.00 MiB, including a request that failed";
         assert_eq!(lines[0]["reasons"][0], reason);
         let told = stderr(&output);
         let note = "one request failed in the recorded program, of 50 MiB (line 3)";

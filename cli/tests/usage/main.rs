@@ -7,6 +7,7 @@ mod files;
 mod foreign;
 mod help;
 mod memory;
+mod pages;
 #[path = "../../../tests/common/recorded.rs"]
 mod recorded;
 mod results;

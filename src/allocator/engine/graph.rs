@@ -477,7 +477,7 @@ impl Engine {
         }
     }
 
-    /// The error of a request to a pool that found no room for so many bytes of the driver.
+    /// The error of a request to a pool that found no room for these bytes of the driver.
     fn no_room(&self, request: &PoolRequest, needed: u64, refusal: Option<DriverError>) -> Error {
         let error = self.lock().out_of_memory_in_pool(request, needed);
         self.out_of_memory(error, refusal)

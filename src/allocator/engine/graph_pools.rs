@@ -153,7 +153,7 @@ impl Engine {
 
     // ---- room for growth ----------------------------------------------------------------------------------
 
-    /// Makes room for a growth of a pool by so many bytes, without a wait: what other pools can spare goes back to the
+    /// Makes room for a growth of a pool by this number of bytes, without a wait: what other pools can spare goes back to the
     /// driver, and idle memory of the allocator moves into the pool, as much as the limit or the driver's `refusal`
     /// makes necessary.
     pub(crate) fn make_room(

@@ -300,12 +300,12 @@ impl Engine {
         self.allocate_missed(&named, &request)
     }
 
-    /// Allocates from the caches of the stream what could not be served at once, if that needs no driver call.
+    /// Allocates from the caches of the stream what could not be served immediately, if that needs no driver call.
     #[inline(never)]
     pub(crate) fn hit_small(&self, key: u64, request: Small, missed: Missed) -> Option<Grant> {
         let (cache, inner) = match missed.0 {
             Some(missed) => missed,
-            // Nobody has asked the cache: a recording sees what it hands out.
+            // No cache was tried: a recording sees what it hands out.
             None if self.unwatched() => {
                 let cache = thread::find(key)?;
                 (cache, cache.try_lock())

@@ -7,7 +7,7 @@ pub(crate) struct Names {
     pub label: u16,
 }
 
-/// The names of one life of a record. A life that nobody has noted anything about has none, so what stands here for an
+/// The names of one life of a record. A life without notes has none, so what stands here for an
 /// earlier one need not be cleared.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Origin {

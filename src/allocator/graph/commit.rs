@@ -117,7 +117,7 @@ pub(crate) unsafe fn retain(
     Ok(lease)
 }
 
-/// Gives everything in an arena back to the driver, which nobody uses. What could not be unmapped stays in it; the
+/// Gives everything in an arena back to the driver; it is not in use. What could not be unmapped stays in it; the
 /// first error. A release that failed is not repeated: the driver may have the handle.
 pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), DriverError> {
     let entered = context.enter()?;

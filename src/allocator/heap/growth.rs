@@ -157,7 +157,7 @@ impl Heap {
         }
     }
 
-    /// Sizes of the handles for new memory at an address, of at least so many bytes each.
+    /// Sizes of the handles for new memory at an address, of at least this number of bytes each.
     pub(crate) fn handle_sizes(&self, want: &Want, addr: u64, bytes: u64, least: u64) -> Vec<u64> {
         let reserved = self.stats.all.reserved.current;
         let size = self
@@ -188,7 +188,7 @@ impl Heap {
         }
     }
 
-    /// Claims a home for new memory, in handles of at least so many bytes: the lowest hole that takes
+    /// Claims a home for new memory, in handles of at least this number of bytes: the lowest hole that takes
     /// it.
     pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64, least: u64) -> Option<Fresh> {
         let granules = (bytes / GRANULE) as u32;

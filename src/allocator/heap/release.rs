@@ -257,7 +257,7 @@ impl Heap {
     }
 
     /// Enters what became of a mapped handle that was to be given back. If its unmapping failed, it stays apart. If
-    /// its release failed, its bytes are held no more: the driver may have them or not, and nobody can tell.
+    /// its release failed, its bytes are held no more: the driver may have them or not, and there is no way to tell.
     /// Returns the bytes that are the driver's again, and what failed.
     pub(crate) fn given_back(
         &mut self,
@@ -301,7 +301,7 @@ impl Heap {
         self.physical.quarantined.push(id);
     }
 
-    /// Handles that could not be unmapped, claimed so that nobody else tries at the same time.
+    /// Handles that could not be unmapped, claimed so that no other call tries at the same time.
     pub(crate) fn claim_quarantined(&mut self) -> Vec<Release> {
         let mut quarantined = std::mem::take(&mut self.physical.quarantined);
         quarantined.sort_unstable();

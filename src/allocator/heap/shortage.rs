@@ -21,7 +21,7 @@ impl Heap {
         self.picture(want.requested, shortage)
     }
 
-    /// [`out_of_memory`](Self::out_of_memory) of a request to a graph pool that needs so many bytes of the driver.
+    /// [`out_of_memory`](Self::out_of_memory) of a request to a graph pool that needs these bytes of the driver.
     pub(crate) fn out_of_memory_in_pool(
         &mut self,
         request: &PoolRequest,
@@ -43,7 +43,7 @@ impl Heap {
         self.picture(request.requested, shortage)
     }
 
-    /// The picture of an allocator that lacks so many bytes of the driver for suspended memory, where no request is to
+    /// The picture of an allocator that lacks these bytes of the driver for suspended memory, where no request is to
     /// be counted.
     pub(crate) fn short_of(&mut self, bytes: u64) -> OutOfMemory {
         let absent = self.absent();

@@ -9,7 +9,7 @@
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::Slot;
 
-/// A stream rests once so many large requests of others have passed without a call that names it or frees its memory.
+/// A stream rests after this number of large requests of others without a call that names it or frees its memory.
 const RESTS_AFTER: u64 = 1024;
 /// What a stream left is completed once so many large requests have passed without a word of it, long before it rests.
 const COMPLETES_AFTER: u64 = 512;

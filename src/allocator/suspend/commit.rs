@@ -54,7 +54,7 @@ fn waited(
     copied.and(waited).map_err(|error| Unseen { error, seen })
 }
 
-/// Unmaps and releases the handles. Nobody uses the memory, and what is kept was saved. A handle whose release failed
+/// Unmaps and releases the handles. Nothing uses the memory, and what is kept was saved. A handle whose release failed
 /// is gone: the driver may have released it.
 pub(crate) fn give_back(
     entered: &Entered<'_>,
@@ -75,7 +75,7 @@ pub(crate) fn give_back(
     Ok(())
 }
 
-/// Unmaps a handle until so many of its mappings are left, the last first, which may be unmapped already if a call for it
+/// Unmaps mappings of a handle, the last first, until `left` remain. The first one may be unmapped already if a call for it
 /// `failed`.
 fn unmap(
     entered: &Entered<'_>,

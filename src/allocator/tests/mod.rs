@@ -1,4 +1,4 @@
-//! Tests of several folders at once, by what is inside the heap, and the rig that they share.
+//! Tests across several folders, by what is inside the heap, and the rig that they share.
 
 #[cfg(unix)]
 mod fork;

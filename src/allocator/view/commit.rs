@@ -92,7 +92,7 @@ pub(crate) fn unmap(
     }
     match mappings.iter().map(bytes).sum::<u64>() {
         0 => Ok(()),
-        // SAFETY: the view's own mappings, whole; no block lies in them, nobody else takes them away, and every use
+        // SAFETY: the view's own mappings, whole; no block lies in them, no other call takes them away, and every use
         // through the view's addresses was seen complete by the host.
         all => unsafe { entered.mem_unmap(at, all as usize) },
     }

@@ -322,7 +322,7 @@ fn d12_a_stream_that_was_named_by_its_handle_is_kept_alive() {
             drop(stream);
             assert_eq!(sim.leaks().streams, streams + 1);
             drop(block);
-            // SAFETY: nobody uses it.
+            // SAFETY: nothing uses it.
             unsafe { allocator.free_raw(ptr) }.unwrap();
             rig.assert_clean();
             rig.close(&allocator);

@@ -97,7 +97,7 @@ fn work(context: &Context, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
     // SAFETY: the programs pass live memory of that many bytes, and live streams.
     let submitted = unsafe { entered.memset_d8(ptr, 0x5a, bytes, stream.raw()) };
     if submitted.is_err() {
-        // It may be queued all the same, and nobody else knows of this use.
+        // It may be queued all the same, and no other record of this use exists.
         stream.synchronize().or_else(|_| stream.synchronize())?;
     }
     Ok(submitted?)

@@ -117,7 +117,7 @@ impl Machine<'_> {
         match lane.handle {
             Handle::Owned(stream) => drop(stream),
             Handle::Raw(raw) => {
-                // Nobody destroys it twice.
+                // It is not destroyed twice.
                 self.sim.clear_failures();
                 self.own(|entered| destroy_raw(entered, raw))?;
             }
