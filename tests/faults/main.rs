@@ -274,7 +274,7 @@ fn fatal_codes_end_all_driver_calls() {
                 other => {
                     assert!(
                         hit.iter().all(|call| silent.contains(call)),
-                        "{at}: {other:?}"
+                        "{at}, {hit:?}: {other:?}"
                     );
                     return;
                 }

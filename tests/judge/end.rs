@@ -2,7 +2,7 @@
 
 use cualloc::Error;
 use cualloc::driver::sys::*;
-use cualloc::driver::{DriverError, Stream};
+use cualloc::driver::{Context, DriverError, Stream};
 use cualloc::error::StreamMisuse;
 use cualloc::sim::{Mode, Simulator};
 
@@ -181,6 +181,12 @@ impl World {
             }
         }
         self.lanes.clear();
+        // What could not be destroyed with the last object of a context goes with the next one.
+        for place in self.places.drain(..).filter(|it| it.foreign && it.alive) {
+            // SAFETY: the context is alive.
+            let next = unsafe { Context::from_raw(&self.driver, place.raw as CUcontext) };
+            drop(next.map_err(|e| format!("a context at the end: {e}"))?);
+        }
         let verdict = self.court.law().take_verdict();
         self.sim.set_mode(Mode::Instant);
         after(&self.sim, &self.court)?;

@@ -139,22 +139,16 @@ impl Streams {
     }
 }
 
-/// A retirement under way. What it did to the name of the stream is undone if it fails.
+/// A retirement under way. It keeps its slot from another stream, or from the same stream that comes again while
+/// several threads retire it. What it did to the name of the stream is undone if it fails.
 pub(crate) struct Leaving<'a> {
     engine: &'a Engine,
     stream: u32,
-    key: StreamKey,
-    over: bool,
 }
 
 impl<'a> Leaving<'a> {
     /// The last marker of the stream is about to be recorded.
-    pub(crate) fn begin(
-        engine: &'a Engine,
-        heap: &mut Heap,
-        stream: u32,
-        key: StreamKey,
-    ) -> Leaving<'a> {
+    pub(crate) fn begin(engine: &'a Engine, heap: &mut Heap, stream: u32) -> Leaving<'a> {
         // What its last marker covers is waited for.
         heap.streams.tell(stream);
         heap.streams[stream].leaving += 1;
@@ -162,31 +156,19 @@ impl<'a> Leaving<'a> {
         engine.count_retirement();
         heap.caches.set_fast(stream, false);
         heap.prepare_last_marker(stream);
-        Leaving {
-            engine,
-            stream,
-            key,
-            over: false,
-        }
-    }
-
-    /// The slot is no stream's that gets work any more.
-    pub(crate) fn end(mut self) {
-        self.over = true;
+        Leaving { engine, stream }
     }
 }
 
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
-        if self.over {
-            return;
-        }
         let mut heap = self.engine.lock();
         let slot = &mut heap.streams[self.stream];
-        if !slot.in_use || slot.key != self.key || matches!(slot.holder, Holder::Retired) {
+        slot.leaving -= 1;
+        if matches!(slot.holder, Holder::Retired) {
+            heap.recycle(self.stream);
             return;
         }
-        slot.leaving -= 1;
         if slot.is_left_alone() {
             // No other call may use what the failed retirement recorded in a distrusted context.
             let context = slot.context.id();
@@ -194,7 +176,7 @@ impl Drop for Leaving<'_> {
             heap.streams.pool_events(events);
         }
         if heap.streams[self.stream].leaving == 0 && heap.streams.name_again(self.stream) {
-            let known = matches!(self.key, StreamKey::Id(_));
+            let known = matches!(heap.streams[self.stream].key, StreamKey::Id(_));
             let open = heap.refuse().is_ok() && !heap.orphaned;
             heap.caches.set_fast(self.stream, known && open);
         }
@@ -266,7 +248,7 @@ impl Engine {
             let distrusted = heap.streams[stream].distrusted.is_some();
             let context = heap.streams[stream].context.id();
             let events = distrusted.then(|| heap.streams.events.remove(&context));
-            let leaving = Leaving::begin(self, &mut heap, stream, key);
+            let leaving = Leaving::begin(self, &mut heap, stream);
             drop(heap);
             // One of them may be what the driver refused.
             drop(events);
@@ -311,11 +293,10 @@ impl Engine {
         slot.distrusted = None;
         // Of another context nothing is left but the marker, which belongs to the allocator's own.
         let context = std::mem::replace(&mut slot.context, self.context.clone());
-        leaving.end();
         let asked = heap.caches.stop_asking(stream);
         heap.flush_caches_of(stream);
-        heap.recycle(stream);
         drop(heap);
+        drop(leaving);
         asked.into_iter().for_each(StreamCache::let_go);
         // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
         // destroyed if nobody else holds it: a driver call, so outside the lock.

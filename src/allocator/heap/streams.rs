@@ -226,13 +226,13 @@ impl Heap {
         }
         let slot = &self.streams[stream];
         let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
-        let idle = slot.in_use && quiet && slot.completed + 1 >= slot.open;
+        let idle = slot.in_use && quiet && slot.leaving == 0 && slot.completed + 1 >= slot.open;
         let forget = match slot.holder {
             Holder::Retired => true,
             // A caller's stream that comes again is simply registered again.
             Holder::Foreign(_) => {
-                let goes_on = slot.leaving > 0 || slot.distrusted.is_some();
-                (many || !slot.named) && !goes_on && !slot.holder.is_touched()
+                let goes_on = slot.distrusted.is_some() || slot.holder.is_touched();
+                (many || !slot.named) && !goes_on
             }
             Holder::Kept(_) | Holder::Adopted(_) => false,
         };

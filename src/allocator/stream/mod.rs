@@ -433,7 +433,12 @@ impl Streams {
 
     /// A wait of one stream for a marker of another was queued.
     pub(crate) fn ordered(&mut self, stream: u32, other: u32, bound: u64, row: &[u64]) {
-        let mine = &mut self.slots[stream as usize].row;
+        let slot = &mut self.slots[stream as usize];
+        if slot.leaving > 0 || matches!(slot.holder, Holder::Retired) {
+            // The last marker may have been recorded before the wait, and would complete without it.
+            return;
+        }
+        let mine = &mut slot.row;
         let mut known = mine.to_vec();
         let own = (other as usize, bound);
         for (at, ticket) in row.iter().copied().enumerate().chain([own]) {

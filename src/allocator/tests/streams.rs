@@ -356,7 +356,7 @@ fn d3_a_slot_that_is_left_goes_once() -> Outcome {
     let key = StreamKey::Id(900);
     let mut heap = engine.lock();
     let slot = heap.adopt(key, 900, rig.context.clone(), Holder::foreign());
-    let leaving = Leaving::begin(engine, &mut heap, slot, key);
+    let leaving = Leaving::begin(engine, &mut heap, slot);
     heap.recycle(slot);
     let stays = heap.streams[slot].in_use;
     drop(heap);
@@ -374,6 +374,51 @@ fn d3_a_slot_that_is_left_goes_once() -> Outcome {
     rig.end()
 }
 
+/// Two threads retire a stream: until both are done, its slot is not the stream's again when it comes back.
+#[test]
+fn a_slot_is_not_reused_while_a_second_retirement_runs() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let engine = rig.allocator.engine();
+    let [a] = rig.streams()?;
+    drop(rig.allocator.allocate(KIB, &a)?);
+    let (slot, _) = slot_of(&rig, &a)?;
+    let other = Leaving::begin(engine, &mut engine.lock(), slot);
+    rig.allocator.retire(&a)?;
+    rig.sim.complete_all();
+    rig.allocator.trim(u64::MAX)?;
+    let block = rig.allocator.allocate(KIB, &a)?;
+    let (again, _) = slot_of(&rig, &a)?;
+    assert_ne!(again, slot);
+    drop(other);
+    let heap = engine.lock();
+    assert!(!heap.streams[slot].in_use);
+    assert!(heap.streams[again].named);
+    drop(heap);
+    drop(block);
+    rig.end()
+}
+
+/// A wait that is queued behind the last marker of a stream: the marker completes without it.
+#[test]
+fn a_wait_behind_the_last_marker_is_not_what_the_stream_follows() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let engine = rig.allocator.engine();
+    let [a, b] = rig.streams()?;
+    for stream in [&a, &b] {
+        drop(rig.allocator.allocate(KIB, stream)?);
+    }
+    let [(slot_a, _), (slot_b, _)] = [slot_of(&rig, &a)?, slot_of(&rig, &b)?];
+    let mut heap = engine.lock();
+    let leaving = Leaving::begin(engine, &mut heap, slot_a);
+    heap.streams.ordered(slot_a, slot_b, 7, &[]);
+    assert!(heap.streams[slot_a].row.is_empty());
+    drop(heap);
+    drop(leaving);
+    engine.lock().streams.ordered(slot_a, slot_b, 7, &[]);
+    assert_eq!(engine.lock().streams[slot_a].row[slot_b as usize], 7);
+    rig.end()
+}
+
 /// While its last marker is on its way nobody opens the stream caches of a stream.
 #[test]
 fn d3_caches_of_a_stream_that_leaves_stay_shut() -> Outcome {
@@ -381,11 +426,11 @@ fn d3_caches_of_a_stream_that_leaves_stay_shut() -> Outcome {
     let engine = rig.allocator.engine();
     let [a] = rig.streams()?;
     drop(rig.allocator.allocate(KIB, &a)?);
-    let (slot, key) = slot_of(&rig, &a)?;
+    let (slot, _) = slot_of(&rig, &a)?;
     let mut heap = engine.lock();
     let cache = heap.caches.of(slot)[0];
     assert!(cache.lock().is_fast());
-    let leaving = Leaving::begin(engine, &mut heap, slot, key);
+    let leaving = Leaving::begin(engine, &mut heap, slot);
     heap.open_caches();
     let opened = cache.lock().is_fast();
     drop(heap);
