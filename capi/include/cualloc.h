@@ -650,7 +650,7 @@ void cualloc_options_free(struct cualloc_options_t *options);
  *
  * Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
  * the device as 80%), waits (scarce, always, never), views, capture_checks, unretired_streams, self_test (on, off),
- * captures (watched, never), checks (context, none), peers (1+3), slack (5%), budget, profile (dense, quick), handle, decay (10s), keep (20%), nvtx (auto, off), debug (off, or guard, poison, quarantine:SIZE, leaks with + between). And device: cuda
+ * captures (watched, never), checks (context, none), peers (1+3), profile (default, dense), handle, decay (10s), keep (20%), nvtx (auto, off), debug (off, or guard, poison, quarantine:SIZE, leaks with + between). And device: cuda
  * (the default), or sim, a simulated device of 80 GiB in host memory, in a library that was built with the feature sim.
  * checks is none unless it is set, and unretired_streams is on in shared allocators. Settings that contradict each
  * other are refused by cualloc_create.

@@ -69,15 +69,10 @@ struct MemoryLine {
     view_live_bytes: Option<u64>,
     /// After the last replay.
     soft_cap_bytes: u64,
-    level: u32,
+    regime: &'static str,
     views: u64,
     view_bytes: u64,
     last_growth: Option<&'static str>,
-    largest_maps: u64,
-    bursts: u64,
-    cut: u64,
-    unbounded: u64,
-    repaid_handles: u64,
     self_test: &'static str,
 }
 
@@ -92,15 +87,10 @@ impl MemoryLine {
             stranded_bytes: peak.map(stranded),
             view_live_bytes: peak.map(|f| f.view_live),
             soft_cap_bytes: packing.soft_cap,
-            level: packing.level,
+            regime: packing.regime.name(),
             views: packing.views,
             view_bytes: packing.view_bytes,
             last_growth: packing.last_growth.map(|growth| growth.reason.name()),
-            largest_maps: packing.bursts.largest,
-            bursts: packing.bursts.spent,
-            cut: packing.bursts.cut,
-            unbounded: packing.bursts.unbounded,
-            repaid_handles: packing.bursts.repaid,
             self_test: packing.self_test.name(),
         }
     }

@@ -61,8 +61,8 @@ pub use graph::Footprint;
 #[doc(hidden)]
 pub use graph::scope::{as_predicate, is_in_predicate};
 pub use report::{
-    BlockInfo, BlockState, Bursts, Fragmentation, GrowthInfo, GrowthReason, Packing,
-    PhysicalSegment, SegmentInfo, SelfTest, Trimmed,
+    BlockInfo, BlockState, Fragmentation, GrowthInfo, GrowthReason, Packing, PhysicalSegment,
+    Regime, Scarcity, SegmentInfo, SelfTest, Trimmed,
 };
 pub(crate) use request::Element;
 pub use request::Request;

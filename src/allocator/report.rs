@@ -91,6 +91,42 @@ impl SelfTest {
     }
 }
 
+/// What the packed policy saves when memory is short of nothing, and when it is: driver calls and waits, or bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Regime {
+    /// Memory grows in few and large handles, up to 3 % above the peak of active bytes, before free memory is stitched.
+    /// No request waits for another stream.
+    #[default]
+    Plentiful,
+    /// Memory grows in small handles, up to 1 % above the peak, and free memory is stitched before it grows further.
+    Scarce(Scarcity),
+}
+
+/// Why memory is scarce.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Scarcity {
+    /// [`Profile::Dense`](crate::allocator::Profile::Dense) says so.
+    Profile,
+    /// Less than 3 % of the limit was left, or less than 6 % since.
+    Limit,
+    /// The driver refused memory.
+    Refused,
+}
+
+impl Regime {
+    /// A few words for people and machines.
+    pub fn name(self) -> &'static str {
+        match self {
+            Regime::Plentiful => "plentiful",
+            Regime::Scarce(Scarcity::Profile) => "scarce (profile)",
+            Regime::Scarce(Scarcity::Limit) => "scarce (limit)",
+            Regime::Scarce(Scarcity::Refused) => "scarce (refused)",
+        }
+    }
+}
+
 /// How the packed policy stands; of the classic one only what is said there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -98,9 +134,8 @@ pub struct Packing {
     /// Bytes that growth does not pass while anything else helps. 0 under the classic policy, and
     /// before the first request.
     pub soft_cap: u64,
-    /// Level of the stitching budget, from 0 to 5: the higher, the more slack, the larger the handles
-    /// and the more waits.
-    pub level: u32,
+    /// Whether memory was plentiful or scarce for the last request that found nothing ready.
+    pub regime: Regime,
     /// Views (a number).
     pub views: u64,
     /// Handles mapped in them (a number; one that lies in two views counts twice).
@@ -113,8 +148,6 @@ pub struct Packing {
     pub guarded: u64,
     /// Why memory was last added; both policies.
     pub last_growth: Option<GrowthInfo>,
-    /// Allocations that would have mapped very many handles.
-    pub bursts: Bursts,
     /// Whether views were tested, and how that ended.
     pub self_test: SelfTest,
 }
@@ -143,26 +176,6 @@ impl Fragmentation {
             free => 1.0 - self.largest as f64 / free as f64,
         }
     }
-}
-
-/// How often one allocation had to map many handles, and what became of it (numbers, since the
-/// start).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct Bursts {
-    /// The most handles that one allocation mapped into a view.
-    pub largest: u64,
-    /// Allocations that mapped more than 100 handles for a token. There are 16 tokens at the start,
-    /// and one more for every 5000 large requests.
-    pub spent: u64,
-    /// Allocations that mapped the 90 largest handles and created the rest.
-    pub cut: u64,
-    /// Allocations that mapped more than 100 handles because the limit was near.
-    pub unbounded: u64,
-    /// Handles given back in later allocations, because what was created was beyond the soft cap.
-    pub repaid: u64,
-    /// Bytes of them.
-    pub repaid_bytes: u64,
 }
 
 /// What a trim did.

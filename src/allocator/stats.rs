@@ -132,8 +132,6 @@ impl PoolStats {
 pub struct ReclaimStats {
     /// A fitting extent was ready.
     pub ready: u64,
-    /// A much tighter extent than the ready one was taken although it needed a wait by its new stream.
-    pub tighter: u64,
     /// Memory was added within the soft cap.
     pub grown: u64,
     /// A run in a view was taken.
@@ -142,8 +140,6 @@ pub struct ReclaimStats {
     pub waited: u64,
     /// Handles were stitched into a view.
     pub stitched: u64,
-    /// The end of a view was unmapped, so that a stitch could continue the view where it is free.
-    pub shortened: u64,
     /// Memory was added beyond the soft cap.
     pub grown_hard: u64,
     /// Caches inside the allocator were flushed.

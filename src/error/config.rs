@@ -10,6 +10,14 @@ pub enum ConfigError {
     /// A key that does not exist.
     #[error("unknown setting `{0}`")]
     UnknownKey(String),
+    /// A key that earlier versions had.
+    #[error("setting `{key}` was removed: use `{instead}`")]
+    Removed {
+        /// The setting.
+        key: String,
+        /// What serves the same end.
+        instead: &'static str,
+    },
     /// A key that occurs twice.
     #[error("setting `{0}` is given twice")]
     Repeated(String),

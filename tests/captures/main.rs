@@ -154,7 +154,7 @@ fn r38_want_of_memory_does_not_wait_for_a_capturing_context() {
 #[test]
 fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(Config::new().handle(2 << 20).slack(0.0));
+        let allocator = rig.checked_with(dense().handle(2 << 20));
         let [stream, other] = rig.streams();
         drop(allocator.allocate(MIB, &other).unwrap());
         // A request that only a view, or new memory, can serve.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Config, Policy};
+use cualloc::allocator::{Allocator, Config, Policy, Profile, Waits};
 use cualloc::driver::{Context, Driver, Module, Stream, sys};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 
@@ -132,6 +132,11 @@ pub struct Rig {
     pub context: Context,
     simulator: Option<Simulator>,
     holds: AtomicUsize,
+}
+
+/// Settings with which a test knows exactly what is held: memory grows within 1 %, in small handles.
+pub fn dense() -> Config {
+    Config::new().profile(Profile::Dense).waits(Waits::Scarce)
 }
 
 impl Rig {

@@ -44,45 +44,6 @@ fn open_ends(w: &mut World) {
     [1, 3, 5].iter().for_each(|at| w.free(first + at).unwrap());
 }
 
-/// Sixteen scattered parts on the last level, and a view over ten of them: the first six are free,
-/// and so are those outside of it.
-fn churning(w: &mut World) {
-    w.stream();
-    w.put(100, 1);
-    scattered(w, 16, 0);
-    w.settle();
-    for mib in [12, 16, 20, 24, 32, 40] {
-        w.put(mib * MIB, 0);
-        w.settle();
-        w.free(w.blocks.len() - 1).unwrap();
-        w.settle();
-    }
-    let first = w.blocks.len();
-    (0..16).for_each(|_| w.put(PART, 0));
-    let place = |at: &usize| w.blocks[*at].as_ref().map(|block| block.ptr());
-    let mut parts: Vec<usize> = (first..first + 16).collect();
-    parts.sort_by_key(place);
-    for at in parts[..6].iter().chain(&parts[10..]) {
-        w.free(*at).unwrap();
-    }
-    w.settle();
-    assert_eq!(w.alloc.stats().packing.level, 5);
-    assert_eq!(w.alloc.stats().reclaim.shortened, 0);
-}
-
-/// A lone stream on the last level, with scattered free parts: after a stitch it is asked whether it is done
-/// with its views.
-fn churning_alone(w: &mut World) {
-    scattered(w, 16, 0);
-    w.settle();
-    for mib in [12, 16, 20, 24, 32, 40] {
-        w.put(mib * MIB, 0);
-        w.free(w.blocks.len() - 1).unwrap();
-        w.settle();
-    }
-    assert_eq!(w.alloc.stats().packing.level, 5);
-}
-
 /// Without a fault the act is what its name says.
 fn stitched(w: &World) -> bool {
     w.alloc.stats().reclaim.stitched > 0
@@ -169,32 +130,6 @@ pub fn scenarios() -> Vec<Scenario> {
             limit: Some(40 << 20),
             act: |w| w.take(11 * MIB, 0),
             atomic: true,
-            ..SCATTERED
-        },
-        Scenario {
-            name: "extension of a view that is cut",
-            proof: |w| w.alloc.stats().reclaim.shortened == 1,
-            prepare: churning,
-            limit: Some(162 << 20),
-            budget: Some(1),
-            act: |w| w.take(40 * MIB, 0),
-            ..SCATTERED
-        },
-        Scenario {
-            name: "a stitch after which a lone stream is marked",
-            proof: |w| {
-                let records = w.driver.calls().get("cuEventRecord");
-                w.alloc.stats().reclaim.stitched == 7 && records > w.records_before
-            },
-            prepare: |w| {
-                churning_alone(w);
-                // Something to mark.
-                w.put(PART, 0);
-                w.free(w.blocks.len() - 1).unwrap();
-            },
-            limit: Some(160 << 20),
-            budget: Some(1),
-            act: |w| w.take(56 * MIB, 0),
             ..SCATTERED
         },
         Scenario {

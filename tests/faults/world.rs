@@ -36,8 +36,6 @@ pub struct Scenario {
     pub policies: &'static [Policy],
     pub memory: u64,
     pub limit: Option<u64>,
-    /// Handles that may be mapped on each level.
-    pub budget: Option<u64>,
     pub mode: Mode,
     /// The device is tested before the first view.
     pub self_test: bool,
@@ -63,7 +61,6 @@ pub const PLAIN: Scenario = Scenario {
     policies: BOTH,
     memory: 8 << 30,
     limit: None,
-    budget: None,
     mode: Mode::Manual,
     self_test: true,
     views: true,
@@ -82,14 +79,11 @@ impl World {
         // SAFETY: the simulator's functions, some of them behind ones of the same types.
         let driver = unsafe { Driver::from_functions(outside::install(sim.functions())) }.unwrap();
         let context = driver.context(0).unwrap();
-        let mut config = Config::new()
+        let config = Config::new()
             .policy(policy)
             .limit(scenario.limit)
             .self_test(scenario.self_test)
             .views(scenario.views);
-        if let Some(handles) = scenario.budget {
-            config = config.budget(handles);
-        }
         let alloc = Allocator::with_config(&context, config).unwrap();
         let mut world = World {
             blocks: Vec::new(),

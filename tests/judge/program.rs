@@ -71,7 +71,7 @@ pub struct Setup {
     pub limit: Option<u64>,
     pub waits: Waits,
     pub views: bool,
-    pub budget: Option<u64>,
+    pub dense: bool,
     pub handle: Option<u64>,
     pub streams: usize,
     pub specials: bool,
@@ -275,8 +275,7 @@ pub fn generate(
             true => rng.chance(45) || !packed,
             false => views || !packed,
         },
-        budget: (rng.chance(40) && packed && views && !profile.tight)
-            .then(|| rng.pick(&[1, 4, 20, 200])),
+        dense: packed && rng.chance(40),
         handle: (rng.chance(25) && packed && !profile.tight)
             .then(|| rng.pick(&[2 << 20, 4 << 20, 8 << 20])),
         streams: (low + rng.below(high - low + 1)) as usize,

@@ -8,7 +8,7 @@ use std::ffi::c_uint;
 use std::sync::{Arc, Mutex};
 
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Config, RangeGuard};
+use cualloc::allocator::{Allocator, Block, Config, Profile, RangeGuard};
 use cualloc::driver::sys::*;
 use cualloc::driver::{Context, Driver, Stream};
 use cualloc::sim::{Mode, SimConfig, SimDevice, Simulator};
@@ -222,8 +222,8 @@ impl World {
             .waits(setup.waits)
             .views(setup.views)
             .capture_checks(setup.capture_checks);
-        if let Some(budget) = setup.budget {
-            config = config.budget(budget);
+        if setup.dense {
+            config = config.profile(Profile::Dense);
         }
         if let Some(handle) = setup.handle {
             config = config.handle(handle);

@@ -26,8 +26,7 @@ pub struct Setup {
 pub struct Tuning {
     pub views: bool,
     pub capture_checks: bool,
-    pub slack: Option<f64>,
-    pub budget: Option<u64>,
+    pub dense: bool,
     pub handle: Option<u64>,
 }
 
@@ -36,8 +35,7 @@ impl Default for Tuning {
         Tuning {
             views: true,
             capture_checks: false,
-            slack: None,
-            budget: None,
+            dense: false,
             handle: None,
         }
     }

@@ -545,9 +545,7 @@ fn tuning(rng: &mut Rng, policy: Policy, limit: Option<u64>) -> Tuning {
     Tuning {
         views,
         capture_checks: rng.chance(10),
-        slack: (packed && rng.chance(15)).then(|| rng.below(100) as f64 / 100.0),
-        // So that the last level is reached.
-        budget: (packed && views && rng.chance(40)).then(|| 1 + rng.log_uniform(200)),
+        dense: packed && rng.chance(40),
         handle: Some((2 * MIB) << rng.below(5)).filter(|handle| {
             packed && rng.chance(25) && limit.is_none_or(|limit| limit >= *handle)
         }),

@@ -106,8 +106,8 @@ impl ChoiceLine {
             settings: choice.under(limit),
             policy: trial.policy.name(),
             profile: match config.profile {
-                Profile::Quick => "quick",
-                _ => "dense",
+                Profile::Dense => "dense",
+                _ => "default",
             },
             views: config.views,
             handle_bytes: config.handle,

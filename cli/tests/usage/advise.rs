@@ -85,14 +85,14 @@ fn serve_streams_fits_as_predicted() {
 fn settings_of_the_environment_are_tried_among_the_others() {
     let lf = data("lf.csv");
     let mut command = cualloc();
-    command.env("CUALLOC_CONFIG", "slack=3%,limit=1M");
+    command.env("CUALLOC_CONFIG", "nvtx=off,limit=1M");
     command.args(["advise", "--json", "--memory", "1G", &lf]);
     let output = command.output().unwrap();
     assert!(stderr(&output).contains("limit of CUALLOC_CONFIG is not used"));
     let line = object(&output);
     let choices = line["choices"].as_array().unwrap();
     assert_eq!(choices.len(), 7);
-    let own = |choice: &&Value| choice["settings"] == "slack=3%,limit=1073741824";
+    let own = |choice: &&Value| choice["settings"] == "nvtx=off,limit=1073741824";
     assert_eq!(choices.iter().filter(own).count(), 1);
 }
 

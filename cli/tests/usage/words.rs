@@ -84,7 +84,7 @@ fn the_environment_sets_the_allocator_and_options_count_more() {
         line["replays"][0]["driver_calls"]["cuMemCreate"].as_u64()
     };
     // Larger handles are fewer.
-    assert!(handles("handle=512M") < handles(""));
+    assert!(handles("handle=64M") < handles(""));
 
     for command in ["replay", "capacity"] {
         for config in ["polcy=packed", "limit=0"] {
@@ -95,7 +95,7 @@ fn the_environment_sets_the_allocator_and_options_count_more() {
         }
         refused(
             &with(
-                "slack=2%",
+                "profile=dense",
                 &[command, "--device", "sim", "--policy", "classic", &lf],
             ),
             "CUALLOC_CONFIG",

@@ -35,16 +35,17 @@ impl Policy {
     }
 }
 
-/// What counts more while a pool grows: memory or time. Packed policy only.
+/// Whether memory counts more than driver calls. Packed policy only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Profile {
-    /// Handles are small beside the pool, so that all of it stays useful.
+    /// Only where memory is scarce: near the limit, or after the driver refused some
+    /// ([`Regime`](crate::allocator::report::Regime)).
     #[default]
+    Default,
+    /// Always: programs that repeat hold 1 % instead of 2 % more than they request, for two to three times the driver
+    /// calls while the pool grows. [`Waits::Always`] is the default with it.
     Dense,
-    /// Fewer and larger handles: the first rounds of a program pay the driver about half as much, and up to
-    /// 4 % more memory is held than asked for by programs that repeat, 13 % by such that never do.
-    Quick,
 }
 
 /// Whether an allocation may wait for unfinished work of streams other than its own in order to reuse their memory.
@@ -57,7 +58,7 @@ pub enum Waits {
     /// Only when the limit or the device leaves no room for new memory.
     #[default]
     Scarce,
-    /// Before memory is added beyond the soft cap: the least memory, and the least overlap of streams.
+    /// Before memory is added beyond the growth bound: the least memory, and the least overlap of streams.
     Always,
     /// Not at all, on the device or on the host: a request that could only be served by waiting fails with
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
@@ -88,8 +89,8 @@ pub struct Config {
     pub limit: Option<Limit>,
     /// Ordinals of further devices that may access the memory. Packed policy only.
     pub peers: Vec<usize>,
-    /// Whether an allocation may wait for unfinished work of other streams.
-    pub waits: Waits,
+    /// Whether an allocation may wait for unfinished work of other streams; by default as the profile says.
+    pub waits: Option<Waits>,
     /// Whether memory may be used through second layouts (views), on by default. Packed policy only.
     /// Work that reads through one address what a grid still running writes through another (a
     /// persistent kernel, a dependent launch before its wait) is outside what views promise.
@@ -121,18 +122,11 @@ pub struct Config {
     /// Whether the device is tested, once in a process and before the first view is built, for
     /// keeping memory the same through two addresses; on by default. If it fails, no views are used.
     pub self_test: bool,
-    /// Slack of the soft cap on growth over the peak of live requested bytes: a share of that peak,
-    /// from 0 to 1, but at least 16 MiB. By default 1 % to 6.8 %, as the work needs it. Packed policy
-    /// only.
-    pub slack: Option<f64>,
-    /// Handles that may be mapped into views before the next level of slack, handle size and waits is
-    /// taken; 1500 by default (12,000 before the last level). Packed policy only, with views.
-    pub budget: Option<u64>,
-    /// Whether small or few physical handles are made while the pool grows. Packed policy only.
+    /// Whether memory counts more than driver calls. Packed policy only.
     pub profile: Profile,
-    /// Bytes of the physical handles that large blocks are made of: a multiple of 2 MiB, up to 1 GiB.
-    /// Smaller ones are made for the rest of a growth and near the limit. By default 2 MiB to 32 MiB,
-    /// as the pool grows, or a part of a very large request. Packed policy only.
+    /// Bytes of the physical handles that large blocks are made of: a power of two from 2 MiB to 64 MiB. Smaller ones
+    /// are made for the rest of a growth and above half of the limit. By default they grow with the pool. Packed policy
+    /// only.
     pub handle: Option<u64>,
     /// Whether a tool that `NVTX_INJECTION64_PATH` names is told of blocks and of slow paths, on by default; the first
     /// allocator that may loads it. Where the tool tracks memory, as compute-sanitizer does, [`Policy::Auto`] is the
@@ -153,15 +147,13 @@ pub struct Config {
 /// What the packed policy is told beside its own rules.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Tuning {
-    pub slack: Option<f64>,
-    pub budget: Option<u64>,
     pub profile: Profile,
     pub handle: Option<u64>,
     pub waits: Waits,
 }
 
-/// Largest size of a handle that can be asked for.
-const HANDLE_MAX: u64 = 1 << 30;
+/// Largest size of a handle that can be asked for, in bytes.
+const HANDLE_MAX: u64 = 64 << 20;
 
 impl Default for Config {
     fn default() -> Self {
@@ -169,16 +161,14 @@ impl Default for Config {
             policy: Policy::Auto,
             limit: None,
             peers: Vec::new(),
-            waits: Waits::Scarce,
+            waits: None,
             views: true,
             capture_checks: false,
             captures: true,
             unretired_streams: false,
             context_checks: cfg!(debug_assertions),
             self_test: true,
-            slack: None,
-            budget: None,
-            profile: Profile::Dense,
+            profile: Profile::Default,
             handle: None,
             nvtx: true,
             decay: None,
@@ -214,7 +204,7 @@ impl Config {
 
     /// Sets when an allocation may wait for unfinished work of other streams.
     pub fn waits(mut self, waits: Waits) -> Self {
-        self.waits = waits;
+        self.waits = Some(waits);
         self
     }
 
@@ -256,19 +246,7 @@ impl Config {
         self
     }
 
-    /// Fixes the slack of the soft cap, as a share of the peak of live requested bytes.
-    pub fn slack(mut self, share: f64) -> Self {
-        self.slack = Some(share);
-        self
-    }
-
-    /// Sets how many handles may be mapped into views on one level.
-    pub fn budget(mut self, handles: u64) -> Self {
-        self.budget = Some(handles);
-        self
-    }
-
-    /// Chooses between memory and time while the pool grows.
+    /// Chooses whether memory counts more than driver calls.
     pub fn profile(mut self, profile: Profile) -> Self {
         self.profile = profile;
         self
@@ -306,11 +284,12 @@ impl Config {
 
     pub(crate) fn tuning(&self) -> Tuning {
         Tuning {
-            slack: self.slack,
-            budget: self.budget,
             profile: self.profile,
             handle: self.handle,
-            waits: self.waits,
+            waits: self.waits.unwrap_or(match self.profile {
+                Profile::Default => Waits::Scarce,
+                Profile::Dense => Waits::Always,
+            }),
         }
     }
 
@@ -344,16 +323,12 @@ impl Config {
     /// # Errors
     /// [`ConfigError::Contradiction`], [`ConfigError::InvalidValue`].
     pub fn validate(&self) -> Result<(), ConfigError> {
-        let (classic, no_views) = (self.policy == Policy::Classic, !self.views);
-        let quick = self.profile == Profile::Quick;
+        let classic = self.policy == Policy::Classic;
+        let dense = self.profile == Profile::Dense;
         let contradictions = [
             (classic && !self.peers.is_empty(), "policy=classic", "peers"),
-            (classic && self.slack.is_some(), "policy=classic", "slack"),
-            (classic && self.budget.is_some(), "policy=classic", "budget"),
             (classic && self.handle.is_some(), "policy=classic", "handle"),
-            (classic && quick, "policy=classic", "profile=quick"),
-            (quick && self.handle.is_some(), "profile=quick", "handle"),
-            (no_views && self.budget.is_some(), "views=off", "budget"),
+            (classic && dense, "policy=classic", "profile=dense"),
             (self.handle_above_limit(), "limit", "handle"),
             (
                 self.keep.is_some() && self.decay.is_none(),
@@ -382,17 +357,11 @@ impl Config {
             }
             _ => {}
         }
-        match (self.slack, self.budget, self.handle) {
-            (Some(share), ..) if !(0.0..=1.0).contains(&share) => {
-                return invalid("slack", share.to_string());
-            }
-            (_, Some(0), _) => return invalid("budget", "0".into()),
-            (.., Some(bytes))
-                if bytes == 0 || bytes > HANDLE_MAX || !bytes.is_multiple_of(PHYSICAL_GRANULE) =>
-            {
-                return invalid("handle", bytes.to_string());
-            }
-            _ => {}
+        let sizes = PHYSICAL_GRANULE..=HANDLE_MAX;
+        if let Some(bytes) = self.handle
+            && !(sizes.contains(&bytes) && bytes.is_power_of_two())
+        {
+            return invalid("handle", bytes.to_string());
         }
         match self.limit {
             Some(Limit::Fraction(f)) if !(f > 0.0 && f <= 1.0) => invalid("limit", f.to_string()),

@@ -9,9 +9,7 @@ use crate::error::ConfigError;
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
 /// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `waits=scarce|always|never`, `views=on|off`,
 /// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
-/// `self_test=on|off`, `slack=SHARE%`, `budget=HANDLES`,
-/// `profile=dense|quick`, `handle=BYTES`, `nvtx=auto|off`,
-/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
+/// `self_test=on|off`, `profile=default|dense`, `handle=BYTES`, `nvtx=auto|off`, `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
 /// `debug=guard+poison+quarantine:SIZE+leaks|off` (any of them).
 ///
 /// ```
@@ -57,12 +55,12 @@ impl FromStr for Config {
                         .collect::<Result<_, _>>()?;
                 }
                 "waits" => {
-                    config.waits = match value {
+                    config.waits = Some(match value {
                         "scarce" => Waits::Scarce,
                         "always" => Waits::Always,
                         "never" => Waits::Never,
                         _ => return Err(invalid()),
-                    }
+                    })
                 }
                 "views" => config.views = parse_switch(value).ok_or_else(invalid)?,
                 "capture_checks" => {
@@ -86,15 +84,10 @@ impl FromStr for Config {
                     }
                 }
                 "self_test" => config.self_test = parse_switch(value).ok_or_else(invalid)?,
-                "slack" => match parse_limit(value) {
-                    Some(Limit::Fraction(share)) => config.slack = Some(share),
-                    _ => return Err(invalid()),
-                },
-                "budget" => config.budget = Some(value.parse().map_err(|_| invalid())?),
                 "profile" => {
                     config.profile = match value {
+                        "default" => Profile::Default,
                         "dense" => Profile::Dense,
-                        "quick" => Profile::Quick,
                         _ => return Err(invalid()),
                     }
                 }
@@ -120,6 +113,11 @@ impl FromStr for Config {
                     _ => return Err(invalid()),
                 },
                 "debug" => config.debug = parse_debug(value).ok_or_else(invalid)?,
+                "slack" | "budget" => {
+                    let key = key.into();
+                    let instead = "profile=dense";
+                    return Err(ConfigError::Removed { key, instead });
+                }
                 _ => return Err(ConfigError::UnknownKey(key.into())),
             }
         }
@@ -270,12 +268,8 @@ mod tests {
         assert_eq!(parse("limit=50%"), Ok(Config::new().limit_fraction(0.5)));
         assert_eq!(parse("peers=1+3"), Ok(Config::new().peers([1, 3])));
         assert_eq!(
-            parse("slack=2.5%,budget=200,handle=8M,self_test=off"),
-            Ok(Config::new()
-                .slack(0.025)
-                .budget(200)
-                .handle(8 << 20)
-                .self_test(false))
+            parse("handle=8M,self_test=off"),
+            Ok(Config::new().handle(8 << 20).self_test(false))
         );
         for (value, on) in [("context", true), ("none", false)] {
             let expected = Config::new().context_checks(on);
@@ -290,9 +284,14 @@ mod tests {
             let expected = Config::new().waits(waits);
             assert_eq!(parse(&format!("waits={value}")), Ok(expected));
         }
-        assert_eq!(parse("profile=dense"), Ok(Config::new()));
-        let quick = Config::new().profile(Profile::Quick);
-        assert_eq!(parse("profile=quick"), Ok(quick));
+        assert_eq!(parse("profile=default"), Ok(Config::new()));
+        let dense = Config::new().profile(Profile::Dense);
+        assert_eq!(parse("profile=dense"), Ok(dense.clone()));
+        assert_eq!(dense.tuning().waits, Waits::Always);
+        assert_eq!(dense.waits(Waits::Never).tuning().waits, Waits::Never);
+        for removed in ["slack=2%", "budget=100"] {
+            assert!(matches!(parse(removed), Err(ConfigError::Removed { .. })));
+        }
         assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
         assert_eq!(parse("captures=watched"), Ok(Config::new()));
         assert_eq!(parse("debug=off"), Ok(Config::new()));
@@ -321,13 +320,9 @@ mod tests {
             "captures=off",
             "waits=on",
             "unretired_streams=yes",
-            "slack=2",
-            "slack=-1%",
-            "slack=101%",
-            "slack=NaN%",
-            "budget=0",
-            "budget=1.5",
-            "profile=fast",
+            "profile=quick",
+            "handle=6M",
+            "handle=128M",
             "handle=0",
             "handle=3M",
             "handle=2G",
@@ -347,12 +342,8 @@ mod tests {
         }
         for bad in [
             "policy=classic,peers=1",
-            "policy=classic,slack=2%",
-            "policy=classic,budget=100",
             "policy=classic,handle=4M",
-            "policy=classic,profile=quick",
-            "profile=quick,handle=4M",
-            "views=off,budget=100",
+            "policy=classic,profile=dense",
             "captures=never,capture_checks=on",
             "limit=2M,handle=4M",
         ] {

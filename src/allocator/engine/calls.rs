@@ -19,7 +19,6 @@ use crate::allocator::extent::want::{PAGE_GRANULES, Want};
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::request::Request;
-use crate::allocator::size::PACKED_SMALL_LIMIT;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
 use crate::block::Tag;
@@ -262,11 +261,7 @@ impl Engine {
             }
         };
         call.end(&mut heap);
-        let repays = heap.physical.bursts.debt && grant.bytes() > PACKED_SMALL_LIMIT;
         drop(heap);
-        if repays {
-            self.repay(stream);
-        }
         self.tend();
         Ok(grant)
     }

@@ -43,9 +43,8 @@ impl Engine {
             0 => Vec::new(),
             _ => heap.pending_bytes(),
         };
-        heap.physical.level = 0;
-        heap.physical.work = 0;
         heap.peak_live = heap.requested_now();
+        heap.peak_active = 0;
         drop(heap);
         let dissolved = self.ask_pools().and_then(|()| self.dissolve_pools(true));
         let released = self.release(plan)?;

@@ -301,17 +301,8 @@ impl Engine {
         }
     }
 
-    /// Finds out what other streams are done with, for a request of a stream. Its own memory it may
-    /// have at once; near the limit it is asked all the same, since complete memory fits in more ways.
-    pub(crate) fn poll_for(&self, stream: u32) -> Result<(), Error> {
-        let questions = self.lock().questions_for(stream);
-        match questions {
-            Some(questions) => self.poll_with(stream, questions),
-            None => Ok(()),
-        }
-    }
-
-    /// [`poll_for`](Self::poll_for), begun with what was found to be done first.
+    /// Finds out what other streams are done with, for a request of a stream, from these questions on. Its own memory it
+    /// may have immediately; near the limit it is asked all the same, since complete memory fits in more ways.
     pub(crate) fn poll_with(&self, stream: u32, questions: Questions) -> Result<(), Error> {
         if !questions.full.is_empty() {
             self.cover_all(&questions.full)?;

@@ -4,7 +4,6 @@ use crate::driver::{DriverError, Entered, process};
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::decay::Decay;
-use crate::allocator::heap::cut::Cut;
 use crate::allocator::physical::Release;
 use crate::allocator::physical::commit::{free, give_back};
 use crate::allocator::size::GRANULE;
@@ -131,24 +130,6 @@ impl Engine {
             Some(error) => Err(self.error(error)),
             None => Ok(()),
         }
-    }
-
-    /// Unmaps the end of a view. If that fails, the view stays as it was, and serves no further requests.
-    pub(crate) fn shorten(&self, cut: Cut) -> Result<(), Error> {
-        let taken = self.lock().cut_view(cut);
-        let Some((at, gone)) = taken else {
-            return Ok(());
-        };
-        let granules = gone.iter().map(|mapping| u64::from(mapping.granules));
-        let bytes = granules.sum::<u64>() * GRANULE;
-        let unmapped = view::unmap(&self.context, at, &gone, false);
-        let mut heap = self.lock();
-        if unmapped.is_ok() {
-            heap.extents.lookup.forget(at, bytes);
-        }
-        heap.cut_done(cut, gone, unmapped.is_ok());
-        drop(heap);
-        unmapped.map_err(|error| self.error(error))
     }
 }
 

@@ -18,14 +18,13 @@ impl Heap {
                 true => self.soft_cap(),
                 false => 0,
             },
-            level: self.physical.level as u32,
+            regime: self.physical.regime,
             views: self.views.map.len() as u64,
             view_maps: self.views.view_maps() as u64,
             view_bytes: view_granules * GRANULE,
             view_live: self.views.aliased_bytes,
             guarded: self.guards.bytes(),
             last_growth: self.physical.last_growth,
-            bursts: self.physical.bursts.figures,
             self_test: self.views.self_test,
         }
     }

@@ -114,7 +114,7 @@ impl Heap {
         within: Bound,
         pending: bool,
     ) -> Option<Growth> {
-        let opening = self.opening(want, |finder, id| {
+        let mut opening = self.opening(want, |finder, id| {
             if pending {
                 finder.reachable(id)
             } else {
@@ -125,8 +125,16 @@ impl Heap {
         if missing > self.room_within(within) {
             return None;
         }
+        if want.space == SpaceId::Large && opening.behind == 0 {
+            // Within the bound memory grows in whole steps; the rest of the last one is free memory.
+            let step = self.physical.growth_step(self.held() + missing);
+            let hole = self.extents.records[opening.hole].bytes();
+            let most = self.room_within(Bound::SoftCap).min(hole);
+            let whole = missing.next_multiple_of(step).min(most) / PHYSICAL_GRANULE;
+            opening.mapped = opening.mapped.max(whole * PHYSICAL_GRANULES);
+        }
         let addr = self.extents.records[opening.hole].addr;
-        let sizes = self.handle_sizes(want, addr, missing, 0);
+        let sizes = self.handle_sizes(want, addr, opening.mapped * GRANULE);
         let granules = u32::try_from(opening.before + opening.mapped + opening.behind).ok()?;
         let (id, shards) = self.claim(want.space, opening.first, 0, granules)?;
         let waits = if pending {
@@ -157,13 +165,13 @@ impl Heap {
         }
     }
 
-    /// Sizes of the handles for new memory at an address, of at least this number of bytes each.
-    pub(crate) fn handle_sizes(&self, want: &Want, addr: u64, bytes: u64, least: u64) -> Vec<u64> {
+    /// Sizes of the handles for new memory at an address.
+    pub(crate) fn handle_sizes(&self, want: &Want, addr: u64, bytes: u64) -> Vec<u64> {
         let reserved = self.stats.all.reserved.current;
         let size = self
             .physical
             .handle_size(want, bytes, reserved, self.sharers());
-        self.physical.tiles(addr, bytes, size.max(least))
+        self.physical.tiles(addr, bytes, size)
     }
 
     /// Memory that is about to be made at a claimed extent counts as planned from here on.
@@ -188,15 +196,14 @@ impl Heap {
         }
     }
 
-    /// Claims a home for new memory, in handles of at least this number of bytes: the lowest hole that takes
-    /// it.
-    pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64, least: u64) -> Option<Fresh> {
+    /// Claims a home for new memory: the lowest hole that takes it.
+    pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64) -> Option<Fresh> {
         let granules = (bytes / GRANULE) as u32;
         let mut holes = self.extents.large.holes().values().copied();
         let hole = holes.find(|id| self.extents.records[*id].granules >= granules)?;
         let addr = self.extents.records[hole].addr;
         let claimed = self.claim(SpaceId::Large, hole, 0, granules)?;
-        let sizes = self.handle_sizes(want, addr, bytes, least);
+        let sizes = self.handle_sizes(want, addr, bytes);
         Some(self.plan(want, claimed, addr, sizes))
     }
 

@@ -6,7 +6,6 @@ pub(crate) mod caches;
 pub(crate) mod check;
 pub(crate) mod complete;
 pub(crate) mod contexts;
-pub(crate) mod cut;
 pub(crate) mod figures;
 pub(crate) mod graph;
 pub(crate) mod growth;
@@ -44,6 +43,7 @@ use crate::allocator::heap::guarded::Guards;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::physical::Physical;
 use crate::allocator::physical::policy::Rules;
+use crate::allocator::report::Regime;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stats::Stats;
 use crate::allocator::stream::Streams;
@@ -91,6 +91,8 @@ pub(crate) struct Heap {
     pub mixed_peak: u64,
     /// Peak of live requested bytes since the last trim.
     pub peak_live: u64,
+    /// The most bytes that were live, or free and pending for the asking stream, when a request found nothing ready.
+    pub peak_active: u64,
     /// Most bytes that large blocks had at once, for a while: a peak is always followed by a free.
     pub recent_peak: u64,
     /// Blocks that could not be freed when they were dropped: freed by the next call that may.
@@ -128,6 +130,7 @@ impl Heap {
             pieces: Vec::new(),
             mixed_peak: 0,
             peak_live: 0,
+            peak_active: 0,
             deferred: Vec::new(),
             recent_peak: 0,
             frees: 0,
@@ -167,8 +170,11 @@ impl Heap {
 
     /// Bytes that growth should not pass while anything else helps.
     pub(crate) fn soft_cap(&self) -> u64 {
-        self.physical
-            .soft_cap(self.peak_live, self.streams.in_flight())
+        let peak = match self.physical.regime {
+            Regime::Plentiful => self.peak_live.max(self.peak_active),
+            Regime::Scarce(_) => self.peak_live,
+        };
+        self.physical.soft_cap(peak)
     }
 
     /// Bytes below the soft cap.
@@ -192,6 +198,21 @@ impl Heap {
         }
         self.peak_live = before.max(self.requested_now() + requested);
         (before, self.peak_live)
+    }
+
+    /// Notes what is active for a request that found nothing ready: live bytes, and free ones that its stream cannot use.
+    pub(crate) fn note_active(&mut self, want: &Want) {
+        let mut granules = 0;
+        for space in [SpaceId::Large, SpaceId::Small] {
+            let Some(finder) = self.finder(space, want.stream) else {
+                continue;
+            };
+            let pieces = finder.space.pieces();
+            let pending = pieces.filter(|piece| !finder.ready(piece.id));
+            granules += pending.map(|piece| u64::from(piece.granules)).sum::<u64>();
+        }
+        let active = self.requested_now() + want.requested + granules * GRANULE;
+        self.peak_active = self.peak_active.max(active);
     }
 
     /// Requested bytes of live blocks; of small ones as of the last look.

@@ -21,8 +21,7 @@ impl Heap {
         request: &Checked,
     ) -> Option<Grant> {
         let plain = self.rules.caches() && request.is_plain() && request.small().is_none();
-        let quiet = self.caches.contention == 0 && !self.physical.bursts.debt;
-        if !(plain && quiet) {
+        if !plain || self.caches.contention > 0 {
             return None;
         }
         let stream = self.streams.find_again(key)?;

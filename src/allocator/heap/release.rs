@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::Heap;
-use crate::allocator::physical::{GivenBack, GrowthFailure, REPAID, Release};
+use crate::allocator::physical::{GivenBack, GrowthFailure, Release};
 use crate::allocator::size::GRANULE;
 use crate::driver::DriverError;
 use crate::event::Kind;
@@ -183,31 +183,6 @@ impl Heap {
             bytes: holding.bytes,
             handle: holding.handle,
         })
-    }
-
-    /// Claims free handles that go back because an allocation created more than the soft cap allows:
-    /// the smallest first, and only such as nobody can touch.
-    pub(crate) fn plan_repayment(&mut self) -> Vec<Release> {
-        let mut excess = self.held().saturating_sub(self.soft_cap());
-        if excess == 0 {
-            self.physical.bursts.debt = false;
-            return Vec::new();
-        }
-        if !self.bounds_hold(0) {
-            return Vec::new();
-        }
-        let mut free = self.releasable(SpaceId::Large, |id| self.over(id));
-        // Highest addresses first among equals: the low end of the arena stays dense.
-        free.sort_unstable_by_key(|(addr, bytes)| (*bytes, Reverse(*addr)));
-        let mut plan = Vec::new();
-        for (addr, bytes) in free.into_iter().take(REPAID) {
-            if excess == 0 {
-                break;
-            }
-            plan.extend(self.claim_holding(SpaceId::Large, addr));
-            excess = excess.saturating_sub(bytes);
-        }
-        plan
     }
 
     // ---- outcomes -----------------------------------------------------------------------------

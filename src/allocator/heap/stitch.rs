@@ -8,9 +8,8 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::physical::{BURST_MAPS, Fresh, MAPS, Release};
+use crate::allocator::physical::{Fresh, Release};
 use crate::allocator::size::{GRANULE, MAX_REQUEST, PHYSICAL_GRANULE};
-use crate::allocator::view::layout::cut;
 use crate::allocator::view::mapping::{
     Aliased, Layout, Mapping, Openings, Site, Stitch, Unmapped, View,
 };
@@ -21,8 +20,6 @@ use crate::driver::DriverError;
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
 /// Address space of a view, as a multiple of its first request.
 const VIEW_ROOM: u64 = 4;
-/// The same where layouts hardly come back: less, so that more views begin anew with what is free then.
-const VIEW_ROOM_CHURNING: u64 = 2;
 /// Most bytes of address space that a view begins with.
 const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
 /// Mappings in views, at least and per handle held.
@@ -32,8 +29,7 @@ const VIEW_MAPS_PER_HANDLE: usize = 32;
 impl Heap {
     /// The handles that a layout may be made of, given what is open at home.
     fn sources(&self, open: &Openings) -> Sources {
-        let churning = self.physical.churning(self.streams.in_flight());
-        Sources::new(self.physical.sources(&open.ranges), churning)
+        Sources::new(self.physical.sources(&open.ranges))
     }
 
     /// Layouts for a request: extensions of views, and a new one.
@@ -60,24 +56,23 @@ impl Heap {
         reachable: Option<Openings>,
     ) -> Option<Stitch> {
         let sets: Vec<Openings> = [Some(open), reachable].into_iter().flatten().collect();
-        let mut best: Option<(Layout, &Openings)> = None;
+        let mut best: Option<Layout> = None;
         for open in &sets {
-            let least = best.as_ref().map_or(u64::MAX, |(layout, _)| layout.fresh);
+            let least = best.as_ref().map_or(u64::MAX, |layout| layout.fresh);
             if least > 0
                 && let Some(layout) = self.best_layout(want, open)
                 && layout.fresh < least
             {
-                best = Some((layout, open));
+                best = Some(layout);
             }
         }
-        if best.as_ref()?.0.fresh > room {
+        if best.as_ref()?.fresh > room {
             best = sets.iter().find_map(|open| {
                 let leanest = self.leanest_layout(want, open);
-                Some((leanest.filter(|layout| layout.fresh <= room)?, open))
+                leanest.filter(|layout| layout.fresh <= room)
             });
         }
-        let (layout, open) = best?;
-        let layout = self.bounded(want, layout, open);
+        let layout = best?;
         self.claim_layout(want, layout)
     }
 
@@ -134,37 +129,10 @@ impl Heap {
                     adds,
                     fresh,
                     lacking: choice.lacking,
-                    fresh_handle: 0,
                 });
             }
         }
         layouts
-    }
-
-    /// The layout itself if its number of handles is bearable, else one that maps fewer of the open
-    /// ones and creates more.
-    pub(crate) fn bounded(&mut self, want: &Want, layout: Layout, open: &Openings) -> Layout {
-        let reserved = self.stats.all.reserved.current;
-        let size = self
-            .physical
-            .handle_size(want, layout.fresh, reserved, self.sharers());
-        let created = layout.fresh.div_ceil(size.max(PHYSICAL_GRANULE));
-        let maps = layout.adds.len() + usize::try_from(created).unwrap_or(usize::MAX);
-        if maps <= MAPS {
-            return layout;
-        }
-        let cut = cut(want, &self.physical.sources(&open.ranges));
-        if cut.adds.is_empty() || !self.bounds_hold(cut.fresh) {
-            self.physical.bursts.figures.unbounded += 1;
-            return layout;
-        }
-        if maps <= BURST_MAPS && self.physical.bursts.tokens() > 0 {
-            self.physical.bursts.figures.spent += 1;
-            return layout;
-        }
-        self.physical.bursts.figures.cut += 1;
-        self.physical.bursts.debt |= self.held() + cut.fresh > self.soft_cap();
-        cut
     }
 
     /// How many mappings in views are above the bound.
@@ -177,8 +145,7 @@ impl Heap {
     /// bytes.
     pub(crate) fn view_room(&self, want: &Want, at_least: u64) -> u32 {
         let need = u64::from(want.granules) * GRANULE;
-        let churning = self.physical.churning(self.streams.in_flight());
-        (view_bytes(need, at_least, churning) / GRANULE) as u32
+        (view_bytes(need, at_least) / GRANULE) as u32
     }
 
     /// Address space that must be at hand before a new view for a request can be planned, if it is
@@ -262,7 +229,7 @@ impl Heap {
         if layout.fresh == 0 {
             return Some((aliased, None));
         }
-        match self.claim_fresh(want, layout.fresh, layout.fresh_handle) {
+        match self.claim_fresh(want, layout.fresh) {
             Some(fresh) => Some((aliased, Some(fresh))),
             None => {
                 self.give_home(SpaceId::Large, aliased);
@@ -377,7 +344,7 @@ impl Heap {
         }
         let range = self.extents.take_range(want.granules)?;
         let base = self.extents.records[range].addr;
-        let Some(fresh) = self.claim_fresh(want, PHYSICAL_GRANULE, 0) else {
+        let Some(fresh) = self.claim_fresh(want, PHYSICAL_GRANULE) else {
             self.extents.range_freed(range);
             return None;
         };
@@ -403,13 +370,8 @@ impl Heap {
 }
 
 /// Bytes of address space for a view that begins with a request of `need` and must take `at_least`.
-fn view_bytes(need: u64, at_least: u64, churning: bool) -> u64 {
-    let times = if churning {
-        VIEW_ROOM_CHURNING
-    } else {
-        VIEW_ROOM
-    };
-    let usual = (need * times).min(VIEW_ROOM_MAX);
+fn view_bytes(need: u64, at_least: u64) -> u64 {
+    let usual = (need * VIEW_ROOM).min(VIEW_ROOM_MAX);
     usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE)
 }
 
@@ -419,10 +381,7 @@ mod tests {
 
     #[test]
     fn a_view_has_room_for_more_than_its_first_request() {
-        let mib = |need: u64, at_least: u64, churning| {
-            view_bytes(need << 20, at_least << 20, churning) >> 20
-        };
-        assert_eq!((mib(10, 12, false), mib(10, 12, true)), (40, 20));
-        assert_eq!(mib(10, 25, true), 26);
+        let mib = |need: u64, at_least: u64| view_bytes(need << 20, at_least << 20) >> 20;
+        assert_eq!((mib(10, 12), mib(10, 50)), (40, 50));
     }
 }

@@ -13,71 +13,48 @@ use crate::allocator::extent::handle::{Handles, Holding};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
-use crate::allocator::report::{Bursts, GrowthInfo, GrowthReason, PhysicalSegment};
+use crate::allocator::report::{GrowthInfo, GrowthReason, PhysicalSegment, Regime, Scarcity};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::driver::DriverError;
 use crate::error::Error;
 
-/// Levels of the budget for stitching. Work that keeps stitching moves up a level: more slack,
-/// larger handles, more willingness to wait.
-pub(crate) const LEVELS: usize = 6;
+/// Slack of the growth bound over the peak of active bytes while memory is plentiful, as a share of it or as an amount,
+/// whichever is more. With 4 % the recordings hold 1.021 of what they request instead of 1.018, for 1 % less driver time.
+const SLACK_PERCENT: u64 = 3;
+const SLACK: u64 = 32 << 20;
+/// The same while memory is scarce: each percent costs as much at the limit.
+const SCARCE_SLACK_PERCENT: u64 = 1;
+const SCARCE_SLACK: u64 = 16 << 20;
 
-/// Handles that may be mapped into views on each level of the stitching budget.
-const LEVEL_MAPS: [u64; LEVELS] = [1500, 1500, 1500, 1500, 12_000, u64::MAX];
-/// Large requests that earn one such handle back.
-pub(crate) const REQUESTS_PER_MAP: u64 = 50;
-/// A handle counts so many times if it is mapped while streams have work under way: what is free
-/// then depends on what happens to be complete, layouts come back less often, and room or a wait is
-/// the better remedy.
-const IN_FLIGHT: u64 = 6;
-/// The last level is for work that never comes to rest, whatever it waits for: none counts more on
-/// the way there.
-const LAST_STEP: usize = LEVELS - 2;
-/// Slack of the soft cap over the peak of live requested bytes, by level: a share in 1/1000, or an
-/// amount, whichever is more. Values from simulation over recorded work.
-const CAP_SHARES: [u64; LEVELS] = [10, 20, 30, 40, 50, 68];
-/// It is this at most while streams have work under way: what stitches add goes beyond the cap then.
-const CAP_SHARE_IN_FLIGHT: u64 = 60;
-const CAP_SLACK: u64 = 16 << 20;
+/// While memory is plentiful a handle is at least this part of the pool, as the driver's price is per handle, and growth
+/// is rounded up to half a handle. With a 96th random programs hold 1.12 of what they request instead of 1.10; with a
+/// 256th the first replays of the recordings take 1.4 times the driver time.
+const POOL_PARTS: u64 = 128;
+const POOL_HANDLE_MAX: u64 = 64 << 20;
 
-/// A new handle is at least this part of the request that it is made for, by level. Most memory is made
-/// on the levels between, and what is large there is pinned by a small part for ever: with an eighth from
-/// the fourth level on, random programs on eight streams that run 200 rows late held 1.10 of their peak
-/// instead of 1.07.
-const HANDLE_PARTS: [u64; LEVELS] = [32, 16, 16, 16, 16, 8];
-/// While several streams are about it is twice that part on the first level, up to so many bytes: what is free then
-/// changes more from one round to the next, and layouts come back less often.
+/// While memory is scarce a handle is at least this part of the request that it is made for,
+const SCARCE_PARTS: u64 = 32;
+/// or twice that, up to so many bytes, while several streams are about: what is free then changes more from one round to
+/// the next, and layouts come back less often.
 const SHARED_PART_MAX: u64 = 16 << 20;
-/// The share of a handle in the pool grows until the pool has about this many, since the driver's price is
-/// per handle: while a stream is alone,
-const POOL_HANDLES: u64 = 320;
-/// and while several are about, or from the second level on: with 384 a pipeline over three streams holds 1.035 of
-/// its peak, with 448 on the later levels random programs hold 1.072.
-const SHARED_POOL_HANDLES: u64 = 640;
-const POOL_HANDLE_MAX: u64 = 32 << 20;
-/// Where time counts more than memory, a growth is one handle of up to so many shares, or this many handles,
-/// none of more shares than that.
-const QUICK_HANDLES: u64 = 4;
+/// It also grows with the pool until that has this many: while a stream is alone,
+const SCARCE_HANDLES: u64 = 320;
+/// and while several are about: with 384 a pipeline over three streams holds 1.035 of its peak.
+const SHARED_SCARCE_HANDLES: u64 = 640;
+const SCARCE_HANDLE_MAX: u64 = 32 << 20;
 /// Handles of a growth of a graph pool are this part of it, in whole granules: few, as somebody captures meanwhile.
 const GRAPH_PARTS: u64 = 8;
-/// Near a hard limit handles are at most this part of it.
-const SCARCE_PART: u64 = 2048;
-
-/// Tokens for bursts at the start.
-pub(crate) const TOKENS: u64 = 16;
-/// Large requests that earn another token: 10,000 allocations and frees.
-pub(crate) const REQUESTS_PER_TOKEN: u64 = 5000;
-/// Handles that any allocation may map: 2 ms at the 20 us that mapping one costs on an H200.
-pub(crate) const MAPS: usize = 100;
-/// Handles that an allocation with a token may map: 6 ms.
-pub(crate) const BURST_MAPS: usize = 300;
-/// Handles that one allocation gives back: 0.3 ms at the 33.5 us that unmapping and releasing one
-/// costs on an H200.
-pub(crate) const REPAID: usize = 8;
-/// Above this part of the limit the bounds do not hold. New handles are small there
-/// (`Physical::handle_size`); with larger ones, and bounds up to 0.8 of the limit, the smallest limit
-/// of recorded work rose by 1.5 points.
+const GRAPH_REQUEST_PARTS: u64 = 32;
+/// Handles are at most this part of the limit, below its half and above it, in either regime: handles cannot be divided,
+/// and what is made while memory is plentiful has to serve when it is scarce.
+const LIMIT_PARTS: [u64; 2] = [512, 2048];
+/// Above this part of the limit small requests leave handles whole for stitches.
 pub(crate) const NEAR_PART: u64 = 2;
+
+/// Memory is scarce when less than this share of the limit is left, and plentiful again with twice that
+const SCARCE_PERCENT: u64 = 3;
+/// after so many large requests that the driver did not refuse.
+const CALM_REQUESTS: u64 = 512;
 
 /// Whom new memory is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,19 +87,19 @@ pub(crate) struct Physical {
     pub full_at: Option<u64>,
     /// Why memory was last added.
     pub last_growth: Option<GrowthInfo>,
-    /// Level of the stitching budget.
-    pub level: usize,
-    /// What was spent on the level of the stitching budget.
-    pub work: u64,
-    /// What the configuration says of cap, budget and handles.
+    /// Whether memory is plentiful or scarce, as of the last request that found nothing ready.
+    pub regime: Regime,
+    /// What the configuration says of regime, waits and handles.
     pub tuning: Tuning,
-    /// Allocations that map very many handles, and what they owe.
-    pub bursts: Account,
+    /// Large requests so far,
+    requests: u64,
+    /// and when memory was last seen to be scarce.
+    scarce_at: u64,
 }
 
 impl Physical {
     pub(crate) fn new(limit: Option<u64>, tuning: Tuning) -> Self {
-        Physical {
+        let mut physical = Physical {
             holdings: BTreeMap::new(),
             handles: Handles::default(),
             quarantined: Vec::new(),
@@ -131,11 +108,13 @@ impl Physical {
             limit,
             full_at: None,
             last_growth: None,
-            level: 0,
-            work: 0,
+            regime: Regime::Plentiful,
             tuning,
-            bursts: Account::default(),
-        }
+            requests: 0,
+            scarce_at: 0,
+        };
+        physical.choose_regime(0);
+        physical
     }
 
     /// Handles, by their homes, are mapped in one view more, or one less.
@@ -156,12 +135,9 @@ impl Physical {
         self.holdings.get(&home)?.handle
     }
 
-    /// Counts a large request, which makes up for a part of a map.
+    /// Counts a large request.
     pub(crate) fn large_request(&mut self, want: &Want) {
-        if want.space == SpaceId::Large {
-            self.work = self.work.saturating_sub(1);
-            self.bursts.requests += 1;
-        }
+        self.requests += u64::from(want.space == SpaceId::Large);
     }
 
     pub(crate) fn home_segments(&self, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
@@ -215,37 +191,48 @@ impl Physical {
             .is_some_and(|(base, h)| ptr < base + h.bytes)
     }
 
-    // ---- the budget for stitching, and the soft cap ---------------------------------------------
+    // ---- the two regimes --------------------------------------------------------------------------
 
-    /// Whether layouts will hardly come back, so that few mappings now count more than a layout that can
-    /// be used again. `in_flight`: streams have work under way, as far as is known.
-    pub(crate) fn churning(&self, in_flight: bool) -> bool {
-        is_churning(self.level, in_flight)
+    /// Decides whether memory is scarce for a growth after which so many bytes are held. Returns the regime if it is
+    /// another one than before.
+    pub(crate) fn choose_regime(&mut self, held: u64) -> Option<Regime> {
+        let room = |limit: u64| limit.saturating_sub(held);
+        let within = |percent| {
+            let limit = self.limit;
+            limit.is_some_and(|limit| room(limit) < limit / 100 * percent)
+        };
+        let cause = match self.tuning.profile {
+            Profile::Dense => Some(Scarcity::Profile),
+            Profile::Default if self.full_at.is_some() => Some(Scarcity::Refused),
+            Profile::Default => within(SCARCE_PERCENT).then_some(Scarcity::Limit),
+        };
+        let calm = self.requests - self.scarce_at >= CALM_REQUESTS;
+        let regime = match (cause, self.regime) {
+            (Some(cause), _) => {
+                self.scarce_at = self.requests;
+                Regime::Scarce(cause)
+            }
+            (None, Regime::Scarce(_)) if calm && !within(2 * SCARCE_PERCENT) => Regime::Plentiful,
+            (None, regime) => regime,
+        };
+        let changed = std::mem::replace(&mut self.regime, regime) != regime;
+        changed.then_some(regime)
     }
 
-    /// Bytes that growth should not pass while anything else helps, after so many live at once.
-    pub(crate) fn soft_cap(&self, peak_live: u64, in_flight: bool) -> u64 {
-        let share = match self.tuning.slack {
-            Some(share) => (peak_live as f64 * share) as u64,
-            None => peak_live / 100 * cap_share(self.level, in_flight) / 10,
+    /// Bytes that growth should not pass while anything else helps, after so many were active at once.
+    pub(crate) fn soft_cap(&self, peak: u64) -> u64 {
+        let (percent, least) = match self.regime {
+            Regime::Plentiful => (SLACK_PERCENT, SLACK),
+            Regime::Scarce(_) => (SCARCE_SLACK_PERCENT, SCARCE_SLACK),
         };
-        peak_live.saturating_add(share.max(CAP_SLACK))
+        peak.saturating_add((peak / 100 * percent).max(least))
     }
 
-    /// Counts handles that a stitch mapped.
-    pub(crate) fn spent(&mut self, maps: usize, in_flight: bool) {
-        let figures = &mut self.bursts.figures;
-        figures.largest = figures.largest.max(maps as u64);
-        let weight = match self.level < LAST_STEP && in_flight {
-            true => IN_FLIGHT,
-            false => 1,
-        };
-        self.work += maps as u64 * REQUESTS_PER_MAP * weight;
-        let budget = self.tuning.budget.unwrap_or(LEVEL_MAPS[self.level]);
-        let spent = self.work / REQUESTS_PER_MAP > budget;
-        if spent && self.level + 1 < LEVELS {
-            self.level += 1;
-            self.work = 0;
+    /// The multiple of bytes by which memory grows when so many are reserved, as far as the growth bound allows.
+    pub(crate) fn growth_step(&self, reserved: u64) -> u64 {
+        match self.regime {
+            Regime::Plentiful => (pool_handle(reserved) / 2).max(PHYSICAL_GRANULE),
+            Regime::Scarce(_) => PHYSICAL_GRANULE,
         }
     }
 
@@ -265,14 +252,6 @@ impl Physical {
         held <= self.bound() / NEAR_PART
     }
 
-    /// How many handles the pool should have.
-    fn pool_handles(&self, sharers: Sharers) -> u64 {
-        match (self.tuning.profile, self.level, sharers) {
-            (Profile::Quick, ..) | (Profile::Dense, 0, Sharers::One) => POOL_HANDLES,
-            (Profile::Dense, ..) => SHARED_POOL_HANDLES,
-        }
-    }
-
     /// Size of the handles for a growth by `missing` bytes, when so many are reserved.
     pub(crate) fn handle_size(
         &self,
@@ -284,57 +263,42 @@ impl Physical {
         if want.space == SpaceId::Small {
             return PHYSICAL_GRANULE;
         }
-        let handles = self.pool_handles(sharers);
-        let mut share = PHYSICAL_GRANULE;
-        while share * handles < reserved && share < POOL_HANDLE_MAX {
-            share *= 2;
-        }
         let request = u64::from(want.granules) * GRANULE;
-        let mut part = request / HANDLE_PARTS[self.level];
-        if sharers == Sharers::Several && self.level == 0 {
-            part = (2 * part).min(SHARED_PART_MAX).max(part);
-        }
-        if sharers == Sharers::Pool {
-            part = part.max(missing / GRAPH_PARTS);
-        }
-        let part = part / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-        let quick = match self.tuning.profile {
-            Profile::Dense => 0,
-            Profile::Quick => quick_size(missing, share),
-        };
-        let size = self.tuning.handle.unwrap_or(share.max(part).max(quick));
-        match self.limit {
-            Some(limit) if reserved + missing > limit / 2 => {
-                let scarce = limit / SCARCE_PART / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-                size.min(scarce.max(PHYSICAL_GRANULE))
+        let size = match (self.tuning.handle, self.regime, sharers) {
+            (Some(bytes), ..) => bytes,
+            (None, _, Sharers::Pool) => {
+                let part = (request / GRAPH_REQUEST_PARTS).max(missing / GRAPH_PARTS);
+                scarce_handle(reserved, SHARED_SCARCE_HANDLES).max(part)
             }
-            _ => size,
-        }
+            (None, Regime::Plentiful, _) => pool_handle(reserved + missing),
+            (None, Regime::Scarce(_), Sharers::One) => {
+                scarce_handle(reserved, SCARCE_HANDLES).max(request / SCARCE_PARTS)
+            }
+            (None, Regime::Scarce(_), Sharers::Several) => {
+                let part = request / SCARCE_PARTS;
+                let shared = (2 * part).min(SHARED_PART_MAX).max(part);
+                scarce_handle(reserved, SHARED_SCARCE_HANDLES).max(shared)
+            }
+        };
+        let size = self.limit.map_or(size, |limit| {
+            let above_half = reserved + missing > limit / 2;
+            let part = limit / LIMIT_PARTS[usize::from(above_half)];
+            size.min(1 << part.max(PHYSICAL_GRANULE).ilog2())
+        });
+        (size / PHYSICAL_GRANULE * PHYSICAL_GRANULE).max(PHYSICAL_GRANULE)
     }
 }
 
-/// Size of the handles for a growth by `missing` bytes where few count more than small ones.
-fn quick_size(missing: u64, share: u64) -> u64 {
-    let most = share * QUICK_HANDLES;
-    if missing <= most {
-        return missing;
-    }
-    let part = missing / QUICK_HANDLES / PHYSICAL_GRANULE * PHYSICAL_GRANULE;
-    part.min(most)
+/// Size of a handle while memory is plentiful and the pool has so many bytes: a power of two.
+fn pool_handle(reserved: u64) -> u64 {
+    let part = (reserved / POOL_PARTS).max(PHYSICAL_GRANULE);
+    part.next_power_of_two().min(POOL_HANDLE_MAX)
 }
 
-/// Slack of the soft cap in 1/1000.
-fn cap_share(level: usize, in_flight: bool) -> u64 {
-    match in_flight {
-        true => CAP_SHARES[level].min(CAP_SHARE_IN_FLIGHT),
-        false => CAP_SHARES[level],
-    }
-}
-
-/// Whether work on this level will hardly come to rest. What is under way may make it count more than it
-/// is, up to the last level but one.
-fn is_churning(level: usize, in_flight: bool) -> bool {
-    level > LAST_STEP || (level == LAST_STEP && !in_flight)
+/// Size of a handle while memory is scarce and the pool has so many bytes.
+fn scarce_handle(reserved: u64, handles: u64) -> u64 {
+    let part = reserved.div_ceil(handles).max(PHYSICAL_GRANULE);
+    part.next_power_of_two().min(SCARCE_HANDLE_MAX)
 }
 
 /// A growth that failed, with what could not be undone.
@@ -348,23 +312,6 @@ pub(crate) struct GrowthFailure {
 /// How the two calls went that give a handle back: the unmapping, and the release. The second counts
 /// only if the first is good.
 pub(crate) type GivenBack = (Result<(), DriverError>, Result<(), DriverError>);
-
-/// The account of one allocator.
-#[derive(Debug, Default)]
-pub(crate) struct Account {
-    pub(crate) figures: Bursts,
-    /// Large requests so far.
-    pub(crate) requests: u64,
-    /// More was created than the soft cap allows, and is to be given back.
-    pub(crate) debt: bool,
-}
-
-impl Account {
-    pub(crate) fn tokens(&self) -> u64 {
-        let earned = TOKENS + self.requests / REQUESTS_PER_TOKEN;
-        earned.saturating_sub(self.figures.spent)
-    }
-}
 
 /// Memory that is about to be made: a claimed extent, and the handles to map there.
 #[derive(Debug)]
@@ -416,132 +363,104 @@ pub(crate) fn tile(bytes: u64, size: u64) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::allocator::Config;
 
-    #[test]
-    fn stitching_beyond_the_budget_raises_the_level() {
-        let tuning = crate::allocator::Config::new().tuning();
-        let mut physical = Physical::new(None, tuning);
-        let want = Want {
+    const MIB: u64 = 1 << 20;
+
+    fn want(bytes: u64) -> Want {
+        Want {
             space: SpaceId::Large,
             stream: 0,
-            granules: (960 << 20 >> 9) as u32,
+            granules: (bytes / GRANULE) as u32,
             align: 1,
-            requested: 960 << 20,
+            requested: bytes,
             single: false,
             views: true,
-        };
-        let figures = |physical: &Physical| {
-            let slack = (physical.soft_cap(10_000 << 20, false) - (10_000 << 20)) >> 20;
-            (
-                slack,
-                physical.handle_size(&want, want.requested, 0, Sharers::One) >> 20,
-            )
-        };
-        let levels = [(100, 30), (200, 60), (300, 60), (400, 60), (500, 60)];
-        for (level, expected) in levels.into_iter().enumerate() {
-            assert_eq!((physical.level, figures(&physical)), (level, expected));
-            physical.spent(LEVEL_MAPS[level] as usize, false);
-            assert_eq!(physical.level, level, "the budget is just spent");
-            // As many requests make up for one map, so one more is still within it.
-            (0..REQUESTS_PER_MAP).for_each(|_| physical.large_request(&want));
-            physical.spent(1, false);
-            assert_eq!(physical.level, level);
-            physical.spent(1, false);
-        }
-        physical.spent(1 << 40, false);
-        assert_eq!(
-            (physical.level, figures(&physical)),
-            (LEVELS - 1, (680, 120))
-        );
-    }
-
-    #[test]
-    fn few_handles_are_made_where_time_counts() {
-        let mib = 1 << 20;
-        let tuning = |profile| crate::allocator::Config::new().profile(profile).tuning();
-        let made = |profile, missing: u64| {
-            let physical = Physical::new(None, tuning(profile));
-            let want = Want {
-                space: SpaceId::Large,
-                stream: 0,
-                granules: (missing / GRANULE) as u32,
-                align: 1,
-                requested: missing,
-                single: false,
-                views: true,
-            };
-            // A share of the pool is 4 MiB.
-            let held = 2 * POOL_HANDLES * mib + 1;
-            let size = physical.handle_size(&want, missing, held, Sharers::One);
-            tile(missing, size).len()
-        };
-        for (missing, few, many) in [(16, 1, 4), (24, 4, 6), (64, 4, 16), (128, 8, 32)] {
-            assert_eq!(made(Profile::Quick, missing * mib), few, "{missing} MiB");
-            assert_eq!(made(Profile::Dense, missing * mib), many, "{missing} MiB");
         }
     }
 
-    /// A handle's share of the pool, in MiB, for a request that is too small to ask for more.
-    #[test]
-    fn handles_are_larger_while_a_stream_is_alone() {
-        let mib = 1 << 20;
-        let mut physical = Physical::new(None, crate::allocator::Config::new().tuning());
-        let want = Want {
-            space: SpaceId::Large,
-            stream: 0,
-            granules: (2 * mib / GRANULE) as u32,
-            align: 1,
-            requested: 2 * mib,
-            single: false,
-            views: true,
-        };
-        let shares = |physical: &Physical, sharers| {
-            let size = |held: u64| physical.handle_size(&want, 2 * mib, held * mib, sharers) / mib;
-            [640, 641, 1280, 1281, 1792, 1793].map(size)
-        };
-        let parts = |physical: &Physical, sharers| {
-            let size = |mib: u64| {
-                let granules = (mib << 20 >> 9) as u32;
-                physical.handle_size(&Want { granules, ..want }, mib << 20, 0, sharers) >> 20
-            };
-            [128, 240, 256, 512, 960].map(size)
-        };
-        let all = [Sharers::One, Sharers::Several, Sharers::Pool];
-        let [one, several, pool] = all;
-        assert_eq!(shares(&physical, one), [2, 4, 4, 8, 8, 8]);
-        assert_eq!(parts(&physical, one), [4, 6, 8, 16, 30]);
-        assert_eq!(shares(&physical, several), [2, 2, 2, 4, 4, 4]);
-        assert_eq!(parts(&physical, several), [8, 14, 16, 16, 30]);
-        assert_eq!(shares(&physical, pool), [2, 2, 2, 4, 4, 4]);
-        assert_eq!(parts(&physical, pool), [16, 30, 32, 64, 120]);
-        physical.level = 1;
-        for sharers in all {
-            assert_eq!(shares(&physical, sharers), [2, 2, 2, 4, 4, 4]);
-        }
-        for sharers in [one, several] {
-            assert_eq!(parts(&physical, sharers), [8, 14, 16, 32, 60]);
-        }
-        assert_eq!(parts(&physical, pool), [16, 30, 32, 64, 120]);
-        let quick = crate::allocator::Config::new().profile(Profile::Quick);
-        let mut physical = Physical::new(None, quick.tuning());
-        physical.level = 1;
-        for sharers in all {
-            assert_eq!(shares(&physical, sharers), [2, 4, 4, 8, 8, 8]);
-        }
+    fn physical(limit: Option<u64>, profile: Profile) -> Physical {
+        Physical::new(limit, Config::new().profile(profile).tuning())
     }
 
     #[test]
-    fn slack_grows_with_the_level_and_less_while_work_is_under_way() {
-        let shares = |in_flight| (0..LEVELS).map(move |level| cap_share(level, in_flight));
-        assert!(shares(false).eq([10, 20, 30, 40, 50, 68]));
-        assert!(shares(true).eq([10, 20, 30, 40, 50, 60]));
+    fn memory_is_scarce_near_the_limit_and_after_a_refusal() {
+        let scarce = |why| Some(Regime::Scarce(why));
+        let mut physical = physical(Some(1000 * MIB), Profile::Default);
+        assert_eq!(physical.choose_regime(960 * MIB), None);
+        assert_eq!(physical.choose_regime(980 * MIB), scarce(Scarcity::Limit));
+        let calm = |physical: &mut Physical| {
+            (0..CALM_REQUESTS).for_each(|_| physical.large_request(&want(MIB)));
+        };
+        // Less than twice the margin is left, or too few requests have passed.
+        calm(&mut physical);
+        assert_eq!(physical.choose_regime(960 * MIB), None);
+        assert_eq!(physical.regime, Regime::Scarce(Scarcity::Limit));
+        calm(&mut physical);
+        assert_eq!(physical.choose_regime(900 * MIB), Some(Regime::Plentiful));
+        physical.full_at = Some(800 * MIB);
+        assert_eq!(physical.choose_regime(700 * MIB), scarce(Scarcity::Refused));
+        physical.full_at = None;
+        assert_eq!(physical.choose_regime(700 * MIB), None);
+        calm(&mut physical);
+        assert_eq!(physical.choose_regime(700 * MIB), Some(Regime::Plentiful));
     }
 
     #[test]
-    fn work_churns_on_the_last_levels() {
-        let levels = |in_flight| (0..LEVELS).filter(move |level| is_churning(*level, in_flight));
-        assert!(levels(false).eq([4, 5]));
-        assert!(levels(true).eq([5]), "it counts more than it maps");
+    fn the_dense_profile_is_always_scarce() {
+        let physical = physical(None, Profile::Dense);
+        assert_eq!(physical.regime, Regime::Scarce(Scarcity::Profile));
+        assert_eq!(physical.soft_cap(10_000 * MIB), 10_100 * MIB);
+        assert_eq!(physical.growth_step(10_000 * MIB), PHYSICAL_GRANULE);
+    }
+
+    #[test]
+    fn handles_are_a_part_of_the_pool_and_few_while_memory_is_plentiful() {
+        let physical = physical(None, Profile::Default);
+        for (held, size) in [
+            (100, 2),
+            (300, 4),
+            (1000, 8),
+            (2000, 16),
+            (6000, 64),
+            (50_000, 64),
+        ] {
+            let made = physical.handle_size(&want(2 * MIB), 2 * MIB, held * MIB, Sharers::One);
+            assert_eq!(made, size * MIB, "{held} MiB");
+            let step = physical.growth_step(held * MIB);
+            assert_eq!(step, (size / 2).max(2) * MIB, "{held} MiB");
+        }
+        assert_eq!(physical.soft_cap(100 * MIB), 132 * MIB);
+        assert_eq!(physical.soft_cap(10_000 * MIB), 10_300 * MIB);
+    }
+
+    /// A handle's size in MiB for a small request to a pool, and for a large request to an empty one.
+    #[test]
+    fn handles_are_small_while_memory_is_scarce() {
+        let physical = physical(None, Profile::Dense);
+        let shares = |sharers| {
+            let size = |held| physical.handle_size(&want(2 * MIB), 2 * MIB, held * MIB, sharers);
+            [640, 641, 1280, 1281, 1792]
+                .map(size)
+                .map(|size| size / MIB)
+        };
+        let parts = |sharers| {
+            let size = |mib| physical.handle_size(&want(mib * MIB), mib * MIB, 0, sharers);
+            [128, 240, 256, 512, 960].map(size).map(|size| size / MIB)
+        };
+        assert_eq!(shares(Sharers::One), [2, 4, 4, 8, 8]);
+        assert_eq!(parts(Sharers::One), [4, 6, 8, 16, 30]);
+        assert_eq!(shares(Sharers::Several), [2, 2, 2, 4, 4]);
+        assert_eq!(parts(Sharers::Several), [8, 14, 16, 16, 30]);
+        assert_eq!(shares(Sharers::Pool), [2, 2, 2, 4, 4]);
+        assert_eq!(parts(Sharers::Pool), [16, 30, 32, 64, 120]);
+    }
+
+    #[test]
+    fn handles_are_small_from_half_of_the_limit_on() {
+        let physical = physical(Some(16_384 * MIB), Profile::Default);
+        let size = |held| physical.handle_size(&want(2 * MIB), 2 * MIB, held * MIB, Sharers::One);
+        assert_eq!([size(8000), size(8192)], [32 * MIB, 8 * MIB]);
     }
 
     #[test]

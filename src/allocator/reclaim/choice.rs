@@ -10,15 +10,15 @@ use crate::allocator::config::Waits;
 use crate::allocator::engine::hooks::{Hooks, ReliefHook};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::cut::Cut;
 use crate::allocator::heap::growth::{Bound, Growth};
 use crate::allocator::heap::stitch::STITCH_MIN;
 use crate::allocator::heap::{Heap, Part};
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::physical::{Fresh, Release};
 use crate::allocator::reclaim::fit::{
-    Best, best_run, part_behind_waits, ready_in_view, run_behind_waits,
+    best_run, part_behind_waits, ready_in_view, run_behind_waits,
 };
+use crate::allocator::report::Regime;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::finder::Run;
 use crate::allocator::stream::slot::{Slot, StreamKey};
@@ -38,16 +38,6 @@ pub(crate) enum Stage {
     Flushed,
     /// Idle views are gone.
     Evicted,
-}
-
-/// Whether a reclaim cut a view short. What was cut served the request no better before.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Shortened {
-    #[default]
-    No,
-    /// In the last step.
-    Now,
-    Before,
 }
 
 /// What the driver is known to answer to a request for memory.
@@ -78,7 +68,6 @@ pub(crate) struct Reclaim<'a> {
     /// Whether views may be used, as far as is known before the next step.
     pub views: bool,
     pub stage: Stage,
-    pub shortened: Shortened,
     /// A stitch was refused; no other is tried until there may be more memory for it.
     pub unstitched: bool,
     /// Memory was made for a stitch.
@@ -93,6 +82,8 @@ pub(crate) struct Reclaim<'a> {
     pub cramped: Option<DriverError>,
     pub answer: Answer,
     pub last_resort: LastResort,
+    /// The regime that begins with this reclaim.
+    pub regime: Option<Regime>,
     /// No step can serve the request: see [`Reclaim::is_beyond`].
     pub beyond: bool,
     /// A failure that another step might have made up for.
@@ -107,8 +98,6 @@ pub(crate) enum Step {
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
-    /// Cuts a view short for a stitch.
-    Shorten(Cut),
     /// Lets idle views go for their addresses.
     MakeWay(Vec<u64>),
     /// Reserves so many bytes of address space.
@@ -168,7 +157,6 @@ impl<'a> Reclaim<'a> {
             total_memory,
             views: false,
             stage: Stage::Fit,
-            shortened: Shortened::No,
             unstitched: false,
             supplied: false,
             retried: false,
@@ -177,6 +165,7 @@ impl<'a> Reclaim<'a> {
             cramped: None,
             answer: Answer::Known,
             last_resort: LastResort::Hooks(None),
+            regime: None,
             beyond: false,
             failure: None,
         }
@@ -233,25 +222,10 @@ impl<'a> Reclaim<'a> {
 
     /// Chooses the next step for a request.
     pub(crate) fn next(&mut self, heap: &mut Heap, want: &Want) -> Step {
-        let shortened = self.shortened == Shortened::Now;
-        let step = self.choose(heap, want);
-        if shortened {
-            self.shortened = Shortened::Before;
-        }
-        step
-    }
-
-    fn choose(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if !want.in_one_handle()
-            && let Some(best) = best_run(heap, want)
+            && let Some(run) = best_run(heap, want)
         {
-            return match best {
-                Best::Ready(run) => Step::Take(run),
-                Best::Tighter(run) => {
-                    heap.stats.reclaim.tighter += 1;
-                    Step::Claim(heap.part(want, run))
-                }
-            };
+            return Step::Take(run);
         }
         if self.is_beyond(heap, want) {
             self.beyond = true;
@@ -259,6 +233,16 @@ impl<'a> Reclaim<'a> {
         }
         if heap.rules == Rules::Classic {
             return self.choose_classic(heap, want);
+        }
+        let missing = heap.missing(want).unwrap_or(0);
+        let held = heap.present() + missing;
+        self.regime = heap.physical.choose_regime(held).or(self.regime);
+        // With `waits=always` what is pending on other streams serves the request after a wait.
+        if heap.physical.regime == Regime::Plentiful
+            && heap.physical.tuning.waits != Waits::Always
+            && heap.streams.several()
+        {
+            heap.note_active(want);
         }
         if self.stage < Stage::CachesEmptied {
             self.stage = Stage::CachesEmptied;
@@ -274,7 +258,6 @@ impl<'a> Reclaim<'a> {
         }
         let mut open = None;
         if self.stitches(want)
-            && self.shortened != Shortened::Now
             && let Some(run) = ready_in_view(heap, want, &mut open)
         {
             return Step::View(run);
@@ -424,13 +407,6 @@ impl<'a> Reclaim<'a> {
             Some(open) => open,
             None => heap.openings(want, false)?,
         };
-        // Views were not searched again, but others may have freed memory meanwhile: a stitch behind an end
-        // that is long enough by now would map nothing.
-        if self.shortened == Shortened::Now
-            && let Some(run) = heap.views.open_end(want, &open)
-        {
-            return Some(Step::View(run));
-        }
         let reachable = match open.more && waits {
             true => Some(heap.openings(want, true)?),
             false => None,
@@ -449,12 +425,6 @@ impl<'a> Reclaim<'a> {
                 }
             }
             return Some(Step::Reserve(SpaceId::Views, bytes));
-        }
-        if self.shortened == Shortened::No
-            && let Some(cut) = heap.plan_cut(want, &open)
-        {
-            self.shortened = Shortened::Now;
-            return Some(Step::Shorten(cut));
         }
         let room = heap.room();
         let stitch = heap.plan_stitch(want, room, open, reachable)?;
@@ -476,7 +446,7 @@ impl<'a> Reclaim<'a> {
             return None;
         }
         let within = lacking <= heap.soft_room();
-        let fresh = heap.claim_fresh(want, lacking, 0)?;
+        let fresh = heap.claim_fresh(want, lacking)?;
         self.supplied = true;
         heap.stats.reclaim.grown += u64::from(within);
         heap.stats.reclaim.grown_hard += u64::from(!within);

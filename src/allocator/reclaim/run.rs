@@ -20,7 +20,7 @@ use crate::allocator::heap::Heap;
 use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::address::FIRST_LEASE;
 use crate::allocator::physical::commit;
-use crate::allocator::physical::{Fresh, GrowthFailure, Release};
+use crate::allocator::physical::{Fresh, GrowthFailure};
 use crate::allocator::reclaim::choice::{Answer, Reclaim, Step};
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::ViewRun;
@@ -43,8 +43,7 @@ impl Engine {
         Ok((self.lock(), done))
     }
 
-    /// Finds out what other streams are done with, for a request of a stream. See
-    /// [`poll_for`](Self::poll_for), which needs no lock.
+    /// Finds out what other streams are done with, for a request of a stream.
     pub(crate) fn poll_before<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -269,6 +268,9 @@ impl Engine {
         step: Step,
         reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
+        if let Some(regime) = reclaim.regime.take() {
+            log::debug!("allocator {}: memory is {}", self.id, regime.name());
+        }
         match step {
             Step::Stitch(stitch) => {
                 let id = self.stitch(want, *stitch, reclaim)?;
@@ -288,11 +290,6 @@ impl Engine {
             Step::Evict(idle) => self.evict(&idle)?,
             Step::MakeWay(idle) => match self.evict(&idle) {
                 Err(Error::Driver(error)) => reclaim.give_up_stitch(error),
-                done => done?,
-            },
-            Step::Shorten(cut) => match self.shorten(cut) {
-                // A view that keeps its end takes no memory from the request, which goes on without it.
-                Err(Error::Driver(error)) => log::debug!("cannot remove a view: {error}"),
                 done => done?,
             },
             Step::Retry => match self.release_quarantined() {
@@ -489,43 +486,6 @@ impl Engine {
             oom.driver_total = Some(info.total);
         }
         Error::OutOfMemory(Box::new(oom))
-    }
-
-    /// After a large allocation: gives a part back of what an earlier one created beyond
-    /// the soft cap. Never waits; what cannot go now goes with a later allocation.
-    pub(crate) fn repay(&self, stream: u32) {
-        if let Err(error) = self.poll_for(stream) {
-            return log::debug!("nothing was repaid: {error}");
-        }
-        let mut heap = self.lock();
-        let plan = heap.plan_repayment();
-        let slot = &heap.streams[stream];
-        // What one stream alone frees is never marked otherwise.
-        let mark =
-            (plan.is_empty() && heap.physical.bursts.debt && !slot.covered()).then_some(slot.key);
-        drop(heap);
-        if let Some(key) = mark {
-            return self.mark_all([(stream, key)]);
-        }
-        self.repay_all(plan);
-    }
-
-    /// Gives back what was claimed for that.
-    pub(crate) fn repay_all(&self, plan: Vec<Release>) {
-        let handles = plan.len() as u64;
-        if handles == 0 {
-            return;
-        }
-        match self.release(plan) {
-            Ok(released) => {
-                let mut heap = self.lock();
-                heap.physical.bursts.figures.repaid += handles;
-                heap.physical.bursts.figures.repaid_bytes += released;
-            }
-            Err(error) => {
-                log::debug!("less memory was released than planned: {error}");
-            }
-        }
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::allocator::engine::Engine;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::physical::{Fresh, LEVELS};
+use crate::allocator::physical::Fresh;
 use crate::allocator::reclaim::choice::{Reclaim, VIEW_ADDRESSES};
 use crate::allocator::view::commit;
 use crate::allocator::view::mapping::Stitch;
@@ -51,8 +51,6 @@ impl Engine {
                     heap.note_growth(want, fresh);
                 }
                 heap.stats.reclaim.stitched += 1;
-                let in_flight = heap.streams.in_flight();
-                heap.physical.spent(maps, in_flight);
                 self.driver().add_view_maps(maps as u64);
                 let id = heap.stitched(want, stitch, &handles);
                 drop(heap);
@@ -88,9 +86,7 @@ impl Engine {
     /// asks then if the stream is done with it.
     fn asks_about_views(&self, heap: &Heap) -> bool {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
-        let wanted = heap.excess_view_maps() > 0
-            || heap.extents.view_addresses() > most
-            || heap.physical.level + 1 == LEVELS;
+        let wanted = heap.excess_view_maps() > 0 || heap.extents.view_addresses() > most;
         wanted && !heap.streams.several()
     }
 

@@ -97,8 +97,6 @@ pub(crate) enum Reach {
     Ready,
     /// Those that it may use after waits which can be made, in runs that need one.
     Waits,
-    /// Those that it may use after waits which can be made, in all runs.
-    Any,
 }
 
 /// The view of one request on the free pieces.
@@ -293,7 +291,7 @@ impl Finder<'_> {
     ) {
         let usable = |id: u32| match reach {
             Reach::Ready => self.ready(id),
-            Reach::Waits | Reach::Any => self.reachable(id),
+            Reach::Waits => self.reachable(id),
         };
         let wanted = |id: u32| self.is_wanted(self.records[id].stream, reach);
         let classes = self.space.pending_streams();

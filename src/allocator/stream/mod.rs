@@ -110,11 +110,6 @@ impl Streams {
         }
     }
 
-    /// Whether a marker was not seen complete yet.
-    pub(crate) fn in_flight(&self) -> bool {
-        self.several() && self.unseen > 0
-    }
-
     pub(crate) fn len(&self) -> usize {
         self.in_use
     }

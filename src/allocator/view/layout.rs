@@ -4,7 +4,7 @@
 
 use crate::allocator::extent::want::Want;
 use crate::allocator::physical::Physical;
-use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
+use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Layout, Mapping};
 use crate::allocator::view::sources::{Source, Sources};
 
@@ -70,7 +70,6 @@ impl Physical {
             adds,
             fresh: choice.missing,
             lacking: choice.lacking,
-            fresh_handle: 0,
         })
     }
 
@@ -84,37 +83,3 @@ impl Physical {
         adds.iter().map(mapping).collect()
     }
 }
-
-/// A layout of the largest whole handles that fit, with the rest created.
-pub(crate) fn cut(want: &Want, sources: &[Source]) -> Layout {
-    let mut left = u64::from(want.granules) * GRANULE;
-    let mut whole: Vec<&Source> = sources.iter().filter(|s| s.whole()).collect();
-    whole.sort_unstable_by_key(|s| (std::cmp::Reverse(s.bytes), s.home));
-    let mut adds = Vec::with_capacity(CUT_MAPS);
-    for source in whole {
-        if adds.len() < CUT_MAPS && source.bytes <= left {
-            adds.push((source.home, source.bytes));
-            left -= source.bytes;
-        }
-    }
-    let fresh = left.next_multiple_of(PHYSICAL_GRANULE);
-    let part = fresh.div_ceil(CUT_CREATED);
-    Layout {
-        base: None,
-        back: 0,
-        skip: 0,
-        adds,
-        fresh,
-        lacking: fresh,
-        fresh_handle: part.next_multiple_of(PHYSICAL_GRANULE).min(CREATED_MAX),
-    }
-}
-
-/// Handles that are mapped where the bound cuts a stitch.
-pub(crate) const CUT_MAPS: usize = 90;
-
-/// Handles that are created with them.
-pub(crate) const CUT_CREATED: u64 = 10;
-
-/// Handles that are created so are not larger than this, because one small block keeps a whole handle.
-pub(crate) const CREATED_MAX: u64 = 32 << 20;

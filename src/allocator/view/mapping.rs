@@ -282,8 +282,6 @@ pub(crate) struct Layout {
     pub fresh: u64,
     /// Bytes that are enough if they are made before the stitch.
     pub lacking: u64,
-    /// They are created in handles of this many bytes at least.
-    pub fresh_handle: u64,
 }
 
 impl Layout {

@@ -103,18 +103,6 @@ impl Views {
         best
     }
 
-    /// A run at the end of a view that holds a request by itself.
-    pub(crate) fn open_end(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
-        let need = u64::from(want.granules) * GRANULE;
-        let (suffix, base) = self.best_suffixes(need, open).first().copied()?;
-        let offset = self.map.get(&base)?.granules.checked_sub(want.granules)?;
-        (suffix == need && want.align == 1).then_some(ViewRun {
-            base,
-            offset,
-            granules: want.granules,
-        })
-    }
-
     /// The smallest run over all views that holds a request, given what is open at home.
     pub(crate) fn find(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;

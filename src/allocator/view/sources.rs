@@ -8,8 +8,7 @@ use std::collections::BinaryHeap;
 use crate::allocator::extent::handle::Marks;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
-/// From this many handles on (or always, where fewest are asked for), taking the largest first is tried
-/// as well.
+/// From this many handles on, taking the largest first is tried as well.
 const MANY_HANDLES: usize = 24;
 /// Taking the largest first counts if it needs this many tenths fewer handles (or as few).
 const FEWER_TENTHS: usize = 13;
@@ -72,8 +71,6 @@ pub(crate) struct Sources {
     caches: Vec<u32>,
     /// The most of them, in bytes.
     cache: u64,
-    /// Few handles count more than that neighbours stay together.
-    fewest: bool,
 }
 
 /// Numbers from 0 on in the order of what `size` says of them, equal ones by number; none of those for
@@ -91,8 +88,8 @@ fn granules(bytes: u64) -> u32 {
 }
 
 impl Sources {
-    /// From a list by address; `fewest`: few handles count more than that neighbours stay together.
-    pub(crate) fn new(all: Vec<Source>, fewest: bool) -> Self {
+    /// From a list by address.
+    pub(crate) fn new(all: Vec<Source>) -> Self {
         let rows = rows_in(&all, 0, all.len(), |_| true);
         let longest = |row: &Row| Some(!granules(row.bytes));
         let rows = ordered(&rows, longest).map(|at| rows[at]).collect();
@@ -109,7 +106,6 @@ impl Sources {
             sums: sums.collect(),
             smallest: by_size.last().map_or(u64::MAX, |at| all[*at].bytes),
             cache: u64::from(cache) * GRANULE,
-            fewest,
             caches,
             all,
             rows,
@@ -171,7 +167,7 @@ impl Sources {
         let mut by_rows = self.filling(lead, need, used);
         self.fill_rows(&mut by_rows, used);
         let by_rows = self.finish(by_rows);
-        if by_rows.adds.len() <= MANY_HANDLES && !self.fewest {
+        if by_rows.adds.len() <= MANY_HANDLES {
             return by_rows;
         }
         let mut by_size = self.filling(lead, need, used);
@@ -182,9 +178,8 @@ impl Sources {
             by_size.offer(&self.all[*at]);
         }
         let by_size = self.finish(by_size);
-        let tenths = if self.fewest { 10 } else { FEWER_TENTHS };
         if by_size.missing <= by_rows.missing
-            && by_size.adds.len() * tenths <= by_rows.adds.len() * 10
+            && by_size.adds.len() * FEWER_TENTHS <= by_rows.adds.len() * 10
         {
             by_size
         } else {
@@ -338,35 +333,34 @@ mod tests {
             open: (at * HANDLE, at * HANDLE + mib * MIB),
             number: handles.add(at * HANDLE, granules(HANDLE)),
         });
-        Sources::new(each.collect(), false)
+        Sources::new(each.collect())
     }
 
-    /// Two rows of small handles, and large ones of which each is as long as a row.
+    /// A row of small handles, and large ones apart from each other.
     #[test]
-    fn the_largest_come_first_where_few_count() {
-        let order = |fewest: bool| {
-            let mut handles = Handles::default();
-            let (mut all, mut home) = (Vec::new(), 0);
-            for mib in [4, 4, 4, 0, 8, 0, 4, 4, 0, 8] {
-                let bytes = mib.max(1) * MIB;
-                if mib > 0 {
-                    let number = handles.add(home, granules(bytes));
-                    all.push(Source {
-                        home,
-                        bytes,
-                        open: (home, home + bytes),
-                        number,
-                    });
-                }
-                home += bytes;
+    fn the_largest_come_first_where_a_row_has_many_handles() {
+        let mut handles = Handles::default();
+        let (mut all, mut home) = (Vec::new(), 0);
+        let large = [8, 0].into_iter().cycle().take(28);
+        for mib in std::iter::repeat_n(4, 28).chain([0]).chain(large) {
+            let bytes = u64::max(mib, 1) * MIB;
+            if mib > 0 {
+                all.push(Source {
+                    home,
+                    bytes,
+                    open: (home, home + bytes),
+                    number: handles.add(home, granules(bytes)),
+                });
             }
-            let sources = Sources::new(all, fewest);
-            let choice = sources.gather(&[], 16 * MIB, &handles.marks());
-            let sizes: Vec<u64> = choice.adds.iter().map(|(_, bytes)| bytes / MIB).collect();
-            sizes
+            home += bytes;
+        }
+        let sources = Sources::new(all);
+        let order = |mib: u64| -> Vec<u64> {
+            let choice = sources.gather(&[], mib * MIB, &handles.marks());
+            choice.adds.iter().map(|(_, bytes)| bytes / MIB).collect()
         };
-        assert_eq!(order(false), [4, 4, 4, 4]);
-        assert_eq!(order(true), [8, 8]);
+        assert_eq!(order(16), [4; 4]);
+        assert_eq!(order(112), [8; 14]);
     }
 
     #[test]
@@ -414,7 +408,7 @@ mod tests {
             open: ((at + 1) * HANDLE - mib * MIB, (at + 1) * HANDLE),
             number: handles.add(at * HANDLE, granules(HANDLE)),
         });
-        let sources = Sources::new(each.collect(), false);
+        let sources = Sources::new(each.collect());
         let found: Vec<u64> = sources
             .longest_tail()
             .iter()

@@ -68,7 +68,7 @@ fn what_a_stream_keeps_from_the_others_is_said_by_stream() {
 #[test]
 fn the_last_growth_says_why() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(small_handles().slack(1.0));
+        let allocator = rig.checked_with(Config::new().handle(2 << 20));
         let [a, b] = rig.streams();
         let last = || allocator.stats().packing.last_growth.unwrap();
         assert_eq!(allocator.stats().packing.last_growth, None);

@@ -2,7 +2,6 @@
 //! first view.
 
 mod aliasing;
-mod bursts;
 mod figures;
 mod guards;
 mod handles;
@@ -12,14 +11,9 @@ use cualloc::allocator::{Allocator, Block, Config};
 use cualloc::driver::Stream;
 use cualloc::sim::SimConfig;
 
-/// A device with much memory.
-fn large_device() -> SimConfig {
-    SimConfig::with_devices(1, 32 << 30)
-}
-
 /// Handles of 2 MiB whatever the pool's size, and as little slack as there can be.
 fn small_handles() -> Config {
-    Config::new().handle(2 << 20).slack(0.0)
+    dense().handle(2 << 20)
 }
 
 /// `count` free pieces of 2 MiB, each between two blocks that stay: the blocks.

@@ -98,8 +98,8 @@ fn r3_changing_sizes_do_not_run_away() {
     });
 }
 
-/// R60: small blocks that stay keep neither the memory between them from being given back nor from
-/// serving something larger.
+/// R60: where memory is scarce small blocks that stay keep neither the memory between them from being given back nor
+/// from serving something larger.
 #[test]
 fn r60_small_survivors_pin_little() {
     only(Policy::Packed, |rig| {
@@ -110,7 +110,7 @@ fn r60_small_survivors_pin_little() {
             stream.synchronize().unwrap();
             survivors
         };
-        let (allocator, [stream]) = rig.scene();
+        let (allocator, stream) = (rig.checked_with(dense()), rig.stream());
         let _survivors = fill(&allocator, &stream);
         let large = allocator.allocate(160 * MIB, &stream).unwrap();
         assert!(allocator.stats().all.reserved.peak <= bound(rig, &allocator));

@@ -3,7 +3,7 @@
 use super::{PART, TWO, packed, view_of};
 use crate::common::*;
 use cualloc::Block;
-use cualloc::allocator::{Allocator, Policy, Request};
+use cualloc::allocator::{Allocator, Policy, Regime, Request, Scarcity};
 use cualloc::driver::Stream;
 use cualloc::sim::SimConfig;
 
@@ -19,12 +19,12 @@ fn rows(allocator: &Allocator, stream: &Stream, pieces: usize, bytes: usize) -> 
 }
 
 /// Growth stops at the soft cap while stitching helps: 16 MiB above the peak of what was live, or
-/// one part in a hundred of that.
+/// one part in a hundred of that, where memory is scarce.
 #[test]
 fn growth_stops_at_the_soft_cap() {
     packed(|rig| {
         for (pieces, bytes, slack) in [(16, 4 * MIB, 16 * MIB), (256, 8 * MIB, 40 * MIB)] {
-            let (allocator, [a]) = rig.scene();
+            let (allocator, a) = (rig.checked_with(dense()), rig.stream());
             let _kept = rows(&allocator, &a, pieces, bytes);
             let peak = 2 * pieces * bytes;
             let reserved = || allocator.stats().all.reserved.current as usize;
@@ -50,7 +50,7 @@ fn growth_stops_at_the_soft_cap() {
 #[test]
 fn a_trim_lowers_the_soft_cap() {
     packed(|rig| {
-        let (allocator, [a]) = rig.scene();
+        let (allocator, a) = (rig.checked_with(dense()), rig.stream());
         drop(allocator.allocate(512 * MIB, &a).unwrap());
         allocator.synchronize().unwrap();
         allocator.trim(0).unwrap();
@@ -79,8 +79,7 @@ fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
     });
 }
 
-/// A request is served by few handles; near a hard limit they are small, so that they can be given
-/// back one by one.
+/// A request is served by few handles; near a limit they are small, so that they can be given back one by one.
 #[test]
 fn handles_are_large_unless_a_limit_is_near() {
     packed(|rig| {
@@ -97,10 +96,32 @@ fn handles_are_large_unless_a_limit_is_near() {
             rig.close(&allocator);
             made
         };
-        assert_eq!(created(None, 512 * MIB), 32);
-        assert_eq!(created(Some(2 * GIB), 512 * MIB), 32);
-        assert_eq!(created(Some(600 * MIB), 512 * MIB), 256);
+        assert_eq!(created(None, GIB), 128);
+        assert_eq!(created(None, 4 * GIB), 128);
+        assert_eq!(created(Some(6 * GIB), 2 * GIB), 256);
+        assert_eq!(created(Some(3 * GIB), 2 * GIB), 1024);
         assert_eq!(created(None, 8 * MIB), 4);
+    });
+}
+
+/// While memory is plentiful it grows by half a handle, within 32 MiB or 3 % of what is live; the rest is free.
+#[test]
+fn plentiful_memory_grows_ahead_of_requests() {
+    packed(|rig| {
+        let (allocator, [a]) = rig.scene();
+        let mut blocks = vec![allocator.allocate(4 * GIB - 2 * MIB, &a).unwrap()];
+        let growths = |rig: &Rig| rig.calls("cuMemSetAccess");
+        let before = growths(rig);
+        blocks.extend((0..15).map(|_| allocator.allocate(4 * MIB, &a).unwrap()));
+        // Half of a handle of 32 MiB serves four requests.
+        assert!(growths(rig) - before <= 4, "{}", growths(rig) - before);
+        let packing = allocator.stats().packing;
+        assert_eq!(packing.regime, Regime::Plentiful);
+        assert!(allocator.stats().all.reserved.current <= packing.soft_cap);
+        drop((blocks, allocator));
+        let allocator = rig.checked_with(dense());
+        let regime = allocator.stats().packing.regime;
+        assert_eq!(regime, Regime::Scarce(Scarcity::Profile));
     });
 }
 

@@ -6,7 +6,6 @@
 //! the next where home has other memory between them, and shares its first page with a neighbour
 //! that is live at home.
 
-mod cut;
 mod growth;
 mod layout;
 mod life;

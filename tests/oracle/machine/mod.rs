@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use cualloc::allocator::{BlockState, SegmentInfo};
+use cualloc::allocator::{BlockState, Profile, SegmentInfo};
 use cualloc::driver::{Context, Driver, DriverError, Entered, Event, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
@@ -197,8 +197,9 @@ fn config(setup: &Setup) -> Config {
     config = config.context_checks(true);
     config.views = tuning.views;
     config.capture_checks = tuning.capture_checks;
-    config.slack = tuning.slack;
-    config.budget = tuning.budget;
+    if tuning.dense {
+        config.profile = Profile::Dense;
+    }
     config.handle = tuning.handle;
     config
 }

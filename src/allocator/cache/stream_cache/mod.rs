@@ -64,15 +64,6 @@ const CONTENTIONS: u32 = 32;
 /// What keeps an allocator: stream caches with live blocks hold it, and know nothing else of it.
 pub(crate) trait KeepAlive: std::fmt::Debug + Send + Sync {}
 
-#[cfg(test)]
-impl KeepAlive for () {}
-
-/// No allocator.
-#[cfg(test)]
-pub(crate) fn nobody() -> std::sync::Weak<dyn KeepAlive> {
-    std::sync::Weak::<()>::new()
-}
-
 /// One stream cache. Never freed: a stream cache that nobody needs waits for its next stream.
 ///
 /// On cache lines of its own, and the first of them is all that other stream caches touch when they ask for
