@@ -188,3 +188,13 @@ pub enum BlockState {
     /// Between two states at this instant.
     Busy,
 }
+
+impl BlockState {
+    /// The state of a block by whether its source knows it as live.
+    pub(crate) fn live_if(known: bool) -> BlockState {
+        match known {
+            true => BlockState::Live,
+            false => BlockState::Free,
+        }
+    }
+}

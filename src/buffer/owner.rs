@@ -177,7 +177,7 @@ impl Owner {
             Owner::Block(block) => drop(block),
             Owner::Resource(loan) => {
                 let Loan { resource, block } = loan;
-                give_back(&*resource, block, "a dropped buffer leaks");
+                give_back(&resource, block, "cannot free a dropped buffer yet");
             }
             Owner::Foreign(foreign) => drop(foreign),
         }

@@ -56,7 +56,7 @@ pub(crate) use owed::in_host_function;
 #[doc(hidden)]
 pub use pool::{MemoryPool, PoolProperties};
 pub use stream::Stream;
-pub(crate) use stream::{NO_ID, StreamKind};
+pub(crate) use stream::StreamKind;
 pub use symbols::Feature;
 #[doc(hidden)]
 pub use symbols::Symbol;

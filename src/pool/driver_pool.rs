@@ -11,10 +11,12 @@ use crate::driver::{
 };
 use crate::error::{Error, InvalidArgument, OutOfMemory, Refused};
 use crate::resource::{
-    DRIVER_ALIGNMENT, MemoryResource, RawBlock, Usage, UseTracking, check_request, give_back,
+    DRIVER_ALIGNMENT, MemoryResource, RawBlock, Usage, UseTracking, check_request, give_back, keep,
+    retry,
 };
+use crate::sync::capture;
 
-use super::driver_blocks::{DESTROYED, Inner, free_those_of};
+use super::driver_blocks::{DESTROYED, Inner};
 use super::driver_pool_config::{
     DriverPoolConfig, OPPORTUNISTIC, RELEASE_THRESHOLD, RESERVED_CURRENT, RESERVED_HIGH,
     USED_CURRENT, USED_HIGH, takes, within,
@@ -23,16 +25,15 @@ use super::driver_pool_config::{
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
 const SAFE_OPPORTUNISTIC: u32 = 11_050;
 
-/// A pool of the driver (`cuMemPool*`), for comparison with ours and for sharing with code that uses
-/// such pools. It is a [`MemoryResource`]: typed memory of it is a [`DeviceBuffer`](crate::DeviceBuffer).
+/// What is logged of a block that is freed later.
+const LATER: &str = "deferring the free of a block of a driver pool";
+
+/// A pool of the driver (`cuMemPool*`), for comparison with ours and for sharing with code that uses such pools. It is a
+/// [`MemoryResource`]: typed memory of it is a [`DeviceBuffer`](crate::DeviceBuffer).
 ///
-/// Clones are handles to the same pool; `Send` and `Sync`. The last handle or block that goes destroys
-/// it, if it was made here. The addresses are the driver's: a pool on the real driver never gives
-/// simulated ones.
-///
-/// # Destruction
-/// [`destroy`](Self::destroy) refuses while blocks are live. Work in flight on blocks that were freed
-/// is no obstacle: the driver keeps the memory until that work is done.
+/// Clones are handles to the same pool; `Send` and `Sync`. The drop of the last handle or block destroys it, if it was
+/// made here. [`destroy`](Self::destroy) refuses while blocks are live; work in flight on freed blocks is no obstacle,
+/// since the driver keeps the memory until that work is done.
 #[derive(Clone)]
 pub struct DriverPool(Arc<Inner>);
 
@@ -47,18 +48,15 @@ impl DriverPool {
         supported(context)?;
         let driver = context.driver();
         if config.exportable && !driver.has(Feature::PoolExport) {
-            return Err(Error::NotSupported {
-                what: "export of memory pools",
-            });
+            return not_supported("export of memory pools");
         }
-        let export = if config.exportable {
-            sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        } else {
-            sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE
-        };
+        use sys::CUmemAllocationHandleType as Handle;
         let properties = PoolProperties {
             device: context.device().raw(),
-            export,
+            export: match config.exportable {
+                true => Handle::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                false => Handle::CU_MEM_HANDLE_TYPE_NONE,
+            },
             max_bytes: config.maximum.unwrap_or(0) as usize,
         };
         let pool = MemoryPool::new(context, &properties)?;
@@ -73,11 +71,7 @@ impl DriverPool {
             let stream = Stream::new(context)?;
             let block = pool.allocate_block(&Request::new(config.initial as usize), &stream)?;
             if let Err(refused) = pool.deallocate_block(block) {
-                give_back(
-                    &pool,
-                    *refused.value,
-                    "a driver's pool could not be warmed up",
-                );
+                give_back(&pool.shared(), *refused.value, LATER);
                 return Err(refused.error);
             }
             stream.synchronize()?;
@@ -118,27 +112,22 @@ impl DriverPool {
         self.0.pool.raw()
     }
 
-    /// Destroys the pool, with an error if that fails. A pool that was not made here is only let go
-    /// of. A second call does nothing.
+    /// Destroys the pool, or only forgets one that was not made here. A second call does nothing.
     ///
     /// # Errors
-    /// [`Error::InUse`]; driver errors, after which the pool is destroyed or lost: the driver may have done it.
+    /// [`Error::InUse`]; driver errors, after which the pool is destroyed or lost.
     pub fn destroy(&self) -> Result<(), Error> {
-        free_those_of(&self.0);
-        let ended =
-            self.0
-                .users
-                .compare_exchange(0, DESTROYED, Ordering::AcqRel, Ordering::Acquire);
-        match ended {
-            Ok(_) => {}
-            Err(DESTROYED) => return Ok(()),
+        retry(self);
+        let users = &self.0.users;
+        match users.compare_exchange(0, DESTROYED, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: no block is live and no call under way, and none begins from now on.
+            Ok(_) => Ok(unsafe { self.0.pool.destroy() }?),
+            Err(DESTROYED) => Ok(()),
             Err(count) => {
                 let (what, bytes) = ("user", 0);
-                return Err(Error::InUse { what, count, bytes });
+                Err(Error::InUse { what, count, bytes })
             }
         }
-        // SAFETY: no block is live and no call under way, and none begins from now on.
-        Ok(unsafe { self.0.pool.destroy() }?)
     }
 
     /// Reads an attribute. Reserved bytes are those held, used ones those in live blocks.
@@ -150,8 +139,8 @@ impl DriverPool {
         self.0.get(attribute)
     }
 
-    /// Sets an attribute: a rule of reuse to 0 or 1, the release threshold to bytes, a high mark to 0, which
-    /// means the current value.
+    /// Sets an attribute: a rule of reuse to 0 or 1, the release threshold to bytes, a high mark to 0, which resets it to
+    /// the current value.
     ///
     /// # Errors
     /// [`InvalidArgument::Setting`] for a value that the attribute does not take,
@@ -161,16 +150,12 @@ impl DriverPool {
     pub fn set(&self, attribute: sys::CUmemPool_attribute, value: u64) -> Result<(), Error> {
         let _use = self.0.enter()?;
         if !takes(attribute, value) {
-            return Err(Error::Invalid(InvalidArgument::Setting {
-                what: "a pool's attribute",
-                value,
-            }));
+            let what = "a pool's attribute";
+            return Err(InvalidArgument::Setting { what, value }.into());
         }
         let old = self.0.context.driver().version() < SAFE_OPPORTUNISTIC;
         if attribute == OPPORTUNISTIC && value == 1 && old {
-            return Err(Error::NotSupported {
-                what: "opportunistic reuse by a driver before CUDA 11.5",
-            });
+            return not_supported("opportunistic reuse by a driver before CUDA 11.5");
         }
         if attribute == RELEASE_THRESHOLD {
             within("release_threshold", value, self.0.maximum)?;
@@ -184,12 +169,11 @@ impl DriverPool {
     /// Driver errors, among them that the device cannot have it; [`Error::Closed`].
     pub fn set_access(&self, device: &Device, on: bool) -> Result<(), Error> {
         let _use = self.0.enter()?;
-        let done = if on {
-            self.0.pool.set_access(std::slice::from_ref(device))
-        } else {
-            self.0.pool.revoke_access(std::slice::from_ref(device))
-        };
-        Ok(done?)
+        let devices = std::slice::from_ref(device);
+        Ok(match on {
+            true => self.0.pool.set_access(devices),
+            false => self.0.pool.revoke_access(devices),
+        }?)
     }
 
     /// Whether a device may read and write everything in the pool.
@@ -224,17 +208,16 @@ impl DriverPool {
         Ok(self.0.pool.export_pointer(ptr)?)
     }
 
-    /// Frees memory of the pool by its address, in the order of a stream: work that the stream was given
-    /// before may still use it. For what other code took from the pool; a block of this crate is not counted
-    /// any more then.
+    /// Frees memory of the pool by its address, in the order of a stream: work queued on it before may still use the
+    /// memory. For memory that other code allocated from the pool; a block of this crate counts no more then.
     ///
     /// # Errors
-    /// A stream that is capturing or of another device; a lost context; [`Error::Closed`]. The memory is live still
-    /// then. After any other error of the driver it may be freed or not: it counts as freed, with a warning.
+    /// A stream that is capturing or of another device; a lost context; [`Error::Closed`]. The memory is live then.
+    /// After any other driver error it counts as freed, with a warning, since the driver may have freed it.
     ///
     /// # Safety
-    /// Nobody else gives the memory back: no buffer stands for it, nor a block that is deallocated. Its allocation
-    /// is complete on the stream or in its order, and so are all uses of it on other streams.
+    /// Nothing else gives the memory back: no buffer owns it, and no block of it is deallocated. Its allocation is
+    /// complete on the stream or in its order, and so are all uses of it on other streams.
     pub unsafe fn free_raw_on(&self, ptr: sys::CUdeviceptr, stream: &Stream) -> Result<(), Error> {
         let _use = self.0.enter()?;
         super::admit(stream, &self.0.context)?;
@@ -255,9 +238,9 @@ impl DriverPool {
             Err(error) if error.is_out_of_memory() => error,
             done => return Ok(done?),
         };
-        // The driver can be out of memory for being in pieces: what is unused goes back, after the
-        // stream's own frees are seen to be complete, and it is asked once more. The whole context is
-        // left alone: something may be capturing in it. A refusal of either step is no news.
+        // The memory may be fragmented: unused memory goes back once the stream's own frees are complete, and a second
+        // try follows. The host does not wait for the context, since something may be capturing in it. If one of these
+        // steps fails, the first refusal is the error.
         let freed = stream.synchronize().and_then(|()| self.0.pool.trim_to(0));
         let refused = match freed.and_then(|()| attempt()) {
             Ok(ptr) => return Ok(ptr),
@@ -294,60 +277,47 @@ impl DriverPool {
                 ..Counter::default()
             })
         };
-        let (blocks, requested) = self.0.counts();
         Ok(Usage {
-            requested,
             used: counter(USED_CURRENT, USED_HIGH)?,
             reserved: counter(RESERVED_CURRENT, RESERVED_HIGH)?,
-            blocks,
             limit: self.0.maximum,
-            ..Usage::default()
+            ..self.0.usage()
         })
-    }
-
-    fn shrink_to(&self, keep: u64) -> Result<u64, Error> {
-        free_those_of(&self.0);
-        let _use = self.0.enter()?;
-        let before = self.0.get(RESERVED_CURRENT)?;
-        let keep = usize::try_from(keep).unwrap_or(usize::MAX);
-        self.0.pool.trim_to(keep)?;
-        let after = self.0.get(RESERVED_CURRENT)?;
-        Ok(before.saturating_sub(after))
     }
 }
 
-/// A live block keeps the pool, also when its last handle is dropped. What cannot be given back when its owner is
-/// dropped, because the stream captures or the driver refuses, goes back at a later call: of its pool, when a
-/// capture is ended through this crate, or when an allocator is made, trimmed, synchronised, closed or dropped.
-/// Until then it is live, and keeps its pool and its streams.
-// SAFETY: the driver's memory has one owner by the table of the pool, and goes back behind all who were told to
-// use it.
+/// A live block keeps the pool, also when its last handle is dropped. A block that cannot be freed when its owner is
+/// dropped, because the stream captures or the driver refuses, is freed by a later call: of its pool, when a capture is
+/// ended through this crate, or when an allocator is made, trimmed, synchronised, closed or dropped. Until then it is
+/// live, and keeps its pool and its streams.
+// SAFETY: the driver's memory has one owner by the table of the pool, and is freed behind all recorded uses.
 unsafe impl MemoryResource for DriverPool {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let pool = &self.0;
         let bytes = request.bytes();
         check_request(request, DRIVER_ALIGNMENT)?;
-        free_those_of(pool);
+        retry(self);
         let call = pool.enter()?;
         super::admit(stream, &pool.context)?;
-        let id = stream.id()?;
         let ptr = self.take(bytes, stream)?;
-        let generation = pool.hand_out(call, (ptr, bytes), (stream, id))?;
-        let ordinal = MemoryResource::ordinal(self);
-        let id = BlockId::new((pool.source, generation), (ptr, bytes), id, ordinal);
-        // SAFETY: the table has the block, and gives it to whoever brings its name back.
-        Ok(unsafe { RawBlock::new(id, bytes, request) })
+        let id = pool.hand_out(call, (ptr, bytes), stream);
+        // SAFETY: the table has the block, and frees it once, for the caller that returns its name.
+        let mut block = unsafe { RawBlock::new(id, bytes, request) };
+        let Err(error) = capture::refuse_capture(stream) else {
+            return Ok(block);
+        };
+        // It may be memory of the graph, which is freed in the capture; any other is freed after it.
+        if pool.take_back(&id, Inner::give_back).is_err() {
+            block.abandon();
+            keep(&self.shared(), block, &error, LATER);
+        }
+        Err(error)
     }
 
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        let (id, abandoned) = (block.id(), block.is_abandoned());
         let done = block.returned();
-        done.and_then(|()| self.0.take_back(&id, abandoned))
+        done.and_then(|()| self.0.take_back(&block.id(), Inner::free))
             .map_err(|error| Refused::new(block, error))
-    }
-
-    fn ordinal(&self) -> usize {
-        self.0.context.device().ordinal()
     }
 
     fn context(&self) -> Option<&Context> {
@@ -358,18 +328,24 @@ unsafe impl MemoryResource for DriverPool {
         self.0.source
     }
 
-    /// What the pool holds and hands out; of requests only the live ones. [`Error::Closed`] after
+    /// What the pool holds and hands out, without numbers of requests. [`Error::Closed`] after
     /// [`destroy`](DriverPool::destroy).
     fn usage(&self) -> Result<Usage, Error> {
         let _use = self.0.enter()?;
         self.measure()
     }
 
-    /// Gives unused memory back to the driver until at most `keep` bytes are held, in use or not. What is in use,
-    /// also by work in flight, stays, and so does what the host has not seen to be unused, by a synchronisation.
+    /// Gives unused memory back to the driver until at most `keep` bytes are held, in use or not. Memory in use, also by
+    /// work in flight, stays, and so does memory that no synchronisation has shown to be unused.
     fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
+        retry(self);
+        let _use = self.0.enter()?;
+        let before = self.0.get(RESERVED_CURRENT)?;
+        let keep = usize::try_from(keep).unwrap_or(usize::MAX);
+        self.0.pool.trim_to(keep)?;
+        let after = self.0.get(RESERVED_CURRENT)?;
         Ok(Trimmed {
-            released: self.shrink_to(keep)?,
+            released: before.saturating_sub(after),
             ..Trimmed::default()
         })
     }
@@ -383,10 +359,7 @@ unsafe impl MemoryResource for DriverPool {
     }
 
     fn state(&self, block: &BlockId) -> BlockState {
-        match self.0.is_live(block) {
-            true => BlockState::Live,
-            false => BlockState::Free,
-        }
+        BlockState::live_if(self.0.is_live(block))
     }
 
     fn use_tracking(&self) -> UseTracking {
@@ -404,7 +377,7 @@ unsafe impl MemoryResource for DriverPool {
 
 impl Drop for DriverPool {
     fn drop(&mut self) {
-        free_those_of(&self.0);
+        retry(self);
     }
 }
 
@@ -418,21 +391,22 @@ impl fmt::Debug for DriverPool {
 }
 
 fn supported(context: &Context) -> Result<(), Error> {
-    if context.device().supports_pools()? {
-        return Ok(());
+    match context.device().supports_pools()? {
+        true => Ok(()),
+        false => not_supported("stream-ordered memory pools"),
     }
-    Err(Error::NotSupported {
-        what: "stream-ordered memory pools",
-    })
 }
 
-/// A function that the driver does not export is an ability that it does not have.
+fn not_supported<T>(what: &'static str) -> Result<T, Error> {
+    Err(Error::NotSupported { what })
+}
+
+/// A function that the driver does not export is not supported.
 #[cfg(unix)]
 fn absent(error: DriverError) -> Error {
-    if error.code() == sys::CUresult::CUDA_ERROR_NOT_FOUND {
-        return Error::NotSupported {
-            what: "export of memory pools",
-        };
+    let what = "export of memory pools";
+    match error.code() {
+        sys::CUresult::CUDA_ERROR_NOT_FOUND => Error::NotSupported { what },
+        _ => error.into(),
     }
-    error.into()
 }

@@ -15,7 +15,7 @@ pub struct DriverPoolConfig {
 }
 
 impl DriverPoolConfig {
-    /// No maximum, nothing taken at once, all that is unused kept, not exportable.
+    /// No maximum, no initial memory, all unused memory kept, not exportable.
     pub const fn new() -> Self {
         DriverPoolConfig {
             maximum: None,
@@ -31,7 +31,7 @@ impl DriverPoolConfig {
         self
     }
 
-    /// Sets the bytes to take from the driver at once.
+    /// Sets the bytes to take from the driver when the pool is made.
     pub const fn initial(mut self, bytes: u64) -> Self {
         self.initial = bytes;
         self
@@ -57,10 +57,8 @@ impl DriverPoolConfig {
     pub fn validate(&self) -> Result<(), Error> {
         // To the driver a maximum of 0 is none.
         if self.maximum == Some(0) {
-            return Err(Error::Invalid(InvalidArgument::Setting {
-                what: "maximum",
-                value: 0,
-            }));
+            let (what, value) = ("maximum", 0);
+            return Err(InvalidArgument::Setting { what, value }.into());
         }
         within("initial", self.initial, self.maximum)?;
         let threshold = self.release_threshold.unwrap_or(0);
@@ -71,12 +69,13 @@ impl DriverPoolConfig {
 /// Checks a setting against the most bytes that a pool may hold.
 pub(super) fn within(setting: &'static str, value: u64, maximum: Option<u64>) -> Result<(), Error> {
     match maximum {
-        Some(limit) if value > limit => Err(Error::Invalid(InvalidArgument::Contradiction {
+        Some(limit) if value > limit => Err(InvalidArgument::Contradiction {
             larger: setting,
             value,
             bound: "maximum",
             limit,
-        })),
+        }
+        .into()),
         _ => Ok(()),
     }
 }

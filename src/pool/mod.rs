@@ -42,15 +42,7 @@ pub use workspace::WorkspacePool;
 use crate::driver::{Context, Stream};
 use crate::error::Error;
 use crate::resource::same_device;
-use crate::sync::{capture, order};
-
-/// Waits for everything that a context was given; refuses while something captures there, which would suffer.
-fn wait_for(context: &Context) -> Result<(), Error> {
-    match capture::capture_in(context)? {
-        Some(stream) => Err(Error::Capturing { stream }),
-        None => Ok(order::wait_for_context(context)?),
-    }
-}
+use crate::sync::capture;
 
 /// Refuses a stream that captures, or of another driver than the pool's, or of another device.
 #[inline]

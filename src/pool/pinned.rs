@@ -6,7 +6,6 @@ use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use crate::allocator::Counter;
 use crate::buffer::{DeviceCopy, HostBlock, HostPool, PinnedBuffer, host_bytes};
 use crate::driver::{Context, process};
 use crate::error::{Error, InvalidArgument, RareLog};
@@ -27,7 +26,7 @@ pub struct PinnedConfig {
 }
 
 impl PinnedConfig {
-    /// 4 blocks at once, at most 32, of 4 MiB, oversize allowed.
+    /// 4 blocks initially, at most 32, of 4 MiB, oversize allowed.
     pub const fn new() -> Self {
         PinnedConfig {
             initial: 4,
@@ -37,7 +36,7 @@ impl PinnedConfig {
         }
     }
 
-    /// Sets how many blocks are made at once.
+    /// Sets how many blocks are made with the pool.
     pub const fn initial(mut self, blocks: usize) -> Self {
         self.initial = blocks;
         self
@@ -68,25 +67,21 @@ impl Default for PinnedConfig {
     }
 }
 
-/// Page-locked host memory for copies to and from devices: blocks of one size that are made once and
-/// used again and again, the last returned first.
+/// Page-locked host memory for copies to and from devices: blocks of one size that are made once and reused, the last
+/// returned first.
 ///
-/// Clones are handles to the same pool; all methods may be called from any thread. Driver calls are
-/// made without the pool's lock. A [`PinnedBuffer`] of the pool returns when it is dropped, also as a part of a
-/// [`CopyInFlight`](crate::CopyInFlight), and its block is handed out again only after the copy.
-///
-/// Returning never waits for the device, except that an oversize block is freed by it, which the
-/// driver may do only after work that runs.
+/// Clones are handles to the same pool; all methods may be called from any thread. Driver calls are made without the
+/// pool's lock. A [`PinnedBuffer`] of the pool returns when it is dropped, also as a part of a
+/// [`CopyInFlight`](crate::CopyInFlight), and its block is handed out again only after the copy. A return never waits
+/// for the device, except that of an oversize block, which it frees: the driver may wait for running work.
 ///
 /// ```
-/// # #[cfg(feature = "sim")] {
 /// # use cualloc::sim::{SimConfig, Simulator};
 /// # use cualloc::{Allocator, Config, DeviceBuffer};
 /// use cualloc::pool::{PinnedConfig, PinnedPool};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let pool = PinnedPool::new(&context, PinnedConfig::new())?;
@@ -94,7 +89,6 @@ impl Default for PinnedConfig {
 /// drop(on_device.upload(pool.acquire(1000)?.write(&[1.5; 1000])?, &stream)?);
 /// let copy = on_device.download(pool.acquire(1000)?, &stream)?;
 /// assert_eq!(copy.wait()?[..], [1.5; 1000]);
-/// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
@@ -108,7 +102,7 @@ struct Inner {
     log: RareLog,
 }
 
-/// The blocks that nobody uses, and numbers of all.
+/// The blocks that are not in use, and the figures of all.
 #[derive(Default)]
 struct State {
     generation: u64,
@@ -116,58 +110,52 @@ struct State {
     free: Vec<HostBlock>,
     /// Blocks that work may still use, to be kept afterwards or freed.
     waiting: Vec<HostBlock>,
-    /// Blocks that somebody has taken out of these to look at them: they may be free in a moment.
+    /// Waiting blocks that a call has taken out to query them: they may be free in a moment.
     looked_at: usize,
-    /// Figures of this generation: blocks in use, their bytes, and the bytes of all blocks.
-    blocks: Counter,
-    used: Counter,
-    reserved: Counter,
-    hits: u64,
-    misses: u64,
-    /// Blocks of the pool's own size, and such as are being made, of which there is a maximum.
+    /// Of this generation: blocks in use, their bytes, the bytes of all blocks, hits and misses.
+    usage: Usage,
+    /// Blocks of the pool's own size that exist or are being made, of which there is a maximum.
     pooled: usize,
 }
 
 impl State {
-    /// A block of the pool's own size is to be made, if it is wanted and there may be one more; the generation.
+    /// Reserves the place of a block of the pool's own size, if it is wanted and below the maximum; the generation.
     fn begin(&mut self, config: &PinnedConfig, wanted: impl Fn(&State) -> bool) -> Option<u64> {
         let may = wanted(self) && self.pooled < config.maximum;
         self.pooled += usize::from(may);
         may.then_some(self.generation)
     }
 
-    /// A block is in use. One of an earlier generation does not count: there was a restart while it was made.
+    /// Counts a block as in use, unless a restart has begun another generation while it was made.
     fn lend(&mut self, block: &HostBlock) {
         if block.generation == self.generation {
-            self.blocks.add(1);
-            self.used.add(block.bytes() as u64);
+            self.usage.blocks.add(1);
+            self.usage.used.add(block.bytes() as u64);
         }
     }
 
-    /// Takes back a block that was in use; one that is to be freed now.
+    /// Takes back a block that was in use. Returns it if it is to be freed now.
     fn returned(&mut self, block: HostBlock, own_size: usize) -> Option<HostBlock> {
         if block.generation == self.generation {
-            self.blocks.sub(1);
-            self.used.sub(block.bytes() as u64);
+            self.usage.blocks.sub(1);
+            self.usage.used.sub(block.bytes() as u64);
         }
         self.put_away(block, own_size)
     }
 
-    /// Puts a block that is not in use where it belongs; one that is to be freed now.
+    /// Puts a block that is not in use where it belongs. Returns it if it is to be freed now.
     fn put_away(&mut self, mut block: HostBlock, own_size: usize) -> Option<HostBlock> {
         let busy = block.is_busy();
         if block.generation == self.generation {
             let pooled = block.bytes() == own_size;
             if pooled && !block.is_lost() {
-                let list = if busy {
-                    &mut self.waiting
-                } else {
-                    &mut self.free
-                };
-                list.push(block);
+                match busy {
+                    true => self.waiting.push(block),
+                    false => self.free.push(block),
+                }
                 return None;
             }
-            self.reserved.sub(block.bytes() as u64);
+            self.usage.reserved.sub(block.bytes() as u64);
             self.pooled -= usize::from(pooled);
             block.generation = 0;
         }
@@ -198,13 +186,14 @@ impl PinnedPool {
                 limit: config.maximum as u64,
             }));
         }
+        let state = State {
+            generation: 1,
+            ..State::default()
+        };
         let pool = PinnedPool(Arc::new(Inner {
             context: context.clone(),
             config,
-            state: Mutex::new(State {
-                generation: 1,
-                ..State::default()
-            }),
+            state: Mutex::new(state),
             events: EventPools::of(context),
             log: RareLog::default(),
         }));
@@ -212,7 +201,7 @@ impl PinnedPool {
         Ok(pool)
     }
 
-    /// Makes blocks until so many are free, as far as the maximum allows.
+    /// Makes blocks until `blocks` are free, as far as the maximum allows.
     ///
     /// # Errors
     /// Driver errors; blocks made before stay.
@@ -226,8 +215,8 @@ impl PinnedPool {
         Ok(())
     }
 
-    /// A buffer of `len` elements that are not initialised: in a free block, or a new one up to the maximum, or
-    /// above the size of a block one of its own.
+    /// A buffer of `len` elements that are not initialised: in a free block, in a new one up to the maximum, or, above
+    /// the size of a block, in one of its own.
     ///
     /// # Errors
     /// [`Error::Exhausted`], [`InvalidArgument::TooLarge`], [`InvalidArgument::TooSmall`] for more than a block if
@@ -253,7 +242,7 @@ impl PinnedPool {
             }
             if let Some(block) = state.free.pop() {
                 state.lend(&block);
-                state.hits += 1;
+                state.usage.hits += 1;
                 return Ok(Ok(block));
             }
             state
@@ -265,12 +254,10 @@ impl PinnedPool {
             match self.0.change(find) {
                 Ok(found) => break found,
                 Err(0) => {
-                    return Err(Error::Exhausted {
-                        what: "buffers",
-                        maximum: config.maximum,
-                    });
+                    let (what, maximum) = ("buffers", config.maximum);
+                    return Err(Error::Exhausted { what, maximum });
                 }
-                // Another call is about to say whether they are free.
+                // Another call is about to find out whether they are free.
                 Err(_) => std::thread::yield_now(),
             }
         };
@@ -283,8 +270,8 @@ impl PinnedPool {
         PinnedBuffer::over(block, len)
     }
 
-    /// Begins a new generation, for when the device's state was lost: blocks in use are not taken back
-    /// any more, free ones are freed, and the figures begin anew. Returns the new generation.
+    /// Begins a new generation, after the device's state was lost: blocks in use do not return to the pool, free ones
+    /// are freed, and the figures start from 0. Returns the new generation.
     pub fn restart(&self) -> u64 {
         let (generation, free) = self.0.change(|state| {
             let free = std::mem::take(&mut state.free);
@@ -301,8 +288,7 @@ impl PinnedPool {
         generation
     }
 
-    /// Frees free blocks until at most `keep` bytes of them are left, the longest idle first; returns how many
-    /// bytes went.
+    /// Frees free blocks until at most `keep` bytes of them are left, the longest idle first; returns the freed bytes.
     pub fn trim(&self, keep: u64) -> u64 {
         // In a forked child there are none.
         let _ = self.0.reap();
@@ -311,32 +297,28 @@ impl PinnedPool {
             let kept = usize::try_from(keep / own_size as u64).unwrap_or(usize::MAX);
             let surplus = state.free.len().saturating_sub(kept);
             state.pooled -= surplus;
-            state.reserved.sub((surplus * own_size) as u64);
+            state.usage.reserved.sub((surplus * own_size) as u64);
             state.free.drain(..surplus).collect::<Vec<_>>()
         });
         // Freed without the lock.
         (gone.len() * own_size) as u64
     }
 
-    /// The figures of the generation, all of one instant, after looking which copies are over: blocks in use and
-    /// their bytes, the bytes of all as reserved, those of blocks that came back with work in flight as pending,
-    /// and the number of free blocks.
+    /// The figures of the generation at one instant, after a query of the copies in flight: blocks in use and their
+    /// bytes, the bytes of all blocks as reserved, those of blocks that returned with work in flight as pending, and the
+    /// number of free blocks.
     pub fn usage(&self) -> Usage {
         // In a forked child there is nothing.
         let _ = self.0.reap();
         let own_size = self.0.config.buffer_bytes;
         self.0.change(|state| {
+            let usage = state.usage;
             let free = (state.free.len() * own_size) as u64;
             Usage {
-                used: state.used,
-                reserved: state.reserved,
-                blocks: state.blocks,
-                pending: state.reserved.current - state.used.current - free,
+                pending: usage.cached_bytes() - free,
                 cached_blocks: state.free.len() as u64,
-                requests: state.hits + state.misses,
-                hits: state.hits,
-                misses: state.misses,
-                ..Usage::default()
+                requests: usage.hits + usage.misses,
+                ..usage
             }
         })
     }
@@ -367,8 +349,8 @@ impl Inner {
             Ok(mut block) => {
                 block.generation = generation;
                 if generation == state.generation {
-                    state.reserved.add(bytes as u64);
-                    state.misses += 1;
+                    state.usage.reserved.add(bytes as u64);
+                    state.usage.misses += 1;
                 }
                 state.lend(&block);
                 Ok(block)
@@ -383,7 +365,7 @@ impl Inner {
         })
     }
 
-    /// Looks which blocks can be used again, or freed.
+    /// Queries which blocks can be reused, or freed.
     fn reap(&self) -> Result<(), Error> {
         if process::is_forked_child() {
             return Err(Error::ForkedChild);
@@ -418,7 +400,7 @@ impl HostPool for Inner {
 
     fn take_back(&self, block: HostBlock) {
         if process::is_forked_child() {
-            // There is nothing to give back to.
+            // A forked child has no pool to return it to.
             return std::mem::forget(block);
         }
         let gone = self.change(|state| state.returned(block, self.config.buffer_bytes));

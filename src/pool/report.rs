@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::allocator::{Allocator, BlockState, SegmentInfo};
+use crate::allocator::{Allocator, BlockState};
 use crate::resource::Usage;
 
 /// Smallest size of bucket 1, as a power of two.
@@ -33,19 +33,13 @@ impl SizeHistogram {
     /// Index of the bucket for a size in bytes.
     pub const fn bucket(bytes: u64) -> usize {
         let bits = u64::BITS - bytes.leading_zeros();
-        if bits <= FIRST_BITS {
-            return 0;
-        }
-        let index = (bits - FIRST_BITS) as usize;
-        if index < Self::BUCKETS {
-            index
-        } else {
-            Self::BUCKETS - 1
+        match bits.saturating_sub(FIRST_BITS) as usize {
+            index if index < Self::BUCKETS => index,
+            _ => Self::BUCKETS - 1,
         }
     }
 
-    /// The sizes of a bucket in bytes; the last ends with the largest number. `None` if there is no
-    /// such bucket.
+    /// The sizes of a bucket in bytes; the last ends with the largest number. `None` if there is no such bucket.
     pub const fn range(bucket: usize) -> Option<Range<u64>> {
         match bucket {
             0 => Some(0..1 << FIRST_BITS),
@@ -68,13 +62,12 @@ impl SizeHistogram {
 
     /// Blocks in all buckets.
     pub fn total(&self) -> u64 {
-        self.counts
-            .iter()
-            .fold(0, |sum: u64, count| sum.saturating_add(*count))
+        let counts = self.counts.iter();
+        counts.fold(0, |sum, count| sum.saturating_add(*count))
     }
 
-    /// The sizes of the bucket in which the block lies that is as large as or larger than `percent` of
-    /// all (0 to 100, else the nearer of the two). `None` if nothing was counted.
+    /// The sizes of the bucket of the smallest block that is at least as large as `percent` of all blocks; the number is
+    /// clamped to 0 to 100. `None` if nothing was counted.
     pub fn percentile(&self, percent: f64) -> Option<Range<u64>> {
         // The sum of saturated counters does not fit into their type.
         let total: u128 = self.counts.iter().map(|c| u128::from(*c)).sum();
@@ -111,22 +104,21 @@ pub struct Fragmentation {
 impl Fragmentation {
     /// Of free pieces of the given sizes.
     pub fn of(pieces: impl IntoIterator<Item = u64>) -> Fragmentation {
-        pieces
-            .into_iter()
-            .fold(Fragmentation::default(), |sum, bytes| Fragmentation {
-                total_free: sum.total_free.saturating_add(bytes),
-                largest_free: sum.largest_free.max(bytes),
-                count: sum.count + 1,
-            })
+        let mut sum = Fragmentation::default();
+        for bytes in pieces {
+            sum.total_free = sum.total_free.saturating_add(bytes);
+            sum.largest_free = sum.largest_free.max(bytes);
+            sum.count += 1;
+        }
+        sum
     }
 
-    /// The share of free memory that is not in the largest piece: 0 if all is in one piece or nothing
-    /// is free.
+    /// The share of free memory that is not in the largest piece: 0 if all is in one piece or nothing is free.
     pub fn ratio(&self) -> f64 {
-        if self.total_free == 0 {
-            return 0.0;
+        match self.total_free {
+            0 => 0.0,
+            free => 1.0 - self.largest_free as f64 / free as f64,
         }
-        1.0 - self.largest_free as f64 / self.total_free as f64
     }
 
     /// Bytes of a free piece on average; 0 if nothing is free.
@@ -153,8 +145,7 @@ impl PoolReport {
         let (stats, segments) = allocator.stats_and_snapshot();
         let mut sizes = SizeHistogram::default();
         let mut free = Vec::new();
-        let blocks = |segment: &SegmentInfo| segment.blocks.clone();
-        for block in segments.iter().flat_map(blocks) {
+        for block in segments.into_iter().flat_map(|segment| segment.blocks) {
             match block.state {
                 BlockState::Live => sizes.record(block.requested, 1),
                 BlockState::Free | BlockState::Pending => free.push(block.size),
@@ -177,17 +168,18 @@ impl PoolReport {
 
 impl fmt::Display for PoolReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (blocks, used) = (self.usage.blocks.current, self.usage.used);
+        let (held, free) = (self.usage.reserved, self.fragmentation);
         write!(
             f,
-            "{} blocks of {} B live (peak {} B), {} B held (peak {} B), {} B free in {} pieces (largest {} B)",
-            self.usage.blocks.current,
-            self.usage.used.current,
-            self.usage.used.peak,
-            self.usage.reserved.current,
-            self.usage.reserved.peak,
-            self.fragmentation.total_free,
-            self.fragmentation.count,
-            self.fragmentation.largest_free,
+            "{blocks} blocks of {} B live (peak {} B), {} B held (peak {} B), {} B free in {} pieces (largest {} B)",
+            used.current,
+            used.peak,
+            held.current,
+            held.peak,
+            free.total_free,
+            free.count,
+            free.largest_free,
         )
     }
 }
@@ -204,33 +196,22 @@ mod tests {
         let one = Fragmentation::of([4096]);
         assert_eq!((one.ratio(), one.mean()), (0.0, 4096));
         let some = Fragmentation::of([1024, 512, 512]);
-        assert_eq!(
-            (some.total_free, some.largest_free, some.count),
-            (2048, 1024, 3)
-        );
+        let pieces = (some.total_free, some.largest_free, some.count);
+        assert_eq!(pieces, (2048, 1024, 3));
         assert_eq!((some.ratio(), some.mean()), (0.5, 682));
     }
 
     /// S3.21
     #[test]
     fn s3_21_histogram_has_32_buckets_by_powers_of_two() {
-        for (bytes, bucket) in [
-            (0, 0),
-            (31, 0),
-            (32, 1),
-            (63, 1),
-            (64, 2),
-            ((1 << 35) - 1, 30),
-            (1 << 35, 31),
-            (u64::MAX, 31),
-        ] {
-            assert_eq!(SizeHistogram::bucket(bytes), bucket, "{bytes}");
-        }
         for bucket in 0..SizeHistogram::BUCKETS {
             let range = SizeHistogram::range(bucket).unwrap();
             assert_eq!(SizeHistogram::bucket(range.start), bucket);
             assert_eq!(SizeHistogram::bucket(range.end - 1), bucket);
         }
+        let first = [0, 1, 31].map(SizeHistogram::range);
+        assert_eq!(first, [0..32, 32..64, 1 << 35..u64::MAX].map(Some));
+        assert_eq!(SizeHistogram::bucket(u64::MAX), 31);
         assert_eq!(SizeHistogram::range(32), None);
 
         let mut sizes = SizeHistogram::default();
@@ -238,11 +219,8 @@ mod tests {
         for bytes in 1..=100 {
             sizes.record(bytes, 1);
         }
-        assert_eq!(sizes.percentile(0.0), Some(0..32));
-        assert_eq!(sizes.percentile(31.0), Some(0..32));
-        assert_eq!(sizes.percentile(32.0), Some(32..64));
-        assert_eq!(sizes.median(), Some(32..64));
-        assert_eq!(sizes.percentile(250.0), Some(64..128));
+        let shares = [0.0, 31.0, 32.0, 50.0, 250.0].map(|share| sizes.percentile(share));
+        assert_eq!(shares, [0..32, 0..32, 32..64, 32..64, 64..128].map(Some));
         assert_eq!(sizes.percentile(f64::NAN), None);
 
         sizes.record(1 << 20, u64::MAX);

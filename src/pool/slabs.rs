@@ -107,8 +107,7 @@ impl State {
     #[inline(always)]
     pub fn lease(&mut self, place: u32, requested: usize) -> Option<(u64, u64)> {
         let slab = self.slabs.get_mut(place as usize)?.as_mut()?;
-        self.usage.blocks.add(1);
-        self.usage.requested.add(requested as u64);
+        self.usage.add(requested as u64);
         self.usage.used.add(slab.bytes as u64);
         slab.lease = self.usage.blocks.total_allocated * PLACES as u64 + u64::from(place);
         slab.requested = requested;
@@ -130,8 +129,7 @@ impl State {
         slab.lease = 0;
         let (keep, bytes) = (keep && !slab.shared, slab.bytes);
         let (stream, requested) = (slab.stream, slab.requested);
-        self.usage.blocks.sub(1);
-        self.usage.requested.sub(requested as u64);
+        self.usage.sub(requested as u64);
         self.usage.used.sub(bytes as u64);
         let (place, cap) = ((lease % PLACES as u64) as u32, self.cap.unwrap_or(CAP));
         if keep {

@@ -1,14 +1,11 @@
-//! What an allocator holds without need, above a threshold, goes back to the driver.
+//! The threshold above which an allocator's unused memory goes back to the driver.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator::{Allocator, Policy};
 use crate::error::{Error, RareLog};
 
-/// The threshold that keeps everything.
-const NONE: u64 = u64::MAX;
-
-/// See the text of the module. Whoever has one honours it at each allocation and free.
+/// The bytes that may be held unused, `u64::MAX` for any number. A pool applies it at each allocation and free.
 pub(super) struct Surplus {
     threshold: AtomicU64,
     log: RareLog,
@@ -17,43 +14,35 @@ pub(super) struct Surplus {
 impl Default for Surplus {
     fn default() -> Self {
         Surplus {
-            threshold: AtomicU64::new(NONE),
+            threshold: AtomicU64::new(u64::MAX),
             log: RareLog::default(),
         }
     }
 }
 
 impl Surplus {
-    /// The bytes that may be held without need; `None` for any number.
+    /// The bytes that may be held unused; `None` for any number.
     pub fn threshold(&self) -> Option<u64> {
-        match self.threshold.load(Ordering::Relaxed) {
-            NONE => None,
-            bytes => Some(bytes),
-        }
+        Some(self.threshold.load(Ordering::Relaxed)).filter(|bytes| *bytes != u64::MAX)
     }
 
-    /// Sets the threshold, and gives back at once what is above it.
+    /// Sets the threshold, and gives back what is above it.
     pub fn set(&self, bytes: Option<u64>, allocator: Option<&Allocator>) -> Result<(), Error> {
-        let bytes = bytes.unwrap_or(NONE);
+        let bytes = bytes.unwrap_or(u64::MAX);
         self.threshold.store(bytes, Ordering::Relaxed);
-        match allocator {
-            Some(allocator) => allocator.trim(bytes).map(drop),
-            None => Ok(()),
-        }
+        allocator.map_or(Ok(()), |allocator| allocator.trim(bytes).map(drop))
     }
 
-    /// Gives back what is above the threshold. `may_wait` says whether that may be by a call which
-    /// waits for running work.
+    /// Gives back what is above the threshold, by a call that waits for running work only if that is allowed.
     #[inline]
     pub fn release(&self, allocator: &Allocator, may_wait: bool) {
-        if self.threshold.load(Ordering::Relaxed) != NONE {
-            self.release_from(allocator, may_wait);
+        if let Some(threshold) = self.threshold() {
+            self.release_above(threshold, allocator, may_wait);
         }
     }
 
     #[cold]
-    fn release_from(&self, allocator: &Allocator, may_wait: bool) {
-        let threshold = self.threshold.load(Ordering::Relaxed);
+    fn release_above(&self, threshold: u64, allocator: &Allocator, may_wait: bool) {
         if allocator.cached() <= threshold || !may_wait && allocator.policy() == Policy::Classic {
             return;
         }

@@ -26,13 +26,11 @@ use super::surplus::Surplus;
 /// [`set_release_threshold`](Self::set_release_threshold).
 ///
 /// ```
-/// # #[cfg(feature = "sim")] {
 /// # use cualloc::sim::{SimConfig, Simulator};
 /// use cualloc::{Config, DeviceBuffer, pool::ThresholdPool, resource::MemoryResource};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
-/// # let driver = sim.driver()?;
-/// let pool = ThresholdPool::on_driver(&driver, 0, Config::new());
+/// let pool = ThresholdPool::on_driver(&sim.driver()?, 0, Config::new());
 /// let stream = pool.allocator()?.create_stream()?;
 /// let mut buffer = DeviceBuffer::<f32>::zeroed(&pool, 1000, &stream)?;
 /// buffer.fill(1.0, &stream)?;
@@ -42,7 +40,6 @@ use super::surplus::Surplus;
 /// stream.synchronize()?;
 /// pool.trim(0)?;
 /// assert_eq!(pool.usage()?.cached_bytes(), 0);
-/// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]

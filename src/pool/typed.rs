@@ -37,14 +37,12 @@ const UNIT: usize = 256;
 /// without any lock of the pool.
 ///
 /// ```
-/// # #[cfg(feature = "sim")] {
 /// # use cualloc::sim::{SimConfig, Simulator};
-/// # use cualloc::driver::{Context, Stream};
+/// # use cualloc::driver::Stream;
 /// use cualloc::{Allocator, Config, DeviceBuffer, pool::TypedPool};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let pool = TypedPool::new(&Allocator::with_config(&context, Config::new())?);
 /// assert!(pool.take::<f32>(1000, &stream)?.is_none());
@@ -53,7 +51,6 @@ const UNIT: usize = 256;
 /// drop(buffer);
 /// let again = pool.take::<u32>(1000, &stream)?.expect("it is free");
 /// assert_eq!(again.as_device_ptr(), address);
-/// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
@@ -348,10 +345,6 @@ unsafe impl MemoryResource for Inner {
             self.surplus.release(&self.allocator, false);
         }
         freed
-    }
-
-    fn ordinal(&self) -> usize {
-        self.allocator.ordinal()
     }
 
     #[inline]

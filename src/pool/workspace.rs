@@ -47,14 +47,11 @@ struct Inner {
 /// drop the pool, or [`trim`](Self::trim) it, before [`Allocator::close`].
 ///
 /// ```
-/// # #[cfg(feature = "sim")] {
 /// # use cualloc::sim::{SimConfig, Simulator};
-/// # use cualloc::driver::Context;
 /// use cualloc::{Allocator, Config, pool::WorkspacePool, resource::MemoryResource};
 ///
 /// # let sim = Simulator::new(SimConfig::default())?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
+/// # let context = sim.driver()?.context(0)?;
 /// let allocator = Allocator::with_config(&context, Config::new())?;
 /// let stream = allocator.create_stream()?;
 /// let pool = WorkspacePool::new(&allocator);
@@ -64,7 +61,6 @@ struct Inner {
 ///     // Launch something with lease.as_device_ptr() on the stream here.
 /// }
 /// assert_eq!(pool.usage()?.misses, 1);
-/// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
@@ -163,11 +159,8 @@ impl Inner {
             bytes: requested as u64,
         })?;
         let engine = self.allocator.engine();
-        same_device(
-            Some(self.allocator.context()),
-            engine.device.ordinal(),
-            stream,
-        )?;
+        let (home, ordinal) = (self.allocator.context(), engine.device.ordinal());
+        same_device(Some(home), ordinal, stream)?;
         if engine.watchful() {
             capture::refuse_capture(stream)?;
         }
@@ -179,12 +172,7 @@ impl Inner {
             Some(lease) => lease,
             None => self.new_slab((stream, home), (bytes, requested), retirements)?,
         };
-        let id = BlockId::new(
-            (self.source, lease),
-            (ptr, requested),
-            home,
-            engine.device.ordinal(),
-        );
+        let id = BlockId::new((self.source, lease), (ptr, requested), home, ordinal);
         // SAFETY: the pool has the slab, and leases it to no other caller before this name comes back.
         let mut block = unsafe { RawBlock::new(id, bytes, request) };
         block.set_retirements(retirements);
@@ -202,33 +190,16 @@ impl Inner {
         loop {
             let mut state = self.lock();
             let place = state.take(home, bytes)?;
-            if state.slabs.get(place as usize)?.as_ref()?.retirements == retirements {
+            let slab = state.slabs.get_mut(place as usize)?.as_mut()?;
+            if slab.retirements == retirements || !slab.block.stream_retired() {
+                slab.retirements = retirements;
                 return state.lease(place, requested);
             }
-            let slab = state.remove(place)?;
+            // The allocator expects no more work of a retired stream. Its slab is freed without the lock.
+            let gone = state.remove(place);
             drop(state);
-            if let Some(lease) = self.lease_unless_retired(slab, requested, retirements) {
-                return Some(lease);
-            }
+            drop(gone);
         }
-    }
-
-    /// After streams were retired since a slab was last leased: a slab of such a stream is freed, since the allocator
-    /// does not count on more work of it; any other is leased.
-    #[cold]
-    fn lease_unless_retired(
-        &self,
-        mut slab: Slab,
-        requested: usize,
-        retirements: u64,
-    ) -> Option<(u64, u64)> {
-        if slab.block.stream_retired() {
-            return None;
-        }
-        slab.retirements = retirements;
-        let mut state = self.lock();
-        let place = state.add(slab);
-        state.lease(place, requested)
     }
 
     /// Leases a new slab.
@@ -372,10 +343,6 @@ unsafe impl MemoryResource for Inner {
         self.allocator.engine().retirements() != block.retirements() && self.may_be_retired(block)
     }
 
-    fn ordinal(&self) -> usize {
-        self.allocator.engine().device.ordinal()
-    }
-
     fn context(&self) -> Option<&Context> {
         Some(self.allocator.context())
     }
@@ -398,20 +365,12 @@ unsafe impl MemoryResource for Inner {
     }
 
     fn reset_peak_stats(&self) {
-        let mut state = self.lock();
-        let usage = &mut state.usage;
-        usage.blocks.reset_peak();
-        usage.requested.reset_peak();
-        usage.used.reset_peak();
-        usage.reserved.reset_peak();
+        self.lock().usage.reset_peaks();
     }
 
     fn state(&self, id: &BlockId) -> BlockState {
-        let mut state = self.lock();
-        match id.source() == self.source && state.leased(id.generation()).is_some() {
-            true => BlockState::Live,
-            false => BlockState::Free,
-        }
+        let leased = self.lock().leased(id.generation()).is_some();
+        BlockState::live_if(id.source() == self.source && leased)
     }
 
     fn use_tracking(&self) -> UseTracking {
@@ -460,8 +419,27 @@ mod tests {
             assert_eq!(WorkspacePool::size_class(bytes), None);
         }
     }
-}
 
-#[cfg(all(test, unix, feature = "sim"))]
-#[path = "forked.rs"]
-mod forked;
+    /// D9: a forked child does not wait for a pool that a thread of its parent changed.
+    #[cfg(all(unix, feature = "sim"))]
+    #[test]
+    fn d9_nothing_waits_for_workspaces_in_a_forked_child() -> Result<(), Box<dyn std::error::Error>>
+    {
+        let sim = crate::sim::Simulator::new(crate::sim::SimConfig::default())?;
+        let driver = sim.driver()?;
+        let context = driver.context(0)?;
+        let allocator = Allocator::with_config(&context, crate::allocator::Config::new())?;
+        let stream = allocator.create_stream()?;
+        let pool = WorkspacePool::new(&allocator);
+        let mut lease = Some(pool.lease(&stream, 100)?);
+        let locked = pool.0.lock();
+        let told = process::child_says(|| {
+            drop(lease.take());
+            let refused = pool.lease(&stream, 100).is_err();
+            refused && pool.trim(0).is_err() && pool.usage().is_ok_and(|it| it == Usage::default())
+        });
+        drop(locked);
+        assert!(told);
+        Ok(())
+    }
+}

@@ -4,13 +4,15 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use smallvec::SmallVec;
+
 use crate::allocator::Request;
 use crate::block::{BlockId, Tag};
 use crate::driver::{Stream, sys};
 use crate::error::{Error, StreamMisuse};
 
+use super::checks::next_source;
 use super::meter::{Charge, Meter};
-use super::table::next_source;
 
 /// What work does with a block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -31,17 +33,16 @@ impl Access {
 
     /// The access that covers both.
     pub fn merge(self, other: Access) -> Access {
-        if self == other {
-            self
-        } else {
-            Access::ReadWrite
+        match self == other {
+            true => self,
+            false => Access::ReadWrite,
         }
     }
 }
 
-/// Memory as a [`MemoryResource`](super::MemoryResource) hands it out: a value that names it. It
-/// does not free itself, so that the one who holds it decides through which stack it goes back;
-/// a [`DeviceBuffer`](crate::DeviceBuffer) of the resource does. It cannot be copied: its [`id`](Self::id) can.
+/// Memory as a [`MemoryResource`](super::MemoryResource) hands it out: a value that names it. It does not free itself:
+/// its holder decides through which stack it goes back; a [`DeviceBuffer`](crate::DeviceBuffer) of the resource frees
+/// itself. It cannot be copied: its [`id`](Self::id) can.
 ///
 /// `Send` and `Sync`. Losing it leaks the memory and what budgets charged for it.
 #[must_use = "a lost block is leaked memory"]
@@ -53,35 +54,28 @@ pub struct RawBlock {
     alignment: u32,
     /// How many resources of the stack keep an order of its uses that those below them do not know.
     keepers: u32,
-    /// Nobody else can name it any more: who cannot take it back now does so later.
+    /// Its owner was dropped: a resource that cannot take it back now does so later.
     abandoned: bool,
     /// The place where the block's source has entered it.
     note: u64,
-    /// How many streams of its allocator had been retired before the block was handed out: as long as there are no
-    /// more, its own is not among them.
+    /// How many streams of its allocator had been retired before the block was handed out: while that number is the
+    /// same, its own stream is not among them.
     retirements: u64,
-    first: Option<Charge>,
-    /// Further ones, which few blocks have.
-    #[expect(
-        clippy::box_collection,
-        reason = "one word instead of three in every block"
-    )]
-    more: Option<Box<Vec<Charge>>>,
+    /// What budgets charged for it, from the lowest one up. Few blocks have more than one.
+    charges: SmallVec<[Charge; 1]>,
 }
 
 impl RawBlock {
-    /// Names memory that answers a request, under an identity that never was. For those who write a source of
-    /// memory.
+    /// Names memory that answers a request, under a new identity. For implementations of a source of memory.
     ///
     /// # Errors
     /// Those of [`Stream::id`]: the memory is still the caller's alone.
     ///
     /// # Safety
-    /// Whoever holds the result owns the memory, and safe code may give it back. So the memory is handed out by
-    /// this and by nothing else: it is in the order of the stream, at a multiple of the alignment that was asked
-    /// for, `size` bytes may be used of it, at least those that were asked for, and nobody else uses the memory
-    /// or gives it back before the result was taken by
-    /// [`deallocate_block`](super::MemoryResource::deallocate_block).
+    /// The holder of the result owns the memory, and safe code may give it back. So nothing else hands the memory
+    /// out, uses it or gives it back before [`deallocate_block`](super::MemoryResource::deallocate_block) has taken the
+    /// result. The memory is in the order of the stream, at a multiple of the requested alignment, and has `size`
+    /// usable bytes, at least those that were requested.
     ///
     /// ```compile_fail,E0133
     /// # use cualloc::{Error, Request, driver::Stream, resource::RawBlock};
@@ -122,8 +116,7 @@ impl RawBlock {
             abandoned: false,
             note: 0,
             retirements: 0,
-            first: None,
-            more: None,
+            charges: SmallVec::new(),
         }
     }
 
@@ -159,13 +152,13 @@ impl RawBlock {
         self.keepers
     }
 
-    /// A resource keeps the order of its uses, or does so no more: what is below it takes the block back
-    /// only from there.
+    /// Set by a resource that begins or ends to keep the order of its uses: resources below take the block back only
+    /// from there.
     pub(crate) fn set_keepers(&mut self, keepers: u32) {
         self.keepers = keepers;
     }
 
-    /// What its maker noted.
+    /// What its source noted.
     #[inline]
     pub(crate) fn note(&self) -> u64 {
         self.note
@@ -186,7 +179,7 @@ impl RawBlock {
         self.retirements = retirements;
     }
 
-    /// Nobody will try again to give it back.
+    /// Says that no owner will try again to give it back.
     pub(crate) fn abandon(&mut self) {
         self.abandoned = true;
     }
@@ -196,63 +189,46 @@ impl RawBlock {
         self.abandoned
     }
 
-    /// Whether whoever made the block may take it back: nobody above keeps the order of its uses.
+    /// Refuses a block of which a resource above still keeps the order of uses: its source may not take it back.
     pub(crate) fn returned(&self) -> Result<(), Error> {
-        if self.keepers == 0 {
-            return Ok(());
+        match self.keepers {
+            0 => Ok(()),
+            _ => Err(StreamMisuse::KeptAbove.into()),
         }
-        Err(StreamMisuse::KeptAbove.into())
     }
 
-    /// Ties a charge to the memory: it ends when the memory has really left.
+    /// Ties a charge to the memory: it ends when the memory has left.
     #[inline]
     pub(crate) fn attach(&mut self, charge: Charge) {
-        // Mostly there is one, which needs no allocation.
-        if self.is_bare() {
-            self.first = Some(charge);
-        } else {
-            self.more.get_or_insert_default().push(charge);
-        }
+        self.charges.push(charge);
     }
 
-    /// Whether no charges are tied to it.
+    /// Ties charges to the memory.
+    pub(crate) fn extend(&mut self, charges: impl IntoIterator<Item = Charge>) {
+        self.charges.extend(charges);
+    }
+
+    /// Whether the block owns nothing that must be dropped.
     #[inline]
     pub(crate) fn is_bare(&self) -> bool {
-        self.first.is_none() && self.more.is_none()
+        self.charges.is_empty() && !self.charges.spilled()
     }
 
     #[inline]
-    pub(crate) fn charges(&self) -> impl Iterator<Item = &Charge> {
-        self.first
-            .iter()
-            .chain(self.more.iter().flat_map(|more| &**more))
+    pub(crate) fn charges(&self) -> impl ExactSizeIterator<Item = &Charge> {
+        self.charges.iter()
     }
 
     /// Takes the charge of a meter.
     pub(crate) fn detach(&mut self, meter: &Arc<Meter>) -> Option<Charge> {
-        if self.first.as_ref().is_some_and(|first| first.is_of(meter)) {
-            return self.first.take();
-        }
-        let more = self.more.as_mut()?;
-        let at = more.iter().position(|charge| charge.is_of(meter))?;
-        Some(more.remove(at))
+        let at = self.charges().position(|charge| charge.is_of(meter))?;
+        Some(self.charges.remove(at))
     }
 
     /// Takes the charges above the first `keep`, in their order.
     pub(crate) fn split_charges(&mut self, keep: usize) -> Vec<Charge> {
-        if keep == 0 {
-            let first = self.first.take();
-            let rest = self.more.take();
-            return first
-                .into_iter()
-                .chain(rest.into_iter().flat_map(|rest| *rest))
-                .collect();
-        }
-        let Some(more) = &mut self.more else {
-            return Vec::new();
-        };
-        let at = (keep - usize::from(self.first.is_some())).min(more.len());
-        more.split_off(at)
+        let keep = keep.min(self.charges.len());
+        self.charges.drain(keep..).collect()
     }
 }
 

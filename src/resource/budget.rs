@@ -2,43 +2,39 @@
 
 use std::sync::Arc;
 
-use crate::allocator::{Counter, Request};
-use crate::driver::{Stream, process};
+use crate::allocator::Request;
+use crate::block::BlockState;
+use crate::driver::Stream;
+use crate::error::{Error, Refused};
 
 use super::block::RawBlock;
 use super::meter::{Charge, Meter};
 use super::pressure::Pressure;
 use super::traits::MemoryResource;
 use super::usage::Usage;
-use crate::block::BlockState;
-use crate::error::{Error, Refused};
-use crate::locks::held::Mutex;
 
-/// Bounds the bytes outstanding below it: live and pending together never pass the limit, at any
-/// instant and from any number of threads. Reports their [`Pressure`] and calls listeners when it changes.
+/// Bounds the bytes outstanding below it: live and pending bytes together never exceed the limit, from any number of
+/// threads. Reports their [`Pressure`] and calls listeners when it changes.
 ///
-/// What is outstanding below when the budget is made counts, as far as the resource there can say. A request above the
-/// limit fails immediately; one that does not fit now gets one reap and one more try. Bytes are released when they have
-/// really left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
+/// What is outstanding below when the budget is made counts, as far as the resource there can tell. A request above
+/// the limit fails immediately; one that does not fit now gets one reap and one more try. Bytes are released when they
+/// have left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
 ///
-/// A budget [of live bytes](Self::of_live) releases them at the deallocation in any case. To manage the memory of one
-/// device, put a [`Statistics`](super::Statistics) over such a budget, which counts its requests, and for a bound on
-/// live and pending bytes a second budget below it: both apply, and refuse in the same way.
+/// A budget [of live bytes](Self::of_live) releases them at the deallocation in any case, and counts requests and
+/// failures: without a limit it is a statistics adaptor, with one the memory manager of a device. For a bound on live
+/// and pending bytes, put a second budget below it: both apply, and refuse in the same way.
 ///
 /// ```
-/// # use cualloc::Request;
-/// use cualloc::Error;
 /// use cualloc::resource::{Budget, MemoryResource, Pressure};
+/// use cualloc::{Error, Request};
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
-/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let budget = Budget::new(allocator, Some(1024));
-/// let block = budget.allocate_block(&Request::new(1024).tag("all"), &stream)?;
+/// let block = budget.allocate_block(&Request::new(1024), &stream)?;
 /// assert_eq!(budget.pressure(), Pressure::Critical);
-/// let refused = budget.allocate_block(&Request::new(1).tag("more"), &stream);
+/// let refused = budget.allocate_block(&Request::new(1), &stream);
 /// assert!(matches!(refused, Err(Error::OverBudget { requested: 1, .. })));
 /// budget.deallocate_block(block)?;
 /// assert_eq!(budget.remaining(), Some(1024));
@@ -50,49 +46,55 @@ pub struct Budget<R: MemoryResource> {
     meter: Arc<Meter>,
     /// Whether bytes that are pending below do not count.
     live_only: bool,
-    /// The bytes that were outstanding below at the start and have not left since. Touched only for blocks that
-    /// were not allocated through here, and when a reap is asked for.
-    base: Mutex<Option<Charge>>,
 }
 
 impl<R: MemoryResource> Budget<R> {
     /// A budget of `limit` bytes: none bounds nothing, 0 allows nothing.
     pub fn new(inner: R, limit: Option<u64>) -> Budget<R> {
-        let meter = Meter::new(limit);
         let before = inner.usage().map_or(0, |usage| usage.outstanding());
-        let base = (before > 0).then(|| meter.charge_existing(before));
         Budget {
             inner,
-            meter,
+            meter: Meter::new(limit, before),
             live_only: false,
-            base: Mutex::new(base),
         }
     }
 
     /// A budget of live bytes: a block leaves it when it is deallocated, also while its memory is still pending below.
-    /// Counts what is allocated through it from now on, exact to the byte.
+    /// Counts what is allocated through it from now on, exact to the byte, its requests and its failures.
+    ///
+    /// ```
+    /// use cualloc::{Request, resource::{Budget, MemoryResource}};
+    /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
+    /// # let sim = Simulator::new(SimConfig::default())?;
+    /// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
+    /// # let stream = allocator.create_stream()?;
+    /// let counted = Budget::of_live(allocator, None);
+    /// counted.deallocate_block(counted.allocate_block(&Request::new(1000), &stream)?)?;
+    /// let usage = counted.usage()?;
+    /// assert_eq!((usage.requested.current, usage.requested.peak, usage.requests), (0, 1000, 1));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn of_live(inner: R, limit: Option<u64>) -> Budget<R> {
         Budget {
             inner,
-            meter: Meter::new(limit),
+            meter: Meter::new(limit, 0),
             live_only: true,
-            base: Mutex::new(None),
         }
     }
 
     /// The limit in bytes.
     pub fn limit(&self) -> Option<u64> {
-        self.meter.limit()
+        self.meter.usage().limit
     }
 
-    /// Sets or lifts the limit. What is outstanding stays, also above a lowered one.
+    /// Sets or lifts the limit. Outstanding bytes stay, also above a lowered one.
     pub fn set_limit(&self, bytes: Option<u64>) {
         self.meter.set_limit(bytes);
     }
 
     /// Bytes that could be allocated now; none without a limit.
     pub fn remaining(&self) -> Option<u64> {
-        self.meter.remaining()
+        self.meter.usage().remaining()
     }
 
     /// Whether `bytes` would fit now, without taking them.
@@ -105,14 +107,15 @@ impl<R: MemoryResource> Budget<R> {
 
     /// How scarce the budget is now.
     pub fn pressure(&self) -> Pressure {
-        self.meter.pressure()
+        let usage = self.meter.usage();
+        Pressure::of(usage.requested.current, usage.limit)
     }
 
     /// Adds a listener, which gets the old and the new level at each change, whichever call caused it. It runs without
     /// a lock, and may use the budget. Several threads may call it at the same time: each call's old level is another
     /// call's new one.
     pub fn on_pressure(&self, listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static) {
-        self.meter.level.add(listener);
+        self.meter.listeners.add(listener);
     }
 
     /// The resource below.
@@ -120,47 +123,19 @@ impl<R: MemoryResource> Budget<R> {
         &self.inner
     }
 
-    /// Gives up the budget; what was charged for live blocks is forgotten with them.
+    /// Removes the budget; what was charged for live blocks is released with them.
     pub fn into_inner(self) -> R {
         self.inner
     }
 
-    #[cold]
-    fn charge_after_reap(&self, bytes: u64) -> Result<Charge, Error> {
-        self.reap()?;
-        self.meter.charge(bytes)
-    }
-
-    #[inline(never)]
-    fn deallocate_live(&self, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        let charge = block.detach(&self.meter);
-        self.inner.deallocate_block(block).map_err(|mut failure| {
-            charge
-                .into_iter()
-                .for_each(|charge| failure.value.attach(charge));
-            failure
-        })
-    }
-
-    fn take_base(&self, bytes: u64) -> Option<Charge> {
-        let mut base = process::lock(&self.base);
-        base.as_mut().map(|base| base.split(bytes))
-    }
-
-    /// Bytes of the start that have left by other ways than through here.
-    fn shrink_base(&self) {
-        let Ok(below) = self.inner.usage() else {
-            return;
-        };
-        let outstanding = below.outstanding();
-        let gone = {
-            let mut base = process::lock(&self.base);
-            base.as_mut().and_then(|base| {
-                let gone = base.bytes().saturating_sub(outstanding);
-                (gone > 0).then(|| base.split(gone))
-            })
-        };
-        drop(gone);
+    fn charge(&self, bytes: u64) -> Result<Charge, Error> {
+        match self.meter.charge(bytes) {
+            Err(Error::OverBudget { limit, .. }) if bytes <= limit => {
+                self.reap()?;
+                self.meter.charge(bytes)
+            }
+            done => done,
+        }
     }
 }
 
@@ -168,14 +143,11 @@ impl<R: MemoryResource> Budget<R> {
 unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     #[inline]
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        let wanted = request.bytes() as u64;
-        let charge = match self.meter.charge(wanted) {
-            Ok(charge) => charge,
-            Err(error) if self.meter.is_too_small(wanted) => return Err(error),
-            Err(_) => self.charge_after_reap(wanted)?,
-        };
+        let charge = self.charge(request.bytes() as u64);
+        let charge = charge.inspect_err(|_| self.meter.failed(false))?;
         // An error drops the charge.
-        let mut block = self.inner.allocate_block(request, stream)?;
+        let allocated = self.inner.allocate_block(request, stream);
+        let mut block = allocated.inspect_err(|_| self.meter.failed(true))?;
         block.attach(charge);
         Ok(block)
     }
@@ -183,56 +155,61 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     #[inline]
     fn deallocate_block(&self, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
         if self.live_only {
-            return self.deallocate_live(block);
+            let charge = block.detach(&self.meter);
+            return self.inner.deallocate_block(block).map_err(|mut failure| {
+                failure.value.extend(charge);
+                failure
+            });
         }
         let known = block.charges().any(|charge| charge.is_of(&self.meter));
-        if !known
-            && self.inner.state(&block.id()) == BlockState::Live
-            && let Some(charge) = self.take_base(block.id().bytes() as u64)
-        {
-            block.attach(charge);
+        if !known && self.inner.state(&block.id()) == BlockState::Live {
+            block.extend(self.meter.charge_from_base(block.id().bytes() as u64));
         }
         self.inner.deallocate_block(block)
     }
 
     /// As the resource below, except for what the budget counts: bytes requested that have not left it, less those
     /// pending below, and the blocks allocated through it that have not left. The peak of the bytes is of live and
-    /// pending ones together.
+    /// pending ones together. A budget of live bytes counts requests and failures as well.
     fn usage(&self) -> Result<Usage, Error> {
-        let mut usage = self.inner.usage()?;
-        let base = u64::from(process::lock(&self.base).is_some());
-        usage.requested = self.meter.counter();
-        usage.pending = match self.live_only {
-            true => 0,
-            false => usage.pending.min(usage.requested.current),
+        let below = self.inner.usage()?;
+        let own = self.meter.usage();
+        let mut usage = Usage {
+            requested: own.requested,
+            blocks: own.blocks,
+            limit: own.limit,
+            ..below
         };
-        usage.requested.current -= usage.pending;
-        usage.blocks = Counter {
-            current: self.meter.count() - base,
-            ..Counter::default()
-        };
-        usage.limit = self.limit();
+        if self.live_only {
+            (usage.requests, usage.failures, usage.pending) = (own.requests, own.failures, 0);
+        } else {
+            usage.pending = below.pending.min(own.requested.current);
+            usage.requested.current -= usage.pending;
+        }
         Ok(usage)
     }
 
     fn reset_peak_stats(&self) {
-        self.meter.reset_peak();
+        self.meter.reset_peaks();
         self.inner.reset_peak_stats();
+    }
+
+    fn reset_accumulated_stats(&self) {
+        self.meter.reset_sums();
+        self.inner.reset_accumulated_stats();
     }
 
     fn reap(&self) -> Result<u64, Error> {
         let left = self.inner.reap()?;
-        self.shrink_base();
+        if let Ok(below) = self.inner.usage() {
+            self.meter.shrink_base(below.outstanding());
+        }
         Ok(left)
     }
 
     fn headroom(&self) -> Option<u64> {
         let below = self.inner.headroom();
         self.remaining().into_iter().chain(below).min()
-    }
-
-    fn ordinal(&self) -> usize {
-        self.inner.ordinal()
     }
 
     #[inline]

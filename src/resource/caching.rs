@@ -193,10 +193,7 @@ unsafe impl MemoryResource for Allocator {
     }
 
     fn state(&self, id: &BlockId) -> BlockState {
-        match live(self, id) {
-            Ok(()) => BlockState::Live,
-            Err(_) => BlockState::Free,
-        }
+        BlockState::live_if(live(self, id).is_ok())
     }
 
     fn use_tracking(&self) -> UseTracking {

@@ -1,4 +1,6 @@
-//! What every source of memory refuses.
+//! What every source of memory refuses, and the numbers of sources.
+
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::allocator::Request;
 use crate::driver::{Context, Device, Driver, Stream};
@@ -6,6 +8,13 @@ use crate::error::{Error, InvalidArgument, StreamMisuse};
 
 /// Addresses of the driver's allocations are multiples of this many bytes.
 pub(crate) const DRIVER_ALIGNMENT: usize = 256;
+
+/// The next number of a source of blocks that is not an allocator: in the half of the range that allocators' numbers,
+/// which count up from 1, do not reach.
+pub(crate) fn next_source() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1 << 63);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
 
 /// The device of an ordinal.
 pub(crate) fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {

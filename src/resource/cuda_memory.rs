@@ -2,37 +2,33 @@
 
 use std::collections::HashMap;
 
-use crate::allocator::{Counter, Request};
-use crate::driver::{Context, Stream, process};
-use crate::locks::held::{Locked, Mutex};
-
-use super::block::RawBlock;
-use super::checks::{DRIVER_ALIGNMENT, check_request, same_device};
-use super::table::next_source;
-use super::traits::MemoryResource;
-use super::usage::Usage;
+use crate::allocator::Request;
 use crate::block::{BlockId, BlockState};
+use crate::driver::{Context, Stream, process};
 use crate::error::{Error, Refused};
+use crate::locks::held::{Locked, Mutex};
 use crate::sync::order::wait_for_context;
 
-/// Memory straight from the driver, one call per block. Both calls are synchronous and the stream
-/// plays no part: a block may be used on every stream of the context as soon as it is there, and
-/// [`deallocate_block`](MemoryResource::deallocate_block) blocks the calling thread until all work of the
-/// context, and of the context of the block's stream, is complete, so that no use needs to be recorded; its
-/// bytes leave at once.
+use super::block::RawBlock;
+use super::checks::{DRIVER_ALIGNMENT, check_request, next_source, same_device};
+use super::traits::MemoryResource;
+use super::usage::Usage;
+
+/// Memory straight from the driver, one call per block. Both calls are synchronous and independent of the stream: a
+/// block may be used on every stream of the context immediately, and
+/// [`deallocate_block`](MemoryResource::deallocate_block) blocks the calling thread until all work of the context, and
+/// of the context of the block's stream, is complete, so that no use needs to be recorded; its bytes leave immediately.
 ///
 /// Work on streams of further contexts is not waited for: uses there must be complete before.
 ///
 /// ```
-/// # use cualloc::Request;
-/// use cualloc::resource::{CudaMemory, MemoryResource};
-/// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
+/// use cualloc::{Request, resource::{CudaMemory, MemoryResource}};
+/// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}};
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let direct = CudaMemory::new(&context);
-/// let block = direct.allocate_block(&Request::new(1 << 20).tag("scratch"), &stream)?;
+/// let block = direct.allocate_block(&Request::new(1 << 20), &stream)?;
 /// assert_eq!(direct.usage()?.requested.current, 1 << 20);
 /// direct.deallocate_block(block)?;
 /// assert_eq!(direct.usage()?.outstanding(), 0);
@@ -47,18 +43,9 @@ pub struct CudaMemory {
 
 #[derive(Debug, Default)]
 struct Table {
-    generation: u64,
-    live: Counter,
-    count: Counter,
-    blocks: HashMap<u64, Live>,
-}
-
-/// What is known of a live block.
-#[derive(Debug, Clone)]
-struct Live {
-    id: BlockId,
-    /// The context of the stream that it was allocated on, if it is another one than the resource's.
-    home: Option<Context>,
+    usage: Usage,
+    /// Live blocks, with the context of their stream if that is another one than the resource's.
+    live: HashMap<BlockId, Option<Context>>,
 }
 
 impl CudaMemory {
@@ -75,32 +62,25 @@ impl CudaMemory {
         process::lock(&self.table)
     }
 
-    fn knows(&self, id: &BlockId) -> Result<Live, Error> {
-        match self.table().blocks.get(&id.ptr()) {
-            Some(live) if live.id == *id => Ok(live.clone()),
-            _ => Err(id.gone()),
-        }
-    }
-
     fn release(&self, id: &BlockId) -> Result<(), Error> {
-        let live = self.knows(id)?;
-        if let Some(home) = &live.home {
+        let home = self.table().live.get(id).cloned();
+        let home = home.ok_or_else(|| id.gone())?;
+        if let Some(home) = &home {
             wait_for_context(home)?;
         }
         wait_for_context(&self.context)?;
         let entered = self.context.enter()?;
-        // Out of the table before the address can be given to somebody else.
-        self.table().blocks.remove(&id.ptr());
+        // A second call with this id finds nothing to free.
+        self.table().live.remove(id).ok_or_else(|| id.gone())?;
         // SAFETY: made by `mem_alloc` here and not yet freed, as the table said; the work of the
         // context and of the stream's is complete, and that of others is the caller's to have waited for.
-        if let Err(error) = unsafe { entered.mem_free(id.ptr()) } {
-            self.table().blocks.insert(id.ptr(), live);
-            return Err(error.into());
-        }
+        let freed = unsafe { entered.mem_free(id.ptr()) };
         let mut table = self.table();
-        table.live.sub(id.bytes() as u64);
-        table.count.sub(1);
-        Ok(())
+        match freed {
+            Ok(()) => table.usage.sub(id.bytes() as u64),
+            Err(_) => drop(table.live.insert(*id, home)),
+        }
+        Ok(freed?)
     }
 }
 
@@ -112,15 +92,12 @@ unsafe impl MemoryResource for CudaMemory {
         same_device(Some(&self.context), self.ordinal(), stream)?;
         let id = stream.id()?;
         let ptr = self.context.enter()?.mem_alloc(bytes)?;
-        let (ours, home) = (self.context.id(), stream.context());
-        let home = (home.id() != ours).then(|| home.clone());
+        let home = Some(stream.context()).filter(|home| home.id() != self.context.id());
         let mut table = self.table();
-        table.generation += 1;
-        let life = (self.source, table.generation);
+        table.usage.add(bytes as u64);
+        let life = (self.source, table.usage.blocks.total_allocated);
         let block = BlockId::new(life, (ptr, bytes), id, self.ordinal());
-        table.blocks.insert(ptr, Live { id: block, home });
-        table.live.add(bytes as u64);
-        table.count.add(1);
+        table.live.insert(block, home.cloned());
         // SAFETY: just made by the driver.
         Ok(unsafe { RawBlock::new(block, bytes, request) })
     }
@@ -132,10 +109,6 @@ unsafe impl MemoryResource for CudaMemory {
             .map_err(|error| Refused::new(block, error))
     }
 
-    fn ordinal(&self) -> usize {
-        self.context.device().ordinal()
-    }
-
     fn context(&self) -> Option<&Context> {
         Some(&self.context)
     }
@@ -145,33 +118,26 @@ unsafe impl MemoryResource for CudaMemory {
     }
 
     fn usage(&self) -> Result<Usage, Error> {
-        let table = self.table();
+        let usage = self.table().usage;
         Ok(Usage {
-            requested: table.live,
-            used: table.live,
-            reserved: table.live,
-            blocks: table.count,
-            ..Usage::default()
+            used: usage.requested,
+            reserved: usage.requested,
+            ..usage
         })
     }
 
     fn reset_peak_stats(&self) {
-        let mut table = self.table();
-        table.live.reset_peak();
-        table.count.reset_peak();
+        self.table().usage.reset_peaks();
     }
 
     fn state(&self, id: &BlockId) -> BlockState {
-        match self.knows(id) {
-            Ok(_) => BlockState::Live,
-            Err(_) => BlockState::Free,
-        }
+        BlockState::live_if(self.table().live.contains_key(id))
     }
 }
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        let live = self.table().blocks.len();
+        let live = self.table().live.len();
         if live > 0 {
             log::warn!("dropping a resource of `cuMemAlloc` with {live} live blocks, which leak");
         }

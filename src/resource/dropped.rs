@@ -1,29 +1,124 @@
-//! Drops that report to nobody.
+//! Blocks whose owner was dropped, also those that cannot be freed yet.
 
-use crate::error::RareLog;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::driver::process;
+use crate::error::{Error, RareLog, Refused};
+use crate::locks::held::Mutex;
 
 use super::block::RawBlock;
 use super::traits::MemoryResource;
 
-/// Logs the first and every power-of-two-th failure of a drop or a callback.
-pub(super) fn log_rarely(error: &dyn std::error::Error, what: &str) {
-    static LOG: RareLog = RareLog::new();
-    if let Some(count) = LOG.due() {
-        log::warn!("{what} ({count} such events): {error}");
+/// Each block is freed by a later call that may find the capture ended, or succeed in the driver: one of its resource,
+/// or one that does the postponed work of the process. Until then it is live, and keeps its resource.
+static KEPT: Mutex<Kept> = Mutex::new(Kept {
+    blocks: Vec::new(),
+    tries: 0,
+    asked: 0,
+});
+
+/// Whether there is any.
+static ANY: AtomicBool = AtomicBool::new(false);
+
+#[derive(Default)]
+struct Kept {
+    blocks: Vec<(Arc<dyn MemoryResource>, RawBlock)>,
+    /// Calls that have taken some out to free them.
+    tries: usize,
+    /// Calls so far that asked for a try.
+    asked: u64,
+}
+
+/// Deallocates a block that has no owner, or keeps it for a later call.
+pub(crate) fn give_back(resource: &Arc<dyn MemoryResource>, block: RawBlock, what: &str) {
+    if let Err(failure) = deallocate(&**resource, block) {
+        keep(resource, *failure.value, &failure.error, what);
     }
 }
 
-/// Deallocates a block that nobody can name from here on. Allocators, the driver's pools, and what keeps an order
-/// over them, take it and give it back later where they cannot now; of others a refusal may be over at once, so it
-/// is tried once more.
-pub(crate) fn give_back(
+/// Deallocates a block that has no owner, of a resource that cannot be kept.
+pub(crate) fn give_back_now(resource: &impl MemoryResource, block: RawBlock, what: &str) {
+    if let Err(failure) = deallocate(resource, block) {
+        log_rarely(&failure.error, what);
+    }
+}
+
+/// A failure may be over already, so a second try follows.
+fn deallocate(
     resource: &(impl MemoryResource + ?Sized),
     mut block: RawBlock,
-    what: &str,
-) {
+) -> Result<(), Refused<RawBlock>> {
     block.abandon();
     let done = resource.deallocate_block(block);
-    if let Err(failure) = done.or_else(|failure| resource.deallocate_block(*failure.value)) {
-        log_rarely(&failure.error, what);
+    done.or_else(|failure| resource.deallocate_block(*failure.value))
+}
+
+/// Keeps a block that could not be deallocated, unless it never can be.
+pub(crate) fn keep(resource: &Arc<dyn MemoryResource>, block: RawBlock, error: &Error, what: &str) {
+    if !matches!(error, Error::Capturing { .. }) {
+        log_rarely(error, what);
+    }
+    let lost = process::is_gone() || error.driver_error().is_some_and(|error| error.is_fatal());
+    if lost || matches!(error, Error::UseAfterFree { .. } | Error::Closed) {
+        return;
+    }
+    let mut kept = process::lock(&KEPT);
+    kept.blocks.push((Arc::clone(resource), block));
+    ANY.store(true, Ordering::Release);
+    process::BLOCKS.postpone(|| free_kept(None));
+}
+
+/// Tries to free the blocks of a resource that are kept.
+#[inline]
+pub(crate) fn retry(resource: &impl MemoryResource) {
+    if ANY.load(Ordering::Acquire) && !process::is_gone() {
+        free_kept(Some(resource.id()));
+    }
+}
+
+/// Tries to free blocks of a source, or all.
+#[cold]
+fn free_kept(source: Option<u64>) {
+    let mut all = process::lock(&KEPT);
+    all.asked += 1;
+    loop {
+        let asked = all.asked;
+        let chosen =
+            |(_, block): &mut (_, RawBlock)| source.is_none_or(|it| it == block.id().source());
+        let tried: Vec<_> = all.blocks.extract_if(.., chosen).collect();
+        if tried.is_empty() {
+            break;
+        }
+        all.tries += 1;
+        drop(all);
+        let mut still = Vec::new();
+        for (resource, block) in tried {
+            let lost = |of: &crate::driver::Context| of.driver().drops_nothing();
+            if resource.context().is_some_and(lost) {
+                std::mem::forget(block);
+            } else if let Err(failure) = resource.deallocate_block(block) {
+                still.push((resource, *failure.value));
+            }
+        }
+        all = process::lock(&KEPT);
+        all.tries -= 1;
+        all.blocks.extend(still);
+        // Another call that asked meanwhile found none of these.
+        if all.asked == asked {
+            break;
+        }
+    }
+    if all.blocks.is_empty() && all.tries == 0 {
+        ANY.store(false, Ordering::Release);
+        process::BLOCKS.nothing_waits();
+    }
+}
+
+/// Logs the first and every power-of-two-th failure of a drop or a callback.
+fn log_rarely(error: &Error, what: &str) {
+    static LOG: RareLog = RareLog::new();
+    if let Some(count) = LOG.due() {
+        log::warn!("{what} (occurrence {count}): {error}");
     }
 }

@@ -1,11 +1,11 @@
 //! Ordering a launch with other uses of the memory that it reads and writes.
 
-use crate::driver::{Stream, StreamKind, process};
+use crate::block::{BlockId, BlockState};
+use crate::driver::{Stream, process};
+use crate::error::{Error, StreamMisuse};
 
 use super::block::Access;
 use super::traits::{MemoryResource, UseTracking};
-use crate::block::{BlockId, BlockState};
-use crate::error::{Error, StreamMisuse};
 
 /// Memory that a launch can use: a block, a slice, a column. A launch keeps identities, not borrows.
 pub trait LaunchBuffer {
@@ -42,15 +42,13 @@ enum Phase {
 ///
 /// ```
 /// use cualloc::{Request, resource::{AccessOrdered, Launch, MemoryResource}};
-/// # use cualloc::{driver::{Context, Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
-/// # let allocator = Allocator::with_config(&context, Config::new())?;
-/// let resource = AccessOrdered::new(allocator);
+/// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
+/// let resource = AccessOrdered::new(Allocator::with_config(&context, Config::new())?);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
-/// let (input, output) =
-///     (resource.allocate_block(&Request::new(64).tag("in"), &a)?, resource.allocate_block(&Request::new(64).tag("out"), &a)?);
+/// let input = resource.allocate_block(&Request::new(64), &a)?;
+/// let output = resource.allocate_block(&Request::new(64), &a)?;
 /// let mut launch = Launch::strict(&resource, &b);
 /// launch.read(&input)?.write(&output)?;
 /// launch.preflight()?;
@@ -140,14 +138,14 @@ impl<R: MemoryResource> Launch<R> {
         let index = self.recorded;
         self.recorded += 1;
         if let Some(block) = buffer.launch_id() {
-            let known = self.blocks.iter_mut().find(|entry| entry.block == block);
-            match known {
+            let new = Entry {
+                block,
+                access,
+                index,
+            };
+            match self.blocks.iter_mut().find(|entry| entry.block == block) {
                 Some(known) => known.access = known.access.merge(access),
-                None => self.blocks.push(Entry {
-                    block,
-                    access,
-                    index,
-                }),
+                None => self.blocks.push(new),
             }
         } else if buffer.is_external() && self.strict {
             self.external.get_or_insert(index);
@@ -170,7 +168,7 @@ impl<R: MemoryResource> Launch<R> {
         if self.phase != Phase::Recording {
             return out_of_order("run the preflight", "it has already run");
         }
-        let (stream, device) = (self.stream.id()?, self.resource.ordinal());
+        let (stream, device) = (self.stream.own_id(), self.resource.ordinal());
         let tracking = self.resource.use_tracking();
         // Where only reuse is tracked, a stream is in order with itself and no other.
         let in_order = |block: &BlockId| match tracking {
@@ -187,19 +185,17 @@ impl<R: MemoryResource> Launch<R> {
             }
         }
         for Entry { block, .. } in &self.blocks {
-            if block.ordinal() != device {
-                return Err(Error::WrongDevice {
-                    expected: device,
-                    found: block.ordinal(),
-                });
+            let (expected, found) = (device, block.ordinal());
+            if found != expected {
+                return Err(Error::WrongDevice { expected, found });
             }
             if self.resource.state(block) != BlockState::Live {
                 return Err(block.gone());
             }
         }
         for entry in self.blocks.iter().filter(|entry| in_order(&entry.block)) {
-            self.resource
-                .prepare_use(&entry.block, &self.stream, entry.access)?;
+            let Entry { block, access, .. } = entry;
+            self.resource.prepare_use(block, &self.stream, *access)?;
         }
         self.phase = Phase::Ready;
         self.named = stream;
@@ -220,16 +216,14 @@ impl<R: MemoryResource> Launch<R> {
         if self.resource.use_tracking() == UseTracking::None {
             return Ok(());
         }
-        if self.stream.kind() == StreamKind::PerThreadDefault && self.stream.id()? != self.named {
-            // On this thread the handle means another stream. What is complete needs no record.
+        if !self.blocks.is_empty() && self.stream.own_id() != self.named {
+            // On this thread the handle means another stream. Work that is complete needs no record.
             return Ok(self.stream.context().enter()?.synchronize()?);
         }
         let mut first = Ok(());
         for entry in &self.blocks {
-            let finished = self
-                .resource
-                .finish_use(&entry.block, &self.stream, entry.access);
-            first = first.and(finished);
+            let Entry { block, access, .. } = entry;
+            first = first.and(self.resource.finish_use(block, &self.stream, *access));
         }
         first
     }

@@ -93,10 +93,9 @@ impl LogRecord {
 
 /// A field of comma-separated values, in quotation marks where it needs them.
 fn quoted(field: &str) -> Cow<'_, str> {
-    if field.contains([',', '"', '\n', '\r']) {
-        Cow::Owned(format!("\"{}\"", field.replace('"', "\"\"")))
-    } else {
-        Cow::Borrowed(field)
+    match field.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", field.replace('"', "\"\"")).into(),
+        false => field.into(),
     }
 }
 
@@ -110,8 +109,8 @@ fn message(mut text: String) -> String {
     text
 }
 
-/// Where records go. Called by many threads, without a lock of the adaptor's. A closure is one, and so is `()`,
-/// which takes nothing and costs nothing: no record is made, no memory allocated.
+/// Where records go. Called by many threads, without a lock of the adaptor. A closure is a sink, and so is `()`, which
+/// takes no record: none is made, and no memory allocated.
 pub trait LogSink: Send + Sync {
     /// Whether records are wanted at all: if not, none is made.
     #[doc(hidden)]
@@ -158,13 +157,11 @@ impl LogSink for () {
 /// ```
 /// # use cualloc::Request;
 /// use cualloc::resource::{Logging, MemoryResource, RingSink};
-/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
-/// # let allocator = Allocator::with_config(&context, Config::new())?;
-/// # let stream = allocator.create_stream()?;
 /// use std::sync::Arc;
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
+/// # let stream = allocator.create_stream()?;
 /// let ring = Arc::new(RingSink::default());
 /// let logged = Logging::new(allocator, ring.clone());
 /// let block = logged.allocate_block(&Request::new(1000).tag("x"), &stream)?;
@@ -278,6 +275,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         &self.inner
     }
 
+    /// A record that names no block yet.
     fn record(&self, action: LogAction, error: Option<&Error>) -> LogRecord {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         LogRecord {
@@ -298,15 +296,15 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
 
     #[inline(never)]
     fn log_allocation(&self, result: &Result<RawBlock, Error>, request: &Request, stream: &Stream) {
-        let mut record = self.record(LogAction::Allocate, result.as_ref().err());
-        record.bytes = request.bytes() as u64;
-        record.tag = request.tag;
-        record.stream = stream.id().unwrap_or(0);
-        if let Ok(block) = result {
-            record.ptr = block.ptr();
-            record.generation = block.id().generation();
-        }
-        self.write(&record);
+        let id = result.as_ref().map(RawBlock::id);
+        self.write(&LogRecord {
+            bytes: request.bytes() as u64,
+            tag: request.tag,
+            stream: stream.own_id(),
+            ptr: id.map_or(0, |id| id.ptr()),
+            generation: id.map_or(0, |id| id.generation()),
+            ..self.record(LogAction::Allocate, result.as_ref().err())
+        });
     }
 
     #[inline(never)]
@@ -314,13 +312,14 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         let (id, tag) = (block.id(), block.tag());
         let result = self.inner.deallocate_block(block);
         let error = result.as_ref().err().map(|failure| &failure.error);
-        let mut record = self.record(LogAction::Deallocate, error);
-        record.bytes = id.bytes() as u64;
-        record.tag = tag;
-        record.stream = id.stream_id();
-        record.ptr = id.ptr();
-        record.generation = id.generation();
-        self.write(&record);
+        self.write(&LogRecord {
+            bytes: id.bytes() as u64,
+            tag,
+            stream: id.stream_id(),
+            ptr: id.ptr(),
+            generation: id.generation(),
+            ..self.record(LogAction::Deallocate, error)
+        });
         result
     }
 
@@ -355,15 +354,12 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     fn reap(&self) -> Result<u64, Error> {
         let result = self.inner.reap();
         if self.sink.is_enabled() {
-            let mut record = self.record(LogAction::Reap, result.as_ref().err());
-            record.bytes = *result.as_ref().unwrap_or(&0);
-            self.write(&record);
+            self.write(&LogRecord {
+                bytes: *result.as_ref().unwrap_or(&0),
+                ..self.record(LogAction::Reap, result.as_ref().err())
+            });
         }
         result
-    }
-
-    fn ordinal(&self) -> usize {
-        self.inner.ordinal()
     }
 
     #[inline]

@@ -1,174 +1,159 @@
-//! The meter of a budget: bytes charged against a limit in one atomic step.
+//! The meter of a budget: bytes charged against a limit in one step.
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::allocator::Counter;
 use crate::driver::process;
 use crate::error::Error;
+use crate::locks::held::{Locked, Mutex};
 
-use super::pressure::{Level, Pressure};
+use super::pressure::{Level, Listeners, Pressure};
+use super::usage::Usage;
 
-/// Stands for no limit: no count reaches it.
-const UNLIMITED: u64 = u64::MAX;
-
-/// Counts bytes against a limit. All methods may be called from any thread; the count never passes the limit.
+/// Counts bytes against a limit. All methods may be called from any thread; a charge never exceeds the limit. In a
+/// forked child nothing is counted.
+#[derive(Default)]
 pub(crate) struct Meter {
-    limit: AtomicU64,
-    used: AtomicU64,
-    peak: AtomicU64,
-    pub(super) level: Level,
+    state: Mutex<State>,
+    pub(super) listeners: Listeners,
+}
+
+#[derive(Default)]
+struct State {
+    /// The limit, bytes and blocks that are charged, and requests.
+    usage: Usage,
+    /// Bytes among those charged that were outstanding when the budget was made and have not left since.
+    base: u64,
+    level: Level,
 }
 
 impl Meter {
-    pub(crate) fn new(limit: Option<u64>) -> Arc<Meter> {
-        Arc::new(Meter {
-            limit: AtomicU64::new(limit.unwrap_or(UNLIMITED)),
-            used: AtomicU64::new(0),
-            peak: AtomicU64::new(0),
-            level: Level::default(),
-        })
+    /// A meter of a resource with `base` bytes outstanding.
+    pub(crate) fn new(limit: Option<u64>, base: u64) -> Arc<Meter> {
+        let meter = Arc::<Meter>::default();
+        meter.change(|state| {
+            state.usage.limit = limit;
+            state.add(base);
+            state.base = base;
+        });
+        meter
     }
 
-    pub(crate) fn limit(&self) -> Option<u64> {
-        Some(self.bound()).filter(|limit| *limit != UNLIMITED)
+    fn lock(&self) -> Locked<'_, State> {
+        process::lock(&self.state)
     }
 
-    #[inline(always)]
-    fn bound(&self) -> u64 {
-        self.limit.load(Ordering::Acquire)
+    /// Changes the state, then calls the listeners without the lock if the level has changed.
+    #[inline]
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let mut state = self.lock();
+        let result = change(&mut state);
+        let usage = &state.usage;
+        let now = Pressure::of(usage.requested.current, usage.limit);
+        if let Some(old) = state.level.adopt(now) {
+            drop(state);
+            self.listeners.call(old, now);
+        }
+        result
     }
 
     pub(crate) fn set_limit(&self, limit: Option<u64>) {
-        let limit = limit.unwrap_or(UNLIMITED);
-        self.limit.store(limit, Ordering::Release);
-        self.announce();
+        self.change(|state| state.usage.limit = limit);
     }
 
-    #[inline(always)]
-    fn used(&self) -> u64 {
-        self.used.load(Ordering::Acquire)
+    /// The figures: charged bytes as requested ones, charged blocks, requests and failures.
+    pub(crate) fn usage(&self) -> Usage {
+        self.lock().usage
     }
 
-    /// Bytes left under the limit.
-    pub(crate) fn remaining(&self) -> Option<u64> {
-        self.limit().map(|limit| limit.saturating_sub(self.used()))
+    pub(crate) fn reset_peaks(&self) {
+        self.lock().usage.reset_peaks();
     }
 
-    /// The bytes in use and their peak, none in a forked child. No observer sees a peak below the bytes in use.
-    pub(crate) fn counter(&self) -> Counter {
-        if process::is_forked_child() {
-            return Counter::default();
-        }
-        let peak = self.peak.load(Ordering::Acquire);
-        let current = self.used();
-        Counter {
-            current,
-            peak: peak.max(current),
-            ..Counter::default()
-        }
-    }
-
-    /// Sets the peak to the count. A thread that adds meanwhile raises either the count that is read here, or
-    /// the peak after it was set to 0: no peak is lost.
-    pub(crate) fn reset_peak(&self) {
-        // In one order with the steps of `raise_peak`, which sees this store or is seen by the load.
-        self.peak.store(0, Ordering::SeqCst);
-        let now = self.used.load(Ordering::SeqCst);
-        self.peak.fetch_max(now, Ordering::AcqRel);
-    }
-
-    #[inline]
-    fn raise_peak(&self, now: u64) {
-        // Usually it is higher already, and nothing need be written.
-        if self.peak.load(Ordering::SeqCst) < now {
-            self.peak.fetch_max(now, Ordering::AcqRel);
-        }
-    }
-
-    /// The number of charges: each holds the meter, and so does its owner, and nothing else does.
-    pub(crate) fn count(self: &Arc<Self>) -> u64 {
-        Arc::strong_count(self) as u64 - 1
-    }
-
-    pub(crate) fn pressure(&self) -> Pressure {
-        Pressure::of(self.used(), self.limit())
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn refusal(&self, requested: u64) -> Error {
-        Error::OverBudget {
-            owner: "budget",
-            requested,
-            limit: self.bound(),
-            used: self.used(),
-        }
+    pub(crate) fn reset_sums(&self) {
+        self.lock().usage.reset_sums();
     }
 
     /// Whether `bytes` would fit now.
     pub(crate) fn check(&self, bytes: u64) -> Result<(), Error> {
-        match self.remaining() {
-            Some(left) if bytes > left => Err(self.refusal(bytes)),
-            _ => Ok(()),
-        }
+        self.lock().check(bytes)
     }
 
-    /// Whether `bytes` could never fit.
-    pub(crate) fn is_too_small(&self, bytes: u64) -> bool {
-        bytes > self.bound()
-    }
-
-    /// Takes `bytes` out of the budget, all or nothing.
+    /// Takes `bytes` out of the budget for a block, all or nothing.
     #[inline]
     pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge, Error> {
-        let fits = |now: u64| now.checked_add(bytes).filter(|sum| *sum <= self.bound());
-        match (self.used).fetch_update(Ordering::SeqCst, Ordering::Acquire, fits) {
-            Ok(before) => Ok(self.charged(before, bytes)),
-            Err(_) => Err(self.refusal(bytes)),
-        }
+        self.change(|state| {
+            state.check(bytes)?;
+            state.usage.requests += 1;
+            state.add(bytes);
+            Ok(self.charged(state, bytes))
+        })
     }
 
-    /// Counts bytes that exist already, whatever the limit.
-    pub(crate) fn charge_existing(self: &Arc<Self>, bytes: u64) -> Charge {
-        let before = self.used.fetch_add(bytes, Ordering::SeqCst);
-        self.charged(before, bytes)
+    /// Counts a request that failed, before or after it was charged.
+    #[cold]
+    pub(crate) fn failed(&self, charged: bool) {
+        let mut state = self.lock();
+        state.usage.requests += u64::from(!charged);
+        state.usage.failures += 1;
     }
 
+    /// Moves the bytes of a block that was live when the budget was made into a charge of its own.
+    pub(crate) fn charge_from_base(self: &Arc<Self>, bytes: u64) -> Option<Charge> {
+        let mut state = self.lock();
+        let bytes = bytes.min(state.base);
+        state.base -= bytes;
+        (bytes > 0).then(|| self.charged(&mut state, bytes))
+    }
+
+    /// Bytes of the base leave by other ways than through the budget: no more are left than are outstanding.
+    pub(crate) fn shrink_base(&self, outstanding: u64) {
+        self.change(|state| {
+            let gone = state.base.saturating_sub(outstanding);
+            state.base -= gone;
+            state.usage.requested.current -= gone;
+        });
+    }
+
+    /// A charge of bytes that are counted already.
     #[inline]
-    fn charged(self: &Arc<Self>, before: u64, bytes: u64) -> Charge {
-        self.raise_peak(before + bytes);
-        self.announce();
+    fn charged(self: &Arc<Self>, state: &mut State, bytes: u64) -> Charge {
+        state.usage.blocks.add(1);
         Charge {
             meter: Arc::clone(self),
             bytes,
         }
     }
+}
 
-    /// Updates the level of pressure.
+impl State {
     #[inline]
-    fn announce(&self) {
-        // Usually there is plenty, as there was before.
-        let limit = self.bound();
-        let plenty = limit.saturating_sub(self.used()) > limit / 2;
-        if !plenty || !self.level.is_none() {
-            self.update_level();
+    fn check(&self, bytes: u64) -> Result<(), Error> {
+        let used = self.usage.requested.current;
+        let limit = self.usage.limit.unwrap_or(u64::MAX);
+        match used.checked_add(bytes) {
+            Some(sum) if sum <= limit => Ok(()),
+            _ => Err(Error::OverBudget {
+                owner: "budget",
+                requested: bytes,
+                limit,
+                used,
+            }),
         }
     }
 
-    #[inline(never)]
-    fn update_level(&self) {
-        self.level.update(|| self.pressure());
+    /// Counts bytes. Sums of bytes are not kept: requests that fail would be among them.
+    #[inline]
+    fn add(&mut self, bytes: u64) {
+        let requested = &mut self.usage.requested;
+        requested.current += bytes;
+        requested.peak = requested.peak.max(requested.current);
     }
 }
 
 impl fmt::Debug for Meter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Meter")
-            .field("limit", &self.limit())
-            .field("used", &self.used())
-            .finish_non_exhaustive()
+        f.debug_tuple("Meter").field(&self.usage()).finish()
     }
 }
 
@@ -184,27 +169,16 @@ impl Charge {
     pub(crate) fn is_of(&self, meter: &Arc<Meter>) -> bool {
         Arc::ptr_eq(&self.meter, meter)
     }
-
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Moves up to `bytes` of this charge into one of its own.
-    pub(crate) fn split(&mut self, bytes: u64) -> Charge {
-        let bytes = bytes.min(self.bytes);
-        self.bytes -= bytes;
-        Charge {
-            meter: Arc::clone(&self.meter),
-            bytes,
-        }
-    }
 }
 
 impl Drop for Charge {
     #[inline]
     fn drop(&mut self) {
-        // Exactly what was added, so the count cannot wrap.
-        self.meter.used.fetch_sub(self.bytes, Ordering::AcqRel);
-        self.meter.announce();
+        if !process::is_forked_child() {
+            self.meter.change(|state| {
+                state.usage.requested.current -= self.bytes;
+                state.usage.blocks.current -= 1;
+            });
+        }
     }
 }

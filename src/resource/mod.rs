@@ -12,13 +12,14 @@
 //! | [`CudaMemory`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
 //!
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
-//! [`Relief`], [`Logging`], [`Statistics`], [`Sanitizer`]. A [`Launch`] declares what a launch reads and writes.
+//! [`Relief`], [`Logging`], [`Sanitizer`]. A [`Launch`] declares what a launch reads and writes.
 //! What other systems have as one type is a composition:
 //!
 //! | type | composition |
 //! |---|---|
 //! | guard | `Relief<Budget<R>>`: hooks and a policy over a bound; a reserve is a buffer of it |
-//! | memory manager of a device | `Statistics<Budget<R>>` with [`Budget::of_live`]: exact live bytes, requests counted |
+//! | statistics | [`Budget::of_live`] without a limit: exact live bytes, requests and failures counted |
+//! | memory manager of a device | [`Budget::of_live`] with a limit |
 //! | device runtime | a stack, for instance the [`standard`] one, and a [`StreamPool`]; one for each device in a [`PerDevice`] |
 //!
 //! [`ThresholdPool`]: crate::pool::ThresholdPool
@@ -43,9 +44,7 @@ mod per_device;
 mod pressure;
 mod relief;
 mod sanitizer;
-mod statistics;
 mod stream_pool;
-mod table;
 mod traits;
 mod usage;
 mod uses;
@@ -65,14 +64,13 @@ pub use per_device::{PerDevice, standard};
 pub use pressure::{Pressure, PressureMonitor};
 pub use relief::{OomPolicy, Relief};
 pub use sanitizer::{LiveBlock, Sanitizer};
-pub use statistics::Statistics;
 pub use stream_pool::StreamPool;
 pub use traits::{MemoryResource, Source, UseTracking};
 pub use usage::Usage;
 pub use watchdog::Watchdog;
 
 pub(crate) use caching::{free_at_once, identity_of, is_of_retired_stream, is_retired, named};
-pub(crate) use checks::{DRIVER_ALIGNMENT, check_request, device_of, same_device};
-pub(crate) use dropped::give_back;
-pub(crate) use table::next_source;
+pub(crate) use checks::{DRIVER_ALIGNMENT, check_request, device_of, next_source, same_device};
+pub(crate) use dropped::{give_back, keep, retry};
 pub(crate) use traits::forward;
+pub(crate) use uses::{Point, add_user, wait_for};

@@ -1,19 +1,19 @@
 //! Memory in the order of streams, with reads and writes distinguished.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::allocator::{Allocator, Counter, Request, Trimmed};
-use crate::driver::{NO_ID, Stream, StreamKind, process};
+use crate::allocator::{Allocator, Request, Trimmed};
+use crate::driver::{Stream, process};
 use crate::locks::held::{Locked, Mutex};
 
 use super::block::{Access, RawBlock};
 use super::checks::{same_device, same_driver};
-use super::dropped::{give_back, log_rarely};
+use super::dropped::{give_back_now, retry};
 use super::meter::Charge;
 use super::traits::{MemoryResource, UseTracking};
 use super::usage::Usage;
-use super::uses::Uses;
+use super::uses::{Point, Uses};
 use crate::block::{BlockId, BlockState};
 use crate::error::{Error, Refused, StreamMisuse};
 use crate::sync::capture;
@@ -25,29 +25,24 @@ const QUERY: usize = 32;
 
 /// Memory in the order of streams, with the use of each block tracked by access.
 ///
-/// Allocating records a ready point on the stream, which counts as the first write.
-/// [`prepare_use`](MemoryResource::prepare_use) makes a stream wait for the last write, and before a
-/// write also for all reads since; [`finish_use`](MemoryResource::finish_use) records the new use.
-/// Deallocating makes the block's own stream wait for all uses on others and then gives the block
-/// back in the order of that stream; its bytes count as pending until a
-/// [`reap`](MemoryResource::reap) has seen the stream get there. (With every 32 of them
-/// pending on a stream, a deallocation also queries, without waiting, whether they are complete.)
+/// An allocation records a ready event on the stream, which counts as the first write.
+/// [`prepare_use`](MemoryResource::prepare_use) makes a stream wait for the last write, and before a write also for all
+/// reads since; [`finish_use`](MemoryResource::finish_use) records the new use. A deallocation makes the block's own
+/// stream wait for all uses on others and then gives the block back in the order of that stream; its bytes count as
+/// pending until a [`reap`](MemoryResource::reap) has seen that work complete. (With every 32 of them pending on a
+/// stream, a deallocation also queries, without waiting, whether they are complete.)
 ///
-/// Events come from a pool per context, so steady work creates none. No lock is held during a driver
-/// call. A stream that is borrowed must live until the blocks allocated on it are deallocated; what
-/// is pending on it then is known by events and needs the stream no more.
+/// Events come from a pool per context, so steady work creates none. No lock is held during a driver call. A borrowed
+/// stream must live until the blocks allocated on it are deallocated; events stand for what is pending on it then.
 ///
 /// ```
-/// # use cualloc::Request;
-/// use cualloc::resource::{Access, AccessOrdered, MemoryResource};
-/// # use cualloc::{driver::{Stream}, sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
-/// # let allocator = Allocator::with_config(&context, Config::new())?;
-/// let resource = AccessOrdered::new(allocator);
+/// use cualloc::{Request, resource::{Access, AccessOrdered, MemoryResource}};
+/// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
+/// let resource = AccessOrdered::new(Allocator::with_config(&context, Config::new())?);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
-/// let block = resource.allocate_block(&Request::new(4096).tag("pair"), &a)?;
+/// let block = resource.allocate_block(&Request::new(4096), &a)?;
 /// let id = block.id();
 /// resource.prepare_use(&id, &b, Access::Write)?; // b waits for the allocation on a
 /// // ... launch on b ...
@@ -67,16 +62,13 @@ pub struct AccessOrdered<R: MemoryResource = Allocator> {
 /// What the resource knows of its blocks.
 #[derive(Debug, Default)]
 struct Metadata {
-    /// The bytes of live blocks, and the number of them.
-    live: Counter,
-    count: Counter,
+    /// Of live blocks.
+    usage: Usage,
     blocks: HashMap<u64, Arc<Entry>>,
     /// Pending deallocations by stream, in the order of their numbers.
-    pending: HashMap<u64, VecDeque<Pending>>,
+    pending: HashMap<u64, Vec<Pending>>,
     /// Deallocations so far, of all streams.
     numbers: u64,
-    /// Blocks without an owner that could not be freed yet.
-    stranded: Vec<RawBlock>,
 }
 
 /// A live block.
@@ -93,8 +85,17 @@ struct Entry {
 
 impl Entry {
     fn uses(&self) -> Locked<'_, Uses> {
-        // Of an entry, of which a forked child finds none.
+        // A forked child finds no entry.
         self.uses.lock()
+    }
+
+    /// The uses, unless the block is being deallocated.
+    fn open_uses(&self) -> Result<Locked<'_, Uses>, Error> {
+        let uses = self.uses();
+        match uses.closed {
+            true => Err(self.id.gone()),
+            false => Ok(uses),
+        }
     }
 }
 
@@ -151,24 +152,16 @@ impl<R: MemoryResource> AccessOrdered<R> {
 
     /// Makes the block's stream wait for all uses on others, and marks the place; no marker if all
     /// of it is already complete.
-    fn complete_uses(
-        &self,
-        entry: &Entry,
-        points: &[super::uses::Point],
-    ) -> Result<Option<Pooled>, Error> {
-        let home = entry.id.stream_id();
-        if entry.stream.kind() == StreamKind::PerThreadDefault && entry.stream.id()? != home {
-            // On this thread the handle means another stream. What other contexts do is waited for
-            // by this thread's stream, and that with all others of its context.
-            let here = entry.stream.id()?;
-            for point in points {
-                point.hold_back(&entry.stream, here, &self.events)?;
-            }
+    fn complete_uses(&self, entry: &Entry, points: &[Point]) -> Result<Option<Pooled>, Error> {
+        let here = entry.stream.own_id();
+        for point in points {
+            point.hold_back(&entry.stream, here, &self.events)?;
+        }
+        if here != entry.id.stream_id() {
+            // A per-thread handle means another stream here. It waits for other contexts, and this thread for it and
+            // all other streams of its context.
             wait_for_context(entry.stream.context())?;
             return Ok(None);
-        }
-        for point in points {
-            point.hold_back(&entry.stream, home, &self.events)?;
         }
         if entry.uses().is_any() && self.inner.use_tracking() != UseTracking::None {
             // A stream that was retired below has got work again, if only by the waits.
@@ -179,13 +172,12 @@ impl<R: MemoryResource> AccessOrdered<R> {
 
     fn retire(&self, entry: &Arc<Entry>, mut block: RawBlock) -> Result<(), Refused<RawBlock>> {
         let id = entry.id;
-        let points = {
-            let mut uses = entry.uses();
-            if uses.closed {
-                return Err(Refused::new(block, id.gone()));
+        let points = match entry.open_uses() {
+            Ok(mut uses) => {
+                uses.closed = true;
+                uses.all()
             }
-            uses.closed = true;
-            uses.all()
+            Err(gone) => return Err(Refused::new(block, gone)),
         };
         let reopen = |block, error: Error| {
             entry.uses().closed = false;
@@ -213,41 +205,11 @@ impl<R: MemoryResource> AccessOrdered<R> {
         Ok(())
     }
 
-    /// Takes a block back, or keeps one that nobody else can give back.
-    fn take_back(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        let entry = match self.entry(&block.id()) {
-            Ok(entry) => entry,
-            Err(error) => return Err(Refused::new(block, error)),
-        };
-        if block.keepers() != entry.keepers_below.saturating_add(1) {
-            return Err(Refused::new(block, StreamMisuse::KeptAbove));
-        }
-        match self.retire(&entry, block) {
-            Err(failure) if failure.value.is_abandoned() => {
-                self.metadata().stranded.push(*failure.value);
-                Ok(())
-            }
-            done => done,
-        }
-    }
-
-    /// Frees stranded blocks, as far as that is possible now.
-    fn retry(&self) {
-        let stranded = std::mem::take(&mut self.metadata().stranded);
-        for block in stranded {
-            // One that cannot be freed yet is kept again.
-            if let Err(failure) = self.take_back(block) {
-                log_rarely(&failure.error, "a dropped block leaks");
-            }
-        }
-    }
-
     /// After the resource below took a block back: its bytes are pending, unless there is no marker to wait for.
     fn deallocated(&self, id: BlockId, marker: Option<Pooled>, covers: u64, charges: Vec<Charge>) {
         let mut guard = self.metadata();
         let metadata = &mut *guard;
-        metadata.live.sub(id.bytes() as u64);
-        metadata.count.sub(1);
+        metadata.usage.sub(id.bytes() as u64);
         let Some(marker) = marker else {
             // Charges end without the lock.
             return drop(guard);
@@ -255,7 +217,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
         metadata.numbers += 1;
         let (number, marker) = (metadata.numbers, Arc::new(marker));
         let queue = metadata.pending.entry(id.stream_id()).or_default();
-        queue.push_back(Pending {
+        queue.push(Pending {
             id,
             number,
             covers,
@@ -276,9 +238,8 @@ impl<R: MemoryResource> AccessOrdered<R> {
         let Some(queue) = metadata.pending.get_mut(&stream) else {
             return 0;
         };
-        let is_over = |pending: &Pending| pending.number == number || pending.number <= covers;
-        let (over, left): (Vec<_>, _) = queue.drain(..).partition(is_over);
-        *queue = VecDeque::from(left);
+        let is_over = |it: &mut Pending| it.number == number || it.number <= covers;
+        let over: Vec<_> = queue.extract_if(.., is_over).collect();
         if queue.is_empty() {
             metadata.pending.remove(&stream);
         }
@@ -287,8 +248,8 @@ impl<R: MemoryResource> AccessOrdered<R> {
         bytes(&over)
     }
 
-    /// Waits for the deallocations of a stream with numbers up to `last`, beginning with the newest marker, which usually
-    /// covers all.
+    /// Waits for the deallocations of a stream with numbers up to `last`, beginning with the newest marker, which
+    /// usually covers all.
     fn reap_stream(&self, stream: u64, last: u64) -> Result<u64, Error> {
         let newest = || {
             let metadata = self.metadata();
@@ -311,32 +272,18 @@ impl<R: MemoryResource> AccessOrdered<R> {
     }
 }
 
-impl<R: MemoryResource> Drop for AccessOrdered<R> {
-    fn drop(&mut self) {
-        if process::is_gone() {
-            return;
-        }
-        self.retry();
-        let lost = self.metadata().stranded.len();
-        if lost > 0 {
-            log::warn!("leaking {lost} dropped blocks: their resource cannot free them");
-        }
-    }
-}
-
-// SAFETY: passes blocks on, and frees them behind every use it was told of.
+// SAFETY: passes blocks on, and frees them behind every recorded use.
 unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         same_device(self.inner.context(), self.inner.ordinal(), stream)?;
-        let id = stream.id()?;
-        self.retry();
+        retry(self);
         capture::refuse_capture(stream)?;
         let mut block = self.inner.allocate_block(request, stream)?;
         let ptr = block.ptr();
         let ready = match self.events.record(stream) {
             Ok(ready) => ready,
             Err(error) => {
-                give_back(&self.inner, block, "a block leaks");
+                give_back_now(&self.inner, block, "leaking a block without a ready event");
                 return Err(error.into());
             }
         };
@@ -345,7 +292,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
             stream: stream.clone(),
             charges_below: block.charges().count(),
             keepers_below: block.keepers(),
-            uses: Mutex::new(Uses::new(id, ready)),
+            uses: Mutex::new(Uses::new(stream.own_id(), ready)),
         };
         let mut metadata = self.metadata();
         if let Some(old) = metadata.blocks.get(&ptr) {
@@ -358,8 +305,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
                 old,
             });
         }
-        metadata.live.add(request.bytes() as u64);
-        metadata.count.add(1);
+        metadata.usage.add(request.bytes() as u64);
         block.set_keepers(entry.keepers_below.saturating_add(1));
         metadata.blocks.insert(ptr, Arc::new(entry));
         drop(metadata);
@@ -367,12 +313,17 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     }
 
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        self.retry();
-        self.take_back(block)
-    }
-
-    fn ordinal(&self) -> usize {
-        self.inner.ordinal()
+        if !block.is_abandoned() {
+            retry(self);
+        }
+        let entry = match self.entry(&block.id()) {
+            Ok(entry) => entry,
+            Err(error) => return Err(Refused::new(block, error)),
+        };
+        match block.keepers() == entry.keepers_below.saturating_add(1) {
+            true => self.retire(&entry, block),
+            false => Err(Refused::new(block, StreamMisuse::KeptAbove)),
+        }
     }
 
     #[inline]
@@ -385,32 +336,26 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         let mut usage = self.inner.usage()?;
         // Both of one instant: what is not live any more is pending.
         let metadata = self.metadata();
-        usage.requested = metadata.live;
-        usage.blocks = metadata.count;
+        (usage.requested, usage.blocks) = (metadata.usage.requested, metadata.usage.blocks);
         usage.pending = metadata.pending.values().map(bytes).sum();
         Ok(usage)
     }
 
     fn reset_peak_stats(&self) {
-        {
-            let mut metadata = self.metadata();
-            metadata.live.reset_peak();
-            metadata.count.reset_peak();
-        }
+        self.metadata().usage.reset_peaks();
         self.inner.reset_peak_stats();
     }
 
     fn reap(&self) -> Result<u64, Error> {
-        self.retry();
+        retry(self);
         let (last, mut streams) = {
             let metadata = self.metadata();
-            let queues = metadata.pending.iter();
-            let streams = queues.map(|(stream, queue)| (queue.front().map(|p| p.number), *stream));
-            (metadata.numbers, streams.collect::<Vec<_>>())
+            let streams: Vec<u64> = metadata.pending.keys().copied().collect();
+            (metadata.numbers, streams)
         };
         streams.sort_unstable();
         let mut left = 0;
-        for (_, stream) in streams {
+        for stream in streams {
             left += self.reap_stream(stream, last)?;
         }
         self.inner.reap()?;
@@ -418,7 +363,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     }
 
     fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
-        self.retry();
+        retry(self);
         self.inner.trim(keep)
     }
 
@@ -448,27 +393,16 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
         same_driver(self.inner.context(), stream)?;
         let entry = self.entry(id)?;
-        let by = stream.id()?;
-        let mut uses = entry.uses();
-        if uses.closed {
-            return Err(id.gone());
-        }
-        uses.until_freed(stream, by);
+        entry.open_uses()?.until_freed(stream);
         Ok(())
     }
 
     fn prepare_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         same_driver(self.inner.context(), stream)?;
         let entry = self.entry(id)?;
-        let by = stream.id()?;
+        let by = stream.own_id();
         capture::refuse_capture(stream)?;
-        let (points, tick) = {
-            let uses = entry.uses();
-            if uses.closed {
-                return Err(id.gone());
-            }
-            uses.before(access)
-        };
+        let (points, tick) = entry.open_uses()?.before(access);
         for point in &points {
             point.hold_back(stream, by, &self.events)?;
         }
@@ -481,31 +415,16 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     fn finish_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         same_driver(self.inner.context(), stream)?;
         let entry = self.entry(id)?;
-        // A stream that cannot be named now is taken for one of its own.
-        let (by, named) = match stream.id() {
-            Ok(id) => (id, Ok(())),
-            Err(error) => (NO_ID, Err(error.into())),
-        };
-        let asked = match capture::refuse_capture(stream) {
-            // What is captured has not run.
-            Err(Error::Stream(misuse)) => return Err(misuse.into()),
-            asked => named.and(asked),
-        };
-        let begin = {
-            let mut uses = entry.uses();
-            if uses.closed {
-                return Err(id.gone());
-            }
-            uses.begin()
-        };
-        // There is work, whatever the driver said: it counts.
-        let recorded = asked.and_then(|()| Ok(self.events.record(stream)?));
+        let begin = entry.open_uses()?.begin();
+        // The work is queued, whatever the driver reports: it counts.
+        let free = capture::refuse_capture(stream);
+        let recorded = free.and_then(|()| Ok(self.events.record(stream)?));
         let (event, result) = match recorded {
             Ok(event) => (Some(event), Ok(())),
             Err(error) => (None, Err(error)),
         };
         let mut uses = entry.uses();
-        uses.done(stream, by, access, begin, event);
+        uses.done(stream, access, begin, event);
         // A free that began meanwhile does not know of this use.
         if uses.closed { Err(id.gone()) } else { result }
     }

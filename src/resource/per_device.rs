@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Condvar, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use crate::allocator::{Allocator, Config};
 use crate::driver::{Context, Driver, process};
@@ -15,6 +15,8 @@ use super::sanitizer::Sanitizer;
 use super::traits::MemoryResource;
 
 type Build<T> = dyn Fn(usize) -> Result<T, Error> + Send + Sync;
+/// A value that is built, is being built, or, if none, could not be built.
+type Slot<T> = Arc<OnceLock<Option<T>>>;
 
 /// One `T` for each device, built on first use. Each is built once, also if many threads ask for it; a
 /// build that failed is repeated by the next call.
@@ -28,9 +30,8 @@ type Build<T> = dyn Fn(usize) -> Result<T, Error> + Send + Sync;
 /// ```
 pub struct PerDevice<T> {
     build: Box<Build<T>>,
-    /// The values by ordinal of the device; none while one is being built.
-    slots: Mutex<BTreeMap<usize, Option<T>>>,
-    built: Condvar,
+    /// The values by ordinal of the device.
+    slots: Mutex<BTreeMap<usize, Slot<T>>>,
 }
 
 impl<T: Clone> PerDevice<T> {
@@ -40,7 +41,6 @@ impl<T: Clone> PerDevice<T> {
         PerDevice {
             build: Box::new(build),
             slots: Mutex::default(),
-            built: Condvar::new(),
         }
     }
 
@@ -49,32 +49,25 @@ impl<T: Clone> PerDevice<T> {
     /// # Errors
     /// Those of the function.
     pub fn get(&self, ordinal: usize) -> Result<T, Error> {
-        {
-            let mut slots = self.slots();
-            loop {
-                match slots.get(&ordinal) {
-                    Some(Some(known)) => return Ok(known.clone()),
-                    Some(None) => slots = slots.wait(&self.built),
-                    None => break,
-                }
+        loop {
+            let slot = Arc::clone(self.slots().entry(ordinal).or_default());
+            let mut failure = None;
+            let build = || (self.build)(ordinal).map_err(|e| failure = Some(e)).ok();
+            if let Some(built) = slot.get_or_init(build) {
+                return Ok(built.clone());
             }
-            slots.insert(ordinal, None);
+            self.slots().retain(|_, known| !Arc::ptr_eq(known, &slot));
+            if let Some(error) = failure {
+                return Err(error);
+            }
+            // Another thread got the error of the build that this one waited for.
         }
-        // Ends also by a panic, so that no thread waits for ever.
-        let mut attempt = Attempt {
-            all: self,
-            ordinal,
-            result: None,
-        };
-        let built = (self.build)(ordinal)?;
-        attempt.result = Some(built.clone());
-        Ok(built)
     }
 
     /// All values that were built, by ordinal.
     pub fn all(&self) -> Vec<(usize, T)> {
         let slots = self.slots();
-        let built = |(ordinal, slot): (&usize, &Option<T>)| Some((*ordinal, slot.clone()?));
+        let built = |(ordinal, slot): (&usize, &Slot<T>)| Some((*ordinal, slot.get()?.clone()?));
         slots.iter().filter_map(built).collect()
     }
 }
@@ -121,27 +114,8 @@ pub fn standard(context: &Context) -> Result<Arc<dyn MemoryResource>, Error> {
 }
 
 impl<T> PerDevice<T> {
-    fn slots(&self) -> Locked<'_, BTreeMap<usize, Option<T>>> {
+    fn slots(&self) -> Locked<'_, BTreeMap<usize, Slot<T>>> {
         process::lock(&self.slots)
-    }
-}
-
-struct Attempt<'a, T> {
-    all: &'a PerDevice<T>,
-    ordinal: usize,
-    result: Option<T>,
-}
-
-impl<T> Drop for Attempt<'_, T> {
-    fn drop(&mut self) {
-        let result = self.result.take();
-        let mut slots = self.all.slots();
-        match result {
-            Some(built) => slots.insert(self.ordinal, Some(built)),
-            None => slots.remove(&self.ordinal),
-        };
-        drop(slots);
-        self.all.built.notify_all();
     }
 }
 

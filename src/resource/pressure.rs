@@ -2,12 +2,11 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use crate::driver::process;
 use crate::error::{Error, InvalidArgument};
 use crate::foreign::guarded;
-use crate::locks::held::RwLock;
+use crate::locks::held::{Mutex, RwLock};
 
 /// How scarce memory is: by the share of a limit that is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -27,16 +26,9 @@ pub enum Pressure {
 }
 
 impl Pressure {
-    const ALL: [(Pressure, &str); 5] = [
-        (Pressure::None, "none"),
-        (Pressure::Low, "low"),
-        (Pressure::Medium, "medium"),
-        (Pressure::High, "high"),
-        (Pressure::Critical, "critical"),
-    ];
-
     /// The level of a limit in bytes with `used` bytes in use. Without a limit there is no pressure; of
     /// a limit of 0 nothing is free.
+    #[inline]
     pub fn of(used: u64, limit: Option<u64>) -> Pressure {
         let Some(limit) = limit else {
             return Pressure::None;
@@ -54,7 +46,7 @@ impl Pressure {
 
     /// The level's name in lower case.
     pub fn name(self) -> &'static str {
-        Self::ALL[self as usize].1
+        ["none", "low", "medium", "high", "critical"][self as usize]
     }
 }
 
@@ -64,56 +56,41 @@ impl fmt::Display for Pressure {
     }
 }
 
+/// The last level. It is changed under one lock, so that each change begins with the level that the one before ended with.
+#[derive(Debug, Default)]
+pub(super) struct Level(Pressure);
+
+impl Level {
+    /// Adopts a measured level; the old one if that is a change.
+    #[inline]
+    pub fn adopt(&mut self, new: Pressure) -> Option<Pressure> {
+        let old = std::mem::replace(&mut self.0, new);
+        (old != new).then_some(old)
+    }
+}
+
 /// Gets the old and the new level. Called without a lock.
 type Listener = dyn Fn(Pressure, Pressure) + Send + Sync;
 
-/// The last level, and the listeners to its changes.
+/// The listeners to changes of a level.
 #[derive(Default)]
-pub(super) struct Level {
-    now: AtomicU8,
-    listeners: RwLock<Arc<Vec<Arc<Listener>>>>,
-}
+pub(super) struct Listeners(RwLock<Arc<Vec<Arc<Listener>>>>);
 
-impl Level {
-    /// Whether the last level is [`Pressure::None`].
-    #[inline]
-    pub fn is_none(&self) -> bool {
-        self.now.load(Ordering::Acquire) == Pressure::None as u8
+impl Listeners {
+    pub fn add(&self, listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static) {
+        Arc::make_mut(&mut process::write(&self.0)).push(Arc::new(listener));
     }
 
-    pub fn get(&self) -> Pressure {
-        let number = self.now.load(Ordering::Acquire);
-        Pressure::ALL
-            .get(usize::from(number))
-            .map_or(Pressure::None, |(level, _)| *level)
-    }
-
-    /// Adopts the measured level and calls the listeners if it changed. The swap makes the pairs that listeners get a
-    /// chain; the loop makes the end of the chain the level that holds.
-    pub fn update(&self, measure: impl Fn() -> Pressure) {
-        loop {
-            let (old, new) = (self.get(), measure());
-            let (from, to) = (old as u8, new as u8);
-            if from == to {
-                return;
-            }
-            let swapped =
-                (self.now).compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire);
-            if swapped.is_ok() {
-                let listeners = Arc::clone(&process::read(&self.listeners));
-                for listener in listeners.iter() {
-                    guarded("a pressure listener", || listener(old, new));
-                }
-            }
+    #[cold]
+    pub fn call(&self, old: Pressure, new: Pressure) {
+        let listeners = Arc::clone(&process::read(&self.0));
+        for listener in listeners.iter() {
+            guarded("a pressure listener", || listener(old, new));
         }
     }
-
-    pub fn add(&self, listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static) {
-        Arc::make_mut(&mut process::write(&self.listeners)).push(Arc::new(listener));
-    }
 }
 
-/// Classifies how much of something is in use by two fractions, reports changes, and asks for memory back when the use
+/// Classifies how much of something is in use by two fractions, reports changes, and requests memory back when the use
 /// is critical. `Send` and `Sync`; hooks run without a lock, on the thread that observes.
 ///
 /// It has no thread and no clock of its own: call [`observe`](Self::observe) or [`poll`](Self::poll), for instance from
@@ -132,10 +109,16 @@ pub struct PressureMonitor {
     /// The fractions in use from which on the level is [`Pressure::High`] and [`Pressure::Critical`].
     warning: f64,
     critical: f64,
-    level: Level,
+    observed: Mutex<Observed>,
+    listeners: Listeners,
     eviction: Box<dyn Fn(u64) -> u64 + Send + Sync>,
-    evicted: AtomicU64,
-    evictions: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Observed {
+    level: Level,
+    /// Bytes that the eviction hook freed, and its calls.
+    evicted: (u64, u64),
 }
 
 impl PressureMonitor {
@@ -144,24 +127,21 @@ impl PressureMonitor {
     /// # Errors
     /// [`InvalidArgument::Setting`], with the fraction in percent, unless 0 < warning < critical <= 1.
     pub fn new(warning: f64, critical: f64) -> Result<PressureMonitor, Error> {
-        let wrong = |what, share: f64| {
-            let value = (share * 100.0) as u64;
-            Err(Error::Invalid(InvalidArgument::Setting { what, value }))
+        let (what, share) = if !(warning > 0.0 && warning < critical) {
+            ("warning percentage", warning)
+        } else if critical > 1.0 {
+            ("critical percentage", critical)
+        } else {
+            return Ok(PressureMonitor {
+                warning,
+                critical,
+                observed: Mutex::default(),
+                listeners: Listeners::default(),
+                eviction: Box::new(|_| 0),
+            });
         };
-        if !(warning > 0.0 && warning < critical) {
-            return wrong("warning percentage", warning);
-        }
-        if critical > 1.0 {
-            return wrong("critical percentage", critical);
-        }
-        Ok(PressureMonitor {
-            warning,
-            critical,
-            level: Level::default(),
-            eviction: Box::new(|_| 0),
-            evicted: AtomicU64::new(0),
-            evictions: AtomicU64::new(0),
-        })
+        let value = (share * 100.0) as u64;
+        Err(InvalidArgument::Setting { what, value }.into())
     }
 
     /// Adds a listener, which gets the old and the new level at each change.
@@ -169,12 +149,12 @@ impl PressureMonitor {
         self,
         listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static,
     ) -> PressureMonitor {
-        self.level.add(listener);
+        self.listeners.add(listener);
         self
     }
 
-    /// Sets the hook that is asked for memory at each observation of [`Pressure::Critical`]: it gets the bytes
-    /// in use beyond the warning fraction, and one more, and returns how many it freed.
+    /// Sets the hook that is called at each observation of [`Pressure::Critical`]: it gets the bytes in use
+    /// beyond the warning fraction, and one more, and returns how many it freed.
     pub fn on_eviction(
         mut self,
         hook: impl Fn(u64) -> u64 + Send + Sync + 'static,
@@ -197,25 +177,27 @@ impl PressureMonitor {
 
     /// The level last observed.
     pub fn level(&self) -> Pressure {
-        self.level.get()
+        process::lock(&self.observed).level.0
     }
 
-    /// Bytes that the eviction hook says it freed, and how often it was asked.
+    /// Bytes that the eviction hook reports as freed, and how often it was called.
     pub fn evicted(&self) -> (u64, u64) {
-        let [bytes, times] = [&self.evicted, &self.evictions];
-        (bytes.load(Ordering::Acquire), times.load(Ordering::Acquire))
+        process::lock(&self.observed).evicted
     }
 
     /// Observes `used` of `total` bytes in use.
     pub fn observe(&self, used: u64, total: u64) -> Pressure {
         let level = self.classify(used, total);
-        self.level.update(|| level);
+        let changed = process::lock(&self.observed).level.adopt(level);
+        if let Some(old) = changed {
+            self.listeners.call(old, level);
+        }
         if level == Pressure::Critical {
             let calm = (self.warning * total as f64).ceil() as u64;
             let excess = used.saturating_add(1).saturating_sub(calm);
             let freed = guarded("an eviction hook", || (self.eviction)(excess)).unwrap_or(0);
-            self.evicted.fetch_add(freed, Ordering::AcqRel);
-            self.evictions.fetch_add(1, Ordering::AcqRel);
+            let (bytes, times) = &mut process::lock(&self.observed).evicted;
+            (*bytes, *times) = (bytes.saturating_add(freed), *times + 1);
         }
         level
     }
@@ -243,7 +225,6 @@ impl fmt::Debug for PressureMonitor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::locks::held::Mutex;
 
     /// S3.24
     #[test]

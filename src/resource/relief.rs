@@ -16,7 +16,7 @@ use crate::clock::{Clock, Wakeup};
 use crate::error::{Error, Refused};
 use crate::locks::held::RwLock;
 
-/// How often the waiting policy looks.
+/// The interval of the waiting policy.
 const POLL: Duration = Duration::from_millis(100);
 
 /// What a [`Relief`] does when memory has run out and its hooks did not help.
@@ -28,7 +28,7 @@ pub enum OomPolicy {
     Fail,
     /// Reap what is pending, give caches back to the driver, and try once more.
     FreeCaches,
-    /// Look every 100 ms for at most this long whether there is room, and try once more.
+    /// Reap every 100 ms, for at most this long, until there is room, and try once more.
     Wait(Duration),
     /// Run the checkpoint callback and fail.
     Checkpoint,
@@ -38,25 +38,22 @@ type Checkpoint = dyn Fn(&Error) + Send + Sync;
 
 /// Helps a resource that has run out of memory: hooks that free some, and a policy for when they do not help.
 ///
-/// When a request fails because a budget or the device has no memory left, the hooks run in the order of
-/// their priority until the request succeeds; then the policy. A request above the whole limit of a
-/// budget can never succeed: for it no hook runs, no cache is emptied, and there is no wait. Hooks and the
-/// checkpoint callback run without a lock and may use the resource.
+/// When a request fails because a budget or the device has no memory left, the hooks run in the order of their priority
+/// until the request succeeds, and then the policy. A request above the whole limit of a budget cannot succeed: for it
+/// no hook runs, no cache is emptied, and there is no wait. Hooks and the checkpoint callback run without a lock and may
+/// use the resource.
 ///
-/// Memory held in reserve is a [`DeviceBuffer`](crate::DeviceBuffer) of the resource: it counts against every budget
-/// below, fails where the memory cannot be had, and is released when it is dropped, for instance by a hook.
+/// A reserve is a [`DeviceBuffer`](crate::DeviceBuffer) of the resource: it counts against every budget below, and is
+/// released when it is dropped, for instance by a hook.
 ///
 /// ```
 /// # use cualloc::Request;
-/// use cualloc::resource::{Budget, MemoryResource, Relief, ReliefHook};
+/// use cualloc::{DeviceBuffer, resource::{Budget, MemoryResource, Relief, ReliefHook}};
+/// use std::sync::{Arc, Mutex};
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # use std::sync::{Arc, Mutex};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
-/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
 /// # let stream = allocator.create_stream()?;
-/// use cualloc::DeviceBuffer;
 /// let relief = Arc::new(Relief::new(Budget::new(allocator, Some(1000))));
 /// let cached = DeviceBuffer::<u8>::zeroed(&relief, 800, &stream)?;
 /// let cache = Mutex::new(Some(cached));
@@ -71,8 +68,7 @@ type Checkpoint = dyn Fn(&Error) + Send + Sync;
 pub struct Relief<R: MemoryResource> {
     inner: R,
     hooks: Hooks,
-    policy: RwLock<OomPolicy>,
-    checkpoint: RwLock<Option<Arc<Checkpoint>>>,
+    policy: RwLock<(OomPolicy, Option<Arc<Checkpoint>>)>,
     recoveries: AtomicU64,
     clock: Clock,
 }
@@ -84,7 +80,6 @@ impl<R: MemoryResource> Relief<R> {
             inner,
             hooks: Hooks::default(),
             policy: RwLock::default(),
-            checkpoint: RwLock::default(),
             recoveries: AtomicU64::new(0),
             clock: Clock::default(),
         }
@@ -99,20 +94,19 @@ impl<R: MemoryResource> Relief<R> {
 
     /// The policy.
     pub fn policy(&self) -> OomPolicy {
-        *process::read(&self.policy)
+        process::read(&self.policy).0
     }
 
     /// Sets the policy.
     pub fn set_policy(&self, policy: OomPolicy) {
-        *process::write(&self.policy) = policy;
+        process::write(&self.policy).0 = policy;
     }
 
-    /// Registers what [`OomPolicy::Checkpoint`] runs; no other policy does.
+    /// Registers the callback of [`OomPolicy::Checkpoint`]; no other policy runs it.
     pub fn set_checkpoint(&self, callback: impl Fn(&Error) + Send + Sync + 'static) {
         let callback: Arc<Checkpoint> = Arc::new(callback);
-        let mut place = process::write(&self.checkpoint);
-        let old = place.replace(callback);
-        drop(place);
+        let old = process::write(&self.policy).1.replace(callback);
+        // Foreign code: dropped without the lock.
         drop(old);
     }
 
@@ -131,7 +125,7 @@ impl<R: MemoryResource> Relief<R> {
         &self.inner
     }
 
-    /// A request failed for want of memory: everything that may help, and what came of it.
+    /// Runs the hooks and the policy for a request that failed for lack of memory, and returns its result.
     #[cold]
     fn relieve(
         &self,
@@ -145,10 +139,10 @@ impl<R: MemoryResource> Relief<R> {
                 done => return self.recovered(done),
             }
         }
-        match self.policy() {
+        let (policy, checkpoint) = process::read(&self.policy).clone();
+        match policy {
             OomPolicy::Checkpoint => {
-                let callback = process::read(&self.checkpoint).clone();
-                if let Some(callback) = callback {
+                if let Some(callback) = checkpoint {
                     guarded("a checkpoint callback", || callback(&error));
                 }
                 return Err(error);
@@ -183,12 +177,9 @@ impl<R: MemoryResource> Relief<R> {
             if room.is_some_and(|room| !hook.runs_in(room)) {
                 continue;
             }
-            let missing = match room {
-                Some(room) if room < bytes => bytes - room,
-                // The device is short, not a budget.
-                _ => bytes,
-            };
-            hook.run(missing);
+            // With room in every budget the device is short, by an unknown number of bytes.
+            let missing = bytes.checked_sub(room.unwrap_or(0)).filter(|it| *it > 0);
+            hook.run(missing.unwrap_or(bytes));
             match attempt() {
                 Err(last) if last.is_out_of_memory() => error = last,
                 done => return done,
@@ -197,7 +188,7 @@ impl<R: MemoryResource> Relief<R> {
         Err(error)
     }
 
-    /// Looks now and then whether a budget has room, for so long; if the device is short only time tells.
+    /// Reaps at intervals until the budgets have room, or for the whole time if the device is short of memory.
     fn wait(&self, bytes: u64, timeout: Duration) -> Result<(), Error> {
         let has_room = || self.inner.headroom().is_none_or(|room| bytes <= room);
         let device_short = has_room();
@@ -215,7 +206,7 @@ impl<R: MemoryResource> Relief<R> {
     }
 }
 
-/// Whether a request is above the whole limit of a budget, so that nothing which is freed can help.
+/// Whether a request is above the whole limit of a budget, so that no freed memory can help.
 fn never_fits(error: &Error) -> bool {
     matches!(error, Error::OverBudget { requested, limit, .. } if requested > limit)
 }
@@ -238,7 +229,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
         self.inner.deallocate_block(block)
     }
 
-    /// As the resource below says, with the recoveries, and the device's memory if the driver tells it.
+    /// As the resource below, with the recoveries, and the device's memory if the driver reports it.
     fn usage(&self) -> Result<Usage, Error> {
         let mut usage = self.inner.usage()?;
         usage.recoveries += self.recoveries.load(Ordering::Relaxed);
@@ -250,10 +241,6 @@ unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
     fn reset_accumulated_stats(&self) {
         self.recoveries.store(0, Ordering::Relaxed);
         self.inner.reset_accumulated_stats();
-    }
-
-    fn ordinal(&self) -> usize {
-        self.inner.ordinal()
     }
 
     #[inline]

@@ -14,9 +14,9 @@ use crate::sync::event::EventPools;
 use crate::sync::order::wait_for_context;
 
 use super::block::{Access, RawBlock};
-use super::dropped::give_back;
+use super::dropped::give_back_now;
 use super::traits::{MemoryResource, UseTracking, must_last};
-use super::uses::Point;
+use super::uses::{Point, add_user};
 
 /// The byte that the environment's variables fill with.
 const POISON: u8 = 0xDD;
@@ -54,10 +54,8 @@ pub struct LiveBlock {
 /// ```
 /// use cualloc::{Request, resource::{MemoryResource, Sanitizer}};
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
-/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let checked = Sanitizer::new(allocator).poison_freed(Some(0xDD));
 /// let block = checked.allocate_block(&Request::new(64).tag("cache"), &stream)?;
@@ -233,7 +231,7 @@ impl<R: MemoryResource> Sanitizer<R> {
 
     fn poison_old(&self, entry: &Entry, byte: u8) -> Result<(), Error> {
         let (id, stream) = (&entry.block.id, &entry.stream);
-        let here = stream.id()?;
+        let here = stream.own_id();
         // A graph is no place for the fill, and a wait in it for what is not captured spoils it.
         capture::refuse_capture(stream)?;
         let tracking = self.inner.use_tracking();
@@ -263,14 +261,9 @@ impl<R: MemoryResource> Sanitizer<R> {
         stream: &Stream,
         recorded: Result<(), Error>,
     ) -> Result<(), Error> {
-        let by = stream.own_id();
-        let matters = self.checks.poison_freed.is_some() && by != id.stream_id();
+        let matters = self.checks.poison_freed.is_some() && stream.own_id() != id.stream_id();
         if matters && (recorded.is_ok() || must_last(&recorded)) {
-            self.change(id, |entry| {
-                if entry.users.iter().all(|known| known.stream() != by) {
-                    entry.users.push(Point::late(stream, by));
-                }
-            });
+            self.change(id, |entry| add_user(&mut entry.users, stream));
         }
         recorded
     }
@@ -285,7 +278,11 @@ unsafe impl<R: MemoryResource> MemoryResource for Sanitizer<R> {
             && let Err(error) = self.poison_new(&block.id(), byte, stream)
         {
             self.entries().remove(&block.ptr());
-            give_back(&self.inner, block, "a block leaks");
+            give_back_now(
+                &self.inner,
+                block,
+                "leaking a block that could not be filled",
+            );
             return Err(error);
         }
         Ok(block)
@@ -330,10 +327,6 @@ unsafe impl<R: MemoryResource> MemoryResource for Sanitizer<R> {
 
     fn finish_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         self.used(id, stream, self.inner.finish_use(id, stream, access))
-    }
-
-    fn ordinal(&self) -> usize {
-        self.inner.ordinal()
     }
 
     #[inline]

@@ -7,18 +7,14 @@ use crate::driver::{Context, Stream, process};
 use crate::error::Error;
 use crate::locks::held::{Locked, Mutex};
 
-/// The environment variable that [`StreamPool::planned_bytes`] reads.
-const STREAM_BUDGET: &str = "CUALLOC_STREAM_BUDGET";
-
-/// Streams of one context that are created once and kept: at most as many as its capacity. Numbers
-/// count up from 1 and are never reused; 0 is the default stream. Cheap to clone.
+/// Streams of one context that are created once and kept, up to a capacity. Numbers count up from 1 and are never
+/// reused; 0 is the default stream. Cheap to clone.
 ///
 /// ```
 /// use cualloc::resource::StreamPool;
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
+/// # use cualloc::{sim::{SimConfig, Simulator}};
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// let pool = StreamPool::new(&context);
 /// let (id, stream) = pool.acquire()?;
 /// assert_eq!(pool.get(id).map(|s| s.raw()), Some(stream.raw()));
@@ -58,11 +54,10 @@ impl StreamPool {
         }))
     }
 
-    /// Bytes that a program may plan for each stream, for instance as the limit of a
-    /// [`Budget`](super::Budget): 256 MiB, or the size in the environment variable `CUALLOC_STREAM_BUDGET`; 0 and
-    /// what is not a size is ignored. Nothing in this crate is sized by it.
+    /// Bytes that a program may plan for each stream, for instance as the limit of a [`Budget`](super::Budget): 256 MiB,
+    /// or the size in `CUALLOC_STREAM_BUDGET`; 0 and invalid sizes are ignored. Nothing in this crate is sized by it.
     pub fn planned_bytes() -> u64 {
-        stream_budget(crate::environment::text(STREAM_BUDGET).as_deref())
+        stream_budget(crate::environment::text("CUALLOC_STREAM_BUDGET").as_deref())
     }
 
     fn lock(&self) -> Locked<'_, State> {

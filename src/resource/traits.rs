@@ -10,17 +10,15 @@ use crate::error::{Error, Refused, StreamMisuse};
 use super::block::{Access, RawBlock};
 use super::usage::Usage;
 
-/// What a resource knows about the use of its blocks on other streams than their own.
+/// What a resource tracks of the use of its blocks on other streams than their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum UseTracking {
     /// Nothing: no use is accepted.
     None,
-    /// [`record_use`](MemoryResource::record_use) keeps memory from being reused too early; the
-    /// order of reads and writes among streams is the caller's.
+    /// [`record_use`](MemoryResource::record_use) delays reuse; the order of reads and writes is the caller's.
     Reuse,
-    /// Also [`prepare_use`](MemoryResource::prepare_use) and
-    /// [`finish_use`](MemoryResource::finish_use): reads and writes of several streams are put in
-    /// order.
+    /// Also [`prepare_use`](MemoryResource::prepare_use) and [`finish_use`](MemoryResource::finish_use) put reads and
+    /// writes of several streams in order.
     Access,
 }
 
@@ -29,16 +27,15 @@ pub enum UseTracking {
 /// Generic code over `R: MemoryResource` is compiled for its stack and has no indirect call;
 /// `Arc<dyn MemoryResource>` is a resource too, where a stack is chosen at run time.
 ///
-/// All calls may come from any thread. What is said of streams holds for all resources: memory
-/// belongs to the order of the stream that it was allocated on, and a deallocated block is not
-/// given to anybody whose work could meet work that was queued before the deallocation.
+/// All calls may come from any thread. Of all resources memory belongs to the order of the stream that it was
+/// allocated on, and a deallocated block is not handed out to work that could overlap with work queued before the
+/// deallocation.
 ///
 /// ```
 /// use cualloc::{Request, resource::MemoryResource};
-/// # use cualloc::{driver::Context, sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::with_devices(1, 1 << 30))?;
-/// # let driver = sim.driver()?;
-/// # let context = driver.context(0)?;
+/// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// // The allocator is a resource: the caching one.
@@ -47,11 +44,8 @@ pub enum UseTracking {
 /// allocator.deallocate_block(block)?;
 ///
 /// // And so are the pools: a program can swap one for another and compare.
-/// use cualloc::pool::{DriverPool, DriverPoolConfig};
-/// use cualloc::Error;
-/// use cualloc::DeviceBuffer;
+/// use cualloc::{DeviceBuffer, Error, driver::Stream, pool::{DriverPool, DriverPoolConfig}};
 /// use std::sync::Arc;
-/// # use cualloc::driver::Stream;
 /// fn work(source: Arc<dyn MemoryResource>, stream: &Stream) -> Result<u64, Error> {
 ///     drop(DeviceBuffer::<u8>::uninit(&source, 1 << 20, stream)?);
 ///     Ok(source.usage()?.used.peak)
@@ -62,18 +56,19 @@ pub enum UseTracking {
 /// ```
 ///
 /// # Safety
-/// Safe code rests on what a resource says: buffers and tensors write to its blocks and give them back. An
-/// implementation hands out memory of the bytes asked for or more, in the order of the stream it was asked for, to
-/// one owner at a time, under an identity that is never used again. What was said to be used by
-/// [`record_use`](Self::record_use), [`record_stream`](Self::record_stream) or [`finish_use`](Self::finish_use)
-/// with success, and everything that the block's own stream was given before
-/// [`deallocate_block`](Self::deallocate_block), is over before the memory goes to anybody whose work does not come
-/// behind it; where [`use_tracking`](Self::use_tracking) is [`UseTracking::None`] that holds for all work of the
-/// [`context`](Self::context), or where there is none of that of the block's stream. It takes back only blocks that it handed out. An adaptor passes calls on to its
-/// [`upstream`](Self::upstream), from which its blocks come, with the same stream, and blocks unchanged.
+/// Safe code relies on it: buffers and tensors write to the blocks of a resource and give them back. An
+/// implementation hands out memory of at least the requested bytes, in the order of the requested stream, to one owner
+/// at a time, under an identity that is never used again, and takes back only blocks that it handed out. Memory is
+/// handed out again only behind, or after the end of, the uses that [`record_use`](Self::record_use),
+/// [`record_stream`](Self::record_stream) or [`finish_use`](Self::finish_use) recorded, and the work queued on the
+/// block's own stream before [`deallocate_block`](Self::deallocate_block); where
+/// [`use_tracking`](Self::use_tracking) is [`UseTracking::None`], all work of the [`context`](Self::context), or without
+/// one of the context of the block's stream. An adaptor passes calls on to its [`upstream`](Self::upstream), from which
+/// its blocks come, with the same stream, and blocks unchanged.
 ///
-/// A source writes [`usage`](Self::usage) and [`state`](Self::state), and what is said of uses where it tracks
-/// them; an adaptor names its upstream and writes what it changes. What it does not write its upstream answers.
+/// A source implements [`context`](Self::context) or [`ordinal`](Self::ordinal), [`usage`](Self::usage),
+/// [`state`](Self::state), and the methods for uses where it tracks them. An adaptor names its upstream, which answers
+/// every method that the adaptor does not implement.
 ///
 /// ```compile_fail,E0200
 /// # use cualloc::{Request, driver::Stream, resource::*};
@@ -98,8 +93,8 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// The block, still allocated, with the reason.
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>>;
 
-    /// Takes a block back, if that needs no look at anything else, of no stream's end either. False, with nothing
-    /// changed but where the block is entered, if it does.
+    /// Takes a block back if that needs neither a driver call nor the end of a stream's work. If not it is false, and
+    /// nothing has changed except where the block is entered.
     #[doc(hidden)]
     #[inline]
     fn take_back_at_once(&self, _block: &mut RawBlock) -> bool {
@@ -107,7 +102,13 @@ pub unsafe trait MemoryResource: Send + Sync {
     }
 
     /// The ordinal of the device.
-    fn ordinal(&self) -> usize;
+    #[inline]
+    fn ordinal(&self) -> usize {
+        match self.upstream() {
+            Some(below) => below.ordinal(),
+            None => self.context().map_or(0, |home| home.device().ordinal()),
+        }
+    }
 
     /// The resource that an adaptor's blocks come from, which answers every call that the adaptor does not
     /// answer itself; none for a source of memory.
@@ -121,14 +122,14 @@ pub unsafe trait MemoryResource: Send + Sync {
         self.upstream()?.context()
     }
 
-    /// Tells a source of memory from every other one of the process, as the [`source`](BlockId::source) of its
-    /// blocks does; 0 of a source that does not say. An adaptor has that of its upstream.
+    /// A number that no other source of memory in the process has, the [`source`](BlockId::source) of its blocks; 0
+    /// of a source that has none. An adaptor has that of its upstream.
     fn id(&self) -> u64 {
         self.upstream().map_or(0, MemoryResource::id)
     }
 
-    /// What is held from the driver and handed out of it; of everything under the resource, also where
-    /// others share that. A source that does not say has nothing.
+    /// Memory held from the driver and handed out, of everything under the resource, also where others share that.
+    /// The default of a source is nothing.
     ///
     /// # Errors
     /// Driver errors.
@@ -137,15 +138,15 @@ pub unsafe trait MemoryResource: Send + Sync {
             .map_or_else(|| Ok(Usage::default()), MemoryResource::usage)
     }
 
-    /// Bytes that every budget on the way down still has room for; none if there is no budget. More may
-    /// fit once pending bytes were [reaped](Self::reap), and less where the device is short.
+    /// Bytes that every budget below still has room for; none if there is no budget. More may fit once pending
+    /// bytes were [reaped](Self::reap), and less where the device is short of memory.
     #[doc(hidden)]
     fn headroom(&self) -> Option<u64> {
         self.upstream()?.headroom()
     }
 
-    /// Waits for the streams that deallocated blocks are pending on; how many bytes left. May block
-    /// the calling thread, and nobody else.
+    /// Waits for the streams that deallocated blocks are pending on, and returns how many bytes left. May block the
+    /// calling thread, and no other one.
     ///
     /// # Errors
     /// Driver errors: what could not be seen complete stays pending, for the next call.
@@ -177,7 +178,7 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// Where a block is in its life. A source that does not say knows no block.
+    /// Where a block is in its life. The default of a source knows no block.
     fn state(&self, id: &BlockId) -> BlockState {
         self.upstream()
             .map_or(BlockState::Free, |below| below.state(id))
@@ -189,7 +190,7 @@ pub unsafe trait MemoryResource: Send + Sync {
             .map_or(UseTracking::None, MemoryResource::use_tracking)
     }
 
-    /// Says that work already given to `stream` uses the block, and none later does.
+    /// Records that work already queued on `stream` uses the block, and none later does.
     ///
     /// # Errors
     /// [`StreamMisuse::NotTracked`] where uses are not tracked; [`Error::UseAfterFree`].
@@ -200,9 +201,8 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// Says that `stream` uses the block until it is deallocated, by work that is not told of: the
-    /// memory is reused only when everything is done that the stream was given until then, or behind
-    /// it.
+    /// Records that `stream` uses the block until it is deallocated: the memory is reused only after, or behind, all
+    /// work that is queued on the stream until then.
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use).
@@ -213,9 +213,9 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// Lets work that is given to `stream` from now on access the block: queues the waits for it.
-    /// Of a source that tracks [`UseTracking::Reuse`] by default nothing on the block's own stream, and
-    /// refused on others, whose order is the caller's.
+    /// Queues the waits that later work on `stream` needs before it accesses the block. The default of a source that
+    /// tracks [`UseTracking::Reuse`] does nothing on the block's own stream, and refuses others, whose order is the
+    /// caller's.
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use).
@@ -234,22 +234,21 @@ pub unsafe trait MemoryResource: Send + Sync {
         Err(not_tracked("preparing a use", stream))
     }
 
-    /// Says that the work which [`prepare_use`](Self::prepare_use) made way for was given to
-    /// `stream`. Of a source by default what [`record_use`](Self::record_use) says.
+    /// Records that the work which [`prepare_use`](Self::prepare_use) was called for is queued on `stream`. The default
+    /// of a source is [`record_use`](Self::record_use).
     ///
     /// # Errors
-    /// As [`record_use`](Self::record_use). After a driver error the block counts as used on
-    /// `stream` by everything that the stream has been given when the block is needed next. That takes
-    /// no further question to the driver under [`UseTracking::Access`], and on the block's own stream.
-    /// Under [`UseTracking::Reuse`] another stream is recorded as [`record_stream`](Self::record_stream)
-    /// does; if that is refused too, the use counts only once it is recorded.
+    /// As [`record_use`](Self::record_use). After a driver error the block counts as used by all work that is queued on
+    /// `stream` until the block is needed next. That takes no further driver call under [`UseTracking::Access`], and on
+    /// the block's own stream. Under [`UseTracking::Reuse`] another stream is recorded as
+    /// [`record_stream`](Self::record_stream) does; if that fails too, the use counts only once it is recorded.
     fn finish_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         match self.upstream() {
             Some(below) => below.finish_use(id, stream, access),
             None => {
                 let recorded = self.record_use(id, stream);
                 if must_last(&recorded) {
-                    // The first error is the one to tell of.
+                    // The first error is the one that is returned.
                     let _ = self.record_stream(id, stream);
                 }
                 recorded
@@ -257,7 +256,7 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// The allocator that the resource is, with nothing in between: owners of memory go to it directly then.
+    /// The resource as an allocator, if it is one: owners of memory call it directly then.
     #[doc(hidden)]
     #[inline]
     fn as_allocator(&self) -> Option<&Allocator> {
@@ -275,7 +274,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     }
 
     /// Whether the stream of a block was retired, or is about to be, so that the allocator which the block comes from
-    /// takes its last marker for the end of all its work: who gave it more has to say so before the block goes.
+    /// takes its last marker for the end of all its work: later work on it must be recorded before the block is freed.
     #[doc(hidden)]
     #[inline]
     fn has_retired_stream(&self, block: &RawBlock) -> bool {
@@ -299,8 +298,8 @@ pub trait Source: MemoryResource + Clone + 'static {}
 
 impl<R: MemoryResource + Clone + 'static> Source for R {}
 
-/// Whether the driver refused to mark the end of work that was given already: its stream counts until the
-/// block is freed.
+/// Whether the driver refused to mark the end of work that is queued already: its stream counts until the block is
+/// freed.
 pub(crate) fn must_last(recorded: &Result<(), Error>) -> bool {
     matches!(recorded, Err(error) if error.driver_error().is_some())
 }
@@ -312,7 +311,7 @@ fn not_tracked(asked: &'static str, stream: &Stream) -> Error {
     }
 }
 
-/// Implements [`MemoryResource`] for handles by the resource that they stand for.
+/// Implements [`MemoryResource`] for handles to a resource.
 macro_rules! forward {
     ($([$($generics:tt)*] $handle:ty, $self:ident => $target:expr; { $($shared:tt)* })*) => {$(
         // SAFETY: passes everything on.
@@ -328,9 +327,6 @@ macro_rules! forward {
             #[inline]
             fn take_back_at_once(&$self, block: &mut RawBlock) -> bool {
                 $target.take_back_at_once(block)
-            }
-            fn ordinal(&$self) -> usize {
-                $target.ordinal()
             }
             #[inline]
             fn upstream(&$self) -> Option<&dyn MemoryResource> {

@@ -3,12 +3,12 @@
 use crate::allocator::{Counter, Stats};
 use crate::driver::MemInfo;
 
-/// What a resource holds and hands out, as every source, pool and adaptor answers it. Bytes, unless a field
+/// What a resource holds and hands out, as every source, pool and adaptor reports it. Bytes, unless a field
 /// says otherwise; zero or none is what the resource does not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Usage {
-    /// Bytes in live blocks, as they were asked for.
+    /// Bytes in live blocks, as they were requested.
     pub requested: Counter,
     /// Bytes in live blocks, as the source rounds them.
     pub used: Counter,
@@ -28,21 +28,16 @@ pub struct Usage {
     pub misses: u64,
     /// Requests that failed.
     pub failures: u64,
-    /// Requests that failed at first, and went through after hooks or a policy had done their work.
+    /// Requests that failed at first and succeeded after relief hooks or a policy had run.
     pub recoveries: u64,
     /// The bound on live and pending bytes, if there is one.
     pub limit: Option<u64>,
-    /// Memory of the device, by the driver's account; none if it was not asked.
+    /// Memory of the device as the driver reports it; none if it was not asked.
     pub device_memory: Option<MemInfo>,
 }
 
 impl Usage {
-    /// Bytes held from the driver and not in live blocks.
-    pub fn cached_bytes(&self) -> u64 {
-        self.reserved.current.saturating_sub(self.used.current)
-    }
-
-    /// That of an allocator.
+    /// The usage of an allocator.
     pub(crate) fn of(stats: &Stats) -> Usage {
         Usage {
             requested: stats.all.requested,
@@ -58,13 +53,56 @@ impl Usage {
         }
     }
 
-    /// Bytes that have not left: live and pending ones together.
+    /// Bytes held from the driver and not in live blocks.
+    pub fn cached_bytes(&self) -> u64 {
+        self.reserved.current.saturating_sub(self.used.current)
+    }
+
+    /// Live and pending bytes together.
     pub fn outstanding(&self) -> u64 {
         self.requested.current.saturating_add(self.pending)
     }
 
-    /// Bytes that could be asked for under the limit; none without one.
+    /// Bytes that could be requested under the limit; none without one.
     pub fn remaining(&self) -> Option<u64> {
         Some(self.limit?.saturating_sub(self.outstanding()))
+    }
+
+    /// Counts a block that becomes live.
+    #[inline(always)]
+    pub(crate) fn add(&mut self, bytes: u64) {
+        self.requested.add(bytes);
+        self.blocks.add(1);
+    }
+
+    /// Counts a block that is live no more.
+    #[inline(always)]
+    pub(crate) fn sub(&mut self, bytes: u64) {
+        self.requested.sub(bytes);
+        self.blocks.sub(1);
+    }
+
+    fn counters(&mut self) -> [&mut Counter; 4] {
+        let Usage {
+            requested,
+            used,
+            reserved,
+            blocks,
+            ..
+        } = self;
+        [requested, used, reserved, blocks]
+    }
+
+    /// Sets the peaks to the current values.
+    pub(crate) fn reset_peaks(&mut self) {
+        self.counters().into_iter().for_each(Counter::reset_peak);
+    }
+
+    /// Sets the sums since the start to 0.
+    pub(crate) fn reset_sums(&mut self) {
+        for counter in self.counters() {
+            (counter.total_allocated, counter.total_freed) = (0, 0);
+        }
+        (self.requests, self.hits, self.misses, self.failures) = (0, 0, 0, 0);
     }
 }

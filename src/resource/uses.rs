@@ -1,107 +1,80 @@
-//! The uses of one block: its last write and the reads since.
+//! The uses of one block: its last write, the reads since, and the streams that use it until it is freed.
 
 use std::sync::Arc;
 
 use crate::driver::kept_stream::KeptStream;
-use crate::driver::{NO_ID, Stream};
-use crate::locks::thread_id::ThreadId;
+use crate::driver::{Context, Stream};
+use crate::error::Error;
 use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 use crate::sync::order::wait_for_context;
 
 use super::block::Access;
-use crate::error::Error;
 
 /// A moment in the work of a stream.
 #[derive(Debug, Clone)]
 pub(crate) struct Point {
-    stream: u64,
-    /// Ticks of the block's clock before and after the moment: two moments of one stream are known
-    /// to be in order if the first ended before the second began.
-    begin: u64,
-    end: u64,
+    /// The driver's id of the stream.
+    pub stream: u64,
     how: How,
 }
 
 #[derive(Debug, Clone)]
 enum How {
     Event(Arc<Pooled>),
-    /// No event could be recorded: everything the stream was given until it is asked for.
-    Late(Late),
-}
-
-/// A stream by its handle, which on another thread may mean another one.
-#[derive(Debug, Clone)]
-struct Late {
-    stream: KeptStream,
-    thread: ThreadId,
-}
-
-impl Late {
-    fn new(stream: &Stream) -> Late {
-        Late {
-            stream: KeptStream::new(stream),
-            thread: ThreadId::current(),
-        }
-    }
-
-    /// Whether the handle means the stream with this id here. One that could not be named is known by
-    /// the thread.
-    fn is_here(&self, id: u64) -> bool {
-        if id == NO_ID {
-            return self.thread == ThreadId::current();
-        }
-        self.stream.stream().own_id() == id
-    }
+    /// Everything the stream was given until it is waited for.
+    Late(KeptStream),
 }
 
 impl Point {
-    /// Everything that a stream has been given when it is asked for.
-    pub(crate) fn late(stream: &Stream, id: u64) -> Point {
-        Point {
-            stream: id,
-            begin: 0,
-            end: 0,
-            how: How::Late(Late::new(stream)),
-        }
-    }
-
-    /// The driver's id of the stream.
-    pub(crate) fn stream(&self) -> u64 {
-        self.stream
-    }
-
-    /// Lets later work of a stream start only after this moment. Nothing to do on its own stream.
+    /// Lets later work of a stream, which has the id, start only after this moment. Does nothing on its own stream.
     pub(crate) fn hold_back(
         &self,
         stream: &Stream,
         id: u64,
         events: &EventPools,
     ) -> Result<(), Error> {
-        if self.stream == id {
-            return Ok(());
-        }
         match &self.how {
+            _ if self.stream == id => Ok(()),
             How::Event(event) => Ok(event.hold_back(stream)?),
-            How::Late(late) => late.stream.with(|user| match user {
-                Some(user) if late.is_here(self.stream) => {
+            How::Late(late) => late.with(|user| match user {
+                Some(user) if user.own_id() == self.stream => {
                     // A wait for what is captured would draw the stream into the capture.
                     capture::refuse_capture(user)?;
                     Ok(events.record(user)?.hold_back(stream)?)
                 }
                 // It was retired, or the handle means another stream on this thread.
-                _ => Ok(wait_for_context(late.stream.stream().context())?),
+                _ => wait_for(late.stream().context()),
             }),
         }
     }
 }
 
-/// What is to be waited for before, or was done with, a block.
+/// Waits on the host for all work of a context. Refuses while something captures there, which the wait would spoil.
+pub(crate) fn wait_for(context: &Context) -> Result<(), Error> {
+    match capture::capture_in(context)? {
+        Some(stream) => Err(Error::Capturing { stream }),
+        None => Ok(wait_for_context(context)?),
+    }
+}
+
+/// Adds everything that a stream is given until it is waited for, unless the stream is in the list.
+pub(crate) fn add_user(users: &mut Vec<Point>, stream: &Stream) {
+    let id = stream.own_id();
+    if users.iter().all(|known| known.stream != id) {
+        users.push(Point {
+            stream: id,
+            how: How::Late(KeptStream::new(stream)),
+        });
+    }
+}
+
+/// What must be waited for before a block is accessed or freed.
 #[derive(Debug)]
 pub(crate) struct Uses {
-    last_write: Point,
-    reads: Vec<Point>,
-    /// Streams that use the block until it is freed, by work that nobody tells of.
+    /// The last write, and the reads since, with the tick at which each was recorded.
+    recorded: Vec<(Access, Point, u64)>,
+    /// Streams that use the block until it is freed, by work that is not recorded.
     lasting: Vec<Point>,
     /// Streams that were made to wait for all uses up to a tick.
     ordered: Vec<(u64, u64)>,
@@ -115,13 +88,7 @@ impl Uses {
     pub(crate) fn new(stream: u64, ready: Pooled) -> Uses {
         let how = How::Event(Arc::new(ready));
         Uses {
-            last_write: Point {
-                stream,
-                begin: 0,
-                end: 0,
-                how,
-            },
-            reads: Vec::new(),
+            recorded: vec![(Access::Write, Point { stream, how }, 0)],
             lasting: Vec::new(),
             ordered: Vec::new(),
             clock: 0,
@@ -134,16 +101,17 @@ impl Uses {
         self.clock > 0 || !self.lasting.is_empty()
     }
 
-    /// What an access has to wait for, and the tick that stands for having done so.
+    /// What an access has to wait for, and the tick to pass to [`ordered`](Self::ordered) after the wait.
     pub(crate) fn before(&self, access: Access) -> (Vec<Point>, u64) {
-        let mut points = vec![self.last_write.clone()];
-        if access.writes() {
-            points.extend(self.reads.iter().cloned());
-        }
-        (points, self.clock)
+        let uses = self.recorded.iter();
+        let uses = uses.filter(|(known, ..)| known.writes() || access.writes());
+        (
+            uses.map(|(_, point, _)| point.clone()).collect(),
+            self.clock,
+        )
     }
 
-    /// Everything that freeing has to wait for.
+    /// What a free has to wait for.
     pub(crate) fn all(&self) -> Vec<Point> {
         let (mut points, _) = self.before(Access::Write);
         points.extend(self.lasting.iter().cloned());
@@ -151,11 +119,8 @@ impl Uses {
     }
 
     /// A stream uses the block until it is freed.
-    pub(crate) fn until_freed(&mut self, stream: &Stream, id: u64) {
-        if self.lasting.iter().any(|known| known.stream == id) {
-            return;
-        }
-        self.lasting.push(Point::late(stream, id));
+    pub(crate) fn until_freed(&mut self, stream: &Stream) {
+        add_user(&mut self.lasting, stream);
     }
 
     /// A stream was made to wait for all uses up to a tick.
@@ -172,42 +137,36 @@ impl Uses {
         self.clock
     }
 
-    /// A use was recorded; without an event, everything the stream was given counts.
+    /// A use was recorded; without an event, everything the stream is given until the next wait counts.
     pub(crate) fn done(
         &mut self,
         stream: &Stream,
-        id: u64,
         access: Access,
         begin: u64,
         event: Option<Pooled>,
     ) {
         self.clock += 1;
-        let point = Point {
-            stream: id,
-            begin,
-            end: self.clock,
-            how: match event {
-                Some(event) => How::Event(Arc::new(event)),
-                None => How::Late(Late::new(stream)),
-            },
+        let id = stream.own_id();
+        let how = match event {
+            Some(event) => How::Event(Arc::new(event)),
+            None => How::Late(KeptStream::new(stream)),
         };
-        let follows = |old: &Point| id != NO_ID && old.stream == id && old.end < point.begin;
-        if !access.writes() {
-            // One read per stream, but for reads recorded at the same time.
-            self.reads.retain(|old| !follows(old));
-            self.reads.push(point);
-            return;
+        // Its event was recorded before that of the new use was begun, on the same stream.
+        let follows = |point: &Point, end: u64| point.stream == id && end < begin;
+        if access.writes() {
+            let waited = self.ordered.iter().find(|(stream, _)| *stream == id);
+            let waited = waited.map_or(0, |(_, tick)| *tick);
+            self.ordered.clear();
+            // Uses that this write did not wait for are kept: the memory must outlive them.
+            (self.recorded).retain(|(_, point, end)| *end > waited && !follows(point, *end));
+            for (known, ..) in &mut self.recorded {
+                *known = Access::Read;
+            }
+        } else {
+            // One read per stream, except for reads recorded at the same time.
+            (self.recorded).retain(|(known, point, end)| known.writes() || !follows(point, *end));
         }
-        let waited = self.ordered.iter().find(|(stream, _)| *stream == id);
-        let waited = waited.map_or(0, |(_, tick)| *tick);
-        self.ordered.clear();
-        // Uses that this write did not wait for are not forgotten: the memory must outlive them.
-        let covered = |old: &Point| follows(old) || (old.end <= waited && old.begin <= waited);
-        self.reads.retain(|old| !covered(old));
-        let before = std::mem::replace(&mut self.last_write, point.clone());
-        let unwaited = before.end > waited && !follows(&before);
-        if unwaited {
-            self.reads.push(before);
-        }
+        let point = Point { stream: id, how };
+        self.recorded.push((access, point, self.clock));
     }
 }

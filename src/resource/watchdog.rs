@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{JoinHandle, ThreadId};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::clock::{Clock, Wakeup};
@@ -30,10 +30,9 @@ use crate::locks::held::Mutex;
 pub struct Watchdog {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    thread_id: ThreadId,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Shared {
     clock: Clock,
     paused: AtomicBool,
@@ -56,7 +55,7 @@ impl Shared {
         }
     }
 
-    /// Waits until something is so, the watchdog was stopped, or the time has come; whether it is so.
+    /// Waits for a condition, a stop, or the end of the time; whether the condition holds.
     fn wait(&self, end: Duration, done: impl Fn() -> bool) -> bool {
         loop {
             let seen = self.wakeup.count();
@@ -73,8 +72,8 @@ impl Shared {
 }
 
 impl Watchdog {
-    /// Starts the thread, which pauses while there are fewer than `threshold` free bytes and probes once in
-    /// an `interval`. `probe` returns the free bytes, or none if they are unknown; the device's are those of
+    /// Starts the thread, which probes once per `interval` and pauses callers while there are fewer than `threshold`
+    /// free bytes. `probe` returns the free bytes, or none if they are unknown; those of a device are in
     /// [`Context::mem_info`](crate::driver::Context::mem_info).
     ///
     /// # Errors
@@ -100,18 +99,14 @@ impl Watchdog {
     ) -> std::io::Result<Watchdog> {
         let shared = Arc::new(Shared {
             clock: clock.clone(),
-            paused: AtomicBool::new(false),
-            checked: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
-            wakeup: Arc::default(),
+            ..Shared::default()
         });
         let inside = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
+        let thread = thread::Builder::new()
             .name("cualloc-watchdog".into())
             .spawn(move || inside.run(threshold, interval, probe))?;
         Ok(Watchdog {
             shared,
-            thread_id: thread.thread().id(),
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -140,7 +135,7 @@ impl Watchdog {
         let thread = process::lock(&self.thread).take();
         // The probe may call this, on the thread itself, which cannot wait for its own end.
         if let Some(thread) = thread
-            && self.thread_id != std::thread::current().id()
+            && thread.thread().id() != thread::current().id()
         {
             // Panics of the probe are caught.
             let _ = thread.join();

@@ -8,7 +8,7 @@ use cualloc::allocator::{Allocator, Config};
 use cualloc::driver::sys::CUresult;
 use cualloc::exchange::dlpack::DLManagedTensor;
 use cualloc::exchange::{DType, Peer, Tensor};
-use cualloc::resource::{AccessOrdered, CudaMemory, MemoryResource, Statistics};
+use cualloc::resource::{AccessOrdered, Budget, CudaMemory, MemoryResource};
 use cualloc::sim::{FailPlan, Mode};
 use cualloc::{DeviceBuffer, Policy, Request};
 
@@ -51,7 +51,7 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
             let allocator = rig.checked();
             let (stream, other) = (rig.stream(), rig.stream());
             let resource = Arc::new(AccessOrdered::new(allocator.clone()));
-            let plain = Arc::new(Statistics::new(allocator.clone()));
+            let plain = Arc::new(Budget::of_live(allocator.clone(), None));
             let plain = DeviceBuffer::<u8>::uninit(&plain, bytes, &stream).unwrap();
             let ordered = DeviceBuffer::<u8>::uninit(&resource, bytes, &stream).unwrap();
             captured(rig, stream.raw(), || {

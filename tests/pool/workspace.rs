@@ -6,7 +6,7 @@ use cualloc::driver::sys::CUresult;
 use cualloc::driver::{Driver, Stream};
 use cualloc::error::InvalidArgument;
 use cualloc::pool::WorkspacePool;
-use cualloc::resource::{AccessOrdered, Budget, MemoryResource, Statistics, Usage};
+use cualloc::resource::{AccessOrdered, Budget, MemoryResource, Usage};
 use cualloc::sim::{FailPlan, SimConfig, Simulator};
 use cualloc::{Allocator, Config, DeviceBuffer, Error, Request};
 
@@ -185,7 +185,7 @@ fn s4_12_work_of_a_retired_stream_keeps_its_slab() {
         for made in [WorkspacePool::new as Made, WorkspacePool::exact] {
             let pool = pool_of(rig, made, 4);
             let below = |pool: &WorkspacePool| -> Arc<dyn MemoryResource> {
-                Arc::new(Statistics::new(AccessOrdered::new(pool.clone())))
+                Arc::new(Budget::of_live(AccessOrdered::new(pool.clone()), None))
             };
             let sources: [Arc<dyn MemoryResource>; 3] = [
                 Arc::new(pool.clone()),

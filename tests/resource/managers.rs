@@ -11,15 +11,14 @@ use cualloc::{DeviceBuffer, DeviceCopy, Error, Policy, Request};
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-pub type Manager = Arc<Statistics<Budget<Arc<dyn MemoryResource>>>>;
+pub type Manager = Arc<Budget<Arc<dyn MemoryResource>>>;
 
 pub fn packed(test: impl Fn(&Rig)) {
     only(Policy::Packed, test);
 }
 
 fn manager(stack: &Arc<dyn MemoryResource>, budget: u64) -> Manager {
-    let budget = Budget::of_live(Arc::clone(stack), Some(budget));
-    Arc::new(Statistics::new(budget))
+    Arc::new(Budget::of_live(Arc::clone(stack), Some(budget)))
 }
 
 pub fn managed(rig: &Rig, budget: u64) -> (Manager, Arc<dyn MemoryResource>, Stream) {
@@ -197,7 +196,7 @@ fn s5_5_both_budgets_refuse_alike() {
 fn s5_6_s5_7_queries_and_counts() {
     packed(|rig| {
         let (manager, _stack, stream) = managed(rig, 1000);
-        let (usage, budget) = (|| manager.usage().unwrap(), manager.get_ref());
+        let (usage, budget) = (|| manager.usage().unwrap(), &manager);
         let limits = || (usage().limit, budget.remaining());
         assert_eq!(limits(), (Some(1000), Some(1000)));
         let slice = allocate::<u8>(&manager, 800, &stream).unwrap();
@@ -282,7 +281,7 @@ fn s5_55_no_call_desynchronises_the_figures() {
         stack.trim(0).unwrap();
         assert_eq!(live(&manager).0, 1000);
         drop(slice);
-        let left = manager.get_ref().remaining();
+        let left = manager.remaining();
         assert_eq!((live(&manager).0, left), (0, Some(10_000)));
         let all = allocate::<u8>(&manager, 10_000, &stream).unwrap();
         all.free().unwrap();

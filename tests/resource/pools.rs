@@ -72,7 +72,7 @@ fn s4_12_s4_15_s4_17_exact_workspaces_pass_the_suite() {
 /// Every pool carries every adaptor.
 fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource {
     let budget = Budget::new(AccessOrdered::new(pool), Some(GIB as u64));
-    let watched = Statistics::new(Logging::new(budget, RingSink::new(16)));
+    let watched = Logging::new(budget, RingSink::new(16));
     let below: Arc<dyn MemoryResource> = Arc::new(watched);
     let guarded = Relief::new(Budget::new(below, None));
     let poisoned = Sanitizer::new(guarded).poison_freed(Some(0xDD));

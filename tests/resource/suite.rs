@@ -36,13 +36,11 @@ fn freeing_caches<R: MemoryResource>(resource: R) -> Relief<R> {
     relief
 }
 
-type SmallStack = Statistics<Logging<Budget<AccessOrdered>, RingSink>>;
+type SmallStack = Logging<Budget<AccessOrdered>, RingSink>;
 
 fn small_stack(rig: &Rig) -> SmallStack {
-    Statistics::new(Logging::new(
-        Budget::new(tracked_order(rig), Some(GIB as u64)),
-        RingSink::new(64),
-    ))
+    let bounded = Budget::new(tracked_order(rig), Some(GIB as u64));
+    Logging::new(bounded, RingSink::new(64))
 }
 
 suite! {
@@ -57,12 +55,12 @@ suite! {
     budget_over_direct: |rig| Budget::new(CudaMemory::new(&rig.context), Some(GIB as u64));
     budget_over_async: |rig| Budget::new(tracked_order(rig), Some(GIB as u64 / 2));
     async_over_budget: |rig| AccessOrdered::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
-    statistics: |rig| Statistics::new(caching(rig));
+    statistics: |rig| Budget::of_live(caching(rig), None);
     logging: |rig| Logging::new(caching(rig), RingSink::new(16));
     logging_to_nowhere: |rig| Logging::new(caching(rig), ());
     guard: |rig| Relief::new(Budget::new(caching(rig), Some(GIB as u64 / 2)));
     guard_with_policy: |rig| freeing_caches(Budget::new(caching(rig), None));
-    manager: |rig| Statistics::new(Budget::of_live(tracked_order(rig), Some(GIB as u64)));
+    manager: |rig| Budget::of_live(tracked_order(rig), Some(GIB as u64));
     sanitizer_off: |rig| Sanitizer::new(caching(rig));
     sanitizer_over_caching: |rig| poisoned(caching(rig));
     sanitizer_over_async: |rig| poisoned(tracked_order(rig));

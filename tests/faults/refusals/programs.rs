@@ -12,8 +12,7 @@ use cualloc::pool::{
     DriverPool, DriverPoolConfig, PinnedConfig, PinnedPool, ThresholdPool, TypedPool, WorkspacePool,
 };
 use cualloc::resource::{
-    Access, AccessOrdered, Budget, CudaMemory, Launch, MemoryResource, Relief, Statistics,
-    StreamPool,
+    Access, AccessOrdered, Budget, CudaMemory, Launch, MemoryResource, Relief, StreamPool,
 };
 use cualloc::sim::Mode;
 use cualloc::trace::{Replay, Trace};
@@ -502,7 +501,7 @@ fn native_resource(w: &World) -> Outcome {
 
 fn adaptors(w: &World) -> Outcome {
     let (a, b) = (w.alloc.create_stream()?, w.alloc.create_stream()?);
-    let inner = Arc::new(AccessOrdered::new(Statistics::new(w.alloc.clone())));
+    let inner = Arc::new(AccessOrdered::new(Budget::of_live(w.alloc.clone(), None)));
     let guard = Arc::new(Relief::new(Budget::new(inner, Some(1 << 30))));
     let reserve = DeviceBuffer::<u8>::uninit(&guard, 4 << 20, &a)?;
     use_across(w, &guard, &a, &b)?;
@@ -512,8 +511,7 @@ fn adaptors(w: &World) -> Outcome {
 
 fn manager(w: &World) -> Outcome {
     let stack = Arc::new(AccessOrdered::new(w.alloc.clone()));
-    let manager = Budget::of_live(Arc::clone(&stack), Some(1 << 30));
-    let manager = Arc::new(Statistics::new(manager));
+    let manager = Arc::new(Budget::of_live(Arc::clone(&stack), Some(1 << 30)));
     let (_, stream) = StreamPool::new(&w.context).acquire()?;
     let slice = DeviceBuffer::<u32>::uninit(&manager, 5000, &stream)?;
     slice.prepare_use(&stream, Access::Write)?;

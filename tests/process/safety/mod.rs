@@ -429,7 +429,7 @@ fn s4_streams_of_another_driver_are_refused() {
 #[test]
 fn d9_children_of_busy_threads_do_not_hang() {
     use cualloc::pool::{PinnedConfig, PinnedPool, PoolReport};
-    use cualloc::resource::{Budget, Relief, Sanitizer, Statistics};
+    use cualloc::resource::{Budget, Relief, Sanitizer};
 
     unsafe extern "C" {
         fn fork() -> i32;
@@ -452,8 +452,7 @@ fn d9_children_of_busy_threads_do_not_hang() {
         Some(1 << 29),
     ))));
     let guard = Relief::new(Budget::new(Arc::clone(&ordered), Some(1 << 29)));
-    let manager = Budget::of_live(Arc::clone(&ordered), Some(1 << 29));
-    let manager = Arc::new(Statistics::new(manager));
+    let manager = Arc::new(Budget::of_live(Arc::clone(&ordered), Some(1 << 29)));
     let stream = rig.stream();
     let stop = AtomicBool::new(false);
     let work = |mut k: usize, stream: &Stream| {

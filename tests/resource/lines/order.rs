@@ -95,10 +95,8 @@ fn s5_23_unprepared_write_keeps_other_uses() {
 fn s5_24_s5_60_failed_deallocation_returns_the_block() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let resource = Statistics::new(Sanitizer::new(Budget::new(
-            asynchronous(rig),
-            Some(1 << 30),
-        )));
+        let budget = Budget::new(asynchronous(rig), Some(1 << 30));
+        let resource = Logging::new(Sanitizer::new(budget), ());
         let [a, b] = rig.streams();
         let mut block = take(&resource, 4096, &a);
         let id = block.id();
