@@ -236,35 +236,9 @@ impl PinnedPool {
                 usable: config.buffer_bytes,
             }));
         }
-        let find = |state: &mut State| {
-            if oversize {
-                return Ok(Err(state.generation));
-            }
-            if let Some(block) = state.free.pop() {
-                state.lend(&block);
-                state.usage.hits += 1;
-                return Ok(Ok(block));
-            }
-            state
-                .begin(config, |_| true)
-                .map(Err)
-                .ok_or(state.looked_at)
-        };
-        let found = loop {
-            match self.0.change(find) {
-                Ok(found) => break found,
-                Err(0) => {
-                    let (what, maximum) = ("buffers", config.maximum);
-                    return Err(Error::Exhausted { what, maximum });
-                }
-                // Another call is about to find out whether they are free.
-                Err(_) => std::thread::yield_now(),
-            }
-        };
-        let mut block = match found {
-            Ok(block) => block,
-            Err(generation) if oversize => self.0.make(pages(bytes)?, generation)?,
-            Err(generation) => self.0.make(config.buffer_bytes, generation)?,
+        let mut block = match oversize {
+            true => self.0.make(pages(bytes)?, self.generation())?,
+            false => self.0.free_or_new()?,
         };
         block.home = Some(Arc::clone(&self.0) as Arc<dyn HostPool>);
         PinnedBuffer::over(block, len)
@@ -340,6 +314,31 @@ fn pages(bytes: usize) -> Result<usize, Error> {
 impl Inner {
     fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         change(&mut process::lock(&self.state))
+    }
+
+    /// A block of the pool's own size, for use: a free one, else a new one up to the maximum.
+    fn free_or_new(&self) -> Result<HostBlock, Error> {
+        loop {
+            let (free, begun, looked_at) = self.change(|state| {
+                let Some(block) = state.free.pop() else {
+                    let begun = state.begin(&self.config, |_| true);
+                    return (None, begun, state.looked_at);
+                };
+                state.lend(&block);
+                state.usage.hits += 1;
+                (Some(block), None, 0)
+            });
+            match (free, begun) {
+                (Some(block), _) => return Ok(block),
+                (None, Some(generation)) => return self.make(self.config.buffer_bytes, generation),
+                // Another call is about to find out whether blocks are free.
+                (None, None) if looked_at > 0 => std::thread::yield_now(),
+                (None, None) => {
+                    let (what, maximum) = ("buffers", self.config.maximum);
+                    return Err(Error::Exhausted { what, maximum });
+                }
+            }
+        }
     }
 
     /// Makes a block, for use; one of the pool's own size was [begun](State::begin).

@@ -9,6 +9,7 @@ use std::hash::BuildHasher;
 use crate::allocator::Mixed;
 use crate::driver::{process, sys};
 use crate::locks::lock::Lock;
+use crate::resource::Usage;
 
 /// Independently locked parts of a table.
 const SHARDS: usize = 16;
@@ -18,19 +19,6 @@ const TRIES: usize = 4;
 const REMEMBERED: usize = 1024;
 /// Keys of which a shard remembers returns; beyond them the one that was used longest ago is forgotten.
 const KEYS: usize = 32;
-
-/// What was counted since the start or the last reset.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Counts {
-    /// Requests served from cached memory, and others.
-    pub hits: u64,
-    pub misses: u64,
-    /// Blocks that were handed out, and that came back.
-    pub entered: u64,
-    pub returns: u64,
-    /// Blocks that are live, whenever they were handed out.
-    pub live: u64,
-}
 
 /// The stream and the bytes by which returned memory is found again.
 pub(super) type Key = (u64, usize);
@@ -51,7 +39,8 @@ struct Shard {
     vacant: Vec<u32>,
     /// Addresses of returned memory, the last returned at the end; the keys used last come first.
     returned: Vec<(Key, Vec<sys::CUdeviceptr>)>,
-    counts: Counts,
+    /// Hits, misses, and blocks, of which the peak means nothing.
+    usage: Usage,
 }
 
 /// Sharded by stream and size, so that streams do not contend.
@@ -96,7 +85,7 @@ impl Table {
         if let Some(returned) = returned {
             returned.pop();
         }
-        shard.counts.hits += 1;
+        shard.usage.hits += 1;
         Some((taken, shard.enter(number, Live { address, ..live })))
     }
 
@@ -111,8 +100,8 @@ impl Table {
     pub fn answered(&self, key: &Key, hit: bool, hints: &[sys::CUdeviceptr], free: &[u64]) {
         let mut shard = self.shard(key).1.lock();
         let count = match hit {
-            true => &mut shard.counts.hits,
-            false => &mut shard.counts.misses,
+            true => &mut shard.usage.hits,
+            false => &mut shard.usage.misses,
         };
         *count += 1;
         for hint in hints.iter().filter(|hint| !free.contains(hint)) {
@@ -145,7 +134,7 @@ impl Table {
         // No block begins there.
         (entry.address, entry.capacity) = (0, 0);
         shard.vacant.push(at);
-        shard.counts.returns += 1;
+        shard.usage.blocks.sub(1);
         shard.remember(&live.key, address);
         Some(live)
     }
@@ -155,9 +144,11 @@ impl Table {
         let (number, shard) = self.shard(&live.key);
         let mut shard = shard.lock();
         shard.forget(&live.key, live.address);
-        shard.counts.returns = shard.counts.returns.saturating_sub(1);
-        shard.counts.entered = shard.counts.entered.saturating_sub(1);
-        shard.enter(number, live)
+        let note = shard.enter(number, live);
+        let blocks = &mut shard.usage.blocks;
+        blocks.total_freed = blocks.total_freed.saturating_sub(1);
+        blocks.total_allocated -= 1;
+        note
     }
 
     /// Addresses of the live buffers of a rounded length and type.
@@ -171,30 +162,30 @@ impl Table {
         found
     }
 
-    pub fn counts(&self) -> Counts {
-        let mut sum = Counts::default();
+    /// Hits, misses and blocks of all shards, without a peak.
+    pub fn usage(&self) -> Usage {
+        let mut sum = Usage::default();
         for shard in self.shards() {
-            let shard = shard.lock();
-            sum.hits += shard.counts.hits;
-            sum.misses += shard.counts.misses;
-            sum.entered += shard.counts.entered;
-            sum.returns += shard.counts.returns;
-            sum.live += (shard.live.len() - shard.vacant.len()) as u64;
+            let usage = shard.lock().usage;
+            sum.hits += usage.hits;
+            sum.misses += usage.misses;
+            sum.blocks.current += usage.blocks.current;
+            sum.blocks.total_allocated += usage.blocks.total_allocated;
+            sum.blocks.total_freed += usage.blocks.total_freed;
         }
         sum
     }
 
-    pub fn reset_counts(&self) {
-        for shard in self.shards() {
-            shard.lock().counts = Counts::default();
-        }
+    pub fn reset_sums(&self) {
+        self.shards()
+            .for_each(|shard| shard.lock().usage.reset_sums());
     }
 }
 
 impl Shard {
     #[inline]
     fn enter(&mut self, number: usize, live: Live) -> u64 {
-        self.counts.entered += 1;
+        self.usage.blocks.add(1);
         let at = self.vacant.pop().unwrap_or(self.live.len() as u32);
         match self.live.get_mut(at as usize) {
             Some(place) => *place = live,
@@ -274,11 +265,11 @@ mod tests {
         table.answered(&KEY, true, &[5, 4, 3, 2], &[4, 2]);
         assert_eq!(table.hints(&KEY), [4, 2, 1]);
         assert!(table.hints(&(8, 512)).is_empty());
-        let counts = table.counts();
-        let (entered, returns) = (counts.entered, counts.returns);
-        assert_eq!((counts.hits, counts.live, entered, returns), (3, 2, 8, 6));
-        table.reset_counts();
-        assert_eq!((table.counts().hits, table.counts().live), (0, 2));
+        let (hits, blocks) = (table.usage().hits, table.usage().blocks);
+        let blocks = (blocks.current, blocks.total_allocated, blocks.total_freed);
+        assert_eq!((hits, blocks), (3, (2, 8, 6)));
+        table.reset_sums();
+        assert_eq!((table.usage().hits, table.usage().blocks.current), (0, 2));
     }
 
     #[test]

@@ -12,18 +12,16 @@ use crate::resource::{MemoryResource, RawBlock, UseTracking, check_request, devi
 
 use super::surplus::Surplus;
 
-/// Device memory of one device in stream order, of which unused bytes above a threshold go back to the
-/// driver.
+/// Device memory of one device in stream order, of which unused bytes above a threshold go back to the driver.
 ///
 /// A view on an [`Allocator`], which accounts for all memory, and is made when memory is first needed. A
 /// [`MemoryResource`]: [`DeviceBuffer`]s are made from it as from an allocator. Clones are handles to the same
 /// pool; all methods may be called from any thread.
 ///
-/// The threshold, by default none, is honoured whenever memory is freed, by what has been idle
-/// longest; what work in flight may still use goes at a later call. A free never waits for the device:
-/// under the classic policy, whose segments can only be given back by a call that waits for running
-/// work, surplus is left to the next allocation, [`trim`](MemoryResource::trim) or
-/// [`set_release_threshold`](Self::set_release_threshold).
+/// The threshold, by default none, applies whenever memory is freed: the memory that has been idle longest goes first,
+/// and memory that work in flight may still use goes at a later call. A free never waits for the device: under the
+/// classic policy, which gives segments back only by a call that waits for running work, surplus is left to the next
+/// allocation, [`trim`](MemoryResource::trim) or [`set_release_threshold`](Self::set_release_threshold).
 ///
 /// ```
 /// # use cualloc::sim::{SimConfig, Simulator};
@@ -56,8 +54,8 @@ struct Inner {
 }
 
 impl ThresholdPool {
-    /// A pool for a device of the process-wide driver, with the settings of `CUALLOC_CONFIG`. Neither
-    /// the driver nor the device is needed before memory is, nor are the settings looked at.
+    /// A pool for a device of the process-wide driver, with the settings of `CUALLOC_CONFIG`. Driver, device and settings
+    /// are needed only when memory is.
     pub fn new(ordinal: usize) -> ThresholdPool {
         Self::make(None, ordinal, None)
     }
@@ -104,7 +102,7 @@ impl ThresholdPool {
         stream: &Stream,
     ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
         if len == 0 {
-            return Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }));
+            return Err(InvalidArgument::Size { bytes: 0 }.into());
         }
         DeviceBuffer::<T>::uninit(self, len, stream)
     }
@@ -114,7 +112,7 @@ impl ThresholdPool {
         self.0.surplus.threshold()
     }
 
-    /// Sets the release threshold, and gives back at once what is above it; `Some(0)` keeps nothing.
+    /// Sets the release threshold, and gives back what is above it; `Some(0)` keeps nothing.
     ///
     /// # Errors
     /// Those of [`Allocator::trim`]; the threshold is set all the same.
@@ -155,8 +153,8 @@ unsafe impl MemoryResource for Inner {
 
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         let Some(allocator) = self.allocator.get() else {
-            let unknown = block.id().gone();
-            return Err(Refused::new(block, unknown));
+            let gone = block.id().gone();
+            return Err(Refused::new(block, gone));
         };
         allocator.deallocate_block(block)?;
         self.surplus.release(allocator, false);
@@ -168,7 +166,6 @@ unsafe impl MemoryResource for Inner {
     }
 
     /// Nothing before the allocator is made.
-    #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         let allocator: &dyn MemoryResource = self.allocator.get()?;
         Some(allocator)
@@ -180,11 +177,7 @@ unsafe impl MemoryResource for Inner {
 }
 
 forward! {
-    [] ThresholdPool, self => (*self.0); {
-        fn shared(&self) -> Arc<dyn MemoryResource> {
-            Arc::<Inner>::clone(&self.0)
-        }
-    }
+    [] ThresholdPool, self => (*self.0), Arc::<Inner>::clone(&self.0);
 }
 
 impl fmt::Debug for ThresholdPool {

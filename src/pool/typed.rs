@@ -25,16 +25,13 @@ const UNIT: usize = 256;
 ///
 /// A thin layer over an [`Allocator`]: a returned buffer is free memory of the allocator, available to buffers of other
 /// types and sizes and to every other user of the allocator. The pool rounds lengths, counts, and remembers the
-/// addresses of the last returned buffers, which it asks for first. Memory comes from what its stream may use without a
-/// wait ([`take`](Self::take), [`Request::cached_only`]) or from wherever the allocator finds it, never from memory
-/// that a recorded use still needs.
+/// addresses of the last returned buffers, which it requests first. [`take`](Self::take) serves from memory that its
+/// stream may use without a wait, any other request from wherever the allocator finds memory.
 ///
 /// A [`MemoryResource`]: [`DeviceBuffer`]s are allocated from it as from an allocator, and return to it. Requests for
-/// elements ([`Request::array`], which buffers use) are rounded up to a multiple of 256 of them, others are
-/// served as they are. A buffer keeps its stream and its pool alive.
-///
-/// Clones are handles to the same pool; all methods may be called from any thread, and driver calls are made
-/// without any lock of the pool.
+/// elements ([`Request::array`], which buffers use) are rounded up to a multiple of 256 of them. A buffer keeps its
+/// stream and its pool alive. Clones are handles to the same pool; all methods may be called from any thread, and driver
+/// calls are made without a lock of the pool.
 ///
 /// ```
 /// # use cualloc::sim::{SimConfig, Simulator};
@@ -86,9 +83,8 @@ impl TypedPool {
         }))
     }
 
-    /// The pools of the process, one for each device of the process-wide driver, with the settings of
-    /// `CUALLOC_CONFIG`: each is made when it is first asked for. Invalid settings, a device that is not there and
-    /// a driver that cannot be had are errors of that call, and of none later.
+    /// The pools of the process, one for each device of the process-wide driver, with the settings of `CUALLOC_CONFIG`:
+    /// each is made by the first [`get`](PerDevice::get), which fails if settings, device or driver are not usable.
     pub fn global() -> &'static PerDevice<TypedPool> {
         static GLOBAL: LazyLock<PerDevice<TypedPool>> = LazyLock::new(|| {
             PerDevice::new(|ordinal| {
@@ -105,13 +101,10 @@ impl TypedPool {
         &self.0.allocator
     }
 
-    /// A buffer of `len` elements from cached memory that the stream may use without a wait: what was
-    /// returned last on the stream with the same number of bytes, else the best fit. `None`, a miss, if
-    /// there is none. Memory that was returned on another stream counts as soon as that stream is done with
-    /// it. Makes no driver call that takes memory, and creates no event; the memory is as its last user left
-    /// it.
-    ///
-    /// A buffer of no elements has no memory and is neither hit nor miss.
+    /// A buffer of `len` elements from cached memory that the stream may use without a wait: the last returned block of
+    /// the same number of bytes on the stream, else the best fit. `None`, a miss, if there is none. Memory returned on
+    /// another stream counts once that stream is done with it. Takes no memory from the driver, and creates no event;
+    /// the contents are those of the last user. A buffer of no elements has no memory and is neither hit nor miss.
     ///
     /// # Errors
     /// [`InvalidArgument::TooLarge`]; a stream that is capturing; driver errors.
@@ -126,9 +119,9 @@ impl TypedPool {
         }
     }
 
-    /// Returns a buffer for a stream to use next, the legacy default stream if none is named. Work of the buffer's own
-    /// stream and of recorded ones comes first in any case; a drop returns it on its own stream. A buffer of another
-    /// resource goes back there.
+    /// Returns a buffer for a stream to use next, by default the legacy default stream. Work of the buffer's own stream
+    /// and of recorded ones comes first; a drop returns it on its own stream. A buffer of another resource goes back
+    /// there.
     ///
     /// # Errors
     /// A stream that captures; driver errors. The buffer is returned all the same, on its own stream.
@@ -141,11 +134,8 @@ impl TypedPool {
             return Ok(());
         };
         let home = home.clone();
-        let next = match next {
-            Some(next) => next.clone(),
-            None => Stream::legacy(home.context()),
-        };
-        if next.id()? == from {
+        let next = next.map_or_else(|| Stream::legacy(home.context()), Stream::clone);
+        if next.own_id() == from {
             return Ok(());
         }
         buffer.record_use(&next)?;
@@ -193,9 +183,8 @@ impl TypedPool {
         Ok(recorded)
     }
 
-    /// Sets the most bytes to hold beyond live blocks, `None`, the default, for any number, and gives back at
-    /// once what is above. It is then honoured as the threshold of a [`ThresholdPool`](super::ThresholdPool);
-    /// `Some(0)` caches nothing.
+    /// Sets the most bytes to hold beyond live blocks, `None`, the default, for any number, and gives back what is
+    /// above it. From then on it works as the threshold of a [`ThresholdPool`](super::ThresholdPool).
     ///
     /// # Errors
     /// Those of [`Allocator::trim`]; the cap is set all the same.
@@ -204,7 +193,7 @@ impl TypedPool {
     }
 }
 
-/// How the block of a request is entered, with its bytes rounded up.
+/// The entry of the block of a request, with its bytes rounded up.
 #[inline(always)]
 fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
     let (bytes, capacity, element) = match request.element {
@@ -212,37 +201,36 @@ fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
             let len = request.bytes() / bytes;
             let capacity = TypedPool::round_len(len);
             let rounded = capacity.checked_mul(bytes);
-            let Some(rounded) = rounded.filter(|rounded| isize::try_from(*rounded).is_ok()) else {
-                return Err(Error::Invalid(InvalidArgument::TooLarge {
-                    len,
-                    element_bytes: bytes,
-                }));
-            };
+            let rounded = rounded.filter(|rounded| isize::try_from(*rounded).is_ok());
+            let rounded = rounded.ok_or(InvalidArgument::TooLarge {
+                len,
+                element_bytes: bytes,
+            })?;
             (rounded, capacity, id)
         }
         None => (request.bytes(), 0, TypeId::of::<()>()),
     };
     if bytes == 0 || Request::round(bytes).is_none() {
         let bytes = request.bytes() as u64;
-        return Err(Error::Invalid(InvalidArgument::Size { bytes }));
+        return Err(InvalidArgument::Size { bytes }.into());
     }
     Ok(Live {
         address: 0,
-        key: (stream.id()?, bytes),
+        key: (stream.own_id(), bytes),
         capacity,
         element,
     })
 }
 
-/// A block that is at hand, wherever it lies. Out of line: mostly a return is remembered.
+/// A block of the stream's cache at any address. Out of line: mostly a return is remembered.
 #[cold]
 fn hit_anywhere(engine: &Engine, stream: u64, bytes: usize) -> Option<Grant> {
     engine.hit(stream, unaligned(bytes)?).ok()
 }
 
 impl Inner {
-    /// The last returned block again, if it is the next one of its size that the stream's cache hands out, as
-    /// it mostly is; where no return is remembered, any that is at hand.
+    /// The last returned block, if it is the next one of its size that the stream's cache hands out, as it mostly is;
+    /// where no return is remembered, any block of the cache.
     #[inline]
     fn hit(&self, request: &Request, live: Live, stream: &Stream) -> Option<(Grant, u64)> {
         let engine = self.allocator.engine();
@@ -276,8 +264,8 @@ impl Inner {
         let request = &request.resized(live.key.1);
         let hints = self.table.hints(&live.key);
         let (found, free) = self.allocator.allocate_near(request, stream, &hints)?;
-        self.table
-            .answered(&live.key, found.is_some(), &hints, &free);
+        let hit = found.is_some();
+        self.table.answered(&live.key, hit, &hints, &free);
         self.may_wait(request);
         let grant = match found {
             Some(found) => found,
@@ -319,18 +307,16 @@ unsafe impl MemoryResource for Inner {
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         // Before the block is free: from then on its address may belong to another one.
         let left = self.table.leave(block.note(), block.ptr(), || true);
-        match self.allocator.deallocate_block(block) {
-            Ok(()) => {
-                self.surplus.release(&self.allocator, false);
-                Ok(())
-            }
-            Err(mut refused) => {
+        self.allocator
+            .deallocate_block(block)
+            .map_err(|mut refused| {
                 if let Some(live) = left {
                     refused.value.set_note(self.table.stay(live));
                 }
-                Err(refused)
-            }
-        }
+                refused
+            })?;
+        self.surplus.release(&self.allocator, false);
+        Ok(())
     }
 
     fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
@@ -347,42 +333,33 @@ unsafe impl MemoryResource for Inner {
         freed
     }
 
-    #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         Some(&self.allocator)
     }
 
-    /// Requests and blocks are the pool's own since the last reset, and the most blocks at once and all bytes
-    /// the allocator's.
+    /// Requests and blocks are the pool's own since the last reset, the peak of blocks and all bytes the allocator's.
     fn usage(&self) -> Result<Usage, Error> {
-        let (counts, below) = (self.table.counts(), self.allocator.usage()?);
+        let (own, below) = (self.table.usage(), self.allocator.usage()?);
         Ok(Usage {
             blocks: Counter {
-                current: counts.live,
-                total_allocated: counts.entered,
-                total_freed: counts.returns,
-                ..below.blocks
+                peak: below.blocks.peak,
+                ..own.blocks
             },
-            requests: counts.hits + counts.misses,
-            hits: counts.hits,
-            misses: counts.misses,
+            requests: own.hits + own.misses,
+            hits: own.hits,
+            misses: own.misses,
             ..below
         })
     }
 
     fn reset_accumulated_stats(&self) {
-        self.table.reset_counts();
+        self.table.reset_sums();
         self.allocator.reset_accumulated_stats();
     }
 }
 
 forward! {
-    [] TypedPool, self => (*self.0); {
-        #[inline]
-        fn shared(&self) -> Arc<dyn MemoryResource> {
-            Arc::<Inner>::clone(&self.0)
-        }
-    }
+    [] TypedPool, self => (*self.0), Arc::<Inner>::clone(&self.0);
 }
 
 impl fmt::Debug for TypedPool {

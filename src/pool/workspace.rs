@@ -12,7 +12,7 @@ use crate::error::{Error, InvalidArgument, Refused};
 use crate::locks::lock::{Held, Lock};
 use crate::resource::{
     DRIVER_ALIGNMENT, MemoryResource, RawBlock, Usage, UseTracking, check_request, forward,
-    identity_of, is_of_retired_stream, next_source, same_device,
+    identity_of, next_source, same_device,
 };
 use crate::sync::capture;
 
@@ -22,7 +22,7 @@ use super::slabs::{PLACES, Slab, State};
 const SMALLEST: usize = 1024;
 struct Inner {
     allocator: Allocator,
-    /// Tells this pool's blocks from those of every other source.
+    /// The number of this pool as a source of blocks.
     source: u64,
     /// Whether a slab is the request rounded up to 512 bytes, instead of its size class.
     exact: bool,
@@ -30,21 +30,18 @@ struct Inner {
     state: Lock<State>,
 }
 
-/// Scratch memory for kernels that need it for one launch, such as the workspace of a matrix product: one
-/// lease for each, dropped when the launch is queued.
+/// Scratch memory for kernels that need it for one launch, such as the workspace of a matrix product: one lease for
+/// each, dropped when the launch is queued.
 ///
-/// A slab belongs to the stream it was leased on, so a lease that is dropped while its kernel is queued or
-/// running may be leased again on that stream immediately, and on no other: there the allocator decides, as
-/// with all memory. The pool keeps up to four idle slabs of each size, or as many as
-/// [`set_slab_cap`](Self::set_slab_cap) sets (4, 32 and 256 MiB are common sizes), the last returned first; the rest
-/// goes back to the allocator, and all of them do when it runs out of memory.
+/// A slab belongs to the stream it was leased on: a lease that is dropped while its kernel is queued or running may be
+/// leased again on that stream immediately, and on no other. The pool keeps up to four idle slabs of each size, or as
+/// many as [`set_slab_cap`](Self::set_slab_cap) sets, the last returned first; the rest goes back to the allocator, and
+/// all of them do when it runs out of memory.
 ///
-/// A lease is a [`DeviceBuffer`] as long as its slab. It has one owner and cannot be used after it is returned;
-/// the [`state`](MemoryResource::state) of its [`id`](DeviceBuffer::id) tells whether it was. A lease that a
-/// captured graph uses must live as long as the graph.
-///
-/// Handles are cheap to clone and share the pool. Idle slabs count as live blocks of the allocator:
-/// drop the pool, or [`trim`](Self::trim) it, before [`Allocator::close`].
+/// A lease is a [`DeviceBuffer`] as long as its slab, with one owner; the [`state`](MemoryResource::state) of its
+/// [`id`](DeviceBuffer::id) shows whether it was returned. A lease that a captured graph uses must live as long as the
+/// graph. Handles share the pool. Idle slabs count as live blocks of the allocator: drop the pool, or
+/// [`trim`](Self::trim) it, before [`Allocator::close`].
 ///
 /// ```
 /// # use cualloc::sim::{SimConfig, Simulator};
@@ -78,8 +75,7 @@ impl WorkspacePool {
         Self::make(allocator, true)
     }
 
-    /// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is
-    /// none.
+    /// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is none.
     ///
     /// ```
     /// # use cualloc::pool::WorkspacePool;
@@ -92,15 +88,15 @@ impl WorkspacePool {
         bytes.checked_next_power_of_two()
     }
 
-    /// Sets how many idle slabs of each size are kept; 0 counts as 1. Idle slabs above it stay
-    /// until they are leased, or [trimmed](Self::trim).
+    /// Sets how many idle slabs of each size are kept; 0 counts as 1. Idle slabs above it stay until they are leased, or
+    /// [trimmed](Self::trim).
     pub fn set_slab_cap(&self, slabs: usize) {
         self.0.lock().cap = Some(slabs.max(1));
     }
 
     fn make(allocator: &Allocator, exact: bool) -> WorkspacePool {
         let inner = Arc::new_cyclic(|weak: &std::sync::Weak<Inner>| {
-            // Names of hooks tell them apart, and an address does for as long as the pool lives.
+            // Hooks need distinct names, and the address is the pool's as long as it lives.
             let name = format!("workspaces at {:p}", weak.as_ptr());
             Inner {
                 allocator: allocator.clone(),
@@ -155,16 +151,15 @@ impl Inner {
             true => size::round_size(requested).map(|rounded| rounded as usize),
             false => WorkspacePool::size_class(requested),
         };
-        let bytes = bytes.ok_or(InvalidArgument::Size {
-            bytes: requested as u64,
-        })?;
+        let invalid = requested as u64;
+        let bytes = bytes.ok_or(InvalidArgument::Size { bytes: invalid })?;
         let engine = self.allocator.engine();
         let (home, ordinal) = (self.allocator.context(), engine.device.ordinal());
         same_device(Some(home), ordinal, stream)?;
         if engine.watchful() {
             capture::refuse_capture(stream)?;
         }
-        let home = stream.id()?;
+        let home = stream.own_id();
         // Before a slab is inspected, so that a retirement meanwhile is noticed the next time.
         let retirements = engine.retirements();
         let idle = self.idle(home, (bytes, requested), retirements);
@@ -238,9 +233,9 @@ impl Inner {
     /// After streams were retired since a lease was handed out: whether the slab's was among them.
     #[cold]
     fn may_be_retired(&self, block: &RawBlock) -> bool {
-        let below = |slab: &mut Slab| identity_of(&slab.block, slab.stream);
-        let slab = self.lock().leased(block.id().generation()).map(below);
-        self.owns(block) && slab.is_some_and(|slab| is_of_retired_stream(&self.allocator, &slab))
+        let retired = |slab: &mut Slab| slab.block.stream_retired();
+        let mut state = self.lock();
+        self.owns(block) && state.leased(block.id().generation()).is_some_and(retired)
     }
 
     /// Ends a lease; false if there is none.
@@ -251,16 +246,14 @@ impl Inner {
         ended.is_some()
     }
 
-    /// The block of a lease, as the allocator names it, after its use on a stream. A slab that another stream than
-    /// its own uses goes to the allocator at the end of the lease.
-    fn shared(&self, id: &BlockId, stream: u64) -> Result<BlockId, Error> {
+    /// The block of a lease as the allocator names it, for a use on a stream. A slab that is used by another stream than
+    /// its own goes to the allocator at the end of the lease.
+    fn used_by(&self, id: &BlockId, stream: &Stream) -> Result<BlockId, Error> {
         let mut state = self.lock();
-        let slab = match id.source() == self.source {
-            true => state.leased(id.generation()),
-            false => None,
-        };
+        let slab = state.leased(id.generation());
+        let slab = slab.filter(|_| id.source() == self.source);
         let slab = slab.ok_or_else(|| id.gone())?;
-        slab.shared |= stream != slab.stream;
+        slab.shared |= stream.own_id() != slab.stream;
         Ok(identity_of(&slab.block, slab.stream))
     }
 
@@ -286,7 +279,7 @@ impl Inner {
     }
 }
 
-/// The state of every pool in a forked child, where a thread that does not exist may hold the lock of its own.
+/// The state of every pool in a forked child, where a thread that does not exist may hold the pool's lock.
 #[cold]
 fn nothing() -> &'static Lock<State> {
     Box::leak(Box::new(Lock::new(State::default())))
@@ -378,23 +371,18 @@ unsafe impl MemoryResource for Inner {
     }
 
     fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
-        let below = self.shared(id, stream.id()?)?;
+        let below = self.used_by(id, stream)?;
         self.allocator.record_use(&below, stream)
     }
 
     fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
-        let below = self.shared(id, stream.id()?)?;
+        let below = self.used_by(id, stream)?;
         self.allocator.record_stream(&below, stream)
     }
 }
 
 forward! {
-    [] WorkspacePool, self => (*self.0); {
-        #[inline]
-        fn shared(&self) -> Arc<dyn MemoryResource> {
-            Arc::<Inner>::clone(&self.0)
-        }
-    }
+    [] WorkspacePool, self => (*self.0), Arc::<Inner>::clone(&self.0);
 }
 
 #[cfg(test)]
@@ -404,20 +392,11 @@ mod tests {
     /// S4.1, S4.16
     #[test]
     fn s4_1_s4_16_classes_are_powers_of_two_and_do_not_overflow() {
-        for (bytes, class) in [
-            (0, 1024),
-            (1, 1024),
-            (1024, 1024),
-            (1025, 2048),
-            (4 << 20, 4 << 20),
-            ((4 << 20) + 1, 8 << 20),
-            (1 << 63, 1 << 63),
-        ] {
-            assert_eq!(WorkspacePool::size_class(bytes), Some(class), "{bytes}");
-        }
-        for bytes in [(1 << 63) + 1, usize::MAX] {
-            assert_eq!(WorkspacePool::size_class(bytes), None);
-        }
+        let sizes = [0, 1, 1024, 1025, 4 << 20, (4 << 20) + 1, 1 << 63];
+        let classes = [1024, 1024, 1024, 2048, 4 << 20, 8 << 20, 1 << 63];
+        assert_eq!(sizes.map(WorkspacePool::size_class), classes.map(Some));
+        let beyond = [(1 << 63) + 1, usize::MAX];
+        assert_eq!(beyond.map(WorkspacePool::size_class), [None, None]);
     }
 
     /// D9: a forked child does not wait for a pool that a thread of its parent changed.

@@ -96,7 +96,7 @@ impl RawBlock {
             LAST.fetch_add(1, Ordering::Relaxed) + 1,
         );
         let ordinal = on.context().device().ordinal();
-        let id = BlockId::new(life, (ptr, request.bytes()), on.id()?, ordinal);
+        let id = BlockId::new(life, (ptr, request.bytes()), on.own_id(), ordinal);
         // SAFETY: the caller's contract; the identity is new.
         Ok(unsafe { RawBlock::new(id, size, request) })
     }

@@ -123,11 +123,6 @@ impl<R: MemoryResource> Budget<R> {
         &self.inner
     }
 
-    /// Removes the budget; what was charged for live blocks is released with them.
-    pub fn into_inner(self) -> R {
-        self.inner
-    }
-
     fn charge(&self, bytes: u64) -> Result<Charge, Error> {
         match self.meter.charge(bytes) {
             Err(Error::OverBudget { limit, .. }) if bytes <= limit => {
@@ -212,7 +207,6 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         self.remaining().into_iter().chain(below).min()
     }
 
-    #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         Some(&self.inner)
     }

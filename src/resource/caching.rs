@@ -31,23 +31,18 @@ fn parts(allocator: &Allocator, id: &BlockId) -> Result<Lifetime, Error> {
 }
 
 fn live(allocator: &Allocator, id: &BlockId) -> Result<(), Error> {
-    if allocator.engine().is_live(&parts(allocator, id)?) {
-        Ok(())
-    } else {
-        Err(id.gone())
+    match allocator.engine().is_live(&parts(allocator, id)?) {
+        true => Ok(()),
+        false => Err(id.gone()),
     }
 }
 
-/// Who a block of an allocator is, as a block of a resource.
+/// The identity of an allocator's block as a block of a resource.
 pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockId {
     let engine = block.engine();
     let (id, times) = block.generation();
-    BlockId::new(
-        (engine.id, generation(id, times)),
-        (block.ptr(), block.requested()),
-        stream,
-        engine.device.ordinal(),
-    )
+    let (life, range) = (generation(id, times), (block.ptr(), block.requested()));
+    BlockId::new((engine.id, life), range, stream, engine.device.ordinal())
 }
 
 /// Whether the stream of an allocator's block was retired, or is about to be, so that the allocator takes its last
@@ -59,15 +54,11 @@ pub(crate) fn is_retired(allocator: &Allocator, block: &RawBlock) -> bool {
 
 #[cold]
 fn may_be_retired(allocator: &Allocator, block: &RawBlock) -> bool {
-    block.keepers() == 0 && is_of_retired_stream(allocator, &block.id())
+    let retired = |life: Lifetime| allocator.engine().stream_retired(&life);
+    block.keepers() == 0 && life(allocator, &block.id()).is_some_and(retired)
 }
 
-/// The same of whatever block has a name.
-pub(crate) fn is_of_retired_stream(allocator: &Allocator, id: &BlockId) -> bool {
-    life(allocator, id).is_some_and(|life| allocator.engine().stream_retired(&life))
-}
-
-/// A block that was handed out since so many streams were retired, by name.
+/// Names a block that was handed out to a stream after a number of retirements.
 #[inline(always)]
 pub(crate) fn named(
     engine: &Engine,
@@ -76,13 +67,9 @@ pub(crate) fn named(
     (stream, retirements): (u64, u64),
 ) -> RawBlock {
     let life = generation(engine.id_of(&grant.place), grant.place.generation);
-    let id = BlockId::new(
-        (engine.id, life),
-        (grant.ptr(), request.bytes()),
-        stream,
-        engine.device.ordinal(),
-    );
-    // SAFETY: it was handed out to nobody else.
+    let range = (grant.ptr(), request.bytes());
+    let id = BlockId::new((engine.id, life), range, stream, engine.device.ordinal());
+    // SAFETY: the grant was just made, and is named once.
     let mut block = unsafe { RawBlock::new(id, grant.bytes() as usize, request) };
     block.set_retirements(retirements);
     block
@@ -91,14 +78,12 @@ pub(crate) fn named(
 #[inline(never)]
 fn allocate_named(engine: &Engine, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
     let asks = engine.named(stream)?;
-    // Before there is a block that could leak: a thread's default stream is asked each time.
-    let id = stream.id()?;
-    let retirements = engine.retirements();
+    let from = (stream.own_id(), engine.retirements());
     let grant = engine.allocate(&asks, request)?;
-    Ok(named(engine, &grant, request, (id, retirements)))
+    Ok(named(engine, &grant, request, from))
 }
 
-/// Frees a small block, if its stream cache can do it without a look at anything else. False, with nothing changed, if not.
+/// Frees a small block, if its stream cache suffices for that. If not it is false, and nothing has changed.
 #[inline(always)]
 pub(crate) fn free_at_once(allocator: &Allocator, block: &RawBlock) -> bool {
     block.keepers() == 0
@@ -123,15 +108,13 @@ fn deallocate_watched(allocator: &Allocator, block: RawBlock) -> Result<(), Refu
     freed.map_err(|error| Refused::new(block, error))
 }
 
-/// The caching resource. Deallocated memory goes to the cache at once, which keeps it from other
-/// streams until every recorded use is complete; so nothing is ever pending here, and the
-/// allocator's own limit bounds what is held from the driver.
+/// The caching resource. Deallocated memory goes to the cache, which keeps it from other streams until every recorded
+/// use is complete: no bytes are pending here, and the allocator's limit bounds what is held from the driver.
 ///
-/// Uses are tracked for reuse: [`record_use`](MemoryResource::record_use) on any stream;
-/// preparing and finishing a use on the block's own stream, where there is nothing to do, and on no
-/// other. Put an [`AccessOrdered`](super::AccessOrdered) on top to have the order of streams kept.
+/// Uses are tracked for reuse: [`record_use`](MemoryResource::record_use) accepts any stream, preparing and finishing a
+/// use only the block's own. An [`AccessOrdered`](super::AccessOrdered) on top keeps the order of streams.
 // SAFETY: a block has one owner by the metadata of its allocator, which keeps memory from other streams until
-// every recorded use is complete, and finds blocks by a key that is theirs alone.
+// every recorded use is complete, and finds blocks by a unique key.
 unsafe impl MemoryResource for Allocator {
     #[inline]
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {

@@ -90,13 +90,12 @@ unsafe impl MemoryResource for CudaMemory {
         let bytes = request.bytes();
         check_request(request, DRIVER_ALIGNMENT)?;
         same_device(Some(&self.context), self.ordinal(), stream)?;
-        let id = stream.id()?;
         let ptr = self.context.enter()?.mem_alloc(bytes)?;
         let home = Some(stream.context()).filter(|home| home.id() != self.context.id());
         let mut table = self.table();
         table.usage.add(bytes as u64);
         let life = (self.source, table.usage.blocks.total_allocated);
-        let block = BlockId::new(life, (ptr, bytes), id, self.ordinal());
+        let block = BlockId::new(life, (ptr, bytes), stream.own_id(), self.ordinal());
         table.live.insert(block, home.cloned());
         // SAFETY: just made by the driver.
         Ok(unsafe { RawBlock::new(block, bytes, request) })

@@ -33,7 +33,8 @@ impl LaunchBuffer for super::RawBlock {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Recording,
-    Ready,
+    /// After the preflight, at which the stream had this id.
+    Ready(u64),
     Committed,
 }
 
@@ -63,23 +64,14 @@ enum Phase {
 pub struct Launch<R: MemoryResource> {
     resource: R,
     stream: Stream,
-    /// The stream's id at the preflight.
-    named: u64,
     /// Whether buffers whose uses are not tracked are refused.
     strict: bool,
     phase: Phase,
-    blocks: Vec<Entry>,
+    /// The blocks, each with its first place in the order of recording.
+    blocks: Vec<(BlockId, Access, usize)>,
     /// The first foreign buffer, by its place in the order of recording.
     external: Option<usize>,
     recorded: usize,
-}
-
-#[derive(Debug)]
-struct Entry {
-    block: BlockId,
-    access: Access,
-    /// The place of the argument in the order of recording.
-    index: usize,
 }
 
 impl<R: MemoryResource> Launch<R> {
@@ -98,7 +90,6 @@ impl<R: MemoryResource> Launch<R> {
         Launch {
             resource,
             stream: stream.clone(),
-            named: 0,
             strict,
             phase: Phase::Recording,
             blocks: Vec::new(),
@@ -107,7 +98,7 @@ impl<R: MemoryResource> Launch<R> {
         }
     }
 
-    /// The launch reads a buffer.
+    /// Records that the launch reads a buffer.
     ///
     /// # Errors
     /// [`StreamMisuse::LaunchOrder`] after the preflight.
@@ -115,7 +106,7 @@ impl<R: MemoryResource> Launch<R> {
         self.record(buffer, Access::Read)
     }
 
-    /// The launch writes a buffer.
+    /// Records that the launch writes a buffer.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -123,7 +114,7 @@ impl<R: MemoryResource> Launch<R> {
         self.record(buffer, Access::Write)
     }
 
-    /// The launch reads and writes a buffer.
+    /// Records that the launch reads and writes a buffer.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -138,14 +129,9 @@ impl<R: MemoryResource> Launch<R> {
         let index = self.recorded;
         self.recorded += 1;
         if let Some(block) = buffer.launch_id() {
-            let new = Entry {
-                block,
-                access,
-                index,
-            };
-            match self.blocks.iter_mut().find(|entry| entry.block == block) {
-                Some(known) => known.access = known.access.merge(access),
-                None => self.blocks.push(new),
+            match self.blocks.iter_mut().find(|(known, ..)| *known == block) {
+                Some((_, known, _)) => *known = known.merge(access),
+                None => self.blocks.push((block, access, index)),
             }
         } else if buffer.is_external() && self.strict {
             self.external.get_or_insert(index);
@@ -153,13 +139,15 @@ impl<R: MemoryResource> Launch<R> {
         Ok(self)
     }
 
-    /// The blocks recorded so far, each once, with what is done to it.
+    /// The blocks recorded so far, each once, with its access.
     pub fn blocks(&self) -> impl Iterator<Item = (BlockId, Access)> + '_ {
-        self.blocks.iter().map(|entry| (entry.block, entry.access))
+        self.blocks
+            .iter()
+            .map(|(block, access, _)| (*block, *access))
     }
 
-    /// Queues all waits of the launch on its stream. After an error nothing of the launch is
-    /// recorded, and it may be called again: waits that were queued already are only repeated.
+    /// Queues all waits of the launch on its stream. After an error nothing of the launch is recorded, and a second call
+    /// only repeats waits that were queued already.
     ///
     /// # Errors
     /// [`Error::Rejected`] in strict mode, before any wait; those of
@@ -177,14 +165,14 @@ impl<R: MemoryResource> Launch<R> {
             UseTracking::None => false,
         };
         if self.strict {
-            let untracked = self.blocks.iter().filter(|entry| !in_order(&entry.block));
-            let untracked = untracked.map(|entry| (entry.index, false));
+            let untracked = self.blocks.iter().filter(|(block, ..)| !in_order(block));
+            let untracked = untracked.map(|(.., index)| (*index, false));
             let external = self.external.map(|index| (index, true));
             if let Some((index, external)) = external.into_iter().chain(untracked).min() {
                 return Err(Error::Rejected { index, external });
             }
         }
-        for Entry { block, .. } in &self.blocks {
+        for (block, ..) in &self.blocks {
             let (expected, found) = (device, block.ordinal());
             if found != expected {
                 return Err(Error::WrongDevice { expected, found });
@@ -193,36 +181,35 @@ impl<R: MemoryResource> Launch<R> {
                 return Err(block.gone());
             }
         }
-        for entry in self.blocks.iter().filter(|entry| in_order(&entry.block)) {
-            let Entry { block, access, .. } = entry;
+        for (block, access, _) in self.blocks.iter().filter(|(block, ..)| in_order(block)) {
             self.resource.prepare_use(block, &self.stream, *access)?;
         }
-        self.phase = Phase::Ready;
-        self.named = stream;
+        self.phase = Phase::Ready(stream);
         Ok(())
     }
 
     /// Records the uses, after the launch.
     ///
     /// # Errors
-    /// [`StreamMisuse::LaunchOrder`] without a preflight, except for a recorder without
-    /// buffers. The first of [`MemoryResource::finish_use`], after which every block of the launch
-    /// counts as used on its stream all the same.
+    /// [`StreamMisuse::LaunchOrder`] without a preflight, except for a launch without buffers. The first of
+    /// [`MemoryResource::finish_use`], after which every block of the launch counts as used on its stream all the same.
     pub fn commit(mut self) -> Result<(), Error> {
-        if self.phase != Phase::Ready && self.recorded > 0 {
-            return out_of_order("commit the launch", "its preflight has not run");
-        }
+        let Phase::Ready(named) = self.phase else {
+            return match self.recorded {
+                0 => Ok(()),
+                _ => out_of_order("commit the launch", "its preflight has not run"),
+            };
+        };
         self.phase = Phase::Committed;
         if self.resource.use_tracking() == UseTracking::None {
             return Ok(());
         }
-        if !self.blocks.is_empty() && self.stream.own_id() != self.named {
+        if self.stream.own_id() != named {
             // On this thread the handle means another stream. Work that is complete needs no record.
             return Ok(self.stream.context().enter()?.synchronize()?);
         }
         let mut first = Ok(());
-        for entry in &self.blocks {
-            let Entry { block, access, .. } = entry;
+        for (block, access, _) in &self.blocks {
             first = first.and(self.resource.finish_use(block, &self.stream, *access));
         }
         first

@@ -22,15 +22,15 @@ use crate::error::{Error, Refused};
 /// Bytes of a message that are kept.
 const MESSAGE: usize = 256;
 
-/// What was asked of a resource.
+/// A method of a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LogAction {
-    /// A block was asked for.
+    /// [`MemoryResource::allocate_block`].
     Allocate,
-    /// A block was given back.
+    /// [`MemoryResource::deallocate_block`].
     Deallocate,
-    /// Pending bytes were asked to leave.
+    /// [`MemoryResource::reap`].
     Reap,
 }
 
@@ -56,9 +56,9 @@ pub struct LogRecord {
     pub generation: u64,
     /// A number of the calling thread, from 1.
     pub thread: u64,
-    /// When, by the adaptor's clock.
+    /// The time of the call, by the adaptor's clock.
     pub time: Duration,
-    /// The kind of error; none if it went well.
+    /// The kind of error; none of a success.
     pub error: Option<&'static str>,
     /// The error's text, at most 256 bytes of it.
     pub message: String,
@@ -112,7 +112,7 @@ fn message(mut text: String) -> String {
 /// Where records go. Called by many threads, without a lock of the adaptor. A closure is a sink, and so is `()`, which
 /// takes no record: none is made, and no memory allocated.
 pub trait LogSink: Send + Sync {
-    /// Whether records are wanted at all: if not, none is made.
+    /// Whether the sink takes records: if not, none is made.
     #[doc(hidden)]
     fn is_enabled(&self) -> bool {
         true
@@ -155,8 +155,7 @@ impl LogSink for () {
 /// Keeps the newest records in memory; older ones are dropped and counted.
 ///
 /// ```
-/// # use cualloc::Request;
-/// use cualloc::resource::{Logging, MemoryResource, RingSink};
+/// use cualloc::{Request, resource::{Logging, MemoryResource, RingSink}};
 /// use std::sync::Arc;
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
 /// # let sim = Simulator::new(SimConfig::default())?;
@@ -172,13 +171,8 @@ impl LogSink for () {
 #[derive(Debug)]
 pub struct RingSink {
     capacity: usize,
-    ring: Mutex<Ring>,
-}
-
-#[derive(Debug, Default)]
-struct Ring {
-    records: VecDeque<LogRecord>,
-    dropped: u64,
+    /// The records, and the number of those that were dropped.
+    ring: Mutex<(VecDeque<LogRecord>, u64)>,
 }
 
 impl Default for RingSink {
@@ -196,18 +190,18 @@ impl RingSink {
         }
     }
 
-    fn ring(&self) -> Locked<'_, Ring> {
+    fn ring(&self) -> Locked<'_, (VecDeque<LogRecord>, u64)> {
         process::lock(&self.ring)
     }
 
     /// A copy of the records, oldest first.
     pub fn snapshot(&self) -> Vec<LogRecord> {
-        self.ring().records.iter().cloned().collect()
+        self.ring().0.iter().cloned().collect()
     }
 
     /// The number of records kept.
     pub fn len(&self) -> usize {
-        self.ring().records.len()
+        self.ring().0.len()
     }
 
     /// Whether no record is kept.
@@ -217,24 +211,24 @@ impl RingSink {
 
     /// Removes all records.
     pub fn clear(&self) {
-        self.ring().records.clear();
+        self.ring().0.clear();
     }
 
     /// The number of records that newer ones replaced.
     pub fn dropped(&self) -> u64 {
-        self.ring().dropped
+        self.ring().1
     }
 }
 
 impl LogSink for RingSink {
     fn log(&self, record: &LogRecord) -> io::Result<()> {
         let record = record.clone();
-        let mut ring = self.ring();
-        if ring.records.len() == self.capacity {
-            ring.records.pop_front();
-            ring.dropped += 1;
+        let (records, dropped) = &mut *self.ring();
+        if records.len() == self.capacity {
+            records.pop_front();
+            *dropped += 1;
         }
-        ring.records.push_back(record);
+        records.push_back(record);
         Ok(())
     }
 }
@@ -362,7 +356,6 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
         result
     }
 
-    #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         Some(&self.inner)
     }

@@ -326,7 +326,6 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         }
     }
 
-    #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         Some(&self.inner)
     }

@@ -93,8 +93,8 @@ impl Listeners {
 /// Classifies how much of something is in use by two fractions, reports changes, and requests memory back when the use
 /// is critical. `Send` and `Sync`; hooks run without a lock, on the thread that observes.
 ///
-/// It has no thread and no clock of its own: call [`observe`](Self::observe) or [`poll`](Self::poll), for instance from
-/// the probe of a [`Watchdog`](super::Watchdog).
+/// It has no thread and no clock: call [`observe`](Self::observe), for instance from the probe of a
+/// [`Watchdog`](super::Watchdog).
 ///
 /// ```
 /// use cualloc::resource::{Pressure, PressureMonitor};
@@ -201,15 +201,6 @@ impl PressureMonitor {
         }
         level
     }
-
-    /// Asks `source` for (used, total) bytes and observes them.
-    ///
-    /// # Errors
-    /// Those of the source; then nothing has changed.
-    pub fn poll<E>(&self, source: impl FnOnce() -> Result<(u64, u64), E>) -> Result<Pressure, E> {
-        let (used, total) = source()?;
-        Ok(self.observe(used, total))
-    }
 }
 
 impl fmt::Debug for PressureMonitor {
@@ -247,8 +238,7 @@ mod tests {
         let expected = [(None, High), (High, Critical), (Critical, None)];
         assert_eq!(*seen.lock(), expected);
         assert_eq!(monitor.evicted(), (50, 2));
-        assert_eq!(monitor.poll(|| Err::<(u64, u64), _>("away")), Err("away"));
-        assert_eq!(monitor.poll(|| Ok::<_, ()>((0, 0))), Ok(None));
+        assert_eq!(monitor.observe(0, 0), None);
         assert_eq!(monitor.observe(u64::MAX, u64::MAX), Critical);
     }
 }

@@ -243,7 +243,6 @@ unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
         self.inner.reset_accumulated_stats();
     }
 
-    #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         Some(&self.inner)
     }

@@ -1,4 +1,4 @@
-//! The debugging adaptor: live blocks by name, overlaps, and poison.
+//! The debugging adaptor: live blocks, overlaps, and poison.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -29,27 +29,22 @@ struct Checks {
 }
 
 /// A live block of a [`Sanitizer`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LiveBlock {
     /// The identity of the block.
     pub id: BlockId,
     /// The label of the request.
     pub tag: Tag,
-    /// Its name, if [`Sanitizer::name`] gave it one.
-    pub name: Option<String>,
 }
 
-/// Finds errors of a program, or of a resource: lists live blocks with labels and names, refuses blocks that
-/// overlap, and fills memory with a pattern when it is allocated and when it is freed.
+/// Finds errors of a program, or of a resource: lists live blocks with labels, refuses blocks that overlap, and fills
+/// memory with a pattern when it is allocated and when it is freed.
 ///
-/// Fills are queued on the block's stream: the first before the block is handed out, the last after
-/// all recorded uses. A block whose deallocation fails after the last fill has lost its contents. While
-/// one of its streams captures, a block that is to be filled is not taken back. An allocator's own
-/// [debug modes](crate::allocator::DebugModes) check more; this adaptor works over any resource.
-///
-/// A block's entry is removed before the resource below takes the block back, so that another thread which gets its
-/// address finds no entry of it; a failed deallocation restores the entry.
+/// Fills are queued on the block's stream: the first before the block is handed out, the last after all recorded uses. A
+/// block whose deallocation fails after the last fill has lost its contents. While one of its streams captures, a block
+/// that is to be filled is not taken back. An allocator's own [debug modes](crate::allocator::DebugModes) check more;
+/// this adaptor works over any resource.
 ///
 /// ```
 /// use cualloc::{Request, resource::{MemoryResource, Sanitizer}};
@@ -59,9 +54,7 @@ pub struct LiveBlock {
 /// # let stream = allocator.create_stream()?;
 /// let checked = Sanitizer::new(allocator).poison_freed(Some(0xDD));
 /// let block = checked.allocate_block(&Request::new(64).tag("cache"), &stream)?;
-/// checked.name(&block.id(), "layer 3")?;
-/// assert_eq!(checked.live()[0].name.as_deref(), Some("layer 3"));
-/// assert_eq!(checked.bytes_by_tag(), [("cache".into(), 64)]);
+/// assert_eq!(checked.live()[0].tag.as_str(), "cache");
 /// let ptr = block.ptr();
 /// checked.deallocate_block(block)?;
 /// assert_eq!(sim.read_memory(ptr, 64), Some(vec![0xDD; 64]));
@@ -146,42 +139,14 @@ impl<R: MemoryResource> Sanitizer<R> {
         self.inner
     }
 
-    /// Gives a live block a name.
-    ///
-    /// # Errors
-    /// [`Error::UseAfterFree`].
-    pub fn name(&self, block: &BlockId, name: impl Into<String>) -> Result<(), Error> {
-        // Foreign code: without the lock.
-        let name = name.into();
-        let named = self.change(block, |entry| entry.block.name = Some(name));
-        named.ok_or_else(|| block.gone())
-    }
-
     /// All live blocks, by address.
     pub fn live(&self) -> Vec<LiveBlock> {
         let entries = self.entries();
-        entries.values().map(|entry| entry.block.clone()).collect()
-    }
-
-    /// Live bytes of each label, most first.
-    pub fn bytes_by_tag(&self) -> Vec<(Tag, u64)> {
-        let mut sums: BTreeMap<Tag, u64> = BTreeMap::new();
-        for LiveBlock { id, tag, .. } in self.live() {
-            *sums.entry(tag).or_default() += id.bytes() as u64;
-        }
-        let mut sums: Vec<_> = sums.into_iter().collect();
-        sums.sort_by_key(|(tag, bytes)| (std::cmp::Reverse(*bytes), *tag));
-        sums
+        entries.values().map(|entry| entry.block).collect()
     }
 
     fn entries(&self) -> Locked<'_, BTreeMap<u64, Entry>> {
         process::lock(&self.live)
-    }
-
-    fn change<T>(&self, id: &BlockId, change: impl FnOnce(&mut Entry) -> T) -> Option<T> {
-        let mut entries = self.entries();
-        let entry = entries.get_mut(&id.ptr());
-        entry.filter(|entry| entry.block.id == *id).map(change)
     }
 
     /// Enters a block, unless it overlaps a live one.
@@ -191,7 +156,6 @@ impl<R: MemoryResource> Sanitizer<R> {
             block: LiveBlock {
                 id: block.id(),
                 tag: block.tag(),
-                name: None,
             },
             size,
             stream: stream.clone(),
@@ -200,8 +164,8 @@ impl<R: MemoryResource> Sanitizer<R> {
         let mut entries = self.entries();
         let below = entries.range(..ptr + size).next_back();
         let below = below.map(|(start, other)| (*start, other.size));
-        let old = below.filter(|(start, size)| self.checks.overlap && start + size > ptr);
-        let Some(old) = old else {
+        let Some(old) = below.filter(|(start, size)| self.checks.overlap && start + size > ptr)
+        else {
             entries.insert(ptr, entry);
             return Ok(());
         };
@@ -232,7 +196,7 @@ impl<R: MemoryResource> Sanitizer<R> {
     fn poison_old(&self, entry: &Entry, byte: u8) -> Result<(), Error> {
         let (id, stream) = (&entry.block.id, &entry.stream);
         let here = stream.own_id();
-        // A graph is no place for the fill, and a wait in it for what is not captured spoils it.
+        // The fill must not become part of a graph, and a wait for work outside the capture would spoil it.
         capture::refuse_capture(stream)?;
         let tracking = self.inner.use_tracking();
         if here != id.stream_id() || tracking == UseTracking::None {
@@ -254,7 +218,7 @@ impl<R: MemoryResource> Sanitizer<R> {
         }
     }
 
-    /// After a use was recorded, or work is queued whose end could not be marked: the last fill has to come after it.
+    /// Remembers a recorded use, also one whose end could not be marked: the last fill must come after it.
     fn used(
         &self,
         id: &BlockId,
@@ -263,7 +227,11 @@ impl<R: MemoryResource> Sanitizer<R> {
     ) -> Result<(), Error> {
         let matters = self.checks.poison_freed.is_some() && stream.own_id() != id.stream_id();
         if matters && (recorded.is_ok() || must_last(&recorded)) {
-            self.change(id, |entry| add_user(&mut entry.users, stream));
+            let mut entries = self.entries();
+            let entry = entries.get_mut(&id.ptr());
+            if let Some(entry) = entry.filter(|entry| entry.block.id == *id) {
+                add_user(&mut entry.users, stream);
+            }
         }
         recorded
     }
@@ -278,29 +246,23 @@ unsafe impl<R: MemoryResource> MemoryResource for Sanitizer<R> {
             && let Err(error) = self.poison_new(&block.id(), byte, stream)
         {
             self.entries().remove(&block.ptr());
-            give_back_now(
-                &self.inner,
-                block,
-                "leaking a block that could not be filled",
-            );
+            give_back_now(&self.inner, block, "leaking a block that cannot be filled");
             return Err(error);
         }
         Ok(block)
     }
 
-    /// As [`MemoryResource::deallocate_block`]; where it fails after the fill was queued, the contents
-    /// are lost.
+    /// As [`MemoryResource::deallocate_block`]; where it fails after the fill was queued, the contents are lost.
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         let id = block.id();
-        let entry = {
+        // Removed before another thread can get the address.
+        let removed = {
             let mut entries = self.entries();
             let known = entries.get(&id.ptr());
-            match known.is_some_and(|known| known.block.id == id) {
-                true => entries.remove(&id.ptr()),
-                false => None,
-            }
+            let known = known.is_some_and(|known| known.block.id == id);
+            known.then(|| entries.remove(&id.ptr())).flatten()
         };
-        let Some(entry) = entry else {
+        let Some(entry) = removed else {
             return self.inner.deallocate_block(block);
         };
         let poisoned = match self.checks.poison_freed {
@@ -329,7 +291,6 @@ unsafe impl<R: MemoryResource> MemoryResource for Sanitizer<R> {
         self.used(id, stream, self.inner.finish_use(id, stream, access))
     }
 
-    #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         Some(&self.inner)
     }

@@ -112,7 +112,6 @@ pub unsafe trait MemoryResource: Send + Sync {
 
     /// The resource that an adaptor's blocks come from, which answers every call that the adaptor does not
     /// answer itself; none for a source of memory.
-    #[inline]
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         None
     }
@@ -227,7 +226,7 @@ pub unsafe trait MemoryResource: Send + Sync {
             if self.state(id) != BlockState::Live {
                 return Err(id.gone());
             }
-            if stream.id()? == id.stream_id() {
+            if stream.own_id() == id.stream_id() {
                 return Ok(());
             }
         }
@@ -305,15 +304,13 @@ pub(crate) fn must_last(recorded: &Result<(), Error>) -> bool {
 }
 
 fn not_tracked(asked: &'static str, stream: &Stream) -> Error {
-    match stream.id() {
-        Ok(stream) => StreamMisuse::NotTracked { asked, stream }.into(),
-        Err(error) => error.into(),
-    }
+    let stream = stream.own_id();
+    StreamMisuse::NotTracked { asked, stream }.into()
 }
 
-/// Implements [`MemoryResource`] for handles to a resource.
+/// Implements [`MemoryResource`] for handles to a resource, and for the owners of its blocks to keep what is given.
 macro_rules! forward {
-    ($([$($generics:tt)*] $handle:ty, $self:ident => $target:expr; { $($shared:tt)* })*) => {$(
+    ($([$($generics:tt)*] $handle:ty, $self:ident => $target:expr $(, $shared:expr)?;)*) => {$(
         // SAFETY: passes everything on.
         unsafe impl $($generics)* MemoryResource for $handle {
             #[inline]
@@ -340,28 +337,25 @@ macro_rules! forward {
             fn allocator_under(&$self) -> Option<&Allocator> {
                 $target.allocator_under()
             }
-            $($shared)*
+            $(
+                #[inline]
+                fn shared(&$self) -> Arc<dyn MemoryResource>
+                where
+                    Self: Sized + Clone + 'static,
+                {
+                    $shared
+                }
+            )?
         }
     )*};
 }
 pub(crate) use forward;
 
 forward! {
-    [<R: MemoryResource>] &R, self => (**self); {}
-    [<R: MemoryResource>] Arc<R>, self => (**self); {
-        fn shared(&self) -> Arc<dyn MemoryResource>
-        where
-            Self: Sized + Clone + 'static,
-        {
-            Arc::<R>::clone(self)
-        }
-    }
-    [<R: MemoryResource>] Box<R>, self => (**self); {}
-    [] &dyn MemoryResource, self => (**self); {}
-    [] Arc<dyn MemoryResource>, self => (**self); {
-        fn shared(&self) -> Arc<dyn MemoryResource> {
-            Arc::clone(self)
-        }
-    }
-    [] Box<dyn MemoryResource>, self => (**self); {}
+    [<R: MemoryResource>] &R, self => (**self);
+    [<R: MemoryResource>] Arc<R>, self => (**self), Arc::<R>::clone(self);
+    [<R: MemoryResource>] Box<R>, self => (**self);
+    [] &dyn MemoryResource, self => (**self);
+    [] Arc<dyn MemoryResource>, self => (**self), Arc::clone(self);
+    [] Box<dyn MemoryResource>, self => (**self);
 }
