@@ -17,10 +17,8 @@ use crate::resource::{
 use crate::sync::capture;
 
 use super::driver_blocks::{DESTROYED, Inner};
-use super::driver_pool_config::{
-    DriverPoolConfig, OPPORTUNISTIC, RELEASE_THRESHOLD, RESERVED_CURRENT, RESERVED_HIGH,
-    USED_CURRENT, USED_HIGH, takes, within,
-};
+
+use sys::CUmemPool_attribute as A;
 
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
 const SAFE_OPPORTUNISTIC: u32 = 11_050;
@@ -410,3 +408,97 @@ fn absent(error: DriverError) -> Error {
         _ => error.into(),
     }
 }
+
+/// Settings of a [`DriverPool`], final but for the threshold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DriverPoolConfig {
+    maximum: Option<u64>,
+    initial: u64,
+    release_threshold: Option<u64>,
+    exportable: bool,
+}
+
+impl DriverPoolConfig {
+    /// No maximum, no initial memory, all unused memory kept, not exportable.
+    pub const fn new() -> Self {
+        DriverPoolConfig {
+            maximum: None,
+            initial: 0,
+            release_threshold: None,
+            exportable: false,
+        }
+    }
+
+    /// Bounds the bytes that the pool may hold, by at least 1; `None` lifts the bound.
+    pub const fn maximum(mut self, bytes: Option<u64>) -> Self {
+        self.maximum = bytes;
+        self
+    }
+
+    /// Sets the bytes to take from the driver when the pool is made.
+    pub const fn initial(mut self, bytes: u64) -> Self {
+        self.initial = bytes;
+        self
+    }
+
+    /// Sets the unused bytes above which memory goes back to the driver whenever the host synchronises; `None`
+    /// keeps all.
+    pub const fn release_threshold(mut self, bytes: Option<u64>) -> Self {
+        self.release_threshold = bytes;
+        self
+    }
+
+    /// Sets whether other processes may get access by a file descriptor.
+    pub const fn exportable(mut self, on: bool) -> Self {
+        self.exportable = on;
+        self
+    }
+
+    /// Checks the settings against each other. Needs no driver.
+    ///
+    /// # Errors
+    /// [`InvalidArgument::Setting`] for a pool that may hold nothing, [`InvalidArgument::Contradiction`].
+    pub fn validate(&self) -> Result<(), Error> {
+        // To the driver a maximum of 0 is none.
+        if self.maximum == Some(0) {
+            let (what, value) = ("maximum", 0);
+            return Err(InvalidArgument::Setting { what, value }.into());
+        }
+        within("initial", self.initial, self.maximum)?;
+        let threshold = self.release_threshold.unwrap_or(0);
+        within("release_threshold", threshold, self.maximum)
+    }
+}
+
+/// Checks a setting against the most bytes that a pool may hold.
+fn within(setting: &'static str, value: u64, maximum: Option<u64>) -> Result<(), Error> {
+    match maximum {
+        Some(limit) if value > limit => Err(InvalidArgument::Contradiction {
+            larger: setting,
+            value,
+            bound: "maximum",
+            limit,
+        }
+        .into()),
+        _ => Ok(()),
+    }
+}
+
+/// Whether an attribute of a pool takes a value.
+fn takes(attribute: A, value: u64) -> bool {
+    match attribute {
+        FOLLOW_EVENTS | OPPORTUNISTIC | INTERNAL_DEPENDENCIES => value <= 1,
+        RESERVED_HIGH | USED_HIGH => value == 0,
+        RESERVED_CURRENT | USED_CURRENT => false,
+        _ => true,
+    }
+}
+
+const FOLLOW_EVENTS: A = A::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES;
+const OPPORTUNISTIC: A = A::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC;
+const INTERNAL_DEPENDENCIES: A = A::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+const RELEASE_THRESHOLD: A = A::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+const RESERVED_CURRENT: A = A::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
+const RESERVED_HIGH: A = A::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
+const USED_CURRENT: A = A::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+const USED_HIGH: A = A::CU_MEMPOOL_ATTR_USED_MEM_HIGH;

@@ -21,7 +21,6 @@
 
 mod driver_blocks;
 mod driver_pool;
-mod driver_pool_config;
 mod pinned;
 mod report;
 mod slabs;
@@ -31,8 +30,7 @@ mod threshold;
 mod typed;
 mod workspace;
 
-pub use driver_pool::DriverPool;
-pub use driver_pool_config::DriverPoolConfig;
+pub use driver_pool::{DriverPool, DriverPoolConfig};
 pub use pinned::{PinnedConfig, PinnedPool};
 pub use report::{Fragmentation, PoolReport, SizeHistogram};
 pub use threshold::ThresholdPool;

@@ -84,7 +84,7 @@ impl<R: MemoryResource> Budget<R> {
 
     /// The limit in bytes.
     pub fn limit(&self) -> Option<u64> {
-        self.meter.usage().limit
+        self.meter.lock().usage.limit
     }
 
     /// Sets or lifts the limit. Outstanding bytes stay, also above a lowered one.
@@ -94,7 +94,7 @@ impl<R: MemoryResource> Budget<R> {
 
     /// Bytes that could be allocated now; none without a limit.
     pub fn remaining(&self) -> Option<u64> {
-        self.meter.usage().remaining()
+        self.meter.lock().usage.remaining()
     }
 
     /// Whether `bytes` would fit now, without taking them.
@@ -102,12 +102,12 @@ impl<R: MemoryResource> Budget<R> {
     /// # Errors
     /// [`Error::OverBudget`].
     pub fn check(&self, bytes: u64) -> Result<(), Error> {
-        self.meter.check(bytes)
+        self.meter.lock().check(bytes)
     }
 
     /// How scarce the budget is now.
     pub fn pressure(&self) -> Pressure {
-        let usage = self.meter.usage();
+        let usage = self.meter.lock().usage;
         Pressure::of(usage.requested.current, usage.limit)
     }
 
@@ -168,7 +168,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     /// pending ones together. A budget of live bytes counts requests and failures as well.
     fn usage(&self) -> Result<Usage, Error> {
         let below = self.inner.usage()?;
-        let own = self.meter.usage();
+        let own = self.meter.lock().usage;
         let mut usage = Usage {
             requested: own.requested,
             blocks: own.blocks,
@@ -185,12 +185,12 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     }
 
     fn reset_peak_stats(&self) {
-        self.meter.reset_peaks();
+        self.meter.lock().usage.reset_peaks();
         self.inner.reset_peak_stats();
     }
 
     fn reset_accumulated_stats(&self) {
-        self.meter.reset_sums();
+        self.meter.lock().usage.reset_sums();
         self.inner.reset_accumulated_stats();
     }
 

@@ -37,6 +37,13 @@ fn live(allocator: &Allocator, id: &BlockId) -> Result<(), Error> {
     }
 }
 
+/// Records a use of a block by the work of a stream so far, or until the block is freed.
+fn record(allocator: &Allocator, id: &BlockId, stream: &Stream, over: bool) -> Result<(), Error> {
+    live(allocator, id)?;
+    let engine = allocator.engine();
+    engine.record(id.ptr(), &engine.named(stream)?, over)
+}
+
 /// The identity of an allocator's block as a block of a resource.
 pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockId {
     let engine = block.engine();
@@ -184,14 +191,10 @@ unsafe impl MemoryResource for Allocator {
     }
 
     fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
-        live(self, id)?;
-        let engine = self.engine();
-        engine.record(id.ptr(), &engine.named(stream)?, true)
+        record(self, id, stream, true)
     }
 
     fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
-        live(self, id)?;
-        let engine = self.engine();
-        engine.record(id.ptr(), &engine.named(stream)?, false)
+        record(self, id, stream, false)
     }
 }

@@ -12,23 +12,10 @@ use super::traits::MemoryResource;
 
 /// Each block is freed by a later call that may find the capture ended, or succeed in the driver: one of its resource,
 /// or one that does the postponed work of the process. Until then it is live, and keeps its resource.
-static KEPT: Mutex<Kept> = Mutex::new(Kept {
-    blocks: Vec::new(),
-    tries: 0,
-    asked: 0,
-});
+static KEPT: Mutex<Vec<(Arc<dyn MemoryResource>, RawBlock)>> = Mutex::new(Vec::new());
 
-/// Whether there is any.
+/// Whether there is any. Changed under the lock of the list.
 static ANY: AtomicBool = AtomicBool::new(false);
-
-#[derive(Default)]
-struct Kept {
-    blocks: Vec<(Arc<dyn MemoryResource>, RawBlock)>,
-    /// Calls that have taken some out to free them.
-    tries: usize,
-    /// Calls so far that asked for a try.
-    asked: u64,
-}
 
 /// Deallocates a block that has no owner, or keeps it for a later call.
 pub(crate) fn give_back(resource: &Arc<dyn MemoryResource>, block: RawBlock, what: &str) {
@@ -63,8 +50,12 @@ pub(crate) fn keep(resource: &Arc<dyn MemoryResource>, block: RawBlock, error: &
     if lost || matches!(error, Error::UseAfterFree { .. } | Error::Closed) {
         return;
     }
+    put(Arc::clone(resource), block);
+}
+
+fn put(resource: Arc<dyn MemoryResource>, block: RawBlock) {
     let mut kept = process::lock(&KEPT);
-    kept.blocks.push((Arc::clone(resource), block));
+    kept.push((resource, block));
     ANY.store(true, Ordering::Release);
     process::BLOCKS.postpone(|| free_kept(None));
 }
@@ -80,36 +71,17 @@ pub(crate) fn retry(resource: &impl MemoryResource) {
 /// Tries to free blocks of a source, or all.
 #[cold]
 fn free_kept(source: Option<u64>) {
-    let mut all = process::lock(&KEPT);
-    all.asked += 1;
-    loop {
-        let asked = all.asked;
-        let chosen =
-            |(_, block): &mut (_, RawBlock)| source.is_none_or(|it| it == block.id().source());
-        let tried: Vec<_> = all.blocks.extract_if(.., chosen).collect();
-        if tried.is_empty() {
-            break;
-        }
-        all.tries += 1;
-        drop(all);
-        let mut still = Vec::new();
-        for (resource, block) in tried {
-            let lost = |of: &crate::driver::Context| of.driver().drops_nothing();
-            if resource.context().is_some_and(lost) {
-                std::mem::forget(block);
-            } else if let Err(failure) = resource.deallocate_block(block) {
-                still.push((resource, *failure.value));
-            }
-        }
-        all = process::lock(&KEPT);
-        all.tries -= 1;
-        all.blocks.extend(still);
-        // Another call that asked meanwhile found none of these.
-        if all.asked == asked {
-            break;
+    let chosen = |(_, block): &mut (_, RawBlock)| source.is_none_or(|it| it == block.id().source());
+    let tried: Vec<_> = (process::lock(&KEPT).extract_if(.., chosen)).collect();
+    for (resource, block) in tried {
+        if (resource.context()).is_some_and(|context| context.driver().drops_nothing()) {
+            std::mem::forget(block);
+        } else if let Err(failure) = resource.deallocate_block(block) {
+            put(resource, *failure.value);
         }
     }
-    if all.blocks.is_empty() && all.tries == 0 {
+    let kept = process::lock(&KEPT);
+    if kept.is_empty() {
         ANY.store(false, Ordering::Release);
         process::BLOCKS.nothing_waits();
     }

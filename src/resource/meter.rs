@@ -19,9 +19,9 @@ pub(crate) struct Meter {
 }
 
 #[derive(Default)]
-struct State {
-    /// The limit, bytes and blocks that are charged, and requests.
-    usage: Usage,
+pub(super) struct State {
+    /// The limit, charged bytes as requested ones, charged blocks, requests and failures.
+    pub usage: Usage,
     /// Bytes among those charged that were outstanding when the budget was made and have not left since.
     base: u64,
     level: Level,
@@ -39,7 +39,7 @@ impl Meter {
         meter
     }
 
-    fn lock(&self) -> Locked<'_, State> {
+    pub(super) fn lock(&self) -> Locked<'_, State> {
         process::lock(&self.state)
     }
 
@@ -59,24 +59,6 @@ impl Meter {
 
     pub(crate) fn set_limit(&self, limit: Option<u64>) {
         self.change(|state| state.usage.limit = limit);
-    }
-
-    /// The figures: charged bytes as requested ones, charged blocks, requests and failures.
-    pub(crate) fn usage(&self) -> Usage {
-        self.lock().usage
-    }
-
-    pub(crate) fn reset_peaks(&self) {
-        self.lock().usage.reset_peaks();
-    }
-
-    pub(crate) fn reset_sums(&self) {
-        self.lock().usage.reset_sums();
-    }
-
-    /// Whether `bytes` would fit now.
-    pub(crate) fn check(&self, bytes: u64) -> Result<(), Error> {
-        self.lock().check(bytes)
     }
 
     /// Takes `bytes` out of the budget for a block, all or nothing.
@@ -127,8 +109,9 @@ impl Meter {
 }
 
 impl State {
+    /// Whether `bytes` would fit now.
     #[inline]
-    fn check(&self, bytes: u64) -> Result<(), Error> {
+    pub fn check(&self, bytes: u64) -> Result<(), Error> {
         let used = self.usage.requested.current;
         let limit = self.usage.limit.unwrap_or(u64::MAX);
         match used.checked_add(bytes) {
@@ -153,7 +136,7 @@ impl State {
 
 impl fmt::Debug for Meter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Meter").field(&self.usage()).finish()
+        f.debug_tuple("Meter").field(&self.lock().usage).finish()
     }
 }
 
