@@ -1,4 +1,4 @@
-//! Blocks of the driver's own pools: who uses them, and when they go back.
+//! Blocks of the driver's own pools: the streams that use them, and their frees.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

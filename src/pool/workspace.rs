@@ -412,13 +412,13 @@ mod tests {
         let pool = WorkspacePool::new(&allocator);
         let mut lease = Some(pool.lease(&stream, 100)?);
         let locked = pool.0.lock();
-        let told = process::child_says(|| {
+        let answered = process::child_says(|| {
             drop(lease.take());
             let refused = pool.lease(&stream, 100).is_err();
             refused && pool.trim(0).is_err() && pool.usage().is_ok_and(|it| it == Usage::default())
         });
         drop(locked);
-        assert!(told);
+        assert!(answered);
         Ok(())
     }
 }

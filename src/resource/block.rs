@@ -120,7 +120,7 @@ impl RawBlock {
         }
     }
 
-    /// Who it is.
+    /// Its identity.
     #[inline]
     pub fn id(&self) -> BlockId {
         self.id

@@ -123,14 +123,16 @@ impl<R: MemoryResource> Budget<R> {
         &self.inner
     }
 
-    fn charge(&self, bytes: u64) -> Result<Charge, Error> {
-        match self.meter.charge(bytes) {
-            Err(Error::OverBudget { limit, .. }) if bytes <= limit => {
-                self.reap()?;
-                self.meter.charge(bytes)
-            }
-            done => done,
+    /// Charges bytes that did not fit, after a reap if they are within the limit.
+    #[cold]
+    fn charge_after_reap(&self, bytes: u64) -> Result<Charge, Error> {
+        if self.limit().is_none_or(|limit| bytes <= limit) {
+            self.reap().inspect_err(|_| self.meter.failed(false))?;
         }
+        self.meter.charge(bytes).ok_or_else(|| {
+            self.meter.failed(false);
+            self.meter.lock().refusal(bytes)
+        })
     }
 }
 
@@ -138,13 +140,18 @@ impl<R: MemoryResource> Budget<R> {
 unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
     #[inline]
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
-        let charge = self.charge(request.bytes() as u64);
-        let charge = charge.inspect_err(|_| self.meter.failed(false))?;
+        let bytes = request.bytes() as u64;
+        let charge = match self.meter.charge(bytes) {
+            Some(charge) => charge,
+            None => self.charge_after_reap(bytes)?,
+        };
         // An error drops the charge.
-        let allocated = self.inner.allocate_block(request, stream);
-        let mut block = allocated.inspect_err(|_| self.meter.failed(true))?;
-        block.attach(charge);
-        Ok(block)
+        let mut allocated = self.inner.allocate_block(request, stream);
+        match &mut allocated {
+            Ok(block) => block.attach(charge),
+            Err(_) => self.meter.failed(true),
+        }
+        allocated
     }
 
     #[inline]

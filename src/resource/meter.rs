@@ -5,16 +5,15 @@ use std::sync::Arc;
 
 use crate::driver::process;
 use crate::error::Error;
-use crate::locks::held::{Locked, Mutex};
+use crate::locks::lock::{Held, Lock};
 
 use super::pressure::{Level, Listeners, Pressure};
 use super::usage::Usage;
 
 /// Counts bytes against a limit. All methods may be called from any thread; a charge never exceeds the limit. In a
 /// forked child nothing is counted.
-#[derive(Default)]
 pub(crate) struct Meter {
-    state: Mutex<State>,
+    state: Lock<State>,
     pub(super) listeners: Listeners,
 }
 
@@ -30,17 +29,26 @@ pub(super) struct State {
 impl Meter {
     /// A meter of a resource with `base` bytes outstanding.
     pub(crate) fn new(limit: Option<u64>, base: u64) -> Arc<Meter> {
-        let meter = Arc::<Meter>::default();
-        meter.change(|state| {
-            state.usage.limit = limit;
-            state.add(base);
-            state.base = base;
-        });
-        meter
+        let mut state = State {
+            base,
+            ..State::default()
+        };
+        state.usage.limit = limit;
+        state.add(base);
+        state.level.adopt(Pressure::of(base, limit));
+        Arc::new(Meter {
+            state: Lock::new(state),
+            listeners: Listeners::default(),
+        })
     }
 
-    pub(super) fn lock(&self) -> Locked<'_, State> {
-        process::lock(&self.state)
+    /// None of it in a forked child, where a thread that does not exist may hold the lock.
+    #[inline(always)]
+    pub(super) fn lock(&self) -> Held<'_, State> {
+        match process::is_forked_child() {
+            true => nothing().lock(),
+            false => self.state.lock(),
+        }
     }
 
     /// Changes the state, then calls the listeners without the lock if the level has changed.
@@ -61,14 +69,16 @@ impl Meter {
         self.change(|state| state.usage.limit = limit);
     }
 
-    /// Takes `bytes` out of the budget for a block, all or nothing.
+    /// Takes `bytes` out of the budget for a block, all or nothing; none if they do not fit.
     #[inline]
-    pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge, Error> {
+    pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Option<Charge> {
         self.change(|state| {
-            state.check(bytes)?;
+            if !state.fits(bytes) {
+                return None;
+            }
             state.usage.requests += 1;
             state.add(bytes);
-            Ok(self.charged(state, bytes))
+            Some(self.charged(state, bytes))
         })
     }
 
@@ -108,20 +118,33 @@ impl Meter {
     }
 }
 
+#[cold]
+fn nothing() -> &'static Lock<State> {
+    Box::leak(Box::new(Lock::new(State::default())))
+}
+
 impl State {
-    /// Whether `bytes` would fit now.
     #[inline]
-    pub fn check(&self, bytes: u64) -> Result<(), Error> {
-        let used = self.usage.requested.current;
+    fn fits(&self, bytes: u64) -> bool {
         let limit = self.usage.limit.unwrap_or(u64::MAX);
-        match used.checked_add(bytes) {
-            Some(sum) if sum <= limit => Ok(()),
-            _ => Err(Error::OverBudget {
-                owner: "budget",
-                requested: bytes,
-                limit,
-                used,
-            }),
+        let sum = self.usage.requested.current.checked_add(bytes);
+        sum.is_some_and(|sum| sum <= limit)
+    }
+
+    /// Whether `bytes` would fit now.
+    pub fn check(&self, bytes: u64) -> Result<(), Error> {
+        match self.fits(bytes) {
+            true => Ok(()),
+            false => Err(self.refusal(bytes)),
+        }
+    }
+
+    pub fn refusal(&self, bytes: u64) -> Error {
+        Error::OverBudget {
+            owner: "budget",
+            requested: bytes,
+            limit: self.usage.limit.unwrap_or(u64::MAX),
+            used: self.usage.requested.current,
         }
     }
 

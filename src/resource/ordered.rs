@@ -189,7 +189,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
             Ok(marker) => marker,
             Err(error) => return reopen(block, error),
         };
-        // Out of the table before the address can be given to somebody else.
+        // Removed before another thread can get the address.
         self.metadata().blocks.remove(&id.ptr());
         let charges = block.split_charges(entry.charges_below);
         let keepers = block.keepers();

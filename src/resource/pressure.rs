@@ -33,8 +33,11 @@ impl Pressure {
         let Some(limit) = limit else {
             return Pressure::None;
         };
-        let free = u128::from(limit.saturating_sub(used)) * 100;
-        let limit = u128::from(limit);
+        let free = limit.saturating_sub(used);
+        if free > limit / 2 {
+            return Pressure::None;
+        }
+        let (free, limit) = (u128::from(free) * 100, u128::from(limit));
         match free {
             0 => Pressure::Critical,
             _ if free > limit * 30 => Pressure::None,
