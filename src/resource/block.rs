@@ -50,8 +50,8 @@ pub struct RawBlock {
     id: BlockId,
     size: usize,
     tag: Tag,
-    /// The alignment is two to the power of this.
-    alignment: u32,
+    /// The alignment is two to the power of this. A byte, so that the block is moved without a call of `memcpy`.
+    alignment: u8,
     /// How many resources of the stack keep an order of its uses that those below them do not know.
     keepers: u32,
     /// Its owner was dropped: a resource that cannot take it back now does so later.
@@ -110,7 +110,7 @@ impl RawBlock {
         RawBlock {
             id,
             size,
-            alignment: request.alignment().trailing_zeros(),
+            alignment: request.alignment().trailing_zeros() as u8,
             tag: request.tag,
             keepers: 0,
             abandoned: false,
@@ -138,7 +138,7 @@ impl RawBlock {
 
     /// The alignment in bytes that was asked for.
     pub fn alignment(&self) -> usize {
-        1usize.checked_shl(self.alignment).unwrap_or(1)
+        1usize.checked_shl(self.alignment.into()).unwrap_or(1)
     }
 
     /// Its label.
