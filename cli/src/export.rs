@@ -6,21 +6,8 @@ use crate::{Failure, Outcome, input, sink, text};
 use cualloc::record::{Moment, Profile, Recording, Snapshot};
 use flate2::Compression;
 use flate2::bufread::GzEncoder;
-use serde::Serialize;
-use std::io::{self, Read};
-
-/// What `--json` says of an export that was written. It goes to stderr if the export goes to stdout.
-#[derive(Serialize)]
-struct Line<'a> {
-    schema: u32,
-    trace: &'a str,
-    completed: bool,
-    bytes: usize,
-    /// The instant whose live memory is added up; null for formats that have all events.
-    sums_at: Option<String>,
-    /// What the file lacks, and why the export is empty if it is.
-    warnings: Vec<String>,
-}
+use serde_json::json;
+use std::io::Read;
 
 /// An export that is to be written, and what is worth knowing about it.
 struct Made {
@@ -46,16 +33,17 @@ pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
         output.warning(&format!("{file}: {why}"));
     }
     if output.json {
-        let line = Line {
-            schema: SCHEMA,
-            trace: &input::name(&options.file),
-            completed: true,
-            bytes: made.bytes.len(),
-            sums_at,
-            warnings: made.lacks.into_iter().chain(empty).collect(),
-        };
+        let line = json!({
+            "schema": SCHEMA,
+            "trace": input::name(&options.file),
+            "completed": true,
+            "bytes": made.bytes.len(),
+            "sums_at": sums_at,
+            "warnings": Vec::from_iter(made.lacks.into_iter().chain(empty)),
+        });
+        // Stdout has the export already if it goes there.
         match text::is_standard(&options.out) {
-            true => output::plain(&serde_json::to_string(&line).map_err(io::Error::from)?),
+            true => output::plain(&line.to_string()),
             false => output.json(&line)?,
         }
     }

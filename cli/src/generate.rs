@@ -1,4 +1,4 @@
-//! `cualloc generate` and `cualloc vary`: traces that nobody recorded, written row by row.
+//! `cualloc generate` and `cualloc vary`: made-up traces, written row by row.
 
 use crate::options::{GenerateOptions, GlobalOptions, KindChoice, VaryOptions};
 use crate::output::{Output, SCHEMA};
@@ -8,39 +8,28 @@ use cualloc::trace::Trace;
 use cualloc::trace::generate::{self, Kind, Program, Rows};
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use serde::Serialize;
+use serde_json::json;
 use std::io::{self, Write};
 use std::path::Path;
 
 /// Rows between two looks at the figures of what was written.
 const LOOK: usize = 1 << 16;
 
-/// What `--json` says of a file that was written.
-#[derive(Serialize)]
-struct Line<'a> {
-    schema: u32,
-    trace: &'a str,
-    file: &'a str,
-    rows: usize,
-    allocations: usize,
-    streams: usize,
-    requested_peak_bytes: u64,
-}
-
 pub fn run(global: &GlobalOptions, options: &GenerateOptions, output: &mut Output) -> Outcome {
     check(global, "generate", &options.out)?;
-    let (kind, random) = match options.kind {
-        KindChoice::Large => (Kind::Large, false),
-        KindChoice::Sharded => (Kind::Sharded, false),
-        KindChoice::Random => (Kind::Random, true),
-        KindChoice::Churn => (Kind::Churn, true),
+    let kind = match options.kind {
+        KindChoice::Large => Kind::Large,
+        KindChoice::Sharded => Kind::Sharded,
+        KindChoice::Random => Kind::Random,
+        KindChoice::Churn => Kind::Churn,
     };
     let chosen = options.streams.map(|_| "--streams");
     if let Some(option) = chosen.or(options.live.map(|_| "--live"))
-        && !random
+        && matches!(kind, Kind::Large | Kind::Sharded)
     {
-        let message = format!("{option} is for the random kinds, `random` and `churn`");
-        return Err(Failure::Usage(message));
+        return Err(Failure::usage(format!(
+            "{option} is for the random kinds, `random` and `churn`"
+        )));
     }
     let mut program = Program::new(kind, options.seed);
     program.rows = options.rows;
@@ -53,7 +42,7 @@ pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) 
     check(global, "vary", &options.out)?;
     if input::is_same(&options.file, &options.out) {
         let file = text::file(&options.file, input::STDIN);
-        return Err(Failure::Usage(format!(
+        return Err(Failure::usage(format!(
             "{file} cannot be its own copy: --out names the file that is read"
         )));
     }
@@ -66,13 +55,13 @@ pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) 
 /// Refuses options that would mean nothing here.
 fn check(global: &GlobalOptions, command: &str, out: &Path) -> Result<(), Failure> {
     if let Some(option) = global.about_device() {
-        return Err(Failure::Usage(format!(
+        return Err(Failure::usage(format!(
             "{option} is not for {command}, which runs on no device"
         )));
     }
     if global.json && text::is_standard(out) {
-        return Err(Failure::Usage(
-            "--json and --out - would both write to stdout".to_owned(),
+        return Err(Failure::usage(
+            "--json and --out - would both write to stdout",
         ));
     }
     Ok(())
@@ -92,15 +81,15 @@ fn finish(mut rows: Rows<'_>, path: &Path, output: &mut Output) -> Outcome {
     })?;
     let file = text::file(path, STDOUT);
     if output.json {
-        output.json(&Line {
-            schema: SCHEMA,
-            trace: &input::name(path),
-            file: &path.to_string_lossy(),
-            rows: rows.rows(),
-            allocations: rows.allocations(),
-            streams: rows.streams(),
-            requested_peak_bytes: peak,
-        })?;
+        output.json(&json!({
+            "schema": SCHEMA,
+            "trace": input::name(path),
+            "file": path.to_string_lossy(),
+            "rows": rows.rows(),
+            "allocations": rows.allocations(),
+            "streams": rows.streams(),
+            "requested_peak_bytes": peak,
+        }))?;
     } else {
         output.note(&format!(
             "{file}: {} rows, {} blocks, {} streams, requested peak {peak} bytes",

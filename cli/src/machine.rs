@@ -29,37 +29,38 @@ pub enum Machine {
 impl Machine {
     /// Chooses the device; says on stderr what `auto` came to.
     pub fn choose(options: &GlobalOptions, output: &Output) -> Result<Machine, Failure> {
-        let simulated = Machine::Simulated {
-            memory: options.sim_memory(),
-        };
+        let memory = options.sim_memory();
         let machine = match options.device() {
-            DeviceChoice::Sim => return Ok(simulated),
+            DeviceChoice::Sim => return Ok(Machine::Simulated { memory }),
             DeviceChoice::Cuda => {
                 options.check_simulator()?;
-                return Ok(Machine::cuda()?);
+                return Ok(Machine::Cuda(Machine::cuda()?));
             }
-            DeviceChoice::Auto => match Machine::cuda() {
-                Ok(machine) => machine,
-                Err(error) => {
-                    output.note(&format!("device: the simulator ({})", reason(&error)));
-                    return Ok(simulated);
-                }
-            },
+            DeviceChoice::Auto => Machine::cuda(),
         };
-        output.note(&format!("device: {}", machine.describe()));
-        if options.about_simulator() {
-            output.note("--sim-memory is not used: it is for the simulator");
+        match machine {
+            Ok(device) => {
+                let name = device.name();
+                let name = name.unwrap_or_else(|error| format!("a GPU without a name ({error})"));
+                output.note(&format!("device: {name}"));
+                if options.about_simulator() {
+                    output.note("--sim-memory is not used: it is for the simulator");
+                }
+                Ok(Machine::Cuda(device))
+            }
+            Err(error) => {
+                output.note(&format!("device: the simulator ({})", reason(&error)));
+                Ok(Machine::Simulated { memory })
+            }
         }
-        Ok(machine)
     }
 
-    fn cuda() -> Result<Machine, MachineError> {
+    fn cuda() -> Result<Device, MachineError> {
         let driver = Driver::load().map_err(MachineError::NoDriver)?;
         if driver.device_count().map_err(MachineError::Driver)? == 0 {
             return Err(MachineError::NoDevice);
         }
-        let device = driver.device(0).map_err(MachineError::Driver)?;
-        Ok(Machine::Cuda(device))
+        driver.device(0).map_err(MachineError::Driver)
     }
 
     /// Bytes of memory that the device has.
@@ -75,15 +76,6 @@ impl Machine {
         match self {
             Machine::Cuda(_) => "cuda",
             Machine::Simulated { .. } => "sim",
-        }
-    }
-
-    fn describe(&self) -> String {
-        match self {
-            Machine::Cuda(device) => device
-                .name()
-                .unwrap_or_else(|error| format!("a GPU that does not tell its name ({error})")),
-            Machine::Simulated { .. } => "the simulator".to_owned(),
         }
     }
 
@@ -106,11 +98,11 @@ impl Machine {
         })
     }
 
-    /// Only a simulated device can be told when to complete its work.
+    /// Only a simulated device completes its work at a chosen row.
     pub fn check_lag(&self, lag: u64) -> Result<(), Failure> {
         match self {
-            Machine::Cuda(_) if lag > 0 => Err(Failure::Usage(
-                "--lag is for the simulator: add --device sim".to_owned(),
+            Machine::Cuda(_) if lag > 0 => Err(Failure::usage(
+                "--lag is for the simulator: add --device sim",
             )),
             _ => Ok(()),
         }
@@ -142,7 +134,7 @@ fn reason(error: &MachineError) -> String {
     }
 }
 
-/// Why there is no driver: the error, then what is behind it and not yet told.
+/// Why there is no driver: the error, then those of its sources that it does not quote.
 pub fn load_messages(error: &LoadError) -> Vec<String> {
     match error {
         // It already quotes its sources.
@@ -158,7 +150,7 @@ pub fn simulator(memory: u64) -> Result<Simulator, MachineError> {
             memory,
             ..SimDevice::default()
         }],
-        // Times are told as a driver takes them, and one that was measured waits.
+        // Driver times are those of the model, in which a measured driver waits.
         strict_free: false,
         ..SimConfig::default()
     })

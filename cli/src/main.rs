@@ -9,6 +9,7 @@ mod advise;
 mod bench;
 mod capacity;
 mod export;
+mod failure;
 mod generate;
 mod info;
 mod input;
@@ -27,55 +28,13 @@ mod view;
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 
+use failure::{Failure, FileError, Outcome};
 use options::{Cli, Command};
-use output::{ErrorLine, Output};
+use output::Output;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// What a subcommand comes to when it ran to its end: whether all went well.
-type Outcome = Result<bool, Failure>;
-
-/// Why a subcommand stopped.
-#[derive(Debug, thiserror::Error)]
-enum Failure {
-    /// The options contradict each other or the machine.
-    #[error("{0}")]
-    Usage(String),
-    /// No reader is left for the results.
-    #[error("the results cannot be written")]
-    Output(#[from] std::io::Error),
-    /// The device that was asked for cannot be had.
-    #[error(transparent)]
-    Machine(#[from] machine::MachineError),
-    /// There is no result for a file, which the error names.
-    #[error("{error}")]
-    File {
-        trace: String,
-        /// The line of the file that is to blame.
-        line: Option<u64>,
-        error: Box<dyn std::error::Error>,
-    },
-}
-
-impl Failure {
-    /// There is no result for a file, since its replay cannot begin.
-    fn no_replay(path: &Path, error: impl Into<replay::CannotBegin>) -> Failure {
-        #[derive(Debug, thiserror::Error)]
-        #[error("{}: the replay cannot begin", text::file(path, input::STDIN))]
-        struct NoReplay {
-            path: PathBuf,
-            source: replay::CannotBegin,
-        }
-        let (path, source) = (path.to_owned(), error.into());
-        Failure::File {
-            trace: input::name(&path),
-            line: None,
-            error: Box::new(NoReplay { path, source }),
-        }
-    }
-}
-
-/// Does something for each file, also behind those that there is no result for; whether all went well.
+/// Runs `work` for each file, and continues after files without a result; whether everything succeeded.
 fn for_each(
     files: &[PathBuf],
     output: &mut Output,
@@ -83,13 +42,8 @@ fn for_each(
 ) -> Outcome {
     let mut well = true;
     for path in files {
-        well &= match work(path, output) {
-            Err(Failure::File { trace, line, error }) => {
-                output.failed(&trace, line, &*error)?;
-                false
-            }
-            outcome => outcome?,
-        };
+        let outcome = work(path, output);
+        well &= output.attempted(outcome)?;
     }
     Ok(well)
 }
@@ -119,7 +73,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
-        // The reader has seen all it wanted; nothing went wrong that it should be told.
+        // The reader has what it wanted, so nothing went wrong.
         Err(Failure::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => {
             ExitCode::FAILURE
         }
@@ -127,17 +81,9 @@ fn main() -> ExitCode {
             output::error(&message);
             ExitCode::from(2)
         }
-        Err(Failure::File { trace, line, error }) => {
-            // The exit code says the same if nothing can be written.
-            let _ = output.failed(&trace, line, &*error);
-            ExitCode::FAILURE
-        }
         Err(failure) => {
-            output::error(&text::chain(&failure));
-            if output.json && !matches!(failure, Failure::Output(_)) {
-                // The exit code says the same to who does not read this either.
-                let _ = output.json(&ErrorLine::new(&failure));
-            }
+            // The exit code says the same if nothing can be written.
+            let _ = output.failed(&failure);
             ExitCode::FAILURE
         }
     }

@@ -133,7 +133,7 @@ impl GlobalOptions {
         self.sim_memory.unwrap_or(SIM_MEMORY).0
     }
 
-    /// Whether the simulator was told about.
+    /// Whether an option is about the simulator.
     pub fn about_simulator(&self) -> bool {
         self.sim_memory.is_some()
     }
@@ -141,8 +141,8 @@ impl GlobalOptions {
     /// Refuses to be told about a simulator that there will not be.
     pub fn check_simulator(&self) -> Result<(), Failure> {
         match self.device() {
-            DeviceChoice::Cuda if self.about_simulator() => Err(Failure::Usage(
-                "--sim-memory is for the simulator, not for --device cuda".to_owned(),
+            DeviceChoice::Cuda if self.about_simulator() => Err(Failure::usage(
+                "--sim-memory is for the simulator, not for --device cuda",
             )),
             _ => Ok(()),
         }
@@ -164,6 +164,40 @@ pub struct InputOptions {
     /// Rows or events that a file may have: each takes 80 bytes to 1 KB of memory.
     #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
     pub max_rows: u64,
+}
+
+#[derive(Args, Clone, Copy, Default, Debug)]
+pub struct PlacementOptions {
+    /// How memory is taken from the driver; by default the best that the device supports.
+    #[arg(long, value_enum)]
+    pub policy: Option<PolicyChoice>,
+    /// Only grow: no second layouts of memory that is held (packed policy).
+    #[arg(long)]
+    pub no_views: bool,
+}
+
+#[derive(Args, Debug)]
+pub struct LimitOptions {
+    /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
+    /// requested peak like `1.02x`.
+    #[arg(long, value_name = "SIZE|SHARE%|RATIOx", allow_hyphen_values = true)]
+    pub limit: Option<Limit>,
+}
+
+/// Files that have a row in a table each.
+#[derive(Args, Debug)]
+pub struct TableOptions {
+    /// Traces, recordings, PyTorch snapshots or allocation logs (RMM), plain or gzip; `-` is standard input.
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// On the simulator: work submitted at one row completes this many rows later.
+    #[arg(long, value_name = "ROWS", default_value_t = 0)]
+    pub lag: u64,
+    #[command(flatten)]
+    pub input: InputOptions,
+    /// Show all columns, however narrow the terminal is.
+    #[arg(long, conflicts_with = "json")]
+    pub wide: bool,
 }
 
 #[derive(Args, Debug)]
@@ -207,16 +241,10 @@ pub struct ViewOptions {
     /// Open the page in a browser.
     #[arg(long)]
     pub open: bool,
-    /// How memory is taken from the driver; by default the best that the device supports.
-    #[arg(long, value_enum)]
-    pub policy: Option<PolicyChoice>,
-    /// Only grow: no second layouts of memory that is held (packed policy).
-    #[arg(long)]
-    pub no_views: bool,
-    /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
-    /// requested peak like `1.02x`.
-    #[arg(long, value_name = "SIZE|SHARE%|RATIOx", allow_hyphen_values = true)]
-    pub limit: Option<Limit>,
+    #[command(flatten)]
+    pub placement: PlacementOptions,
+    #[command(flatten)]
+    pub limit: LimitOptions,
     /// Work submitted at one row completes this many rows later.
     #[arg(long, value_name = "ROWS", default_value_t = 0)]
     pub lag: u64,
@@ -291,36 +319,22 @@ pub enum DeviceChoice {
 
 #[derive(Args, Debug)]
 pub struct TraceOptions {
-    /// Traces, recordings, PyTorch snapshots or allocation logs (RMM), plain or gzip; `-` is standard input.
-    #[arg(required = true, value_name = "FILE")]
-    pub files: Vec<PathBuf>,
-    /// How memory is taken from the driver; by default the best that the device supports.
-    #[arg(long, value_enum)]
-    pub policy: Option<PolicyChoice>,
-    /// Only grow: no second layouts of memory that is held (packed policy).
-    #[arg(long)]
-    pub no_views: bool,
+    #[command(flatten)]
+    pub table: TableOptions,
+    #[command(flatten)]
+    pub placement: PlacementOptions,
     /// Fill every block with kernels, check it just before it is freed, and count wrong words.
     #[arg(long)]
     pub verify: bool,
-    /// On the simulator: work submitted at one row completes this many rows later.
-    #[arg(long, value_name = "ROWS", default_value_t = 0)]
-    pub lag: u64,
     /// Decides which checks are delayed, when verifying over several streams.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
     pub seed: u64,
-    #[command(flatten)]
-    pub input: InputOptions,
-    /// Show all columns, however narrow the terminal is.
-    #[arg(long, conflicts_with = "json")]
-    pub wide: bool,
 }
 
 #[derive(Args, Debug)]
 pub struct AdviseOptions {
-    /// Traces, recordings, PyTorch snapshots or allocation logs (RMM), plain or gzip; `-` is standard input.
-    #[arg(required = true, value_name = "FILE")]
-    pub files: Vec<PathBuf>,
+    #[command(flatten)]
+    pub table: TableOptions,
     /// Memory that the allocator may hold, like `24GiB`; several sizes with commas between. Without it: what is needed.
     #[arg(
         long,
@@ -332,14 +346,6 @@ pub struct AdviseOptions {
     /// Show all settings that were tried, the cheapest that fits first; --json always does.
     #[arg(long, conflicts_with = "json")]
     pub all: bool,
-    /// Work submitted at one row completes this many rows later.
-    #[arg(long, value_name = "ROWS", default_value_t = 0)]
-    pub lag: u64,
-    #[command(flatten)]
-    pub input: InputOptions,
-    /// Show all columns, however narrow the terminal is.
-    #[arg(long, conflicts_with = "json")]
-    pub wide: bool,
 }
 
 #[derive(Args, Debug)]
@@ -350,10 +356,8 @@ pub struct ReplayOptions {
     /// How often to replay each file, on one allocator; --json shows each, for some 2.5 KB of memory.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
-    /// requested peak like `1.02x`.
-    #[arg(long, value_name = "SIZE|SHARE%|RATIOx", allow_hyphen_values = true)]
-    pub limit: Option<Limit>,
+    #[command(flatten)]
+    pub limit: LimitOptions,
     /// Show each replay in so many parts of equal length; needs --json.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub parts: Option<u16>,

@@ -2,11 +2,10 @@
 
 use crate::options::GlobalOptions;
 use crate::table::{Cell, Table};
-use crate::text;
-use console::{Term, style, truncate_str};
+use crate::{Failure, Outcome, text};
+use console::{StyledObject, Term, style, truncate_str};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde::Serialize;
-use std::error::Error;
+use serde_json::{Value, json};
 use std::io::{self, Stdout, Write};
 
 /// The version of the lines of `--json`: it grows when a key goes or changes its meaning.
@@ -15,8 +14,7 @@ pub const SCHEMA: u32 = 1;
 /// The longest name beside a progress bar.
 const BAR_NAME: usize = 24;
 
-/// Where results go, and notes about them. Every line is written at once, so that a reader sees each as it
-/// comes.
+/// Where results and notes go. Every line is flushed, so that a reader sees it immediately.
 pub struct Output {
     stdout: Stdout,
     /// Whether results are objects of JSON.
@@ -24,35 +22,6 @@ pub struct Output {
     pub quiet: bool,
     /// Whether a table has its head.
     headed: bool,
-}
-
-/// What `--json` writes where there is no result.
-#[derive(Serialize)]
-pub struct ErrorLine<'a> {
-    pub schema: u32,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub trace: Option<&'a str>,
-    /// The line of the file that is to blame.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub line: Option<u64>,
-    pub completed: bool,
-    pub error: String,
-    /// The error, then what is behind it.
-    pub reasons: Vec<String>,
-}
-
-impl ErrorLine<'_> {
-    pub fn new<'a>(error: &dyn Error) -> ErrorLine<'a> {
-        let reasons = text::messages(error);
-        ErrorLine {
-            schema: SCHEMA,
-            trace: None,
-            line: None,
-            completed: false,
-            error: reasons.join(": "),
-            reasons,
-        }
-    }
 }
 
 impl Output {
@@ -71,9 +40,8 @@ impl Output {
         stdout.flush()
     }
 
-    pub fn json(&mut self, value: &impl Serialize) -> io::Result<()> {
-        let line = serde_json::to_string(value).map_err(io::Error::from)?;
-        self.line(&line)
+    pub fn json(&mut self, value: &Value) -> io::Result<()> {
+        self.line(&value.to_string())
     }
 
     /// Writes a row of a table; before the first one its head.
@@ -96,52 +64,60 @@ impl Output {
     /// Says on stderr what is good to know, unless it was asked for quiet.
     pub fn note(&self, text: &str) {
         if !self.quiet {
-            complain("note", text);
+            complain(style("note"), text);
         }
     }
 
     /// Says on stderr that results are worth less than they look, unless it was asked for quiet.
     pub fn warning(&self, text: &str) {
         if !self.quiet {
-            complain("warning", text);
+            complain(style("warning"), text);
         }
     }
 
-    /// Says that there is no result for a trace, and why; the message of the error names the file.
-    pub fn failed(&mut self, trace: &str, line: Option<u64>, why: &dyn Error) -> io::Result<()> {
-        error(&text::chain(why));
-        self.failure_line(trace, line, why)
+    /// Reports the failure of one file, so that others can follow.
+    pub fn attempted(&mut self, outcome: Outcome) -> Outcome {
+        match outcome {
+            Err(failure @ Failure::File(_)) => {
+                self.failed(&failure)?;
+                Ok(false)
+            }
+            outcome => outcome,
+        }
     }
 
-    /// As [`Output::failed`], where the error does not name the file.
-    pub fn failed_file(&mut self, file: &str, trace: &str, why: &dyn Error) -> io::Result<()> {
-        error(&format!("{file}: {}", text::chain(why)));
-        self.failure_line(trace, None, why)
+    /// Writes a failure to stderr, and with `--json` as an object to stdout.
+    pub fn failed(&mut self, failure: &Failure) -> io::Result<()> {
+        let reasons = text::messages(failure);
+        let message = reasons.join(": ");
+        error(&message);
+        let (trace, line) = match failure {
+            Failure::File(file) => (Some(file.trace.as_str()), file.line),
+            _ => (None, None),
+        };
+        self.failure(trace, line, &message, &reasons)
     }
 
-    /// The object that says the same to a program, with everything that went wrong in words.
-    pub fn failure(&mut self, trace: &str, reasons: Vec<String>) -> io::Result<()> {
+    /// With `--json`, writes the object of a trace without a result. The faults are on stderr already.
+    pub fn failure(
+        &mut self,
+        trace: Option<&str>,
+        line: Option<u64>,
+        error: &str,
+        reasons: &[String],
+    ) -> io::Result<()> {
         if !self.json {
             return Ok(());
         }
-        self.json(&ErrorLine {
-            schema: SCHEMA,
-            trace: Some(trace),
-            line: None,
-            completed: false,
-            error: reasons.first().cloned().unwrap_or_default(),
-            reasons,
-        })
-    }
-
-    fn failure_line(&mut self, trace: &str, line: Option<u64>, why: &dyn Error) -> io::Result<()> {
-        if !self.json {
-            return Ok(());
+        let mut object =
+            json!({ "schema": SCHEMA, "completed": false, "error": error, "reasons": reasons });
+        if let Some(trace) = trace {
+            object["trace"] = trace.into();
         }
-        let mut failure = ErrorLine::new(why);
-        failure.trace = Some(trace);
-        failure.line = line;
-        self.json(&failure)
+        if let Some(line) = line {
+            object["line"] = line.into();
+        }
+        self.json(&object)
     }
 
     /// A progress bar on stderr, drawn only on a terminal.
@@ -150,7 +126,7 @@ impl Output {
         self.bar(ProgressBar::new(length), template, name)
     }
 
-    /// As [`Output::progress`], where nobody knows how much there is to do.
+    /// As [`Output::progress`], for work of unknown length.
     pub fn spinner(&self, name: &str) -> ProgressBar {
         self.bar(ProgressBar::new_spinner(), "{prefix}: {wide_msg}", name)
     }
@@ -172,40 +148,23 @@ impl Output {
 /// terminal.
 pub fn width() -> Option<usize> {
     let columns = std::env::var("COLUMNS").ok();
-    let columns = columns
-        .and_then(|text| text.parse().ok())
-        .filter(|n| *n > 0);
-    columns.or_else(|| terminal(&Term::stdout()))
+    let columns = columns.and_then(|text| text.parse().ok());
+    let terminal = Term::stdout();
+    // Some terminals do not report their width.
+    let width = || terminal.size_checked().map(|(_, width)| width.into());
+    let width = || terminal.is_term().then(|| width().unwrap_or(80));
+    columns.filter(|columns| *columns > 0).or_else(width)
 }
 
-/// The width of a terminal; one that does not tell has as much as most.
-fn terminal(term: &Term) -> Option<usize> {
-    let told = term.size_checked().map(|(_, columns)| columns.into());
-    term.is_term().then(|| told.unwrap_or(80))
-}
-
-/// A message on stderr; where no one reads it any more nothing happens. On a terminal a long one is a block of
-/// lines.
-fn complain(kind: &str, text: &str) {
-    let lines: Vec<String> = text.lines().map(text::visible).collect();
-    let mut message = format!("{kind}: {}", lines.join("\n    "));
-    if let Some(width) = terminal(&Term::stderr())
-        && lines.len() == 1
-    {
-        message = text::fold(&message, width);
-    }
-    if kind == "error"
-        && let Some(rest) = message.strip_prefix(kind)
-    {
-        let kind = style(kind).for_stderr().red().bold();
-        message = format!("{kind}{rest}");
-    }
-    let _ = writeln!(io::stderr(), "{message}");
+/// A message on stderr. Nothing happens if its reader is gone.
+fn complain(kind: StyledObject<&str>, text: &str) {
+    let lines = Vec::from_iter(text.lines().map(text::visible));
+    let _ = writeln!(io::stderr(), "{kind}: {}", lines.join("\n    "));
 }
 
 /// Says on stderr what went wrong.
 pub fn error(text: &str) {
-    complain("error", text);
+    complain(style("error").for_stderr().red().bold(), text);
 }
 
 /// A line on stderr as it is.
@@ -227,8 +186,8 @@ pub fn nanos(nanos: f64) -> String {
 }
 
 /// A ratio with four digits, or a dash.
-pub fn ratio(ratio: Option<f64>) -> String {
-    ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.4}"))
+pub fn ratio(ratio: Option<f64>) -> Cell {
+    Cell::or_dash(ratio.map(|ratio| format!("{ratio:.4}")))
 }
 
 /// `bytes / of`; nothing if that makes no sense.

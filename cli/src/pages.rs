@@ -21,7 +21,7 @@ pub fn man(global: &GlobalOptions, page: Option<&str>) -> Outcome {
         None => command,
         Some(name) => match command.find_subcommand(name) {
             Some(found) => found.clone(),
-            None => return Err(Failure::Usage(format!("there is no subcommand `{name}`"))),
+            None => return Err(Failure::usage(format!("there is no subcommand `{name}`"))),
         },
     };
     let mut text = Vec::new();
@@ -35,7 +35,7 @@ pub fn man(global: &GlobalOptions, page: Option<&str>) -> Outcome {
 fn refuse(global: &GlobalOptions, command: &str) -> Result<(), Failure> {
     let json = global.json.then_some("--json");
     match global.about_device().or(json) {
-        Some(option) => Err(Failure::Usage(format!("{option} is not for {command}"))),
+        Some(option) => Err(Failure::usage(format!("{option} is not for {command}"))),
         None => Ok(()),
     }
 }

@@ -1,7 +1,7 @@
 //! The allocator's settings: those of the environment, and options before them.
 
 use crate::Failure;
-use crate::options::{PolicyChoice, TraceOptions};
+use crate::options::{PlacementOptions, PolicyChoice, TraceOptions};
 use crate::output::Output;
 use crate::size::Limit;
 use cualloc::allocator::{CONFIG_VARIABLE, Config, Policy};
@@ -15,20 +15,21 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Reads `CUALLOC_CONFIG`; options count more than what it says.
-    pub fn read(policy: Option<PolicyChoice>, no_views: bool) -> Result<Settings, Failure> {
-        let wrong = |error| Failure::Usage(format!("{CONFIG_VARIABLE}: {error}"));
+    /// Reads `CUALLOC_CONFIG`, which options override.
+    pub fn read(options: &PlacementOptions) -> Result<Settings, Failure> {
+        let wrong = |error| Failure::usage(format!("{CONFIG_VARIABLE}: {error}"));
         let mut config = Config::from_env().map_err(wrong)?;
-        match policy {
-            None => {}
-            Some(PolicyChoice::Packed) => config = config.policy(Policy::Packed),
-            Some(PolicyChoice::Classic) => config = config.policy(Policy::Classic),
+        if let Some(policy) = options.policy {
+            config = config.policy(match policy {
+                PolicyChoice::Packed => Policy::Packed,
+                PolicyChoice::Classic => Policy::Classic,
+            });
         }
-        if no_views {
+        if options.no_views {
             config = config.views(false);
         }
         config.validate().map_err(|error| {
-            Failure::Usage(format!(
+            Failure::usage(format!(
                 "{CONFIG_VARIABLE} and the options contradict each other: {error}"
             ))
         })?;
@@ -42,6 +43,12 @@ impl Settings {
     /// The limit of the environment.
     pub fn limit(&self) -> Option<Limit> {
         self.config.limit.map(Limit::Of)
+    }
+
+    /// The limit in bytes that an option or else the environment sets for a trace.
+    pub fn limit_for(&self, option: Option<Limit>, trace: &Trace, memory: u64) -> Option<u64> {
+        let limit = option.or_else(|| self.limit())?;
+        Some(limit.bytes(trace.requested_peak(), memory))
     }
 
     pub fn config(&self) -> &Config {

@@ -1,20 +1,12 @@
 //! Files that are written: whole or not at all.
 
-use crate::{Failure, input, text};
+use crate::{Failure, FileError, text};
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// What messages call stdout.
 pub const STDOUT: &str = "<stdout>";
-
-/// A file could not be written.
-#[derive(Debug, thiserror::Error)]
-#[error("{}: cannot be written", text::file(path, STDOUT))]
-struct WriteError {
-    path: PathBuf,
-    source: io::Error,
-}
 
 /// Lets `fill` write the file with this name; `-` is stdout. A regular file, also behind a link, is replaced when all is
 /// written.
@@ -22,18 +14,14 @@ pub fn write<T>(
     path: &Path,
     fill: impl FnOnce(&mut dyn Write) -> io::Result<T>,
 ) -> Result<T, Failure> {
-    match write_file(path, fill) {
-        Ok(filled) => Ok(filled),
-        // The reader has seen all it wanted.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(Failure::Output(error)),
-        Err(source) => {
-            let path = path.to_owned();
-            let trace = input::name(&path);
-            let error = Box::new(WriteError { path, source });
-            let line = None;
-            Err(Failure::File { trace, line, error })
+    write_file(path, fill).map_err(|error| match error.kind() {
+        // The reader has what it wanted.
+        io::ErrorKind::BrokenPipe => Failure::Output(error),
+        _ => {
+            let what = FileError::new("cannot be written");
+            what.caused(error).of(path, STDOUT).into()
         }
-    }
+    })
 }
 
 fn write_file<T>(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<T>) -> io::Result<T> {

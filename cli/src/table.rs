@@ -1,6 +1,7 @@
 //! Tables whose lines are written as they come: widths are set beforehand, to fit the terminal.
 
-use crate::text;
+use crate::options::TableOptions;
+use crate::{input, output, text};
 use console::{measure_text_width, style, truncate_str};
 
 /// The first column may be cut down to this before others are left out, and to the second in the end.
@@ -39,9 +40,8 @@ pub struct Cell {
 impl Cell {
     /// A dash where there is no value.
     pub fn or_dash(value: Option<impl ToString>) -> Cell {
-        value
-            .map_or_else(|| "-".to_owned(), |value| value.to_string())
-            .into()
+        let text = value.map(|value| value.to_string());
+        text.as_deref().unwrap_or("-").into()
     }
 
     /// A verdict, in colour on a terminal.
@@ -71,8 +71,17 @@ pub struct Table {
 }
 
 impl Table {
+    /// A table whose first column names traces.
+    pub fn of_traces(options: &TableOptions, mut columns: Vec<Column>) -> Table {
+        let files = options.files.iter();
+        let names = files.map(|path| measure_text_width(&text::visible(&input::name(path))));
+        columns.insert(0, Column::new("trace", "", names.max().unwrap_or(0), 0));
+        let terminal = if options.wide { None } else { output::width() };
+        Table::new(columns, terminal)
+    }
+
     /// A table for a terminal of this width; without one all columns stand side by side.
-    pub fn new(columns: Vec<Column>, terminal: Option<usize>) -> Table {
+    fn new(columns: Vec<Column>, terminal: Option<usize>) -> Table {
         let beside = |column: &Column| match column.of {
             "" => column.name.len(),
             of => column.name.len() + 1 + of.len(),

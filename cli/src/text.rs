@@ -1,23 +1,17 @@
 //! Text for people: what a terminal may be shown, and errors in words.
 
-use console::measure_text_width;
 use cualloc::trace::Capacity;
 use std::error::Error;
 use std::path::Path;
 
-/// Indentation of the further lines of a long message.
-const INDENT: &str = "    ";
-
 /// The text with all that could steer a terminal, or turn the order of letters, written as an escape.
 pub fn visible(text: &str) -> String {
+    let turns = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
-        let steers = c.is_control()
-            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        if steers {
-            shown.extend(c.escape_default());
-        } else {
-            shown.push(c);
+        match c.is_control() || turns(c) {
+            true => shown.extend(c.escape_default()),
+            false => shown.push(c),
         }
     }
     shown
@@ -25,11 +19,16 @@ pub fn visible(text: &str) -> String {
 
 /// The name of a file in a message; `-` stands for one of the standard streams, named by the caller.
 pub fn file(path: &Path, standard: &str) -> String {
-    if is_standard(path) {
-        standard.to_owned()
-    } else {
-        visible(&path.display().to_string())
+    match is_standard(path) {
+        true => standard.to_owned(),
+        false => visible(&path.display().to_string()),
     }
+}
+
+/// A file as [`file`] names it, and its line.
+pub fn place(path: &Path, standard: &str, line: Option<u64>) -> String {
+    let file = file(path, standard);
+    line.map_or(file.clone(), |line| format!("{file}:{line}"))
 }
 
 /// Whether this is `-`: stdin for what is read, stdout for what is written.
@@ -68,43 +67,4 @@ pub fn messages(error: &dyn Error) -> Vec<String> {
         source = error.source();
     }
     messages
-}
-
-/// A message as lines no wider than `width`, as far as its words allow; all behind the first are indented.
-pub fn fold(message: &str, width: usize) -> String {
-    let (mut folded, mut used) = (String::new(), 0);
-    for word in message.split(' ') {
-        let length = measure_text_width(word);
-        if used > 0 && used + 1 + length > width {
-            folded.push('\n');
-            folded += INDENT;
-            used = INDENT.len();
-        } else if used > 0 {
-            folded.push(' ');
-            used += 1;
-        }
-        folded += word;
-        used += length;
-    }
-    folded
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn long_messages_are_folded_between_words() {
-        let message = "error: a.csv:7: row 6 failed: out of memory: 2 GiB requested, 1 GiB live";
-        assert_eq!(fold(message, 200), message);
-        assert_eq!(
-            fold(message, 30),
-            "error: a.csv:7: row 6 failed:\n    out of memory: 2 GiB\n    requested, 1 GiB live"
-        );
-        let long = format!("note: {}/file.csv: größe", "folder".repeat(9));
-        let folded = fold(&long, 30);
-        assert_eq!(folded.replace("\n    ", " "), long);
-        assert_eq!(folded.lines().count(), 3, "{folded}");
-        assert_eq!(fold("", 0), "");
-    }
 }

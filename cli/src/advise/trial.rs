@@ -1,7 +1,7 @@
 //! Replays of a trace under limits, each with settings of its own, and what becomes of them.
 
-use crate::machine::{Ground, Machine};
-use crate::replay::{self, CannotBegin, Fault};
+use crate::machine::Ground;
+use crate::replay::{self, Fault};
 use crate::{Failure, text};
 use cualloc::Error;
 use cualloc::allocator::{Config, Policy};
@@ -34,15 +34,12 @@ impl Choice {
     pub fn all(environment: Option<&str>) -> Result<Vec<Choice>, Failure> {
         let own = environment.map(without_limit);
         let own = own.filter(|own| !own.is_empty() && !CHOICES.contains(&own.as_str()));
-        let texts = own
-            .into_iter()
-            .chain(CHOICES.iter().map(ToString::to_string));
-        texts
-            .map(|text| match text.parse() {
-                Ok(config) => Ok(Choice { text, config }),
-                Err(error) => Err(Failure::Usage(format!("{text}: {error}"))),
-            })
-            .collect()
+        let texts = own.into_iter().chain(CHOICES.map(str::to_owned));
+        let choices = texts.map(|text| match text.parse() {
+            Ok(config) => Ok(Choice { text, config }),
+            Err(error) => Err(Failure::usage(format!("{text}: {error}"))),
+        });
+        choices.collect()
     }
 
     /// As a table shows them.
@@ -67,7 +64,7 @@ fn without_limit(text: &str) -> String {
 }
 
 /// What became of one choice under one limit.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub struct Trial {
     pub policy: Policy,
     /// The most bytes of memory held.
@@ -93,70 +90,63 @@ impl Trial {
     fn refused(policy: Policy, why: String) -> Trial {
         Trial {
             policy,
-            reserved_peak: 0,
-            passes: Vec::new(),
-            retries: 0,
             why: Some(why),
+            ..Trial::default()
         }
     }
 }
 
-/// Why there is no answer for a trace.
+/// Why there is no result for a trace.
 pub enum Stop {
     /// A replay could not begin.
-    Begin(CannotBegin),
+    Begin(Error),
     /// One went wrong other than for want of memory.
     Faults(Vec<Fault>),
-    /// The simulator cannot be had.
-    Command(Failure),
 }
 
-impl From<Error> for Stop {
-    fn from(error: Error) -> Stop {
-        Stop::Begin(error.into())
+impl Stop {
+    pub fn fault(text: String) -> Stop {
+        Stop::Faults(vec![Fault::new(text)])
     }
 }
 
-/// Who hears of settings and limits.
-type Told<'a> = Box<dyn FnMut(&str, u64) + 'a>;
+/// Called before each replay with its settings and its limit.
+type Progress<'a> = Box<dyn FnMut(&str, u64) + 'a>;
 
 /// All trials of a trace. Sizes share what they can.
 pub struct Trials<'a> {
     trace: &'a Trace,
     choices: &'a [Choice],
-    ground: Ground,
-    told: Told<'a>,
+    ground: &'a Ground,
+    progress: Progress<'a>,
     /// Of each choice, by limit.
     known: Vec<Vec<(u64, Trial)>>,
 }
 
 impl<'a> Trials<'a> {
-    /// `told` hears before each replay which settings it has, and which limit.
     pub fn new(
-        machine: &Machine,
-        lag: u64,
+        ground: &'a Ground,
         trace: &'a Trace,
         choices: &'a [Choice],
-        told: impl FnMut(&str, u64) + 'a,
-    ) -> Result<Trials<'a>, Stop> {
-        let ground = machine.context(lag);
-        Ok(Trials {
+        progress: impl FnMut(&str, u64) + 'a,
+    ) -> Trials<'a> {
+        Trials {
             trace,
             choices,
-            ground: ground.map_err(|error| Stop::Command(error.into()))?,
-            told: Box::new(told),
-            known: choices.iter().map(|_| Vec::new()).collect(),
-        })
+            ground,
+            progress: Box::new(progress),
+            known: vec![Vec::new(); choices.len()],
+        }
     }
 
     /// The trial of a choice, by its index, under a limit.
     pub fn under(&mut self, index: usize, limit: u64) -> Result<Trial, Stop> {
-        let same = |tried: u64, trial: &Trial| {
-            let unseen = trial.reserved_peak.saturating_mul(UNSEEN);
-            tried == limit || trial.fits() && unseen <= tried.min(limit)
-        };
         let mut known = self.known[index].iter();
-        if let Some((_, trial)) = known.find(|(tried, trial)| same(*tried, trial)) {
+        let known = known.find(|(tried, trial)| {
+            let unseen = trial.reserved_peak.saturating_mul(UNSEEN);
+            *tried == limit || trial.fits() && unseen <= limit.min(*tried)
+        });
+        if let Some((_, trial)) = known {
             return Ok(trial.clone());
         }
         let trial = self.replay(index, limit)?;
@@ -180,11 +170,12 @@ impl<'a> Trials<'a> {
         if let Err(error) = config.validate() {
             return Ok(Trial::refused(config.policy, error.to_string()));
         }
-        (self.told)(&choice.text, limit);
+        (self.progress)(&choice.text, limit);
         let replay = Replay::new(self.trace).config(config).serve_failed(true);
         let report = replay
             .repeat(Capacity::REPLAYS)
-            .run(self.ground.context())?;
+            .run(self.ground.context())
+            .map_err(Stop::Begin)?;
         trial(report)
     }
 
@@ -193,12 +184,13 @@ impl<'a> Trials<'a> {
         let Some(choice) = self.choices.last() else {
             return Ok(None);
         };
-        let told = &mut self.told;
+        let progress = &mut self.progress;
         let search = Replay::new(self.trace)
             .config(choice.config.clone())
             .serve_failed(true)
-            .on_progress(|limit| told(&choice.text, limit))
-            .capacity(self.ground.context())?;
+            .on_progress(|limit| progress(&choice.text, limit))
+            .capacity(self.ground.context())
+            .map_err(Stop::Begin)?;
         match search.fault {
             Some(report) => Err(Stop::Faults(replay::faults(&report))),
             None => Ok(search.limit),

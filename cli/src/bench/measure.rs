@@ -1,55 +1,53 @@
 //! From work to figures: repetition, clocks, threads, medians.
 
 use super::source::Handles;
-use super::workload::{Churn, Failure, Source, pairs};
+use super::workload::{Churn, Failure, Slots, Source, pairs};
 use cualloc::Block;
+use std::array;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// How much of each work is done.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Scale {
     /// Measured batches of pairs, of which the median counts.
     pub batches: usize,
-    pub pairs: usize,
     /// Measured passes of churns and runs of threads, of which the median counts.
     pub passes: usize,
-    pub small_churn: usize,
-    pub wide_churn: usize,
-    pub thread_churn: usize,
-    /// The largest number of free blocks that a pair is measured beside.
-    pub free_blocks: usize,
+    /// What numbers of operations are divided by.
+    pub divisor: usize,
 }
 
 impl Scale {
     pub const FULL: Scale = Scale {
         batches: 7,
-        pairs: 20_000,
         passes: 3,
-        small_churn: 400_000,
-        wide_churn: 200_000,
-        thread_churn: 200_000,
-        free_blocks: 100_000,
+        divisor: 1,
     };
 
-    /// A look at it within seconds.
+    /// Takes seconds.
     pub const QUICK: Scale = Scale {
         batches: 3,
-        pairs: 2_000,
         passes: 1,
-        small_churn: 40_000,
-        wide_churn: 20_000,
-        thread_churn: 20_000,
-        free_blocks: 10_000,
+        divisor: 10,
     };
+
+    pub fn pairs(&self) -> usize {
+        20_000 / self.divisor
+    }
 }
 
-/// The middle one; of an even number the upper one of both.
+/// The middle value; of an even number the upper one of both.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn median_of(count: usize, mut run: impl FnMut() -> Result<f64, Failure>) -> Result<f64, Failure> {
+    let figures = (0..count).map(|_| run());
+    Ok(median(figures.collect::<Result<_, _>>()?))
 }
 
 fn nanos_each(time: Duration, count: usize) -> f64 {
@@ -57,60 +55,36 @@ fn nanos_each(time: Duration, count: usize) -> f64 {
 }
 
 /// Nanoseconds of an allocation with its free.
-///
-/// # Errors
-/// The source's.
-pub fn pair<S: Source>(
-    source: &S,
-    bytes: usize,
-    stream: &S::Stream,
-    scale: &Scale,
-) -> Result<f64, Failure> {
-    pairs(source, bytes, stream, scale.pairs / 10)?;
-    let mut figures = Vec::new();
-    for _ in 0..scale.batches {
+pub fn pair<S: Source>(source: &S, bytes: usize, scale: &Scale) -> Result<f64, Failure> {
+    let stream = source.stream(0);
+    pairs(source, bytes, &stream, scale.pairs() / 10)?;
+    median_of(scale.batches, || {
         let start = Instant::now();
-        pairs(source, bytes, stream, scale.pairs)?;
-        figures.push(nanos_each(start.elapsed(), scale.pairs));
-    }
-    Ok(median(figures))
+        pairs(source, bytes, &stream, scale.pairs())?;
+        Ok(nanos_each(start.elapsed(), scale.pairs()))
+    })
 }
 
 /// Nanoseconds of one operation, after a pass that is not measured.
-///
-/// # Errors
-/// The source's.
-pub fn churn<S: Source>(
-    source: &S,
-    stream: &S::Stream,
-    work: &Churn,
-    scale: &Scale,
-) -> Result<f64, Failure> {
+pub fn churn<S: Source>(source: &S, work: &Churn, scale: &Scale) -> Result<f64, Failure> {
+    let (stream, count) = (source.stream(0), work.operations());
     let mut slots = work.slots::<S>();
-    let count = work.operations();
-    work.run(source, stream, &mut slots, count)?;
-    let mut figures = Vec::new();
-    for _ in 0..scale.passes {
+    work.run(source, &stream, &mut slots, count)?;
+    let figure = median_of(scale.passes, || {
         let start = Instant::now();
-        work.run(source, stream, &mut slots, count)?;
-        figures.push(nanos_each(start.elapsed(), count));
-    }
+        work.run(source, &stream, &mut slots, count)?;
+        Ok(nanos_each(start.elapsed(), count))
+    })?;
     empty(source, slots)?;
-    Ok(median(figures))
+    Ok(figure)
 }
 
-fn empty<S: Source>(source: &S, slots: super::workload::Slots<S>) -> Result<(), Failure> {
-    slots
-        .into_iter()
-        .flatten()
-        .try_for_each(|block| source.free(block))
+fn empty<S: Source>(source: &S, slots: Slots<S>) -> Result<(), Failure> {
+    let mut blocks = slots.into_iter().flatten();
+    blocks.try_for_each(|block| source.free(block))
 }
 
-/// Millions of operations a second of all threads together. `stream` says which stream a thread uses,
-/// `work` what it does.
-///
-/// # Errors
-/// The source's, of one of the threads.
+/// Millions of operations a second of all threads together. `stream` returns the stream of a thread, `work` its work.
 pub fn threads<S: Source>(
     source: &S,
     count: usize,
@@ -118,26 +92,24 @@ pub fn threads<S: Source>(
     work: impl Fn(usize, usize) -> Churn + Sync,
     scale: &Scale,
 ) -> Result<f64, Failure> {
-    let operations = scale.thread_churn;
-    let mut figures = Vec::new();
-    for _ in 0..scale.passes {
-        let body = |thread: usize, gates: &Gates| {
-            let stream = source.stream(stream(thread));
-            let work = work(thread, operations);
-            let mut slots = work.slots::<S>();
-            let warm = work.run(source, &stream, &mut slots, operations / 10);
-            let done = gates.measure(|| {
-                warm?;
-                work.run(source, &stream, &mut slots, operations)
-            });
-            let emptied = empty(source, slots);
-            let ((), time) = done?;
-            emptied.and(Ok(time))
-        };
+    let operations = 200_000 / scale.divisor;
+    let body = |thread: usize, gates: &Gates| {
+        let stream = source.stream(stream(thread));
+        let work = work(thread, operations);
+        let mut slots = work.slots::<S>();
+        let warm = work.run(source, &stream, &mut slots, operations / 10);
+        let done = gates.measure(|| {
+            warm?;
+            work.run(source, &stream, &mut slots, operations)
+        });
+        let emptied = empty(source, slots);
+        let ((), time) = done?;
+        emptied.and(Ok(time))
+    };
+    median_of(scale.passes, || {
         let time = timed(count, body)?;
-        figures.push((count * operations) as f64 / time.as_secs_f64() / 1e6);
-    }
-    Ok(median(figures))
+        Ok((count * operations) as f64 / time.as_secs_f64() / 1e6)
+    })
 }
 
 /// When a thread began and ended what is measured.
@@ -172,47 +144,29 @@ fn timed(
         end: Barrier::new(count),
     };
     thread::scope(|scope| {
-        let threads: Vec<_> = (0..count)
-            .map(|thread| {
-                let (body, gates) = (&body, &gates);
-                scope.spawn(move || body(thread, gates))
-            })
-            .collect();
-        let mut spans = Vec::new();
-        for thread in threads {
-            spans.push(thread.join().map_err(|_| "a thread panicked")??);
-        }
+        let (body, gates) = (&body, &gates);
+        let spawn = |thread| scope.spawn(move || body(thread, gates));
+        let threads = Vec::from_iter((0..count).map(spawn));
+        let joined = threads.into_iter().map(|thread| thread.join());
+        let spans = joined.map(|joined| joined.map_err(|_| "a thread panicked")?);
+        let spans = spans.collect::<Result<Vec<_>, Failure>>()?;
         let start = spans.iter().map(|(start, _)| *start).min();
         let end = spans.iter().map(|(_, end)| *end).max();
-        match (start, end) {
-            (Some(start), Some(end)) => Ok(end - start),
-            _ => Err("no threads were asked for".into()),
-        }
+        Ok(start
+            .zip(end)
+            .map_or(Duration::ZERO, |(start, end)| end - start))
     })
-}
-
-/// What blocks cost that another stream used.
-#[derive(Clone, Copy, Debug)]
-pub struct Crossing {
-    /// Nanoseconds of a free alone, as its thread sees it.
-    pub free: f64,
-    /// Nanoseconds of allocation, record and free together, as their thread sees them.
-    pub pair: f64,
-    /// Counted calls of the driver for each free; of the whole pair, in the steady state.
-    pub calls: f64,
 }
 
 /// Blocks that are freed together, so that the clock costs little beside them.
 const TOGETHER: usize = 64;
 
-/// Every thread has a stream of its own and another one, on which its blocks are said to be used. The
-/// blocks have 4 KiB. No work is submitted.
-///
-/// # Errors
-/// The allocator's.
-pub fn crossing(source: &Handles<'_>, count: usize, scale: &Scale) -> Result<Crossing, Failure> {
+/// The costs of blocks of 4 KiB that a second stream used, as their threads see them: nanoseconds of a free,
+/// nanoseconds of allocation, record and free together, and driver calls of these. Every thread has two streams of its
+/// own. No work is submitted.
+pub fn crossing(source: &Handles<'_>, count: usize, scale: &Scale) -> Result<[f64; 3], Failure> {
     let driver = source.allocator.context().driver();
-    let rounds = (scale.pairs / TOGETHER).max(1);
+    let rounds = (scale.pairs() / TOGETHER).max(1);
     let (per_thread, all) = (rounds * TOGETHER, count * rounds * TOGETHER);
     let frees = AtomicU64::new(0);
     let body = |thread: usize, gates: &Gates| {
@@ -226,18 +180,14 @@ pub fn crossing(source: &Handles<'_>, count: usize, scale: &Scale) -> Result<Cro
         frees.store(0, Ordering::Relaxed);
         let before = driver.calls();
         let time = timed(count, body)?;
-        figures.push(Crossing {
-            free: frees.load(Ordering::Relaxed) as f64 / all as f64,
-            pair: nanos_each(time, per_thread),
-            calls: driver.calls().since(&before).total() as f64 / all as f64,
-        });
+        figures.push([
+            frees.load(Ordering::Relaxed) as f64 / all as f64,
+            nanos_each(time, per_thread),
+            driver.calls().since(&before).total() as f64 / all as f64,
+        ]);
     }
-    let of = |part: fn(&Crossing) -> f64| median(figures.iter().map(part).collect());
-    Ok(Crossing {
-        free: of(|figure| figure.free),
-        pair: of(|figure| figure.pair),
-        calls: of(|figure| figure.calls),
-    })
+    let of = |part| median(figures.iter().map(|figure| figure[part]).collect());
+    Ok(array::from_fn(of))
 }
 
 /// The time spent in frees.

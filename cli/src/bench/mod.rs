@@ -5,7 +5,7 @@ mod source;
 mod workload;
 
 use crate::machine::Machine;
-use crate::options::{BenchOptions, GlobalOptions, Work};
+use crate::options::{BenchOptions, GlobalOptions, PlacementOptions, Work};
 use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
 use crate::{Failure, Outcome, text};
@@ -14,9 +14,9 @@ use cualloc::Allocator;
 use cualloc::driver::{Context, Stream};
 use cualloc::record::{Recorder, Target};
 use measure::{Scale, churn, crossing, pair, threads};
-use serde::Serialize;
+use serde_json::json;
 use source::{Handles, Malloc, Pointers, Stack, typed, workspaces};
-use std::{fmt, io};
+use std::io;
 use workload::{Churn, Source};
 
 const KIB: usize = 1 << 10;
@@ -26,13 +26,23 @@ const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
 /// Each thread may have a pair of its own.
 const STREAMS: usize = 64;
 
+/// What [`crossing`] measures.
+const CROSSED: [(&str, &str); 3] = [
+    ("cross-stream free", "ns"),
+    ("cross-stream pair", "ns"),
+    ("cross-stream driver", "calls"),
+];
+
 /// The name of the allocator by handle, and by pointer.
 const OURS: &str = "cualloc";
 const RAW: &str = "cualloc_raw";
 const HOST: &str = "malloc";
 
 pub fn run(global: &GlobalOptions, options: &BenchOptions, output: &mut Output) -> Outcome {
-    let settings = Settings::read(options.policy, false)?;
+    let settings = Settings::read(&PlacementOptions {
+        policy: options.policy,
+        no_views: false,
+    })?;
     let machine = Machine::choose(global, output)?;
     let stage = machine.context(0)?;
     settings.announce(output);
@@ -45,10 +55,9 @@ pub fn run(global: &GlobalOptions, options: &BenchOptions, output: &mut Output) 
     let mut bench = Bench {
         context: stage.context(),
         settings: &settings,
-        scale: if options.quick {
-            Scale::QUICK
-        } else {
-            Scale::FULL
+        scale: match options.quick {
+            true => Scale::QUICK,
+            false => Scale::FULL,
         },
         device: machine.name(),
         policy: "-",
@@ -82,56 +91,24 @@ struct Rig {
 
 impl Rig {
     fn handles(&self) -> Handles<'_> {
-        Handles {
-            allocator: &self.allocator,
-            streams: &self.streams,
-        }
+        let (allocator, streams) = (&self.allocator, &self.streams);
+        Handles { allocator, streams }
     }
 
     fn pointers(&self) -> Pointers<'_> {
-        Pointers {
-            allocator: &self.allocator,
-            streams: &self.streams,
-        }
+        let (allocator, streams) = (&self.allocator, &self.streams);
+        Pointers { allocator, streams }
     }
 }
 
-/// A figure of one source under one work: a line of `--json`, or of text that other harnesses write, too.
-#[derive(Serialize, Clone)]
-struct Line<'a> {
-    schema: u32,
-    /// What was done.
-    work: &'a str,
-    /// By which source.
-    name: &'a str,
-    /// With which size, or how many threads.
-    case: String,
-    /// None if there is an error.
-    value: Option<f64>,
-    unit: &'a str,
-    device: &'a str,
-    policy: &'a str,
-    /// Why there is no value.
-    error: Option<String>,
-}
-
-impl fmt::Display for Line<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let digits = match self.unit {
-            "Mops/s" => 2,
-            "calls" => 4,
-            _ => 1,
-        };
-        let value = self.value.unwrap_or(f64::NAN);
-        let Line {
-            work,
-            name,
-            case,
-            unit,
-            ..
-        } = self;
-        write!(f, "{work} {name} {case}: {value:.digits$} {unit}")
-    }
+/// A figure of one source under one work, in the form that harnesses of other allocators write, too.
+fn line(work: &str, name: &str, case: &str, value: f64, unit: &str) -> String {
+    let digits = match unit {
+        "Mops/s" => 2,
+        "calls" => 4,
+        _ => 1,
+    };
+    format!("{work} {name} {case}: {value:.digits$} {unit}")
 }
 
 /// What a measurement comes to.
@@ -144,23 +121,35 @@ impl Bench<'_> {
             Ok(rig) => rig,
             Err(error) => {
                 let why = format!("the allocator cannot be made: {}", text::chain(&*error));
-                let name = work.to_possible_value();
-                let name = name.as_ref().map_or("", |value| value.get_name());
+                let value = work.to_possible_value();
+                let name = value.as_ref().map_or("", |value| value.get_name());
                 return Ok(self.figure(name, OURS, "", "", Err(why.into()))?);
             }
         };
         self.policy = rig.allocator.policy().name();
         match work {
             Work::Pair => self.pairs(&rig)?,
-            Work::Raw => self.raw_pairs(&rig)?,
+            Work::Raw => {
+                for bytes in PAIRS {
+                    self.pair("pair", RAW, &rig.pointers(), bytes)?;
+                }
+            }
             Work::Churn => self.churns(&rig)?,
             Work::Threads => self.small_threads(&rig)?,
-            Work::LargeThreads => self.large_threads(&rig)?,
+            Work::LargeThreads => {
+                let churn = |thread, operations| Churn::of_thread_sized(thread, operations, MIB);
+                let work = ("threads own-stream-1MiB", OURS);
+                self.threads(work, &rig.handles(), |thread| thread, churn)?;
+            }
             Work::Cross => self.crossings(&rig)?,
             Work::FreeBlocks => self.free_blocks()?,
             Work::FrontEnds => self.front_ends(&rig)?,
         }
-        self.close(&rig);
+        if let Err(error) = rig.allocator.close() {
+            let why = text::chain(&error);
+            output::error(&format!("the allocator cannot be closed: {why}"));
+            self.well = false;
+        }
         Ok(())
     }
 
@@ -174,16 +163,6 @@ impl Bench<'_> {
         })
     }
 
-    fn close(&mut self, rig: &Rig) {
-        if let Err(error) = rig.allocator.close() {
-            output::error(&format!(
-                "the allocator cannot be closed: {}",
-                text::chain(&error)
-            ));
-            self.well = false;
-        }
-    }
-
     /// Writes a figure, or on stderr why there is none.
     fn figure(
         &mut self,
@@ -193,25 +172,28 @@ impl Bench<'_> {
         unit: &str,
         figure: Figure,
     ) -> io::Result<()> {
-        let line = Line {
-            schema: SCHEMA,
-            work,
-            name,
-            case: case.into(),
-            value: figure.as_ref().ok().copied(),
-            unit,
-            device: self.device,
-            policy: if name == HOST { "-" } else { self.policy },
-            error: figure.err().map(|error| text::chain(&*error)),
-        };
-        if let Some(why) = &line.error {
-            output::error(&format!("{work} {name} {}: {why}", line.case));
+        let (case, error) = (case.into(), figure.as_ref().err());
+        let error = error.map(|error| text::chain(&**error));
+        if let Some(why) = &error {
+            output::error(&format!("{work} {name} {case}: {why}"));
             self.well = false;
         }
-        match (self.output.json, line.value) {
-            (true, _) => self.output.json(&line),
-            (false, Some(_)) => self.output.line(&line.to_string()),
-            (false, None) => Ok(()),
+        if self.output.json {
+            self.output.json(&json!({
+                "schema": SCHEMA,
+                "work": work,
+                "name": name,
+                "case": case,
+                "value": figure.ok(),
+                "unit": unit,
+                "device": self.device,
+                "policy": if name == HOST { "-" } else { self.policy },
+                "error": error,
+            }))
+        } else if let Ok(value) = figure {
+            self.output.line(&line(work, name, &case, value, unit))
+        } else {
+            Ok(())
         }
     }
 
@@ -222,7 +204,7 @@ impl Bench<'_> {
         source: &S,
         bytes: usize,
     ) -> io::Result<()> {
-        let figure = pair(source, bytes, &source.stream(0), &self.scale);
+        let figure = pair(source, bytes, &self.scale);
         self.figure(work, name, format!("{bytes} B"), "ns", figure)
     }
 
@@ -235,42 +217,33 @@ impl Bench<'_> {
         for bytes in PAIRS {
             self.pair("pair", HOST, &Malloc, bytes)?;
         }
-        self.recorded_pair(rig)
-    }
-
-    /// What a recording to rings in memory adds. Where another one runs there is no figure.
-    fn recorded_pair(&mut self, rig: &Rig) -> io::Result<()> {
+        // What a recording to rings in memory adds. Where another one runs there is no figure.
         let (handles, bytes) = (rig.handles(), 4 * KIB);
         let figure = match Recorder::start(Target::Memory) {
-            Ok(_recorder) => pair(&handles, bytes, &handles.stream(0), &self.scale),
+            Ok(_recorder) => pair(&handles, bytes, &self.scale),
             Err(error) => Err(error.into()),
         };
         self.figure("pair recorded", OURS, format!("{bytes} B"), "ns", figure)
     }
 
-    fn raw_pairs(&mut self, rig: &Rig) -> io::Result<()> {
-        for bytes in PAIRS {
-            self.pair("pair", RAW, &rig.pointers(), bytes)?;
-        }
-        Ok(())
-    }
-
     fn churns(&mut self, rig: &Rig) -> io::Result<()> {
-        let scale = self.scale;
-        let small = || Churn::log_uniform(4096, scale.small_churn, 1, 512, 64 * KIB);
-        let wide = || Churn::log_uniform(2048, scale.wide_churn, 2, 512, 32 * MIB);
-        self.churn("churn small", "4096 slots 512B-64KiB", rig, &small())?;
-        self.churn("churn wide", "2048 slots 512B-32MiB", rig, &wide())
+        let divisor = self.scale.divisor;
+        let small = Churn::log_uniform(4096, 400_000 / divisor, 1, 512, 64 * KIB);
+        self.churn("churn small", "4096 slots 512B-64KiB", rig, &small)?;
+        let wide = Churn::log_uniform(2048, 200_000 / divisor, 2, 512, 32 * MIB);
+        self.churn("churn wide", "2048 slots 512B-32MiB", rig, &wide)
     }
 
     fn churn(&mut self, work: &str, case: &str, rig: &Rig, churned: &Churn) -> io::Result<()> {
         let (handles, pointers) = (rig.handles(), rig.pointers());
-        let figure = churn(&handles, &handles.stream(0), churned, &self.scale);
-        self.figure(work, OURS, case, "ns/op", figure)?;
-        let figure = churn(&pointers, &pointers.stream(0), churned, &self.scale);
-        self.figure(work, RAW, case, "ns/op", figure)?;
-        let figure = churn(&Malloc, &(), churned, &self.scale);
-        self.figure(work, HOST, case, "ns/op", figure)
+        for (name, figure) in [
+            (OURS, churn(&handles, churned, &self.scale)),
+            (RAW, churn(&pointers, churned, &self.scale)),
+            (HOST, churn(&Malloc, churned, &self.scale)),
+        ] {
+            self.figure(work, name, case, "ns/op", figure)?;
+        }
+        Ok(())
     }
 
     /// Figures of each number of threads, of which each has the stream that `stream` says.
@@ -295,12 +268,6 @@ impl Bench<'_> {
         self.threads(("threads own-stream", HOST), &Malloc, own, churn)
     }
 
-    fn large_threads(&mut self, rig: &Rig) -> io::Result<()> {
-        let churn = |thread, operations| Churn::of_thread_sized(thread, operations, MIB);
-        let work = ("threads own-stream-1MiB", OURS);
-        self.threads(work, &rig.handles(), |thread| thread, churn)
-    }
-
     fn crossings(&mut self, rig: &Rig) -> io::Result<()> {
         for count in [1, 16] {
             let case = format!("T={count}");
@@ -308,11 +275,7 @@ impl Bench<'_> {
                 Ok(figures) => figures,
                 Err(error) => return self.figure("cross-stream", OURS, case, "", Err(error)),
             };
-            for (work, unit, value) in [
-                ("cross-stream free", "ns", figures.free),
-                ("cross-stream pair", "ns", figures.pair),
-                ("cross-stream driver", "calls", figures.calls),
-            ] {
+            for ((work, unit), value) in CROSSED.into_iter().zip(figures) {
                 self.figure(work, OURS, case.as_str(), unit, Ok(value))?;
             }
         }
@@ -324,7 +287,7 @@ impl Bench<'_> {
     fn free_blocks(&mut self) -> Result<(), Failure> {
         for (bytes, low, high) in [(20 * KIB, 512, 64 * KIB), (MIB, 128 * KIB, 256 * KIB)] {
             let mut count = 10;
-            while count <= self.scale.free_blocks {
+            while count <= 100_000 / self.scale.divisor {
                 let figure = self.beside_free_blocks(bytes, low, high, count);
                 let case = format!("{bytes} B N={count}");
                 self.figure("free-blocks", OURS, case, "ns", figure)?;
@@ -343,22 +306,17 @@ impl Bench<'_> {
             kept.push(Some(handles.allocate(size, &stream)?));
         }
         kept.iter_mut().step_by(2).for_each(|block| *block = None);
-        let figure = pair(&handles, bytes, &stream, &self.scale)?;
+        let figure = pair(&handles, bytes, &self.scale)?;
         kept.clear();
         rig.allocator.close()?;
         Ok(figure)
     }
 
     fn front_ends(&mut self, rig: &Rig) -> io::Result<()> {
-        let (allocator, streams) = (&rig.allocator, &rig.streams);
-        let bytes = 4 * KIB;
+        let (allocator, streams, bytes) = (&rig.allocator, &rig.streams, 4 * KIB);
         self.pair("pair stack", OURS, &Stack::new(allocator, streams), bytes)?;
-        self.pair(
-            "pair workspace",
-            OURS,
-            &workspaces(allocator, streams),
-            bytes,
-        )?;
+        let workspaces = workspaces(allocator, streams);
+        self.pair("pair workspace", OURS, &workspaces, bytes)?;
         self.pair("pair typed-pool", OURS, &typed(allocator, streams), bytes)
     }
 }

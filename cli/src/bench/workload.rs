@@ -20,7 +20,6 @@ fn below(random: &mut Mt64, bound: usize) -> usize {
     (random.next_u64() % bound as u64) as usize
 }
 
-/// Sizes whose logarithm is uniform.
 fn sizes(random: &mut Mt64, count: usize, low: usize, high: usize) -> Vec<usize> {
     let (low, high) = ((low as f64).ln(), (high as f64).ln());
     let size = |_| real(random, low, high).exp() as usize;
@@ -57,11 +56,9 @@ impl Churn {
         high: usize,
     ) -> Churn {
         let mut random = Mt64::new(seed);
-        let sizes = sizes(&mut random, 8192, low, high);
-        let picks = picks(&mut random, operations, slots);
         Churn {
-            sizes,
-            picks,
+            sizes: sizes(&mut random, 8192, low, high),
+            picks: picks(&mut random, operations, slots),
             slots,
         }
     }
@@ -69,20 +66,17 @@ impl Churn {
     /// What one of several threads does: 64 slots, 512 bytes doubled up to seven times.
     pub fn of_thread(thread: usize, operations: usize) -> Churn {
         let (mut random, slots) = (Mt64::new(thread as u64), 64);
-        let sizes = (0..256).map(|_| 512 << below(&mut random, 8)).collect();
-        let picks = picks(&mut random, operations, slots);
         Churn {
-            sizes,
-            picks,
+            sizes: (0..256).map(|_| 512 << below(&mut random, 8)).collect(),
+            picks: picks(&mut random, operations, slots),
             slots,
         }
     }
 
     /// The same slots, all of one size.
     pub fn of_thread_sized(thread: usize, operations: usize, bytes: usize) -> Churn {
-        let sizes = vec![bytes];
         Churn {
-            sizes,
+            sizes: vec![bytes],
             ..Churn::of_thread(thread, operations)
         }
     }
@@ -97,9 +91,6 @@ impl Churn {
     }
 
     /// Runs the first operations.
-    ///
-    /// # Errors
-    /// The source's.
     pub fn run<S: Source>(
         &self,
         source: &S,
@@ -139,18 +130,11 @@ pub trait Source: Sync {
 
     fn stream(&self, index: usize) -> Self::Stream;
 
-    /// # Errors
-    /// Whatever it fails with.
     fn allocate(&self, bytes: usize, stream: &Self::Stream) -> Result<Self::Block, Failure>;
 
-    /// # Errors
-    /// Whatever it fails with.
     fn free(&self, block: Self::Block) -> Result<(), Failure>;
 
     /// Frees what a slot holds, where it lies if that is how the source frees.
-    ///
-    /// # Errors
-    /// Whatever it fails with.
     #[inline]
     fn clear(&self, slot: &mut Option<Self::Block>) -> Result<(), Failure> {
         slot.take().map_or(Ok(()), |block| self.free(block))
@@ -158,9 +142,6 @@ pub trait Source: Sync {
 }
 
 /// An allocation and its free, again and again.
-///
-/// # Errors
-/// The source's.
 pub fn pairs<S: Source>(
     source: &S,
     bytes: usize,

@@ -1,4 +1,4 @@
-//! What a file is, told by its first bytes.
+//! The kind of a file, detected by its first bytes.
 
 use crate::text;
 use cualloc::record::Recording;
@@ -76,7 +76,7 @@ impl Kind {
     }
 }
 
-/// What first bytes tell with: those behind a byte order mark and white space.
+/// The first bytes that determine the kind: those behind a byte order mark and white space.
 pub fn telling(first: &[u8]) -> &[u8] {
     let text = first.strip_prefix(MARK).unwrap_or(first);
     text.trim_ascii_start()
@@ -103,19 +103,14 @@ fn other(first: &[u8], line: &[u8]) -> String {
         return "a tar archive".to_owned();
     }
     // The last character may be cut.
-    let is_text = match std::str::from_utf8(first) {
-        Ok(_) => true,
-        Err(error) => error.error_len().is_none(),
-    };
-    if !is_text || first.contains(&0) {
+    let text = std::str::from_utf8(first);
+    if text.is_err_and(|error| error.error_len().is_some()) || first.contains(&0) {
         return "binary data".to_owned();
     }
     let line = String::from_utf8_lossy(line);
     let quoted: String = line.chars().take(QUOTED).collect();
     let dots = if quoted.len() < line.len() { "…" } else { "" };
     let line = format!("`{}{dots}`", text::visible(&quoted));
-    match quoted.contains(',') {
-        true => format!("CSV with the first line {line}"),
-        false => format!("text with the first line {line}"),
-    }
+    let kind = if quoted.contains(',') { "CSV" } else { "text" };
+    format!("{kind} with the first line {line}")
 }

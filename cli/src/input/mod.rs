@@ -1,4 +1,4 @@
-//! Files of allocations: opened, told apart, and made traces of.
+//! Files of allocations: opened, their kind detected, and converted to traces.
 
 mod kind;
 mod page;
@@ -6,13 +6,14 @@ mod source;
 
 use crate::options::InputOptions;
 use crate::output::Output;
-use crate::{Failure, text};
-use cualloc::record::{FailedRequest, Profile, ReadError, Recording, Snapshot, SnapshotError};
-use cualloc::trace::{AllocationLog, Op, Trace, TraceError, TraceFault};
+use crate::{FileError, text};
+use cualloc::record::{FailedRequest, Profile, Recording, Snapshot, SnapshotError};
+use cualloc::trace::{AllocationLog, Trace, TraceError, TraceFault};
 use kind::Kind;
 use source::{Begun, Bounded, Source, buffered, decompressed, open, too_many, whole};
+use std::collections::BTreeSet;
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The first two bytes of every gzip file.
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
@@ -31,55 +32,10 @@ const FORMATS: &str = "traces (`op,id,bytes,stream`), recordings of cualloc, mem
                        the page of trace_plot), and allocation logs of RMM or cualloc \
                        (`Thread,Time,Action,Pointer,Size,Stream`), plain or gzip";
 
-/// A file could not be read; the message begins with the file, and its line if one is to blame.
-#[derive(Debug, thiserror::Error)]
-#[error("{}: {what}", place(path, *line))]
-pub struct InputError {
-    path: PathBuf,
-    line: Option<u64>,
-    what: String,
-    source: Option<io::Error>,
-}
-
-impl InputError {
-    /// The line of the file that is to blame.
-    pub fn line(&self) -> Option<u64> {
-        self.line
-    }
-}
-
-impl From<InputError> for Failure {
-    fn from(error: InputError) -> Failure {
-        Failure::File {
-            trace: name(&error.path),
-            line: error.line,
-            error: Box::new(error),
-        }
-    }
-}
-
-fn place(path: &Path, line: Option<u64>) -> String {
-    let file = text::file(path, STDIN);
-    line.map_or(file.clone(), |line| format!("{file}:{line}"))
-}
-
-/// An [`InputError`] before it has the path.
-#[derive(Debug)]
-struct Fault {
-    line: Option<u64>,
-    what: String,
-    source: Option<io::Error>,
-}
+/// An error that does not have its path yet.
+type Fault = FileError;
 
 impl Fault {
-    fn new(what: String) -> Fault {
-        Fault {
-            line: None,
-            what,
-            source: None,
-        }
-    }
-
     /// The file is of a kind that is not read.
     fn foreign(found: &str) -> Fault {
         Fault::new(format!(
@@ -87,52 +43,24 @@ impl Fault {
         ))
     }
 
-    fn failed(what: &str, source: io::Error) -> Fault {
-        Fault {
-            source: Some(source),
-            ..Fault::new(what.to_owned())
-        }
-    }
-
     fn damaged(line: u64, why: &str) -> Fault {
-        Fault {
-            line: Some(line),
-            ..Fault::new(format!("the compressed data is damaged: {why}"))
-        }
+        Fault::new(format!("the compressed data is damaged: {why}")).in_line(line)
     }
 
     fn no_gpu(gpu: usize, found: &str) -> Fault {
         Fault::new(format!("--gpu {gpu}: {found}"))
     }
+}
 
-    /// What is wrong with a line of the file.
-    fn in_line(error: &TraceError) -> Fault {
-        Fault {
-            line: Some(error.line()),
-            ..Fault::new(text::chain(error.fault()))
-        }
-    }
-
-    fn of(self, path: &Path) -> InputError {
-        InputError {
-            path: path.to_owned(),
-            line: self.line,
-            what: self.what,
-            source: self.source,
-        }
-    }
+/// What is wrong with a line of the file.
+fn in_line(error: &TraceError) -> Fault {
+    Fault::new(text::chain(error.fault())).in_line(error.line())
 }
 
 /// A trace that is made of another file has no lines.
 impl From<TraceError> for Fault {
     fn from(error: TraceError) -> Fault {
         Fault::new(text::chain(error.fault()))
-    }
-}
-
-impl From<ReadError> for Fault {
-    fn from(error: ReadError) -> Fault {
-        Fault::new(error.to_string())
     }
 }
 
@@ -171,7 +99,7 @@ fn opened(file: Source) -> Result<(Source, bool), Fault> {
     let text = Begun::new(decompressed(file));
     let text = text.map_err(|error| match unpacking(&error) {
         Some(why) => Fault::damaged(1, &why),
-        None => Fault::failed(UNREAD, error),
+        None => Fault::new(UNREAD).caused(error),
     });
     Ok((text?, true))
 }
@@ -181,26 +109,23 @@ pub fn recording(
     path: &Path,
     options: &InputOptions,
     output: &Output,
-) -> Result<Recording, InputError> {
+) -> Result<Recording, FileError> {
     let recording = open(path).and_then(|file| recording_of(file, options));
-    let recording = recording.map_err(|fault| fault.of(path))?;
+    let recording = recording.map_err(|fault| fault.of(path, STDIN))?;
     warn(path, &missing(&recording), output);
-    match options.gpu {
-        None => Ok(recording),
-        Some(gpu) => {
-            let known = check_gpu(gpu, &devices_of(&recording));
-            known.map_err(|fault| fault.of(path))?;
-            Ok(recording.of_device(gpu))
-        }
-    }
+    Ok(recording)
 }
 
 fn recording_of(file: Source, options: &InputOptions) -> Result<Recording, Fault> {
     let (file, _) = opened(file)?;
     let found = match Kind::of(file.first()) {
         Kind::Recording => {
-            let bytes = whole(file, options.max_rows)?;
-            return Ok(Recording::read_at_most(&bytes, options.max_rows)?);
+            let recording = read_recording(file, options)?;
+            let Some(gpu) = options.gpu else {
+                return Ok(recording);
+            };
+            check_gpu(gpu, &devices_of(&recording))?;
+            return Ok(recording.of_device(gpu));
         }
         Kind::Other(found) => return Err(Fault::foreign(&found)),
         Kind::Trace => "a trace",
@@ -213,12 +138,16 @@ fn recording_of(file: Source, options: &InputOptions) -> Result<Recording, Fault
     )))
 }
 
+fn read_recording(file: Source, options: &InputOptions) -> Result<Recording, Fault> {
+    let bytes = whole(file, options.max_rows)?;
+    let recording = Recording::read_at_most(&bytes, options.max_rows);
+    recording.map_err(|error| Fault::new(error.to_string()))
+}
+
 /// The ordinals of the devices of a recording, ascending.
 fn devices_of(recording: &Recording) -> Vec<usize> {
-    let mut devices: Vec<usize> = recording.allocators().map(|(_, device)| device).collect();
-    devices.sort_unstable();
-    devices.dedup();
-    devices
+    let devices = recording.allocators().map(|(_, device)| device);
+    Vec::from_iter(BTreeSet::from_iter(devices))
 }
 
 fn check_gpu(gpu: usize, devices: &[usize]) -> Result<(), Fault> {
@@ -241,93 +170,77 @@ fn choose(
         check_gpu(gpu, devices)?;
         return Ok((gpu, trace_of(gpu)?, None));
     }
-    let first = devices.first().copied().unwrap_or(0);
-    let (mut device, mut longest) = (first, trace_of(first)?);
-    let mut described = vec![(first, described(first, &longest))];
-    for other in devices.iter().skip(1) {
-        let trace = trace_of(*other)?;
-        if !trace.rows().is_empty() {
-            described.push((*other, self::described(*other, &trace)));
-        }
-        if trace.rows().len() > longest.rows().len() {
-            (device, longest) = (*other, trace);
+    let mut traces = Vec::new();
+    for (at, device) in devices.iter().enumerate() {
+        let trace = trace_of(*device)?;
+        if at == 0 || !trace.rows().is_empty() {
+            traces.push((*device, trace));
         }
     }
-    let others = described.iter().filter(|(other, _)| *other != device);
-    let others: Vec<&str> = others.map(|(_, text)| text.as_str()).collect();
-    let note = (!others.is_empty()).then(|| {
-        format!(
-            "only GPU {device} is shown, which has the most rows; not shown: {}; --gpu N selects another one",
-            others.join(", ")
-        )
-    });
-    Ok((device, longest, note))
-}
-
-fn described(device: usize, trace: &Trace) -> String {
-    let failed = trace.rows().iter().filter(|row| row.op == Op::Oom).count();
-    let failed = match failed {
-        0 => String::new(),
-        failed => format!(", {}", text::counted(failed, "failed request")),
+    // Of equally long ones the first.
+    let longest = (0..traces.len()).rev();
+    let longest = longest.max_by_key(|at| traces[*at].1.rows().len());
+    let Some(longest) = longest else {
+        return Ok((0, trace_of(0)?, None));
     };
-    let rows = text::counted(trace.rows().len(), "row");
-    format!("GPU {device} ({rows}{failed})")
+    let (device, trace) = traces.remove(longest);
+    let others = Vec::from_iter(traces.iter().map(described)).join(", ");
+    let note = format!(
+        "only GPU {device} is shown, which has the most rows; not shown: {others}; --gpu N selects another one"
+    );
+    Ok((device, trace, (!traces.is_empty()).then_some(note)))
 }
 
-/// What is made of all bytes of a file.
-fn converted(
+fn described((device, trace): &(usize, Trace)) -> String {
+    let rows = text::counted(trace.rows().len(), "row");
+    match trace.failed_requests().count() {
+        0 => format!("GPU {device} ({rows})"),
+        failed => {
+            let failed = text::counted(failed, "failed request");
+            format!("GPU {device} ({rows}, {failed})")
+        }
+    }
+}
+
+fn from_recording(
     name: &str,
-    kind: &Kind,
-    bytes: &[u8],
+    mut recording: Recording,
     options: &InputOptions,
 ) -> Result<Input, Fault> {
-    let gpu = options.gpu;
-    let (mut warnings, mut stacks, mut recorded) = (Vec::new(), None, Recorded::default());
-    let (_, trace, note) = if *kind == Kind::Recording {
-        let mut recording = Recording::read_at_most(bytes, options.max_rows)?;
-        warnings = missing(&recording);
-        let devices = devices_of(&recording);
-        let chosen = match devices.len() {
-            0 | 1 if gpu.is_none() => (0, recording.to_trace(name, None)?, None),
-            _ => {
-                let of_device = |device| recording.of_device(device).to_trace(name, None);
-                let chosen = choose(gpu, &devices, of_device)?;
-                recording = recording.of_device(chosen.0);
-                chosen
-            }
-        };
-        stacks = (recording.sampling() > 0).then(|| Profile::of_stacks(&recording));
-        recorded = Recorded::of(&recording);
-        chosen
+    let (devices, mut warnings) = (devices_of(&recording), missing(&recording));
+    let trace = if devices.len() > 1 || options.gpu.is_some() {
+        let of_device = |device| recording.of_device(device).to_trace(name, None);
+        let (device, trace, note) = choose(options.gpu, &devices, of_device)?;
+        recording = recording.of_device(device);
+        warnings.extend(note);
+        trace
     } else {
-        let inside = match kind {
-            Kind::Page => Some(page::snapshot(bytes).map_err(|found| Fault::foreign(&found))?),
-            _ => None,
-        };
-        let snapshot = Snapshot::read(inside.as_deref().unwrap_or(bytes))?;
-        let devices: Vec<usize> = (0..snapshot.devices().max(1)).collect();
-        let chosen = choose(gpu, &devices, |device| snapshot.to_trace(name, device))?;
-        warnings.extend(snapshot.gaps(chosen.0));
-        recorded.failed = snapshot.failed_requests(chosen.0);
-        chosen
+        recording.to_trace(name, None)?
     };
-    warnings.extend(note);
-    if trace.rows().len() as u64 > options.max_rows {
-        return Err(Fault::failed(UNREAD, too_many(options.max_rows)));
-    }
     Ok(Input {
         trace,
-        stacks,
+        stacks: (recording.sampling() > 0).then(|| Profile::of_stacks(&recording)),
         warnings,
-        recorded,
+        recorded: Recorded::of(&recording),
     })
 }
 
-/// Reads a trace from a plain or gzip file in one of the [`FORMATS`], told apart by their first bytes; from stdin if it is
+fn from_snapshot(name: &str, bytes: &[u8], options: &InputOptions) -> Result<Input, Fault> {
+    let snapshot = Snapshot::read(bytes)?;
+    let devices = Vec::from_iter(0..snapshot.devices().max(1));
+    let trace_of = |device| snapshot.to_trace(name, device);
+    let (device, trace, note) = choose(options.gpu, &devices, trace_of)?;
+    let warnings = snapshot.gaps(device).into_iter().chain(note).collect();
+    let mut input = Input::new(trace, warnings);
+    input.recorded.failed = snapshot.failed_requests(device);
+    Ok(input)
+}
+
+/// Reads a trace from a plain or gzip file in one of the [`FORMATS`], detected by its first bytes; from stdin if it is
 /// called `-`. Warns of what the file lacks.
-pub fn read(path: &Path, options: &InputOptions, output: &Output) -> Result<Input, InputError> {
+pub fn read(path: &Path, options: &InputOptions, output: &Output) -> Result<Input, FileError> {
     let input = open(path).and_then(|file| read_begun(&name(path), file, options));
-    let input = input.map_err(|fault| fault.of(path))?;
+    let input = input.map_err(|fault| fault.of(path, STDIN))?;
     warn(path, &input.warnings, output);
     Ok(input)
 }
@@ -347,6 +260,17 @@ pub struct Input {
     /// What the file lacks, so that figures of it may be too small.
     pub warnings: Vec<String>,
     pub recorded: Recorded,
+}
+
+impl Input {
+    pub fn new(trace: Trace, warnings: Vec<String>) -> Input {
+        Input {
+            trace,
+            stacks: None,
+            warnings,
+            recorded: Recorded::default(),
+        }
+    }
 }
 
 /// What a recording or a snapshot says beside its rows.
@@ -376,20 +300,28 @@ impl Recorded {
 fn read_begun(name: &str, file: Source, options: &InputOptions) -> Result<Input, Fault> {
     let (mut file, packed) = opened(file)?;
     let kind = Kind::of(file.first());
-    match kind {
-        Kind::Other(found) => Err(match file.fault() {
+    let input = match kind {
+        Kind::Other(found) => match file.fault() {
             // What is there is too short to tell.
-            Some(source) => Fault::failed(UNREAD, source),
-            None if packed => match broken(&mut file) {
+            Some(source) => Err(Fault::new(UNREAD).caused(source)),
+            None if packed => Err(match broken(&mut file) {
                 Some(damage) => Fault::damaged(1, &damage.to_string()),
                 None => Fault::foreign(&format!("gzip data of {found}")),
-            },
-            None => Fault::foreign(&found),
-        }),
-        Kind::Recording | Kind::Snapshot | Kind::Page => {
-            converted(name, &kind, &whole(file, options.max_rows)?, options)
+            }),
+            None => Err(Fault::foreign(&found)),
+        },
+        Kind::Recording => from_recording(name, read_recording(file, options)?, options),
+        Kind::Snapshot => from_snapshot(name, &whole(file, options.max_rows)?, options),
+        Kind::Page => {
+            let inside = page::snapshot(&whole(file, options.max_rows)?);
+            let inside = inside.map_err(|found| Fault::foreign(&found))?;
+            from_snapshot(name, &inside, options)
         }
         Kind::Trace | Kind::Log => lines(name, &kind, file, packed, options),
+    }?;
+    match input.trace.rows().len() as u64 > options.max_rows {
+        true => Err(Fault::new(UNREAD).caused(too_many(options.max_rows))),
+        false => Ok(input),
     }
 }
 
@@ -421,21 +353,16 @@ fn lines(
     };
     let read = read.map_err(|error| match packed {
         true => packed_fault(&error, &mut text),
-        false => Fault::in_line(&error),
+        false => in_line(&error),
     })?;
-    let (trace, warnings) = match read {
-        Lines::Trace(trace) => (trace, Vec::new()),
+    Ok(match read {
+        Lines::Trace(trace) => Input::new(trace, Vec::new()),
         Lines::Log(log) => {
             let trace_of = |device| log.to_trace(name, device);
             let (device, trace, note) = choose(options.gpu, &log.devices(), trace_of)?;
-            (trace, log.gaps(device).into_iter().chain(note).collect())
+            let warnings = log.gaps(device).into_iter().chain(note).collect();
+            Input::new(trace, warnings)
         }
-    };
-    Ok(Input {
-        trace,
-        stacks: None,
-        warnings,
-        recorded: Recorded::default(),
     })
 }
 
@@ -450,7 +377,7 @@ fn packed_fault(error: &TraceError, text: &mut impl Read) -> Fault {
     };
     match why {
         Some(why) => Fault::damaged(error.line(), &why),
-        None => Fault::in_line(error),
+        None => in_line(error),
     }
 }
 
@@ -527,7 +454,7 @@ mod tests {
         let read = Begun::new(file).map(|file| read_begun("stdin", file, &options()));
         let read = read.map_err(|error| error.to_string())?;
         read.map(|input| input.trace)
-            .map_err(|fault| text::chain(&fault.of(Path::new("-"))))
+            .map_err(|fault| text::chain(&fault.of(Path::new("-"), STDIN)))
     }
 
     fn options() -> InputOptions {

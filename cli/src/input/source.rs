@@ -75,7 +75,7 @@ pub(super) fn open(path: &Path) -> Result<Source, Fault> {
         false => File::open(path).map(|file| Box::new(file) as Box<dyn Read>),
     };
     let begun = source.and_then(Begun::new);
-    begun.map_err(|source| Fault::failed("cannot be opened", source))
+    begun.map_err(|source| Fault::new("cannot be opened").caused(source))
 }
 
 pub fn buffered<R: Read>(file: R) -> BufReader<R> {
@@ -100,7 +100,7 @@ pub(super) fn whole(file: impl Read, rows: u64) -> Result<Vec<u8>, Fault> {
         ))),
         false => Ok(bytes),
     });
-    full.map_err(|source| Fault::failed(UNREAD, source))
+    full.map_err(|source| Fault::new(UNREAD).caused(source))
 }
 
 pub fn too_many(rows: u64) -> io::Error {

@@ -20,35 +20,27 @@ impl Contexts {
         let count = trace.contexts().len();
         let mut bytes = vec![0u64; count];
         for (id, block) in trace.allocations().iter().enumerate() {
-            if let Some(sum) = trace
-                .context_of(id)
-                .and_then(|context| bytes.get_mut(context))
-            {
-                *sum = sum.saturating_add(block.bytes);
+            if let Some(context) = trace.context_of(id) {
+                bytes[context] = bytes[context].saturating_add(block.bytes);
             }
         }
-        let mut order: Vec<usize> = (0..count).collect();
+        let mut order = Vec::from_iter(0..count);
         order.sort_by_key(|context| std::cmp::Reverse(bytes[*context]));
         let mut places = vec![0; count];
         for (place, context) in order.iter().enumerate() {
             places[*context] = place.min(MOST);
         }
         let names = order.iter().take(MOST);
-        let mut names: Vec<String> = names
-            .map(|context| shortened(&trace.contexts()[*context]))
-            .collect();
-        if count > MOST {
-            names.push("other contexts".to_owned());
-        }
+        let names = names.map(|context| shortened(&trace.contexts()[*context]));
+        let others = (count > MOST).then(|| "other contexts".to_owned());
+        let names = names.chain(others).collect();
         Contexts { names, places }
     }
 
     /// The number of a block's context, from 1; 0 for none.
     pub fn number(&self, trace: &Trace, id: usize) -> u64 {
-        let place = trace
-            .context_of(id)
-            .and_then(|context| self.places.get(context));
-        place.map_or(0, |place| *place as u64 + 1)
+        let place = trace.context_of(id).map(|context| self.places[context]);
+        place.map_or(0, |place| place as u64 + 1)
     }
 }
 

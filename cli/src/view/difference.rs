@@ -1,8 +1,11 @@
 //! What grew and what shrank from one trace to another.
 
 use super::contexts;
+use super::encode::exact;
+use super::failed::is_live;
 use crate::size::Size;
-use cualloc::trace::Trace;
+use crate::text;
+use cualloc::trace::{ReplayReport, Trace};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,11 +15,26 @@ const LINES: usize = 200;
 /// Points of a curve.
 const POINTS: usize = 600;
 
-/// A trace, and what its replay came to.
+/// A trace and the result of its replay.
 pub struct Side<'a> {
-    pub trace: &'a Trace,
-    pub reserved_peak: u64,
+    trace: &'a Trace,
+    reserved_peak: u64,
+    /// Why the replay ended before its last row.
     pub error: Option<String>,
+}
+
+impl<'a> Side<'a> {
+    pub fn new(trace: &'a Trace, report: &ReplayReport) -> Side<'a> {
+        let error = report.failed.map(|(_, row)| match &report.error {
+            Some(error) => format!("row {row} failed: {}", text::chain(error)),
+            None => format!("row {row} failed"),
+        });
+        Side {
+            trace,
+            reserved_peak: report.reserved_peak,
+            error,
+        }
+    }
 }
 
 /// Blocks and bytes of a group, before and after.
@@ -33,18 +51,23 @@ enum Instant {
 /// Both traces in figures, as the page's script reads them.
 pub fn of(before: &Side<'_>, after: &Side<'_>) -> Value {
     let groups = |instant| {
-        let sums = |name: fn(&Trace, usize) -> String| {
-            let mut sums: HashMap<String, Sums> = HashMap::new();
-            for (side, trace) in [before.trace, after.trace].into_iter().enumerate() {
-                add(&mut sums, side, trace, instant, name);
+        let names: [fn(&Trace, usize) -> String; 3] = [context, size, stream];
+        let mut groups = names.map(|_| HashMap::<String, Sums>::new());
+        for (side, trace) in [before.trace, after.trace].into_iter().enumerate() {
+            // Names are made once for blocks that are equal in them.
+            for (id, blocks, bytes) in alike(trace, instant) {
+                for (sums, name) in groups.iter_mut().zip(names) {
+                    let sum = &mut sums.entry(name(trace, id)).or_default()[side];
+                    *sum = (sum.0 + blocks, sum.1.saturating_add(bytes));
+                }
             }
-            lines(sums)
-        };
-        json!({ "context": sums(context), "size": sums(size), "stream": sums(stream) })
+        }
+        let [context, size, stream] = groups.map(lines);
+        json!({ "context": context, "size": size, "stream": stream })
     };
     json!({
-        "before": told(before),
-        "after": told(after),
+        "before": figures(before),
+        "after": figures(after),
         "groups": {
             "peak": groups(Instant::Peak),
             "end": groups(Instant::End),
@@ -53,7 +76,7 @@ pub fn of(before: &Side<'_>, after: &Side<'_>) -> Value {
     })
 }
 
-fn told(side: &Side<'_>) -> Value {
+fn figures(side: &Side<'_>) -> Value {
     json!({
         "name": side.trace.name(),
         "rows": side.trace.rows().len(),
@@ -94,39 +117,24 @@ fn stream(trace: &Trace, id: usize) -> String {
     format!("stream {}", trace.allocations()[id].stream)
 }
 
-fn add(
-    sums: &mut HashMap<String, Sums>,
-    side: usize,
-    trace: &Trace,
-    instant: Instant,
-    name: fn(&Trace, usize) -> String,
-) {
+/// Blocks with a size, a stream and a context in common: one of them, their number and their bytes.
+fn alike(trace: &Trace, instant: Instant) -> impl Iterator<Item = (usize, u64, u64)> {
     let peak = trace.peak_row();
-    // Names are made once for what is equal in them.
-    let mut known: BTreeMap<(u32, u32, Option<usize>), (u64, u64)> = BTreeMap::new();
-    let mut examples = BTreeMap::new();
+    let mut groups = BTreeMap::new();
     for (id, block) in trace.allocations().iter().enumerate() {
         let counts = match instant {
             Instant::All => true,
             Instant::End => block.released.is_none(),
-            Instant::Peak => {
-                block.allocated <= peak && block.released.is_none_or(|released| released > peak)
-            }
+            Instant::Peak => is_live(block, peak),
         };
         if counts {
-            let like = (block.bytes.ilog2(), block.stream, trace.context_of(id));
-            examples.entry(like).or_insert(id);
-            let sum = known.entry(like).or_default();
-            *sum = (sum.0 + 1, sum.1.saturating_add(block.bytes));
+            let key = (block.bytes.ilog2(), block.stream, trace.context_of(id));
+            let (_, blocks, bytes) = groups.entry(key).or_insert((id, 0, 0u64));
+            *blocks += 1;
+            *bytes = bytes.saturating_add(block.bytes);
         }
     }
-    for (like, (blocks, bytes)) in known {
-        let Some(id) = examples.get(&like) else {
-            continue;
-        };
-        let sum = &mut sums.entry(name(trace, *id)).or_default()[side];
-        *sum = (sum.0 + blocks, sum.1.saturating_add(bytes));
-    }
+    groups.into_values()
 }
 
 /// The groups, the largest change first: name, then blocks and bytes before and after.
@@ -145,14 +153,7 @@ fn lines(sums: HashMap<String, Sums>) -> Vec<Value> {
         sums.push((format!("{} others", rest.len()), all));
     }
     let line = |(name, [before, after]): (String, Sums)| {
-        let most = super::encode::MOST;
-        json!([
-            name,
-            before.0,
-            before.1.min(most),
-            after.0,
-            after.1.min(most)
-        ])
+        json!([name, before.0, exact(before.1), after.0, exact(after.1)])
     };
     sums.into_iter().map(line).collect()
 }

@@ -4,15 +4,19 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use flate2::Compression;
 use flate2::write::DeflateEncoder;
-use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter};
 
 /// The largest whole number that a script computes with exactly.
 pub const MOST: u64 = (1 << 53) - 1;
 
+/// A number as a script can hold it: at most [`MOST`].
+pub fn exact(number: impl Into<Option<u64>>) -> Option<u64> {
+    number.into().map(|number| number.min(MOST))
+}
+
 /// Columns of whole numbers by name, each number as the difference to the one before it.
-#[derive(Default, Serialize)]
+#[derive(Default)]
 pub struct Columns(BTreeMap<&'static str, Vec<i64>>);
 
 impl Columns {
@@ -29,7 +33,7 @@ impl Columns {
     /// All columns as JSON, deflated, in base64.
     pub fn packed(&self) -> io::Result<String> {
         let mut packer = BufWriter::new(DeflateEncoder::new(Vec::new(), Compression::default()));
-        serde_json::to_writer(&mut packer, self)?;
+        serde_json::to_writer(&mut packer, &self.0)?;
         Ok(BASE64_STANDARD.encode(packer.into_inner()?.finish()?))
     }
 }
@@ -53,25 +57,21 @@ mod tests {
         columns.add("none", []);
         columns.add("second", [u64::MAX, 1]);
         let packed = BASE64_STANDARD.decode(columns.packed().unwrap()).unwrap();
-        let json: BTreeMap<String, Vec<i64>> =
+        let steps: BTreeMap<String, Vec<i64>> =
             serde_json::from_reader(DeflateDecoder::new(&packed[..])).unwrap();
-        let read = |name: &str| {
-            let sums = json[name].iter().scan(0, |last, step| {
+        for (name, numbers) in [("first", &first[..]), ("none", &[]), ("second", &[MOST, 1])] {
+            let sums = steps[name].iter().scan(0, |last, step| {
                 *last += step;
                 Some(*last as u64)
             });
-            sums.collect::<Vec<u64>>()
-        };
-        assert_eq!(read("first"), first);
-        assert!(json["none"].is_empty());
-        assert_eq!(read("second"), [MOST, 1]);
+            assert_eq!(Vec::from_iter(sums), numbers);
+        }
     }
 
     #[test]
     fn no_text_ends_its_script() {
         let hostile = "</script><script>alert(1)</script><!-- \u{2028} \" \\";
-        let json = serde_json::to_string(hostile).unwrap();
-        let embedded = in_script(&json);
+        let embedded = in_script(&serde_json::to_string(hostile).unwrap());
         assert!(!embedded.contains(['<', '>']), "{embedded}");
         assert_eq!(serde_json::from_str::<String>(&embedded).unwrap(), hostile);
     }

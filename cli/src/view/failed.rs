@@ -1,10 +1,10 @@
 //! Requests that failed in the recorded program, as the page shows them.
 
 use super::contexts::shortened;
-use super::encode;
+use super::encode::exact;
 use cualloc::error::Cause;
 use cualloc::record::FailedRequest;
-use cualloc::trace::Trace;
+use cualloc::trace::{Allocation, Trace};
 use serde_json::{Value, json};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -24,54 +24,47 @@ enum Group {
 /// The last request that failed, with the members that an out-of-memory error of the library has as JSON, and its row.
 pub fn last(trace: &Trace, failed: &[FailedRequest]) -> Option<Value> {
     let (at, (row, bytes)) = trace.failed_requests().enumerate().last()?;
-    let told = failed.get(at).cloned().unwrap_or_default();
+    let request = failed.get(at).cloned().unwrap_or_default();
     let live = trace.live_bytes().nth(row).unwrap_or(0);
     let holders = holders(trace, row);
     let listed: u64 = holders.iter().map(|(_, (bytes, _))| bytes).sum();
-    let (bound, bound_of) = match (told.cause, told.limit, told.device_memory) {
-        (Some(Cause::Device | Cause::Others), _, Some(memory)) => (Some(memory), Some("device")),
-        (_, Some(limit), _) => (Some(limit), Some("limit")),
-        (_, None, Some(memory)) => (Some(memory), Some("device")),
-        (_, None, None) => (None, None),
+    let by_device = matches!(request.cause, Some(Cause::Device | Cause::Others));
+    let (device, limit) = (request.device_memory, request.limit);
+    let (bound, bound_of) = match (device, limit) {
+        (Some(device), limit) if by_device || limit.is_none() => (Some(device), Some("device")),
+        (_, Some(limit)) => (Some(limit), Some("limit")),
+        _ => (None, None),
     };
-    let shown = |bytes: Option<u64>| bytes.map(|bytes| bytes.min(encode::MOST));
     let holders = holders.iter().map(|(group, (bytes, blocks))| {
-        let (name, least, below, stream) = match group {
-            Group::Context(context) => (
-                Some(shortened(&trace.contexts()[*context])),
-                None,
-                None,
-                None,
-            ),
-            Group::Size(log, stream) => (None, Some(1 << log), Some(2 << log), Some(*stream)),
+        let mut holder = match group {
+            Group::Context(context) => {
+                json!({ "by": "context", "name": shortened(&trace.contexts()[*context]) })
+            }
+            Group::Size(log, stream) => json!({
+                "by": "size", "least": exact(1 << log), "below": exact(2 << log), "stream": stream,
+            }),
         };
-        json!({
-            "by": if name.is_some() { "context" } else { "size" },
-            "name": name,
-            "least": shown(least),
-            "below": shown(below),
-            "stream": stream,
-            "bytes": bytes.min(&encode::MOST),
-            "blocks": blocks,
-        })
+        holder["bytes"] = exact(*bytes).into();
+        holder["blocks"] = (*blocks).into();
+        holder
     });
     Some(json!({
         "recorded": true,
         "row": row,
-        "device": told.device,
-        "cause": told.cause.map(Cause::name),
-        "requested": bytes.min(encode::MOST),
-        "live": live.min(encode::MOST),
-        "bound": shown(bound),
+        "device": request.device,
+        "cause": request.cause.map(Cause::name),
+        "requested": exact(bytes),
+        "live": exact(live),
+        "bound": exact(bound),
         "bound_of": bound_of,
-        "missing": shown(told.missing),
-        "advice": told.advice(),
-        "context": told.context.as_deref().map(shortened),
-        "holders": holders.collect::<Vec<_>>(),
-        "other_live": live.saturating_sub(listed).min(encode::MOST),
-        "limit": shown(told.limit),
-        "driver_free": shown(told.device_free),
-        "driver_total": shown(told.device_memory),
+        "missing": exact(request.missing),
+        "advice": request.advice(),
+        "context": request.context.as_deref().map(shortened),
+        "holders": holders.collect::<Value>(),
+        "other_live": exact(live.saturating_sub(listed)),
+        "limit": exact(limit),
+        "driver_free": exact(request.device_free),
+        "driver_total": exact(device),
         "pending": [],
         "pinned": [],
         "holes": [],
@@ -82,27 +75,35 @@ pub fn last(trace: &Trace, failed: &[FailedRequest]) -> Option<Value> {
 pub fn all(trace: &Trace, failed: &[FailedRequest]) -> Vec<Value> {
     let mut rows: Vec<(usize, (usize, u64))> = trace.failed_requests().enumerate().collect();
     rows.drain(..rows.len().saturating_sub(LISTED));
-    let live: Vec<u64> = match rows.is_empty() {
+    let live = match rows.is_empty() {
         true => Vec::new(),
         false => trace.live_bytes().collect(),
     };
     let line = |(at, (row, bytes)): (usize, (usize, u64))| {
-        let told = failed.get(at);
-        let cause = told.and_then(|told| told.cause).map(Cause::name);
-        let context = told.and_then(|told| told.context.as_deref()).map(shortened);
-        let [bytes, live] = [bytes, live[row]].map(|bytes| bytes.min(encode::MOST));
-        json!([row, bytes, live, cause, context])
+        let request = failed.get(at);
+        let cause = request.and_then(|request| request.cause).map(Cause::name);
+        let context = request.and_then(|request| request.context.as_deref());
+        json!([
+            row,
+            exact(bytes),
+            exact(live[row]),
+            cause,
+            context.map(shortened)
+        ])
     };
     rows.into_iter().map(line).collect()
+}
+
+/// Whether a block is live after a row.
+pub fn is_live(block: &Allocation, row: usize) -> bool {
+    block.allocated <= row && block.released.is_none_or(|released| released > row)
 }
 
 /// The groups of blocks live at a row that hold the most bytes: bytes and blocks of each.
 fn holders(trace: &Trace, row: usize) -> Vec<(Group, (u64, u64))> {
     let mut sums: BTreeMap<Group, (u64, u64)> = BTreeMap::new();
-    let is_live =
-        |born: usize, freed: Option<usize>| born <= row && freed.is_none_or(|at| at > row);
     for (id, block) in trace.allocations().iter().enumerate() {
-        if !is_live(block.allocated, block.released) {
+        if !is_live(block, row) {
             continue;
         }
         let group = match trace.context_of(id) {

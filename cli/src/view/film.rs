@@ -25,7 +25,7 @@ pub struct Shown {
 pub struct Map {
     pub row: usize,
     pub segments: Vec<SegmentInfo>,
-    /// Indexes of streams by the driver's ids, as far as blocks told them.
+    /// Indexes of streams by the driver's ids, as far as live blocks reveal them.
     streams: BTreeMap<u64, usize>,
 }
 
@@ -96,7 +96,7 @@ impl<'a> Film<'a> {
         }
     }
 
-    /// Which stream of the trace is behind an id of the driver's: live blocks tell.
+    /// The stream of the trace behind each id of the driver's, found by live blocks.
     fn known_streams(&self, row: usize, segments: &[SegmentInfo]) -> BTreeMap<u64, usize> {
         let live = self
             .blocks
@@ -105,8 +105,8 @@ impl<'a> Film<'a> {
         let by_address: BTreeMap<u64, usize> =
             live.map(|block| (block.address, block.stream)).collect();
         let blocks = segments.iter().flat_map(|segment| &segment.blocks);
-        let told = blocks.filter(|block| block.state == BlockState::Live);
-        told.filter_map(|block| Some((block.stream?, *by_address.get(&block.address)?)))
+        let live = blocks.filter(|block| block.state == BlockState::Live);
+        live.filter_map(|block| Some((block.stream?, *by_address.get(&block.address)?)))
             .collect()
     }
 
@@ -164,7 +164,7 @@ impl<'a> Film<'a> {
         columns.add("piece.size", blocks().map(|(.., block)| block.size));
         columns.add("piece.asked", blocks().map(|(.., block)| block.requested));
         columns.add("piece.state", blocks().map(|(.., b)| state(b.state)));
-        // From 1 on; 0 is none, and what no block told is behind the last.
+        // From 1 on; 0 is none, and an unknown stream is behind the last.
         let unknown = self.trace.streams().len();
         let number = |map: &Map, id: Option<u64>| {
             id.map_or(0, |id| {

@@ -8,19 +8,20 @@ mod film;
 #[cfg(test)]
 mod tests;
 
-use crate::input::{self, Input, Recorded};
+use crate::input::{self, Input};
 use crate::machine::Machine;
 use crate::options::{DeviceChoice, GlobalOptions, ViewOptions};
 use crate::output::Output;
 use crate::settings::Settings;
 use crate::sink::{self, STDOUT};
-use crate::{Failure, Outcome, replay, text};
+use crate::{Failure, FileError, Outcome, replay, text};
 use contexts::Contexts;
 use cualloc::Error;
 use cualloc::driver::Context;
-use cualloc::record::Profile;
-use cualloc::trace::{Replay, ReplayReport, Trace};
+use cualloc::record::{Profile, Share};
+use cualloc::trace::{Replay, Trace};
 use difference::Side;
+use encode::exact;
 use film::Film;
 use serde_json::{Value, json};
 use std::hash::{BuildHasher, RandomState};
@@ -42,77 +43,57 @@ const SCRIPTS: [&str; 6] = [
 
 /// What is shown in words beside the pictures.
 struct Frame<'a> {
-    trace: &'a Trace,
+    input: &'a Input,
     /// What it is compared with.
     before: Option<Side<'a>>,
     limit: Option<u64>,
     memory: u64,
     config: Option<&'a str>,
-    /// Memory by the stacks of a recording.
-    stacks: Option<&'a Profile>,
-    /// What the file lacks.
-    warnings: &'a [String],
-    recorded: &'a Recorded,
 }
 
 pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -> Outcome {
     if global.device() == DeviceChoice::Cuda {
         let only = "--device cuda is not for view, which replays on the simulator";
-        return Err(Failure::Usage(only.to_owned()));
+        return Err(Failure::usage(only));
     }
     replay::check(&options.files)?;
     let out = out(options)?;
-    let settings = Settings::read(options.policy, options.no_views)?;
+    let settings = Settings::read(&options.placement)?;
     settings.announce(output);
-    let machine = Machine::Simulated {
-        memory: global.sim_memory(),
-    };
-    let mut traces = Vec::with_capacity(options.files.len());
+    let memory = global.sim_memory();
+    let limit_of = |trace: &Trace| settings.limit_for(options.limit.limit, trace, memory);
+    let mut inputs = Vec::with_capacity(options.files.len());
     for path in &options.files {
-        traces.push((path, input::read(path, &options.input, output)?));
+        inputs.push((path, input::read(path, &options.input, output)?));
     }
-    // The last one is shown, and what changed from the first to it.
-    let Some((path, shown)) = traces.pop() else {
-        return Ok(true);
-    };
-    let trace = &shown.trace;
-    let memory = machine.memory()?;
-    let limit_of = |trace: &Trace| {
-        let limit = options.limit.or_else(|| settings.limit());
-        limit.map(|limit| limit.bytes(trace.requested_peak(), memory))
-    };
-    let replay =
-        |trace| Replay::new(trace).config(settings.config().clone().limit(limit_of(trace)));
-    let mut before = None;
-    for (path, Input { trace, .. }) in &traces {
-        let ground = machine.context(options.lag)?;
+    // The last file is shown, and what changed from the first to it.
+    let (mut before, mut shown) = (None, None);
+    let last = inputs.len() - 1;
+    for (index, (path, input)) in inputs.iter().enumerate() {
+        let trace = &input.trace;
+        let ground = Machine::Simulated { memory }.context(options.lag)?;
         let bar = output.progress(trace.rows().len() as u64, trace.name());
-        let replay = replay(trace).on_progress(|done| bar.set_position(done));
-        let report = replay.run(ground.context());
+        let config = settings.config().clone().limit(limit_of(trace));
+        let replay = Replay::new(trace).config(config);
+        let replay = replay.on_progress(|done| bar.set_position(done));
+        let done = if index < last {
+            let report = replay.run(ground.context());
+            report.map(|report| before = Some(Side::new(trace, &report)))
+        } else {
+            let frame = Frame {
+                input,
+                before: before.take(),
+                limit: limit_of(trace),
+                memory,
+                config: settings.text(),
+            };
+            let page = page(&frame, replay, options.maps, ground.context());
+            page.map(|page| shown = Some(page))
+        };
         bar.finish_and_clear();
-        let report = report.map_err(|error| Failure::no_replay(path, error))?;
-        before = Some(Side {
-            trace,
-            reserved_peak: report.reserved_peak,
-            error: ended(&report),
-        });
+        done.map_err(|error| FileError::no_replay(path, error))?;
     }
-    let ground = machine.context(options.lag)?;
-    let frame = Frame {
-        trace,
-        before,
-        limit: limit_of(trace),
-        memory,
-        config: settings.text(),
-        stacks: shown.stacks.as_ref(),
-        warnings: &shown.warnings,
-        recorded: &shown.recorded,
-    };
-    let bar = output.progress(trace.rows().len() as u64, trace.name());
-    let replay = replay(trace).on_progress(|done| bar.set_position(done));
-    let page = page(&frame, replay, options.maps, ground.context());
-    bar.finish_and_clear();
-    let page = page.map_err(|error| Failure::no_replay(path, error))?;
+    let Some(page) = shown else { return Ok(true) };
     if let Some(error) = page.meta["error"].as_str() {
         output.note(&format!("the page ends where the replay did: {error}"));
     }
@@ -135,10 +116,10 @@ fn out(options: &ViewOptions) -> Result<PathBuf, Failure> {
     let out = options.out.clone().unwrap_or_else(|| name().into());
     if options.open && text::is_standard(&out) {
         let wrong = "--open needs a file: -o - writes to standard output";
-        return Err(Failure::Usage(wrong.to_owned()));
+        return Err(Failure::usage(wrong));
     }
     if let Some(read) = options.files.iter().find(|file| input::is_same(file, &out)) {
-        return Err(Failure::Usage(format!(
+        return Err(Failure::usage(format!(
             "the page would replace {}, which is read: name another file with -o",
             text::file(read, input::STDIN)
         )));
@@ -161,14 +142,6 @@ fn open_in_browser(page: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Why a replay ended before its last row.
-fn ended(report: &ReplayReport) -> Option<String> {
-    report.failed.map(|(_, row)| match &report.error {
-        Some(error) => format!("row {row} failed: {}", text::chain(error)),
-        None => format!("row {row} failed"),
-    })
-}
-
 /// A page that is to be written.
 struct Page {
     meta: Value,
@@ -182,45 +155,42 @@ fn page(
     maps: u16,
     context: &Context,
 ) -> Result<Page, Error> {
-    let mut film = Film::new(frame.trace, maps);
+    let Input {
+        trace,
+        stacks,
+        warnings,
+        recorded,
+    } = frame.input;
+    let mut film = Film::new(trace, maps);
     let report = replay.watch(|seen| film.watch(seen)).run(context)?;
-    let error = ended(&report);
     let picture = match &report.error {
-        // It is made by the library, so it is read without a fault.
+        // The library wrote it, so it is valid JSON.
         Some(Error::OutOfMemory(picture)) => serde_json::from_str(&picture.to_json()).ok(),
-        _ => failed::last(frame.trace, &frame.recorded.failed),
+        _ => failed::last(trace, &recorded.failed),
     };
-    let contexts = Contexts::of(frame.trace);
+    let contexts = Contexts::of(trace);
     let columns = film.columns(&contexts);
-    let after = Side {
-        trace: frame.trace,
-        reserved_peak: report.reserved_peak,
-        error: error.clone(),
-    };
+    let after = Side::new(trace, &report);
     let before = frame.before.as_ref();
-    let difference = before.map(|before| difference::of(before, &after));
     let meta = json!({
         "schema": 2,
-        "name": frame.trace.name(),
+        "name": trace.name(),
         "policy": report.policy.name(),
-        "limit": frame.limit.map(|limit| limit.min(encode::MOST)),
-        "memory": frame.memory.min(encode::MOST),
+        "limit": exact(frame.limit),
+        "memory": exact(frame.memory),
         "config": frame.config,
         "rows": film.rows(),
-        "rows_of_file": frame.trace.rows().len(),
-        "streams": frame.trace.streams(),
+        "rows_of_file": trace.rows().len(),
+        "streams": trace.streams(),
         "contexts": contexts.names,
-        "error": error,
-        "warnings": frame.warnings,
+        "error": after.error,
+        "warnings": warnings,
         "out_of_memory": picture,
-        "failed": failed::all(frame.trace, &frame.recorded.failed),
-        "recorded": {
-            "limit": frame.recorded.limit.map(|limit| limit.min(encode::MOST)),
-            "memory": frame.recorded.memory.map(|memory| memory.min(encode::MOST)),
-        },
-        "difference": difference,
-        "stacks": frame.stacks.map(by_stack),
-        "stacks_at": frame.stacks.and_then(Profile::moment).map(|moment| moment.to_string()),
+        "failed": failed::all(trace, &recorded.failed),
+        "recorded": { "limit": exact(recorded.limit), "memory": exact(recorded.memory) },
+        "difference": before.map(|before| difference::of(before, &after)),
+        "stacks": stacks.as_ref().map(by_stack),
+        "stacks_at": stacks.as_ref().and_then(Profile::moment).map(|moment| moment.to_string()),
     });
     Ok(Page { meta, columns })
 }
@@ -230,26 +200,29 @@ const STACKS: usize = 200;
 
 /// The stacks that hold the most, or asked for the most: name, blocks and bytes that are live, bytes of all.
 fn by_stack(profile: &Profile) -> Vec<Value> {
-    let mut shares: Vec<_> = profile.shares().collect();
+    let mut shares = Vec::from_iter(profile.shares());
     shares.sort_by_key(|(_, share)| std::cmp::Reverse((share.live_bytes, share.allocated)));
-    let mut rest = [0u64; 3];
-    for (_, share) in shares.iter().skip(STACKS) {
-        let figures = [share.live, share.live_bytes, share.allocated];
-        for (sum, figure) in rest.iter_mut().zip(figures) {
-            *sum = sum.saturating_add(figure);
-        }
-    }
-    let line = |name: &str, figures: [u64; 3]| {
-        let [live, live_bytes, allocated] = figures.map(|figure| figure.min(encode::MOST));
-        json!([name, live, live_bytes, allocated])
+    let rest = shares.split_off(STACKS.min(shares.len()));
+    let line = |name: &str, live, live_bytes, allocated| {
+        json!([name, exact(live), exact(live_bytes), exact(allocated)])
     };
-    let shown = shares.iter().take(STACKS).map(|(name, share)| {
-        let figures = [share.live, share.live_bytes, share.allocated];
-        line(&contexts::shortened(name), figures)
+    let shown = shares.iter().map(|(name, share)| {
+        let name = contexts::shortened(name);
+        line(&name, share.live, share.live_bytes, share.allocated)
     });
-    let mut lines: Vec<Value> = shown.collect();
-    if shares.len() > STACKS {
-        lines.push(line("other stacks", rest));
+    let mut lines = Vec::from_iter(shown);
+    if !rest.is_empty() {
+        let sum = |figure: fn(&Share) -> u64| {
+            let figures = rest.iter().map(|(_, share)| figure(share));
+            figures.fold(0, u64::saturating_add)
+        };
+        let (live_bytes, allocated) = (sum(|share| share.live_bytes), sum(|share| share.allocated));
+        lines.push(line(
+            "other stacks",
+            sum(|share| share.live),
+            live_bytes,
+            allocated,
+        ));
     }
     lines
 }
