@@ -25,6 +25,7 @@ while [ $# -gt 0 ]; do
         ;;
     --no-strip)
         strip=
+        export CARGO_PROFILE_RELEASE_DEBUG=line-tables-only
         shift
         ;;
     *)
