@@ -5,7 +5,7 @@ use crate::output::Output;
 use crate::{Failure, text};
 use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
 use cualloc::error::ConfigError;
-use cualloc::sim::{Mode, SimConfig, SimDevice, Simulator};
+use cualloc::sim::{Mode, SimConfig, Simulator};
 
 /// A device could not be had.
 #[derive(Debug, thiserror::Error)]
@@ -100,10 +100,9 @@ impl Machine {
 
     /// Only a simulated device completes its work at a chosen row.
     pub fn check_lag(&self, lag: u64) -> Result<(), Failure> {
+        let wrong = "--lag is for the simulator: add --device sim";
         match self {
-            Machine::Cuda(_) if lag > 0 => Err(Failure::usage(
-                "--lag is for the simulator: add --device sim",
-            )),
+            Machine::Cuda(_) if lag > 0 => Err(Failure::usage(wrong)),
             _ => Ok(()),
         }
     }
@@ -145,14 +144,10 @@ pub fn load_messages(error: &LoadError) -> Vec<String> {
 
 /// A simulator with one device.
 pub fn simulator(memory: u64) -> Result<Simulator, MachineError> {
-    Simulator::new(SimConfig {
-        devices: vec![SimDevice {
-            memory,
-            ..SimDevice::default()
-        }],
-        // Driver times are those of the model, in which a measured driver waits.
+    let config = SimConfig {
+        // A measured driver waits in frees, and the model of its times does so, too.
         strict_free: false,
-        ..SimConfig::default()
-    })
-    .map_err(MachineError::Simulator)
+        ..SimConfig::with_devices(1, memory)
+    };
+    Simulator::new(config).map_err(MachineError::Simulator)
 }

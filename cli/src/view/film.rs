@@ -98,12 +98,10 @@ impl<'a> Film<'a> {
 
     /// The stream of the trace behind each id of the driver's, found by live blocks.
     fn known_streams(&self, row: usize, segments: &[SegmentInfo]) -> BTreeMap<u64, usize> {
-        let live = self
-            .blocks
-            .iter()
-            .filter(|block| block.freed.is_none_or(|freed| freed > row));
+        let shown = self.blocks.iter();
+        let shown = shown.filter(|block| block.freed.is_none_or(|freed| freed > row));
         let by_address: BTreeMap<u64, usize> =
-            live.map(|block| (block.address, block.stream)).collect();
+            shown.map(|block| (block.address, block.stream)).collect();
         let blocks = segments.iter().flat_map(|segment| &segment.blocks);
         let live = blocks.filter(|block| block.state == BlockState::Live);
         live.filter_map(|block| Some((block.stream?, *by_address.get(&block.address)?)))
