@@ -91,7 +91,7 @@ impl SelfTest {
     }
 }
 
-/// What the packed policy saves when memory is short of nothing, and when it is: driver calls and waits, or bytes.
+/// Whether the packed policy saves driver calls and waits, or bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Regime {
@@ -109,7 +109,7 @@ pub enum Regime {
 pub enum Scarcity {
     /// [`Profile::Dense`](crate::allocator::Profile::Dense) says so.
     Profile,
-    /// Less than 3 % of the limit was left, or less than 6 % since.
+    /// A growth would have left less than 3 % of the limit. It holds until 6 % is left and 512 large requests have passed.
     Limit,
     /// The driver refused memory.
     Refused,

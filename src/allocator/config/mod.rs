@@ -40,7 +40,7 @@ impl Policy {
 #[non_exhaustive]
 pub enum Profile {
     /// Only where memory is scarce: near the limit, or after the driver refused some
-    /// ([`Regime`](crate::allocator::report::Regime)).
+    /// ([`Regime`](crate::allocator::Regime)).
     #[default]
     Default,
     /// Always: programs that repeat hold 1 % instead of 2 % more than they request, for two to three times the driver
@@ -58,7 +58,7 @@ pub enum Waits {
     /// Only when the limit or the device leaves no room for new memory.
     #[default]
     Scarce,
-    /// Before memory is added beyond the growth bound: the least memory, and the least overlap of streams.
+    /// Before memory is added beyond the soft cap ([`Packing::soft_cap`](crate::allocator::Packing)): the least memory, and the least overlap of streams.
     Always,
     /// Not at all, on the device or on the host: a request that could only be served by waiting fails with
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
@@ -125,7 +125,8 @@ pub struct Config {
     /// Whether memory counts more than driver calls. Packed policy only.
     pub profile: Profile,
     /// Bytes of the physical handles that large blocks are made of: a power of two from 2 MiB to 64 MiB. Smaller ones
-    /// are made for the rest of a growth and above half of the limit. By default they grow with the pool. Packed policy
+    /// are made for the rest of a growth, and where the limit asks for them: at most a 512th of it, and a 2048th once more
+    /// than half of it is held. By default they follow the pool, and where memory is scarce also the request. Packed policy
     /// only.
     pub handle: Option<u64>,
     /// Whether a tool that `NVTX_INJECTION64_PATH` names is told of blocks and of slow paths, on by default; the first

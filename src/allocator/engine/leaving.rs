@@ -139,8 +139,8 @@ impl Streams {
     }
 }
 
-/// A retirement under way. It keeps its slot from another stream, or from the same stream that comes again while
-/// several threads retire it. What it did to the name of the stream is undone if it fails.
+/// A retirement under way. Meanwhile its slot goes to no other stream, nor to the same stream when it comes again:
+/// several threads may retire one stream. If the retirement fails, the stream gets its name back.
 pub(crate) struct Leaving<'a> {
     engine: &'a Engine,
     stream: u32,

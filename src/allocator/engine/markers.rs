@@ -42,7 +42,7 @@ impl Heap {
 
     /// What is to be found out for a request of a stream, if anything is.
     pub(crate) fn questions_for(&mut self, stream: u32) -> Option<Questions> {
-        let near = !self.bounds_hold(0);
+        let near = self.is_near();
         let full = self.full_batches(|other| near || other != stream);
         let due = match full.is_empty() {
             true => Some(self.streams.due_markers(|_| true)?),
@@ -301,8 +301,8 @@ impl Engine {
         }
     }
 
-    /// Finds out what other streams are done with, for a request of a stream, from these questions on. Its own memory it
-    /// may have immediately; near the limit it is asked all the same, since complete memory fits in more ways.
+    /// Asks these questions for a request of a stream. The stream may have its own memory immediately; near the limit it
+    /// is asked as well, since complete memory fits in more ways.
     pub(crate) fn poll_with(&self, stream: u32, questions: Questions) -> Result<(), Error> {
         if !questions.full.is_empty() {
             self.cover_all(&questions.full)?;

@@ -181,6 +181,11 @@ impl Engine {
             false => 0,
         };
         let pages = Arc::new(PageTable::new(at_once));
+        let mut tuning = config.tuning();
+        if !rules.maps() {
+            // The profile is the packed policy's, and so is the order of waits that it brings.
+            tuning.waits = config.waits.unwrap_or_default();
+        }
         let engine = Arc::new_cyclic(|me| {
             let mut heap = Heap::new(
                 (me.clone() as Weak<dyn KeepAlive>, id),
@@ -188,7 +193,7 @@ impl Engine {
                 device.ordinal(),
                 rules,
                 limit,
-                config.tuning(),
+                tuning,
             );
             heap.streams.watchful = ask_captures;
             heap.streams.unretired = unretired;

@@ -10,7 +10,7 @@ use crate::allocator::physical::address::Lease;
 use crate::allocator::physical::{Fresh, Sharers};
 use crate::allocator::report::{GrowthInfo, GrowthReason};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
-use crate::allocator::stream::finder::{Finder, Reach, Run};
+use crate::allocator::stream::finder::{Finder, Run};
 use crate::allocator::stream::slot::PendingWait;
 use crate::allocator::view::mapping::Openings;
 use crate::event::Kind;
@@ -218,7 +218,7 @@ impl Heap {
         let pending = self.streams.several()
             && self
                 .finder(want.space, want.stream)
-                .is_some_and(|finder| finder.tightest_run(want, u64::MAX, Reach::Waits).is_some());
+                .is_some_and(|finder| finder.oldest_run(want).is_some());
         if pending {
             return GrowthReason::Pending;
         }

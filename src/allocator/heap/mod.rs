@@ -182,9 +182,9 @@ impl Heap {
         self.soft_cap().saturating_sub(self.held())
     }
 
-    /// Whether so many bytes more leave the bounds in force of what one allocation may map.
-    pub(crate) fn bounds_hold(&self, more: u64) -> bool {
-        self.physical.bounds_hold(self.held().saturating_add(more))
+    /// Whether more than half of what may be held is held.
+    pub(crate) fn is_near(&self) -> bool {
+        self.physical.is_near(self.held())
     }
 
     // ---- blocks ----------------------------------------------------------------------------
@@ -202,6 +202,10 @@ impl Heap {
 
     /// Notes what is active for a request that found nothing ready: live bytes, and free ones that its stream cannot use.
     pub(crate) fn note_active(&mut self, want: &Want) {
+        let live = self.requested_now() + want.requested;
+        if live + self.extents.free_bytes() <= self.peak_active {
+            return;
+        }
         let mut granules = 0;
         for space in [SpaceId::Large, SpaceId::Small] {
             let Some(finder) = self.finder(space, want.stream) else {
@@ -211,8 +215,7 @@ impl Heap {
             let pending = pieces.filter(|piece| !finder.ready(piece.id));
             granules += pending.map(|piece| u64::from(piece.granules)).sum::<u64>();
         }
-        let active = self.requested_now() + want.requested + granules * GRANULE;
-        self.peak_active = self.peak_active.max(active);
+        self.peak_active = self.peak_active.max(live + granules * GRANULE);
     }
 
     /// Requested bytes of live blocks; of small ones as of the last look.

@@ -31,7 +31,7 @@ impl Heap {
             return None;
         }
         let several = self.streams.several();
-        let near = several && !self.bounds_hold(0);
+        let near = several && self.is_near();
         self.uncache_provisional();
         let nothing_to_ask = match several {
             true => !self.streams.unretired && self.streams.nothing_to_ask(stream, near),

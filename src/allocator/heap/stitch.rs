@@ -72,8 +72,7 @@ impl Heap {
                 leanest.filter(|layout| layout.fresh <= room)
             });
         }
-        let layout = best?;
-        self.claim_layout(want, layout)
+        self.claim_layout(want, best?)
     }
 
     /// The layout that needs the least new memory if that is made before: between an open tail, as long

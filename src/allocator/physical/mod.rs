@@ -18,7 +18,7 @@ use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::driver::DriverError;
 use crate::error::Error;
 
-/// Slack of the growth bound over the peak of active bytes while memory is plentiful, as a share of it or as an amount,
+/// Slack of the soft cap over the peak of active bytes while memory is plentiful, as a share of it or as an amount,
 /// whichever is more. With 4 % the recordings hold 1.021 of what they request instead of 1.018, for 1 % less driver time.
 const SLACK_PERCENT: u64 = 3;
 const SLACK: u64 = 32 << 20;
@@ -32,28 +32,25 @@ const SCARCE_SLACK: u64 = 16 << 20;
 const POOL_PARTS: u64 = 128;
 const POOL_HANDLE_MAX: u64 = 64 << 20;
 
-/// While memory is scarce a handle is at least this part of the request that it is made for,
+/// While memory is scarce, a handle is at least this part of its request.
 const SCARCE_PARTS: u64 = 32;
-/// or twice that, up to so many bytes, while several streams are about: what is free then changes more from one round to
-/// the next, and layouts come back less often.
+/// With several streams it is twice that part, up to this many bytes: what is free changes more from one round to the
+/// next, and layouts come back less often.
 const SHARED_PART_MAX: u64 = 16 << 20;
-/// It also grows with the pool until that has this many: while a stream is alone,
+/// On one stream, handles grow so that the pool has about this many.
 const SCARCE_HANDLES: u64 = 320;
-/// and while several are about: with 384 a pipeline over three streams holds 1.035 of its peak.
+/// With several streams the pool has about this many: with 384 a pipeline over three streams holds 1.035 of its peak.
 const SHARED_SCARCE_HANDLES: u64 = 640;
 const SCARCE_HANDLE_MAX: u64 = 32 << 20;
 /// Handles of a growth of a graph pool are this part of it, in whole granules: few, as somebody captures meanwhile.
 const GRAPH_PARTS: u64 = 8;
 const GRAPH_REQUEST_PARTS: u64 = 32;
-/// Handles are at most this part of the limit, below its half and above it, in either regime: handles cannot be divided,
-/// and what is made while memory is plentiful has to serve when it is scarce.
+/// A handle is at most this part of the limit, while at most half of it is held and while more is. It holds in either
+/// regime: handles cannot be divided, and what is made while memory is plentiful has to serve when it is scarce.
 const LIMIT_PARTS: [u64; 2] = [512, 2048];
-/// Above this part of the limit small requests leave handles whole for stitches.
-pub(crate) const NEAR_PART: u64 = 2;
-
-/// Memory is scarce when less than this share of the limit is left, and plentiful again with twice that
+/// Memory is scarce when less than this share of the limit is left. It is plentiful again with twice that share.
 const SCARCE_PERCENT: u64 = 3;
-/// after so many large requests that the driver did not refuse.
+/// Memory stays scarce for this many large requests after a refusal.
 const CALM_REQUESTS: u64 = 512;
 
 /// Whom new memory is for.
@@ -196,15 +193,13 @@ impl Physical {
     /// Decides whether memory is scarce for a growth after which so many bytes are held. Returns the regime if it is
     /// another one than before.
     pub(crate) fn choose_regime(&mut self, held: u64) -> Option<Regime> {
-        let room = |limit: u64| limit.saturating_sub(held);
-        let within = |percent| {
-            let limit = self.limit;
-            limit.is_some_and(|limit| room(limit) < limit / 100 * percent)
-        };
+        let bound = self.bound();
+        let within = |percent| bound.saturating_sub(held) < bound / 100 * percent;
         let cause = match self.tuning.profile {
             Profile::Dense => Some(Scarcity::Profile),
-            Profile::Default if self.full_at.is_some() => Some(Scarcity::Refused),
-            Profile::Default => within(SCARCE_PERCENT).then_some(Scarcity::Limit),
+            Profile::Default if !within(SCARCE_PERCENT) => None,
+            Profile::Default if self.full_at == Some(bound) => Some(Scarcity::Refused),
+            Profile::Default => Some(Scarcity::Limit),
         };
         let calm = self.requests - self.scarce_at >= CALM_REQUESTS;
         let regime = match (cause, self.regime) {
@@ -219,6 +214,17 @@ impl Physical {
         changed.then_some(regime)
     }
 
+    /// The driver refused to hold more than this. Returns the regime if it is another one than before.
+    pub(crate) fn refused(&mut self, full_at: u64) -> Option<Regime> {
+        self.full_at = Some(full_at);
+        self.scarce_at = self.requests;
+        if let Regime::Scarce(_) = self.regime {
+            return None;
+        }
+        self.regime = Regime::Scarce(Scarcity::Refused);
+        Some(self.regime)
+    }
+
     /// Bytes that growth should not pass while anything else helps, after so many were active at once.
     pub(crate) fn soft_cap(&self, peak: u64) -> u64 {
         let (percent, least) = match self.regime {
@@ -228,12 +234,23 @@ impl Physical {
         peak.saturating_add((peak / 100 * percent).max(least))
     }
 
-    /// The multiple of bytes by which memory grows when so many are reserved, as far as the growth bound allows.
+    /// The multiple of bytes by which memory grows when so many are reserved, as far as the soft cap allows.
     pub(crate) fn growth_step(&self, reserved: u64) -> u64 {
         match self.regime {
-            Regime::Plentiful => (pool_handle(reserved) / 2).max(PHYSICAL_GRANULE),
+            Regime::Plentiful => {
+                let handle = self.tuning.handle.unwrap_or(pool_handle(reserved));
+                (self.within_limit(handle, reserved) / 2).max(PHYSICAL_GRANULE)
+            }
             Regime::Scarce(_) => PHYSICAL_GRANULE,
         }
+    }
+
+    /// The size of a handle, or a smaller one where the limit asks for it once so many bytes are held.
+    fn within_limit(&self, size: u64, held: u64) -> u64 {
+        self.limit.map_or(size, |limit| {
+            let part = limit / LIMIT_PARTS[usize::from(held > limit / 2)];
+            size.min(1 << part.max(PHYSICAL_GRANULE).ilog2())
+        })
     }
 
     /// Bytes that may be held from the driver.
@@ -247,9 +264,9 @@ impl Physical {
         self.bound().saturating_sub(held)
     }
 
-    /// Whether to hold so many bytes leaves the bounds in force of what one allocation may map.
-    pub(crate) fn bounds_hold(&self, held: u64) -> bool {
-        held <= self.bound() / NEAR_PART
+    /// Whether so many bytes are more than half of what may be held.
+    pub(crate) fn is_near(&self, held: u64) -> bool {
+        held > self.bound() / 2
     }
 
     /// Size of the handles for a growth by `missing` bytes, when so many are reserved.
@@ -280,11 +297,7 @@ impl Physical {
                 scarce_handle(reserved, SHARED_SCARCE_HANDLES).max(shared)
             }
         };
-        let size = self.limit.map_or(size, |limit| {
-            let above_half = reserved + missing > limit / 2;
-            let part = limit / LIMIT_PARTS[usize::from(above_half)];
-            size.min(1 << part.max(PHYSICAL_GRANULE).ilog2())
-        });
+        let size = self.within_limit(size, reserved + missing);
         (size / PHYSICAL_GRANULE * PHYSICAL_GRANULE).max(PHYSICAL_GRANULE)
     }
 }
@@ -398,9 +411,10 @@ mod tests {
         assert_eq!(physical.regime, Regime::Scarce(Scarcity::Limit));
         calm(&mut physical);
         assert_eq!(physical.choose_regime(900 * MIB), Some(Regime::Plentiful));
-        physical.full_at = Some(800 * MIB);
-        assert_eq!(physical.choose_regime(700 * MIB), scarce(Scarcity::Refused));
-        physical.full_at = None;
+        assert_eq!(physical.refused(800 * MIB), scarce(Scarcity::Refused));
+        assert_eq!(physical.choose_regime(790 * MIB), None);
+        // The driver reports memory again.
+        physical.full_at = Some(2000 * MIB);
         assert_eq!(physical.choose_regime(700 * MIB), None);
         calm(&mut physical);
         assert_eq!(physical.choose_regime(700 * MIB), Some(Regime::Plentiful));

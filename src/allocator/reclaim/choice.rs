@@ -84,6 +84,8 @@ pub(crate) struct Reclaim<'a> {
     pub last_resort: LastResort,
     /// The regime that begins with this reclaim.
     pub regime: Option<Regime>,
+    /// The peak of active bytes without this request.
+    pub peak_before: Option<u64>,
     /// No step can serve the request: see [`Reclaim::is_beyond`].
     pub beyond: bool,
     /// A failure that another step might have made up for.
@@ -166,6 +168,7 @@ impl<'a> Reclaim<'a> {
             answer: Answer::Known,
             last_resort: LastResort::Hooks(None),
             regime: None,
+            peak_before: None,
             beyond: false,
             failure: None,
         }
@@ -234,16 +237,6 @@ impl<'a> Reclaim<'a> {
         if heap.rules == Rules::Classic {
             return self.choose_classic(heap, want);
         }
-        let missing = heap.missing(want).unwrap_or(0);
-        let held = heap.present() + missing;
-        self.regime = heap.physical.choose_regime(held).or(self.regime);
-        // With `waits=always` what is pending on other streams serves the request after a wait.
-        if heap.physical.regime == Regime::Plentiful
-            && heap.physical.tuning.waits != Waits::Always
-            && heap.streams.several()
-        {
-            heap.note_active(want);
-        }
         if self.stage < Stage::CachesEmptied {
             self.stage = Stage::CachesEmptied;
             if heap.caches.have_large() || heap.streams.full().contains(&want.stream) {
@@ -262,6 +255,7 @@ impl<'a> Reclaim<'a> {
         {
             return Step::View(run);
         }
+        self.choose_regime(heap, want);
         if let Some(growth) = heap.plan_growth(want, Bound::SoftCap, false) {
             heap.stats.reclaim.grown += 1;
             return Step::Grow(growth);
@@ -297,6 +291,21 @@ impl<'a> Reclaim<'a> {
             return Step::Grow(growth);
         }
         self.make_room(heap, want)
+    }
+
+    /// Decides whether memory is scarce for a request that nothing ready serves, and counts what is active for it.
+    fn choose_regime(&mut self, heap: &mut Heap, want: &Want) {
+        let missing = heap.missing(want).unwrap_or(0);
+        let held = heap.present() + heap.suspended.coming + missing;
+        self.regime = heap.physical.choose_regime(held).or(self.regime);
+        // With `waits=always` what is pending on other streams serves the request after a wait.
+        if heap.physical.regime == Regime::Plentiful
+            && heap.physical.tuning.waits != Waits::Always
+            && heap.streams.several()
+        {
+            self.peak_before.get_or_insert(heap.peak_active);
+            heap.note_active(want);
+        }
     }
 
     /// Polls all streams, once in a reclaim, before memory is added or waited for.
@@ -342,6 +351,7 @@ impl<'a> Reclaim<'a> {
         if hole.is_none() && self.cramped.is_none() {
             return Step::Reserve(want.space, bytes);
         }
+        self.choose_regime(heap, want);
         let early = heap.physical.tuning.waits == Waits::Always;
         let within_cap = bytes <= heap.room_within(Bound::SoftCap);
         if early

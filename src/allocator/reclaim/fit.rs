@@ -18,7 +18,7 @@ fn spares_handles(heap: &Heap, want: &Want) -> bool {
         && want.space == SpaceId::Large
         && u64::from(want.granules) * GRANULE < SPARING_BELOW
         && heap.streams.several()
-        && !heap.bounds_hold(0)
+        && heap.is_near()
 }
 
 impl Heap {

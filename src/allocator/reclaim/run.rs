@@ -22,6 +22,7 @@ use crate::allocator::physical::address::FIRST_LEASE;
 use crate::allocator::physical::commit;
 use crate::allocator::physical::{Fresh, GrowthFailure};
 use crate::allocator::reclaim::choice::{Answer, Reclaim, Step};
+use crate::allocator::report::Regime;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::ViewRun;
 use crate::error::memory::Bytes;
@@ -129,9 +130,17 @@ impl Engine {
                 }
                 step => step?,
             };
-            if let Some(id) = taken {
-                return Ok((heap, id, missed));
+            let Some(id) = taken else {
+                continue;
+            };
+            if let Some(regime) = reclaim.regime {
+                // What was taken is claimed.
+                (heap, ()) = self.unlocked(heap, || {
+                    self.log_regime(regime);
+                    Ok(())
+                })?;
             }
+            return Ok((heap, id, missed));
         }
     }
 
@@ -192,7 +201,11 @@ impl Engine {
                 }
                 let cause = reclaim.cause(&heap, want);
                 let error = heap.out_of_memory(want);
+                heap.peak_active = reclaim.peak_before.unwrap_or(heap.peak_active);
                 drop(heap);
+                if let Some(regime) = reclaim.regime {
+                    self.log_regime(regime);
+                }
                 Err(self.out_of_memory(error, cause))
             }
             step => self.unlocked(heap, || self.execute(want, step, reclaim)),
@@ -268,9 +281,6 @@ impl Engine {
         step: Step,
         reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
-        if let Some(regime) = reclaim.regime.take() {
-            log::debug!("allocator {}: memory is {}", self.id, regime.name());
-        }
         match step {
             Step::Stitch(stitch) => {
                 let id = self.stitch(want, *stitch, reclaim)?;
@@ -328,6 +338,10 @@ impl Engine {
             | Step::Fail => {}
         }
         Ok(None)
+    }
+
+    fn log_regime(&self, regime: Regime) {
+        log::debug!("allocator {}: memory is {}", self.id, regime.name());
     }
 
     fn log_growth(&self, want: &Want, fresh: &Fresh) {
@@ -450,7 +464,8 @@ impl Engine {
             return Err(self.error(error));
         }
         heap.stats.retries += 1;
-        heap.physical.full_at = Some(heap.present() + free);
+        let full_at = heap.present() + free;
+        reclaim.regime = heap.physical.refused(full_at).or(reclaim.regime);
         reclaim.answer = Answer::Refused(error);
         Ok(())
     }

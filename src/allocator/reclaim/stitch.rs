@@ -82,7 +82,7 @@ impl Engine {
         self.evict(&idle)
     }
 
-    /// Whether one stream works alone, and a view might go or be cut before its next stitch: nobody else
+    /// Whether one stream works alone, and a view might go before its next stitch: nobody else
     /// asks then if the stream is done with it.
     fn asks_about_views(&self, heap: &Heap) -> bool {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);

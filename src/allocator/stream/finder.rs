@@ -177,7 +177,7 @@ impl Finder<'_> {
             best = Some(run);
         }
         let most = best.map_or(u64::MAX, |best: Run| best.granules);
-        self.best_pending(want, best, most, Reach::Ready)
+        self.best_pending(want, best, most)
     }
 
     /// Of the ready runs around the shortest pieces that hold the request, the one in which it takes the
@@ -227,20 +227,9 @@ impl Finder<'_> {
                 .is_some_and(|own| own.len() == self.space.piece_count())
     }
 
-    /// The best run of at most so many granules that can be used after waits, by size, then address.
-    pub(crate) fn tightest_run(&self, want: &Want, most: u64, reach: Reach) -> Option<Run> {
-        self.best_pending(want, None, most, reach)
-    }
-
-    /// The best of a run and those of usable pieces, of at most so many granules.
-    fn best_pending(
-        &self,
-        want: &Want,
-        mut best: Option<Run>,
-        most: u64,
-        reach: Reach,
-    ) -> Option<Run> {
-        self.pending_runs(want, most, reach, |run| {
+    /// The best of a run and those of ready pieces, of at most so many granules.
+    fn best_pending(&self, want: &Want, mut best: Option<Run>, most: u64) -> Option<Run> {
+        self.pending_runs(want, most, Reach::Ready, |run| {
             let better = run.better(best);
             best = Some(better);
             better.granules

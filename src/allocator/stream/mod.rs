@@ -430,7 +430,7 @@ impl Streams {
     pub(crate) fn ordered(&mut self, stream: u32, other: u32, bound: u64, row: &[u64]) {
         let slot = &mut self.slots[stream as usize];
         if slot.leaving > 0 || matches!(slot.holder, Holder::Retired) {
-            // The last marker may have been recorded before the wait, and would complete without it.
+            // The last marker may have been recorded before the wait, and so does not cover it.
             return;
         }
         let mine = &mut slot.row;
