@@ -132,15 +132,20 @@ fn packed_on_several_streams_shares_what_is_complete() {
         instant[0]["ratio_max"]
     );
     assert!(handle_ops(&instant[0])[4..].iter().all(|ops| *ops == 0));
-    for (lag, most) in [("50", 100), ("200", 100), ("1000", 150)] {
+    for lag in ["50", "200", "1000"] {
         let late = [
             "replay", "--policy", "packed", "--repeat", "10", "--lag", lag,
         ];
-        let late = &figures_with("profile=dense", &late, &["serve_streams"])[0];
-        assert!(number(late, "ratio_max") <= 1.05, "{}", late["ratio_max"]);
         // Of 6000 rows: a part of a recording repeats less well than the whole.
-        let last: u64 = handle_ops(late)[5..].iter().sum();
-        assert!(last <= 5 * most, "lag {lag}: {:?}", handle_ops(late));
+        let last: u64 = {
+            let late = &figures(&late, &["serve_streams"])[0];
+            handle_ops(late)[5..].iter().sum()
+        };
+        assert!(last <= 5 * 100, "lag {lag}: {last}");
+        if lag != "1000" {
+            let late = &figures_with("profile=dense", &late, &["serve_streams"])[0];
+            assert!(number(late, "ratio_max") <= 1.05, "{}", late["ratio_max"]);
+        }
     }
 }
 
