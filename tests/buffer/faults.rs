@@ -235,7 +235,10 @@ fn d8_work_of_another_threads_own_stream_outlasts_a_dropped_buffer() {
             } else {
                 drop(buffer);
             }
-            assert_eq!(sim.pending(), [], "refused: {refused_at_the_drop}");
+            let mut pending = sim.pending().into_iter();
+            // A marker touches no memory.
+            let work = pending.find(|op| !op.ranges.is_empty());
+            assert_eq!(work, None, "refused: {refused_at_the_drop}");
             assert_eq!(alloc.stats().all.allocations.current, 0);
             let next = DeviceBuffer::filled(alloc, 4096, 4u8, &home).unwrap();
             if !refused_at_the_drop {
