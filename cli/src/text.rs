@@ -25,7 +25,7 @@ pub fn file(path: &Path, standard: &str) -> String {
     }
 }
 
-/// A file as [`file`] names it, and its line.
+/// A file as [`file()`] names it, and its line.
 pub fn place(path: &Path, standard: &str, line: Option<u64>) -> String {
     let file = file(path, standard);
     line.map_or(file.clone(), |line| format!("{file}:{line}"))
