@@ -391,9 +391,9 @@ fn a_slot_is_not_reused_while_a_second_retirement_runs() -> Outcome {
     assert_ne!(again, slot);
     drop(other);
     let heap = engine.lock();
-    assert!(!heap.streams[slot].in_use);
-    assert!(heap.streams[again].named);
+    let (in_use, named) = (heap.streams[slot].in_use, heap.streams[again].named);
     drop(heap);
+    assert!(!in_use && named);
     drop(block);
     rig.end()
 }
@@ -411,9 +411,10 @@ fn a_wait_behind_the_last_marker_is_not_what_the_stream_follows() -> Outcome {
     let mut heap = engine.lock();
     let leaving = Leaving::begin(engine, &mut heap, slot_a);
     heap.streams.ordered(slot_a, slot_b, 7, &[]);
-    assert!(heap.streams[slot_a].row.is_empty());
+    let follows_none = heap.streams[slot_a].row.is_empty();
     drop(heap);
     drop(leaving);
+    assert!(follows_none);
     engine.lock().streams.ordered(slot_a, slot_b, 7, &[]);
     assert_eq!(engine.lock().streams[slot_a].row[slot_b as usize], 7);
     rig.end()
