@@ -96,10 +96,10 @@ impl SelfTest {
 #[non_exhaustive]
 pub enum Regime {
     /// Memory grows in few and large handles, up to 3 % above the peak of active bytes, before free memory is stitched.
-    /// No request waits for another stream.
+    /// Requests wait for other streams only with [`Waits::Always`](crate::allocator::Waits::Always).
     #[default]
     Plentiful,
-    /// Memory grows in small handles, up to 1 % above the peak, and free memory is stitched before it grows further.
+    /// Memory grows in small handles, up to 1 % above the peak of live bytes, before free memory is stitched.
     Scarce(Scarcity),
 }
 

@@ -10,7 +10,7 @@ pub enum ConfigError {
     /// A key that does not exist.
     #[error("unknown setting `{0}`")]
     UnknownKey(String),
-    /// A key that earlier versions had.
+    /// A key or a value that earlier versions had.
     #[error("setting `{key}` was removed: use `{instead}`")]
     Removed {
         /// The setting.

@@ -58,7 +58,8 @@ pub enum Waits {
     /// Only when the limit or the device leaves no room for new memory.
     #[default]
     Scarce,
-    /// Before memory is added beyond the soft cap ([`Packing::soft_cap`](crate::allocator::Packing)): the least memory, and the least overlap of streams.
+    /// Before memory is added beyond the soft cap ([`Packing::soft_cap`](crate::allocator::Packing)): the least memory,
+    /// and the least overlap of streams.
     Always,
     /// Not at all, on the device or on the host: a request that could only be served by waiting fails with
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).

@@ -9,7 +9,8 @@ use crate::error::ConfigError;
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
 /// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `waits=scarce|always|never`, `views=on|off`,
 /// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
-/// `self_test=on|off`, `profile=default|dense`, `handle=BYTES`, `nvtx=auto|off`, `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
+/// `self_test=on|off`, `profile=default|dense`, `handle=BYTES`, `nvtx=auto|off`,
+/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
 /// `debug=guard+poison+quarantine:SIZE+leaks|off` (any of them).
 ///
 /// ```
@@ -88,6 +89,10 @@ impl FromStr for Config {
                     config.profile = match value {
                         "default" => Profile::Default,
                         "dense" => Profile::Dense,
+                        "quick" => {
+                            let (key, instead) = ("profile=quick".into(), "profile=default");
+                            return Err(ConfigError::Removed { key, instead });
+                        }
                         _ => return Err(invalid()),
                     }
                 }
@@ -115,7 +120,7 @@ impl FromStr for Config {
                 "debug" => config.debug = parse_debug(value).ok_or_else(invalid)?,
                 "slack" | "budget" => {
                     let key = key.into();
-                    let instead = "profile=dense";
+                    let instead = "profile";
                     return Err(ConfigError::Removed { key, instead });
                 }
                 _ => return Err(ConfigError::UnknownKey(key.into())),
@@ -289,7 +294,7 @@ mod tests {
         assert_eq!(parse("profile=dense"), Ok(dense.clone()));
         assert_eq!(dense.tuning().waits, Waits::Always);
         assert_eq!(dense.waits(Waits::Never).tuning().waits, Waits::Never);
-        for removed in ["slack=2%", "budget=100"] {
+        for removed in ["slack=2%", "budget=100", "profile=quick"] {
             assert!(matches!(parse(removed), Err(ConfigError::Removed { .. })));
         }
         assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
@@ -320,7 +325,7 @@ mod tests {
             "captures=off",
             "waits=on",
             "unretired_streams=yes",
-            "profile=quick",
+            "profile=fast",
             "handle=6M",
             "handle=128M",
             "handle=0",

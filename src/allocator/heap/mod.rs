@@ -218,6 +218,15 @@ impl Heap {
         self.peak_active = self.peak_active.max(live + granules * GRANULE);
     }
 
+    /// A request failed: it does not raise the peak of active bytes, unless others have raised it since.
+    pub(crate) fn withdraw_active(&mut self, noted: Option<(u64, u64)>) {
+        if let Some((before, with)) = noted
+            && self.peak_active == with
+        {
+            self.peak_active = before;
+        }
+    }
+
     /// Requested bytes of live blocks; of small ones as of the last look.
     pub(crate) fn requested_now(&self) -> u64 {
         self.stats.all.requested.current + self.caches.requested

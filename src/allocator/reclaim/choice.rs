@@ -84,8 +84,8 @@ pub(crate) struct Reclaim<'a> {
     pub last_resort: LastResort,
     /// The regime that begins with this reclaim.
     pub regime: Option<Regime>,
-    /// The peak of active bytes without this request.
-    pub peak_before: Option<u64>,
+    /// The peak of active bytes without this request, and with it.
+    pub active: Option<(u64, u64)>,
     /// No step can serve the request: see [`Reclaim::is_beyond`].
     pub beyond: bool,
     /// A failure that another step might have made up for.
@@ -168,7 +168,7 @@ impl<'a> Reclaim<'a> {
             answer: Answer::Known,
             last_resort: LastResort::Hooks(None),
             regime: None,
-            peak_before: None,
+            active: None,
             beyond: false,
             failure: None,
         }
@@ -303,8 +303,9 @@ impl<'a> Reclaim<'a> {
             && heap.physical.tuning.waits != Waits::Always
             && heap.streams.several()
         {
-            self.peak_before.get_or_insert(heap.peak_active);
+            let before = self.active.map_or(heap.peak_active, |(before, _)| before);
             heap.note_active(want);
+            self.active = Some((before, heap.peak_active));
         }
     }
 

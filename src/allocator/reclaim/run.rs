@@ -128,7 +128,11 @@ impl Engine {
                     void += 1;
                     (self.poll_before(self.lock(), want.stream)?, None)
                 }
-                step => step?,
+                Err(error) => {
+                    self.lock().withdraw_active(reclaim.active);
+                    return Err(error);
+                }
+                Ok(step) => step,
             };
             let Some(id) = taken else {
                 continue;
@@ -201,7 +205,6 @@ impl Engine {
                 }
                 let cause = reclaim.cause(&heap, want);
                 let error = heap.out_of_memory(want);
-                heap.peak_active = reclaim.peak_before.unwrap_or(heap.peak_active);
                 drop(heap);
                 if let Some(regime) = reclaim.regime {
                     self.log_regime(regime);

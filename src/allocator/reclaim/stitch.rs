@@ -82,8 +82,8 @@ impl Engine {
         self.evict(&idle)
     }
 
-    /// Whether one stream works alone, and a view might go before its next stitch: nobody else
-    /// asks then if the stream is done with it.
+    /// Whether one stream works alone, and a view might be unmapped before its next stitch: no other call finds out then
+    /// whether the stream has finished with it.
     fn asks_about_views(&self, heap: &Heap) -> bool {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
         let wanted = heap.excess_view_maps() > 0 || heap.extents.view_addresses() > most;

@@ -227,7 +227,7 @@ impl Finder<'_> {
                 .is_some_and(|own| own.len() == self.space.piece_count())
     }
 
-    /// The best of a run and those of ready pieces, of at most so many granules.
+    /// The best of a run and those of ready pieces, of at most `most` granules.
     fn best_pending(&self, want: &Want, mut best: Option<Run>, most: u64) -> Option<Run> {
         self.pending_runs(want, most, Reach::Ready, |run| {
             let better = run.better(best);

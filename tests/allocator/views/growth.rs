@@ -125,6 +125,31 @@ fn plentiful_memory_grows_ahead_of_requests() {
     });
 }
 
+/// A request that fails does not raise the soft cap for the requests after it.
+#[test]
+fn a_failed_request_does_not_raise_the_soft_cap() {
+    let device = SimConfig::with_devices(1, 4 << 30);
+    only_on(Policy::Packed, device, |rig| {
+        if rig.sim().is_none() {
+            return;
+        }
+        let (allocator, [a, b]) = rig.scene();
+        let live = [&a, &b].map(|stream| allocator.allocate(GIB, stream).unwrap());
+        let error = allocator.allocate(3 * GIB, &a).unwrap_err();
+        assert!(error.is_out_of_memory(), "{error:?}");
+        // The refusal is over after 512 large requests, and one that needs growth sees it. Lengths that do not recur are no
+        // stream cache's.
+        for at in 0..600 {
+            drop(allocator.allocate(MIB + at * 512, &a).unwrap());
+        }
+        let _more = allocator.allocate(64 * MIB, &a).unwrap();
+        let packing = allocator.stats().packing;
+        assert_eq!(packing.regime, Regime::Plentiful);
+        assert!(packing.soft_cap < (3 * GIB) as u64, "{}", packing.soft_cap);
+        drop(live);
+    });
+}
+
 /// On a full device a stitch that lacks one handle takes it from what the other arena has idle, and
 /// nobody waits for the device.
 #[test]
