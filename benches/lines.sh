@@ -6,8 +6,9 @@
 # For `pair`, `pair_adopted` and `pair_default`, as benches/instructions.sh says what they are, lines `NAME.data N`,
 # `NAME.stack N` and `NAME.code N`: how many distinct lines a warm allocation and its free touch together, with the loop
 # around them, as valgrind's lackey traces them; those of the stack apart from other data. A cold pair waits for each.
-# For `c_adopted` and `c_default`, the same two pairs through the shared library by a program in C (benches/pair.c), with
-# what the loader adds, also `NAME.instructions N`.
+# For `c_adopted` and `c_default`, the same two pairs through the shared library by a program in C (benches/pair.c), also
+# `NAME.instructions N`. The loader resolves thread-local variables there; the data that it reads is not counted, because
+# its addresses depend on the length of the library's path.
 #
 # --check fails if a warm pair touches more lines than `most` says.
 set -euo pipefail
@@ -38,13 +39,15 @@ CHECK=$check CUALLOC_DRIVER=$target/release/examples/libsimdriver.so \
 import collections, os, re, subprocess, sys, tempfile
 
 # data, code: a pair's lines, its stack's apart.
-most = {"pair": (8, 17), "pair_adopted": (8, 17), "pair_default": (8, 17), "c_adopted": (18, 27), "c_default": (18, 27)}
+most = {"pair": (8, 17), "pair_adopted": (8, 17), "pair_default": (8, 17), "c_adopted": (13, 27), "c_default": (13, 27)}
 MOST_INSTRUCTIONS = 285
 PAIRS = 20
 # Of the program in C, whose start has repetitions of its own: the last accesses are of pairs alone.
 MANY_PAIRS = 1000
 LAST = 100_000
 LINE = 64
+# Where valgrind maps the loader on this architecture.
+LOADER = range(0x400_0000, 0x404_0000)
 
 
 def trace(name):
@@ -53,11 +56,16 @@ def trace(name):
         run = ["valgrind", "--tool=lackey", "--trace-mem=yes", "--basic-counts=no", f"--log-file={log.name}"]
         program = [sys.argv[2], name, str(MANY_PAIRS)] if name.startswith("c_") else [sys.argv[1], name, str(PAIRS)]
         subprocess.run(run + program, check=True, stdout=subprocess.DEVNULL)
-        accesses = []
+        accesses, executed = [], 0
         for line in open(log.name):
             found = re.match(r"(I | [LSM]) +([0-9a-f]+),(\d+)$", line)
             if found:
-                accesses.append((found[1].strip(), int(found[2], 16), int(found[3])))
+                kind, address = found[1].strip(), int(found[2], 16)
+                if kind == "I":
+                    executed = address
+                elif executed in LOADER:
+                    continue
+                accesses.append((kind, address, int(found[3])))
     return accesses[-LAST:] if name.startswith("c_") else accesses
 
 
