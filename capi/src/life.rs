@@ -31,11 +31,13 @@ pub extern "C" fn cualloc_options_free(options: *mut cualloc_options_t) {
 /// Sets one option; the last value of a key counts.
 ///
 /// Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
-/// the device as 80%), waits (scarce, always, never), views, capture_checks, unretired_streams, self_test (on, off),
-/// captures (watched, never), checks (context, none), peers (1+3), profile (default, dense), handle, decay (10s), keep (20%), nvtx (auto, off), debug (off, or guard, poison, quarantine:SIZE, leaks with + between). And device: cuda
-/// (the default), or sim, a simulated device of 80 GiB in host memory, in a library that was built with the feature sim.
-/// checks is none unless it is set, and unretired_streams is on in shared allocators. Settings that contradict each
-/// other are refused by cualloc_create.
+/// the device as 80%), headroom (bytes), waits (scarce, always, never), profile (default, dense), peers (1+3), decay
+/// (10s), keep (20%), captures (watched, never), debug (off, or guard, poison, quarantine:SIZE, leaks with + between),
+/// and with the prefix tune. views, capture_checks, unretired_streams, self_test (on, off), checks (context, none),
+/// handle (bytes), nvtx (auto, off). And device: cuda (the default), or sim, a simulated device of 80 GiB in host
+/// memory, in a library that was built with the feature sim. tune.checks is none unless it is set, and
+/// tune.unretired_streams is on in shared allocators. Settings that contradict each other are refused by
+/// cualloc_create.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
 /// UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.

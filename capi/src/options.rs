@@ -109,9 +109,9 @@ fn checked(key: &str, value: &str) -> Result<(), Failure> {
 }
 
 /// Settings of all allocators that nobody sets otherwise.
-const DEFAULTS: &[&str] = &["checks=none"];
+const DEFAULTS: &[&str] = &["tune.checks=none"];
 /// The same of shared ones.
-const SHARED_DEFAULTS: &[&str] = &["checks=none", "unretired_streams=on"];
+const SHARED_DEFAULTS: &[&str] = &["tune.checks=none", "tune.unretired_streams=on"];
 
 /// The key of one setting.
 fn key(part: &str) -> &str {
@@ -176,17 +176,20 @@ mod tests {
 
     #[test]
     fn what_is_set_replaces_what_the_environment_says() {
-        assert_eq!(over("limit=1G, views=off", &[]), "limit=1G, views=off");
         assert_eq!(
-            over("limit=1G, views=off", &[("limit", "2G")]),
-            " views=off,limit=2G"
+            over("limit=1G, tune.views=off", &[]),
+            "limit=1G, tune.views=off"
+        );
+        assert_eq!(
+            over("limit=1G, tune.views=off", &[("limit", "2G")]),
+            " tune.views=off,limit=2G"
         );
         assert_eq!(over(" limit =1G", &[("limit", "2G")]), "limit=2G");
         assert_eq!(over("", &[]), "");
         // What is wrong there stays wrong.
         assert_eq!(
-            over("limit=1G,limit=1G,x", &[("views", "on")]),
-            "limit=1G,limit=1G,x,views=on"
+            over("limit=1G,limit=1G,x", &[("tune.views", "on")]),
+            "limit=1G,limit=1G,x,tune.views=on"
         );
     }
 
@@ -203,9 +206,9 @@ mod tests {
             config.unretired_streams
         };
         assert!(SHARED_DEFAULTS.starts_with(DEFAULTS));
-        assert!(shared("", &[]) && shared("limit=1G", &[("views", "off")]));
-        assert!(!shared("views=off, unretired_streams = off", &[]));
-        assert!(!shared("", &[("unretired_streams", "off")]));
+        assert!(shared("", &[]) && shared("limit=1G", &[("tune.views", "off")]));
+        assert!(!shared("tune.views=off, tune.unretired_streams = off", &[]));
+        assert!(!shared("", &[("tune.unretired_streams", "off")]));
     }
 
     #[test]
@@ -221,9 +224,9 @@ mod tests {
             let text = options.with_defaults(inherited, DEFAULTS);
             text.parse::<Config>().unwrap().context_checks
         };
-        assert!(!checks("", &[]) && !checks("limit=1G", &[("views", "off")]));
-        assert!(checks("checks = context", &[]) && checks("", &[("checks", "context")]));
-        assert!(!checks("checks=context", &[("checks", "none")]));
+        assert!(!checks("", &[]) && !checks("limit=1G", &[("tune.views", "off")]));
+        assert!(checks("tune.checks = context", &[]) && checks("", &[("tune.checks", "context")]));
+        assert!(!checks("tune.checks=context", &[("tune.checks", "none")]));
     }
 
     #[test]
@@ -239,7 +242,7 @@ mod tests {
     #[test]
     fn nothing_can_be_set_by_the_way() {
         for (key, value) in [
-            ("limit", "1G,views=off"),
+            ("limit", "1G,tune.views=off"),
             ("limit=1G,views", "off"),
             ("limit=1", ""),
         ] {

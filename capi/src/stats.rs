@@ -4,7 +4,7 @@ use std::mem::size_of;
 use std::ptr;
 
 use cualloc::Allocator;
-use cualloc::allocator::{Counter, PoolStats};
+use cualloc::allocator::{Counter, PoolStats, Regime, Scarcity};
 
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 
@@ -85,6 +85,32 @@ pub struct cualloc_stats_t {
     /// Bytes that graph pools hold from the driver, those that were released and still have them among them. No other
     /// figure here counts them; the limit does.
     pub graph_pools: u64,
+    /// Bytes of the device that growth leaves free.
+    pub headroom: u64,
+    /// Whether the packed policy saves driver calls or bytes, and why: CUALLOC_MEMORY_PLENTIFUL or one of
+    /// CUALLOC_MEMORY_SCARCE_*.
+    pub regime: u64,
+}
+
+/// Memory is plentiful: the allocator saves driver calls.
+pub const CUALLOC_MEMORY_PLENTIFUL: u64 = 0;
+/// Memory is scarce, because profile=dense says so: the allocator saves bytes.
+pub const CUALLOC_MEMORY_SCARCE_PROFILE: u64 = 1;
+/// Memory is scarce, because the limit is near.
+pub const CUALLOC_MEMORY_SCARCE_LIMIT: u64 = 2;
+/// Memory is scarce, because the device has little free beside the headroom.
+pub const CUALLOC_MEMORY_SCARCE_DEVICE: u64 = 3;
+/// Memory is scarce, because the driver refused some.
+pub const CUALLOC_MEMORY_SCARCE_REFUSED: u64 = 4;
+
+fn regime_number(regime: Regime) -> u64 {
+    match regime {
+        Regime::Scarce(Scarcity::Profile) => CUALLOC_MEMORY_SCARCE_PROFILE,
+        Regime::Scarce(Scarcity::Limit) => CUALLOC_MEMORY_SCARCE_LIMIT,
+        Regime::Scarce(Scarcity::Device) => CUALLOC_MEMORY_SCARCE_DEVICE,
+        Regime::Scarce(Scarcity::Refused) => CUALLOC_MEMORY_SCARCE_REFUSED,
+        _ => CUALLOC_MEMORY_PLENTIFUL,
+    }
 }
 
 impl From<&Counter> for cualloc_counter_t {
@@ -134,6 +160,8 @@ pub(crate) fn of(allocator: &Allocator) -> cualloc_stats_t {
         small_pool: (&stats.small).into(),
         large_pool: (&stats.large).into(),
         graph_pools: stats.graph_pools,
+        headroom: stats.headroom,
+        regime: regime_number(stats.packing.regime),
     }
 }
 

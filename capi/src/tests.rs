@@ -270,7 +270,7 @@ fn streams_are_adopted_captured_and_retired() {
     let mut allocator = null_mut();
     // SAFETY: the pointer is to a local, the streams live until the end of the test.
     unsafe {
-        let options = options(&[(c"capture_checks", c"on")]);
+        let options = options(&[(c"tune.capture_checks", c"on")]);
         assert_eq!(cualloc_create(0, options, &mut allocator), CUALLOC_OK);
         cualloc_options_free(options);
         let handle = |stream: &Stream| stream.raw().cast::<c_void>();

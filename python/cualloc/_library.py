@@ -60,6 +60,8 @@ class Stats(ctypes.Structure):
         ("small_pool", PoolStats),
         ("large_pool", PoolStats),
         ("graph_pools", ctypes.c_uint64),
+        ("headroom", ctypes.c_uint64),
+        ("regime", ctypes.c_uint64),
     ]
 
 
@@ -219,7 +221,7 @@ _made = {}
 
 
 def settings_of(limit, config):
-    """A limit (bytes, "40G", "80%", or a fraction below 1) and a configuration ("views=off,..." or a dictionary) as the
+    """A limit (bytes, "40G", "80%", or a fraction below 1) and a configuration ("tune.views=off,..." or a dictionary) as the
     library's settings."""
     if config is None:
         settings = {}

@@ -125,14 +125,14 @@ def statistics_have_the_keys_of_pytorch():
 
 
 def limits_and_fractions():
-    torch, ours, call = installed(limit=0.5, config={"views": False})
+    torch, ours, call = installed(limit=0.5, config={"tune.views": False})
     assert torch._C._cuda_getMemoryFraction(0) == 0.5
     assert ours.stats()["limit"] == 40 << 30
     torch._C._cuda_setMemoryFraction(0.25, 0)
     assert ours.stats()["limit"] == 20 << 30
     # Nothing to do, and something else.
     ours.install()
-    ours.install(limit=0.5, config="views=off")
+    ours.install(limit=0.5, config="tune.views=off")
     raises(RuntimeError, "other settings", ours.install, limit="1G")
     raises(ValueError, "twice", ours.install, limit=1, config="limit=2")
     for limit, bytes in [("60%", 48 << 30), (3 << 30, 3 << 30), ("2G", 2 << 30), (2.0 * 2**30, 2 << 30)]:

@@ -92,7 +92,7 @@ impl SelfTest {
 }
 
 /// Whether the packed policy saves driver calls and waits, or bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Regime {
     /// Memory grows in few and large handles, up to 3 % above the peak of active bytes, before free memory is stitched.
@@ -104,24 +104,48 @@ pub enum Regime {
 }
 
 /// Why memory is scarce.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Scarcity {
     /// [`Profile::Dense`](crate::allocator::Profile::Dense) says so.
     Profile,
     /// A growth would have left less than 3 % of the limit. It holds until 6 % is left and 512 large requests have passed.
     Limit,
+    /// A growth would have left less free memory on the device, beside the headroom, than 512 MiB (on devices below 8 GiB a
+    /// 16th) and 3 % of the device. It holds until there is twice as much and 512 large requests have passed.
+    Device,
     /// The driver refused memory.
     Refused,
 }
 
 impl Regime {
+    /// All regimes. The number of a regime in recordings is its place here.
+    const ALL: [Regime; 5] = [
+        Regime::Plentiful,
+        Regime::Scarce(Scarcity::Profile),
+        Regime::Scarce(Scarcity::Limit),
+        Regime::Scarce(Scarcity::Device),
+        Regime::Scarce(Scarcity::Refused),
+    ];
+
+    /// The regime's number in recordings.
+    pub(crate) fn number(self) -> u64 {
+        let place = Regime::ALL.iter().position(|regime| *regime == self);
+        place.map_or(0, |place| place as u64)
+    }
+
+    /// The regime with a number in recordings.
+    pub(crate) fn from_number(number: u64) -> Option<Regime> {
+        Regime::ALL.get(usize::try_from(number).ok()?).copied()
+    }
+
     /// A few words for people and machines.
     pub fn name(self) -> &'static str {
         match self {
             Regime::Plentiful => "plentiful",
             Regime::Scarce(Scarcity::Profile) => "scarce (profile)",
             Regime::Scarce(Scarcity::Limit) => "scarce (limit)",
+            Regime::Scarce(Scarcity::Device) => "scarce (device)",
             Regime::Scarce(Scarcity::Refused) => "scarce (refused)",
         }
     }

@@ -200,6 +200,8 @@ pub struct Stats {
     pub nodes: u64,
     /// The memory limit in bytes, if one is set.
     pub limit: Option<u64>,
+    /// Bytes of the device that growth leaves free ([`Config::headroom`](crate::allocator::Config::headroom)).
+    pub headroom: u64,
     /// Bytes that graph pools hold from the driver, those that were released and still have them among them. No
     /// other figure here counts them; the limit does.
     pub graph_pools: u64,

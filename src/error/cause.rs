@@ -106,9 +106,15 @@ impl OutOfMemory {
         self.limit.map_or(0, |limit| wanted.saturating_sub(limit))
     }
 
+    /// Bytes that the device has for the allocator: those free, less the headroom. None if it could not be asked.
+    pub(crate) fn available(&self) -> Option<u64> {
+        let free = self.driver_free?;
+        Some(free.saturating_sub(self.headroom))
+    }
+
     /// Bytes that the device has too few, as far as it could be asked.
     pub(crate) fn lacking_on_device(&self) -> u64 {
-        self.driver_free
+        self.available()
             .map_or(0, |free| self.needed().saturating_sub(free))
     }
 
@@ -118,14 +124,15 @@ impl OutOfMemory {
             return false;
         };
         let own = others.min(total / OWN_PART).min(OWN_BYTES);
-        self.held().saturating_add(self.needed()) > total - own
+        let wanted = self.held().saturating_add(self.needed());
+        wanted.saturating_add(self.headroom) > total - own
     }
 
     /// Bytes that the allocator can hold at most: its limit, or what the device leaves it, whichever is less. None
     /// without a limit if the driver could not be asked.
     pub fn bound(&self) -> Option<u64> {
         let device = self
-            .driver_free
+            .available()
             .map(|free| self.held().saturating_add(free));
         self.limit.into_iter().chain(device).min()
     }

@@ -167,6 +167,10 @@ pub struct OutOfMemory {
     pub driver_free: Option<u64>,
     /// Total of the device by the driver's account, if it could be asked.
     pub driver_total: Option<u64>,
+    /// Bytes of the device that the allocator leaves free.
+    pub headroom: u64,
+    /// The name of the memory regime ([`Regime`](crate::allocator::Regime)) under the packed policy.
+    pub regime: Option<&'static str>,
     /// The driver's refusal of memory; else an earlier failure of the driver, after which the request was tried by
     /// other steps; none if there was neither.
     pub driver: Option<DriverError>,

@@ -62,7 +62,7 @@ impl OutOfMemory {
     fn named_bound(&self) -> Option<Bound> {
         let bound = |bytes: u64, name| Some(Bound { bytes, name });
         let device = |free: u64| self.held().saturating_add(free);
-        match (self.cause(), self.limit, self.driver_free) {
+        match (self.cause(), self.limit, self.available()) {
             (Cause::Device, ..) => bound(self.driver_total?, "device"),
             (Cause::Others, _, Some(free)) => bound(device(free), "what others leave"),
             (Cause::Limit, Some(limit), _) => bound(limit, "limit"),
@@ -100,8 +100,9 @@ impl OutOfMemory {
             }
             Cause::Others => self.others_advice(missing),
             Cause::Device => format!(
-                "Free {} of what is live, request less, or use a device with more memory.",
-                AtLeast(missing)
+                "Free {} of what is live, request less, or use a device with more memory.{}",
+                AtLeast(missing),
+                self.headroom_advice()
             ),
             Cause::Refused => self.refused_advice(),
             Cause::Pending => {
@@ -117,7 +118,7 @@ impl OutOfMemory {
             Cause::Fragmented => {
                 let switch = match (self.mapped, self.views) {
                     (false, _) => "Use policy=packed, which joins scattered memory. ",
-                    (true, false) => "Allow views (views=on), which join scattered memory. ",
+                    (true, false) => "Allow views (tune.views=on), which join scattered memory. ",
                     (true, true) => "",
                 };
                 let blocks = self.bounding_blocks();
@@ -146,10 +147,22 @@ impl OutOfMemory {
     fn others_advice(&self, lacking: u64) -> String {
         format!(
             "Others hold {} of the device, and {} more have to be free: end other processes, or have other allocators \
-             of this one release what they cache (Allocator::empty_cache).",
+             of this one release what they cache (Allocator::empty_cache).{}",
             Bytes(self.others().unwrap_or(0)),
             AtLeast(lacking),
+            self.headroom_advice(),
         )
+    }
+
+    /// What may be changed about the headroom, if the device has memory free that only this keeps.
+    fn headroom_advice(&self) -> String {
+        match self.headroom {
+            0 => String::new(),
+            bytes => format!(
+                " {} stay free for CUDA libraries (headroom= in the settings).",
+                Bytes(bytes)
+            ),
+        }
     }
 
     fn refused_advice(&self) -> String {
@@ -259,8 +272,15 @@ impl OutOfMemory {
         if let (Some(free), Some(total)) = (self.driver_free, self.driver_total) {
             let others = Bytes(self.others().unwrap_or(0));
             let (free, total) = (Bytes(free), Bytes(total));
-            let device = format!("{free} free of {total}, others hold {others}");
+            let headroom = match self.headroom {
+                0 => String::new(),
+                bytes => format!(", headroom {}", Bytes(bytes)),
+            };
+            let device = format!("{free} free of {total}, others hold {others}{headroom}");
             line("device", device);
+        }
+        if let Some(regime) = self.regime {
+            line("memory", regime.to_owned());
         }
         if let Some(error) = self.driver {
             line("driver", error.to_string());
@@ -369,6 +389,8 @@ impl OutOfMemory {
             ("in_graph_pools", self.in_graph_pools.to_string()),
             ("driver_free", optional(self.driver_free)),
             ("driver_total", optional(self.driver_total)),
+            ("headroom", self.headroom.to_string()),
+            ("regime", self.regime.map_or("null".to_owned(), quote)),
             (
                 "driver",
                 self.driver

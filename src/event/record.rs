@@ -31,10 +31,12 @@ pub(crate) enum Kind {
     /// Why the request failed that the next record is about: at the bytes that were missing, with the number of the
     /// cause in place of the bytes.
     Cause = 13,
+    /// The memory regime of the allocator from here on: its number in place of the bytes.
+    Regime = 14,
 }
 
 /// All kinds.
-pub(crate) const KINDS: [Kind; 13] = [
+pub(crate) const KINDS: [Kind; 14] = [
     Kind::Allocate,
     Kind::Free,
     Kind::Use,
@@ -48,6 +50,7 @@ pub(crate) const KINDS: [Kind; 13] = [
     Kind::Limit,
     Kind::DeviceMemory,
     Kind::Cause,
+    Kind::Regime,
 ];
 
 /// Of [`Kind::Limit`], in the place of the bytes.

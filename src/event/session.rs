@@ -232,7 +232,12 @@ pub(crate) fn push(event: Event) {
 /// [`push`] in a context that is not the thread's.
 pub(crate) fn push_in(event: Event, context: u32) {
     let tap = match event.kind {
-        Kind::Source | Kind::Map | Kind::Unmap | Kind::Limit | Kind::DeviceMemory => &RARE,
+        Kind::Source
+        | Kind::Map
+        | Kind::Unmap
+        | Kind::Limit
+        | Kind::DeviceMemory
+        | Kind::Regime => &RARE,
         // What is told of before each of its blocks stays in their order.
         Kind::Stream if record::has_number(event.stream) => &RARE,
         _ => &SHARED,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::allocator::Regime;
 use crate::error::Cause;
 use crate::error::memory::{AtLeast, Bytes};
 use crate::record::recording::{Action, Recording};
@@ -21,6 +22,8 @@ pub struct FailedRequest {
     pub missing: Option<u64>,
     /// The allocator's limit at the time; none if it had none, or the recording does not say.
     pub limit: Option<u64>,
+    /// The memory regime at the time, if the recording says so.
+    pub regime: Option<Regime>,
     /// What the device had free, rounded down to a multiple of 512.
     pub device_free: Option<u64>,
     /// What the device has.
@@ -71,10 +74,12 @@ impl Recording {
     /// [`Op::Oom`](crate::trace::Op::Oom) in [`to_trace`](Self::to_trace).
     pub fn failed_requests(&self, allocator: Option<u16>) -> Vec<FailedRequest> {
         let mut limits: BTreeMap<u16, Option<u64>> = BTreeMap::new();
+        let mut regimes: BTreeMap<u16, Regime> = BTreeMap::new();
         let mut failed = Vec::new();
         for event in self.events() {
             match event.action {
                 Action::Limit(limit) => drop(limits.insert(event.allocator, limit)),
+                Action::Regime(regime) => drop(regimes.insert(event.allocator, regime)),
                 Action::OutOfMemory {
                     cause,
                     missing,
@@ -86,6 +91,7 @@ impl Recording {
                         cause,
                         missing,
                         limit: limits.get(&event.allocator).copied().flatten(),
+                        regime: regimes.get(&event.allocator).copied(),
                         device_free,
                         device_memory: self.device_memory_of(event.allocator),
                         context: self.context(event.context).map(str::to_owned),

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::allocator::Regime;
 use crate::error::Cause;
 use crate::event::Kind;
 use crate::event::file;
@@ -373,6 +374,10 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
                 let limit = Some(bytes).filter(|bytes| *bytes != NO_LIMIT);
                 (Action::Limit(limit), false)
             }
+            Kind::Regime => match Regime::from_number(bytes) {
+                Some(regime) => (Action::Regime(regime), false),
+                None => continue,
+            },
             Kind::Cause => {
                 let cause = Cause::from_number(bytes);
                 causes.insert((raw.ring, allocator), (cause, address));
@@ -401,7 +406,7 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
             time: u64::try_from(time).unwrap_or(u64::MAX),
             address,
             bytes: match action {
-                Action::Limit(_) => 0,
+                Action::Limit(_) | Action::Regime(_) => 0,
                 _ => bytes.min(MOST_BYTES),
             },
             stream,

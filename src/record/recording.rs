@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::allocator::Regime;
 use crate::error::Cause;
 use crate::trace::{RowMaker, Trace, TraceError};
 
@@ -42,6 +43,8 @@ pub enum Action {
     },
     /// The limit of the allocator is this from here on; none if it has no limit.
     Limit(Option<u64>),
+    /// The memory regime of the allocator is this from here on.
+    Regime(Regime),
     /// The stack of the block at the address was taken, which was just handed out: the context is the stack.
     Sample,
 }
@@ -54,9 +57,11 @@ pub struct Event {
     pub action: Action,
     /// When: nanoseconds since the recording began.
     pub time: u64,
-    /// The first byte of what it is about; 0 for [`Action::OutOfMemory`] and [`Action::Limit`].
+    /// The first byte of what it is about; 0 for [`Action::OutOfMemory`], [`Action::Limit`] and
+    /// [`Action::Regime`].
     pub address: u64,
-    /// Bytes, of a block as they were asked for; 0 for [`Action::Use`] and [`Action::Limit`].
+    /// Bytes, of a block as they were asked for; 0 for [`Action::Use`], [`Action::Limit`] and
+    /// [`Action::Regime`].
     pub bytes: u64,
     /// The stream, as an index of [`Recording::streams`]; of memory from the driver 0 means nothing.
     pub stream: u32,

@@ -233,7 +233,10 @@ fn snapshot(recording: &Recording) -> Snapshot {
     for event in recording.events() {
         let end = event.address.checked_add(rounded(event.bytes));
         let index = recording.device_of(event.allocator);
-        let is_shown = !matches!(event.action, Action::Use | Action::Limit(_));
+        let is_shown = !matches!(
+            event.action,
+            Action::Use | Action::Limit(_) | Action::Regime(_)
+        );
         if !is_shown || end.is_none_or(|end| end >= HIGHEST) || index >= DEVICES {
             continue;
         }
@@ -263,7 +266,7 @@ fn snapshot(recording: &Recording) -> Snapshot {
                 device.add(Act::Oom, &event, start, (event.bytes, handle));
             }
             Action::Sample => device.sampled(event),
-            Action::Use | Action::Limit(_) => {}
+            Action::Use | Action::Limit(_) | Action::Regime(_) => {}
         }
     }
     let most = recording.contexts.keys().next_back().copied().unwrap_or(0);

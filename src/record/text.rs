@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::allocator::{Allocator, Counter, PoolStats, Stats};
+use crate::allocator::{Allocator, Counter, PoolStats, Regime, Stats};
 use crate::error::memory::Bytes;
 
 /// Samples of one figure: labels, and the value.
@@ -93,7 +93,7 @@ fn families_of(allocator: &Allocator) -> Vec<Family> {
         pools.into_iter().map(sample).collect()
     };
     let one = |value: u64| vec![(String::new(), value.to_string())];
-    let gauges: [(&'static str, &'static str, Samples); 11] = [
+    let gauges: [(&'static str, &'static str, Samples); 13] = [
         (
             "allocated_bytes",
             "Bytes of live blocks, after rounding.",
@@ -135,6 +135,16 @@ fn families_of(allocator: &Allocator) -> Vec<Family> {
             "limit_bytes",
             "The limit on bytes held, if there is one.",
             stats.limit.map(one).unwrap_or_default(),
+        ),
+        (
+            "headroom_bytes",
+            "Bytes of the device that growth leaves free.",
+            one(stats.headroom),
+        ),
+        (
+            "memory_scarce",
+            "1 while memory is scarce, 0 while it is plentiful.",
+            one(u64::from(stats.packing.regime != Regime::Plentiful)),
         ),
         ("streams", "Streams known.", one(stats.streams)),
     ];
@@ -258,6 +268,8 @@ pub fn summary(device: usize, stats: &Stats) -> String {
             Bytes(stats.packing.view_live).to_string(),
         ),
         ("Limit", limit),
+        ("Headroom", Bytes(stats.headroom).to_string()),
+        ("Memory is", stats.packing.regime.name().to_owned()),
         ("Requests served at hand", stats.hits.to_string()),
         ("Requests that missed", stats.misses.to_string()),
         ("Out of memory", stats.ooms.to_string()),

@@ -2,9 +2,9 @@
 
 use crate::common::*;
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Policy, ReliefHook};
+use cualloc::allocator::{Allocator, Block, Config, Policy, Regime, ReliefHook, Scarcity};
 use cualloc::driver::{Stream, sys};
-use cualloc::error::OutOfMemory;
+use cualloc::error::{Cause, OutOfMemory};
 use cualloc::sim::{FailPlan, SimConfig};
 
 fn out_of_memory(error: Error) -> OutOfMemory {
@@ -63,17 +63,13 @@ fn r7_full_device_is_a_limit() {
             let large = allocator.allocate(220 * MIB, &a).unwrap();
             let stats = allocator.stats();
             assert_eq!(stats.ooms, 0);
-            if !rig.packed() {
-                assert!(stats.retries > 0, "the driver refused first");
-            }
             drop((large, busy));
             // Another process takes memory: an error that says so, and later all is well.
             rig.sim().unwrap().take_memory(0, 200 << 20);
             allocator.synchronize().unwrap();
             allocator.trim(0).unwrap();
             let picture = out_of_memory(allocator.allocate(BLOCK, &a).unwrap_err());
-            let code = picture.driver.map(|e| e.code());
-            assert_eq!(code, Some(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
+            assert_eq!(picture.cause(), Cause::Others);
             assert_eq!(picture.driver_free, Some(56 << 20));
             rig.sim().unwrap().take_memory(0, 0);
             drop(allocator.allocate(BLOCK, &a).unwrap());
@@ -415,4 +411,68 @@ fn r2_what_could_not_be_given_back_is_tried_again_at_a_limit() {
         assert!(allocator.stats().all.reserved.current >= 12 * MIB as u64);
         drop(allocator.allocate(16 * MIB, &stream).unwrap());
     });
+}
+
+/// Whatever asks, growth leaves the headroom free on the device, and the report names it.
+#[test]
+fn growth_leaves_the_headroom_of_the_device_free() {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: needs the simulator");
+    }
+    const HEADROOM: usize = 100 * MIB;
+    for policy in [Policy::Packed, Policy::Classic] {
+        only_on(policy, SimConfig::with_devices(1, 1 << 30), |rig| {
+            let free = || rig.context.mem_info().unwrap().free as usize;
+            let allocator = rig.checked_with(Config::new().headroom(HEADROOM as u64));
+            let [a] = rig.streams();
+            let mut blocks = Vec::new();
+            for bytes in [64 * MIB, 8 * MIB, 3 * MIB, 40 * KIB, 512] {
+                let picture = loop {
+                    match allocator.allocate(bytes, &a) {
+                        Ok(block) => blocks.push(block),
+                        Err(error) => break out_of_memory(error),
+                    }
+                };
+                assert!(free() >= HEADROOM, "{} left", free());
+                assert_eq!(picture.headroom, HEADROOM as u64);
+                assert_eq!(picture.cause(), Cause::Device);
+                assert!(picture.report().contains("headroom 100.00 MiB"));
+            }
+            assert!(free() < HEADROOM + 20 * MIB, "{} left", free());
+            if rig.packed() {
+                let regime = allocator.stats().packing.regime;
+                assert_eq!(regime, Regime::Scarce(Scarcity::Device));
+            }
+            // Others may take it; then nothing grows, and nothing that is held is given back for it.
+            let held = allocator.stats().all.reserved.current;
+            rig.sim().unwrap().take_memory(0, 60 << 20);
+            drop(blocks.remove(0));
+            drop(allocator.allocate(64 * MIB, &a).unwrap());
+            assert_eq!(allocator.stats().all.reserved.current, held);
+            drop(blocks);
+        });
+    }
+}
+
+/// The default is 2 % of the device, and nothing where less than twice as much is free.
+#[test]
+fn a_device_that_others_have_filled_has_no_headroom() {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: needs the simulator");
+    }
+    only_on(
+        Policy::Packed,
+        SimConfig::with_devices(1, 1000 << 20),
+        |rig| {
+            let headroom = || rig.checked().stats().headroom >> 20;
+            assert_eq!(headroom(), 20);
+            for (taken, expected) in [(960, 20), (961, 0)] {
+                rig.sim().unwrap().take_memory(0, taken << 20);
+                assert_eq!(headroom(), expected, "{taken} MiB taken");
+            }
+            let allocator = rig.checked();
+            let block = allocator.allocate(38 * MIB, &rig.stream()).unwrap();
+            drop(block);
+        },
+    );
 }

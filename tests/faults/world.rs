@@ -81,6 +81,7 @@ impl World {
         let context = driver.context(0).unwrap();
         let config = Config::new()
             .policy(policy)
+            .headroom(0)
             .limit(scenario.limit)
             .self_test(scenario.self_test)
             .views(scenario.views);

@@ -298,7 +298,7 @@ fn a_pool_that_lacks_addresses_says_so() {
 #[test]
 fn where_a_view_has_no_addresses_a_pool_grows() {
     with_512_mib_of_addresses(|rig| {
-        let allocator = rig.allocator_with("handle=16M".parse().unwrap());
+        let allocator = rig.allocator_with("tune.handle=16M".parse().unwrap());
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let scope = pool.enter(Scope::Thread).unwrap();
         let mut blocks: Vec<Block> = [16, 16, 16, 16, 16, 512 - 80 - 30]
@@ -315,6 +315,32 @@ fn where_a_view_has_no_addresses_a_pool_grows() {
         drop((block, blocks, scope, pool));
         rig.settle(&stream);
         assert_trimmed(rig, &allocator);
+        rig.close(&allocator);
+    });
+}
+
+/// A pool that grows inside a capture leaves the headroom of the device free, too.
+#[test]
+fn a_pool_grows_up_to_the_headroom() {
+    packed(|rig| {
+        let free = || rig.context.mem_info().unwrap().free as usize;
+        let headroom = free() - 100 * MIB;
+        let allocator = rig.allocator_with(Config::new().headroom(headroom as u64 / 2));
+        assert_eq!(allocator.stats().headroom, headroom as u64 / 2);
+        let taken = allocator.allocate(headroom - headroom / 2, &rig.stream());
+        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &allocator, 60 * MIB, &stream));
+            let error = allocator.allocate(120 * MIB, &stream).unwrap_err();
+            let Error::OutOfMemory(picture) = error else {
+                panic!("{error}");
+            };
+            assert_eq!(picture.headroom, headroom as u64 / 2);
+            assert!(matches!(picture.cause(), Cause::Device | Cause::Pools));
+        });
+        assert!(free() >= headroom / 2);
+        drop((graph, pool, taken));
+        rig.settle(&stream);
         rig.close(&allocator);
     });
 }

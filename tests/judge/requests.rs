@@ -236,6 +236,7 @@ impl World {
             allocator, place, ..
         } = &self.slots[slot];
         let used = self.sim.memory_in_use(self.places[*place].device);
+        let device = (MEMORY - used).saturating_sub(allocator.stats().headroom);
         let held = allocator.stats().all.reserved.current;
         let limit = allocator.limit().unwrap_or(u64::MAX);
         let span = (bytes + alignment) as u64;
@@ -248,7 +249,7 @@ impl World {
             waits: self.setup.waits,
             bytes: bytes as u64,
             needed: (span.next_multiple_of(GRANULE) + GRANULE).max(least),
-            room: limit.saturating_sub(held).min(MEMORY - used),
+            room: limit.saturating_sub(held).min(device),
         }
     }
 

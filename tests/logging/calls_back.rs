@@ -44,7 +44,7 @@ fn a_logger_may_use_the_allocator_that_logs() {
     ];
     let settings = [
         "debug=guard+quarantine:1M+poison+leaks",
-        "capture_checks=on",
+        "tune.capture_checks=on",
         "",
     ];
     each_simulated(|rig, sim| {

@@ -114,8 +114,6 @@ fn a_tool_is_told_of_heaps_blocks_and_names() {
             let Err(Error::OutOfMemory(refused)) = allocator.allocate(1 << 30, stream) else {
                 panic!("more than the device has");
             };
-            says(format!("push 1 {} bytes", 1 << 30));
-            says("pop".into());
             says(format!("mark 5 {refused}"));
             let large = allocator.allocate(20 * MIB, stream).unwrap();
             says(format!("push 1 {} bytes", 20 * MIB));
@@ -206,7 +204,7 @@ fn a_tool_without_memory_sees_slow_paths_of_any_policy() {
 fn no_tool_is_loaded_that_was_not_asked_for() {
     if let Some(case) = case() {
         let (settings, policy) = match case.as_str() {
-            "off" => ("nvtx=off", Policy::Packed),
+            "off" => ("tune.nvtx=off", Policy::Packed),
             // A heap in mapped memory would be refused: blocks of the packed policy are told to nobody.
             _ => ("policy=packed", Policy::Packed),
         };

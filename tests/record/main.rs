@@ -70,7 +70,9 @@ mod scene {
         pub fn on_device(device: SimConfig, ordinal: usize, settings: &str) -> Scene {
             let simulator = Simulator::new(device).unwrap();
             let context = simulator.driver().unwrap().context(ordinal).unwrap();
-            let config: Config = settings.parse().unwrap();
+            let mut config: Config = settings.parse().unwrap();
+            // Tests name what fills a device exactly.
+            config.headroom.get_or_insert(0);
             let allocator = Allocator::with_config(&context, config).unwrap();
             Scene {
                 simulator,

@@ -271,8 +271,8 @@ fn a_stack_of_many_long_frames_is_a_short_name() {
 #[test]
 fn spoilt_traces_and_settings_are_refused_or_make_sense() {
     let trace = "op,id,bytes,stream\na,0,512,0\na,1,18446744073709551615,3\nf,0,0,0\nc,0,0,0\n";
-    let settings = "policy=packed,limit=90%,views=on,handle=8MiB,captures=never,decay=10s,keep=20%,\
-                    debug=guard+quarantine:64MiB+poison+leaks,nvtx=off";
+    let settings = "policy=packed,limit=90%,tune.views=on,tune.handle=8MiB,captures=never,decay=10s,keep=20%,\
+                    debug=guard+quarantine:64MiB+poison+leaks,tune.nvtx=off";
     assert!(settings.parse::<Config>().unwrap().validate().is_ok());
     let (mut draw, mut read) = (Draw(3), 0);
     for _ in 0..4000 {

@@ -50,7 +50,7 @@ fn every_door_of_an_allocation_and_of_a_free_is_recorded_once() {
     for settings in [
         "policy=packed",
         "policy=classic",
-        "policy=packed,capture_checks=on",
+        "policy=packed,tune.capture_checks=on",
     ] {
         let scene = Scene::new(settings);
         let (allocator, stream) = (&scene.allocator, scene.stream());

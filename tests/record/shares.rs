@@ -341,7 +341,7 @@ fn scattered_memory_at_every_share_without_views() {
     let _alone = alone();
     for tenths in 1..=9 {
         let program = |views: &str| {
-            let scene = limited(&format!("policy=packed,views={views}"));
+            let scene = limited(&format!("policy=packed,tune.views={views}"));
             let stream = scene.stream();
             // Granted at one address after the other, with a live block behind each run of free ones.
             let kept = scattered(&scene, &stream, (MIB, 10), tenths);
@@ -353,7 +353,7 @@ fn scattered_memory_at_every_share_without_views() {
         let free = BOUND - kept.len() * MIB;
         if let Err(cualloc::Error::OutOfMemory(picture)) = picture {
             named(&picture, Cause::Fragmented);
-            assert!(picture.advice().contains("views=on"));
+            assert!(picture.advice().contains("tune.views=on"));
             raised(&scene.allocator, &picture, &stream);
         } else {
             // The holes had whole handles to give back.
@@ -412,7 +412,11 @@ fn the_limit_raised_by_what_is_missing_serves_the_request() {
     let _alone = alone();
     let mut failures = 0;
     for seed in 1..=40 {
-        for policy in ["policy=packed", "policy=packed,views=off", "policy=classic"] {
+        for policy in [
+            "policy=packed",
+            "policy=packed,tune.views=off",
+            "policy=classic",
+        ] {
             let mut random = Rng::new(seed);
             let scene = Scene::new(&format!("{policy},limit=50348425"));
             let streams = [scene.stream(), scene.stream()];

@@ -61,7 +61,7 @@ fn somebody_else_has_the_memory_between() {
         let addresses = world.addresses();
         for round in 0..50 {
             suspend(&world.allocator, Contents::Pinned);
-            let other = rig.allocator();
+            let other = rig.allocator_with(Config::new().headroom(0));
             // More than what this one left.
             let all = other.allocate(8 * GIB - 4 * MIB, &world.stream).unwrap();
             rig.stamp(all.ptr(), 4 * MIB, round, &world.stream);

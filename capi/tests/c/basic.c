@@ -11,7 +11,7 @@ static void options(void) {
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "colour", "red"));
     CHECK(strstr(cualloc_last_error(), "colour") != 0);
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "limit", "much"));
-    EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "limit", "1G,views=off"));
+    EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "limit", "1G,tune.views=off"));
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "limit", "\xff\xfe"));
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "device", "tpu"));
     /* Each of them is right by itself. */

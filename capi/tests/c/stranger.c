@@ -288,8 +288,8 @@ static void settings(void) {
     static const char *const pairs[][2] = {
         {"", ""},           {"limit", ""},         {"limit", "-1"},      {"limit", "18446744073709551616"}, {"limit", "1Q"},
         {"limit", "101%"}, {"policy", "nonsense"}, {"Limit", "1G"},     {"li mit", "1G"},                  {"device", "tpu"},
-        {"peers", "1+"},   {"views", "on,off"},   {"views=on", "off"}, {"decay", "forever"},             {"debug", "guard+"},
-        {no_utf8, "1"},    {"limit", no_utf8},    {text, "1"},         {"limit", text},                   {"handle", "0"}};
+        {"peers", "1+"},   {"tune.views", "on,off"},   {"tune.views=on", "off"}, {"decay", "forever"},             {"debug", "guard+"},
+        {no_utf8, "1"},    {"limit", no_utf8},    {text, "1"},         {"limit", text},                   {"tune.handle", "0"}};
     size_t i;
     cualloc_options_t *options = cualloc_options_new();
     cualloc_t *made = (cualloc_t *)7;

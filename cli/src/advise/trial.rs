@@ -11,11 +11,11 @@ use indicatif::BinaryBytes;
 /// What is tried, from what is usually cheap to what usually needs least.
 const CHOICES: [&str; 6] = [
     "policy=classic",
-    "policy=packed,views=off",
+    "policy=packed,tune.views=off",
     "policy=packed",
-    "policy=packed,profile=dense,views=off",
+    "policy=packed,profile=dense,tune.views=off",
     "policy=packed,profile=dense",
-    "policy=packed,profile=dense,handle=2M",
+    "policy=packed,profile=dense,tune.handle=2M",
 ];
 
 /// An allocator that never holds more than this part of its limit does the same under every larger one: the
@@ -236,8 +236,8 @@ mod tests {
         assert_eq!(texts(None), CHOICES);
         assert_eq!(texts(Some(" limit = 5G ")), CHOICES);
         assert_eq!(texts(Some("policy=packed,limit=5G")), CHOICES);
-        let own = texts(Some("views=off, limit=5G ,policy=packed"));
-        assert_eq!(own[0], "views=off,policy=packed");
+        let own = texts(Some("tune.views=off, limit=5G ,policy=packed"));
+        assert_eq!(own[0], "tune.views=off,policy=packed");
         assert_eq!(own[1..], CHOICES);
         assert!(Choice::all(Some("polcy=packed")).is_err());
     }

@@ -2,6 +2,7 @@
 
 use super::contexts::shortened;
 use super::encode::exact;
+use cualloc::allocator::Regime;
 use cualloc::error::Cause;
 use cualloc::record::FailedRequest;
 use cualloc::trace::{Allocation, Trace};
@@ -63,6 +64,7 @@ pub fn last(trace: &Trace, failed: &[FailedRequest]) -> Option<Value> {
         "holders": holders.collect::<Value>(),
         "other_live": exact(live.saturating_sub(listed)),
         "limit": exact(limit),
+        "regime": request.regime.map(Regime::name),
         "driver_free": exact(request.device_free),
         "driver_total": exact(device),
         "pending": [],

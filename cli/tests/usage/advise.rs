@@ -85,14 +85,14 @@ fn serve_streams_fits_as_predicted() {
 fn settings_of_the_environment_are_tried_among_the_others() {
     let lf = data("lf.csv");
     let mut command = cualloc();
-    command.env("CUALLOC_CONFIG", "nvtx=off,limit=1M");
+    command.env("CUALLOC_CONFIG", "tune.nvtx=off,limit=1M");
     command.args(["advise", "--json", "--memory", "1G", &lf]);
     let output = command.output().unwrap();
     assert!(stderr(&output).contains("limit of CUALLOC_CONFIG is not used"));
     let line = object(&output);
     let choices = line["choices"].as_array().unwrap();
     assert_eq!(choices.len(), 7);
-    let own = |choice: &&Value| choice["settings"] == "nvtx=off,limit=1073741824";
+    let own = |choice: &&Value| choice["settings"] == "tune.nvtx=off,limit=1073741824";
     assert_eq!(choices.iter().filter(own).count(), 1);
 }
 
@@ -202,7 +202,7 @@ fn tables_of_advice_fit_the_terminal() {
         let text = stdout(&output);
         let widest = text.lines().map(|line| line.chars().count()).max();
         assert!(widest.unwrap() <= columns, "{text}");
-        assert!(text.contains("packed dense views=off"), "{text}");
+        assert!(text.contains("packed dense tune.views=off"), "{text}");
         assert!(stderr(&output).contains("does not fit into 1 MiB"));
     }
 }

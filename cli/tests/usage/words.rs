@@ -84,7 +84,7 @@ fn the_environment_sets_the_allocator_and_options_count_more() {
         line["replays"][0]["driver_calls"]["cuMemCreate"].as_u64()
     };
     // Larger handles are fewer.
-    assert!(handles("handle=64M") < handles(""));
+    assert!(handles("tune.handle=64M") < handles(""));
 
     for command in ["replay", "capacity"] {
         for config in ["polcy=packed", "limit=0"] {
@@ -101,9 +101,9 @@ fn the_environment_sets_the_allocator_and_options_count_more() {
             "CUALLOC_CONFIG",
         );
     }
-    refused(&with("views=maybe", &["info"]), "CUALLOC_CONFIG");
+    refused(&with("tune.views=maybe", &["info"]), "CUALLOC_CONFIG");
     refused(
-        &with("views=maybe", &["bench", "--quick"]),
+        &with("tune.views=maybe", &["bench", "--quick"]),
         "CUALLOC_CONFIG",
     );
     let output = with("policy=classic", &["info", "--device", "sim"]);

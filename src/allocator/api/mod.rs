@@ -583,6 +583,7 @@ impl crate::allocator::heap::Heap {
             .unwrap_or(0);
         stats.nodes = self.extents.records.len() as u64;
         stats.limit = self.physical.limit;
+        stats.headroom = self.physical.headroom;
         stats.graph_pools = self.graphs.held;
         self.add_caches(&mut stats);
         stats.packing = self.packing();

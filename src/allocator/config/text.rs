@@ -7,11 +7,11 @@ use crate::allocator::config::{Config, DebugModes, Limit, Policy, Profile, Waits
 use crate::error::ConfigError;
 
 /// Parses `key=value` pairs separated by commas: `policy=packed|classic|auto`, `limit=BYTES` or `limit=SHARE%` (as
-/// [`Limit`] is written, with units like `12G` and `1.5GiB`), `peers=1+2`, `waits=scarce|always|never`, `views=on|off`,
-/// `capture_checks=on|off`, `captures=watched|never`, `unretired_streams=on|off`, `checks=context|none`,
-/// `self_test=on|off`, `profile=default|dense`, `handle=BYTES`, `nvtx=auto|off`,
-/// `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
-/// `debug=guard+poison+quarantine:SIZE+leaks|off` (any of them).
+/// [`Limit`] is written, with units like `12G` and `1.5GiB`), `headroom=BYTES`, `waits=scarce|always|never`,
+/// `profile=default|dense`, `peers=1+2`, `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
+/// `captures=watched|never`, `debug=guard+poison+quarantine:SIZE+leaks|off` (any of them). Settings that few programs
+/// need: `tune.views=on|off`, `tune.handle=BYTES`, `tune.capture_checks=on|off`, `tune.unretired_streams=on|off`,
+/// `tune.checks=context|none`, `tune.self_test=on|off`, `tune.nvtx=auto|off`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -49,6 +49,7 @@ impl FromStr for Config {
                     }
                 }
                 "limit" => config.limit = Some(parse_limit(value).ok_or_else(invalid)?),
+                "headroom" => config.headroom = Some(parse_bytes(value).ok_or_else(invalid)?),
                 "peers" => {
                     config.peers = value
                         .split('+')
@@ -63,8 +64,8 @@ impl FromStr for Config {
                         _ => return Err(invalid()),
                     })
                 }
-                "views" => config.views = parse_switch(value).ok_or_else(invalid)?,
-                "capture_checks" => {
+                "tune.views" => config.views = parse_switch(value).ok_or_else(invalid)?,
+                "tune.capture_checks" => {
                     config.capture_checks = parse_switch(value).ok_or_else(invalid)?;
                 }
                 "captures" => {
@@ -74,17 +75,17 @@ impl FromStr for Config {
                         _ => return Err(invalid()),
                     }
                 }
-                "unretired_streams" => {
+                "tune.unretired_streams" => {
                     config.unretired_streams = parse_switch(value).ok_or_else(invalid)?;
                 }
-                "checks" => {
+                "tune.checks" => {
                     config.context_checks = match value {
                         "context" => true,
                         "none" => false,
                         _ => return Err(invalid()),
                     }
                 }
-                "self_test" => config.self_test = parse_switch(value).ok_or_else(invalid)?,
+                "tune.self_test" => config.self_test = parse_switch(value).ok_or_else(invalid)?,
                 "profile" => {
                     config.profile = match value {
                         "default" => Profile::Default,
@@ -96,11 +97,11 @@ impl FromStr for Config {
                         _ => return Err(invalid()),
                     }
                 }
-                "handle" => match parse_limit(value) {
+                "tune.handle" => match parse_limit(value) {
                     Some(Limit::Bytes(bytes)) => config.handle = Some(bytes),
                     _ => return Err(invalid()),
                 },
-                "nvtx" => {
+                "tune.nvtx" => {
                     config.nvtx = match value {
                         "auto" => true,
                         "off" => false,
@@ -118,16 +119,36 @@ impl FromStr for Config {
                     _ => return Err(invalid()),
                 },
                 "debug" => config.debug = parse_debug(value).ok_or_else(invalid)?,
-                "slack" | "budget" => {
-                    let key = key.into();
-                    let instead = "profile";
-                    return Err(ConfigError::Removed { key, instead });
-                }
-                _ => return Err(ConfigError::UnknownKey(key.into())),
+                _ => return Err(unknown(key)),
             }
         }
         config.validate()?;
         Ok(config)
+    }
+}
+
+/// Settings of earlier versions, and what replaces them.
+const REPLACED: [(&str, &str); 9] = [
+    ("slack", "profile"),
+    ("budget", "profile"),
+    ("views", "tune.views"),
+    ("handle", "tune.handle"),
+    ("capture_checks", "tune.capture_checks"),
+    ("unretired_streams", "tune.unretired_streams"),
+    ("checks", "tune.checks"),
+    ("self_test", "tune.self_test"),
+    ("nvtx", "tune.nvtx"),
+];
+
+/// The error of a key that is no setting.
+fn unknown(key: &str) -> ConfigError {
+    let replaced = REPLACED.iter().find(|(old, _)| *old == key);
+    match replaced {
+        Some((_, instead)) => ConfigError::Removed {
+            key: key.into(),
+            instead,
+        },
+        None => ConfigError::UnknownKey(key.into()),
     }
 }
 
@@ -273,12 +294,19 @@ mod tests {
         assert_eq!(parse("limit=50%"), Ok(Config::new().limit_fraction(0.5)));
         assert_eq!(parse("peers=1+3"), Ok(Config::new().peers([1, 3])));
         assert_eq!(
-            parse("handle=8M,self_test=off"),
+            parse("tune.handle=8M,tune.self_test=off"),
             Ok(Config::new().handle(8 << 20).self_test(false))
         );
+        assert_eq!(parse("headroom=0"), Ok(Config::new().headroom(0)));
+        let spared = Config::new().headroom(768 << 20);
+        assert_eq!(parse("headroom=768M"), Ok(spared.clone()));
+        let (card, small) = (80 << 30, 5000 << 20);
+        assert_eq!(spared.headroom_on(card), 768 << 20);
+        assert_eq!(Config::new().headroom_on(card), 512 << 20);
+        assert_eq!(Config::new().headroom_on(small), 100 << 20);
         for (value, on) in [("context", true), ("none", false)] {
             let expected = Config::new().context_checks(on);
-            assert_eq!(parse(&format!("checks={value}")), Ok(expected));
+            assert_eq!(parse(&format!("tune.checks={value}")), Ok(expected));
         }
         assert_eq!(Config::new().context_checks, cfg!(debug_assertions));
         for (value, waits) in [
@@ -294,9 +322,20 @@ mod tests {
         assert_eq!(parse("profile=dense"), Ok(dense.clone()));
         assert_eq!(dense.tuning().waits, Waits::Always);
         assert_eq!(dense.waits(Waits::Never).tuning().waits, Waits::Never);
-        for removed in ["slack=2%", "budget=100", "profile=quick"] {
+        for removed in [
+            "slack=2%",
+            "budget=100",
+            "profile=quick",
+            "views=on",
+            "nvtx=off",
+        ] {
             assert!(matches!(parse(removed), Err(ConfigError::Removed { .. })));
         }
+        let error = parse("handle=8M").unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "setting `handle` was removed: use `tune.handle`"
+        );
         assert_eq!(parse("captures=never"), Ok(Config::new().captures(false)));
         assert_eq!(parse("captures=watched"), Ok(Config::new()));
         assert_eq!(parse("debug=off"), Ok(Config::new()));
@@ -317,21 +356,23 @@ mod tests {
             "limit=0%",
             "limit=101%",
             "limit=99999999999T",
+            "headroom=2%",
+            "headroom=off",
             "policy=torch",
             "peers=a",
-            "views=yes",
-            "self_test=1",
-            "checks=on",
+            "tune.views=yes",
+            "tune.self_test=1",
+            "tune.checks=on",
             "captures=off",
             "waits=on",
-            "unretired_streams=yes",
+            "tune.unretired_streams=yes",
             "profile=fast",
-            "handle=6M",
-            "handle=128M",
-            "handle=0",
-            "handle=3M",
-            "handle=2G",
-            "handle=10%",
+            "tune.handle=6M",
+            "tune.handle=128M",
+            "tune.handle=0",
+            "tune.handle=3M",
+            "tune.handle=2G",
+            "tune.handle=10%",
             "debug=on",
             "debug=guard+guard",
             "debug=guard:1M",
@@ -347,10 +388,10 @@ mod tests {
         }
         for bad in [
             "policy=classic,peers=1",
-            "policy=classic,handle=4M",
+            "policy=classic,tune.handle=4M",
             "policy=classic,profile=dense",
-            "captures=never,capture_checks=on",
-            "limit=2M,handle=4M",
+            "captures=never,tune.capture_checks=on",
+            "limit=2M,tune.handle=4M",
         ] {
             assert!(
                 matches!(parse(bad), Err(ConfigError::Contradiction { .. })),

@@ -389,7 +389,7 @@ impl Engine {
         cached_only: bool,
     ) -> Result<Grant, Error> {
         let (mut request, pool) = (*request, request.pool);
-        let (mut made_room, mut refusal) = (false, None);
+        let (mut made_room, mut refusal, mut asked) = (false, None, false);
         loop {
             let mut heap = self.open()?;
             usable_pool(&heap.graphs, pool)?;
@@ -407,6 +407,12 @@ impl Engine {
             }
             if cached_only {
                 return Err(Error::NotCached);
+            }
+            if !asked {
+                drop(heap);
+                self.ask_device();
+                asked = true;
+                continue;
             }
             let plan = heap.plan_in_pool(&request);
             drop(heap);
@@ -429,12 +435,12 @@ impl Engine {
                     return Err(self.no_room(&request, bytes, refusal));
                 }
                 Err(Lacking::Memory(bytes)) => {
-                    made_room = true;
+                    (made_room, asked) = (true, false);
                     self.make_room(pool, bytes, refusal)?;
                     continue;
                 }
             };
-            let asked = plan.fresh_bytes();
+            let fresh = plan.fresh_bytes();
             let made = commit::make(&self.maker(), &plan);
             let mut heap = self.lock();
             let place = heap.planned_in_pool(pool, plan, made.as_deref());
@@ -457,10 +463,10 @@ impl Engine {
                     }
                     refusal = Some(cause);
                     if made_room {
-                        return Err(self.no_room(&request, asked, refusal));
+                        return Err(self.no_room(&request, fresh, refusal));
                     }
-                    made_room = true;
-                    self.make_room(pool, asked, refusal)?;
+                    (made_room, asked) = (true, false);
+                    self.make_room(pool, fresh, refusal)?;
                 }
             }
         }

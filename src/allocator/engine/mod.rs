@@ -41,6 +41,7 @@ use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::engine::segments::Suspender;
 use crate::allocator::heap::Heap;
+use crate::allocator::physical::Bounds;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
@@ -168,6 +169,18 @@ impl Engine {
             Limit::Bytes(bytes) => bytes,
             Limit::Fraction(share) => (total_memory as f64 * share) as u64,
         });
+        let headroom = match config.headroom_on(total_memory) {
+            0 => 0,
+            bytes => match context.mem_info() {
+                Ok(info) if info.free >= bytes.saturating_mul(2) => bytes,
+                _ => 0,
+            },
+        };
+        let bounds = Bounds {
+            limit,
+            device: total_memory,
+            headroom,
+        };
         let properties = mapped.unwrap_or(MemoryProperties::plain(device));
         // Without ids a stream cannot be told from one that had its handle before.
         let unretired = config.unretired_streams && driver.has(Feature::StreamIds);
@@ -192,7 +205,7 @@ impl Engine {
                 Arc::clone(&pages),
                 device.ordinal(),
                 rules,
-                limit,
+                bounds,
                 tuning,
             );
             heap.streams.watchful = ask_captures;

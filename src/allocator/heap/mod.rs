@@ -41,8 +41,8 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Graphs;
 use crate::allocator::heap::guarded::Guards;
 use crate::allocator::heap::request::Checked;
-use crate::allocator::physical::Physical;
 use crate::allocator::physical::policy::Rules;
+use crate::allocator::physical::{Bounds, Physical};
 use crate::allocator::report::Regime;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stats::Stats;
@@ -112,14 +112,14 @@ impl Heap {
         table: Arc<PageTable>,
         device: usize,
         rules: Rules,
-        limit: Option<u64>,
+        bounds: Bounds,
         tuning: Tuning,
     ) -> Self {
         Heap {
             device,
             rules,
             extents: Extents::default(),
-            physical: Physical::new(limit, tuning),
+            physical: Physical::new(bounds, tuning),
             views: Views::default(),
             streams: Streams::default(),
             caches: StreamCaches::new(owner, table),
@@ -166,6 +166,12 @@ impl Heap {
     /// Bytes that may still be taken from the driver.
     pub(crate) fn room(&self) -> u64 {
         self.physical.room(self.present() + self.suspended.coming)
+    }
+
+    /// Bytes that the limit alone still allows to take from the driver.
+    pub(crate) fn room_below_limit(&self) -> u64 {
+        let held = self.present() + self.suspended.coming;
+        self.physical.limit.unwrap_or(u64::MAX).saturating_sub(held)
     }
 
     /// Bytes that growth should not pass while anything else helps.

@@ -118,6 +118,17 @@ impl Heap {
         }
     }
 
+    /// The memory regime changed.
+    pub(crate) fn tell_regime(&self) {
+        if process::is_recording() {
+            session::push(self.regime_event());
+        }
+    }
+
+    fn regime_event(&self) -> Event {
+        self.event(Kind::Regime, 0, self.physical.regime.number(), 0)
+    }
+
     fn limit_event(&self) -> Event {
         let limit = self.physical.limit.unwrap_or(NO_LIMIT);
         self.event(Kind::Limit, 0, limit, 0)
@@ -173,6 +184,7 @@ impl Heap {
             self.event(Kind::Source, 0, device, 0),
             self.event(Kind::DeviceMemory, 0, device_memory, 0),
             self.limit_event(),
+            self.regime_event(),
         ];
         let numbered = self.streams.iter().filter(|(slot, _)| has_number(*slot));
         for (slot, stream) in numbered {

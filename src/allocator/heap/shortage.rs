@@ -55,7 +55,11 @@ impl Heap {
             coming: self.suspended.coming,
             ..Shortage::default()
         };
-        self.picture(bytes, shortage)
+        // A resume may use the headroom.
+        OutOfMemory {
+            headroom: 0,
+            ..self.picture(bytes, shortage)
+        }
     }
 
     /// Graph pools whose memory is not suspended.
@@ -137,6 +141,8 @@ impl Heap {
             pinned: self.pinned(),
             holes: self.holes(),
             mapped: self.rules.maps(),
+            headroom: self.physical.headroom,
+            regime: self.rules.maps().then(|| self.physical.regime.name()),
             shortage,
             ..OutOfMemory::default()
         }

@@ -45,12 +45,15 @@ const SCARCE_HANDLE_MAX: u64 = 32 << 20;
 /// Handles of a growth of a graph pool are this part of it, in whole granules: few, as somebody captures meanwhile.
 const GRAPH_PARTS: u64 = 8;
 const GRAPH_REQUEST_PARTS: u64 = 32;
-/// A handle is at most this part of the limit in either regime, below half of the limit and above it: handles cannot be
-/// divided, and those made while memory is plentiful have to serve when it is scarce. Without the bound below half, the
+/// A handle is at most this part of the limit in either regime (without a limit: of the device), below half of that and
+/// above it: handles cannot be divided, and those made while memory is plentiful have to serve when it is scarce. Without the bound below half, the
 /// smallest limit of six streams is 1.0205 of what they request instead of 1.0143.
 const LIMIT_PARTS: [u64; 2] = [512, 2048];
-/// Memory is scarce when less than this share of the limit is left. It is plentiful again with twice that share.
+/// Memory is scarce when less than this share of the limit is left, or less of the device than this share of it and than
+/// `DEVICE_SCARCE`, which on a small device is a part of it. It is plentiful again with twice as much.
 const SCARCE_PERCENT: u64 = 3;
+const DEVICE_SCARCE: u64 = 512 << 20;
+const DEVICE_SCARCE_PART: u64 = 16;
 /// Memory stays scarce for this many large requests after a refusal.
 const CALM_REQUESTS: u64 = 512;
 
@@ -63,6 +66,17 @@ pub(crate) enum Sharers {
     Several,
     /// A graph pool.
     Pool,
+}
+
+/// What bounds the memory of an allocator from the start, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bounds {
+    /// See [`Physical::limit`].
+    pub limit: Option<u64>,
+    /// See [`Physical::device`].
+    pub device: u64,
+    /// See [`Physical::headroom`].
+    pub headroom: u64,
 }
 
 /// The physical memory of an allocator.
@@ -80,8 +94,12 @@ pub(crate) struct Physical {
     pub planned: u64,
     /// Bytes that may be held from the driver at most.
     pub limit: Option<u64>,
-    /// The driver refused to hold more than this; lifted when something is released, and before a
-    /// request fails or waits for it.
+    /// Bytes that the device has.
+    pub device: u64,
+    /// Bytes of the device that growth leaves free.
+    pub headroom: u64,
+    /// Bytes that the device allows the allocator to hold, by its last answer: those held then and those free, less the
+    /// headroom, or where it refused memory. `None` since something was released or a request failed.
     pub full_at: Option<u64>,
     /// Why memory was last added.
     pub last_growth: Option<GrowthInfo>,
@@ -96,7 +114,12 @@ pub(crate) struct Physical {
 }
 
 impl Physical {
-    pub(crate) fn new(limit: Option<u64>, tuning: Tuning) -> Self {
+    pub(crate) fn new(bounds: Bounds, tuning: Tuning) -> Self {
+        let Bounds {
+            limit,
+            device,
+            headroom,
+        } = bounds;
         let mut physical = Physical {
             holdings: BTreeMap::new(),
             handles: Handles::default(),
@@ -104,6 +127,8 @@ impl Physical {
             spans: BTreeMap::new(),
             planned: 0,
             limit,
+            device,
+            headroom,
             full_at: None,
             last_growth: None,
             regime: Regime::Plentiful,
@@ -194,25 +219,44 @@ impl Physical {
     /// Decides whether memory is scarce for a growth after which this number of bytes is held. Returns the regime if it
     /// has changed.
     pub(crate) fn choose_regime(&mut self, held: u64) -> Option<Regime> {
-        let bound = self.bound();
-        let within = |percent| bound.saturating_sub(held) < bound / 100 * percent;
-        let cause = match self.tuning.profile {
-            Profile::Dense => Some(Scarcity::Profile),
-            Profile::Default if !within(SCARCE_PERCENT) => None,
-            Profile::Default if self.full_at == Some(bound) => Some(Scarcity::Refused),
-            Profile::Default => Some(Scarcity::Limit),
-        };
         let calm = self.requests - self.scarce_at >= CALM_REQUESTS;
-        let regime = match (cause, self.regime) {
+        let regime = match (self.scarcity(held, 1), self.regime) {
             (Some(cause), _) => {
                 self.scarce_at = self.requests;
                 Regime::Scarce(cause)
             }
-            (None, Regime::Scarce(_)) if calm && !within(2 * SCARCE_PERCENT) => Regime::Plentiful,
+            (None, Regime::Scarce(_)) if calm && self.scarcity(held, 2).is_none() => {
+                Regime::Plentiful
+            }
             (None, regime) => regime,
         };
         let changed = std::mem::replace(&mut self.regime, regime) != regime;
         changed.then_some(regime)
+    }
+
+    /// Why memory is scarce with this number of bytes held, if it is, by the margins of the regime or a multiple of them.
+    fn scarcity(&self, held: u64, times: u64) -> Option<Scarcity> {
+        if self.tuning.profile == Profile::Dense {
+            return Some(Scarcity::Profile);
+        }
+        let within = |bound: u64, margin: u64| bound.saturating_sub(held) < margin * times;
+        let share = |bytes: u64| bytes / 100 * SCARCE_PERCENT;
+        if let Some(limit) = self.limit
+            && within(limit, share(limit))
+        {
+            return Some(Scarcity::Limit);
+        }
+        let least = DEVICE_SCARCE.min(self.device / DEVICE_SCARCE_PART);
+        let full_at = self.full_at?;
+        within(full_at, least.max(share(self.device))).then_some(match self.regime {
+            Regime::Scarce(Scarcity::Refused) => Scarcity::Refused,
+            _ => Scarcity::Device,
+        })
+    }
+
+    /// Notes that the device has this number of bytes free while this number is held.
+    pub(crate) fn note_free(&mut self, free: Option<u64>, held: u64) {
+        self.full_at = free.map(|free| held.saturating_add(free.saturating_sub(self.headroom)));
     }
 
     /// Notes that the driver refused to hold more than this. Returns the regime if it has changed.
@@ -248,10 +292,9 @@ impl Physical {
 
     /// The size of a handle, or a smaller one where the limit asks for it with this number of bytes held.
     fn within_limit(&self, size: u64, held: u64) -> u64 {
-        self.limit.map_or(size, |limit| {
-            let part = limit / LIMIT_PARTS[usize::from(held > limit / 2)];
-            size.min(1 << part.max(PHYSICAL_GRANULE).ilog2())
-        })
+        let most = self.limit.unwrap_or(self.device);
+        let part = most / LIMIT_PARTS[usize::from(held > most / 2)];
+        size.min(1 << part.max(PHYSICAL_GRANULE).ilog2())
     }
 
     /// Bytes that may be held from the driver.
@@ -394,7 +437,31 @@ mod tests {
     }
 
     fn physical(limit: Option<u64>, profile: Profile) -> Physical {
-        Physical::new(limit, Config::new().profile(profile).tuning())
+        let bounds = Bounds {
+            limit,
+            device: 80 << 30,
+            headroom: 512 * MIB,
+        };
+        Physical::new(bounds, Config::new().profile(profile).tuning())
+    }
+
+    #[test]
+    fn memory_is_scarce_where_the_device_has_little_beside_the_headroom() {
+        let mut physical = physical(None, Profile::Default);
+        let margin = (80 << 30) / 100 * SCARCE_PERCENT;
+        let mut choose = |free, held| {
+            physical.note_free(Some(free), held);
+            physical.choose_regime(held)
+        };
+        assert_eq!(choose(margin + 512 * MIB, 1000 * MIB), None);
+        let scarce = Some(Regime::Scarce(Scarcity::Device));
+        assert_eq!(choose(margin + 511 * MIB, 1000 * MIB), scarce);
+        assert_eq!(choose(100 * MIB, 1000 * MIB), None);
+        assert_eq!(physical.room(1000 * MIB), 0);
+        // An unknown amount of free memory does not change the regime.
+        physical.note_free(None, 1000 * MIB);
+        assert_eq!(physical.choose_regime(1000 * MIB), None);
+        assert_eq!(physical.room(u64::MAX - MIB), MIB);
     }
 
     #[test]
@@ -415,7 +482,7 @@ mod tests {
         assert_eq!(physical.refused(800 * MIB), scarce(Scarcity::Refused));
         assert_eq!(physical.choose_regime(790 * MIB), None);
         // The driver reports memory again.
-        physical.full_at = Some(2000 * MIB);
+        physical.note_free(Some(10_000 * MIB), 700 * MIB);
         assert_eq!(physical.choose_regime(700 * MIB), None);
         calm(&mut physical);
         assert_eq!(physical.choose_regime(700 * MIB), Some(Regime::Plentiful));
@@ -438,7 +505,8 @@ mod tests {
             (1000, 8),
             (2000, 16),
             (6000, 64),
-            (50_000, 64),
+            (39_000, 64),
+            (50_000, 32),
         ] {
             let made = physical.handle_size(&want(2 * MIB), 2 * MIB, held * MIB, Sharers::One);
             assert_eq!(made, size * MIB, "{held} MiB");

@@ -19,7 +19,7 @@ use crate::allocator::reclaim::fit::{
     best_run, part_behind_waits, ready_in_view, run_behind_waits,
 };
 use crate::allocator::report::Regime;
-use crate::allocator::size::GRANULE;
+use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::finder::Run;
 use crate::allocator::stream::slot::{Slot, StreamKey};
 use crate::allocator::view::mapping::{Openings, Stitch, ViewRun};
@@ -43,11 +43,9 @@ pub(crate) enum Stage {
 /// What the driver is known to answer to a request for memory.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) enum Answer {
-    /// An earlier refusal of another reclaim counts, if there was one.
+    /// Nothing: what the device is known to have free counts.
     #[default]
     Known,
-    /// The earlier refusal was forgotten.
-    AskedAgain,
     /// The driver refused this reclaim.
     Refused(DriverError),
 }
@@ -78,6 +76,8 @@ pub(crate) struct Reclaim<'a> {
     pub marked: bool,
     /// All streams with markers were asked.
     pub polled: bool,
+    /// The device was asked what it has free.
+    pub asked: bool,
     /// The driver refused address space for the request: only what is there may serve it.
     pub cramped: Option<DriverError>,
     pub answer: Answer,
@@ -119,8 +119,8 @@ pub(crate) enum Step {
     Release(Vec<Release>),
     /// Marks the asking stream, which has this key.
     Mark(StreamKey),
-    /// Memory that the driver refused earlier may be there now.
-    AskAgain,
+    /// Asks the driver what the device has free.
+    AskDevice,
     /// Waits on the host for the marker of a stream up to a bound.
     HostWait(u32, u64, Arc<Event>),
     /// Asks a hook for so many bytes.
@@ -164,6 +164,7 @@ impl<'a> Reclaim<'a> {
             retried: false,
             marked: false,
             polled: false,
+            asked: false,
             cramped: None,
             answer: Answer::Known,
             last_resort: LastResort::Hooks(None),
@@ -194,7 +195,7 @@ impl<'a> Reclaim<'a> {
         }
         match self.answer {
             Answer::Refused(error) => Some(error),
-            Answer::Known | Answer::AskedAgain => self.failure,
+            Answer::Known => self.failure,
         }
     }
 
@@ -213,6 +214,7 @@ impl<'a> Reclaim<'a> {
     pub(crate) fn begin_again(&mut self) {
         self.stage = Stage::Fit;
         self.unstitched = false;
+        self.asked = false;
     }
 
     /// The driver had no memory, or no addresses, for a view. There is always growth.
@@ -254,6 +256,9 @@ impl<'a> Reclaim<'a> {
             && let Some(run) = ready_in_view(heap, want, &mut open)
         {
             return Step::View(run);
+        }
+        if let Some(step) = self.ask_device(heap) {
+            return step;
         }
         self.choose_regime(heap, want);
         if let Some(growth) = heap.plan_growth(want, Bound::SoftCap, false) {
@@ -318,18 +323,30 @@ impl<'a> Reclaim<'a> {
         Some(Step::Poll)
     }
 
-    /// Asks the driver again, once in a reclaim, if it refused memory to an earlier one: others may have freed some.
+    /// Asks what the device has free, once before a growth that the limit allows.
+    fn ask_device(&mut self, heap: &Heap) -> Option<Step> {
+        if self.asked || heap.room_below_limit() < PHYSICAL_GRANULE {
+            return None;
+        }
+        self.asked = true;
+        Some(Step::AskDevice)
+    }
+
+    /// Asks the device, once in a reclaim, where an earlier answer leaves no room: others may have freed memory.
     fn ask_again(&mut self, heap: &Heap) -> Option<Step> {
-        if !matches!(self.answer, Answer::Known) {
+        if self.asked || !matches!(self.answer, Answer::Known) {
             return None;
         }
         heap.physical.full_at?;
-        self.answer = Answer::AskedAgain;
-        Some(Step::AskAgain)
+        self.asked = true;
+        Some(Step::AskDevice)
     }
 
     /// The steps of the classic policy before room is made.
     fn choose_classic(&mut self, heap: &mut Heap, want: &Want) -> Step {
+        if let Some(step) = self.ask_device(heap) {
+            return step;
+        }
         if let Some(fresh) = heap.plan_segment(want) {
             heap.stats.reclaim.grown += 1;
             return Step::Segment(fresh);
@@ -351,6 +368,9 @@ impl<'a> Reclaim<'a> {
         let hole = heap.hole_for_handle(want);
         if hole.is_none() && self.cramped.is_none() {
             return Step::Reserve(want.space, bytes);
+        }
+        if let Some(step) = self.ask_device(heap) {
+            return step;
         }
         self.choose_regime(heap, want);
         let early = heap.physical.tuning.waits == Waits::Always;
@@ -485,6 +505,7 @@ impl<'a> Reclaim<'a> {
         heap.stats.reclaim.released += 1;
         // What the driver had no memory for it may have now.
         self.unstitched = false;
+        self.asked = false;
         Some(Step::Release(plan))
     }
 

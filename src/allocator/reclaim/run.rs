@@ -138,6 +138,7 @@ impl Engine {
                 continue;
             };
             if let Some(regime) = reclaim.regime {
+                heap.tell_regime();
                 // What was taken is claimed.
                 (heap, ()) = self.unlocked(heap, || {
                     self.log_regime(regime);
@@ -205,6 +206,9 @@ impl Engine {
                 }
                 let cause = reclaim.cause(&heap, want);
                 let error = heap.out_of_memory(want);
+                if reclaim.regime.is_some() {
+                    heap.tell_regime();
+                }
                 drop(heap);
                 if let Some(regime) = reclaim.regime {
                     self.log_regime(regime);
@@ -320,12 +324,7 @@ impl Engine {
                 // What it freed may be the driver's again, without having been ours.
                 self.lock().physical.full_at = None;
             }
-            Step::AskAgain => {
-                let info = self.context.enter().and_then(|entered| entered.mem_info());
-                let mut heap = self.lock();
-                // Memory that the driver reports as free may be had: then a growth finds out.
-                heap.physical.full_at = info.ok().map(|info| heap.present() + info.free);
-            }
+            Step::AskDevice => self.ask_device(),
             Step::Synchronise => match self.synchronise(false) {
                 // The step is not there while something captures.
                 Err(Error::Capturing { .. }) => {}
@@ -341,6 +340,15 @@ impl Engine {
             | Step::Fail => {}
         }
         Ok(None)
+    }
+
+    /// Asks the driver what the device has free, which bounds growth from then on.
+    pub(crate) fn ask_device(&self) {
+        let info = self.context.enter().and_then(|entered| entered.mem_info());
+        let mut heap = self.lock();
+        let held = heap.present();
+        heap.physical
+            .note_free(info.ok().map(|info| info.free), held);
     }
 
     fn log_regime(&self, regime: Regime) {
@@ -444,14 +452,15 @@ impl Engine {
         }
     }
 
-    /// What the driver has left after a refusal; 0 if it does not say, or refused for another
+    /// What the driver has left after a refusal beside the headroom; 0 if it does not say, or refused for another
     /// reason.
     pub(crate) fn driver_free(&self, error: DriverError) -> u64 {
         if !error.is_out_of_memory() {
             return 0;
         }
         let info = self.context.enter().and_then(|entered| entered.mem_info());
-        info.map_or(0, |info| info.free)
+        let headroom = self.lock().physical.headroom;
+        info.map_or(0, |info| info.free.saturating_sub(headroom))
     }
 
     /// The driver refused. Want of memory below our own limit counts as a limit reached, until

@@ -147,6 +147,7 @@ impl Machine<'_> {
             .setup
             .memory
             .saturating_sub(self.taken + self.sim.memory_in_use(0))
+            .saturating_sub(oom.headroom)
             + idle;
         let below = self
             .limit
