@@ -504,7 +504,7 @@ impl Engine {
         }
         let mut heap = self.lock();
         heap.streams.observed(stream, bound);
-        heap.complete_uses();
+        heap.complete_advanced();
         Ok(())
     }
 }

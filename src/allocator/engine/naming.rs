@@ -219,7 +219,9 @@ impl Engine {
             Some(stream) => Holder::Kept(stream),
             None => Holder::foreign(),
         };
-        self.prune();
+        if self.lock().streams.is_prune_due() {
+            self.prune();
+        }
         let former = std::mem::take(&mut self.lock().streams.former);
         drop(former);
         Ok((context, holder))

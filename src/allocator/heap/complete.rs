@@ -4,66 +4,93 @@ use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::record::{MIXED, SpaceId};
 use crate::allocator::heap::Heap;
 
+/// Most pieces that a call completes while it has memory for its request.
+const PIECES_PER_CALL: usize = 64;
+
 impl Heap {
     /// Drops from all pieces what is complete now.
     pub(crate) fn complete_uses(&mut self) {
         self.streams.take_advanced();
-        self.complete_streams(None);
+        let all: Vec<u32> = self.streams.slots().collect();
+        self.complete_streams(&all, usize::MAX);
+        for stream in all {
+            self.recycle_if_used(stream);
+        }
     }
 
-    /// [`complete_uses`](Self::complete_uses) for the streams of which more is complete than when this was last
-    /// done.
+    /// Drops what is complete now from some of the pieces, of streams of which more is complete than when all of their
+    /// pieces were last looked at. More than a few pieces would delay the call that observes the completion: a request
+    /// that finds no memory goes on with the others, see [`Streams::have_advanced`](crate::allocator::stream::Streams).
     pub(crate) fn complete_advanced(&mut self) {
         let advanced = self.streams.take_advanced();
-        self.complete_streams(Some(&advanced));
-        self.streams.put_advanced(advanced);
+        let all = self.complete_streams(&advanced, PIECES_PER_CALL);
+        self.streams.put_advanced(advanced, !all);
+        for stream in self.streams.next_slots() {
+            self.recycle_if_used(stream);
+        }
     }
 
-    /// Completes what is pending on several streams and on each of `classes` (or on any, if there are
-    /// none), then gives up the streams of which nothing is left.
-    fn complete_streams(&mut self, classes: Option<&[u32]>) {
+    /// Completes at most a number of pieces that are pending on several streams or on one of `classes`. Whether all of
+    /// them were looked at.
+    fn complete_streams(&mut self, classes: &[u32], most: usize) -> bool {
+        let mut left = most;
         for id in [SpaceId::Large, SpaceId::Small] {
-            self.complete_class(id, MIXED);
+            left -= self.complete_pieces(id, MIXED, left);
             if self.extents.space(id).is_none_or(|space| space.merge_own) {
                 continue;
             }
-            match classes {
-                Some(classes) => {
-                    for class in classes {
-                        self.complete_class(id, *class);
-                    }
-                }
-                None => {
-                    for class in self.streams.slots() {
-                        self.complete_class(id, class);
-                    }
-                }
+            for class in classes {
+                left -= self.complete_pieces(id, *class, left);
             }
         }
         self.return_held_back();
-        for stream in self.streams.slots() {
-            if self.streams[stream].in_use {
-                self.recycle(stream);
-            }
+        left > 0
+    }
+
+    /// Gives up a stream of which nothing is left.
+    fn recycle_if_used(&mut self, stream: u32) {
+        if self.streams[stream].in_use {
+            self.recycle(stream);
         }
     }
 
+    /// Drops what is complete from all pieces that are pending on one stream alone.
     pub(crate) fn complete_class(&mut self, space: SpaceId, class: u32) {
-        let mut pieces = std::mem::take(&mut self.pieces);
+        self.complete_pieces(space, class, usize::MAX);
+    }
+
+    /// [`complete_class`](Self::complete_class) for at most a number of pieces of which something is complete. Returns
+    /// how many there were.
+    fn complete_pieces(&mut self, space: SpaceId, class: u32, most: usize) -> usize {
         let index = self.extents.space(space).and_then(|s| s.index(class));
-        pieces.extend(index.into_iter().flat_map(|index| index.iter()));
+        let Some(index) = index.filter(|_| most > 0) else {
+            return 0;
+        };
+        let mut pieces = std::mem::take(&mut self.pieces);
+        let (records, streams) = (&self.extents.records, &self.streams);
+        let is_due = |entry: &Entry| {
+            let uses = records.cold(entry.id).uses.as_slice();
+            uses.iter().any(|u| streams.complete(u))
+        };
+        pieces.extend(index.iter().filter(is_due));
         // By address, so that equal states end up equal.
         pieces.sort_unstable_by_key(|e: &Entry| e.addr);
+        let mut count = 0;
         for entry in pieces.drain(..) {
+            if count == most {
+                break;
+            }
             let hot = &self.extents.records[entry.id];
             if hot.is_free() && hot.addr == entry.addr && hot.stream == class {
-                self.complete_piece(space, entry.id);
+                count += usize::from(self.complete_piece(space, entry.id));
             }
         }
         self.pieces = pieces;
+        count
     }
 
-    pub(crate) fn complete_piece(&mut self, space: SpaceId, id: u32) {
+    /// Drops from a piece what is complete. Whether anything was.
+    pub(crate) fn complete_piece(&mut self, space: SpaceId, id: u32) -> bool {
         let cold = self.extents.records.cold(id);
         let (owner, was_mixed) = (cold.owner, self.extents.records[id].stream == MIXED);
         // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
@@ -74,7 +101,7 @@ impl Heap {
             .uses
             .without(|u| streams.complete(u) && !(keep_owner && u.stream == owner))
         else {
-            return;
+            return false;
         };
         if was_mixed && uses.as_slice().len() <= 1 {
             let bytes = self.extents.records[id].bytes();
@@ -83,6 +110,7 @@ impl Heap {
         }
         let (at, records) = self.extents.parts(space);
         at.retag(records, id, uses);
+        true
     }
 }
 
@@ -90,7 +118,9 @@ impl Heap {
 mod tests {
     use std::sync::Arc;
 
+    use super::PIECES_PER_CALL;
     use crate::allocator::Config;
+    use crate::allocator::extent::record::COMPLETE;
     use crate::allocator::tests::{Outcome, Rig};
 
     /// R23: a wait or a question under way means the event as it was recorded then.
@@ -116,5 +146,49 @@ mod tests {
         drop(held);
         assert!(engine.lock().streams.pooled_event(key).is_some());
         Ok(())
+    }
+
+    /// A request that finds memory completes few pieces, and one that does not completes all before memory is added.
+    #[test]
+    fn completion_is_divided_among_calls() -> Outcome {
+        const BLOCKS: usize = 1000;
+        const BYTES: usize = 128 << 10;
+        let rig = Rig::new(Config::new().limit(Some((2 * BLOCKS * BYTES) as u64)))?;
+        let [a, b] = rig.streams()?;
+        drop(rig.allocator.allocate(BYTES, &b)?);
+        let mut blocks: Vec<_> = (0..2 * BLOCKS - 100)
+            .map(|_| rig.allocator.allocate(BYTES, &a))
+            .collect::<Result<_, _>>()?;
+        // Every second one, so that no two pieces are neighbours.
+        let mut at = 0;
+        blocks.retain(|_| {
+            at += 1;
+            at % 2 == 0
+        });
+        rig.sim.complete_all();
+        let pending = || {
+            let heap = rig.allocator.engine().lock();
+            let large = heap.extents.large.pieces();
+            large
+                .filter(|piece| heap.extents.records[piece.id].stream != COMPLETE)
+                .count()
+        };
+        let before = pending();
+        let block = rig.allocator.allocate(BYTES, &b)?;
+        // The piece that the request takes goes as well.
+        let completed = before - pending();
+        assert!(
+            (1..=PIECES_PER_CALL + 1).contains(&completed),
+            "{completed}"
+        );
+        let held = rig.allocator.stats().all.reserved.current;
+        drop(blocks);
+        rig.sim.complete_all();
+        let all = (held - 2 * BYTES as u64) / (2 << 20) * (2 << 20);
+        drop(block);
+        rig.sim.complete_all();
+        drop(rig.allocator.allocate(all as usize, &b)?);
+        assert_eq!(rig.allocator.stats().all.reserved.current, held);
+        rig.end()
     }
 }

@@ -175,6 +175,9 @@ impl Heap {
     /// Frees what nobody holds in any large-block cache; true if there was anything.
     pub(crate) fn empty_large_caches(&mut self) -> bool {
         let mut any = false;
+        if !self.caches.have_large() {
+            return any;
+        }
         for at in 0..self.caches.all().len() {
             any |= self.empty_large_cache(self.caches.all()[at]);
         }

@@ -40,11 +40,13 @@ impl Heap {
     /// again without a look at the peak.
     pub(crate) fn raise_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
         let small = small_bytes(&locked);
-        let held = held(&locked);
-        let idle: Vec<CachedBlock> = locked
-            .iter_mut()
-            .flat_map(|inner| std::iter::from_fn(|| inner.large_cache.remove_idle()))
-            .collect();
+        let (mut held_bytes, mut idle) = (0, Vec::<CachedBlock>::new());
+        if self.caches.have_large() {
+            held_bytes = held(&locked)[0];
+            for inner in &mut locked {
+                idle.extend(std::iter::from_fn(|| inner.large_cache.remove_idle()));
+            }
+        }
         self.fold(&mut locked);
         self.caches.sharings += 1;
         let now = self.caches.sharings;
@@ -54,7 +56,7 @@ impl Heap {
             &mut self.stats.small.allocated,
             &mut self.stats.all.allocated,
         );
-        let large = all.current - held[0];
+        let large = all.current - held_bytes;
         let sum = large + small;
         pool.peak = pool.peak.max(small);
         all.peak = all.peak.max(sum);
@@ -63,18 +65,16 @@ impl Heap {
             // The rest is for the next large block.
             room /= 2;
         }
+        let row: Arc<[&'static StreamCache]> = (self.caches.all.iter().zip(&busy))
+            .filter(|(_, busy)| **busy)
+            .map(|(cache, _)| *cache)
+            .collect();
         self.caches.limit = 0;
         for (inner, busy) in locked.iter_mut().zip(&busy) {
             let room = if *busy { room / sharers } else { 0 };
             inner.runs.accounts.allocated.set_room(room);
             self.caches.limit += inner.runs.accounts.allocated.limit();
-        }
-        let row: Arc<[&'static StreamCache]> = (self.caches.all.iter().zip(&busy))
-            .filter(|(_, busy)| **busy)
-            .map(|(cache, _)| *cache)
-            .collect();
-        for inner in &mut locked {
-            inner.set_others(&row);
+            inner.set_others(busy.then_some(&row));
         }
         drop(locked);
         for block in idle {

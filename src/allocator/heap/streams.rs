@@ -7,6 +7,7 @@ use crate::allocator::cache::stream_cache::{MOST_CACHES, StreamCache, StreamCach
 use crate::allocator::extent::record::{COMPLETE, SpaceId};
 use crate::allocator::extent::space::Space;
 use crate::allocator::heap::Heap;
+use crate::allocator::stream::MANY_STREAMS;
 use crate::allocator::stream::slot::{AfterFree, Holder, LEGACY, StreamKey};
 use crate::error::Error;
 use crate::locks::thread_id::ThreadId;
@@ -17,9 +18,6 @@ static POOL: StreamCachePool = StreamCachePool::new();
 pub(crate) fn clear_waiting_taps() {
     POOL.clear_taps();
 }
-
-/// Idle streams of the caller are forgotten above this number of known streams.
-const MANY_STREAMS: usize = 64;
 
 impl Heap {
     /// Registers a stream that a call names, unless it is known.

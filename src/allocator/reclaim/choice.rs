@@ -110,6 +110,8 @@ pub(crate) enum Step {
     /// Makes memory that a stitch lacks, as free memory.
     Supply(Fresh),
     Flush,
+    /// Drops what is complete from some more pieces.
+    Complete,
     /// Takes out of the caches of large blocks what nobody holds.
     EmptyCaches,
     /// Tries again to release what an earlier failure left behind.
@@ -231,6 +233,9 @@ impl<'a> Reclaim<'a> {
             && let Some(run) = best_run(heap, want)
         {
             return Step::Take(run);
+        }
+        if heap.streams.have_advanced() {
+            return Step::Complete;
         }
         if self.is_beyond(heap, want) {
             self.beyond = true;

@@ -173,6 +173,12 @@ impl Engine {
                 heap.stats.reclaim.flushed += u64::from(heap.flush_caches());
                 Ok((heap, None))
             }
+            Step::Complete => {
+                heap.complete_advanced();
+                // Other threads have their turn between two rounds.
+                drop(heap);
+                Ok((self.lock(), None))
+            }
             Step::Poll => {
                 heap.streams.ask_again();
                 Ok((self.poll_before(heap, want.stream)?, None))
@@ -335,6 +341,7 @@ impl Engine {
             | Step::Claim(_)
             | Step::View(_)
             | Step::Flush
+            | Step::Complete
             | Step::EmptyCaches
             | Step::Poll
             | Step::Fail => {}

@@ -42,6 +42,9 @@ use crate::error::{Error, StreamMisuse};
 /// with the last of them within microseconds.
 const FEW_MARKERS: usize = 8;
 
+/// Above this number of streams, idle ones of the caller are forgotten, and work for each stream is divided among calls.
+pub(crate) const MANY_STREAMS: usize = 64;
+
 /// All streams of an allocator.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
@@ -62,6 +65,10 @@ pub(crate) struct Streams {
     advanced: Vec<u32>,
     /// The slot that was last found.
     latest: u32,
+    /// The slot at which [`next_slots`](Self::next_slots) goes on.
+    next_slot: u32,
+    /// New streams since streams that nobody else holds were last looked for.
+    newcomers: usize,
     /// Streams of which a batch is full, and waits for somebody else to ask for its marker.
     full: Vec<u32>,
     /// No batch waits: somebody may capture streams from the start.
@@ -239,12 +246,46 @@ impl Streams {
         advanced
     }
 
-    /// Gives back what [`take_advanced`](Self::take_advanced) gave, for its memory.
-    pub(crate) fn put_advanced(&mut self, mut advanced: Vec<u32>) {
-        if self.advanced.is_empty() {
+    /// Gives back what [`take_advanced`](Self::take_advanced) gave: with `unfinished` the streams themselves, else the
+    /// memory alone.
+    pub(crate) fn put_advanced(&mut self, mut advanced: Vec<u32>, unfinished: bool) {
+        if !unfinished {
             advanced.clear();
-            self.advanced = advanced;
         }
+        advanced.append(&mut self.advanced);
+        advanced.sort_unstable();
+        advanced.dedup();
+        self.advanced = advanced;
+    }
+
+    /// Whether pieces of any stream may be complete that were not looked at since.
+    pub(crate) fn have_advanced(&self) -> bool {
+        !self.advanced.is_empty()
+    }
+
+    /// Whether pieces of a stream may be complete that were not looked at since.
+    pub(crate) fn has_advanced(&self, stream: u32) -> bool {
+        self.advanced.contains(&stream)
+    }
+
+    /// The numbers of all slots while there are few, else of the next few in turn.
+    pub(crate) fn next_slots(&mut self) -> std::ops::Range<u32> {
+        let (all, few) = (self.slots.len() as u32, MANY_STREAMS as u32);
+        let goes_on = all > few && self.next_slot < all;
+        let first = if goes_on { self.next_slot } else { 0 };
+        self.next_slot = all.min(first + few);
+        first..self.next_slot
+    }
+
+    /// Whether a new stream is a reason to look for streams that nobody else holds: always while there are few, then
+    /// once an eighth of them is new.
+    pub(crate) fn is_prune_due(&mut self) -> bool {
+        self.newcomers += 1;
+        let due = self.in_use < MANY_STREAMS || self.newcomers > self.in_use / 8;
+        if due {
+            self.newcomers = 0;
+        }
+        due
     }
 
     /// The numbers of all slots, whether in use or not.

@@ -87,7 +87,7 @@ fn interleavings_of_a_double_free() {
 fn row(caches: &[&'static StreamCache]) {
     let row: Others = caches.into();
     for cache in caches {
-        cache.lock().set_others(&row);
+        cache.lock().set_others(Some(&row));
     }
 }
 

@@ -21,8 +21,12 @@ impl Inner {
         row.find(|cache| !std::ptr::eq(**cache, own)).copied()
     }
 
-    /// Who was busy when room was shared out.
-    pub(crate) fn set_others(&mut self, row: &Others) {
+    /// Who was busy when room was shared out; none for a stream cache that was not, which asks the heap first.
+    pub(crate) fn set_others(&mut self, row: Option<&Others>) {
+        let Some(row) = row else {
+            self.others = None;
+            return;
+        };
         let known = self.others.as_ref().is_some_and(|others| {
             let mut pairs = others.iter().zip(row.iter());
             others.len() == row.len() && pairs.all(|(one, other)| std::ptr::eq(*one, *other))
