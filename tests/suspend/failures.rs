@@ -2,7 +2,7 @@
 
 use super::support::*;
 use cualloc::driver::sys::CUresult;
-use cualloc::sim::FailPlan;
+use cualloc::sim::{FailPlan, Mode};
 
 const CALLS: [&str; 11] = [
     "cuCtxSynchronize",
@@ -170,6 +170,41 @@ fn a_copy_whose_end_was_not_seen_is_waited_for() {
         world.assert_intact(rig);
         drop((block, pool));
         world.close(rig, false);
+    });
+}
+
+/// Memory that is copied to the host is not used, and not given back, before the end of the copy was seen: it stays
+/// suspended until a wait succeeds.
+#[test]
+fn a_copy_to_the_host_whose_end_was_not_seen_is_waited_for() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        for times in [1, 2] {
+            let (world, pool, block) = world(rig);
+            sim.set_mode(Mode::Manual);
+            let plan = |call| FailPlan::call(call, CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap();
+            sim.fail(plan("cuStreamSynchronize").times(2));
+            // The first one comes before the copies.
+            sim.fail(plan("cuCtxSynchronize").nth(2).times(times));
+            let result = try_suspend(&world.allocator, Select::Allocator, Contents::Pinned);
+            assert_matches!(result, Err(Error::Driver(_)));
+            assert_eq!(sim.clear_failures(), 0);
+            assert_eq!(is_suspended(&world.allocator), times == 2);
+            if times == 2 {
+                resume(&world.allocator);
+            }
+            drop((block, pool));
+            let World {
+                allocator,
+                blocks,
+                stream,
+            } = world;
+            drop((blocks, stream));
+            allocator.trim(0).unwrap();
+            rig.assert_clean();
+            sim.set_mode(Mode::Instant);
+            rig.close(&allocator);
+        }
     });
 }
 

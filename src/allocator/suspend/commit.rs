@@ -10,7 +10,7 @@ use crate::driver::{DriverError, Entered, HostAllocation, Stream};
 use crate::error::Error;
 use crate::sync::order::wait_for_context;
 
-/// Copies what is kept to the host. After an error nothing has changed.
+/// Copies what is kept to the host. After an error nothing has changed, but a copy may be under way, which is noted.
 pub(crate) fn save(
     entered: &Entered<'_>,
     stream: &Stream,
@@ -25,12 +25,9 @@ pub(crate) fn save(
         unsafe { entered.copy_device_to_host(to.cast(), from, bytes as usize, stream.raw()) }
     });
     let saved = waited(entered, stream, copied);
-    match saved {
-        Ok(()) => {}
-        Err(Unseen { seen: true, .. }) => {
-            spare.append(&mut std::mem::take(&mut suspension.copy).into_spare());
-        }
-        Err(_) => suspension.copy.leak(),
+    suspension.unseen = matches!(saved, Err(Unseen { seen: false, .. }));
+    if let Err(Unseen { seen: true, .. }) = saved {
+        spare.append(&mut std::mem::take(&mut suspension.copy).into_spare());
     }
     saved.map_err(|failed| failed.error.into())
 }
@@ -107,7 +104,7 @@ pub(crate) fn bring_back(
     suspensions: &mut [Suspension],
 ) -> Result<(), DriverError> {
     if suspensions.iter().any(|one| one.unseen) {
-        // A copy of an attempt before may be under way: without its end nothing is written there again.
+        // A copy of an earlier attempt may be under way: until its end nobody writes or unmaps what it touches.
         wait_for_context(entered.context())?;
         suspensions.iter_mut().for_each(|one| one.unseen = false);
     }

@@ -49,7 +49,7 @@ pub(crate) struct Suspension {
     pub copy: HostCopy,
     /// A handle was released: what was there is nowhere but in the copy.
     pub lost: bool,
-    /// A copy back was begun whose end nobody has seen.
+    /// A copy was begun, to the host or back, whose end was not seen.
     pub unseen: bool,
     /// Nobody may use the memory: not all of it is there.
     pub away: bool,
