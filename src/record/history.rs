@@ -75,6 +75,7 @@ impl Snapshot {
         let blocks = format!("{} ({})", counted(earlier.len(), "block"), bytes(live));
         if !history().any(|entry| entry.act.is_of_block()) {
             return Some(match earlier.len() {
+                0 if history().any(|entry| entry.act == Act::Oom) => return None,
                 0 => format!("GPU {device} has neither blocks nor a history in this snapshot"),
                 _ => format!(
                     "the snapshot has no history of GPU {device}, only what was live at its end: {blocks}; the peak is \

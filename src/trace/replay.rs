@@ -438,8 +438,13 @@ impl Run<'_, '_> {
             total += wall;
         }
         let start = Instant::now();
-        for step in &self.steps {
-            if let (Action::Allocate, Some(block)) = (step.action, self.slots[step.id].take()) {
+        // The other rows of a block have the same slot, and requests that failed have none.
+        let allocations = self
+            .steps
+            .iter()
+            .filter(|step| matches!(step.action, Action::Allocate));
+        for step in allocations {
+            if let Some(block) = self.slots[step.id].take() {
                 work.releasing(step.use_of(&block, &self.streams))
                     .map_err(|error| (self.steps.len() - 1, error.into()))?;
                 block

@@ -188,6 +188,20 @@ fn a_missing_history_is_a_warning() {
     }
 }
 
+/// A program whose first request failed never held a block: its history is complete.
+#[test]
+fn a_history_of_failed_requests_alone_is_read() {
+    let oom = entry("oom", 3 << 30, 12 << 30);
+    let snapshot = json!({"segments": [], "device_traces": [[oom]]}).to_string();
+    for command in COMMANDS {
+        let output = fed(command, snapshot.as_bytes());
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert!(!stderr(&output).contains("warning"), "{}", stderr(&output));
+        let told = warnings(&output);
+        assert!(told.is_none_or(|told| told == json!([])), "{command:?}");
+    }
+}
+
 /// A page as PyTorch's trace_plot writes it, with these bytes inside: padded with zeros to a multiple of three.
 fn page(snapshot: &[u8]) -> String {
     let mut bytes = snapshot.to_vec();
