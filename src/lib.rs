@@ -42,6 +42,8 @@ pub use buffer::{
 };
 pub use error::kinds::{Error, Refused, Result};
 #[doc(hidden)]
+pub use locks::held;
+#[doc(hidden)]
 pub use locks::thread_id::ThreadId;
 
 /// The pages of the repository.

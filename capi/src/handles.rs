@@ -6,9 +6,9 @@
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use cualloc::driver::sys::CUresult;
+use cualloc::held::Mutex;
 use cualloc::{Allocator, Error};
 
 use crate::barrier;
@@ -67,7 +67,7 @@ static PLACES_LEFT: Mutex<Places> = Mutex::new(Places {
 /// Puts an allocator into the table.
 pub(crate) fn add(allocator: Allocator) -> Result<*mut cualloc_t, Failure> {
     barrier::prepare();
-    let mut places = PLACES_LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut places = PLACES_LEFT.lock();
     let (place, life) = match places.left.pop() {
         Some(left) => left,
         None if places.unused < PLACES => {
@@ -234,7 +234,7 @@ fn forget(place: &'static Place, handle: u64) -> Result<(), Failure> {
     drop(allocator);
     let life = (handle >> LIFE_SHIFT) as u32;
     if let Some(next) = life.checked_add(1) {
-        let mut places = PLACES_LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut places = PLACES_LEFT.lock();
         places.left.push((place_of(handle), next));
     }
     Ok(())

@@ -1,9 +1,10 @@
 //! Options by their handles.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use cualloc::Config;
+use cualloc::held::{Locked, Mutex};
 
 use crate::cualloc_options_t;
 use crate::device::Source;
@@ -28,13 +29,13 @@ struct Known {
     made: u64,
 }
 
-fn known() -> Result<MutexGuard<'static, Known>, Failure> {
+fn known() -> Result<Locked<'static, Known>, Failure> {
     static KNOWN: Mutex<Known> = Mutex::new(Known {
         by_handle: BTreeMap::new(),
         made: 0,
     });
     refuse_child()?;
-    Ok(KNOWN.lock().unwrap_or_else(PoisonError::into_inner))
+    Ok(KNOWN.lock())
 }
 
 /// Refuses a forked child of the process that came here first: a thread that is not there may hold a lock.

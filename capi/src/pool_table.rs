@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use cualloc::allocator::{GraphPool, PoolScope, as_predicate, is_in_predicate};
 use cualloc::error::GraphPoolError;
+use cualloc::held::{Locked, Mutex};
 use cualloc::{Allocator, Error, Tag};
 
 use crate::pools::Predicate;
@@ -55,14 +56,14 @@ struct Known {
 }
 
 /// Nothing is dropped under this lock: what goes calls the allocator, and predicates of the caller's.
-fn known() -> Result<MutexGuard<'static, Known>, Failure> {
+fn known() -> Result<Locked<'static, Known>, Failure> {
     static KNOWN: Mutex<Known> = Mutex::new(Known {
         by_handle: BTreeMap::new(),
         pools: 0,
         scopes: 0,
     });
     options::refuse_child()?;
-    Ok(KNOWN.lock().unwrap_or_else(PoisonError::into_inner))
+    Ok(KNOWN.lock())
 }
 
 const GONE: Failure = Failure::Said(

@@ -2,8 +2,9 @@
 
 use std::ffi::{CStr, c_char, c_void};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use cualloc::held::{Locked, Mutex};
 use cualloc::record::{Context, Recorder, RecorderError, Target, set_stack_source};
 
 use crate::entry::{call, cleared, value};
@@ -14,9 +15,9 @@ use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 static RECORDER: Mutex<Option<Recorder>> = Mutex::new(None);
 
 /// The recording; a forked child has none, and a thread that it lacks may hold the lock.
-fn recorder() -> Result<MutexGuard<'static, Option<Recorder>>, Failure> {
+fn recorder() -> Result<Locked<'static, Option<Recorder>>, Failure> {
     options::refuse_child()?;
-    Ok(RECORDER.lock().unwrap_or_else(PoisonError::into_inner))
+    Ok(RECORDER.lock())
 }
 
 const NONE_RUNS: Failure = Failure::Said(
@@ -99,14 +100,16 @@ pub unsafe extern "C" fn cualloc_record_start_with_stacks(path: *const c_char, b
 /// # Safety
 /// `path` is null or ends with a zero.
 unsafe fn start(path: *const c_char, bytes: u64) -> Result<(), Failure> {
-    let mut recorder = recorder()?;
+    drop(recorder()?);
     let file = match path.is_null() {
         true => None,
         // SAFETY: the caller's contract.
         false => Some(unsafe { self::path(path) }?),
     };
     let target = file.as_deref().map_or(Target::Memory, Target::File);
-    *recorder = Some(Recorder::start_with_stacks(target, bytes)?);
+    let begun = Recorder::start_with_stacks(target, bytes)?;
+    let ended = recorder()?.replace(begun);
+    drop(ended);
     Ok(())
 }
 

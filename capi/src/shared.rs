@@ -2,9 +2,9 @@
 //! libraries that know nothing of each other.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cualloc::Allocator;
+use cualloc::held::{Locked, Mutex};
 
 use crate::entry::{call, cleared, value};
 use crate::options::{self, Options};
@@ -17,12 +17,39 @@ const DEVICES: usize = 128;
 /// The handles, by device; 0 where there is none yet.
 static MADE: [AtomicU64; DEVICES] = [const { AtomicU64::new(0) }; DEVICES];
 
-/// What the next one is made with; none for the defaults. Held while one is made.
-static SETTINGS: Mutex<Option<Options>> = Mutex::new(None);
+/// What they are made with.
+struct Settings {
+    /// None for the defaults.
+    options: Option<Options>,
+    /// How many are being made with them.
+    making: usize,
+}
 
-fn settings() -> Result<MutexGuard<'static, Option<Options>>, Failure> {
+static SETTINGS: Mutex<Settings> = Mutex::new(Settings {
+    options: None,
+    making: 0,
+});
+
+fn settings() -> Result<Locked<'static, Settings>, Failure> {
     options::refuse_child()?;
-    Ok(SETTINGS.lock().unwrap_or_else(PoisonError::into_inner))
+    Ok(SETTINGS.lock())
+}
+
+/// An allocator that is being made with the settings.
+struct Making(Options);
+
+impl Making {
+    fn begin() -> Result<Making, Failure> {
+        let mut settings = settings()?;
+        settings.making += 1;
+        Ok(Making(settings.options.clone().unwrap_or_default()))
+    }
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        SETTINGS.lock().making -= 1;
+    }
 }
 
 /// The handle of a device's allocator, null if there is none yet.
@@ -48,12 +75,8 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
     if !known.is_null() {
         return Ok(known);
     }
-    let settings = settings()?;
-    let known = made(device);
-    if !known.is_null() {
-        return Ok(known);
-    }
-    let options = settings.clone().unwrap_or_default();
+    let making = Making::begin()?;
+    let options = &making.0;
     let context = device::primary(&options.source.driver()?, device)?;
     let Some(place) = usize::try_from(device)
         .ok()
@@ -62,7 +85,15 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
         let why = "devices from 128 on have no shared allocator";
         return Err(Failure::Said(CUALLOC_UNSUPPORTED, why));
     };
-    let made = handles::add(Allocator::with_config(&context, options.shared_config()?)?)?;
+    let allocator = Allocator::with_config(&context, options.shared_config()?)?;
+    let publishing = SETTINGS.lock();
+    let known = made(device);
+    if !known.is_null() {
+        // Another thread was faster, or a logger that was called here. The allocator holds nothing yet.
+        drop(publishing);
+        return Ok(known);
+    }
+    let made = handles::add(allocator)?;
     place.store(made as u64, Ordering::Release);
     Ok(made)
 }
@@ -80,11 +111,11 @@ pub extern "C" fn cualloc_shared_options(options: *const cualloc_options_t) -> i
     call(|| {
         let chosen = options::find(options)?;
         let mut settings = settings()?;
-        if all().next().is_some() {
+        if settings.making > 0 || all().next().is_some() {
             let why = "a shared allocator was made already, with other options";
             return Err(Failure::Said(CUALLOC_BUSY, why));
         }
-        *settings = Some(chosen);
+        settings.options = Some(chosen);
         Ok(())
     })
 }

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char};
-use std::sync::{Mutex, PoisonError};
 
 use cualloc::Tag;
+use cualloc::held::Mutex;
 
 use crate::options;
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
@@ -34,7 +34,7 @@ unsafe fn read<'a>(text: *const c_char) -> Result<&'a str, Failure> {
 pub(crate) unsafe fn of(text: *const c_char) -> Result<Tag, Failure> {
     // SAFETY: the caller's contract.
     let text = unsafe { read(text) }?;
-    let mut tags = TAGS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tags = TAGS.lock();
     if let Some(known) = tags.get(text) {
         return Ok(Tag::new(known));
     }
@@ -54,7 +54,7 @@ pub(crate) unsafe fn of(text: *const c_char) -> Result<Tag, Failure> {
 pub(crate) unsafe fn known(text: *const c_char) -> Result<Tag, Failure> {
     // SAFETY: the caller's contract.
     let text = unsafe { read(text) }?;
-    let tags = TAGS.lock().unwrap_or_else(PoisonError::into_inner);
+    let tags = TAGS.lock();
     let why = "no graph pool has this tag";
     let known = tags.get(text).map(|known| Tag::new(known));
     known.ok_or(Failure::Said(CUALLOC_INVALID_ARGUMENT, why))

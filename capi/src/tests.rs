@@ -11,6 +11,7 @@ use cualloc::sim::Simulator;
 use super::*;
 use crate::device::{Source, simulator};
 use crate::entry::call;
+use crate::pool_tests::{Asked, shared_is_simulated, torch_begin, torch_id};
 
 /// The simulator's reports are those of all tests.
 pub(crate) fn world() -> (MutexGuard<'static, ()>, &'static Simulator, Driver) {
@@ -384,6 +385,22 @@ fn a_destroy_inside_a_call_is_refused() {
         (cualloc_destroy(allocator), cualloc_destroy(other)),
         (CUALLOC_OK, CUALLOC_OK)
     );
+}
+
+/// What calls the driver or logs may call back, and holds no lock of this library.
+#[test]
+fn nothing_is_made_under_a_lock() {
+    let (_one, simulator, _) = world();
+    shared_is_simulated();
+    let (mut shared, asked) = (null_mut(), Asked::default());
+    // SAFETY: the pointer is to a local.
+    assert_eq!(unsafe { cualloc_shared(0, &mut shared) }, CUALLOC_OK);
+    assert_eq!(cualloc_shared_made(0), shared);
+    torch_begin(torch_id(77), &asked);
+    assert_eq!(cualloc_torch_pool_end(0, torch_id(77)), CUALLOC_OK);
+    assert_eq!(cualloc_torch_pool_release(0, torch_id(77)), CUALLOC_OK);
+    // Debug builds report each call of the driver under a lock.
+    assert_eq!(simulator.take_reports(), []);
 }
 
 #[test]

@@ -6,9 +6,9 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use cualloc::error::{InvalidArgument, OutOfMemory};
+use cualloc::held::Mutex;
 use cualloc::{Allocator, Error};
 
 use crate::blocks::{alloc_at_once, cualloc_free};
@@ -42,7 +42,7 @@ fn free_later() {
         return;
     }
     SOME_LATER.store(false, Ordering::Relaxed);
-    let blocks = std::mem::take(&mut *LATER.lock().unwrap_or_else(PoisonError::into_inner));
+    let blocks = std::mem::take(&mut *LATER.lock());
     for (handle, ptr) in blocks {
         free(handle as *mut cualloc_t, ptr);
     }
@@ -66,7 +66,7 @@ fn free(allocator: *mut cualloc_t, ptr: u64) {
     );
     if !over {
         call(|| {
-            let mut later = LATER.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut later = LATER.lock();
             later.push((allocator as u64, ptr));
             SOME_LATER.store(true, Ordering::Relaxed);
             Ok(())

@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cualloc::ThreadId;
+use cualloc::held::{Locked, Mutex};
 
 use crate::entry::{call, value};
 use crate::pools::{CUALLOC_SCOPE_WHEN, cualloc_done_t, cualloc_scope_t, cualloc_when_t, enter};
@@ -37,6 +37,14 @@ struct Pool {
     handle: u64,
     /// How often it was begun and not released.
     begun: u64,
+}
+
+impl Pool {
+    /// Begins it once more; its handle.
+    fn begin(&mut self) -> u64 {
+        self.begun += 1;
+        self.handle
+    }
 }
 
 /// A scope that was begun and not ended.
@@ -68,13 +76,13 @@ thread_local! {
 /// How many scopes are open.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
-fn known() -> Result<MutexGuard<'static, Known>, Failure> {
+fn known() -> Result<Locked<'static, Known>, Failure> {
     static KNOWN: Mutex<Known> = Mutex::new(Known {
         pools: BTreeMap::new(),
         open: Vec::new(),
     });
     options::refuse_child()?;
-    Ok(KNOWN.lock().unwrap_or_else(PoisonError::into_inner))
+    Ok(KNOWN.lock())
 }
 
 /// Whether captures of PyTorch are under way.
@@ -103,18 +111,21 @@ pub unsafe extern "C" fn cualloc_torch_pool_begin(
 ) -> i32 {
     call(|| {
         let (name, allocator) = ((device, id), shared::of(device)?);
-        let handle = {
-            let mut known = known()?;
-            match known.pools.get_mut(&name) {
-                Some(pool) => {
-                    pool.begun += 1;
-                    pool.handle
+        let known_pool = known()?.pools.get_mut(&name).map(Pool::begin);
+        let handle = match known_pool {
+            Some(handle) => handle,
+            None => {
+                let made = pool_table::add(allocator, None)? as u64;
+                let new = Pool {
+                    handle: made,
+                    begun: 0,
+                };
+                let handle = known()?.pools.entry(name).or_insert(new).begin();
+                if handle != made {
+                    // Another thread was faster.
+                    pool_table::release(made as *mut cualloc_pool_t)?;
                 }
-                None => {
-                    let handle = pool_table::add(allocator, None)? as u64;
-                    known.pools.insert(name, Pool { handle, begun: 1 });
-                    handle
-                }
+                handle
             }
         };
         let which = cualloc_scope_t {

@@ -63,10 +63,11 @@ mod count {
 
 /// A mutex that counts as held by its thread while it is locked.
 #[derive(Debug, Default)]
-pub(crate) struct Mutex<T: ?Sized>(std::sync::Mutex<T>);
+pub struct Mutex<T: ?Sized>(std::sync::Mutex<T>);
 
 impl<T> Mutex<T> {
-    pub(crate) const fn new(value: T) -> Mutex<T> {
+    /// An unlocked mutex.
+    pub const fn new(value: T) -> Mutex<T> {
         Mutex(std::sync::Mutex::new(value))
     }
 
@@ -76,8 +77,9 @@ impl<T> Mutex<T> {
 }
 
 impl<T: ?Sized> Mutex<T> {
+    /// Locks it, also after a panic of a thread that held it.
     #[inline]
-    pub(crate) fn lock(&self) -> Locked<'_, T> {
+    pub fn lock(&self) -> Locked<'_, T> {
         Held::of(self.0.lock())
     }
 
@@ -113,13 +115,13 @@ impl<T: ?Sized> RwLock<T> {
 
 /// The guard of a lock, counted as long as it lives.
 #[derive(Debug)]
-pub(crate) struct Held<G> {
+pub struct Held<G> {
     guard: G,
     _counted: Counted,
 }
 
 /// The guard of a [`Mutex`].
-pub(crate) type Locked<'a, T> = Held<MutexGuard<'a, T>>;
+pub type Locked<'a, T> = Held<MutexGuard<'a, T>>;
 
 impl<G> Held<G> {
     /// A panic under a lock leaves no state half changed, so a poisoned lock is as good as any.

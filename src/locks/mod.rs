@@ -1,6 +1,6 @@
 //! Locks, and what is counted of those that a thread holds.
 
-pub(crate) mod held;
+pub mod held;
 pub(crate) mod lines;
 pub(crate) mod lock;
 pub(crate) mod prefetch;
