@@ -115,7 +115,7 @@ pub(crate) struct Shortage {
     pub kept: u64,
     /// What the limit counts without the request.
     pub counted: u64,
-    /// Whether a block that a guard keeps would hold the request.
+    /// Whether a run of free memory would hold the request without guards.
     pub fits_guarded: bool,
     /// What a resume under way will take.
     pub coming: u64,

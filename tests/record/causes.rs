@@ -4,7 +4,7 @@ use crate::common::capturing::{captured, leave_work};
 use crate::common::{RawStream, Rig};
 use crate::scene::{MIB, Scene, alone};
 use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Config, Policy, Scope};
+use cualloc::allocator::{Allocator, Block, Config, Policy, Scope, Waits};
 use cualloc::driver::Stream;
 use cualloc::error::{Cause, OutOfMemory};
 use cualloc::sim::SimConfig;
@@ -240,6 +240,50 @@ fn work_that_is_pending() {
     drop(allocator.allocate(4 * MIB, &other).unwrap());
 }
 
+/// Work is the cause only where its end makes the request succeed.
+#[test]
+fn work_whose_end_does_not_help() {
+    let _alone = alone();
+    let rig = Rig::new(Policy::Packed, SimConfig::default());
+    for others in [false, true] {
+        let config = Config::new().limit(Some(64 << 20)).waits(Waits::Never);
+        let allocator = rig.allocator_with(config);
+        let (own, other) = (rig.stream(), rig.stream());
+        let freed = allocator.allocate(30 * MIB, &own).unwrap();
+        let elsewhere = others.then(|| allocator.allocate(30 * MIB, &other).unwrap());
+        let held = [&own, &other].map(|stream| rig.busy(stream));
+        drop((freed, elsewhere));
+        // Freed memory that the stream may use already is what a larger request needs beside the new.
+        let (bytes, cause) = match others {
+            true => (40 * MIB, Cause::Pending),
+            false => (66 * MIB, Cause::Limit),
+        };
+        named(&refused(&allocator, bytes, &own), cause);
+        drop(held);
+        allocator.synchronize().unwrap();
+        assert_eq!(allocator.allocate(bytes, &own).is_ok(), others);
+        rig.close(&allocator);
+    }
+    // Free memory on both sides of the end of a segment is no run.
+    let rig = Rig::new(Policy::Classic, SimConfig::default());
+    let config = Config::new().limit(Some(40 << 20)).waits(Waits::Never);
+    let allocator = rig.allocator_with(config);
+    let (own, other) = (rig.stream(), rig.stream());
+    let mut blocks: Vec<Block> = (0..4)
+        .map(|_| allocator.allocate(9 * MIB, &own).unwrap())
+        .collect();
+    let held = rig.busy(&other);
+    for block in blocks.drain(1..3) {
+        block.record_stream(&other).unwrap();
+    }
+    let picture = refused(&allocator, 16 * MIB, &own);
+    assert!(picture.largest_run >= 16 << 20, "{picture}");
+    named(&picture, Cause::Limit);
+    drop(held);
+    allocator.synchronize().unwrap();
+    refused(&allocator, 16 * MIB, &own);
+}
+
 #[test]
 fn guards() {
     let _alone = alone();
@@ -253,6 +297,13 @@ fn guards() {
     assert!(picture.advice().contains("Drop the guards"));
     drop(guard);
     drop(scene.allocator.allocate(20 * MIB, &stream).unwrap());
+    // The guard keeps one piece of a run, which no request of that size fits in alone.
+    let blocks = [8, 8, 8].map(|mib| scene.allocator.allocate(mib * MIB, &stream).unwrap());
+    let guard = scene.allocator.guard(blocks[1].ptr(), 8 << 20).unwrap();
+    drop(blocks);
+    named(&refused(&scene.allocator, 26 * MIB, &stream), Cause::Pools);
+    drop(guard);
+    drop(scene.allocator.allocate(26 * MIB, &stream).unwrap());
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 
+use crate::allocator::extent::handle::Holding;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::heap::Heap;
@@ -9,6 +10,21 @@ use crate::allocator::physical::{GivenBack, GrowthFailure, Release};
 use crate::allocator::size::GRANULE;
 use crate::driver::DriverError;
 use crate::event::Kind;
+
+/// The starts and ends of runs of adjacent pieces, by address.
+pub(crate) fn joined(pieces: impl Iterator<Item = (u64, u32)>) -> Vec<(u64, u64)> {
+    let mut pieces: Vec<_> = pieces.collect();
+    pieces.sort_unstable();
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    for (start, granules) in pieces {
+        let end = start + u64::from(granules) * GRANULE;
+        match runs.last_mut() {
+            Some(last) if last.1 == start => last.1 = end,
+            _ => runs.push((start, end)),
+        }
+    }
+    runs
+}
 
 impl Heap {
     /// Memory that can be given back now: whole handles or segments in free memory that `over` says
@@ -26,29 +42,25 @@ impl Heap {
         let Some(at) = self.extents.space(space) else {
             return Vec::new();
         };
-        let mut pieces: Vec<_> = at
-            .pieces()
-            .filter(|e| over(e.id))
-            .map(|e| (e.addr, e.granules))
-            .collect();
-        pieces.sort_unstable();
-        let mut found = Vec::new();
-        let mut pieces = pieces.into_iter().peekable();
-        while let Some((start, granules)) = pieces.next() {
-            let mut end = start + u64::from(granules) * GRANULE;
-            while pieces.peek().is_some_and(|(addr, _)| *addr == end) {
-                if let Some((_, more)) = pieces.next() {
-                    end += u64::from(more) * GRANULE;
-                }
-            }
-            let inside = self
-                .physical
-                .holdings
-                .range(start..end)
-                .filter(|(addr, h)| *addr + h.bytes <= end && h.views == 0);
-            found.extend(inside.map(|(addr, h)| (*addr, h.bytes)));
-        }
-        found
+        let pieces = at.pieces().filter(|e| over(e.id));
+        let runs = joined(pieces.map(|e| (e.addr, e.granules)));
+        let whole = self.whole_handles(runs);
+        let unmapped = whole.filter(|(_, holding)| holding.views == 0);
+        unmapped
+            .map(|(addr, holding)| (addr, holding.bytes))
+            .collect()
+    }
+
+    /// The handles or segments that lie wholly in one of these runs, by address.
+    pub(crate) fn whole_handles(
+        &self,
+        runs: Vec<(u64, u64)>,
+    ) -> impl Iterator<Item = (u64, &Holding)> {
+        runs.into_iter().flat_map(|(start, end)| {
+            let inside = self.physical.holdings.range(start..end);
+            let inside = inside.filter(move |(addr, holding)| *addr + holding.bytes <= end);
+            inside.map(|(addr, holding)| (*addr, holding))
+        })
     }
 
     /// Whether nobody can touch a free piece any more, as the host has seen. So under the classic policy

@@ -1,13 +1,15 @@
 //! What a want of memory looks like: what the request lacked, who holds the memory, and how the rest of it lies.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
+use crate::allocator::extent::handle::Holding;
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::arena::Arena;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::graph::PoolRequest;
+use crate::allocator::heap::release::joined;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::suspend::{Suspension, Target};
 use crate::error::{Hole, OutOfMemory, PinnedSegment, Shortage};
@@ -74,12 +76,63 @@ impl Heap {
         arenas.map_or(0, Suspension::missing)
     }
 
+    /// Runs of free memory in these arenas of which `over` says that nobody uses it, and, if `guarded`, of freed blocks
+    /// that guards keep.
+    fn runs(
+        &self,
+        spaces: &[SpaceId],
+        guarded: bool,
+        over: impl Fn(u32) -> bool,
+    ) -> Vec<(u64, u64)> {
+        let free = spaces.iter().filter_map(|id| self.extents.space(*id));
+        let free = free.flat_map(|space| space.pieces());
+        let free = free.filter(|piece| over(piece.id));
+        let kept = self.guards.blocks.iter();
+        let kept = kept.filter(|(_, kept)| guarded && kept.freed.is_some());
+        let kept = kept.map(|(id, _)| &self.extents.records[*id]);
+        let free = free.map(|piece| (piece.addr, piece.granules));
+        joined(free.chain(kept.map(|hot| (hot.addr, hot.granules))))
+    }
+
+    /// Bytes of the handles and segments that lie wholly in such runs. Views without blocks do not count: they can be
+    /// removed.
+    fn whole_bytes(&self, guarded: bool, over: impl Fn(u32) -> bool) -> u64 {
+        if self.suspended.closed {
+            return 0;
+        }
+        let in_use = self.views.map.values();
+        let in_use = in_use.filter(|view| !view.blocks.is_empty());
+        let mapped: HashSet<u64> = in_use
+            .flat_map(|view| view.mappings.iter().map(|mapping| mapping.home))
+            .collect();
+        let runs = self.runs(&[SpaceId::Large, SpaceId::Small], guarded, over);
+        let whole = self.whole_handles(runs);
+        let whole = whole.filter(|(home, _)| !mapped.contains(home));
+        whole.map(|(_, holding)| holding.bytes).sum()
+    }
+
+    /// Whether a run, whatever uses it, has room for a request.
+    fn has_run(&self, want: &Want, guarded: bool) -> bool {
+        let span = u64::from(want.span()) * GRANULE;
+        // Adjacent segments of the driver are no run.
+        let joins = self.rules.segment_for(want).is_none();
+        let runs = self.runs(&[want.space], guarded, |_| true);
+        runs.into_iter().any(|(start, end)| {
+            let segments = self.physical.holdings.range(..end).rev();
+            let mut segments = segments.take_while(|(base, of)| *base + of.bytes > start);
+            let fits = |(base, of): (&u64, &Holding)| {
+                (base + of.bytes).min(end) - start.max(*base) >= span
+            };
+            end - start >= span && (joins || segments.any(fits))
+        })
+    }
+
     /// What guards and graph pools keep of freed memory, what is suspended and counts for the limit, and what a resume
     /// under way will take.
     fn kept(&self) -> u64 {
         let free = |arena: &Arena| arena.held().saturating_sub(arena.live.bytes());
         self.present_arenas().map(free).sum::<u64>()
-            + self.guards.bytes()
+            + (self.whole_bytes(true, |_| true) - self.whole_bytes(false, |_| true))
             + self.absent()
             + self.suspended.coming
     }
@@ -91,29 +144,29 @@ impl Heap {
             None if want.in_one_handle() => want.handle_bytes(),
             None => span.next_multiple_of(PHYSICAL_GRANULE),
         };
-        let all = |over: &dyn Fn(u32) -> bool| -> u64 {
-            let spaces = [SpaceId::Large, SpaceId::Small].into_iter();
-            let found = spaces.flat_map(|space| self.releasable(space, over));
-            found.map(|(_, bytes)| bytes).sum()
-        };
-        let idle = all(&|id| self.over(id));
+        let spaces = [SpaceId::Large, SpaceId::Small].into_iter();
+        let idle = spaces.flat_map(|space| self.releasable(space, |id| self.over(id)));
+        let idle: u64 = idle.map(|(_, bytes)| bytes).sum();
         let at_home = self.missing(want).unwrap_or(growth);
         let space = self.extents.space(want.space);
         let pieces = space.into_iter().flat_map(|space| space.pieces());
         let finder = self.finder(want.space, want.stream);
-        let ready = pieces.filter(|piece| finder.as_ref().is_some_and(|of| of.ready(piece.id)));
-        let guarded = self.guards.blocks.iter();
-        let mut guarded = guarded.filter(|(_, guarded)| guarded.freed.is_some());
+        let is_ready = |id| finder.as_ref().is_some_and(|of| of.ready(id));
+        let ready = pieces.filter(|piece| is_ready(piece.id));
+        let needed = growth.saturating_sub(idle).min(at_home);
+        // Memory that waits may be given back for all of the request, or for what the ready memory at home lacks.
+        let waiting = self.whole_bytes(false, |_| true).saturating_sub(idle);
+        let for_all = waiting.saturating_sub(growth.saturating_sub(idle) - needed);
+        let for_rest = self.whole_bytes(false, |id| self.over(id) || !is_ready(id));
+        let has_run = self.has_run(want, false);
         Shortage {
             growth,
-            needed: growth.saturating_sub(idle).min(at_home),
+            needed,
             ready: ready.map(|piece| u64::from(piece.granules) * GRANULE).sum(),
-            waiting: all(&|_| true) - idle,
-            fits_pending: !want.in_one_handle()
-                && space.is_some_and(|space| space.largest_run() >= span)
-                && !self.pending_bytes().is_empty(),
+            waiting: for_all.max(for_rest.saturating_sub(idle)),
+            fits_pending: !want.in_one_handle() && has_run && !self.pending_bytes().is_empty(),
             kept: self.kept(),
-            fits_guarded: guarded.any(|(id, _)| self.extents.records[*id].bytes() >= span),
+            fits_guarded: !has_run && self.has_run(want, true),
             counted: self.present() + self.suspended.coming,
             coming: self.suspended.coming,
         }
