@@ -1,7 +1,11 @@
 //! How long a view stays, and the handles under it.
 
 use super::{PART, TWO, aliased, packed, scattered, view_of};
+use crate::common::rng::Rng;
 use crate::common::*;
+use cualloc::allocator::{Config, Policy};
+use cualloc::driver::sys::CUresult;
+use cualloc::sim::{FailPlan, SimConfig};
 
 fn unmapped(rig: &Rig) -> u64 {
     rig.calls("cuMemUnmap")
@@ -241,4 +245,47 @@ fn r24_a_retired_stream_does_not_keep_a_view() {
         drop(kept);
         rig.close(&allocator);
     });
+}
+
+/// A stream that works alone is marked where views take much address space, since no other call finds out which of
+/// them are idle. A marker that fails is no reason to fail a request.
+#[test]
+fn a_stream_that_works_alone_is_marked_for_its_views() {
+    for failing in [None, Some("cuEventRecord"), Some("cuEventQuery")] {
+        only_on(
+            Policy::Packed,
+            SimConfig::with_devices(1, 24 << 20),
+            |rig| {
+                let Some(sim) = rig.sim() else { return };
+                let allocator = rig.allocator_with(Config::new());
+                let stream = rig.stream();
+                if let Some(call) = failing {
+                    let plan = FailPlan::call(call, CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap();
+                    sim.fail(plan.times(u64::MAX));
+                }
+                let (mut rng, mut live) = (Rng::new(1), Vec::new());
+                for _ in 0..3000 {
+                    let frees = rng.chance(40) && !live.is_empty();
+                    let block = match frees {
+                        true => None,
+                        false => match allocator.allocate(1 + rng.index(10 * MIB), &stream) {
+                            Err(error) => {
+                                assert!(error.is_out_of_memory(), "{failing:?}: {error}");
+                                None
+                            }
+                            given => given.ok(),
+                        },
+                    };
+                    match block {
+                        Some(block) => live.push(block),
+                        None => drop(live.swap_remove(rng.index(live.len()))),
+                    }
+                }
+                assert!(rig.calls("cuEventRecord") > 0, "{failing:?}");
+                sim.clear_failures();
+                drop(live);
+                rig.close(&allocator);
+            },
+        );
+    }
 }
