@@ -158,17 +158,13 @@ impl Hash for BlockId {
     }
 }
 
-impl fmt::Debug for BlockId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BlockId")
-            .field("ptr", &format_args!("{:#x}", self.ptr))
-            .field("bytes", &self.bytes)
-            .field("stream", &self.stream)
-            .field("source", &self.source)
-            .field("generation", &self.generation)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(BlockId, self =>
+    ptr: format_args!("{:#x}", self.ptr),
+    bytes: self.bytes,
+    stream: self.stream,
+    source: self.source,
+    generation: self.generation,
+);
 
 /// Where a block is in its life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -10,6 +10,20 @@
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("cualloc supports 64-bit targets only: the driver's API differs on others");
 
+/// Implements `Debug` with these fields, and says that there are others.
+macro_rules! debug_fields {
+    ($([$($generics:tt)*])? $name:ident $(<$($args:tt),*>)?, $this:ident =>
+     $($field:ident: $value:expr),+ $(,)?) => {
+        impl $(<$($generics)*>)? ::std::fmt::Debug for $name $(<$($args),*>)? {
+            fn fmt(&$this, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                f.debug_struct(stringify!($name))
+                    $(.field(stringify!($field), &$value))+
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}
+
 pub mod allocator;
 mod block;
 pub mod buffer;

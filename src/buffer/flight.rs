@@ -1,7 +1,6 @@
 //! Copies that the device is still busy with.
 
 use std::ffi::c_void;
-use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -211,10 +210,4 @@ impl<T: DeviceCopy> CopyInFlight<T> {
 
 impl<T: DeviceCopy> Unpin for CopyInFlight<T> {}
 
-impl<T: DeviceCopy> fmt::Debug for CopyInFlight<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CopyInFlight")
-            .field("host", &self.host)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!([T: DeviceCopy] CopyInFlight<T>, self => host: self.host);

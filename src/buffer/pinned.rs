@@ -1,6 +1,5 @@
 //! Page-locked host memory, and the work that may still use it.
 
-use std::fmt;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
@@ -395,13 +394,6 @@ impl<T: DeviceCopy> DerefMut for PinnedBuffer<T> {
     }
 }
 
-impl<T: DeviceCopy> fmt::Debug for PinnedBuffer<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedBuffer")
-            .field("type", &std::any::type_name::<T>())
-            .field("ptr", &self.ptr())
-            .field("len", &self.len)
-            .field("generation", &self.generation())
-            .finish()
-    }
-}
+debug_fields!([T: DeviceCopy] PinnedBuffer<T>, self =>
+    type: std::any::type_name::<T>(), ptr: self.ptr(), len: self.len, generation: self.generation()
+);

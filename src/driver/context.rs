@@ -307,15 +307,9 @@ impl Context {
     }
 }
 
-impl fmt::Debug for Context {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Context")
-            .field("device", &self.0.device.ordinal())
-            .field("id", &self.0.id)
-            .field("primary", &self.0.primary)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Context, self =>
+    device: self.0.device.ordinal(), id: self.0.id, primary: self.0.primary
+);
 
 impl Inner {
     /// Whether it was retained here, or has its owner here.

@@ -5,7 +5,6 @@ use super::symbols::Feature;
 use super::sys::{self, CUdevice_attribute};
 use super::table::{Driver, call};
 use std::ffi::{CStr, c_char, c_int};
-use std::fmt;
 
 /// A device of a driver, by its ordinal among the devices that this process may see
 /// (`CUDA_VISIBLE_DEVICES` and MIG are the driver's business).
@@ -222,13 +221,7 @@ impl PartialEq for Device {
 
 impl Eq for Device {}
 
-impl fmt::Debug for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Device")
-            .field("ordinal", &self.ordinal)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Device, self => ordinal: self.ordinal);
 
 /// The text up to the first zero, or all of it.
 fn string(text: &[c_char]) -> String {

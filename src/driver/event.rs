@@ -5,7 +5,6 @@ use super::error::DriverError;
 use super::owed::Owed;
 use super::sys::{self, CUevent_flags};
 use super::table::{call, thin};
-use std::fmt;
 use std::ptr;
 
 /// An event of a context, without timing. Owned events are destroyed on drop, which is legal while
@@ -74,14 +73,7 @@ impl Event {
     }
 }
 
-impl fmt::Debug for Event {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Event")
-            .field("raw", &self.raw)
-            .field("owned", &self.owned)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Event, self => raw: self.raw, owned: self.owned);
 
 impl Drop for Event {
     fn drop(&mut self) {

@@ -7,7 +7,6 @@ use super::sys;
 use super::table::{Driver, call};
 use super::user_object::UserObject;
 use std::ffi::c_void;
-use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr;
 
@@ -247,13 +246,7 @@ impl Graph {
     }
 }
 
-impl fmt::Debug for Graph {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Graph")
-            .field("raw", &self.raw)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Graph, self => raw: self.raw);
 
 impl Drop for Graph {
     fn drop(&mut self) {

@@ -7,7 +7,6 @@ use super::owed::Owed;
 use super::stream::Stream;
 use super::sys;
 use super::table::call;
-use std::fmt;
 use std::ptr;
 
 /// An executable made from a graph, destroyed on drop: launches that are under way go on, and what the graph held
@@ -92,13 +91,7 @@ impl GraphExec {
     }
 }
 
-impl fmt::Debug for GraphExec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("GraphExec")
-            .field("raw", &self.raw)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(GraphExec, self => raw: self.raw);
 
 impl Drop for GraphExec {
     fn drop(&mut self) {

@@ -6,7 +6,6 @@ use super::owed::Owed;
 use super::sys::{self, CUdeviceptr, CUpointer_attribute, CUstream};
 use super::table::{call, thin};
 use std::ffi::c_void;
-use std::fmt;
 use std::mem::MaybeUninit;
 use std::num::NonZeroU64;
 use std::ptr::{self, NonNull};
@@ -80,14 +79,7 @@ impl HostAllocation {
     }
 }
 
-impl fmt::Debug for HostAllocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostAllocation")
-            .field("address", &self.address)
-            .field("bytes", &self.bytes)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(HostAllocation, self => address: self.address, bytes: self.bytes);
 
 impl Drop for HostAllocation {
     fn drop(&mut self) {

@@ -7,7 +7,6 @@ use super::stream::Stream;
 use super::sys::{self, CUstream};
 use super::table::{call, thin};
 use std::ffi::{CStr, c_void};
-use std::fmt;
 use std::ptr;
 use std::sync::Arc;
 
@@ -91,13 +90,7 @@ impl Module {
     }
 }
 
-impl fmt::Debug for Module {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Module")
-            .field("raw", &self.0.raw)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Module, self => raw: self.0.raw);
 
 impl Drop for Inner {
     fn drop(&mut self) {
@@ -185,13 +178,7 @@ macro_rules! numbers {
 }
 numbers!(u8 u16 u32 u64 usize i8 i16 i32 i64 isize f32 f64);
 
-impl fmt::Debug for Function {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Function")
-            .field("raw", &self.raw)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Function, self => raw: self.raw);
 
 #[doc(hidden)]
 impl Entered<'_> {

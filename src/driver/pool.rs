@@ -12,7 +12,6 @@ use super::sys::{
 };
 use super::table::{call, thin};
 use super::vmm::{access_list, location_of};
-use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -308,14 +307,7 @@ fn is_policy(attribute: CUmemPool_attribute) -> bool {
     )
 }
 
-impl fmt::Debug for MemoryPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MemoryPool")
-            .field("raw", &self.raw)
-            .field("owned", &self.owned.load(Ordering::Relaxed))
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(MemoryPool, self => raw: self.raw, owned: self.owned.load(Ordering::Relaxed));
 
 impl Drop for MemoryPool {
     fn drop(&mut self) {

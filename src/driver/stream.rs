@@ -9,7 +9,6 @@ use super::registry::Entry;
 use super::symbols::{Call, Feature};
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
 use super::table::{Driver, call, query, thin};
-use std::fmt;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -399,15 +398,7 @@ impl Event {
     }
 }
 
-impl fmt::Debug for Stream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Stream")
-            .field("raw", &self.0.raw)
-            .field("kind", &self.0.kind)
-            .field("id", &self.0.id)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Stream, self => raw: self.0.raw, kind: self.0.kind, id: self.0.id);
 
 impl Drop for Inner {
     fn drop(&mut self) {

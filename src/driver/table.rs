@@ -479,14 +479,7 @@ impl Driver {
     }
 }
 
-impl fmt::Debug for Driver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Driver")
-            .field("library", &self.0.library)
-            .field("version", &self.0.version)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Driver, self => library: self.0.library, version: self.0.version);
 
 fn refused(call: Call) -> DriverError {
     DriverError::new(name_of(call), CUresult::CUDA_ERROR_NOT_INITIALIZED)

@@ -7,7 +7,6 @@ use super::sys;
 use super::table::call;
 use crate::foreign::guarded;
 use std::ffi::c_void;
-use std::fmt;
 use std::ptr;
 
 /// A function that the driver calls when nothing holds the object any more: this value is dropped, and every graph
@@ -87,13 +86,7 @@ impl UserObject {
     }
 }
 
-impl fmt::Debug for UserObject {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UserObject")
-            .field("raw", &self.raw)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(UserObject, self => raw: self.raw);
 
 impl Drop for UserObject {
     fn drop(&mut self) {

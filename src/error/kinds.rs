@@ -411,14 +411,7 @@ impl<T> Refused<T> {
     }
 }
 
-// By hand: a derived one would ask for `T: Debug`.
-impl<T> fmt::Debug for Refused<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Refused")
-            .field("error", &self.error)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!([T] Refused<T>, self => error: self.error);
 
 impl<T> fmt::Display for Refused<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::fmt;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -60,6 +59,7 @@ const EXTENSION_METADATA: &str = "ARROW:extension:metadata";
 /// # }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[derive(Debug)]
 #[repr(C)]
 pub struct ArrowDeviceArray {
     array: FFI_ArrowArray,
@@ -291,18 +291,6 @@ impl ArrowDeviceArray {
         let event = unsafe { Event::from_raw(stream.context(), at.read_unaligned()) };
         capture::refuse_capture(stream)?;
         Ok(stream.wait(&event)?)
-    }
-}
-
-impl fmt::Debug for ArrowDeviceArray {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ArrowDeviceArray")
-            .field("array", &self.array)
-            .field("device_id", &self.device_id)
-            .field("device_type", &self.device_type)
-            .field("sync_event", &self.sync_event)
-            .field("reserved", &self.reserved)
-            .finish()
     }
 }
 

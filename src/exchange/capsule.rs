@@ -1,7 +1,6 @@
 //! DLPack tensors with an owner, of the legacy and of the versioned form.
 
 use std::ffi::{CStr, c_void};
-use std::fmt;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -339,14 +338,9 @@ impl<M: Managed> Dlpack<M> {
     }
 }
 
-impl<M: Managed> fmt::Debug for Dlpack<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Dlpack")
-            .field("version", &self.managed().version())
-            .field("tensor", &self.tensor())
-            .finish()
-    }
-}
+debug_fields!([M: Managed] Dlpack<M>, self =>
+    version: self.managed().version(), tensor: self.tensor()
+);
 
 impl<M: Managed> Drop for Dlpack<M> {
     fn drop(&mut self) {

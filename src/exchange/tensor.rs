@@ -1,7 +1,6 @@
 //! Elements of a type known at run time.
 
 use std::ffi::c_void;
-use std::fmt;
 use std::sync::Arc;
 
 use crate::allocator::Request;
@@ -537,17 +536,13 @@ unsafe impl KernelParam for Tensor {
     }
 }
 
-impl fmt::Debug for Tensor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tensor")
-            .field("dtype", &self.dtype)
-            .field("shape", &self.shape())
-            .field("strides", &self.strides())
-            .field("ptr", &format_args!("{:#x}", self.ptr))
-            .field("id", &self.id())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Tensor, self =>
+    dtype: self.dtype,
+    shape: self.shape(),
+    strides: self.strides(),
+    ptr: format_args!("{:#x}", self.ptr),
+    id: self.id(),
+);
 
 /// A [`Launch`](crate::resource::Launch) tracks a tensor by the block under it, and takes imported memory for external.
 impl LaunchBuffer for Tensor {

@@ -1,6 +1,5 @@
 //! The driver's own stream-ordered pools, as one pool among others.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -379,14 +378,7 @@ impl Drop for DriverPool {
     }
 }
 
-impl fmt::Debug for DriverPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DriverPool")
-            .field("pool", &self.0.pool)
-            .field("usage", &self.measure().ok())
-            .finish()
-    }
-}
+debug_fields!(DriverPool, self => pool: self.0.pool, usage: self.measure().ok());
 
 fn supported(context: &Context) -> Result<(), Error> {
     match context.device().supports_pools()? {

@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
@@ -408,11 +407,4 @@ impl HostPool for Inner {
     }
 }
 
-impl fmt::Debug for PinnedPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedPool")
-            .field("config", &self.0.config)
-            .field("usage", &self.usage())
-            .finish()
-    }
-}
+debug_fields!(PinnedPool, self => config: self.0.config, usage: self.usage());

@@ -1,6 +1,5 @@
 //! A pool with a release threshold.
 
-use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, OnceLock};
 
@@ -180,11 +179,4 @@ forward! {
     [] ThresholdPool, self => (*self.0), Arc::<Inner>::clone(&self.0);
 }
 
-impl fmt::Debug for ThresholdPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ThresholdPool")
-            .field("ordinal", &self.0.ordinal)
-            .field("usage", &self.usage())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(ThresholdPool, self => ordinal: self.0.ordinal, usage: self.usage());

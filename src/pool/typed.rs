@@ -1,7 +1,6 @@
 //! A pool of typed buffers, last returned first.
 
 use std::any::TypeId;
-use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, LazyLock};
 
@@ -362,10 +361,4 @@ forward! {
     [] TypedPool, self => (*self.0), Arc::<Inner>::clone(&self.0);
 }
 
-impl fmt::Debug for TypedPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TypedPool")
-            .field("usage", &self.usage())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(TypedPool, self => usage: self.usage());

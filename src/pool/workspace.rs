@@ -1,6 +1,5 @@
 //! Scratch memory on lease.
 
-use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
@@ -291,14 +290,7 @@ impl Drop for Inner {
     }
 }
 
-impl fmt::Debug for WorkspacePool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WorkspacePool")
-            .field("exact", &self.0.exact)
-            .field("usage", &self.0.figures())
-            .finish()
-    }
-}
+debug_fields!(WorkspacePool, self => exact: self.0.exact, usage: self.0.figures());
 
 /// Each block is a lease; idle slabs count as cached.
 // SAFETY: each block stands for a slab that is leased once, to its stream or by the allocator, which

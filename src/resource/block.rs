@@ -1,6 +1,5 @@
 //! Blocks of a resource: plain values with an identity.
 
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -232,11 +231,4 @@ impl RawBlock {
     }
 }
 
-impl fmt::Debug for RawBlock {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RawBlock")
-            .field("id", &self.id)
-            .field("tag", &self.tag)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(RawBlock, self => id: self.id, tag: self.tag);

@@ -2,10 +2,10 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use std::{fmt, io};
 
 use crate::allocator::Request;
 use crate::driver::{Stream, process};
@@ -361,13 +361,7 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
     }
 }
 
-impl<R: fmt::Debug, S> fmt::Debug for Logging<R, S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Logging")
-            .field("inner", &self.inner)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!([R: std::fmt::Debug, S] Logging<R, S>, self => inner: self.inner);
 
 #[cfg(test)]
 mod tests {

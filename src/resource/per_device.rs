@@ -119,10 +119,4 @@ impl<T> PerDevice<T> {
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for PerDevice<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PerDevice")
-            .field("slots", &*self.slots())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!([T: fmt::Debug] PerDevice<T>, self => slots: *self.slots());

@@ -206,15 +206,9 @@ impl PressureMonitor {
     }
 }
 
-impl fmt::Debug for PressureMonitor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PressureMonitor")
-            .field("warning", &self.warning)
-            .field("critical", &self.critical)
-            .field("level", &self.level())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(PressureMonitor, self =>
+    warning: self.warning, critical: self.critical, level: self.level()
+);
 
 #[cfg(test)]
 mod tests {

@@ -248,12 +248,6 @@ unsafe impl<R: MemoryResource> MemoryResource for Relief<R> {
     }
 }
 
-impl<R: MemoryResource + fmt::Debug> fmt::Debug for Relief<R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Relief")
-            .field("inner", &self.inner)
-            .field("hooks", &self.hooks)
-            .field("policy", &self.policy())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!([R: MemoryResource + fmt::Debug] Relief<R>, self =>
+    inner: self.inner, hooks: self.hooks, policy: self.policy()
+);

@@ -10,7 +10,6 @@ use super::work::{Kernels, Nothing, Use, Work};
 use crate::allocator::{Allocator, Block, Config, Fragmentation, Policy, Stats};
 use crate::driver::{CallCounts, Context, Stream};
 use crate::error::Error;
-use std::fmt;
 use std::time::{Duration, Instant};
 
 /// How many rows pass between two reports of progress; the clock stands still during a report.
@@ -212,14 +211,7 @@ impl<'a> Replay<'a> {
     }
 }
 
-impl fmt::Debug for Replay<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Replay")
-            .field("trace", &self.trace.name())
-            .field("config", &self.config)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Replay<'_>, self => trace: self.trace.name(), config: self.config);
 
 /// What a pass over the rows cost, or a part of one.
 #[derive(Clone, Debug)]

@@ -15,7 +15,6 @@ use super::error::{TraceError, TraceFault};
 use super::format::{Op, Row, Trace};
 use draft::{Draft, Maker, Ready, Release};
 use std::collections::BTreeSet;
-use std::fmt;
 
 pub use draft::{Kind, Program};
 
@@ -159,10 +158,4 @@ impl Iterator for Rows<'_> {
     }
 }
 
-impl fmt::Debug for Rows<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Rows")
-            .field("rows", &self.rows)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Rows<'_>, self => rows: self.rows);
