@@ -516,7 +516,7 @@ impl<'a> Entered<'a> {
 impl Entered<'_> {
     thin! {
         /// Waits until everything that was submitted to the context has completed.
-        fn synchronize() = cuCtxSynchronize();
+        pub fn synchronize(&self) = cuCtxSynchronize();
     }
 
     /// Gives kernels in this context access to plain allocations of `peer`'s context. Mapped memory

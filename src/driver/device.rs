@@ -3,7 +3,7 @@
 use super::error::DriverError;
 use super::symbols::Feature;
 use super::sys::{self, CUdevice_attribute};
-use super::table::{Driver, call};
+use super::table::{Driver, call, thin};
 use std::ffi::{CStr, c_char, c_int};
 
 /// A device of a driver, by its ordinal among the devices that this process may see
@@ -74,47 +74,35 @@ impl Device {
         &self.driver
     }
 
-    /// The device's product name.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn name(&self) -> Result<String, DriverError> {
-        let mut text: [c_char; 256] = [0; 256];
-        // SAFETY: the pointer is to a local array of the length that is given.
-        unsafe {
-            call!(
-                self.driver(),
-                cuDeviceGetName(text.as_mut_ptr(), 256, self.raw)
-            )
-        }?;
-        Ok(string(&text))
-    }
+    thin! {
+        /// The device's memory in bytes.
+        ///
+        /// # Errors
+        /// The driver's.
+        pub fn total_memory(&self) -> bytes: usize = cuDeviceTotalMem_v2(&mut bytes, self.raw) => u64: bytes as u64;
 
-    /// The device's memory in bytes.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn total_memory(&self) -> Result<u64, DriverError> {
-        let mut bytes = 0_usize;
-        // SAFETY: the pointer is to a local integer.
-        unsafe { call!(self.driver(), cuDeviceTotalMem_v2(&mut bytes, self.raw)) }?;
-        Ok(bytes as u64)
-    }
+        /// A number that describes the device; also numbers newer than the bindings may be asked for.
+        ///
+        /// # Errors
+        /// The driver's; `CUDA_ERROR_INVALID_VALUE` for an attribute that it does not know.
+        pub fn attribute(&self, attribute: CUdevice_attribute) -> value: i32
+            = cuDeviceGetAttribute(&mut value, attribute, self.raw);
 
-    /// A number that describes the device; also numbers newer than the bindings may be asked for.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_INVALID_VALUE` for an attribute that it does not know.
-    pub fn attribute(&self, attribute: CUdevice_attribute) -> Result<i32, DriverError> {
-        let mut value = 0;
-        // SAFETY: the pointer is to a local integer.
-        unsafe {
-            call!(
-                self.driver(),
-                cuDeviceGetAttribute(&mut value, attribute, self.raw)
-            )
-        }?;
-        Ok(value)
+        /// The device's product name.
+        ///
+        /// # Errors
+        /// The driver's.
+        pub fn name(&self) -> text: [c_char; 256] = cuDeviceGetName(text.as_mut_ptr(), 256, self.raw)
+            => String: string(&text);
+
+        fn known_uuid(&self) -> uuid: sys::CUuuid = cuDeviceGetUuid_v2(&mut uuid, self.raw)
+            => [u8; 16]: uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
+
+        fn known_bus_id(&self) -> text: [c_char; 64] = cuDeviceGetPCIBusId(text.as_mut_ptr(), 64, self.raw)
+            => String: string(&text);
+
+        fn reaches(&self, peer: &Device) -> can: c_int = cuDeviceCanAccessPeer(&mut can, self.raw, peer.raw)
+            => bool: can != 0;
     }
 
     /// The device's UUID, or that of the MIG instance; none if the driver cannot say.
@@ -125,10 +113,7 @@ impl Device {
         if !self.driver.has(Feature::DeviceUuid) {
             return Ok(None);
         }
-        let mut uuid = sys::CUuuid::default();
-        // SAFETY: the pointer is to a local struct.
-        unsafe { call!(self.driver(), cuDeviceGetUuid_v2(&mut uuid, self.raw)) }?;
-        Ok(Some(uuid.bytes.map(|byte| byte.to_ne_bytes()[0])))
+        self.known_uuid().map(Some)
     }
 
     /// The device's PCI address, such as `0000:3b:00.0`; none if the driver cannot say.
@@ -139,15 +124,7 @@ impl Device {
         if !self.driver.has(Feature::PciBusId) {
             return Ok(None);
         }
-        let mut text: [c_char; 64] = [0; 64];
-        // SAFETY: the pointer is to a local array of the length that is given.
-        unsafe {
-            call!(
-                self.driver(),
-                cuDeviceGetPCIBusId(text.as_mut_ptr(), 64, self.raw)
-            )
-        }?;
-        Ok(Some(string(&text)))
+        self.known_bus_id().map(Some)
     }
 
     /// True if driver and device support virtual memory management.
@@ -201,15 +178,7 @@ impl Device {
         if !self.driver.has(Feature::Peers) {
             return Ok(false);
         }
-        let mut can = 0;
-        // SAFETY: the pointer is to a local integer.
-        unsafe {
-            call!(
-                self.driver(),
-                cuDeviceCanAccessPeer(&mut can, self.raw, peer.raw)
-            )
-        }?;
-        Ok(can != 0)
+        self.reaches(peer)
     }
 }
 

@@ -103,10 +103,10 @@ impl Entered<'_> {
     thin! {
         /// [`Event::record`]. `stream` must be a live stream, or a special handle that means the default stream
         /// here; it and the event are of this driver.
-        unsafe fn record(event: &Event, stream: sys::CUstream) = cuEventRecord(event.raw, stream);
+        pub unsafe fn record(&self, event: &Event, stream: sys::CUstream) = cuEventRecord(event.raw, stream);
 
         /// [`Stream::wait`](super::Stream::wait), under the conditions of [`Entered::record`] but that the event may be of any context.
-        unsafe fn stream_wait(stream: sys::CUstream, event: &Event) = cuStreamWaitEvent(stream, event.raw, 0);
+        pub unsafe fn stream_wait(&self, stream: sys::CUstream, event: &Event) = cuStreamWaitEvent(stream, event.raw, 0);
     }
 
     /// True if the work that `event` stands for has completed.

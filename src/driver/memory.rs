@@ -94,21 +94,42 @@ impl Drop for HostAllocation {
 impl Entered<'_> {
     thin! {
         /// Allocates `bytes` of device memory; the address is a multiple of 256 at least.
-        fn mem_alloc(bytes: usize) -> address: CUdeviceptr = cuMemAlloc_v2(&mut address, bytes);
+        pub fn mem_alloc(&self, bytes: usize) -> address: CUdeviceptr = cuMemAlloc_v2(&mut address, bytes);
 
         /// Base address and bytes of the allocation or mapping that contains `address`.
-        fn address_range(address: CUdeviceptr) -> range: (CUdeviceptr, usize)
+        pub fn address_range(&self, address: CUdeviceptr) -> range: (CUdeviceptr, usize)
             = cuMemGetAddressRange_v2(&mut range.0, &mut range.1, address);
 
+        /// Free and total memory of the context's device, in bytes. Costs microseconds.
+        pub fn mem_info(&self) -> info: (usize, usize) = cuMemGetInfo_v2(&mut info.0, &mut info.1)
+            => MemInfo: MemInfo { free: info.0 as u64, total: info.1 as u64 };
+
+        /// Makes synchronous copies to and from this allocation really synchronous, as transfers by
+        /// other devices need it.
+        pub fn set_sync_memops(&self, address: CUdeviceptr, on: bool)
+            = cuPointerSetAttribute(
+                ptr::from_ref(&u32::from(on)).cast(), CUpointer_attribute::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, address
+            );
+
+        /// Allocates `bytes` of page-locked host memory.
+        pub fn host_alloc(&self, bytes: usize, how: HostMemory) -> address: *mut c_void
+            = cuMemHostAlloc(&mut address, bytes, how.flags());
+
         /// Frees memory of [`Entered::host_alloc`].
-        unsafe fn host_free(address: *mut c_void) = cuMemFreeHost(address);
+        pub unsafe fn host_free(&self, address: *mut c_void) = cuMemFreeHost(address);
 
         /// The address under which the device sees page-locked host memory.
-        unsafe fn host_device_pointer(address: *mut c_void) -> device: CUdeviceptr
+        pub unsafe fn host_device_pointer(&self, address: *mut c_void) -> device: CUdeviceptr
             = cuMemHostGetDevicePointer_v2(&mut device, address, 0);
 
+        /// Page-locks `bytes` of host memory that the caller owns, which must stay allocated until
+        /// [`Entered::host_unregister`]. `write_combined` does not apply. Needs
+        /// [`Feature::HostRegister`](super::Feature::HostRegister).
+        pub unsafe fn host_register(&self, address: *mut c_void, bytes: usize, how: HostMemory)
+            = cuMemHostRegister_v2(address, bytes, HostMemory { write_combined: false, ..how }.flags());
+
         /// Undoes [`Entered::host_register`].
-        unsafe fn host_unregister(address: *mut c_void) = cuMemHostUnregister(address);
+        pub unsafe fn host_unregister(&self, address: *mut c_void) = cuMemHostUnregister(address);
     }
 
     /// What tells the memory at an address from all other memory of the process, earlier and later; `None` where there
@@ -157,17 +178,6 @@ impl Entered<'_> {
         }
     }
 
-    /// Free and total memory of the context's device, in bytes. Costs microseconds.
-    pub fn mem_info(&self) -> Result<MemInfo, DriverError> {
-        let (mut free, mut total) = (0_usize, 0_usize);
-        // SAFETY: both pointers are to local integers.
-        unsafe { call!(self.driver(), cuMemGetInfo_v2(&mut free, &mut total)) }?;
-        Ok(MemInfo {
-            free: free as u64,
-            total: total as u64,
-        })
-    }
-
     /// One attribute of an address.
     ///
     /// # Errors
@@ -193,33 +203,6 @@ impl Entered<'_> {
         Ok(unsafe { value.assume_init() })
     }
 
-    /// Makes synchronous copies to and from this allocation really synchronous, as transfers by
-    /// other devices need it.
-    pub fn set_sync_memops(&self, address: CUdeviceptr, on: bool) -> Result<(), DriverError> {
-        let value = u32::from(on);
-        let attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS;
-        // SAFETY: the driver reads one integer from the local.
-        unsafe {
-            call!(
-                self.driver(),
-                cuPointerSetAttribute(ptr::from_ref(&value).cast(), attribute, address)
-            )
-        }
-    }
-
-    /// Allocates `bytes` of page-locked host memory.
-    pub fn host_alloc(&self, bytes: usize, how: HostMemory) -> Result<*mut c_void, DriverError> {
-        let mut address = ptr::null_mut();
-        // SAFETY: the pointer is to a local.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemHostAlloc(&mut address, bytes, how.flags())
-            )
-        }?;
-        Ok(address)
-    }
-
     /// Allocates `bytes` of page-locked host memory that frees itself. Its bytes are undefined.
     pub fn host_allocation(
         &self,
@@ -234,29 +217,6 @@ impl Entered<'_> {
             bytes,
         })
     }
-
-    /// Page-locks `bytes` of host memory that the caller owns. `write_combined` does not apply.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::HostRegister`](super::Feature::HostRegister).
-    ///
-    /// # Safety
-    /// The memory must stay allocated until [`Entered::host_unregister`].
-    pub unsafe fn host_register(
-        &self,
-        address: *mut c_void,
-        bytes: usize,
-        how: HostMemory,
-    ) -> Result<(), DriverError> {
-        let flags = HostMemory {
-            write_combined: false,
-            ..how
-        }
-        .flags();
-        // SAFETY: the caller vouches for the memory.
-        unsafe { call!(self.driver(), cuMemHostRegister_v2(address, bytes, flags)) }
-    }
 }
 
 /// Copies and fills in stream order: they return before the work is done.
@@ -269,34 +229,34 @@ impl Entered<'_> {
 impl Entered<'_> {
     thin! {
         /// Fills `bytes` bytes with `value`.
-        unsafe fn memset_d8(to: CUdeviceptr, value: u8, bytes: usize, stream: CUstream)
+        pub unsafe fn memset_d8(&self, to: CUdeviceptr, value: u8, bytes: usize, stream: CUstream)
             = cuMemsetD8Async(to, value, bytes, stream);
 
         /// Fills `words` 32-bit words with `value`; `to` must be a multiple of 4.
-        unsafe fn memset_d32(to: CUdeviceptr, value: u32, words: usize, stream: CUstream)
+        pub unsafe fn memset_d32(&self, to: CUdeviceptr, value: u32, words: usize, stream: CUstream)
             = cuMemsetD32Async(to, value, words, stream);
 
         /// Copies from the host to the device.
-        unsafe fn copy_host_to_device(
+        pub unsafe fn copy_host_to_device(&self,
             to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream
         ) = cuMemcpyHtoDAsync_v2(to, from, bytes, stream);
 
         /// Copies from the device to the host.
-        unsafe fn copy_device_to_host(
+        pub unsafe fn copy_device_to_host(&self,
             to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream
         ) = cuMemcpyDtoHAsync_v2(to, from, bytes, stream);
 
         /// Copies on the device.
-        unsafe fn copy_device_to_device(
+        pub unsafe fn copy_device_to_device(&self,
             to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream
         ) = cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
 
         /// Copies between any two addresses of the unified address space.
-        unsafe fn copy(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream)
+        pub unsafe fn copy(&self, to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream)
             = cuMemcpyAsync(to, from, bytes, stream);
 
         /// Copies from one context's memory to another's; needs [`Feature::Peers`](super::Feature::Peers).
-        unsafe fn copy_peer(
+        pub unsafe fn copy_peer(&self,
             to: CUdeviceptr, to_context: &Context, from: CUdeviceptr, from_context: &Context, bytes: usize,
             stream: CUstream
         ) = cuMemcpyPeerAsync(to, to_context.raw(), from, from_context.raw(), bytes, stream);

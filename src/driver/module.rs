@@ -188,52 +188,27 @@ impl Entered<'_> {
         unsafe { Module::load(self, ptx.as_ptr().cast()) }
     }
 
-    /// Launches a kernel on `stream`; one pointer to each parameter's value, all read before the
-    /// call returns.
-    ///
-    /// # Safety
-    /// `stream` must be valid as for [`Entered::record`]; the function must belong to the current
-    /// context; `parameters` must point to as many values, of the types, as the kernel declares;
-    /// memory that the kernel touches must stay valid until it has completed, and unused by others.
-    /// The context must outlive the launch with the function's module loaded.
-    pub unsafe fn launch(
-        &self,
-        function: &Function,
-        grid: [u32; 3],
-        block: [u32; 3],
-        shared_bytes: u32,
-        stream: CUstream,
-        parameters: &mut [*mut c_void],
-    ) -> Result<(), DriverError> {
-        let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
-        let list = parameters.as_mut_ptr();
-        let none = ptr::null_mut();
-        // SAFETY: the function is alive, and the caller vouches for the rest.
-        unsafe {
-            call!(
-                self.driver(),
-                cuLaunchKernel(
-                    function.raw,
-                    gx,
-                    gy,
-                    gz,
-                    bx,
-                    by,
-                    bz,
-                    shared_bytes,
-                    stream,
-                    list,
-                    none
-                )
-            )
-        }
-    }
-
     thin! {
+        /// Launches a kernel on `stream`; one pointer to each parameter's value, all read before the
+        /// call returns.
+        ///
+        /// # Safety
+        /// `stream` must be valid as for [`Entered::record`]; the function must belong to the current
+        /// context; `parameters` must point to as many values, of the types, as the kernel declares;
+        /// memory that the kernel touches must stay valid until it has completed, and unused by others.
+        /// The context must outlive the launch with the function's module loaded.
+        pub unsafe fn launch(
+            &self, function: &Function, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, stream: CUstream,
+            parameters: &mut [*mut c_void]
+        ) = cuLaunchKernel(
+            function.raw, grid[0], grid[1], grid[2], block[0], block[1], block[2], shared_bytes, stream,
+            parameters.as_mut_ptr(), ptr::null_mut()
+        );
+
         /// Calls `function(data)` on a thread of the driver when everything before it on `stream` has completed.
         /// `stream` must be valid as for [`Entered::record`]; `data` must be good for `function`, which must not
         /// unwind and must not call the driver.
-        unsafe fn launch_host(
+        pub unsafe fn launch_host(&self,
             stream: CUstream, function: unsafe extern "C" fn(*mut c_void), data: *mut c_void
         ) = cuLaunchHostFunc(stream, Some(function), data);
     }

@@ -5,13 +5,16 @@ use super::device::Device;
 use super::error::DriverError;
 use super::owed::Owed;
 #[cfg(unix)]
-use super::share::opened;
+use super::share::{DESCRIPTOR, number_of, opened};
 use super::sys::{
     self, CUdeviceptr, CUmemAllocationHandleType, CUmemPool_attribute, CUmemPoolPtrExportData,
     CUstream,
 };
-use super::table::{call, thin};
-use super::vmm::{access_list, location_of};
+use super::table::{Driver, call, thin};
+use super::vmm::{READ_WRITE, access_list, location_of};
+use std::ffi::c_void;
+#[cfg(unix)]
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -60,26 +63,20 @@ impl MemoryPool {
     /// A new pool. Its release threshold is 0: the driver takes back all that is unused at every
     /// synchronisation, until [`MemoryPool::set`] says otherwise.
     pub fn new(context: &Context, properties: &PoolProperties) -> Result<MemoryPool, DriverError> {
-        let entered = context.enter()?;
-        let mut raw = ptr::null_mut();
-        let properties = properties.raw();
-        // SAFETY: both pointers are to locals.
-        unsafe { call!(entered.driver(), cuMemPoolCreate(&mut raw, &properties)) }?;
-        Ok(MemoryPool::wrap(context, raw, true))
+        Ok(MemoryPool::wrap(
+            context,
+            context.enter()?.create_pool(properties)?,
+            true,
+        ))
     }
 
     /// The default pool of the context's device, which everything in the process shares.
     pub fn default_of(context: &Context) -> Result<MemoryPool, DriverError> {
-        let mut raw = ptr::null_mut();
-        let device = context.device().raw();
-        // SAFETY: the pointer is to a local handle.
-        unsafe {
-            call!(
-                context.driver(),
-                cuDeviceGetDefaultMemPool(&mut raw, device)
-            )
-        }?;
-        Ok(MemoryPool::wrap(context, raw, false))
+        Ok(MemoryPool::wrap(
+            context,
+            context.device().default_pool()?,
+            false,
+        ))
     }
 
     /// The pool that [`Entered::mem_alloc_async`] takes from on the context's device at present.
@@ -87,32 +84,21 @@ impl MemoryPool {
     /// # Safety
     /// As [`from_raw`](Self::from_raw): whoever owns the pool keeps it as long as the result.
     pub unsafe fn current_of(context: &Context) -> Result<MemoryPool, DriverError> {
-        let mut raw = ptr::null_mut();
-        let device = context.device().raw();
-        // SAFETY: the pointer is to a local handle.
-        unsafe { call!(context.driver(), cuDeviceGetMemPool(&mut raw, device)) }?;
-        Ok(MemoryPool::wrap(context, raw, false))
+        Ok(MemoryPool::wrap(
+            context,
+            context.device().current_pool()?,
+            false,
+        ))
     }
 
     /// The pool behind a file descriptor of [`MemoryPool::export_fd`], owned by the result.
     #[cfg(unix)]
-    pub fn import_fd(
-        context: &Context,
-        fd: std::os::fd::BorrowedFd<'_>,
-    ) -> Result<MemoryPool, DriverError> {
-        use std::os::fd::AsRawFd;
-        let entered = context.enter()?;
-        let mut raw = ptr::null_mut();
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        let number = fd.as_raw_fd() as usize as *mut std::ffi::c_void;
-        // SAFETY: the output is a local; for this kind the "pointer" is the number itself.
-        unsafe {
-            call!(
-                entered.driver(),
-                cuMemPoolImportFromShareableHandle(&mut raw, number, kind, 0)
-            )
-        }?;
-        Ok(MemoryPool::wrap(context, raw, true))
+    pub fn import_fd(context: &Context, fd: BorrowedFd<'_>) -> Result<MemoryPool, DriverError> {
+        Ok(MemoryPool::wrap(
+            context,
+            context.enter()?.import_pool(fd)?,
+            true,
+        ))
     }
 
     /// A pool that somebody else owns; never destroyed here.
@@ -152,60 +138,65 @@ impl MemoryPool {
         self.raw
     }
 
-    /// Makes this the pool that [`Entered::mem_alloc_async`] takes from on the context's device,
-    /// for the whole process.
-    pub fn make_current(&self) -> Result<(), DriverError> {
-        let device = self.context.device().raw();
-        // SAFETY: the pool is alive; the driver falls back to the default one if it is destroyed.
-        unsafe { call!(self.context.driver(), cuDeviceSetMemPool(device, self.raw)) }
+    fn driver(&self) -> &Driver {
+        self.context.driver()
+    }
+
+    thin! {
+        /// Makes this the pool that [`Entered::mem_alloc_async`] takes from on the context's device,
+        /// for the whole process.
+        pub fn make_current(&self) = cuDeviceSetMemPool(self.context.device().raw(), self.raw);
+
+        /// Gives unused memory back to the driver until `keep` bytes are left. Memory counts as unused
+        /// once the host has seen its last use complete, by a synchronisation.
+        pub fn trim_to(&self, keep: usize) = cuMemPoolTrimTo(self.raw, keep);
+
+        fn access(&self, list: &[sys::CUmemAccessDesc]) = cuMemPoolSetAccess(self.raw, list.as_ptr(), list.len());
+
+        /// True if `device` may read and write everything in the pool.
+        pub fn has_access(&self, device: &Device) -> flags: sys::CUmemAccess_flags
+            = cuMemPoolGetAccess(&mut flags, self.raw, &mut location_of(device.raw()))
+            => bool: flags == READ_WRITE;
+
+        /// What stands for an allocation of an exported pool in other processes.
+        pub fn export_pointer(&self, address: CUdeviceptr) -> data: CUmemPoolPtrExportData
+            = cuMemPoolExportPointer(&mut data, address);
+
+        /// The address here of another process's allocation from this imported pool. It must be freed
+        /// here before it is freed there.
+        pub fn import_pointer(&self, data: CUmemPoolPtrExportData) -> address: CUdeviceptr
+            = cuMemPoolImportPointer(&mut address, self.raw, ptr::from_ref(&data).cast_mut());
     }
 
     /// Reads an attribute: bytes, or 0 and 1 for the reuse policies.
     pub fn get(&self, attribute: CUmemPool_attribute) -> Result<u64, DriverError> {
-        // The policies are 32-bit integers, the rest 64-bit ones.
-        let (mut narrow, mut wide) = (0_u32, 0_u64);
-        let out = if is_policy(attribute) {
-            ptr::from_mut(&mut narrow).cast()
-        } else {
-            ptr::from_mut(&mut wide).cast()
-        };
+        let mut value = Value::default();
+        let out = value.place(attribute);
         // SAFETY: the pool is alive, and the output is a local of the attribute's size.
         unsafe {
             call!(
-                self.context.driver(),
+                self.driver(),
                 cuMemPoolGetAttribute(self.raw, attribute, out)
             )
         }?;
-        Ok(if is_policy(attribute) {
-            u64::from(narrow)
-        } else {
-            wide
-        })
+        // The other one is 0.
+        Ok(value.wide | u64::from(value.narrow))
     }
 
     /// Sets an attribute: bytes, or 0 and 1 for the reuse policies.
     pub fn set(&self, attribute: CUmemPool_attribute, value: u64) -> Result<(), DriverError> {
-        let mut narrow = u32::from(value != 0);
-        let mut wide = value;
-        let from = if is_policy(attribute) {
-            ptr::from_mut(&mut narrow).cast()
-        } else {
-            ptr::from_mut(&mut wide).cast()
+        let mut value = Value {
+            narrow: u32::from(value != 0),
+            wide: value,
         };
+        let from = value.place(attribute);
         // SAFETY: the pool is alive, and the driver reads a local of the attribute's size.
         unsafe {
             call!(
-                self.context.driver(),
+                self.driver(),
                 cuMemPoolSetAttribute(self.raw, attribute, from)
             )
         }
-    }
-
-    /// Gives unused memory back to the driver until `keep` bytes are left. Memory counts as unused
-    /// once the host has seen its last use complete, by a synchronisation.
-    pub fn trim_to(&self, keep: usize) -> Result<(), DriverError> {
-        // SAFETY: the pool is alive.
-        unsafe { call!(self.context.driver(), cuMemPoolTrimTo(self.raw, keep)) }
     }
 
     /// Lets the devices read and write everything in the pool.
@@ -222,79 +213,36 @@ impl MemoryPool {
         self.access(&list)
     }
 
-    fn access(&self, list: &[sys::CUmemAccessDesc]) -> Result<(), DriverError> {
-        // SAFETY: the pool is alive, and the list is as long as is said.
-        unsafe {
-            call!(
-                self.context.driver(),
-                cuMemPoolSetAccess(self.raw, list.as_ptr(), list.len())
-            )
-        }
-    }
-
-    /// True if `device` may read and write everything in the pool.
-    pub fn has_access(&self, device: &Device) -> Result<bool, DriverError> {
-        let mut flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE;
-        let mut location = location_of(device.raw());
-        // SAFETY: the pool is alive, and both pointers are to locals.
-        unsafe {
-            call!(
-                self.context.driver(),
-                cuMemPoolGetAccess(&mut flags, self.raw, &mut location)
-            )
-        }?;
-        Ok(flags == sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
-    }
-
     /// A file descriptor that stands for the pool in other processes. The pool must have been
     /// created as exportable.
     #[cfg(unix)]
-    pub fn export_fd(&self) -> Result<std::os::fd::OwnedFd, DriverError> {
-        let mut fd: std::ffi::c_int = -1;
-        let out = ptr::from_mut(&mut fd).cast();
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        // SAFETY: the pool is alive, and for this kind the driver writes one integer.
+    pub fn export_fd(&self) -> Result<OwnedFd, DriverError> {
+        let driver = self.driver();
+        // SAFETY: the pool is alive, and for this kind the driver opens a descriptor and writes it.
         unsafe {
-            call!(
-                self.context.driver(),
-                cuMemPoolExportToShareableHandle(out, self.raw, kind, 0)
-            )
-        }?;
-        // SAFETY: the driver has just opened it for us.
-        unsafe { opened("cuMemPoolExportToShareableHandle", fd) }
+            opened("cuMemPoolExportToShareableHandle", |out| {
+                call!(
+                    driver,
+                    cuMemPoolExportToShareableHandle(out, self.raw, DESCRIPTOR, 0)
+                )
+            })
+        }
     }
+}
 
-    /// What stands for an allocation of an exported pool in other processes.
-    pub fn export_pointer(
-        &self,
-        address: CUdeviceptr,
-    ) -> Result<CUmemPoolPtrExportData, DriverError> {
-        let mut data = CUmemPoolPtrExportData::default();
-        // SAFETY: the output is a local; the driver checks the address.
-        unsafe {
-            call!(
-                self.context.driver(),
-                cuMemPoolExportPointer(&mut data, address)
-            )
-        }?;
-        Ok(data)
-    }
+/// The value of an attribute: the policies are 32-bit integers, the rest 64-bit ones.
+#[derive(Default)]
+struct Value {
+    narrow: u32,
+    wide: u64,
+}
 
-    /// The address here of another process's allocation from this imported pool. It must be freed
-    /// here before it is freed there.
-    pub fn import_pointer(
-        &self,
-        mut data: CUmemPoolPtrExportData,
-    ) -> Result<CUdeviceptr, DriverError> {
-        let mut address = 0;
-        // SAFETY: the pool is alive, and both pointers are to locals.
-        unsafe {
-            call!(
-                self.context.driver(),
-                cuMemPoolImportPointer(&mut address, self.raw, &mut data)
-            )
-        }?;
-        Ok(address)
+impl Value {
+    fn place(&mut self, attribute: CUmemPool_attribute) -> *mut c_void {
+        match is_policy(attribute) {
+            true => ptr::from_mut(&mut self.narrow).cast(),
+            false => ptr::from_mut(&mut self.wide).cast(),
+        }
     }
 }
 
@@ -318,21 +266,34 @@ impl Drop for MemoryPool {
     }
 }
 
+impl Device {
+    thin! {
+        fn default_pool(&self) -> pool: sys::CUmemoryPool = cuDeviceGetDefaultMemPool(&mut pool, self.raw());
+        fn current_pool(&self) -> pool: sys::CUmemoryPool = cuDeviceGetMemPool(&mut pool, self.raw());
+    }
+}
+
 /// `stream` must be valid as for [`Entered::record`]; freed memory is used by no work but what is ordered before.
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
+        fn create_pool(&self, properties: &PoolProperties) -> pool: sys::CUmemoryPool
+            = cuMemPoolCreate(&mut pool, &properties.raw());
+
+        #[cfg(unix)]
+        fn import_pool(&self, fd: BorrowedFd<'_>) -> pool: sys::CUmemoryPool
+            = cuMemPoolImportFromShareableHandle(&mut pool, number_of(fd), DESCRIPTOR, 0);
+
         /// Allocates `bytes` from the device's current pool; usable in the order of `stream`.
-        unsafe fn mem_alloc_async(bytes: usize, stream: CUstream) -> address: CUdeviceptr
+        pub unsafe fn mem_alloc_async(&self, bytes: usize, stream: CUstream) -> address: CUdeviceptr
             = cuMemAllocAsync(&mut address, bytes, stream);
 
         /// Allocates `bytes` from a pool; usable in the order of `stream`.
-        unsafe fn mem_alloc_from_pool(bytes: usize, pool: &MemoryPool, stream: CUstream) -> address: CUdeviceptr
-            = cuMemAllocFromPoolAsync(&mut address, bytes, pool.raw, stream);
-
+        pub unsafe fn mem_alloc_from_pool(&self, bytes: usize, pool: &MemoryPool, stream: CUstream)
+            -> address: CUdeviceptr = cuMemAllocFromPoolAsync(&mut address, bytes, pool.raw, stream);
 
         /// Frees pool memory in the order of `stream`. After an error that is not about a capture it must not be freed
         /// again: the driver may have freed it, and allocated it for others.
-        unsafe fn mem_free_async(address: CUdeviceptr, stream: CUstream) = cuMemFreeAsync(address, stream);
+        pub unsafe fn mem_free_async(&self, address: CUdeviceptr, stream: CUstream) = cuMemFreeAsync(address, stream);
     }
 }

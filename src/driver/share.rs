@@ -7,29 +7,50 @@ use super::sys::{
 };
 use super::table::{call, thin};
 use std::ffi::c_void;
+#[cfg(unix)]
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 
-/// Each kind of sharing needs its [`Feature`](super::Feature). An unsafe method takes live handles.
+#[cfg(unix)]
+pub(super) const DESCRIPTOR: CUmemAllocationHandleType =
+    CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+const FABRIC: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
+
+/// Each kind of sharing needs its [`Feature`](super::Feature). An unsafe method takes live handles. Imported handles
+/// must be released with [`Entered::mem_release`].
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
-        /// The physical handle behind an address; it must be released again with
-        /// [`Entered::mem_release`].
-        fn retain_handle(address: CUdeviceptr) -> handle: CUmemGenericAllocationHandle
+        /// The physical handle behind an address; it must be released as an imported one.
+        pub fn retain_handle(&self, address: CUdeviceptr) -> handle: CUmemGenericAllocationHandle
             = cuMemRetainAllocationHandle(&mut handle, address as usize as *mut c_void);
 
         /// The handle that stands for a plain allocation ([`Entered::mem_alloc`]) in other processes:
         /// for the whole allocation that contains `address`.
-        fn ipc_handle(address: CUdeviceptr) -> handle: sys::CUipcMemHandle
+        pub fn ipc_handle(&self, address: CUdeviceptr) -> handle: sys::CUipcMemHandle
             = cuIpcGetMemHandle(&mut handle, address);
 
         /// Maps another process's allocation; its base address here.
-        fn ipc_open(handle: sys::CUipcMemHandle) -> address: CUdeviceptr
+        pub fn ipc_open(&self, handle: sys::CUipcMemHandle) -> address: CUdeviceptr
             = cuIpcOpenMemHandle_v2(&mut address, handle, sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 
         /// Unmaps what [`Entered::ipc_open`] mapped: no work may use the memory any more, neither submitted nor
         /// later.
-        unsafe fn ipc_close(address: CUdeviceptr) = cuIpcCloseMemHandle(address);
+        pub unsafe fn ipc_close(&self, address: CUdeviceptr) = cuIpcCloseMemHandle(address);
+
+        /// The handle that a file descriptor of [`Entered::export_fd`] stands for. The descriptor may be closed
+        /// afterwards.
+        #[cfg(unix)]
+        pub fn import_fd(&self, fd: BorrowedFd<'_>) -> handle: CUmemGenericAllocationHandle
+            = cuMemImportFromShareableHandle(&mut handle, number_of(fd), DESCRIPTOR);
+
+        /// The fabric handle that stands for a handle on other machines.
+        pub unsafe fn export_fabric(&self, handle: CUmemGenericAllocationHandle) -> fabric: CUmemFabricHandle
+            = cuMemExportToShareableHandle(ptr::from_mut(&mut fabric).cast(), handle, FABRIC, 0);
+
+        /// The handle that a fabric handle stands for.
+        pub fn import_fabric(&self, fabric: CUmemFabricHandle) -> handle: CUmemGenericAllocationHandle
+            = cuMemImportFromShareableHandle(&mut handle, ptr::from_ref(&fabric).cast_mut().cast(), FABRIC);
     }
 
     /// A file descriptor that stands for a handle in other processes. The handle must have been
@@ -38,115 +59,57 @@ impl Entered<'_> {
     pub unsafe fn export_fd(
         &self,
         handle: CUmemGenericAllocationHandle,
-    ) -> Result<std::os::fd::OwnedFd, DriverError> {
-        let mut fd: std::ffi::c_int = -1;
-        let out = ptr::from_mut(&mut fd).cast();
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        // SAFETY: for this kind the driver writes one integer; the caller vouches for the handle.
+    ) -> Result<OwnedFd, DriverError> {
+        let driver = self.driver();
+        // SAFETY: for this kind the driver opens a descriptor and writes it; the caller vouches for the handle.
         unsafe {
-            call!(
-                self.driver(),
-                cuMemExportToShareableHandle(out, handle, kind, 0)
-            )
-        }?;
-        // SAFETY: the driver has just opened it for us.
-        unsafe { opened("cuMemExportToShareableHandle", fd) }
-    }
-
-    /// The handle that a file descriptor of [`Entered::export_fd`] stands for; it must be released
-    /// with [`Entered::mem_release`]. The descriptor may be closed afterwards.
-    #[cfg(unix)]
-    pub fn import_fd(
-        &self,
-        fd: std::os::fd::BorrowedFd<'_>,
-    ) -> Result<CUmemGenericAllocationHandle, DriverError> {
-        use std::os::fd::AsRawFd;
-        let mut handle = 0;
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        let number = fd.as_raw_fd() as usize as *mut c_void;
-        // SAFETY: the output is a local; for this kind the "pointer" is the number itself.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemImportFromShareableHandle(&mut handle, number, kind)
-            )
-        }?;
-        Ok(handle)
-    }
-
-    /// The fabric handle that stands for a handle on other machines.
-    pub unsafe fn export_fabric(
-        &self,
-        handle: CUmemGenericAllocationHandle,
-    ) -> Result<CUmemFabricHandle, DriverError> {
-        let mut fabric = CUmemFabricHandle::default();
-        let out = ptr::from_mut(&mut fabric).cast();
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
-        // SAFETY: for this kind the driver writes this struct; the caller vouches for the handle.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemExportToShareableHandle(out, handle, kind, 0)
-            )
-        }?;
-        Ok(fabric)
-    }
-
-    /// The handle that a fabric handle stands for; it must be released with
-    /// [`Entered::mem_release`].
-    pub fn import_fabric(
-        &self,
-        mut fabric: CUmemFabricHandle,
-    ) -> Result<CUmemGenericAllocationHandle, DriverError> {
-        let mut handle = 0;
-        let from = ptr::from_mut(&mut fabric).cast();
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
-        // SAFETY: both pointers are to locals; for this kind the driver reads this struct.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemImportFromShareableHandle(&mut handle, from, kind)
-            )
-        }?;
-        Ok(handle)
+            opened("cuMemExportToShareableHandle", |out| {
+                call!(
+                    driver,
+                    cuMemExportToShareableHandle(out, handle, DESCRIPTOR, 0)
+                )
+            })
+        }
     }
 
     /// A dma-buf for a range of mapped device memory; address and bytes must be multiples of the
     /// host's page size.
     #[cfg(unix)]
-    pub fn dma_buf(
-        &self,
-        address: CUdeviceptr,
-        bytes: usize,
-    ) -> Result<std::os::fd::OwnedFd, DriverError> {
-        let mut fd: std::ffi::c_int = -1;
-        let out = ptr::from_mut(&mut fd).cast();
+    pub fn dma_buf(&self, address: CUdeviceptr, bytes: usize) -> Result<OwnedFd, DriverError> {
+        let driver = self.driver();
         let kind = sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
-        // SAFETY: for this kind the driver writes one integer; it checks the range itself.
+        // SAFETY: for this kind the driver opens a descriptor and writes it; it checks the range itself.
         unsafe {
-            call!(
-                self.driver(),
-                cuMemGetHandleForAddressRange(out, address, bytes, kind, 0)
-            )
-        }?;
-        // SAFETY: the driver has just opened it for us.
-        unsafe { opened("cuMemGetHandleForAddressRange", fd) }
+            opened("cuMemGetHandleForAddressRange", |out| {
+                call!(
+                    driver,
+                    cuMemGetHandleForAddressRange(out, address, bytes, kind, 0)
+                )
+            })
+        }
     }
 }
 
-/// A file descriptor that a call gave out.
+/// A file descriptor as the driver takes it: the "pointer" is the number itself.
+#[cfg(unix)]
+pub(super) fn number_of(fd: BorrowedFd<'_>) -> *mut c_void {
+    fd.as_raw_fd() as usize as *mut c_void
+}
+
+/// The file descriptor that a call opens.
 ///
 /// # Safety
-/// It is ours if it is one.
+/// `open` writes a descriptor that it opened, or none.
 #[cfg(unix)]
 pub(super) unsafe fn opened(
     call: &'static str,
-    fd: std::ffi::c_int,
-) -> Result<std::os::fd::OwnedFd, DriverError> {
-    use std::os::fd::FromRawFd;
+    open: impl FnOnce(*mut c_void) -> Result<(), DriverError>,
+) -> Result<OwnedFd, DriverError> {
+    let mut fd: std::ffi::c_int = -1;
+    open(ptr::from_mut(&mut fd).cast())?;
     if fd < 0 {
         return Err(DriverError::new(call, sys::CUresult::CUDA_ERROR_UNKNOWN));
     }
     // SAFETY: as the caller says.
-    Ok(unsafe { std::os::fd::OwnedFd::from_raw_fd(fd) })
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

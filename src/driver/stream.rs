@@ -420,7 +420,7 @@ impl Entered<'_> {
     thin! {
         /// Blocks the calling thread until everything submitted to `stream`, valid as for [`Entered::record`], has
         /// completed.
-        unsafe fn stream_synchronize(stream: sys::CUstream) = cuStreamSynchronize(stream);
+        pub unsafe fn stream_synchronize(&self, stream: sys::CUstream) = cuStreamSynchronize(stream);
     }
 
     /// True if everything submitted to `stream` has completed.

@@ -51,25 +51,28 @@ macro_rules! query {
     }};
 }
 
-/// Public methods of [`Entered`](super::Entered) that hand their arguments to one function of the driver; what it
-/// writes, if anything, is named behind the arrow. `words` are `fn` or `unsafe fn` and the name.
+/// Methods that hand their arguments to one function of the driver. What that writes, if anything, is named behind the
+/// arrow, with what the method makes of it behind the call. `self` has a method `driver`.
 macro_rules! thin {
     ($(
-        $(#[$meta:meta])* $($word:ident)+ ($($arg:ident: $type:ty),*)
-            $(-> $out:ident: $of:ty)? = $call:ident($($pass:expr),*);
+        $(#[$meta:meta])* $vis:vis $($word:ident)+ (&$this:ident $(, $arg:ident: $type:ty)* $(,)?)
+            $(-> $out:ident: $of:ty)? = $call:ident($($pass:expr),* $(,)?) $(=> $made:ty: $value:expr)?;
     )*) => {$(
         $(#[$meta])*
-        pub $($word)+ (&self, $($arg: $type),*) -> Result<thin!(@one $($of)?), DriverError> {
-            $(let mut $out = <$of>::default();)?
+        $vis $($word)+ (&$this, $($arg: $type),*)
+            -> Result<thin!(@last () $(, ($of))? $(, ($made))?), DriverError>
+        {
+            // SAFETY: the driver writes numbers, addresses, handles and structures of these, all of which may be zero.
+            $(let mut $out: $of = unsafe { std::mem::zeroed() };)?
             // SAFETY: outputs are locals. Where memory, handles or streams must be as the driver needs them,
             // the method is unsafe and its caller vouches for them; the rest the driver checks.
-            unsafe { call!(self.driver(), $call($($pass),*)) }?;
-            Ok(thin!(@one $($out)?))
+            unsafe { call!($this.driver(), $call($($pass),*)) }?;
+            Ok(thin!(@last () $(, ($out))? $(, ($value))?))
         }
     )*};
-    (@one) => { () };
-    (@one $one:ident) => { $one };
-    (@one $one:ty) => { $one };
+    (@last ()) => { () };
+    (@last $first:tt, ($($last:tt)*)) => { $($last)* };
+    (@last $first:tt, $second:tt, ($($last:tt)*)) => { $($last)* };
 }
 
 pub(super) use {call, query, thin};

@@ -14,6 +14,11 @@ use super::sys::{
 };
 use super::table::{call, thin};
 
+const SMALLEST: CUmemAllocationGranularity_flags =
+    CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+pub(super) const READ_WRITE: sys::CUmemAccess_flags =
+    sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+
 /// What physical memory is made like. All of it is final at [`Entered::mem_create`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct MemoryProperties {
@@ -80,18 +85,44 @@ impl Entered<'_> {
     thin! {
         /// Reserves `bytes` of address space, aligned to `alignment` (a power of two, or 0 for the
         /// driver's choice), at `hint` if that is free and not 0.
-        fn address_reserve(bytes: usize, alignment: usize, hint: CUdeviceptr) -> address: CUdeviceptr
+        pub fn address_reserve(&self, bytes: usize, alignment: usize, hint: CUdeviceptr) -> address: CUdeviceptr
             = cuMemAddressReserve(&mut address, bytes, alignment, hint, 0);
 
         /// Gives a reservation back: exactly its address and bytes, in which nothing is mapped or used any more.
         /// After an error the range must not be used either.
-        unsafe fn address_free(address: CUdeviceptr, bytes: usize) = cuMemAddressFree(address, bytes);
+        pub unsafe fn address_free(&self, address: CUdeviceptr, bytes: usize) = cuMemAddressFree(address, bytes);
 
         /// Maps all of a handle, whose size is `bytes`, at `address`, where nothing is mapped. The mapping cannot
         /// be accessed before [`Entered::set_access`]. After an error it may exist.
-        unsafe fn mem_map(address: CUdeviceptr, bytes: usize, handle: CUmemGenericAllocationHandle)
+        pub unsafe fn mem_map(&self, address: CUdeviceptr, bytes: usize, handle: CUmemGenericAllocationHandle)
             = cuMemMap(address, bytes, 0, handle, 0);
 
+        /// The smallest unit of physical memory with these properties, in bytes.
+        pub fn granularity(&self, properties: &MemoryProperties) -> bytes: usize
+            = cuMemGetAllocationGranularity(&mut bytes, &properties.raw(), SMALLEST);
+
+        /// Creates `bytes` of physical memory. Counts as one handle operation.
+        pub fn mem_create(&self, bytes: usize, properties: &MemoryProperties) -> handle: CUmemGenericAllocationHandle
+            = cuMemCreate(&mut handle, bytes, &properties.raw(), 0)
+            => CUmemGenericAllocationHandle: { self.driver().add_handle_op(); handle };
+
+        /// Lets the devices read and write a range of one or more whole mappings. Access belongs to the
+        /// mapping and ends with it.
+        pub unsafe fn set_access(&self, address: CUdeviceptr, bytes: usize, devices: &[Device])
+            = cuMemSetAccess(address, bytes, access_list(devices).as_ptr(), devices.len());
+
+        /// True if `device` may read and write at `address`.
+        pub fn has_access(&self, address: CUdeviceptr, device: &Device) -> flags: u64
+            = cuMemGetAccess(&mut flags, &location_of(device.raw()), address)
+            => bool: flags == u64::from(READ_WRITE.0);
+
+        /// The properties that a handle was created with.
+        pub unsafe fn handle_properties(&self, handle: CUmemGenericAllocationHandle) -> raw: sys::CUmemAllocationProp
+            = cuMemGetAllocationPropertiesFromHandle(&mut raw, handle) => MemoryProperties: MemoryProperties {
+                device: raw.location.id,
+                export: raw.requestedHandleTypes,
+                gpu_direct_rdma: raw.allocFlags.gpuDirectRDMACapable != 0,
+            };
     }
 
     /// Unmaps a range of one or more whole mappings: no work may use the addresses any more, neither submitted nor
@@ -124,35 +155,6 @@ impl Entered<'_> {
         }
     }
 
-    /// The smallest unit of physical memory with these properties, in bytes.
-    pub fn granularity(&self, properties: &MemoryProperties) -> Result<usize, DriverError> {
-        let mut bytes = 0;
-        let raw = properties.raw();
-        let which = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        // SAFETY: both pointers are to locals.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemGetAllocationGranularity(&mut bytes, &raw, which)
-            )
-        }?;
-        Ok(bytes)
-    }
-
-    /// Creates `bytes` of physical memory. Counts as one handle operation.
-    pub fn mem_create(
-        &self,
-        bytes: usize,
-        properties: &MemoryProperties,
-    ) -> Result<CUmemGenericAllocationHandle, DriverError> {
-        let mut handle = 0;
-        let raw = properties.raw();
-        // SAFETY: both pointers are to locals.
-        unsafe { call!(self.driver(), cuMemCreate(&mut handle, bytes, &raw, 0)) }?;
-        self.driver().add_handle_op();
-        Ok(handle)
-    }
-
     /// Gives a handle back. The memory lives on while it is mapped or exported. Counts as one
     /// handle operation. After an error the handle must not be used any more: the driver may have released it, and
     /// given its value to another one.
@@ -167,59 +169,6 @@ impl Entered<'_> {
             Err(error) => self.driver().drop_failed(&"a memory handle", error),
         }
         released
-    }
-
-    /// Lets the devices read and write a range of one or more whole mappings. Access belongs to the
-    /// mapping and ends with it.
-    pub unsafe fn set_access(
-        &self,
-        address: CUdeviceptr,
-        bytes: usize,
-        devices: &[Device],
-    ) -> Result<(), DriverError> {
-        let list = access_list(devices);
-        // SAFETY: the list is as long as is said, and the caller vouches for the range.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemSetAccess(address, bytes, list.as_ptr(), list.len())
-            )
-        }
-    }
-
-    /// True if `device` may read and write at `address`.
-    pub fn has_access(&self, address: CUdeviceptr, device: &Device) -> Result<bool, DriverError> {
-        let mut flags = 0;
-        let location = location_of(device.raw());
-        // SAFETY: both pointers are to locals; any address may be asked about.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemGetAccess(&mut flags, &location, address)
-            )
-        }?;
-        let wanted = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        Ok(flags == u64::from(wanted.0))
-    }
-
-    /// The properties that a handle was created with.
-    pub unsafe fn handle_properties(
-        &self,
-        handle: CUmemGenericAllocationHandle,
-    ) -> Result<MemoryProperties, DriverError> {
-        let mut raw = sys::CUmemAllocationProp::default();
-        // SAFETY: the output is a local, and the caller vouches for the handle.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemGetAllocationPropertiesFromHandle(&mut raw, handle)
-            )
-        }?;
-        Ok(MemoryProperties {
-            device: raw.location.id,
-            export: raw.requestedHandleTypes,
-            gpu_direct_rdma: raw.allocFlags.gpuDirectRDMACapable != 0,
-        })
     }
 }
 
@@ -237,7 +186,7 @@ pub(super) fn access_list(devices: &[Device]) -> Vec<sys::CUmemAccessDesc> {
         .iter()
         .map(|device| sys::CUmemAccessDesc {
             location: location_of(device.raw()),
-            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+            flags: READ_WRITE,
         })
         .collect()
 }
