@@ -3,13 +3,14 @@
 //! While a thread captures, the driver refuses calls such as allocations unless the thread's mode
 //! is relaxed; [`Context::enter`](super::Context::enter) takes care of that.
 
+use super::context::Entered;
 use super::error::DriverError;
 use super::graph::{Dependency, Graph};
 use super::process;
 use super::stream::Stream;
 use super::symbols::Feature;
 use super::sys::{self, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
-use super::table::{Driver, call};
+use super::table::{Driver, call, thin};
 use std::ptr;
 
 impl Driver {
@@ -200,29 +201,23 @@ impl Stream {
     /// [`Feature::CaptureInfo`](super::Feature::CaptureInfo).
     pub fn capture_id(&self) -> Result<Option<u64>, DriverError> {
         let entered = self.context().enter()?;
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let (mut id, mut graph) = (0, ptr::null_mut());
-        let (no_nodes, no_count) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the outputs are locals or null, which is allowed for these; the handle is valid by the
-        // contract under which it was made.
-        unsafe {
-            call!(
-                entered.driver(),
-                cuStreamGetCaptureInfo_v2(
-                    self.raw(),
-                    &mut status,
-                    &mut id,
-                    &mut graph,
-                    no_nodes,
-                    no_count
-                )
-            )
-        }?;
+        // SAFETY: the handle is valid by the contract under which it was made.
+        let (status, id, _) = unsafe { entered.capture_of(self.raw()) }?;
         Ok(match status {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => None,
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Some(id),
             _ => Some(0),
         })
+    }
+}
+
+impl Entered<'_> {
+    thin! {
+        /// The state, the id and the graph of a stream's capture.
+        unsafe fn capture_of(&self, stream: CUstream) -> found: (CUstreamCaptureStatus, u64, sys::CUgraph)
+            = cuStreamGetCaptureInfo_v2(
+                stream, &mut found.0, &mut found.1, &mut found.2, ptr::null_mut(), ptr::null_mut()
+            );
     }
 }
 

@@ -4,7 +4,7 @@ use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::owed::Owed;
 use super::sys;
-use super::table::{Driver, call};
+use super::table::{Driver, call, thin};
 use super::user_object::UserObject;
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
@@ -185,16 +185,8 @@ impl Graph {
         &mut self,
         after: &[sys::CUgraphNode],
     ) -> Result<sys::CUgraphNode, DriverError> {
-        let entered = self.context.enter()?;
-        let mut node = ptr::null_mut();
-        // SAFETY: the output is a local, the array is as long as is said, and the caller vouches for the nodes.
-        unsafe {
-            call!(
-                entered.driver(),
-                cuGraphAddEmptyNode(&mut node, self.raw, after.as_ptr(), after.len())
-            )
-        }?;
-        Ok(node)
+        // SAFETY: the caller vouches for the nodes.
+        unsafe { self.context.enter()?.add_empty(self.raw, after) }
     }
 
     /// Adds a node that fills `bytes` bytes at `to` with `value`, behind nodes of the graph.
@@ -211,8 +203,6 @@ impl Graph {
         value: u8,
         bytes: usize,
     ) -> Result<sys::CUgraphNode, DriverError> {
-        let entered = self.context.enter()?;
-        let mut node = ptr::null_mut();
         let params = sys::CUDA_MEMSET_NODE_PARAMS {
             dst: to,
             pitch: bytes,
@@ -222,20 +212,7 @@ impl Graph {
             height: 1,
         };
         // SAFETY: as in `add_empty`.
-        unsafe {
-            call!(
-                entered.driver(),
-                cuGraphAddMemsetNode(
-                    &mut node,
-                    self.raw,
-                    after.as_ptr(),
-                    after.len(),
-                    &params,
-                    self.context.raw()
-                )
-            )
-        }?;
-        Ok(node)
+        unsafe { self.context.enter()?.add_memset(self.raw, after, &params) }
     }
 
     /// Somebody else destroys it.
@@ -342,6 +319,26 @@ impl Driver {
     }
 }
 
+impl Entered<'_> {
+    thin! {
+        unsafe fn add_empty(&self, graph: sys::CUgraph, after: &[sys::CUgraphNode]) -> node: sys::CUgraphNode
+            = cuGraphAddEmptyNode(&mut node, graph, after.as_ptr(), after.len());
+
+        unsafe fn add_memset(
+            &self, graph: sys::CUgraph, after: &[sys::CUgraphNode], params: &sys::CUDA_MEMSET_NODE_PARAMS
+        ) -> node: sys::CUgraphNode = cuGraphAddMemsetNode(
+            &mut node, graph, after.as_ptr(), after.len(), params, self.context().raw()
+        );
+
+        /// An object with one reference; its end calls `destroy(data)`.
+        pub(super) unsafe fn create_object(
+            &self, destroy: unsafe extern "C" fn(*mut c_void), data: *mut c_void
+        ) -> object: sys::CUuserObject = cuUserObjectCreate(
+            &mut object, data, Some(destroy), 1, sys::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+        );
+    }
+}
+
 #[doc(hidden)]
 impl Entered<'_> {
     /// Calls `destroy(data)` once `graph` and every executable made from it are gone.
@@ -356,20 +353,8 @@ impl Entered<'_> {
         destroy: unsafe extern "C" fn(*mut c_void),
         data: *mut c_void,
     ) -> Result<(), DriverError> {
-        let mut object = ptr::null_mut();
-        // SAFETY: the output is a local, and the caller vouches for function and data.
-        unsafe {
-            call!(
-                self.driver(),
-                cuUserObjectCreate(
-                    &mut object,
-                    data,
-                    Some(destroy),
-                    1,
-                    sys::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
-                )
-            )
-        }?;
+        // SAFETY: the caller vouches for function and data.
+        let object = unsafe { self.create_object(destroy, data) }?;
         // SAFETY: the object has just been made with one reference; the caller vouches for the
         // graph.
         unsafe {

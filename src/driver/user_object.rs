@@ -4,10 +4,8 @@ use super::context::Context;
 use super::error::DriverError;
 use super::owed::{Owed, in_host_function};
 use super::sys;
-use super::table::call;
 use crate::foreign::guarded;
 use std::ffi::c_void;
-use std::ptr;
 
 /// A function that the driver calls when nothing holds the object any more: this value is dropped, and every graph
 /// that [retains](super::Graph::retain) it is gone with its clones, its executables and their launches.
@@ -51,25 +49,10 @@ impl UserObject {
         context.debts().pay(entered.driver(), false);
         let hook: Hook = Box::new(hook);
         let data = Box::into_raw(Box::new(hook));
-        let mut raw = ptr::null_mut();
-        // SAFETY: the output is a local; the function is called once, with what it takes.
-        let created = unsafe {
-            call!(
-                entered.driver(),
-                cuUserObjectCreate(
-                    &mut raw,
-                    data.cast(),
-                    Some(run),
-                    1,
-                    sys::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
-                )
-            )
-        };
-        if let Err(error) = created {
-            // SAFETY: the driver did not take it.
-            drop(unsafe { Box::from_raw(data) });
-            return Err(error);
-        }
+        // SAFETY: the function is called once, with what it takes.
+        let created = unsafe { entered.create_object(run, data.cast()) };
+        // SAFETY: the driver did not take it.
+        let raw = created.inspect_err(|_| drop(unsafe { Box::from_raw(data) }))?;
         Ok(UserObject {
             context: context.clone(),
             raw,
