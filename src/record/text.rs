@@ -5,8 +5,6 @@ use std::fmt::Write;
 use crate::allocator::{Allocator, Counter, PoolStats, Regime, Stats};
 use crate::error::memory::Bytes;
 
-/// Samples of one figure: labels, and the value.
-type Samples = Vec<(String, String)>;
 /// A row of the summary: its name, the figure, and whether that is bytes.
 type Row = (&'static str, fn(&PoolStats) -> Counter, bool);
 
@@ -15,7 +13,121 @@ struct Family {
     name: &'static str,
     kind: &'static str,
     help: &'static str,
-    samples: Samples,
+    samples: Vec<(String, String)>,
+}
+
+/// The figures of allocators, each with the samples of all of them.
+#[derive(Default)]
+struct Families {
+    all: Vec<Family>,
+    /// Labels of the allocator whose figures are added.
+    labels: String,
+}
+
+impl Families {
+    /// Adds the values of a figure, each with further labels.
+    fn add<V: ToString>(
+        &mut self,
+        (kind, name): (&'static str, &'static str),
+        help: &'static str,
+        values: impl IntoIterator<Item = (String, V)>,
+    ) {
+        let labels = &self.labels;
+        let samples = values.into_iter();
+        let samples = samples.map(|(more, value)| (format!("{labels}{more}"), value.to_string()));
+        match self.all.iter_mut().find(|known| known.name == name) {
+            Some(known) => known.samples.extend(samples),
+            None => self.all.push(Family {
+                name,
+                kind,
+                help,
+                samples: samples.collect(),
+            }),
+        }
+    }
+
+    fn gauge(&mut self, name: &'static str, help: &'static str, value: impl ToString) {
+        self.add(("gauge", name), help, [(String::new(), value)]);
+    }
+
+    fn counter(&mut self, name: &'static str, help: &'static str, value: u64) {
+        self.add(("counter", name), help, [(String::new(), value)]);
+    }
+
+    /// A gauge of each pool.
+    fn pools(
+        &mut self,
+        name: &'static str,
+        help: &'static str,
+        stats: &Stats,
+        of: fn(&PoolStats) -> Counter,
+    ) {
+        let pools = [("small", &stats.small), ("large", &stats.large)];
+        let values = pools.map(|(name, pool)| (format!(",pool=\"{name}\""), of(pool).current));
+        self.add(("gauge", name), help, values);
+    }
+
+    /// Adds the figures of an allocator.
+    fn read(&mut self, allocator: &Allocator) {
+        let stats = &allocator.stats();
+        let device = allocator.context().device().ordinal();
+        self.labels = format!("device=\"{device}\",allocator=\"{}\"", allocator.id());
+        let help = "Bytes of live blocks, after rounding.";
+        self.pools("allocated_bytes", help, stats, |p| p.allocated);
+        let help = "Bytes of live blocks as they were asked for.";
+        self.pools("requested_bytes", help, stats, |p| p.requested);
+        let help = "Bytes of live blocks and of freed ones in use.";
+        self.pools("active_bytes", help, stats, |p| p.active);
+        let help = "Bytes held from the driver.";
+        self.pools("reserved_bytes", help, stats, |p| p.reserved);
+        self.pools("blocks", "Live blocks.", stats, |p| p.allocations);
+        let (allocated, reserved) = (stats.all.allocated.peak, stats.all.reserved.peak);
+        let help = "Most bytes of live blocks at once.";
+        self.gauge("allocated_peak_bytes", help, allocated);
+        let help = "Most bytes held from the driver at once.";
+        self.gauge("reserved_peak_bytes", help, reserved);
+        self.gauge("free_bytes", "Bytes of free memory.", stats.free);
+        let help = "Bytes of the largest free piece.";
+        self.gauge("largest_free_bytes", help, stats.largest_free);
+        if let Some(limit) = stats.limit {
+            let help = "The limit on bytes held, if there is one.";
+            self.gauge("limit_bytes", help, limit);
+        }
+        let help = "Bytes of the device that growth leaves free.";
+        self.gauge("headroom_bytes", help, stats.headroom);
+        let help = "1 while memory is scarce, 0 while it is plentiful.";
+        let scarce = stats.packing.regime != Regime::Plentiful;
+        self.gauge("memory_scarce", help, u64::from(scarce));
+        self.gauge("streams", "Streams known.", stats.streams);
+        let ratio = match stats.free {
+            0 => 0.0,
+            free => 1.0 - stats.largest_free as f64 / free as f64,
+        };
+        let help = "Share of free memory outside its largest piece.";
+        self.gauge("fragmentation_ratio", help, format!("{ratio:.6}"));
+        let (reclaim, blocks) = (&stats.reclaim, &stats.all.allocations);
+        self.counter("allocations", "Blocks handed out.", blocks.total_allocated);
+        self.counter("frees", "Blocks taken back.", blocks.total_freed);
+        self.counter("waits", "Waits queued on streams.", stats.stream_waits);
+        let waits = reclaim.host_waits + reclaim.synchronised;
+        self.counter("host_waits", "Waits of the host.", waits);
+        let help = "Stitches of scattered memory.";
+        self.counter("stitches", help, reclaim.stitched);
+        let growths = reclaim.grown + reclaim.grown_hard;
+        self.counter("growths", "Times that memory was added.", growths);
+        let help = "Times that memory went back to make room.";
+        self.counter("releases", help, reclaim.released);
+        self.counter(
+            "out_of_memory",
+            "Requests that found no memory.",
+            stats.ooms,
+        );
+        let calls = allocator.driver_calls();
+        let calls = calls
+            .iter()
+            .map(|(name, count)| (format!(",call=\"{name}\""), count));
+        self.add(("counter", "driver_calls"), "Calls of the driver.", calls);
+    }
 }
 
 /// The figures of allocators in the text format of OpenMetrics, for whoever serves them to Prometheus. All of one
@@ -40,22 +152,15 @@ struct Family {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn metrics<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> String {
-    let mut families: Vec<Family> = Vec::new();
-    for allocator in allocators {
-        for mut family in families_of(allocator) {
-            match families.iter_mut().find(|known| known.name == family.name) {
-                Some(known) => known.samples.append(&mut family.samples),
-                None => families.push(family),
-            }
-        }
-    }
+    let mut families = Families::default();
+    allocators.into_iter().for_each(|it| families.read(it));
     let mut text = String::new();
     for Family {
         name,
         kind,
         help,
         samples,
-    } in &families
+    } in &families.all
     {
         let _ = writeln!(text, "# TYPE cualloc_{name} {kind}");
         if name.ends_with("_bytes") {
@@ -69,147 +174,6 @@ pub fn metrics<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> Strin
     }
     text.push_str("# EOF\n");
     text
-}
-
-/// The figures of one allocator.
-fn families_of(allocator: &Allocator) -> Vec<Family> {
-    let stats = allocator.stats();
-    let device = allocator.context().device().ordinal();
-    let labels = format!("device=\"{device}\",allocator=\"{}\"", allocator.id());
-    let mut families = Vec::new();
-    let mut add = |name, kind, help, samples: &[(String, String)]| {
-        let samples = samples.iter();
-        let samples = samples.map(|(more, value)| (format!("{labels}{more}"), value.clone()));
-        families.push(Family {
-            name,
-            kind,
-            help,
-            samples: samples.collect(),
-        });
-    };
-    let pools = [("small", &stats.small), ("large", &stats.large)];
-    let by_pool = |of: fn(&PoolStats) -> u64| -> Samples {
-        let sample = |(name, pool)| (format!(",pool=\"{name}\""), of(pool).to_string());
-        pools.into_iter().map(sample).collect()
-    };
-    let one = |value: u64| vec![(String::new(), value.to_string())];
-    let gauges: [(&'static str, &'static str, Samples); 13] = [
-        (
-            "allocated_bytes",
-            "Bytes of live blocks, after rounding.",
-            by_pool(|p| p.allocated.current),
-        ),
-        (
-            "requested_bytes",
-            "Bytes of live blocks as they were asked for.",
-            by_pool(|p| p.requested.current),
-        ),
-        (
-            "active_bytes",
-            "Bytes of live blocks and of freed ones in use.",
-            by_pool(|p| p.active.current),
-        ),
-        (
-            "reserved_bytes",
-            "Bytes held from the driver.",
-            by_pool(|p| p.reserved.current),
-        ),
-        ("blocks", "Live blocks.", by_pool(|p| p.allocations.current)),
-        (
-            "allocated_peak_bytes",
-            "Most bytes of live blocks at once.",
-            one(stats.all.allocated.peak),
-        ),
-        (
-            "reserved_peak_bytes",
-            "Most bytes held from the driver at once.",
-            one(stats.all.reserved.peak),
-        ),
-        ("free_bytes", "Bytes of free memory.", one(stats.free)),
-        (
-            "largest_free_bytes",
-            "Bytes of the largest free piece.",
-            one(stats.largest_free),
-        ),
-        (
-            "limit_bytes",
-            "The limit on bytes held, if there is one.",
-            stats.limit.map(one).unwrap_or_default(),
-        ),
-        (
-            "headroom_bytes",
-            "Bytes of the device that growth leaves free.",
-            one(stats.headroom),
-        ),
-        (
-            "memory_scarce",
-            "1 while memory is scarce, 0 while it is plentiful.",
-            one(u64::from(stats.packing.regime != Regime::Plentiful)),
-        ),
-        ("streams", "Streams known.", one(stats.streams)),
-    ];
-    for (name, help, samples) in gauges.iter().filter(|(_, _, samples)| !samples.is_empty()) {
-        add(name, "gauge", help, samples);
-    }
-    let free = stats.free.max(1) as f64;
-    let ratio = 1.0 - stats.largest_free as f64 / free;
-    let ratio = if stats.free == 0 { 0.0 } else { ratio };
-    let ratio = [(String::new(), format!("{ratio:.6}"))];
-    add(
-        "fragmentation_ratio",
-        "gauge",
-        "Share of free memory outside its largest piece.",
-        &ratio,
-    );
-    let reclaim = &stats.reclaim;
-    let counters = [
-        (
-            "allocations",
-            "Blocks handed out.",
-            stats.all.allocations.total_allocated,
-        ),
-        (
-            "frees",
-            "Blocks taken back.",
-            stats.all.allocations.total_freed,
-        ),
-        ("waits", "Waits queued on streams.", stats.stream_waits),
-        (
-            "host_waits",
-            "Waits of the host.",
-            reclaim.host_waits + reclaim.synchronised,
-        ),
-        (
-            "stitches",
-            "Stitches of scattered memory.",
-            reclaim.stitched,
-        ),
-        (
-            "growths",
-            "Times that memory was added.",
-            reclaim.grown + reclaim.grown_hard,
-        ),
-        (
-            "releases",
-            "Times that memory went back to make room.",
-            reclaim.released,
-        ),
-        (
-            "out_of_memory",
-            "Requests that found no memory.",
-            stats.ooms,
-        ),
-    ];
-    for (name, help, value) in counters {
-        add(name, "counter", help, &one(value));
-    }
-    let calls = allocator.driver_calls();
-    let calls: Samples = calls
-        .iter()
-        .map(|(name, count)| (format!(",call=\"{name}\""), count.to_string()))
-        .collect();
-    add("driver_calls", "counter", "Calls of the driver.", &calls);
-    families
 }
 
 /// A table of figures for people, in the manner of `torch.cuda.memory_summary`. Peaks that are upper bounds are those
