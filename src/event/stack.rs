@@ -241,131 +241,70 @@ mod tests {
 
     #[test]
     fn names_lose_their_hashes_and_nothing_else() {
-        for (printed, name) in [
-            ("trainer::main::h99103d1683c369cc", "trainer::main"),
-            (
-                "trainer::main::h99103d1683c369c",
-                "trainer::main::h99103d1683c369c",
-            ),
-            (
-                "trainer[e28293b1aa0f68bd]::model::step",
-                "trainer::model::step",
-            ),
-            (
-                "<alloc[fdfd2bd8633a6659]::vec::Vec<[f64]> as core[c1f1a4ba060b9bfa]::ops::drop::Drop>::drop",
-                "<alloc::vec::Vec<[f64]> as core::ops::drop::Drop>::drop",
-            ),
-            (
-                "<[f32] as trainer[0]::Sum>::sum",
-                "<[f32] as trainer::Sum>::sum",
-            ),
-            ("trainer::rows::<[u8; 16]>", "trainer::rows::<[u8, 16]>"),
-            ("open[", "open["),
-            ("at;e", "at,e"),
-        ] {
+        let names = "
+            trainer::main::h99103d1683c369cc = trainer::main
+            trainer::main::h99103d1683c369c = trainer::main::h99103d1683c369c
+            trainer[e28293b1aa0f68bd]::model::step = trainer::model::step
+            <alloc[fdfd2bd8633a6659]::vec::Vec<[f64]> as core[c1]::ops::Drop>::drop = \
+             <alloc::vec::Vec<[f64]> as core::ops::Drop>::drop
+            <[f32] as trainer[0]::Sum>::sum = <[f32] as trainer::Sum>::sum
+            trainer::rows::<[u8; 16]> = trainer::rows::<[u8, 16]>
+            open[ = open[
+            at;e = at,e";
+        for line in names.lines().skip(1) {
+            let (printed, name) = line.trim().split_once(" = ").unwrap();
             assert_eq!(plain(printed), name);
         }
     }
 
+    /// Legacy names, and v0 ones as rustc-demangle prints them in full.
+    const OWN: &str = "
+        cualloc::event::sample::of_thread::h9d41709be0d8940b
+        cualloc[3f1c]::event::sample::of_thread
+        cualloc::allocator::engine::small::<impl cualloc::allocator::engine::Engine>::miss::h1907331794819af7
+        <cualloc[3f1c]::allocator::engine::Engine>::miss
+        <cualloc::Allocator as cualloc::resource::MemoryResource>::allocate
+        <cualloc[3f1c]::Block as core[c1f1]::ops::drop::Drop>::drop
+        cualloc_capi::blocks::cualloc_alloc::{{closure}}
+        cualloc_alloc
+        _ZN7cualloc9allocator8allocateEmP11CUstream_st
+        <alloc[fd]::sync::Arc<cualloc[3f1c]::Allocator> as cualloc[3f1c]::resource::MemoryResource>::allocate
+        <&mut T as cualloc::resource::MemoryResource>::allocate";
+    /// Some of them name this crate.
+    const PROGRAM: &str = "
+        <trainer::Pool as cualloc::resource::MemoryResource>::allocate
+        <trainer[91]::Pool as cualloc[3f1c]::resource::MemoryResource>::allocate
+        trainer::hooks::<impl cualloc::LogSink for trainer::Log>::log::h0123456789abcdef
+        <&dyn trainer::Step as core::ops::function::FnOnce<()>>::call_once
+        <alloc::boxed::Box<dyn trainer::Step> as trainer::Step>::step
+        <fn(&cualloc::Allocator) -> u32 as trainer::Step>::step
+        trainer::model::Layer<cualloc::Block>::forward
+        cualloc_trainer::main
+        cuallocator::main";
+    const STANDARD: &str = "
+        core::ops::function::FnOnce::call_once::h65ef5d593c6c2f56
+        <core[c1]::option::Option<usize>>::map::<cualloc[3f1c]::Block, trainer[91]::main::{closure#0}>
+        std[e282]::panicking::catch_unwind::<i32, &dyn core[c1]::ops::Fn<(), Output = i32>>
+        <alloc[fd]::vec::Vec<trainer[91]::T> as core[c1]::ops::drop::Drop>::drop";
+    /// Without a path: functions of C, and inlined ones in line tables.
+    const UNKNOWN: &str = "
+        main
+        forward<f32>
+        allocated<cualloc::allocator::engine::recorded::{impl#3}::sample::{closure_env#0}>
+        call_once<fn(), ()>
+        0x7f12";
+
     #[test]
     fn origins_are_known_by_names_of_both_manglings() {
-        use Origin::{Own, Program, Std};
-        for (name, origin) in [
-            // Legacy, and v0 as rustc-demangle prints it in full.
-            (
-                "cualloc::event::sample::of_thread::h9d41709be0d8940b",
-                Some(Own),
-            ),
-            ("cualloc[3f1c]::event::sample::of_thread", Some(Own)),
-            (
-                "cualloc::allocator::engine::small::<impl cualloc::allocator::engine::Engine>::miss::h1907331794819af7",
-                Some(Own),
-            ),
-            (
-                "<cualloc[3f1c]::allocator::engine::Engine>::miss",
-                Some(Own),
-            ),
-            (
-                "<cualloc::Allocator as cualloc::resource::MemoryResource>::allocate",
-                Some(Own),
-            ),
-            (
-                "<cualloc[3f1c]::Block as core[c1f1]::ops::drop::Drop>::drop",
-                Some(Own),
-            ),
-            (
-                "cualloc_capi::blocks::cualloc_alloc::{{closure}}",
-                Some(Own),
-            ),
-            ("cualloc_alloc", Some(Own)),
-            ("_ZN7cualloc9allocator8allocateEmP11CUstream_st", Some(Own)),
-            // Own by the trait: no other crate can implement it for this type.
-            (
-                "<alloc[fd]::sync::Arc<cualloc[3f1c]::Allocator> as cualloc[3f1c]::resource::MemoryResource>::allocate",
-                Some(Own),
-            ),
-            (
-                "<&mut T as cualloc::resource::MemoryResource>::allocate",
-                Some(Own),
-            ),
-            // The program's, although this crate is named.
-            (
-                "<trainer::Pool as cualloc::resource::MemoryResource>::allocate",
-                Some(Program),
-            ),
-            (
-                "<trainer[91]::Pool as cualloc[3f1c]::resource::MemoryResource>::allocate",
-                Some(Program),
-            ),
-            (
-                "trainer::hooks::<impl cualloc::LogSink for trainer::Log>::log::h0123456789abcdef",
-                Some(Program),
-            ),
-            (
-                "<&dyn trainer::Step as core::ops::function::FnOnce<()>>::call_once",
-                Some(Program),
-            ),
-            (
-                "<alloc::boxed::Box<dyn trainer::Step> as trainer::Step>::step",
-                Some(Program),
-            ),
-            (
-                "<fn(&cualloc::Allocator) -> u32 as trainer::Step>::step",
-                Some(Program),
-            ),
-            (
-                "trainer::model::Layer<cualloc::Block>::forward",
-                Some(Program),
-            ),
-            ("cualloc_trainer::main", Some(Program)),
-            ("cuallocator::main", Some(Program)),
-            (
-                "core::ops::function::FnOnce::call_once::h65ef5d593c6c2f56",
-                Some(Std),
-            ),
-            (
-                "<core[c1]::option::Option<usize>>::map::<cualloc[3f1c]::Block, trainer[91]::main::{closure#0}>",
-                Some(Std),
-            ),
-            (
-                "std[e28293b1aa0f68bd]::panicking::catch_unwind::<i32, &dyn core[c1]::ops::Fn<(), Output = i32>>",
-                Some(Std),
-            ),
-            (
-                "<alloc[fd]::vec::Vec<trainer[91]::T> as core[c1]::ops::drop::Drop>::drop",
-                Some(Std),
-            ),
-            // Without a path: functions of C, and inlined ones in line tables.
-            ("main", None),
-            ("forward<f32>", None),
-            (
-                "allocated<cualloc::allocator::engine::recorded::{impl#3}::sample::{closure_env#0}>",
-                None,
-            ),
-            ("call_once<fn(), ()>", None),
-            ("0x7f12", None),
+        for (names, origin) in [
+            (OWN, Some(Origin::Own)),
+            (PROGRAM, Some(Origin::Program)),
+            (STANDARD, Some(Origin::Std)),
+            (UNKNOWN, None),
         ] {
-            assert_eq!(origin_of(name), origin, "{name}");
+            for name in names.lines().skip(1).map(str::trim) {
+                assert_eq!(origin_of(name), origin, "{name}");
+            }
         }
     }
 
@@ -387,99 +326,68 @@ mod tests {
     const SMALL: &str = "/home/x/cualloc/src/allocator/engine/small.rs";
     const MAIN: &str = "/home/x/cualloc/cli/src/main.rs";
 
+    /// Functions and the files that they are in, if those are known: a line of each.
+    fn listed(frames: &'static str) -> Vec<(&'static str, &'static str)> {
+        let file = |name| match name {
+            "STD" => STD,
+            "CORE" => CORE,
+            "SAMPLE" => SAMPLE,
+            "SMALL" => SMALL,
+            "MAIN" => MAIN,
+            _ => "",
+        };
+        let lines = frames.lines().skip(1).map(str::trim);
+        let parts = lines.map(|line| line.split_once(" | ").unwrap_or((line, "")));
+        parts.map(|(name, of)| (name, file(of))).collect()
+    }
+
     #[test]
     fn functions_of_this_crate_are_left_out_whatever_the_debug_information() {
-        let with_v0 = [
-            (
-                "std[e28293b1aa0f68bd]::backtrace_rs::backtrace::libunwind::trace",
-                STD,
-            ),
-            (
-                "<std[e28293b1aa0f68bd]::backtrace::Backtrace>::force_capture",
-                STD,
-            ),
-            ("cualloc[3f1c]::event::sample::of_thread", SAMPLE),
-            (
-                "<core[c1]::option::Option<u32>>::map::<u32, cualloc[3f1c]::event::sample::allocated::{closure#0}>",
-                CORE,
-            ),
-            ("<cualloc[3f1c]::allocator::engine::Engine>::miss", SMALL),
-            (
-                "<core[c1]::option::Option<usize>>::map::<u32, trainer[91]::step::{closure#0}>",
-                CORE,
-            ),
-            (
-                "<trainer[91]::model::Layer<f32> as trainer[91]::Step>::step",
-                MAIN,
-            ),
-            ("trainer[91]::main", MAIN),
-            (
-                "std[e28293b1aa0f68bd]::sys::backtrace::__rust_begin_short_backtrace::<fn(), ()>",
-                STD,
-            ),
-            ("main", ""),
-        ];
-        let legacy = [
-            (
-                "std::backtrace_rs::backtrace::libunwind::trace::h0a1b2c3d4e5f6071",
-                STD,
-            ),
-            (
-                "std::backtrace::Backtrace::force_capture::h0a1b2c3d4e5f6071",
-                STD,
-            ),
-            (
-                "cualloc::event::sample::of_thread::h9d41709be0d8940b",
-                SAMPLE,
-            ),
-            ("core::option::Option<T>::map::h65ef5d593c6c2f56", CORE),
-            (
-                "cualloc::allocator::engine::small::<impl cualloc::allocator::engine::Engine>::miss::h1907331794819af7",
-                SMALL,
-            ),
-            ("core::option::Option<T>::map::h65ef5d593c6c2f56", CORE),
-            (
-                "<trainer::model::Layer<f32> as trainer::Step>::step::h640842e768f16594",
-                MAIN,
-            ),
-            ("trainer::main::h99103d1683c369cc", MAIN),
-            (
-                "std::sys::backtrace::__rust_begin_short_backtrace::hbaaf8cacd046937e",
-                STD,
-            ),
-            ("main", ""),
-        ];
+        let with_v0 = "
+            std[e28293b1aa0f68bd]::backtrace_rs::backtrace::libunwind::trace | STD
+            <std[e28293b1aa0f68bd]::backtrace::Backtrace>::force_capture | STD
+            cualloc[3f1c]::event::sample::of_thread | SAMPLE
+            <core[c1]::option::Option<u32>>::map::<u32, cualloc[3f1c]::event::sample::allocated::{closure#0}> | CORE
+            <cualloc[3f1c]::allocator::engine::Engine>::miss | SMALL
+            <core[c1]::option::Option<usize>>::map::<u32, trainer[91]::step::{closure#0}> | CORE
+            <trainer[91]::model::Layer<f32> as trainer[91]::Step>::step | MAIN
+            trainer[91]::main | MAIN
+            std[e28293b1aa0f68bd]::sys::backtrace::__rust_begin_short_backtrace::<fn(), ()> | STD
+            main";
+        let legacy = "
+            std::backtrace_rs::backtrace::libunwind::trace::h0a1b2c3d4e5f6071 | STD
+            std::backtrace::Backtrace::force_capture::h0a1b2c3d4e5f6071 | STD
+            cualloc::event::sample::of_thread::h9d41709be0d8940b | SAMPLE
+            core::option::Option<T>::map::h65ef5d593c6c2f56 | CORE
+            cualloc::allocator::engine::small::<impl cualloc::Engine>::miss::h1907331794819af7 | SMALL
+            core::option::Option<T>::map::h65ef5d593c6c2f56 | CORE
+            <trainer::model::Layer<f32> as trainer::Step>::step::h640842e768f16594 | MAIN
+            trainer::main::h99103d1683c369cc | MAIN
+            std::sys::backtrace::__rust_begin_short_backtrace::hbaaf8cacd046937e | STD
+            main";
         let outer = "trainer::main;<trainer::model::Layer<f32> as trainer::Step>::step";
-        let without_files = |frames: &[(&'static str, &str)]| -> Vec<(&'static str, &'static str)> {
-            frames.iter().map(|(name, _)| (*name, "")).collect()
-        };
         let v0_map = "<core::option::Option<usize>>::map::<u32, trainer::step::{closure#0}>";
         for (frames, map) in [(with_v0, v0_map), (legacy, "core::option::Option<T>::map")] {
+            let mut frames = listed(frames);
             let expected = format!("{outer};{map}");
             assert_eq!(users(&printed(&frames)), expected);
-            assert_eq!(users(&printed(&without_files(&frames))), expected);
+            frames.iter_mut().for_each(|(_, file)| *file = "");
+            assert_eq!(users(&printed(&frames)), expected);
         }
         // Line tables name inlined functions without paths, and leave out the lines of some.
-        let lines = [
-            (
-                "<std[e28293b1aa0f68bd]::backtrace::Backtrace>::force_capture",
-                STD,
-            ),
-            ("of_thread", SAMPLE),
-            (
-                "allocated<cualloc::allocator::engine::recorded::{impl#3}::sample::{closure_env#0}>",
-                SAMPLE,
-            ),
-            ("map<u32, cualloc::{closure_env#0}>", CORE),
-            ("miss", ""),
-            ("allocate", SMALL),
-            ("forward<f32>", MAIN),
-            ("main", MAIN),
-            ("call_once<fn(), ()>", CORE),
-            ("main", ""),
-        ];
+        let lines = "
+            <std[e28293b1aa0f68bd]::backtrace::Backtrace>::force_capture | STD
+            of_thread | SAMPLE
+            allocated<cualloc::allocator::engine::recorded::{impl#3}::sample::{closure_env#0}> | SAMPLE
+            map<u32, cualloc::{closure_env#0}> | CORE
+            miss
+            allocate | SMALL
+            forward<f32> | MAIN
+            main | MAIN
+            call_once<fn(), ()> | CORE
+            main";
         let expected = "main;call_once<fn(), ()>;main;forward<f32>";
-        assert_eq!(users(&printed(&lines)), expected);
+        assert_eq!(users(&printed(&listed(lines))), expected);
     }
 
     #[test]
