@@ -7,7 +7,7 @@ use cualloc::driver::sys::CUresult;
 use cualloc::error::StreamMisuse;
 use cualloc::{Allocator, Error};
 
-use crate::entry::{at_once, call, cleared, code_of, null, quickly};
+use crate::entry::{at_once, call, call_with, cleared, code_of, give, null, quickly};
 use crate::results::CUALLOC_OK;
 use crate::{cualloc_t, handles};
 
@@ -96,17 +96,14 @@ unsafe fn alloc_with_any(
     stream: *mut c_void,
     out: *mut u64,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared(out) }?;
-        handles::with(allocator, |allocator| {
-            // SAFETY: the caller's contract.
-            let ptr = unsafe { allocator.allocate_raw(bytes, stream.cast()) }?;
-            // SAFETY: the caller's contract.
-            unsafe { out.write(ptr) };
-            Ok(())
+    // SAFETY: the caller's contract.
+    unsafe {
+        give(out, || {
+            handles::with(allocator, |allocator| {
+                allocator.allocate_raw(bytes, stream.cast())
+            })
         })
-    })
+    }
 }
 
 /// cualloc_alloc at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
@@ -181,12 +178,10 @@ unsafe fn free_slowly(allocator: &Allocator, ptr: u64) -> i32 {
 #[cold]
 #[inline(never)]
 unsafe fn free_with_any(allocator: *mut cualloc_t, ptr: u64) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| match ptr {
-            0 => Ok(()),
-            // SAFETY: the caller's contract.
-            _ => unsafe { allocator.free_raw(ptr) },
-        })
+    call_with(allocator, |allocator| match ptr {
+        0 => Ok(()),
+        // SAFETY: the caller's contract.
+        _ => unsafe { allocator.free_raw(ptr) },
     })
 }
 
@@ -235,11 +230,9 @@ pub unsafe extern "C" fn cualloc_record_stream(
     ptr: u64,
     stream: *mut c_void,
 ) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| {
-            // SAFETY: the caller's contract.
-            unsafe { allocator.record_stream_raw(ptr, stream.cast()) }
-        })
+    // SAFETY: the caller's contract.
+    call_with(allocator, |allocator| unsafe {
+        allocator.record_stream_raw(ptr, stream.cast())
     })
 }
 
@@ -260,11 +253,9 @@ pub unsafe extern "C" fn cualloc_adopt_stream(
     allocator: *mut cualloc_t,
     stream: *mut c_void,
 ) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| {
-            // SAFETY: the caller's contract.
-            unsafe { allocator.adopt_raw(stream.cast()) }
-        })
+    // SAFETY: the caller's contract.
+    call_with(allocator, |allocator| unsafe {
+        allocator.adopt_raw(stream.cast())
     })
 }
 
@@ -285,14 +276,12 @@ pub unsafe extern "C" fn cualloc_retire_stream(
     allocator: *mut cualloc_t,
     stream: *mut c_void,
 ) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| {
-            // SAFETY: the caller's contract.
-            match unsafe { allocator.retire_raw(stream.cast()) } {
-                Err(Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
-                retired => retired,
-            }
-        })
+    call_with(allocator, |allocator| {
+        // SAFETY: the caller's contract.
+        match unsafe { allocator.retire_raw(stream.cast()) } {
+            Err(Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
+            retired => retired,
+        }
     })
 }
 
@@ -312,25 +301,23 @@ pub unsafe extern "C" fn cualloc_stream_synchronize(
     allocator: *mut cualloc_t,
     stream: *mut c_void,
 ) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| {
-            let capturing = Error::Capturing {
-                stream: stream as usize,
-            };
-            let entered = allocator.context().enter()?;
-            // SAFETY: the caller's contract; where it is special its context is current.
-            let asked = match unsafe { entered.driver().is_capturing(stream.cast()) } {
-                Ok(true) => return Err(capturing),
-                // SAFETY: as above.
-                Ok(false) => unsafe { entered.stream_synchronize(stream.cast()) },
-                Err(error) => Err(error),
-            };
-            asked.map_err(|error| match error.code() {
-                CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-                | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED => capturing,
-                _ => error.into(),
-            })
+    call_with(allocator, |allocator| {
+        let capturing = Error::Capturing {
+            stream: stream as usize,
+        };
+        let entered = allocator.context().enter()?;
+        // SAFETY: the caller's contract; where it is special its context is current.
+        let asked = match unsafe { entered.driver().is_capturing(stream.cast()) } {
+            Ok(true) => return Err(capturing),
+            // SAFETY: as above.
+            Ok(false) => unsafe { entered.stream_synchronize(stream.cast()) },
+            Err(error) => Err(error),
+        };
+        asked.map_err(|error| match error.code() {
+            CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+            | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED => capturing,
+            _ => error.into(),
         })
     })
 }
@@ -350,18 +337,15 @@ pub unsafe extern "C" fn cualloc_usable_size(
     ptr: u64,
     out: *mut u64,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared(out) }?;
+    let run = || {
         let block = handles::with(allocator, |allocator| allocator.block_around(ptr))?;
-        if block.address != ptr {
-            let base = block.address;
-            return Err(Error::InteriorPointer { ptr, base }.into());
+        match block.address {
+            base if base == ptr => Ok(block.size),
+            base => Err(Error::InteriorPointer { ptr, base }.into()),
         }
-        // SAFETY: the caller's contract.
-        unsafe { out.write(block.size) };
-        Ok(())
-    })
+    };
+    // SAFETY: the caller's contract.
+    unsafe { give(out, run) }
 }
 
 /// The live block around ptr, which may be any address inside it: its first byte's address and its usable bytes.

@@ -27,6 +27,29 @@ pub(crate) fn value<T: Default>(run: impl FnOnce() -> Result<T, Failure>) -> T {
     value
 }
 
+/// [`call`] with an allocator.
+pub(crate) fn call_with(
+    handle: *mut cualloc_t,
+    run: impl FnOnce(&Allocator) -> Result<(), cualloc::Error>,
+) -> i32 {
+    call(|| handles::with(handle, run))
+}
+
+/// [`call`] of what gives a value through a pointer: 0 until the call has succeeded.
+///
+/// # Safety
+/// `out` is null or may be written.
+pub(crate) unsafe fn give<T>(out: *mut T, run: impl FnOnce() -> Result<T, Failure>) -> i32 {
+    call(|| {
+        // SAFETY: the caller's contract.
+        unsafe { cleared(out) }?;
+        let value = run()?;
+        // SAFETY: not null, and the caller's contract.
+        unsafe { out.write(value) };
+        Ok(())
+    })
+}
+
 /// Runs a call that is mostly done at once, and then has changed everything it should: `at_once` says so. `slowly` does it
 /// otherwise, where nothing was changed, and gives its code: out of line, so that the common call meets few cache lines.
 /// None where the allocator is not at hand.
@@ -136,16 +159,16 @@ pub(crate) fn panicked(payload: Box<dyn std::any::Any + Send>) -> i32 {
     CUALLOC_PANIC
 }
 
-/// Where a result goes: 0 until the call has succeeded.
+/// Sets where a result goes to 0, which is also the null handle.
 ///
 /// # Safety
 /// `out` is null or may be written.
 #[inline(always)]
-pub(crate) unsafe fn cleared<T: Default>(out: *mut T) -> Result<(), Failure> {
+pub(crate) unsafe fn cleared<T>(out: *mut T) -> Result<(), Failure> {
     if out.is_null() {
         return Err(NULL);
     }
     // SAFETY: the caller's contract.
-    unsafe { out.write(T::default()) };
+    unsafe { out.write_bytes(0, 1) };
     Ok(())
 }

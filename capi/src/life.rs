@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_void};
 
 use cualloc::Allocator;
 
-use crate::entry::{call, value};
+use crate::entry::{call, call_with, give, value};
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::{cualloc_options_t, cualloc_t, device, handles, options};
 
@@ -91,17 +91,14 @@ pub unsafe extern "C" fn cualloc_create(
     options: *const cualloc_options_t,
     out: *mut *mut cualloc_t,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared_handle(out) }?;
+    let run = || {
         let options = options::find(options)?;
         let config = options.config()?;
         let context = device::primary(&options.source.driver()?, device)?;
-        let made = handles::add(Allocator::with_config(&context, config)?)?;
-        // SAFETY: the caller's contract.
-        unsafe { out.write(made) };
-        Ok(())
-    })
+        handles::add(Allocator::with_config(&context, config)?)
+    };
+    // SAFETY: the caller's contract.
+    unsafe { give(out, run) }
 }
 
 /// Makes an allocator in a context of the caller's (a CUcontext); null means the one that is current on the calling
@@ -120,29 +117,15 @@ pub unsafe extern "C" fn cualloc_create_in(
     options: *const cualloc_options_t,
     out: *mut *mut cualloc_t,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared_handle(out) }?;
+    let run = || {
         let options = options::find(options)?;
         let config = options.config()?;
         // SAFETY: the caller's contract; one that dies is found out when it is entered.
         let context = unsafe { device::given(&options.source.driver()?, cu_context) }?;
-        let made = handles::add(Allocator::with_config(&context, config)?)?;
-        // SAFETY: the caller's contract.
-        unsafe { out.write(made) };
-        Ok(())
-    })
-}
-
-/// # Safety
-/// As [`cleared`].
-unsafe fn cleared_handle(out: *mut *mut cualloc_t) -> Result<(), Failure> {
-    if out.is_null() {
-        return Err(NULL);
-    }
+        handles::add(Allocator::with_config(&context, config)?)
+    };
     // SAFETY: the caller's contract.
-    unsafe { out.write(std::ptr::null_mut()) };
-    Ok(())
+    unsafe { give(out, run) }
 }
 
 /// Makes the allocator's context current on the calling thread if none is, as the CUDA runtime's first call there
@@ -154,10 +137,8 @@ unsafe fn cleared_handle(out: *mut *mut cualloc_t) -> Result<(), Failure> {
 /// Any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_make_current(allocator: *mut cualloc_t) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| {
-            Ok(allocator.context().make_current_if_none()?)
-        })
+    call_with(allocator, |allocator| {
+        Ok(allocator.context().make_current_if_none()?)
     })
 }
 

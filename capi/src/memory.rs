@@ -2,7 +2,7 @@
 
 use cualloc::Allocator;
 
-use crate::entry::call;
+use crate::entry::{call, call_with};
 use crate::stats::{self, cualloc_stats_t};
 use crate::{cualloc_t, handles};
 
@@ -81,12 +81,10 @@ unsafe fn given_back(
 /// Any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_set_limit(allocator: *mut cualloc_t, bytes: u64) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| {
-            handles::of_this_process(allocator)?;
-            allocator.set_limit((bytes != u64::MAX).then_some(bytes));
-            Ok(())
-        })
+    call_with(allocator, |allocator| {
+        handles::of_this_process(allocator)?;
+        allocator.set_limit((bytes != u64::MAX).then_some(bytes));
+        Ok(())
     })
 }
 
@@ -126,12 +124,10 @@ pub unsafe extern "C" fn cualloc_stats(
 /// Any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_reset_peaks(allocator: *mut cualloc_t) -> i32 {
-    call(|| {
-        handles::with(allocator, |allocator| {
-            handles::of_this_process(allocator)?;
-            allocator.reset_peaks();
-            Ok(())
-        })
+    call_with(allocator, |allocator| {
+        handles::of_this_process(allocator)?;
+        allocator.reset_peaks();
+        Ok(())
     })
 }
 

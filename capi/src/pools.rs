@@ -8,7 +8,7 @@ use cualloc::allocator::{Footprint, GraphPool, PoolScope, Scope, is_in_predicate
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Error};
 
-use crate::entry::{call, cleared};
+use crate::entry::{call, give};
 use crate::pool_table::{self, Opened};
 use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::stats::{self, room, write};
@@ -109,14 +109,8 @@ pub unsafe extern "C" fn cualloc_pool_create(
     allocator: *mut cualloc_t,
     out: *mut *mut cualloc_pool_t,
 ) -> i32 {
-    call(|| {
-        // SAFETY: a pointer is cleared as a number is: a null handle is 0.
-        unsafe { cleared(out.cast::<usize>()) }?;
-        let made = pool_table::add(allocator, None)?;
-        // SAFETY: the caller's contract.
-        unsafe { out.write(made) };
-        Ok(())
-    })
+    // SAFETY: the caller's contract.
+    unsafe { give(out, || pool_table::add(allocator, None)) }
 }
 
 /// cualloc_pool_create of a pool with a tag, a text by which all pools that have it are suspended together
@@ -135,16 +129,8 @@ pub unsafe extern "C" fn cualloc_pool_create_tagged(
     tag: *const c_char,
     out: *mut *mut cualloc_pool_t,
 ) -> i32 {
-    call(|| {
-        // SAFETY: a pointer is cleared as a number is: a null handle is 0.
-        unsafe { cleared(out.cast::<usize>()) }?;
-        // SAFETY: the caller's contract.
-        let tag = unsafe { tags::of(tag) }?;
-        let made = pool_table::add(allocator, Some(tag))?;
-        // SAFETY: the caller's contract.
-        unsafe { out.write(made) };
-        Ok(())
-    })
+    // SAFETY: the caller's contract.
+    unsafe { give(out, || pool_table::add(allocator, Some(tags::of(tag)?))) }
 }
 
 /// Sends requests to a pool from here on, until *scope is left. Of several scopes that fit a request that of its
@@ -173,17 +159,8 @@ pub unsafe extern "C" fn cualloc_pool_enter(
     which: *const cualloc_scope_t,
     scope: *mut u64,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared(scope) }?;
-        // SAFETY: the caller's contract.
-        let which = unsafe { stats::given(which) }?;
-        // SAFETY: the caller's contract.
-        let number = unsafe { enter(pool, &which) }?;
-        // SAFETY: the caller's contract.
-        unsafe { scope.write(number) };
-        Ok(())
-    })
+    // SAFETY: the caller's contract.
+    unsafe { give(scope, || enter(pool, &stats::given(which)?)) }
 }
 
 /// Opens a scope; its number.

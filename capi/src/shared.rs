@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cualloc::Allocator;
 use cualloc::held::{Locked, Mutex};
 
-use crate::entry::{call, cleared, value};
+use crate::entry::{call, give, value};
 use crate::options::{self, Options};
 use crate::results::{CUALLOC_BUSY, CUALLOC_UNSUPPORTED, Failure};
 use crate::{cualloc_options_t, cualloc_t, device, handles};
@@ -133,14 +133,8 @@ pub extern "C" fn cualloc_shared_options(options: *const cualloc_options_t) -> i
 /// `out` is null or may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_shared(device: i32, out: *mut *mut cualloc_t) -> i32 {
-    call(|| {
-        // SAFETY: a pointer is cleared as a number is: a null handle is 0.
-        unsafe { cleared(out.cast::<usize>()) }?;
-        let made = of(device)?;
-        // SAFETY: the caller's contract.
-        unsafe { out.write(made) };
-        Ok(())
-    })
+    // SAFETY: the caller's contract.
+    unsafe { give(out, || of(device)) }
 }
 
 /// The allocator of a device that cualloc_shared has made, null if there is none: makes nothing, no context either.

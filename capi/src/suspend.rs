@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use cualloc::Allocator;
 use cualloc::allocator::{Contents, Select};
 
-use crate::entry::{call, cleared};
+use crate::entry::give;
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure};
 use crate::{cualloc_t, handles, pool_table, tags};
 
@@ -81,9 +81,7 @@ pub unsafe extern "C" fn cualloc_suspend(
     contents: i32,
     bytes: *mut u64,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared(bytes) }?;
+    let run = || {
         let contents = match contents {
             CUALLOC_CONTENTS_DROP => Contents::Drop,
             CUALLOC_CONTENTS_PINNED => Contents::Pinned,
@@ -99,10 +97,10 @@ pub unsafe extern "C" fn cualloc_suspend(
                 allocator.suspend(select, contents)
             })
         }?;
-        // SAFETY: not null, and the caller's contract.
-        unsafe { bytes.write(done.bytes) };
-        Ok(())
-    })
+        Ok(done.bytes)
+    };
+    // SAFETY: the caller's contract.
+    unsafe { give(bytes, run) }
 }
 
 /// Brings suspended memory back to its addresses, with access for all devices that had it and with the contents that
@@ -124,14 +122,11 @@ pub unsafe extern "C" fn cualloc_resume(
     which: *mut c_void,
     bytes: *mut u64,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        unsafe { cleared(bytes) }?;
-        let run = |allocator: &Allocator, select: Select<'_>| allocator.resume(select);
-        // SAFETY: the caller's contract.
-        let done = unsafe { selected(allocator, (select, which), run) }?;
-        // SAFETY: not null, and the caller's contract.
-        unsafe { bytes.write(done.bytes) };
-        Ok(())
-    })
+    let resume = |allocator: &Allocator, select: Select<'_>| allocator.resume(select);
+    // SAFETY: the caller's contract.
+    unsafe {
+        give(bytes, || {
+            Ok(selected(allocator, (select, which), resume)?.bytes)
+        })
+    }
 }
