@@ -1,10 +1,11 @@
 //! What each function has around what it does: codes of errors, and no panic that goes further.
 
+use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use cualloc::Allocator;
 
-use crate::results::{CUALLOC_OK, CUALLOC_PANIC, Failure, NULL};
+use crate::results::{CUALLOC_INVALID_ARGUMENT, CUALLOC_OK, CUALLOC_PANIC, Failure, NULL};
 use crate::{cualloc_t, handles, message};
 
 /// Runs a call, and makes a code of how it ends. Nothing unwinds into C.
@@ -157,6 +158,19 @@ pub(crate) fn panicked(payload: Box<dyn std::any::Any + Send>) -> i32 {
     // What was thrown may panic when it is dropped.
     std::mem::forget(payload);
     CUALLOC_PANIC
+}
+
+/// A text of the caller's; `why` is the failure of one that is not UTF-8.
+///
+/// # Safety
+/// `from` is null, or ends with a zero and stays as it is for as long as the result is used.
+pub(crate) unsafe fn text<'a>(from: *const c_char, why: &'static str) -> Result<&'a str, Failure> {
+    if from.is_null() {
+        return Err(NULL);
+    }
+    // SAFETY: the caller's contract.
+    let text = unsafe { CStr::from_ptr(from) }.to_str();
+    text.map_err(|_| Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
 }
 
 /// Sets where a result goes to 0, which is also the null handle.

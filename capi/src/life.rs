@@ -1,11 +1,10 @@
 //! Options, and the beginning and the end of an allocator.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{c_char, c_void};
 
 use cualloc::Allocator;
 
-use crate::entry::{call, call_with, give, value};
-use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
+use crate::entry::{call, call_with, give, text, value};
 use crate::{cualloc_options_t, cualloc_t, device, handles, options};
 
 /// New options, with nothing set; null if that is not possible. To be freed with cualloc_options_free.
@@ -53,23 +52,11 @@ pub unsafe extern "C" fn cualloc_options_set(
     value: *const c_char,
 ) -> i32 {
     call(|| {
+        let why = "a key or a value is not UTF-8";
         // SAFETY: the caller's contract.
-        let (key, value) = unsafe { (text(key)?, text(value)?) };
+        let (key, value) = unsafe { (text(key, why)?, text(value, why)?) };
         options::set(options, key, value)
     })
-}
-
-/// # Safety
-/// `from` is null, or ends with a zero and stays as it is for as long as the result is used.
-unsafe fn text<'a>(from: *const c_char) -> Result<&'a str, Failure> {
-    if from.is_null() {
-        return Err(NULL);
-    }
-    // SAFETY: the caller's contract.
-    let text = unsafe { CStr::from_ptr(from) };
-    let why = "a key or a value is not UTF-8";
-    let refused = Failure::Said(CUALLOC_INVALID_ARGUMENT, why);
-    text.to_str().map_err(|_| refused)
 }
 
 /// Makes an allocator for a device, by its number from 0 (CUDA_VISIBLE_DEVICES counts), on the device's primary

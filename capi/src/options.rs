@@ -164,15 +164,18 @@ impl Options {
 mod tests {
     use super::*;
 
-    fn over(inherited: &str, own: &[(&str, &str)]) -> String {
-        let own = own
-            .iter()
-            .map(|(key, value)| (key.to_string(), value.to_string()));
-        let options = Options {
-            settings: own.collect(),
+    fn with(own: &[(&str, &str)]) -> Options {
+        let own = own.iter();
+        Options {
+            settings: own
+                .map(|(key, value)| (key.to_string(), value.to_string()))
+                .collect(),
             ..Options::default()
-        };
-        options.over(inherited)
+        }
+    }
+
+    fn over(inherited: &str, own: &[(&str, &str)]) -> String {
+        with(own).over(inherited)
     }
 
     #[test]
@@ -197,13 +200,7 @@ mod tests {
     #[test]
     fn shared_allocators_take_streams_that_nobody_retires() {
         let shared = |inherited: &str, own: &[(&str, &str)]| {
-            let own = own.iter();
-            let settings = own.map(|(key, value)| (key.to_string(), value.to_string()));
-            let options = Options {
-                settings: settings.collect(),
-                ..Options::default()
-            };
-            let config = options.over_shared(inherited).parse::<Config>().unwrap();
+            let config = with(own).over_shared(inherited).parse::<Config>().unwrap();
             config.unretired_streams
         };
         assert!(SHARED_DEFAULTS.starts_with(DEFAULTS));
@@ -215,14 +212,7 @@ mod tests {
     #[test]
     fn contexts_are_checked_where_that_is_asked_for() {
         let checks = |inherited: &str, own: &[(&str, &str)]| {
-            let options = Options {
-                settings: own
-                    .iter()
-                    .map(|(key, value)| (key.to_string(), value.to_string()))
-                    .collect(),
-                ..Options::default()
-            };
-            let text = options.with_defaults(inherited, DEFAULTS);
+            let text = with(own).with_defaults(inherited, DEFAULTS);
             text.parse::<Config>().unwrap().context_checks
         };
         assert!(!checks("", &[]) && !checks("limit=1G", &[("tune.views", "off")]));
@@ -232,11 +222,7 @@ mod tests {
 
     #[test]
     fn an_empty_environment_is_no_setting() {
-        let options = Options {
-            settings: BTreeMap::from([("limit".to_owned(), "2G".to_owned())]),
-            ..Options::default()
-        };
-        let config = options.over("").parse::<Config>().unwrap();
+        let config = over("", &[("limit", "2G")]).parse::<Config>().unwrap();
         assert_eq!(config, Config::new().limit(Some(2 << 30)));
     }
 

@@ -1,15 +1,17 @@
 //! Recordings of the process, and what a thread is doing.
 
-use std::ffi::{CStr, c_char, c_void};
-use std::path::{Path, PathBuf};
+use std::ffi::{c_char, c_void};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use cualloc::held::{Locked, Mutex};
 use cualloc::record::{Context, Recorder, RecorderError, Target, set_stack_source};
 
-use crate::entry::{call, cleared, value};
+use crate::entry::{call, cleared, text, value};
 use crate::options;
-use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
+#[cfg(unix)]
+use crate::results::NULL;
+use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure};
 
 /// The recording that cualloc_record_start began.
 static RECORDER: Mutex<Option<Recorder>> = Mutex::new(None);
@@ -41,25 +43,20 @@ impl From<RecorderError> for Failure {
 /// # Safety
 /// `from` is null, or ends with a zero and stays as it is for as long as the result is used.
 unsafe fn path(from: *const c_char) -> Result<PathBuf, Failure> {
-    if from.is_null() {
-        return Err(NULL);
-    }
-    // SAFETY: the caller's contract.
-    let bytes = unsafe { CStr::from_ptr(from) };
     #[cfg(unix)]
     {
-        use std::os::unix::ffi::OsStrExt;
-        let text = std::ffi::OsStr::from_bytes(bytes.to_bytes());
-        Ok(Path::new(text).to_owned())
+        if from.is_null() {
+            return Err(NULL);
+        }
+        // SAFETY: the caller's contract.
+        let bytes = unsafe { std::ffi::CStr::from_ptr(from) }.to_bytes();
+        let text: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(bytes);
+        Ok(text.into())
     }
+    // SAFETY: the caller's contract.
     #[cfg(not(unix))]
-    {
-        let why = "a path is not UTF-8";
-        let refused = Failure::Said(CUALLOC_INVALID_ARGUMENT, why);
-        bytes
-            .to_str()
-            .map(|text| Path::new(text).to_owned())
-            .map_err(|_| refused)
+    unsafe {
+        text(from, "a path is not UTF-8").map(PathBuf::from)
     }
 }
 
@@ -244,15 +241,8 @@ pub unsafe extern "C" fn cualloc_record_stop(events: *mut u64, lost: *mut u64) -
 pub unsafe extern "C" fn cualloc_context(name: *const c_char) -> u32 {
     value(|| {
         options::refuse_child()?;
-        if name.is_null() {
-            return Err(NULL);
-        }
         // SAFETY: the caller's contract.
-        let name = unsafe { CStr::from_ptr(name) };
-        let why = "a name is not UTF-8";
-        let name = name
-            .to_str()
-            .map_err(|_| Failure::Said(CUALLOC_INVALID_ARGUMENT, why))?;
+        let name = unsafe { text(name, "a name is not UTF-8") }?;
         Ok(Context::new(name).id())
     })
 }

@@ -86,29 +86,16 @@ impl fmt::Display for Failure {
     }
 }
 
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Failure::Library(error)
-    }
+macro_rules! of_the_library {
+    ($($error:ty)*) => {$(
+        impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                Failure::Library(error.into())
+            }
+        }
+    )*};
 }
-
-impl From<DriverError> for Failure {
-    fn from(error: DriverError) -> Self {
-        Failure::Library(error.into())
-    }
-}
-
-impl From<LoadError> for Failure {
-    fn from(error: LoadError) -> Self {
-        Failure::Library(error.into())
-    }
-}
-
-impl From<ConfigError> for Failure {
-    fn from(error: ConfigError) -> Self {
-        Failure::Library(error.into())
-    }
-}
+of_the_library!(Error DriverError LoadError ConfigError);
 
 /// The argument is null.
 pub(crate) const NULL: Failure = Failure::Said(CUALLOC_INVALID_ARGUMENT, "an argument is null");

@@ -1,13 +1,13 @@
 //! Tags of graph pools by their texts. A tag lives as long as the process, and a program has few of them.
 
 use std::collections::BTreeSet;
-use std::ffi::{CStr, c_char};
+use std::ffi::c_char;
 
 use cualloc::Tag;
 use cualloc::held::Mutex;
 
-use crate::options;
-use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
+use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure};
+use crate::{entry, options};
 
 /// Most tags of a process.
 const MOST: usize = 65_536;
@@ -18,13 +18,8 @@ static TAGS: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 /// `text` is null or ends with a zero, and stays as long as the result is used.
 unsafe fn read<'a>(text: *const c_char) -> Result<&'a str, Failure> {
     options::refuse_child()?;
-    if text.is_null() {
-        return Err(NULL);
-    }
     // SAFETY: the caller's contract.
-    let text = unsafe { CStr::from_ptr(text) }.to_str();
-    let why = "a tag is not UTF-8";
-    text.map_err(|_| Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+    unsafe { entry::text(text, "a tag is not UTF-8") }
 }
 
 /// The tag with a text, which is a new one if there is none.
