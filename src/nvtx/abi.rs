@@ -1,6 +1,8 @@
 //! What NVTX version 3 hands to a tool: the layouts of its core and of its memory extension, as far as they are used.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The version of NVTX that these layouts are of.
 pub(super) const VERSION: u16 = 3;
@@ -17,20 +19,6 @@ pub(super) const DOMAINS: c_int = 5;
 pub(super) const CALLBACKS: u32 = 1;
 pub(super) const VERSION_INFO: u32 = 3;
 
-/// Places of functions in the table of domains.
-pub(super) const DOMAIN_MARK: usize = 1;
-pub(super) const DOMAIN_PUSH: usize = 4;
-pub(super) const DOMAIN_POP: usize = 5;
-pub(super) const DOMAIN_CATEGORY: usize = 8;
-pub(super) const DOMAIN_CREATE: usize = 12;
-
-/// Places of functions of the memory extension.
-pub(super) const HEAP_REGISTER: usize = 0;
-pub(super) const HEAP_UNREGISTER: usize = 1;
-pub(super) const REGIONS_REGISTER: usize = 3;
-pub(super) const REGIONS_UNREGISTER: usize = 5;
-pub(super) const REGIONS_NAME: usize = 6;
-
 /// A heap out of which regions are handed out.
 pub(super) const SUBALLOCATOR: u32 = 1;
 /// Memory by virtual addresses; also a region that is named by its address.
@@ -41,16 +29,51 @@ pub(super) const TEXT: u32 = 1;
 /// What a tool or a domain gives for a thing of its own.
 pub(super) type Handle = *mut c_void;
 
-pub(super) type DomainCreate = unsafe extern "C" fn(*const c_char) -> Handle;
-pub(super) type DomainCategory = unsafe extern "C" fn(Handle, u32, *const c_char);
-pub(super) type DomainMark = unsafe extern "C" fn(Handle, *const Attributes);
-pub(super) type DomainPush = unsafe extern "C" fn(Handle, *const Attributes) -> c_int;
-pub(super) type DomainPop = unsafe extern "C" fn(Handle) -> c_int;
-pub(super) type HeapRegister = unsafe extern "C" fn(Handle, *const HeapDescription) -> Handle;
-pub(super) type HeapUnregister = unsafe extern "C" fn(Handle, Handle);
-pub(super) type RegionsRegister = unsafe extern "C" fn(Handle, *const Register);
-pub(super) type RegionsUnregister = unsafe extern "C" fn(Handle, *const Unregister);
-pub(super) type RegionsName = unsafe extern "C" fn(Handle, *const Names);
+macro_rules! functions {
+    ($($(#[$meta:meta])* $table:ident in $words:ident: { $($name:ident $place:literal ($($arg:ty),*) $(-> $of:ty)?;)* })*) => {$(
+        $(#[$meta])*
+        pub(super) struct $table;
+        impl $table {
+            $(pub(super) fn $name() -> Option<unsafe extern "C" fn($($arg),*) $(-> $of)?> {
+                // SAFETY: NVTX says that a tool puts a function of this type there.
+                unsafe { function(&$words[$place]) }
+            })*
+        }
+    )*};
+}
+
+// Each with its place in the table.
+functions! {
+    /// Functions of domains, as the tool filled them in.
+    Domain in DOMAIN_WORDS: {
+        mark 1 (Handle, *const Attributes);
+        push 4 (Handle, *const Attributes) -> c_int;
+        pop 5 (Handle) -> c_int;
+        name_category 8 (Handle, u32, *const c_char);
+        create 12 (*const c_char) -> Handle;
+    }
+    /// Functions of the memory extension, none where the tool has none. It may fill them in at any time.
+    Memory in MEMORY_WORDS: {
+        register_heap 0 (Handle, *const HeapDescription) -> Handle;
+        unregister_heap 1 (Handle, Handle);
+        register_regions 3 (Handle, *const Register);
+        unregister_regions 5 (Handle, *const Unregister);
+        name_regions 6 (Handle, *const Names);
+    }
+}
+
+pub(super) static DOMAIN_WORDS: [AtomicUsize; DOMAIN_FUNCTIONS] =
+    [const { AtomicUsize::new(0) }; DOMAIN_FUNCTIONS];
+pub(super) static MEMORY_WORDS: [AtomicUsize; SLOTS] = [const { AtomicUsize::new(0) }; SLOTS];
+
+/// # Safety
+/// The word is 0, or a function of type `F`.
+unsafe fn function<F: Copy>(word: &AtomicUsize) -> Option<F> {
+    const { assert!(size_of::<F>() == size_of::<*const c_void>()) };
+    let word: *const c_void = ptr::with_exposed_provenance(word.load(Ordering::Acquire));
+    // SAFETY: as the caller says; a function is as long as a pointer.
+    (!word.is_null()).then(|| unsafe { std::mem::transmute_copy(&word) })
+}
 
 pub(super) type ExportTable = unsafe extern "C" fn(u32) -> *const c_void;
 /// How a library takes part in the core: 0 if it does not.

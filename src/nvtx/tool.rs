@@ -3,23 +3,16 @@
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsString, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use libloading::Library;
 
-use super::abi::{self, Handle};
+use super::abi::{self, Domain, Handle, Memory};
 use crate::environment;
 use crate::locks::held::{Locked, Mutex};
 
 /// The variable by which a tool has itself loaded.
 pub(super) const VARIABLE: &str = "NVTX_INJECTION64_PATH";
-
-/// Functions of the memory extension, 0 where the tool has none. It may fill them in at any time.
-static MEMORY_FUNCTIONS: [AtomicUsize; abi::SLOTS] = [const { AtomicUsize::new(0) }; abi::SLOTS];
-
-/// Functions of domains, as the tool filled them in.
-static DOMAIN_FUNCTIONS: [AtomicUsize; abi::DOMAIN_FUNCTIONS] =
-    [const { AtomicUsize::new(0) }; abi::DOMAIN_FUNCTIONS];
 
 /// What a mark or a range is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,7 +89,7 @@ static PLACES: Places = Places({
     let mut places = [ptr::null_mut(); abi::DOMAIN_FUNCTIONS + 1];
     let mut at = 1;
     while at < abi::DOMAIN_FUNCTIONS {
-        places[at] = DOMAIN_FUNCTIONS[at].as_ptr();
+        places[at] = abi::DOMAIN_WORDS[at].as_ptr();
         at += 1;
     }
     places
@@ -157,7 +150,7 @@ impl Tool {
         if let Ok(attach) = memory
             && !attach_memory(attach)
         {
-            MEMORY_FUNCTIONS
+            abi::MEMORY_WORDS
                 .iter()
                 .for_each(|word| word.store(0, Ordering::Release));
         }
@@ -174,21 +167,16 @@ impl Tool {
 
     /// Whether heaps and regions are of use to it.
     pub(crate) fn tracks_memory(&self) -> bool {
-        let has = |place: usize| MEMORY_FUNCTIONS[place].load(Ordering::Acquire) != 0;
-        has(abi::HEAP_REGISTER) && has(abi::REGIONS_REGISTER)
+        Memory::register_heap().is_some() && Memory::register_regions().is_some()
     }
 
     fn make_domain(&mut self) {
-        // SAFETY: the tool put a function of this type there.
-        let create = unsafe { domain_function::<abi::DomainCreate>(abi::DOMAIN_CREATE) };
-        let Some(create) = create else {
+        let Some(create) = Domain::create() else {
             return;
         };
         // SAFETY: the name is a text that ends with a zero.
         self.domain = unsafe { create(c"cualloc".as_ptr()) }.expose_provenance();
-        // SAFETY: as above.
-        let name = unsafe { domain_function::<abi::DomainCategory>(abi::DOMAIN_CATEGORY) };
-        if let Some(name) = name {
+        if let Some(name) = Domain::name_category() {
             for category in Category::ALL {
                 // SAFETY: the domain was made by this tool, and the name ends with a zero.
                 unsafe { name(self.domain(), category as u32, category.name().as_ptr()) };
@@ -208,9 +196,7 @@ impl Tool {
 
     /// Memory out of which blocks are handed out from here on.
     pub(crate) fn heap(&self, at: u64, bytes: u64) {
-        // SAFETY: the tool put a function of this type there.
-        let Some(register) = (unsafe { memory_function::<abi::HeapRegister>(abi::HEAP_REGISTER) })
-        else {
+        let Some(register) = Memory::register_heap() else {
             return;
         };
         let range = range(at, bytes);
@@ -238,9 +224,7 @@ impl Tool {
         let Some((_, handle)) = self.heaps().remove(&at) else {
             return;
         };
-        // SAFETY: the tool put a function of this type there.
-        let unregister = unsafe { memory_function::<abi::HeapUnregister>(abi::HEAP_UNREGISTER) };
-        if let Some(unregister) = unregister {
+        if let Some(unregister) = Memory::unregister_heap() {
             // SAFETY: the handle is the tool's, and was registered once.
             unsafe { unregister(self.domain(), ptr::with_exposed_provenance_mut(handle)) };
         }
@@ -248,10 +232,7 @@ impl Tool {
 
     /// A block was handed out.
     pub(crate) fn born(&self, at: u64, bytes: u64, name: Option<&str>) {
-        // SAFETY: the tool put a function of this type there.
-        let Some(register) =
-            (unsafe { memory_function::<abi::RegionsRegister>(abi::REGIONS_REGISTER) })
-        else {
+        let Some(register) = Memory::register_regions() else {
             return;
         };
         let heap = self
@@ -283,9 +264,7 @@ impl Tool {
 
     /// A block has a name.
     pub(crate) fn name(&self, at: u64, name: &str) {
-        // SAFETY: the tool put a function of this type there.
-        let Some(rename) = (unsafe { memory_function::<abi::RegionsName>(abi::REGIONS_NAME) })
-        else {
+        let Some(rename) = Memory::name_regions() else {
             return;
         };
         let text = text(name);
@@ -312,10 +291,7 @@ impl Tool {
 
     /// A block was freed.
     pub(crate) fn gone(&self, at: u64) {
-        // SAFETY: the tool put a function of this type there.
-        let Some(unregister) =
-            (unsafe { memory_function::<abi::RegionsUnregister>(abi::REGIONS_UNREGISTER) })
-        else {
+        let Some(unregister) = Memory::unregister_regions() else {
             return;
         };
         let region: *const c_void = ptr::without_provenance(at as usize);
@@ -335,8 +311,7 @@ impl Tool {
 
     /// Something happened.
     pub(crate) fn mark(&self, category: Category, what: &str) {
-        // SAFETY: the tool put a function of this type there.
-        if let Some(mark) = unsafe { domain_function::<abi::DomainMark>(abi::DOMAIN_MARK) } {
+        if let Some(mark) = Domain::mark() {
             let text = text(what);
             let attributes = attributes(category, text.as_ptr());
             // SAFETY: what the attributes point to lives through the call.
@@ -346,8 +321,7 @@ impl Tool {
 
     /// Something begins on this thread; it ends with [`pop`](Self::pop).
     pub(crate) fn push(&self, category: Category, what: &str) {
-        // SAFETY: the tool put a function of this type there.
-        if let Some(push) = unsafe { domain_function::<abi::DomainPush>(abi::DOMAIN_PUSH) } {
+        if let Some(push) = Domain::push() {
             let text = text(what);
             let attributes = attributes(category, text.as_ptr());
             // SAFETY: what the attributes point to lives through the call.
@@ -357,39 +331,11 @@ impl Tool {
 
     /// What began last on this thread is over.
     pub(crate) fn pop(&self) {
-        // SAFETY: the tool put a function of this type there.
-        if let Some(pop) = unsafe { domain_function::<abi::DomainPop>(abi::DOMAIN_POP) } {
+        if let Some(pop) = Domain::pop() {
             // SAFETY: a function of the domain alone.
             unsafe { pop(self.domain()) };
         }
     }
-}
-
-/// A function of the memory extension.
-///
-/// # Safety
-/// `F` is the type of the function at that place.
-unsafe fn memory_function<F: Copy>(place: usize) -> Option<F> {
-    // SAFETY: as the caller says.
-    unsafe { as_function(MEMORY_FUNCTIONS[place].load(Ordering::Acquire)) }
-}
-
-/// A function of domains.
-///
-/// # Safety
-/// `F` is the type of the function at that place.
-unsafe fn domain_function<F: Copy>(place: usize) -> Option<F> {
-    // SAFETY: as the caller says.
-    unsafe { as_function(DOMAIN_FUNCTIONS[place].load(Ordering::Acquire)) }
-}
-
-/// # Safety
-/// The word is 0, or a function of type `F`.
-unsafe fn as_function<F: Copy>(word: usize) -> Option<F> {
-    const { assert!(size_of::<F>() == size_of::<*const c_void>()) };
-    let word: *const c_void = ptr::with_exposed_provenance(word);
-    // SAFETY: as the caller says; a function is as long as a pointer.
-    (!word.is_null()).then(|| unsafe { std::mem::transmute_copy(&word) })
 }
 
 /// Has a tool fill in its functions of the memory extension; whether it did.
@@ -397,7 +343,7 @@ fn attach_memory(attach: abi::AttachExtension) -> bool {
     let mut segment = abi::Segment {
         number: 1,
         slots: abi::SLOTS,
-        functions: MEMORY_FUNCTIONS[0].as_ptr(),
+        functions: abi::MEMORY_WORDS[0].as_ptr(),
     };
     let mut module = abi::Module {
         version: abi::VERSION,
