@@ -433,7 +433,7 @@ impl<T> From<Refused<T>> for Error {
 }
 
 /// A number of things, in words.
-struct Count<'a>(u64, &'a str);
+pub(crate) struct Count<'a>(pub u64, pub &'a str);
 
 impl fmt::Display for Count<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

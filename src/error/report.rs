@@ -3,6 +3,7 @@
 use std::fmt::{self, Write};
 
 use crate::error::cause::Cause;
+use crate::error::kinds::Count;
 use crate::error::memory::{AtLeast, Bytes, HeldBy, Holder, OutOfMemory, StreamBytes};
 
 /// Characters of a name that a text shows: the end of a stack is its innermost function.
@@ -45,9 +46,8 @@ impl fmt::Display for HeldBy {
 
 impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plural = if self.blocks == 1 { "" } else { "s" };
-        let (bytes, blocks) = (Bytes(self.bytes), self.blocks);
-        write!(f, "{bytes} in {blocks} block{plural}: {}", self.by)
+        let (bytes, blocks) = (Bytes(self.bytes), Count(self.blocks, "block"));
+        write!(f, "{bytes} in {blocks}: {}", self.by)
     }
 }
 

@@ -11,10 +11,43 @@ const MOST: usize = MOST_CONTEXTS as usize;
 /// Most bytes of a name; of a longer one the outermost parts are left out.
 pub(crate) const LONGEST: usize = 4096;
 
-#[derive(Debug, Default)]
-struct Names {
-    known: Vec<String>,
+/// Names, each once, with numbers from 1; 0 stands for none.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Names {
+    names: Vec<String>,
     numbers: HashMap<String, u32>,
+}
+
+impl Names {
+    /// The number of a name, which is added if it is new.
+    pub(crate) fn number(&mut self, name: &str) -> u32 {
+        if let Some(number) = self.find(name) {
+            return number;
+        }
+        self.names.push(name.to_owned());
+        let number = self.names.len() as u32;
+        self.numbers.insert(name.to_owned(), number);
+        number
+    }
+
+    /// The number of a name that is known.
+    pub(crate) fn find(&self, name: &str) -> Option<u32> {
+        self.numbers.get(name).copied()
+    }
+
+    pub(crate) fn name(&self, number: u32) -> Option<&str> {
+        let place = (number as usize).checked_sub(1)?;
+        self.names.get(place).map(String::as_str)
+    }
+
+    /// All names: that of number 1 first.
+    pub(crate) fn into_vec(self) -> Vec<String> {
+        self.names
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &str> {
+        self.names.iter().map(String::as_str)
+    }
 }
 
 static NAMES: Mutex<Option<Names>> = Mutex::new(None);
@@ -45,33 +78,24 @@ fn shortened(name: &str) -> &str {
 /// The number of a name, from 1; 0 if there are too many.
 pub(crate) fn number_of(name: &str) -> u32 {
     let name = shortened(name);
-    with(|names| {
-        if let Some(number) = names.numbers.get(name) {
-            return *number;
-        }
-        if names.known.len() >= MOST {
-            return 0;
-        }
-        names.known.push(name.to_owned());
-        let number = names.known.len() as u32;
-        names.numbers.insert(name.to_owned(), number);
-        number
+    with(|names| match names.find(name) {
+        None if names.names.len() >= MOST => 0,
+        known => known.unwrap_or_else(|| names.number(name)),
     })
 }
 
 /// The names that came after the first so many, with their numbers.
 pub(crate) fn since(known: usize) -> Vec<(u32, String)> {
     with(|names| {
-        let news = names.known.iter().enumerate().skip(known);
-        news.map(|(at, name)| (at as u32 + 1, name.clone()))
+        let news = names.iter().enumerate().skip(known);
+        news.map(|(at, name)| (at as u32 + 1, name.to_owned()))
             .collect()
     })
 }
 
 /// The name with a number.
 pub(crate) fn name_of(number: u32) -> Option<String> {
-    let at = (number as usize).checked_sub(1)?;
-    with(|names| names.known.get(at).cloned())
+    with(|names| names.name(number).map(str::to_owned))
 }
 
 /// Puts the thread in a context; the one before. A number that no context can have is none.

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::error::kinds::Count;
 use crate::error::memory::Bytes;
 use crate::record::snapshot::{Act, Segment, Snapshot, State};
 use crate::trace::{RowMaker, Trace, TraceError};
@@ -11,14 +12,6 @@ struct Earlier {
     bytes: u64,
     stream: u64,
     context: u32,
-}
-
-/// A number of things, by the name of one.
-fn counted(number: impl TryInto<u64>, name: &str) -> String {
-    match number.try_into().unwrap_or(u64::MAX) {
-        1 => format!("1 {name}"),
-        number => format!("{number} {name}s"),
-    }
 }
 
 fn bytes(bytes: u128) -> Bytes {
@@ -49,17 +42,17 @@ impl Snapshot {
             0 => {}
             crooked => gaps.push(format!(
                 "{} of GPU {device} have another size than all their blocks together",
-                counted(crooked, "segment")
+                Count(crooked as u64, "segment")
             )),
         }
         if self.gaps.unrequested > 0 {
             gaps.push(format!(
                 "the requested size of {} is unknown; the rounded size counts",
-                counted(self.gaps.unrequested, "block")
+                Count(self.gaps.unrequested, "block")
             ));
         }
         for (action, count) in &self.gaps.unknown {
-            let times = counted(*count, "time");
+            let times = Count(*count, "time");
             gaps.push(format!(
                 "the history has the unknown action `{action}` {times}, which is ignored"
             ));
@@ -72,7 +65,7 @@ impl Snapshot {
         let history = || self.traces.get(device).into_iter().flatten();
         let earlier = self.earlier(device);
         let live = earlier.values().map(|block| u128::from(block.bytes)).sum();
-        let blocks = format!("{} ({})", counted(earlier.len(), "block"), bytes(live));
+        let blocks = format!("{} ({})", Count(earlier.len() as u64, "block"), bytes(live));
         if !history().any(|entry| entry.act.is_of_block()) {
             return Some(match earlier.len() {
                 0 if history().any(|entry| entry.act == Act::Oom) => return None,

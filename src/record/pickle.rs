@@ -34,28 +34,27 @@ impl Pickle {
         self.bytes
     }
 
-    /// Writes what is at a place.
-    fn get(&mut self, place: u32) {
+    /// An opcode about a place, which has a short form and a long one.
+    fn at(&mut self, place: u32, short: u8, long: u8) {
         match u8::try_from(place) {
-            Ok(place) => self.bytes.extend_from_slice(&[b'h', place]),
+            Ok(place) => self.bytes.extend_from_slice(&[short, place]),
             Err(_) => {
-                self.bytes.push(b'j');
+                self.bytes.push(long);
                 self.bytes.extend_from_slice(&place.to_le_bytes());
             }
         }
+    }
+
+    /// Writes what is at a place.
+    fn get(&mut self, place: u32) {
+        self.at(place, b'h', b'j');
     }
 
     /// Gives a place to what was just written.
     fn put(&mut self) -> u32 {
         let place = self.places;
         self.places += 1;
-        match u8::try_from(place) {
-            Ok(place) => self.bytes.extend_from_slice(&[b'q', place]),
-            Err(_) => {
-                self.bytes.push(b'r');
-                self.bytes.extend_from_slice(&place.to_le_bytes());
-            }
-        }
+        self.at(place, b'q', b'r');
         place
     }
 
@@ -156,7 +155,7 @@ struct Reader<'a> {
     at: usize,
     tree: Tree,
     stack: Vec<Entry>,
-    memo: HashMap<u32, u32>,
+    memo: HashMap<u64, u32>,
 }
 
 /// Reads a pickle. The place of a fault is that of the opcode.
@@ -203,10 +202,24 @@ impl Reader<'_> {
         self.stack.push(Entry::Value(number));
     }
 
-    fn text(&mut self, bytes: usize) -> Result<(), Fault> {
+    /// A text, whose length has so many bytes.
+    fn text<const N: usize>(&mut self) -> Result<(), Fault> {
+        let bytes = self.length::<N>()?;
         // Python writes halves of surrogate pairs, which names of files can have, and which are no UTF-8.
         let text = String::from_utf8_lossy(self.take(bytes)?).into_owned();
         self.push(Node::Text(text));
+        Ok(())
+    }
+
+    fn unsigned<const N: usize>(&mut self) -> Result<(), Fault> {
+        let number = self.number::<N>()?;
+        self.push(Node::Number(number));
+        Ok(())
+    }
+
+    fn signed(&mut self, bytes: usize) -> Result<(), Fault> {
+        let node = integer(self.take(bytes)?);
+        self.push(node);
         Ok(())
     }
 
@@ -279,15 +292,15 @@ impl Reader<'_> {
         }
     }
 
-    fn put(&mut self, place: u32) -> Result<(), Fault> {
+    fn put(&mut self, place: u64) -> Result<(), Fault> {
         let top = self.top()?;
         self.memo.insert(place, top);
         Ok(())
     }
 
-    fn get(&mut self, place: u64) -> Result<(), Fault> {
-        let place = u32::try_from(place).ok();
-        let known = place.and_then(|place| self.memo.get(&place).copied());
+    fn get<const N: usize>(&mut self) -> Result<(), Fault> {
+        let place = self.number::<N>()?;
+        let known = self.memo.get(&place).copied();
         let known = known.ok_or(Fault::Damaged("nothing was put where this gets"))?;
         self.stack.push(Entry::Value(known));
         Ok(())
@@ -334,27 +347,16 @@ impl Reader<'_> {
             0x85 => self.tuple(1)?,
             0x86 => self.tuple(2)?,
             0x87 => self.tuple(3)?,
-            b'K' => {
-                let number = self.number::<1>()?;
-                self.push(Node::Number(number));
-            }
-            b'M' => {
-                let number = self.number::<2>()?;
-                self.push(Node::Number(number));
-            }
-            b'J' => {
-                let node = integer(self.take(4)?);
-                self.push(node);
-            }
+            b'K' => self.unsigned::<1>()?,
+            b'M' => self.unsigned::<2>()?,
+            b'J' => self.signed(4)?,
             0x8a => {
                 let bytes = self.length::<1>()?;
-                let node = integer(self.take(bytes)?);
-                self.push(node);
+                self.signed(bytes)?;
             }
             0x8b => {
                 let bytes = self.length::<4>()?;
-                let node = integer(self.take(bytes)?);
-                self.push(node);
+                self.signed(bytes)?;
             }
             b'G' => {
                 let bits = self.number::<8>()?.swap_bytes();
@@ -363,35 +365,20 @@ impl Reader<'_> {
             b'N' => self.push(Node::Null),
             0x88 => self.push(Node::Flag(true)),
             0x89 => self.push(Node::Flag(false)),
-            b'X' => {
-                let bytes = self.length::<4>()?;
-                self.text(bytes)?;
-            }
-            0x8c => {
-                let bytes = self.length::<1>()?;
-                self.text(bytes)?;
-            }
-            0x8d => {
-                let bytes = self.length::<8>()?;
-                self.text(bytes)?;
-            }
+            b'X' => self.text::<4>()?,
+            0x8c => self.text::<1>()?,
+            0x8d => self.text::<8>()?,
             b'q' => {
-                let place = self.number::<1>()? as u32;
+                let place = self.number::<1>()?;
                 self.put(place)?;
             }
             b'r' => {
-                let place = self.number::<4>()? as u32;
+                let place = self.number::<4>()?;
                 self.put(place)?;
             }
-            0x94 => self.put(self.memo.len() as u32)?,
-            b'h' => {
-                let place = self.number::<1>()?;
-                self.get(place)?;
-            }
-            b'j' => {
-                let place = self.number::<4>()?;
-                self.get(place)?;
-            }
+            0x94 => self.put(self.memo.len() as u64)?,
+            b'h' => self.get::<1>()?,
+            b'j' => self.get::<4>()?,
             b'.' => {
                 self.tree.root = self.pop()?;
                 return Ok(true);

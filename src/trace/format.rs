@@ -6,7 +6,7 @@ use std::io::{self, BufRead, Write};
 
 use super::error::{HEADER, STREAM_LIMIT, TraceError, TraceFault};
 use super::lines::Lines;
-use super::names::Names;
+use crate::event::names::Names;
 
 /// What a row does to its block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

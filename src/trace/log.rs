@@ -8,8 +8,9 @@ use std::io::BufRead;
 use super::error::{TraceError, TraceFault};
 use super::format::{Trace, parse_number};
 use super::lines::Lines;
-use super::names::Names;
 use super::rows::{RowBlock, RowMaker};
+use crate::error::kinds::Count;
+use crate::event::names::Names;
 
 /// The columns that every log has, in the order of RMM's.
 const COLUMNS: [&str; 6] = ["Thread", "Time", "Action", "Pointer", "Size", "Stream"];
@@ -165,8 +166,8 @@ impl AllocationLog {
         let mut add = |findings: &Findings, what: &str| {
             if findings.count > 0 {
                 let Findings { count, first } = findings;
-                let frees = if *count == 1 { "free" } else { "frees" };
-                gaps.push(format!("{count} {frees} {what}, the first in line {first}"));
+                let frees = Count(*count, "free");
+                gaps.push(format!("{frees} {what}, the first in line {first}"));
             }
         };
         add(

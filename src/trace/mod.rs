@@ -14,18 +14,17 @@ mod format;
 pub mod generate;
 mod lines;
 mod log;
-mod names;
 mod replay;
 mod rows;
 mod stage;
 mod work;
 
 pub use self::log::AllocationLog;
+pub(crate) use crate::event::names::Names;
 pub use capacity::Capacity;
 pub use error::{TraceError, TraceFault};
 #[doc(hidden)]
 pub use format::Allocation;
 pub use format::{Op, Row, Trace};
-pub(crate) use names::Names;
 pub use replay::{Pass, Replay, ReplayReport, Watched};
 pub(crate) use rows::RowMaker;
