@@ -12,7 +12,7 @@ use crate::block::BlockId;
 use crate::driver::{Device, KernelParam, Stream, sys};
 use crate::resource::{Access, LaunchBuffer, MemoryResource, RawBlock, Source};
 
-use super::element::{DeviceCopy, FillValue, Pod, bytes_of};
+use super::element::{DeviceCopy, FillValue, Pod, bytes_of, check_aligned};
 use super::flight::CopyInFlight;
 use super::order::Memory;
 use super::owner::{Foreign, Loan, Owner};
@@ -79,7 +79,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         len: usize,
         stream: &Stream,
     ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
-        let memory = match wanted::<T>(len)? {
+        let memory = match bytes_of::<T>(len)? {
             0 => None,
             bytes => Some(allocate::<T>(from, Request::new(bytes), stream)?),
         };
@@ -103,7 +103,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
             let bytes = bytes as u64;
             return Err(Error::Invalid(InvalidArgument::Size { bytes }));
         }
-        wanted::<T>(bytes / size)?;
+        bytes_of::<T>(bytes / size)?;
         let memory = allocate::<T>(from, request, stream)?;
         Ok(DeviceBuffer::new(Some(memory), bytes / size))
     }
@@ -114,7 +114,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         len: usize,
         stream: &Stream,
     ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
-        match wanted::<T>(len)? {
+        match bytes_of::<T>(len)? {
             0 => Ok(DeviceBuffer::new(None, len)),
             bytes => Self::uninit_with(from, Request::new(bytes).cached_only(), stream),
         }
@@ -172,31 +172,18 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         len: usize,
         stream: &Stream,
     ) -> Result<Self, Refused<Block>> {
-        let error = match bytes_of::<T>(len) {
-            None => Error::Invalid(InvalidArgument::TooLarge {
-                len,
-                element_bytes: size_of::<T>(),
-            }),
-            Some(needed) if needed as u64 > block.size() => {
-                Error::Invalid(InvalidArgument::TooSmall {
-                    needed,
-                    usable: block.size() as usize,
-                })
+        let fits = || {
+            let (needed, usable) = (bytes_of::<T>(len)?, block.size() as usize);
+            if needed > usable {
+                return Err(InvalidArgument::TooSmall { needed, usable }.into());
             }
-            Some(_) if !block.ptr().is_multiple_of(align_of::<T>() as u64) => {
-                misaligned::<T>(block.ptr())
-            }
-            Some(_) => {
-                return match stream.id() {
-                    Ok(id) => {
-                        let memory = Memory::new(Owner::Block(block), stream.clone(), id);
-                        Ok(Self::new(Some(memory), len))
-                    }
-                    Err(error) => Err(Refused::new(block, error)),
-                };
-            }
+            check_aligned::<T>(block.ptr())
         };
-        Err(Refused::new(block, error))
+        if let Err(error) = fits() {
+            return Err(Refused::new(block, error));
+        }
+        let memory = Memory::new(Owner::Block(block), stream.clone(), stream.own_id());
+        Ok(Self::new(Some(memory), len))
     }
 
     /// A buffer over memory of others, which `owner` keeps: dropping that releases it.
@@ -214,12 +201,10 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         stream: &Stream,
         owner: impl Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        if wanted::<T>(len)? == 0 {
+        if bytes_of::<T>(len)? == 0 {
             return Ok(Self::new(None, len));
         }
-        if !ptr.is_multiple_of(align_of::<T>() as u64) {
-            return Err(misaligned::<T>(ptr));
-        }
+        check_aligned::<T>(ptr)?;
         let owner = Box::new(owner);
         let foreign = Owner::Foreign(Box::new(Foreign { ptr, owner }));
         let memory = Memory::new(foreign, stream.clone(), stream.id()?);
@@ -356,6 +341,10 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
 
     // ---- order -----------------------------------------------------------------------------
 
+    fn with(&self, run: impl FnOnce(&Memory) -> Result<(), Error>) -> Result<(), Error> {
+        self.memory.as_ref().map_or(Ok(()), run)
+    }
+
     /// Lets everything that `stream` is given from now on come after everything done to the buffer so
     /// far. Does not wait. Where the resource puts accesses in order
     /// ([`UseTracking::Access`](crate::resource::UseTracking::Access)), also after those that launches on other streams
@@ -364,10 +353,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// # Errors
     /// [`Error::Stream`], [`Error::Capturing`], and driver errors.
     pub fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
-        match &self.memory {
-            Some(memory) => memory.prepare_use(stream, access),
-            None => Ok(()),
-        }
+        self.with(|memory| memory.prepare_use(stream, access))
     }
 
     /// Lets everything done to the buffer from now on, its free included, come after everything that
@@ -378,10 +364,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// they can, and the memory is not reused before `stream` is done with it. A stream that is being captured
     /// is the exception: whoever captures work answers for the memory's life until the graph is gone.
     pub fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
-        match &self.memory {
-            Some(memory) => memory.finish_use(stream, access),
-            None => Ok(()),
-        }
+        self.with(|memory| memory.finish_use(stream, access))
     }
 
     /// Says that another stream uses the buffer: the memory is reused only when everything which that stream
@@ -391,10 +374,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// # Errors
     /// [`Error::Capturing`]; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
-        match &self.memory {
-            Some(memory) => memory.record(stream, false),
-            None => Ok(()),
-        }
+        self.with(|memory| memory.record(stream, false))
     }
 
     /// Says that another stream used the buffer and will not again: reuse waits only for what that
@@ -403,10 +383,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// # Errors
     /// As [`record_stream`](Self::record_stream).
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
-        match &self.memory {
-            Some(memory) => memory.record(stream, true),
-            None => Ok(()),
-        }
+        self.with(|memory| memory.record(stream, true))
     }
 
     /// The same memory as bytes; it is freed once, with the result.
@@ -529,21 +506,6 @@ impl<T: DeviceCopy> DeviceBuffer<MaybeUninit<T>> {
     pub unsafe fn assume_init(self) -> DeviceBuffer<T> {
         DeviceBuffer::new(self.memory, self.len)
     }
-}
-
-/// The bytes of so many elements.
-fn wanted<T: DeviceCopy>(len: usize) -> Result<usize, Error> {
-    bytes_of::<T>(len).ok_or(Error::Invalid(InvalidArgument::TooLarge {
-        len,
-        element_bytes: size_of::<T>(),
-    }))
-}
-
-fn misaligned<T>(ptr: sys::CUdeviceptr) -> Error {
-    Error::Invalid(InvalidArgument::Misaligned {
-        ptr,
-        alignment: align_of::<T>(),
-    })
 }
 
 fn allocate<T: DeviceCopy>(

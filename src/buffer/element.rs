@@ -2,6 +2,8 @@
 
 use std::mem::MaybeUninit;
 
+use crate::error::{Error, InvalidArgument};
+
 /// A type whose values are plain bytes and may be copied to and from a device as such.
 ///
 /// Implemented for integers, floating-point numbers, arrays of such types, and [`MaybeUninit`]. Not
@@ -118,8 +120,19 @@ fills! {
     f32: Word(u32);
 }
 
-/// Bytes of `len` elements; none if no host or device could hold them.
-pub(super) fn bytes_of<T>(len: usize) -> Option<usize> {
-    len.checked_mul(size_of::<T>())
-        .filter(|bytes| isize::try_from(*bytes).is_ok())
+/// Bytes of `len` elements; an error if no host or device could hold them.
+pub(crate) fn bytes_of<T>(len: usize) -> Result<usize, Error> {
+    let element_bytes = size_of::<T>();
+    let bytes = len.checked_mul(element_bytes);
+    let bytes = bytes.filter(|bytes| isize::try_from(*bytes).is_ok());
+    bytes.ok_or_else(|| InvalidArgument::TooLarge { len, element_bytes }.into())
+}
+
+/// Refuses an address that elements of a type cannot have.
+pub(super) fn check_aligned<T>(ptr: u64) -> Result<(), Error> {
+    let alignment = align_of::<T>();
+    match ptr.is_multiple_of(alignment as u64) {
+        true => Ok(()),
+        false => Err(InvalidArgument::Misaligned { ptr, alignment }.into()),
+    }
 }

@@ -76,6 +76,7 @@ pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
+pub(crate) use element::bytes_of;
 pub(crate) use order::Memory;
 pub(crate) use owner::{Foreign, Owner};
-pub(crate) use pinned::{HostBlock, HostPool, host_bytes};
+pub(crate) use pinned::{HostBlock, HostPool};

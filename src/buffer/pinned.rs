@@ -13,7 +13,7 @@ use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 use crate::sync::order::{wait, wait_for};
 
-use super::element::{DeviceCopy, bytes_of};
+use super::element::{DeviceCopy, bytes_of, check_aligned};
 
 /// A pool that blocks of page-locked memory go back to.
 pub(crate) trait HostPool: Send + Sync {
@@ -243,7 +243,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
     /// [`InvalidArgument::TooLarge`], [`InvalidArgument::Misaligned`] for an element type of unusual
     /// alignment, and driver errors.
     pub fn uninit(context: &Context, len: usize) -> Result<PinnedBuffer<MaybeUninit<T>>, Error> {
-        let bytes = host_bytes::<T>(len)?;
+        let bytes = bytes_of::<T>(len)?;
         let block = HostBlock::new(context, bytes, EventPools::of(context))?;
         PinnedBuffer::over(block, len)
     }
@@ -314,14 +314,6 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
     }
 }
 
-/// Bytes of `len` elements.
-pub(crate) fn host_bytes<T>(len: usize) -> Result<usize, Error> {
-    bytes_of::<T>(len).ok_or(Error::Invalid(InvalidArgument::TooLarge {
-        len,
-        element_bytes: size_of::<T>(),
-    }))
-}
-
 impl<T: DeviceCopy> PinnedBuffer<MaybeUninit<T>> {
     /// The first `len` elements of a block, which is as large.
     pub(crate) fn over(block: HostBlock, len: usize) -> Result<Self, Error> {
@@ -330,12 +322,7 @@ impl<T: DeviceCopy> PinnedBuffer<MaybeUninit<T>> {
             len,
             elements: PhantomData,
         };
-        if !buffer.ptr().is_aligned() {
-            return Err(Error::Invalid(InvalidArgument::Misaligned {
-                ptr: buffer.ptr().as_ptr() as u64,
-                alignment: align_of::<T>(),
-            }));
-        }
+        check_aligned::<T>(buffer.ptr().as_ptr() as u64)?;
         Ok(buffer)
     }
 

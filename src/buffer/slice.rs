@@ -7,7 +7,7 @@ use std::ops::{Bound, RangeBounds};
 
 use crate::driver::{DriverError, Entered, Stream, sys};
 
-use super::element::{DeviceCopy, FillValue, Pattern, Pod};
+use super::element::{DeviceCopy, FillValue, Pattern, Pod, check_aligned};
 use super::flight::CopyInFlight;
 use super::order::{Ended, Memory, started, submit, submit_and_wait};
 use super::pinned::PinnedBuffer;
@@ -112,22 +112,18 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         T: Pod,
     {
         let (bytes, element_bytes) = (self.byte_len(), size_of::<U>());
-        let mismatch = Error::Invalid(InvalidArgument::Remainder {
-            bytes,
-            element_bytes,
-        });
         let len = match bytes.checked_rem(element_bytes) {
             Some(0) => bytes / element_bytes,
             None if bytes == 0 => 0,
-            _ => return Err(mismatch),
+            _ => {
+                return Err(InvalidArgument::Remainder {
+                    bytes,
+                    element_bytes,
+                }
+                .into());
+            }
         };
-        let alignment = align_of::<U>();
-        if !self.ptr.is_multiple_of(alignment as u64) {
-            return Err(Error::Invalid(InvalidArgument::Misaligned {
-                ptr: self.ptr,
-                alignment,
-            }));
-        }
+        check_aligned::<U>(self.ptr)?;
         Ok(DeviceSlice::new(self.memory, self.ptr, len))
     }
 

@@ -5,7 +5,7 @@
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use crate::buffer::{DeviceCopy, HostBlock, HostPool, PinnedBuffer, host_bytes};
+use crate::buffer::{DeviceCopy, HostBlock, HostPool, PinnedBuffer, bytes_of};
 use crate::driver::{Context, process};
 use crate::error::{Error, InvalidArgument, RareLog};
 use crate::locks::held::Mutex;
@@ -227,7 +227,7 @@ impl PinnedPool {
     ) -> Result<PinnedBuffer<MaybeUninit<T>>, Error> {
         self.0.reap()?;
         let config = &self.0.config;
-        let bytes = host_bytes::<T>(len)?;
+        let bytes = bytes_of::<T>(len)?;
         let oversize = bytes > config.buffer_bytes;
         if oversize && !config.oversize {
             return Err(Error::Invalid(InvalidArgument::TooSmall {
