@@ -6,7 +6,6 @@ use super::owed::Owed;
 use super::sys::{self, CUdeviceptr, CUpointer_attribute, CUstream};
 use super::table::{call, thin};
 use std::ffi::c_void;
-use std::mem::MaybeUninit;
 use std::num::NonZeroU64;
 use std::ptr::{self, NonNull};
 
@@ -96,40 +95,12 @@ impl Entered<'_> {
         /// Allocates `bytes` of device memory; the address is a multiple of 256 at least.
         pub fn mem_alloc(&self, bytes: usize) -> address: CUdeviceptr = cuMemAlloc_v2(&mut address, bytes);
 
-        /// Base address and bytes of the allocation or mapping that contains `address`.
-        pub fn address_range(&self, address: CUdeviceptr) -> range: (CUdeviceptr, usize)
-            = cuMemGetAddressRange_v2(&mut range.0, &mut range.1, address);
-
         /// Free and total memory of the context's device, in bytes. Costs microseconds.
         pub fn mem_info(&self) -> info: (usize, usize) = cuMemGetInfo_v2(&mut info.0, &mut info.1)
             => MemInfo: MemInfo { free: info.0 as u64, total: info.1 as u64 };
 
-        /// Makes synchronous copies to and from this allocation really synchronous, as transfers by
-        /// other devices need it.
-        pub fn set_sync_memops(&self, address: CUdeviceptr, on: bool)
-            = cuPointerSetAttribute(
-                ptr::from_ref(&u32::from(on)).cast(), CUpointer_attribute::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, address
-            );
-
-        /// Allocates `bytes` of page-locked host memory.
-        pub fn host_alloc(&self, bytes: usize, how: HostMemory) -> address: *mut c_void
+        fn host_alloc(&self, bytes: usize, how: HostMemory) -> address: *mut c_void
             = cuMemHostAlloc(&mut address, bytes, how.flags());
-
-        /// Frees memory of [`Entered::host_alloc`].
-        pub unsafe fn host_free(&self, address: *mut c_void) = cuMemFreeHost(address);
-
-        /// The address under which the device sees page-locked host memory.
-        pub unsafe fn host_device_pointer(&self, address: *mut c_void) -> device: CUdeviceptr
-            = cuMemHostGetDevicePointer_v2(&mut device, address, 0);
-
-        /// Page-locks `bytes` of host memory that the caller owns, which must stay allocated until
-        /// [`Entered::host_unregister`]. `write_combined` does not apply. Needs
-        /// [`Feature::HostRegister`](super::Feature::HostRegister).
-        pub unsafe fn host_register(&self, address: *mut c_void, bytes: usize, how: HostMemory)
-            = cuMemHostRegister_v2(address, bytes, HostMemory { write_combined: false, ..how }.flags());
-
-        /// Undoes [`Entered::host_register`].
-        pub unsafe fn host_unregister(&self, address: *mut c_void) = cuMemHostUnregister(address);
     }
 
     /// What tells the memory at an address from all other memory of the process, earlier and later; `None` where there
@@ -176,31 +147,6 @@ impl Entered<'_> {
                 Ok(())
             }
         }
-    }
-
-    /// One attribute of an address.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_INVALID_VALUE` for an address that it does not know.
-    ///
-    /// # Safety
-    /// `T` must be the type that the driver writes for `attribute`.
-    pub unsafe fn pointer_attribute<T: Copy>(
-        &self,
-        attribute: CUpointer_attribute,
-        address: CUdeviceptr,
-    ) -> Result<T, DriverError> {
-        let mut value = MaybeUninit::<T>::zeroed();
-        let out = value.as_mut_ptr().cast();
-        // SAFETY: the output is a local of the type that the caller vouches for.
-        unsafe {
-            call!(
-                self.driver(),
-                cuPointerGetAttribute(out, attribute, address)
-            )
-        }?;
-        // SAFETY: the driver has written it.
-        Ok(unsafe { value.assume_init() })
     }
 
     /// Allocates `bytes` of page-locked host memory that frees itself. Its bytes are undefined.

@@ -63,50 +63,21 @@ impl MemoryPool {
     /// A new pool. Its release threshold is 0: the driver takes back all that is unused at every
     /// synchronisation, until [`MemoryPool::set`] says otherwise.
     pub fn new(context: &Context, properties: &PoolProperties) -> Result<MemoryPool, DriverError> {
-        Ok(MemoryPool::wrap(
-            context,
-            context.enter()?.create_pool(properties)?,
-            true,
-        ))
+        let raw = context.enter()?.create_pool(properties)?;
+        Ok(MemoryPool::wrap(context, raw, true))
     }
 
     /// The default pool of the context's device, which everything in the process shares.
     pub fn default_of(context: &Context) -> Result<MemoryPool, DriverError> {
-        Ok(MemoryPool::wrap(
-            context,
-            context.device().default_pool()?,
-            false,
-        ))
-    }
-
-    /// The pool that [`Entered::mem_alloc_async`] takes from on the context's device at present.
-    ///
-    /// # Safety
-    /// As [`from_raw`](Self::from_raw): whoever owns the pool keeps it as long as the result.
-    pub unsafe fn current_of(context: &Context) -> Result<MemoryPool, DriverError> {
-        Ok(MemoryPool::wrap(
-            context,
-            context.device().current_pool()?,
-            false,
-        ))
+        let raw = context.device().default_pool()?;
+        Ok(MemoryPool::wrap(context, raw, false))
     }
 
     /// The pool behind a file descriptor of [`MemoryPool::export_fd`], owned by the result.
     #[cfg(unix)]
     pub fn import_fd(context: &Context, fd: BorrowedFd<'_>) -> Result<MemoryPool, DriverError> {
-        Ok(MemoryPool::wrap(
-            context,
-            context.enter()?.import_pool(fd)?,
-            true,
-        ))
-    }
-
-    /// A pool that somebody else owns; never destroyed here.
-    ///
-    /// # Safety
-    /// `raw` must be a live pool of the context's driver, and stay alive as long as the result.
-    pub unsafe fn from_raw(context: &Context, raw: sys::CUmemoryPool) -> MemoryPool {
-        MemoryPool::wrap(context, raw, false)
+        let raw = context.enter()?.import_pool(fd)?;
+        Ok(MemoryPool::wrap(context, raw, true))
     }
 
     fn wrap(context: &Context, raw: sys::CUmemoryPool, owned: bool) -> MemoryPool {
@@ -143,15 +114,13 @@ impl MemoryPool {
     }
 
     thin! {
-        /// Makes this the pool that [`Entered::mem_alloc_async`] takes from on the context's device,
-        /// for the whole process.
-        pub fn make_current(&self) = cuDeviceSetMemPool(self.context.device().raw(), self.raw);
-
         /// Gives unused memory back to the driver until `keep` bytes are left. Memory counts as unused
         /// once the host has seen its last use complete, by a synchronisation.
         pub fn trim_to(&self, keep: usize) = cuMemPoolTrimTo(self.raw, keep);
 
-        fn access(&self, list: &[sys::CUmemAccessDesc]) = cuMemPoolSetAccess(self.raw, list.as_ptr(), list.len());
+        /// Lets the devices read and write everything in the pool, or takes that back. The pool's own device keeps it.
+        pub fn set_access(&self, devices: &[Device], on: bool)
+            = cuMemPoolSetAccess(self.raw, access_list(devices, on).as_ptr(), devices.len());
 
         /// True if `device` may read and write everything in the pool.
         pub fn has_access(&self, device: &Device) -> flags: sys::CUmemAccess_flags
@@ -161,11 +130,6 @@ impl MemoryPool {
         /// What stands for an allocation of an exported pool in other processes.
         pub fn export_pointer(&self, address: CUdeviceptr) -> data: CUmemPoolPtrExportData
             = cuMemPoolExportPointer(&mut data, address);
-
-        /// The address here of another process's allocation from this imported pool. It must be freed
-        /// here before it is freed there.
-        pub fn import_pointer(&self, data: CUmemPoolPtrExportData) -> address: CUdeviceptr
-            = cuMemPoolImportPointer(&mut address, self.raw, ptr::from_ref(&data).cast_mut());
     }
 
     /// Reads an attribute: bytes, or 0 and 1 for the reuse policies.
@@ -197,20 +161,6 @@ impl MemoryPool {
                 cuMemPoolSetAttribute(self.raw, attribute, from)
             )
         }
-    }
-
-    /// Lets the devices read and write everything in the pool.
-    pub fn set_access(&self, devices: &[Device]) -> Result<(), DriverError> {
-        self.access(&access_list(devices))
-    }
-
-    /// Takes the access of [`MemoryPool::set_access`] back. The pool's own device keeps it.
-    pub fn revoke_access(&self, devices: &[Device]) -> Result<(), DriverError> {
-        let mut list = access_list(devices);
-        for entry in &mut list {
-            entry.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE;
-        }
-        self.access(&list)
     }
 
     /// A file descriptor that stands for the pool in other processes. The pool must have been
@@ -269,7 +219,6 @@ impl Drop for MemoryPool {
 impl Device {
     thin! {
         fn default_pool(&self) -> pool: sys::CUmemoryPool = cuDeviceGetDefaultMemPool(&mut pool, self.raw());
-        fn current_pool(&self) -> pool: sys::CUmemoryPool = cuDeviceGetMemPool(&mut pool, self.raw());
     }
 }
 
@@ -283,10 +232,6 @@ impl Entered<'_> {
         #[cfg(unix)]
         fn import_pool(&self, fd: BorrowedFd<'_>) -> pool: sys::CUmemoryPool
             = cuMemPoolImportFromShareableHandle(&mut pool, number_of(fd), DESCRIPTOR, 0);
-
-        /// Allocates `bytes` from the device's current pool; usable in the order of `stream`.
-        pub unsafe fn mem_alloc_async(&self, bytes: usize, stream: CUstream) -> address: CUdeviceptr
-            = cuMemAllocAsync(&mut address, bytes, stream);
 
         /// Allocates `bytes` from a pool; usable in the order of `stream`.
         pub unsafe fn mem_alloc_from_pool(&self, bytes: usize, pool: &MemoryPool, stream: CUstream)

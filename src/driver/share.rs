@@ -2,9 +2,7 @@
 
 use super::context::Entered;
 use super::error::DriverError;
-use super::sys::{
-    self, CUdeviceptr, CUmemAllocationHandleType, CUmemFabricHandle, CUmemGenericAllocationHandle,
-};
+use super::sys::{self, CUdeviceptr, CUmemAllocationHandleType, CUmemGenericAllocationHandle};
 use super::table::{call, thin};
 use std::ffi::c_void;
 #[cfg(unix)]
@@ -14,7 +12,6 @@ use std::ptr;
 #[cfg(unix)]
 pub(super) const DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-const FABRIC: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
 
 /// Each kind of sharing needs its [`Feature`](super::Feature). An unsafe method takes live handles. Imported handles
 /// must be released with [`Entered::mem_release`].
@@ -25,32 +22,11 @@ impl Entered<'_> {
         pub fn retain_handle(&self, address: CUdeviceptr) -> handle: CUmemGenericAllocationHandle
             = cuMemRetainAllocationHandle(&mut handle, address as usize as *mut c_void);
 
-        /// The handle that stands for a plain allocation ([`Entered::mem_alloc`]) in other processes:
-        /// for the whole allocation that contains `address`.
-        pub fn ipc_handle(&self, address: CUdeviceptr) -> handle: sys::CUipcMemHandle
-            = cuIpcGetMemHandle(&mut handle, address);
-
-        /// Maps another process's allocation; its base address here.
-        pub fn ipc_open(&self, handle: sys::CUipcMemHandle) -> address: CUdeviceptr
-            = cuIpcOpenMemHandle_v2(&mut address, handle, sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
-
-        /// Unmaps what [`Entered::ipc_open`] mapped: no work may use the memory any more, neither submitted nor
-        /// later.
-        pub unsafe fn ipc_close(&self, address: CUdeviceptr) = cuIpcCloseMemHandle(address);
-
         /// The handle that a file descriptor of [`Entered::export_fd`] stands for. The descriptor may be closed
         /// afterwards.
         #[cfg(unix)]
         pub fn import_fd(&self, fd: BorrowedFd<'_>) -> handle: CUmemGenericAllocationHandle
             = cuMemImportFromShareableHandle(&mut handle, number_of(fd), DESCRIPTOR);
-
-        /// The fabric handle that stands for a handle on other machines.
-        pub unsafe fn export_fabric(&self, handle: CUmemGenericAllocationHandle) -> fabric: CUmemFabricHandle
-            = cuMemExportToShareableHandle(ptr::from_mut(&mut fabric).cast(), handle, FABRIC, 0);
-
-        /// The handle that a fabric handle stands for.
-        pub fn import_fabric(&self, fabric: CUmemFabricHandle) -> handle: CUmemGenericAllocationHandle
-            = cuMemImportFromShareableHandle(&mut handle, ptr::from_ref(&fabric).cast_mut().cast(), FABRIC);
     }
 
     /// A file descriptor that stands for a handle in other processes. The handle must have been

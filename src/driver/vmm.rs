@@ -109,20 +109,12 @@ impl Entered<'_> {
         /// Lets the devices read and write a range of one or more whole mappings. Access belongs to the
         /// mapping and ends with it.
         pub unsafe fn set_access(&self, address: CUdeviceptr, bytes: usize, devices: &[Device])
-            = cuMemSetAccess(address, bytes, access_list(devices).as_ptr(), devices.len());
+            = cuMemSetAccess(address, bytes, access_list(devices, true).as_ptr(), devices.len());
 
         /// True if `device` may read and write at `address`.
         pub fn has_access(&self, address: CUdeviceptr, device: &Device) -> flags: u64
             = cuMemGetAccess(&mut flags, &location_of(device.raw()), address)
             => bool: flags == u64::from(READ_WRITE.0);
-
-        /// The properties that a handle was created with.
-        pub unsafe fn handle_properties(&self, handle: CUmemGenericAllocationHandle) -> raw: sys::CUmemAllocationProp
-            = cuMemGetAllocationPropertiesFromHandle(&mut raw, handle) => MemoryProperties: MemoryProperties {
-                device: raw.location.id,
-                export: raw.requestedHandleTypes,
-                gpu_direct_rdma: raw.allocFlags.gpuDirectRDMACapable != 0,
-            };
     }
 
     /// Unmaps a range of one or more whole mappings: no work may use the addresses any more, neither submitted nor
@@ -180,13 +172,17 @@ pub(super) fn location_of(device: sys::CUdevice) -> sys::CUmemLocation {
     }
 }
 
-/// Read and write access for each device.
-pub(super) fn access_list(devices: &[Device]) -> Vec<sys::CUmemAccessDesc> {
+/// Read and write access for each device, or none.
+pub(super) fn access_list(devices: &[Device], on: bool) -> Vec<sys::CUmemAccessDesc> {
+    let flags = match on {
+        true => READ_WRITE,
+        false => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
+    };
     devices
         .iter()
         .map(|device| sys::CUmemAccessDesc {
             location: location_of(device.raw()),
-            flags: READ_WRITE,
+            flags,
         })
         .collect()
 }

@@ -166,11 +166,7 @@ impl DriverPool {
     /// Driver errors, among them that the device cannot have it; [`Error::Closed`].
     pub fn set_access(&self, device: &Device, on: bool) -> Result<(), Error> {
         let _use = self.0.enter()?;
-        let devices = std::slice::from_ref(device);
-        Ok(match on {
-            true => self.0.pool.set_access(devices),
-            false => self.0.pool.revoke_access(devices),
-        }?)
+        Ok(self.0.pool.set_access(std::slice::from_ref(device), on)?)
     }
 
     /// Whether a device may read and write everything in the pool.

@@ -47,26 +47,10 @@ CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr fro
 
 CUresult cuMemFree_v2(CUdeviceptr address) { EXPECT(address == A); }
 CUresult cuMemGetInfo_v2(size_t *free, size_t *total) { *free = 5; *total = 7; EXPECT(1); }
-CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address) {
-  *base = A; *bytes = 3; EXPECT(address == B);
-}
 CUresult cuMemHostAlloc(void **address, size_t bytes, unsigned int flags) {
   *address = HOST; EXPECT(bytes == 3 && flags == 5);
 }
 CUresult cuMemFreeHost(void *address) { EXPECT(address == HOST); }
-CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *device, void *address, unsigned int flags) {
-  *device = A; EXPECT(address == HOST && flags == 0);
-}
-CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned int flags) {
-  EXPECT(address == HOST && bytes == 3 && flags == 3);
-}
-CUresult cuMemHostUnregister(void *address) { EXPECT(address == HOST); }
-CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr address) {
-  *(int *)data = 42; EXPECT(attribute == 9 && address == A);
-}
-CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute, CUdeviceptr address) {
-  EXPECT(*(const unsigned *)value == 1 && attribute == 6 && address == A);
-}
 
 static int good(const CUmemAllocationProp *p) {
   return p->type == 1 && p->requestedHandleTypes == 1 && p->location.type == 1 && p->location.id == 1 &&
@@ -95,34 +79,21 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
 CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *location, CUdeviceptr address) {
   *flags = 3; EXPECT(location->type == 1 && location->id == 1 && address == A);
 }
-CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle) {
-  prop->location.id = 1; prop->requestedHandleTypes = 1; prop->allocFlags.gpuDirectRDMACapable = 1;
-  EXPECT(handle == HANDLE);
-}
 
 CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address) {
   *handle = HANDLE; EXPECT(address == (void *)A);
 }
 int dup(int);
 CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType kind, unsigned long long flags) {
-  if (kind == 1) *(int *)out = dup(0);
-  else ((CUmemFabricHandle *)out)->data[63] = 9;
-  EXPECT(handle == HANDLE && (kind == 1 || kind == 8) && flags == 0);
+  *(int *)out = dup(0); EXPECT(handle == HANDLE && kind == 1 && flags == 0);
 }
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *from, CUmemAllocationHandleType kind) {
   *handle = HANDLE;
-  EXPECT(kind == 1 ? from == (void *)0 : kind == 8 && ((CUmemFabricHandle *)from)->data[63] == 9);
+  EXPECT(kind == 1 && from == (void *)0);
 }
 CUresult cuMemGetHandleForAddressRange(void *out, CUdeviceptr address, size_t bytes, CUmemRangeHandleType kind, unsigned long long flags) {
   *(int *)out = dup(0); EXPECT(address == A && bytes == 3 && kind == 1 && flags == 0);
 }
-CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
-  handle->reserved[63] = 8; EXPECT(address == A);
-}
-CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags) {
-  *address = A; EXPECT(handle.reserved[63] == 8 && flags == 1);
-}
-CUresult cuIpcCloseMemHandle(CUdeviceptr address) { EXPECT(address == A); }
 
 CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *p) {
   *pool = POOL;
@@ -132,8 +103,6 @@ CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *p) {
 }
 CUresult cuMemPoolDestroy(CUmemoryPool pool) { EXPECT(pool == POOL); }
 CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) { *pool = POOL; EXPECT(device == 1); }
-CUresult cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice device) { *pool = POOL; EXPECT(device == 1); }
-CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool) { EXPECT(device == 1 && pool == POOL); }
 CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) { EXPECT(pool == POOL && keep == 3); }
 static CUmemPool_attribute last;
 static unsigned long long stored;
@@ -161,12 +130,6 @@ CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *from, CUme
 }
 CUresult cuMemPoolExportPointer(CUmemPoolPtrExportData *data, CUdeviceptr address) {
   data->reserved[63] = 7; EXPECT(address == A);
-}
-CUresult cuMemPoolImportPointer(CUdeviceptr *address, CUmemoryPool pool, CUmemPoolPtrExportData *data) {
-  *address = A; EXPECT(pool == POOL && data->reserved[63] == 7);
-}
-CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream) {
-  *address = A; EXPECT(bytes == 3 && stream == STREAM);
 }
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool pool, CUstream stream) {
   *address = A; EXPECT(bytes == 3 && pool == POOL && stream == STREAM);

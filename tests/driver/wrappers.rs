@@ -61,28 +61,16 @@ fn wrappers_pass_their_arguments_in_place() {
         entered.copy_device_to_device(A, B, 3, stream()).unwrap();
         entered.copy_peer(A, &zero, B, &one, 3, stream()).unwrap();
         entered.mem_free(A).unwrap();
-        entered.host_free(host()).unwrap();
-        assert_eq!(entered.host_device_pointer(host()).unwrap(), A);
-        let all = HostMemory {
-            portable: true,
-            device_map: true,
-            write_combined: true,
-        };
-        entered.host_register(host(), 3, all).unwrap();
-        entered.host_unregister(host()).unwrap();
-        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
-        assert_eq!(entered.pointer_attribute::<i32>(attribute, A).unwrap(), 42);
     }
     let how = HostMemory {
         portable: true,
         write_combined: true,
         ..Default::default()
     };
-    assert_eq!(entered.host_alloc(3, how).unwrap(), host());
+    let address = entered.host_allocation(3, how).unwrap().ptr();
+    assert_eq!(address.as_ptr(), host());
     let memory = entered.context().mem_info().unwrap();
     assert_eq!((memory.free, memory.total), (5, 7));
-    assert_eq!(entered.address_range(B).unwrap(), (A, 3));
-    entered.set_sync_memops(A, true).unwrap();
     virtual_memory(&one, &devices);
     sharing(&one);
     pools(&one, &devices);
@@ -114,7 +102,6 @@ fn virtual_memory(context: &Context, devices: &[Device]) {
     unsafe {
         entered.mem_map(A, 3, HANDLE).unwrap();
         entered.set_access(A, 3, devices).unwrap();
-        assert_eq!(entered.handle_properties(HANDLE).unwrap(), properties);
         entered.mem_unmap(A, 3).unwrap();
         entered.address_free(A, 3).unwrap();
     }
@@ -124,20 +111,10 @@ fn sharing(context: &Context) {
     let entered = context.enter().unwrap();
     assert_eq!(entered.retain_handle(A).unwrap(), HANDLE);
     // SAFETY: the fake driver never looks behind a handle.
-    let (fd, fabric) = unsafe {
-        (
-            entered.export_fd(HANDLE).unwrap(),
-            entered.export_fabric(HANDLE).unwrap(),
-        )
-    };
+    let fd = unsafe { entered.export_fd(HANDLE) }.unwrap();
     fd.as_fd().try_clone_to_owned().unwrap();
     assert_eq!(entered.import_fd(standard_input()).unwrap(), HANDLE);
-    assert_eq!(entered.import_fabric(fabric).unwrap(), HANDLE);
     entered.dma_buf(A, 3).unwrap();
-    let handle = entered.ipc_handle(A).unwrap();
-    assert_eq!(entered.ipc_open(handle).unwrap(), A);
-    // SAFETY: the fake driver never looks behind an address.
-    unsafe { entered.ipc_close(A) }.unwrap();
 }
 
 fn pools(context: &Context, devices: &[Device]) {
@@ -156,27 +133,21 @@ fn pools(context: &Context, devices: &[Device]) {
         assert_eq!(pool.get(policy).unwrap(), value);
     }
     pool.trim_to(3).unwrap();
-    pool.set_access(devices).unwrap();
+    pool.set_access(devices, true).unwrap();
     assert!(pool.has_access(context.device()).unwrap());
-    pool.make_current().unwrap();
     pool.export_fd().unwrap();
-    let data = pool.export_pointer(A).unwrap();
-    assert_eq!(pool.import_pointer(data).unwrap(), A);
+    pool.export_pointer(A).unwrap();
     let entered = context.enter().unwrap();
     // SAFETY: the fake driver never looks behind a handle or an address.
     unsafe {
-        assert_eq!(entered.mem_alloc_async(3, stream()).unwrap(), A);
         let address = entered.mem_alloc_from_pool(3, &pool, stream()).unwrap();
         assert_eq!(address, A);
         entered.mem_free_async(A, stream()).unwrap();
     }
-    // Ours and the imported one are destroyed, the device's are not.
+    // Ours and the imported one are destroyed, the device's is not.
     let imported = MemoryPool::import_fd(context, standard_input()).unwrap();
     let default = MemoryPool::default_of(context).unwrap();
-    // SAFETY: the fake pool is there for ever.
-    let current = unsafe { MemoryPool::current_of(context) }.unwrap();
-    assert_eq!(default.raw(), current.raw());
-    drop((pool, imported, default, current));
+    drop((pool, imported, default));
     assert_eq!(context.driver().calls().get("cuMemPoolDestroy"), 2);
 }
 
