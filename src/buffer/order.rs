@@ -12,6 +12,7 @@ use crate::allocator::{Block, Request};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
 use crate::resource::{Access, Source};
 use crate::sync::event::EventPools;
+use crate::sync::order::{Ended, see_end};
 use crate::sync::{capture, order};
 
 use super::late::{self, Late};
@@ -432,7 +433,7 @@ pub(super) fn submit_and_wait(
         Err(Failed::Before(error)) => return Ended::Over(Err(error)),
         Err(Failed::Submitted(error)) => Err(error),
     };
-    end_of(stream, result, memory.events())
+    see_end(stream, result, memory.events())
 }
 
 /// After a copy with memory of the caller: one that may have been started all the same is waited for.
@@ -444,27 +445,9 @@ pub(super) fn started(
     match submitted {
         Ok(()) => Ok(()),
         Err(Failed::Before(error)) => Err(error),
-        Err(Failed::Submitted(error)) => match end_of(stream, Err(error), memory.events()) {
+        Err(Failed::Submitted(error)) => match see_end(stream, Err(error), memory.events()) {
             Ended::Over(result) => result,
             Ended::Unseen(error) => Err(Error::Unseen(error)),
         },
-    }
-}
-
-/// How an operation ended that was waited for.
-#[must_use]
-pub(crate) enum Ended {
-    /// The device is out of host memory that the operation used: it is complete, or was never
-    /// submitted, or its context is lost and the work with it.
-    Over(Result<(), Error>),
-    /// It was submitted, and no wait for it succeeds.
-    Unseen(DriverError),
-}
-
-/// Waits for the end of an operation that was given to `stream` with this result.
-pub(crate) fn end_of(stream: &Stream, result: Result<(), Error>, events: &EventPools) -> Ended {
-    match order::see_end(stream, events) {
-        order::Ended::Over(end) => Ended::Over(result.and(end.map_err(Error::from))),
-        order::Ended::Unseen(error) => Ended::Unseen(error),
     }
 }

@@ -9,10 +9,11 @@ use crate::driver::{DriverError, Entered, Stream, sys};
 
 use super::element::{DeviceCopy, FillValue, Pattern, Pod, check_aligned};
 use super::flight::CopyInFlight;
-use super::order::{Ended, Memory, started, submit, submit_and_wait};
+use super::order::{Memory, started, submit, submit_and_wait};
 use super::pinned::PinnedBuffer;
 use super::staging::{CHUNK, Staging, keep};
 use crate::error::{Error, InvalidArgument, Refused};
+use crate::sync::order::Ended;
 
 /// A part of a [`DeviceBuffer`](super::DeviceBuffer), for reading: what `&[T]` is to a `Vec`. `Copy`,
 /// `Send` and `Sync`; on the host it is an address and a length.

@@ -6,8 +6,8 @@
 
 use std::mem::MaybeUninit;
 
-use super::order::Ended;
 use crate::error::Error;
+use crate::sync::order::Ended;
 
 /// The most bytes that are copied at a time, so that a large copy needs no second memory of its size.
 pub(crate) const CHUNK: usize = 4 << 20;

@@ -2,6 +2,7 @@
 
 use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
+use crate::error::Error;
 
 use super::capture::{is_capturing, spoilt_by_wait};
 use super::event::{EventPools, Pooled};
@@ -88,23 +89,24 @@ pub(crate) fn ends_work(error: DriverError) -> bool {
 /// How often a wait is tried again whose failure says nothing about the work.
 const TRIES: u32 = 100;
 
-/// What is known of the work of a stream after the waits for it.
+/// How an operation ended that was waited for.
 #[must_use]
 pub(crate) enum Ended {
-    /// It is complete, or its context is lost and the work with it: the last wait's result.
-    Over(Result<(), DriverError>),
-    /// No wait for it succeeds.
+    /// The device is out of host memory that the operation used: it is complete, or was never submitted, or its context
+    /// is lost and the work with it.
+    Over(Result<(), Error>),
+    /// It was submitted, and no wait for it succeeds.
     Unseen(DriverError),
 }
 
-/// Waits for the work of a stream so far until its end is seen, or cannot be.
-pub(crate) fn see_end(stream: &Stream, events: &EventPools) -> Ended {
+/// Waits until the end of an operation is seen, or cannot be, that was given to a stream with this result.
+pub(crate) fn see_end(stream: &Stream, result: Result<(), Error>, events: &EventPools) -> Ended {
     let mut tries = 0;
     loop {
         match wait(stream, events) {
-            Ok(()) => return Ended::Over(Ok(())),
+            Ok(()) => return Ended::Over(result),
             Err(error) if ends_work(error) || stream.context().driver().is_forked_child() => {
-                return Ended::Over(Err(error));
+                return Ended::Over(result.and(Err(error.into())));
             }
             Err(error) if tries == TRIES => return Ended::Unseen(error),
             Err(_) => std::thread::yield_now(),
