@@ -377,22 +377,11 @@ forward! {
     [] WorkspacePool, self => (*self.0), Arc::<Inner>::clone(&self.0);
 }
 
-#[cfg(test)]
+#[cfg(all(test, unix, feature = "sim"))]
 mod tests {
     use super::*;
 
-    /// S4.1, S4.16
-    #[test]
-    fn s4_1_s4_16_classes_are_powers_of_two_and_do_not_overflow() {
-        let sizes = [0, 1, 1024, 1025, 4 << 20, (4 << 20) + 1, 1 << 63];
-        let classes = [1024, 1024, 1024, 2048, 4 << 20, 8 << 20, 1 << 63];
-        assert_eq!(sizes.map(WorkspacePool::size_class), classes.map(Some));
-        let beyond = [(1 << 63) + 1, usize::MAX];
-        assert_eq!(beyond.map(WorkspacePool::size_class), [None, None]);
-    }
-
     /// D9: a forked child does not wait for a pool that a thread of its parent changed.
-    #[cfg(all(unix, feature = "sim"))]
     #[test]
     fn d9_nothing_waits_for_workspaces_in_a_forked_child() -> Result<(), Box<dyn std::error::Error>>
     {

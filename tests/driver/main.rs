@@ -4,6 +4,7 @@
 mod bindings;
 #[path = "../common/mod.rs"]
 mod common;
+mod errors;
 #[cfg(target_os = "linux")]
 mod handles;
 mod values;

@@ -381,3 +381,13 @@ fn s4_14_s4_11_names_know_when_the_lease_is_over() {
         ));
     });
 }
+
+/// S4.1, S4.16
+#[test]
+fn s4_1_s4_16_classes_are_powers_of_two_and_do_not_overflow() {
+    let sizes = [0, 1, 1024, 1025, 4 << 20, (4 << 20) + 1, 1 << 63];
+    let classes = [1024, 1024, 1024, 2048, 4 << 20, 8 << 20, 1 << 63];
+    assert_eq!(sizes.map(WorkspacePool::size_class), classes.map(Some));
+    let beyond = [(1 << 63) + 1, usize::MAX];
+    assert_eq!(beyond.map(WorkspacePool::size_class), [None, None]);
+}

@@ -145,3 +145,28 @@ fn s1_35_s1_54_watchdog_pauses_and_stops() {
     assert!(!blind.is_paused());
     blind.wait_if_paused();
 }
+
+/// S3.24
+#[test]
+fn s3_24_fractions_are_validated_and_changes_told_once() {
+    let pairs = [(0.0, 0.5), (0.5, 0.5), (0.9, 0.5), (0.5, 1.1)];
+    for (warning, critical) in pairs.into_iter().chain([(f64::NAN, 0.5), (0.5, f64::NAN)]) {
+        let made = PressureMonitor::new(warning, critical);
+        assert!(made.is_err(), "{warning} {critical}");
+    }
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let log = Arc::clone(&seen);
+    let monitor = PressureMonitor::new(0.5, 1.0)
+        .unwrap()
+        .on_transition(move |old, new| log.lock().unwrap().push((old, new)))
+        .on_eviction(|bytes| bytes / 2);
+    for used in [0, 49, 50, 99, 100, 100, 10] {
+        monitor.observe(used, 100);
+    }
+    use Pressure::{Critical, High, None};
+    let expected = [(None, High), (High, Critical), (Critical, None)];
+    assert_eq!(*seen.lock().unwrap(), expected);
+    assert_eq!(monitor.evicted(), (50, 2));
+    assert_eq!(monitor.observe(0, 0), None);
+    assert_eq!(monitor.observe(u64::MAX, u64::MAX), Critical);
+}
