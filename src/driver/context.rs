@@ -46,9 +46,6 @@ unsafe impl Sync for Inner {}
 impl Context {
     /// The primary context of `device`. It is retained as long as anybody uses it here; the process-wide
     /// driver never releases it, any other one does when the last user drops it.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn primary(device: &Device) -> Result<Context, DriverError> {
         let driver = device.driver();
         // Before the lock, which a thread of the parent may have held while it forked.
@@ -229,10 +226,7 @@ impl Context {
 
     /// Makes this context current on the calling thread and leaves its stream capture mode alone:
     /// enough for what is queued on a stream, which no capture forbids, and cheaper than
-    /// [`enter`](Self::enter).
-    ///
-    /// # Errors
-    /// The driver's; then nothing has changed.
+    /// [`enter`](Self::enter). After an error nothing has changed.
     pub(crate) fn make_current(&self) -> Result<Current<'_>, DriverError> {
         let switched = self.switch()?;
         let switched = if switched.previous == self.raw() {

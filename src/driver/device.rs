@@ -19,9 +19,6 @@ pub struct Device {
 
 impl Driver {
     /// How many devices this process may see; 0 is not an error.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn device_count(&self) -> Result<usize, DriverError> {
         let mut count = 0;
         // SAFETY: the pointer is to a local integer.
@@ -76,9 +73,6 @@ impl Device {
 
     thin! {
         /// The device's memory in bytes.
-        ///
-        /// # Errors
-        /// The driver's.
         pub fn total_memory(&self) -> bytes: usize = cuDeviceTotalMem_v2(&mut bytes, self.raw) => u64: bytes as u64;
 
         /// A number that describes the device; also numbers newer than the bindings may be asked for.
@@ -89,9 +83,6 @@ impl Device {
             = cuDeviceGetAttribute(&mut value, attribute, self.raw);
 
         /// The device's product name.
-        ///
-        /// # Errors
-        /// The driver's.
         pub fn name(&self) -> text: [c_char; 256] = cuDeviceGetName(text.as_mut_ptr(), 256, self.raw)
             => String: string(&text);
 
@@ -106,9 +97,6 @@ impl Device {
     }
 
     /// The device's UUID, or that of the MIG instance; none if the driver cannot say.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn uuid(&self) -> Result<Option<[u8; 16]>, DriverError> {
         if !self.driver.has(Feature::DeviceUuid) {
             return Ok(None);
@@ -117,9 +105,6 @@ impl Device {
     }
 
     /// The device's PCI address, such as `0000:3b:00.0`; none if the driver cannot say.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn pci_bus_id(&self) -> Result<Option<String>, DriverError> {
         if !self.driver.has(Feature::PciBusId) {
             return Ok(None);
@@ -128,9 +113,6 @@ impl Device {
     }
 
     /// True if driver and device support virtual memory management.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn supports_vmm(&self) -> Result<bool, DriverError> {
         self.supports(
             Feature::Vmm,
@@ -139,9 +121,6 @@ impl Device {
     }
 
     /// True if driver and device support the driver's own memory pools.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn supports_pools(&self) -> Result<bool, DriverError> {
         self.supports(
             Feature::Pools,

@@ -26,9 +26,6 @@ unsafe impl Sync for Event {}
 
 impl Event {
     /// A new event without timing.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn new(context: &Context) -> Result<Event, DriverError> {
         context.enter()?.create_event()
     }

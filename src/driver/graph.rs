@@ -135,9 +135,6 @@ impl Graph {
     }
 
     /// The nodes, in no particular order.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn nodes(&self) -> Result<Vec<sys::CUgraphNode>, DriverError> {
         let entered = self.context.enter()?;
         let mut count = 0;
@@ -161,9 +158,6 @@ impl Graph {
     }
 
     /// Every edge: the node that comes later, and what it depends on.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn edges(&self) -> Result<Vec<(sys::CUgraphNode, Dependency)>, DriverError> {
         let mut edges = Vec::new();
         for node in self.nodes()? {

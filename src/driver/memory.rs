@@ -21,9 +21,6 @@ pub struct MemInfo {
 
 impl Context {
     /// Free and total memory of the context's device. Costs microseconds.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn mem_info(&self) -> Result<MemInfo, DriverError> {
         self.enter()?.mem_info()
     }

@@ -6,8 +6,8 @@
 //! and [`Event`] are handles made here or somebody else's; [`Entered`] keeps a context current on the calling
 //! thread, for calls of your own through [`Driver::functions`].
 //!
-//! Nothing here panics. A failed call is a [`DriverError`], a driver that cannot be had is a
-//! [`LoadError`]. In a forked child of the process that loaded the driver, every call fails with
+//! Nothing here panics. A failed call is a [`DriverError`], the driver's own where nothing else is said; a driver
+//! that cannot be had is a [`LoadError`]. In a forked child of the process that loaded the driver, every call fails with
 //! `CUDA_ERROR_NOT_INITIALIZED` and drops do nothing; drops also do nothing while the process
 //! exits and after the driver has reported a fatal error.
 

@@ -75,18 +75,12 @@ impl Driver {
 
 impl Stream {
     /// A new stream that does not synchronise with the legacy default stream.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn new(context: &Context) -> Result<Stream, DriverError> {
         Stream::create(context, None)
     }
 
     /// As [`Stream::new`], with a priority: lower numbers are more urgent, and the driver clamps
     /// them to what the device knows.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn with_priority(context: &Context, priority: i32) -> Result<Stream, DriverError> {
         Stream::create(context, Some(priority))
     }
@@ -285,9 +279,6 @@ impl Stream {
     }
 
     /// True if the stream is being captured into a graph, also if the capture is invalid.
-    ///
-    /// # Errors
-    /// The driver's.
     #[inline]
     pub fn is_capturing(&self) -> Result<bool, DriverError> {
         // SAFETY: the handle is valid by the contract under which it was made.
@@ -305,9 +296,6 @@ impl Stream {
     /// [`Event::record`] of an event that is to be waited for or asked: refused if the stream is
     /// captured by then, as the event may be a graph's that tells nobody outside of it anything. Whether
     /// it captures was asked before; another thread may have begun a capture since.
-    ///
-    /// # Errors
-    /// The driver's; `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
     pub(crate) fn mark(&self, event: &Event) -> Result<(), DriverError> {
         let entered = self.0.context.enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
@@ -423,10 +411,7 @@ impl Entered<'_> {
         pub unsafe fn stream_synchronize(&self, stream: sys::CUstream) = cuStreamSynchronize(stream);
     }
 
-    /// True if everything submitted to `stream` has completed.
-    ///
-    /// # Errors
-    /// The driver's, including those of the work itself.
+    /// True if everything submitted to `stream` has completed; errors are also those of the work itself.
     ///
     /// # Safety
     /// As [`Entered::record`].
@@ -462,10 +447,8 @@ impl Driver {
         unsafe { self.known_id(stream) }
     }
 
-    /// [`stream_id`](Self::stream_id) of a stream that does not capture: one question instead of two.
-    ///
-    /// # Errors
-    /// The driver's; it spoils the capture if there is one.
+    /// [`stream_id`](Self::stream_id) of a stream that does not capture: one question instead of two. It spoils the
+    /// capture if there is one.
     ///
     /// # Safety
     /// As [`Driver::stream_id`].

@@ -33,9 +33,6 @@ pub struct MemoryProperties {
 impl MemoryProperties {
     /// What the device supports of these, and costs nothing on drivers of today: exportable as a POSIX file
     /// descriptor, and ready for GPUDirect RDMA.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn for_device(device: &Device) -> Result<MemoryProperties, DriverError> {
         let posix = device.supports(
             Feature::VmmExport,

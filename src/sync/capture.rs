@@ -7,19 +7,13 @@ use crate::driver::{Context, DriverError, Stream};
 use crate::error::Error;
 
 /// Whether a stream must not be given work or events of ours: it is being captured, or it is the legacy
-/// stream, behind which a blocking stream of its context is.
-///
-/// # Errors
-/// The driver's, about anything but captures.
+/// stream, behind which a blocking stream of its context is. No error is about captures.
 #[inline]
 pub(crate) fn is_capturing(stream: &Stream) -> Result<bool, DriverError> {
     classified(stream.is_capturing())
 }
 
-/// Refuses a stream that [is being captured](is_capturing).
-///
-/// # Errors
-/// [`Error::Capturing`], or the driver's.
+/// Refuses a stream that [is being captured](is_capturing) with [`Error::Capturing`].
 #[inline]
 pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), Error> {
     match is_capturing(stream)? {
@@ -44,10 +38,7 @@ fn own_capture_in(context: &Context) -> Option<usize> {
 
 /// The handle of a stream that captures in a context, whose capture a wait for all of that would spoil: one of this
 /// crate's, or the legacy stream (0), which answers for the blocking ones. Each thread's own default stream is one of
-/// these.
-///
-/// # Errors
-/// Those that say that the context is lost. What else goes wrong the wait itself will say.
+/// these. Errors say that the context is lost; what else goes wrong the wait itself will say.
 pub(crate) fn spoilt_by_wait(context: &Context) -> Result<Option<usize>, DriverError> {
     if let Some(stream) = own_capture_in(context) {
         return Ok(Some(stream));
@@ -61,9 +52,7 @@ pub(crate) fn spoilt_by_wait(context: &Context) -> Result<Option<usize>, DriverE
 
 /// The handle of a stream that captures in a context, as far as that is known: one that was found
 /// capturing before, or whose capture was begun here, or the legacy stream (0), which answers for the blocking ones.
-///
-/// # Errors
-/// The driver's, about anything but captures.
+/// No error is about captures.
 pub(crate) fn capture_in(context: &Context) -> Result<Option<usize>, DriverError> {
     if let Some((stream, _)) = context.driver().found_capturing().first() {
         return Ok(Some(*stream));

@@ -7,10 +7,7 @@ use crate::error::Error;
 use super::capture::{is_capturing, spoilt_by_wait};
 use super::event::{EventPools, Pooled};
 
-/// Lets later work of `second` come after the work of `first` so far.
-///
-/// # Errors
-/// The driver's; nothing is ordered then.
+/// Lets later work of `second` come after the work of `first` so far. After an error nothing is ordered.
 pub(crate) fn order(
     first: &Stream,
     second: &Stream,
@@ -19,11 +16,8 @@ pub(crate) fn order(
     events.record(first)?.hold_back(second)
 }
 
-/// Waits on the host for the work of `stream` so far, by all means: an event, the stream, the whole
-/// context.
-///
-/// # Errors
-/// That of the first way, if no way has succeeded.
+/// Waits on the host for the work of `stream` so far, by all means: an event, the stream, the whole context. If none
+/// succeeds, the error is that of the first.
 pub(crate) fn wait(stream: &Stream, events: &EventPools) -> Result<(), DriverError> {
     let by_event = || events.record(stream)?.wait();
     by_event().or_else(|error| {
@@ -39,10 +33,7 @@ pub(crate) fn wait(stream: &Stream, events: &EventPools) -> Result<(), DriverErr
 }
 
 /// Waits on the host for what `event` stands for, which was recorded on the stream of `user`, maybe by another
-/// thread; if that fails, by all means.
-///
-/// # Errors
-/// That of the first way, if no way has succeeded.
+/// thread; if that fails, by all means. If none succeeds, the error is that of the first.
 pub(crate) fn wait_for(event: &Pooled, user: &KeptStream) -> Result<(), DriverError> {
     event.wait().or_else(|error| {
         let waited = user.with(|stream| match stream {
@@ -57,10 +48,7 @@ pub(crate) fn wait_for(event: &Pooled, user: &KeptStream) -> Result<(), DriverEr
 }
 
 /// Waits on the host for all work of a context. While something is known to capture there it does not ask the driver,
-/// which would refuse, and spoil the capture.
-///
-/// # Errors
-/// The driver's, or what it would say.
+/// which would refuse, and spoil the capture: the error is what it would say.
 pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
     if spoilt_by_wait(context)?.is_some() {
         let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -70,10 +58,7 @@ pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
 }
 
 /// Waits on the host until a context does no more of what it was given: all work is done, or the context
-/// is lost and runs nothing any more.
-///
-/// # Errors
-/// The driver's, but those that say that the context is lost, or gone.
+/// is lost or gone and runs nothing any more.
 pub(crate) fn wait_until_idle(context: &Context) -> Result<(), DriverError> {
     match wait_for_context(context) {
         Err(error) if ends_work(error) => Ok(()),
