@@ -3,7 +3,6 @@
 //! While a thread captures, the driver refuses calls such as allocations unless the thread's mode
 //! is relaxed; [`Context::enter`](super::Context::enter) takes care of that.
 
-use super::context::Entered;
 use super::error::DriverError;
 use super::graph::{Dependency, Graph};
 use super::process;
@@ -79,18 +78,25 @@ impl Stream {
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without
     /// [`Feature::CaptureControl`](super::Feature::CaptureControl).
     pub fn begin_capture(&self, mode: CUstreamCaptureMode) -> Result<(), DriverError> {
-        let entered = self.context().enter()?;
-        // Before it begins, or calls of other threads would not look out for it.
-        entered.driver().found().add(self.raw(), true);
+        let _entered = self.context().enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
-        let begun = unsafe { call!(entered.driver(), cuStreamBeginCapture_v2(self.raw(), mode)) };
+        self.begin(|driver| unsafe { driver.begin_capture(self.raw(), mode) })
+    }
+
+    fn begin(
+        &self,
+        begin: impl FnOnce(&Driver) -> Result<(), DriverError>,
+    ) -> Result<(), DriverError> {
+        let driver = self.context().driver();
+        // Before it begins, or calls of other threads would not look out for it.
+        driver.found().add(self.raw(), true);
+        let begun = begin(driver);
         match begun {
             // Anew: whoever asked before it began may have been told so, and have taken the note away.
-            Ok(()) => entered.driver().found().add(self.raw(), true),
-            Err(_) => {
-                // SAFETY: as above. One that was under way goes on; the answer is noted.
-                let _noted = unsafe { entered.driver().is_capturing(self.raw()) };
-            }
+            Ok(()) => driver.found().add(self.raw(), true),
+            // SAFETY: the handle is valid by the contract under which it was made. A capture that was under way goes
+            // on; the answer is noted.
+            Err(_) => drop(unsafe { driver.is_capturing(self.raw()) }),
         }
         begun
     }
@@ -138,36 +144,17 @@ impl Stream {
         driver.refuse_foreign(graph.context().driver(), "cuStreamBeginCaptureToGraph")?;
         let has_nodes = !graph.nodes()?.is_empty();
         let (nodes, edges) = Dependency::apart(dependencies);
-        driver.found().add(self.raw(), true);
-        // SAFETY: the handles are valid by the contracts under which they were made, the arrays are as long as is
-        // said, and the caller vouches for the nodes.
-        let begun = unsafe {
-            call!(
-                driver,
-                cuStreamBeginCaptureToGraph(
-                    self.raw(),
-                    graph.raw(),
-                    nodes.as_ptr(),
-                    edges.as_ptr(),
-                    nodes.len(),
-                    mode
-                )
-            )
-        };
-        match begun {
-            // The capture has it from here on.
-            Ok(()) => {
-                // As in `begin_capture`.
-                driver.found().add(self.raw(), true);
-                graph.forget();
-                if has_nodes && let Ok(Some(id)) = self.capture_id() {
-                    driver.found().add_joined(id);
-                }
-            }
-            // SAFETY: as above. One that was under way goes on; the answer is noted.
-            Err(_) => drop(unsafe { driver.is_capturing(self.raw()) }),
+        // SAFETY: the handles are valid by the contracts under which they were made, the arrays are as long as each
+        // other, and the caller vouches for the nodes.
+        self.begin(|driver| unsafe {
+            driver.begin_capture_to(self.raw(), graph.raw(), &nodes, &edges, mode)
+        })?;
+        // The capture has it from here on.
+        graph.forget();
+        if has_nodes && let Ok(Some(id)) = self.capture_id() {
+            driver.found().add_joined(id);
         }
-        begun
+        Ok(())
     }
 
     /// Starts capturing the stream; the capture ends with the result.
@@ -202,7 +189,7 @@ impl Stream {
     pub fn capture_id(&self) -> Result<Option<u64>, DriverError> {
         let entered = self.context().enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
-        let (status, id, _) = unsafe { entered.capture_of(self.raw()) }?;
+        let (status, id) = unsafe { entered.driver().state_of_capture(self.raw()) }?;
         Ok(match status {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => None,
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Some(id),
@@ -211,13 +198,43 @@ impl Stream {
     }
 }
 
-impl Entered<'_> {
+/// The state, the id and the graph of a capture; the nodes that the next one depends on, the data of the edges to them
+/// (null for ordinary edges), and their number.
+type Told = (
+    CUstreamCaptureStatus,
+    u64,
+    sys::CUgraph,
+    *const sys::CUgraphNode,
+    *const sys::CUgraphEdgeData,
+    usize,
+);
+
+/// The streams are live, or special handles, and the nodes those of live graphs.
+impl Driver {
     thin! {
-        /// The state, the id and the graph of a stream's capture.
-        unsafe fn capture_of(&self, stream: CUstream) -> found: (CUstreamCaptureStatus, u64, sys::CUgraph)
+        unsafe fn begin_capture(&self, stream: CUstream, mode: CUstreamCaptureMode)
+            = cuStreamBeginCapture_v2(stream, mode);
+
+        unsafe fn begin_capture_to(&self, stream: CUstream, graph: sys::CUgraph, nodes: &[sys::CUgraphNode],
+            edges: &[sys::CUgraphEdgeData], mode: CUstreamCaptureMode
+        ) = cuStreamBeginCaptureToGraph(stream, graph, nodes.as_ptr(), edges.as_ptr(), nodes.len(), mode);
+
+        /// The state and the id, whatever data the edges have.
+        unsafe fn state_of_capture(&self, stream: CUstream) -> told: (CUstreamCaptureStatus, u64)
             = cuStreamGetCaptureInfo_v2(
-                stream, &mut found.0, &mut found.1, &mut found.2, ptr::null_mut(), ptr::null_mut()
-            );
+                stream, &mut told.0, &mut told.1, ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+
+        #[inline]
+        unsafe fn capture_v2(&self, stream: CUstream) -> told: Told = cuStreamGetCaptureInfo_v2(
+            stream, &mut told.0, &mut told.1, &mut told.2, &mut told.3, &mut told.5);
+
+        #[inline]
+        unsafe fn capture_v3(&self, stream: CUstream) -> told: Told = cuStreamGetCaptureInfo_v3(
+            stream, &mut told.0, &mut told.1, &mut told.2, &mut told.3, &mut told.4, &mut told.5);
+
+        unsafe fn update_dependencies(&self, stream: CUstream, nodes: *mut sys::CUgraphNode,
+            edges: *const sys::CUgraphEdgeData, count: usize, flags: u32
+        ) = cuStreamUpdateCaptureDependencies_v2(stream, nodes, edges, count, flags);
     }
 }
 
@@ -306,42 +323,14 @@ impl Driver {
         each: impl Fn(Dependency) -> T,
     ) -> Result<Option<(u64, sys::CUgraph, D)>, DriverError> {
         let asked = self.found().newest();
-        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let (mut id, mut graph) = (0, ptr::null_mut());
-        let (mut nodes, mut edges, mut count) = (ptr::null(), ptr::null(), 0);
         let with_edges = self.has(Feature::EdgeData);
-        if with_edges {
-            // SAFETY: the outputs are locals, and the caller vouches for the stream.
-            unsafe {
-                call!(
-                    self,
-                    cuStreamGetCaptureInfo_v3(
-                        stream,
-                        &mut status,
-                        &mut id,
-                        &mut graph,
-                        &mut nodes,
-                        &mut edges,
-                        &mut count
-                    )
-                )
-            }?;
-        } else {
-            // SAFETY: as above.
-            unsafe {
-                call!(
-                    self,
-                    cuStreamGetCaptureInfo_v2(
-                        stream,
-                        &mut status,
-                        &mut id,
-                        &mut graph,
-                        &mut nodes,
-                        &mut count
-                    )
-                )
-            }?;
-        }
+        // SAFETY: the caller vouches for the stream.
+        let (status, id, graph, nodes, edges, count) = unsafe {
+            match with_edges {
+                true => self.capture_v3(stream),
+                false => self.capture_v2(stream),
+            }
+        }?;
         match status {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => {
                 self.answered(stream, false, asked);
@@ -403,17 +392,6 @@ impl Driver {
             false => Flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES,
         };
         // SAFETY: the arrays are as long as is said, and the caller vouches for stream and nodes.
-        unsafe {
-            call!(
-                self,
-                cuStreamUpdateCaptureDependencies_v2(
-                    stream,
-                    list,
-                    data,
-                    dependencies.len(),
-                    flags.0
-                )
-            )
-        }
+        unsafe { self.update_dependencies(stream, list, data, dependencies.len(), flags.0) }
     }
 }

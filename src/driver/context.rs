@@ -8,7 +8,7 @@ use super::process;
 use super::registry::Entry;
 use super::symbols::Feature;
 use super::sys::{self, CUresult, CUstreamCaptureMode};
-use super::table::{Driver, call, query, thin};
+use super::table::{Driver, call, thin};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
@@ -421,7 +421,7 @@ impl Driver {
     pub(crate) fn current_raw(&self) -> Result<sys::CUcontext, DriverError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local handle.
-        unsafe { query!(self, cuCtxGetCurrent(&mut raw)) }?;
+        unsafe { call!(uncounted self, cuCtxGetCurrent(&mut raw)) }?;
         Ok(raw)
     }
 }

@@ -126,33 +126,18 @@ impl Graph {
         let driver = entered.driver();
         driver.refuse_foreign(object.context().driver(), "cuGraphRetainUserObject")?;
         // SAFETY: both are alive.
-        unsafe {
-            call!(
-                driver,
-                cuGraphRetainUserObject(self.raw, object.raw(), 1, 0)
-            )
-        }
+        unsafe { driver.retain_object(self.raw, object.raw(), 0) }
     }
 
     /// The nodes, in no particular order.
     pub fn nodes(&self) -> Result<Vec<sys::CUgraphNode>, DriverError> {
         let entered = self.context.enter()?;
-        let mut count = 0;
+        let (driver, mut count) = (entered.driver(), 0);
         // SAFETY: null asks for the count alone; the graph is alive and nobody else changes it.
-        unsafe {
-            call!(
-                entered.driver(),
-                cuGraphGetNodes(self.raw, ptr::null_mut(), &mut count)
-            )
-        }?;
+        unsafe { driver.graph_nodes(self.raw, ptr::null_mut(), &mut count) }?;
         let mut nodes = vec![ptr::null_mut(); count];
         // SAFETY: as above; the array is as long as is said.
-        unsafe {
-            call!(
-                entered.driver(),
-                cuGraphGetNodes(self.raw, nodes.as_mut_ptr(), &mut count)
-            )
-        }?;
+        unsafe { driver.graph_nodes(self.raw, nodes.as_mut_ptr(), &mut count) }?;
         nodes.truncate(count);
         Ok(nodes)
     }
@@ -301,15 +286,23 @@ impl Driver {
     ) -> Result<(), DriverError> {
         if self.has(super::Feature::EdgeData) {
             // SAFETY: the caller's contract.
-            return unsafe {
-                call!(
-                    self,
-                    cuGraphNodeGetDependencies_v2(node, nodes, edges, count)
-                )
-            };
+            return unsafe { self.dependencies_v2(node, nodes, edges, count) };
         }
         // SAFETY: as above.
         unsafe { call!(self, cuGraphNodeGetDependencies(node, nodes, count)) }
+    }
+
+    thin! {
+        #[inline]
+        unsafe fn dependencies_v2(&self, node: sys::CUgraphNode, nodes: *mut sys::CUgraphNode,
+            edges: *mut sys::CUgraphEdgeData, count: &mut usize
+        ) = cuGraphNodeGetDependencies_v2(node, nodes, edges, count);
+
+        unsafe fn graph_nodes(&self, graph: sys::CUgraph, nodes: *mut sys::CUgraphNode, count: &mut usize)
+            = cuGraphGetNodes(graph, nodes, count);
+
+        unsafe fn retain_object(&self, graph: sys::CUgraph, object: sys::CUuserObject, flags: u32)
+            = cuGraphRetainUserObject(graph, object, 1, flags);
     }
 }
 
@@ -349,13 +342,8 @@ impl Entered<'_> {
     ) -> Result<(), DriverError> {
         // SAFETY: the caller vouches for function and data.
         let object = unsafe { self.create_object(destroy, data) }?;
-        // SAFETY: the object has just been made with one reference; the caller vouches for the
-        // graph.
-        unsafe {
-            call!(
-                self.driver(),
-                cuGraphRetainUserObject(graph, object, 1, sys::CU_GRAPH_USER_OBJECT_MOVE)
-            )
-        }
+        let flags = sys::CU_GRAPH_USER_OBJECT_MOVE;
+        // SAFETY: the object has just been made with one reference; the caller vouches for the graph.
+        unsafe { self.driver().retain_object(graph, object, flags) }
     }
 }

@@ -1,13 +1,12 @@
 //! Executable graphs.
 
-use super::context::Context;
+use super::context::{Context, Entered};
 use super::error::DriverError;
 use super::graph::Graph;
 use super::owed::Owed;
 use super::stream::Stream;
 use super::sys;
-use super::table::call;
-use std::ptr;
+use super::table::{call, thin};
 
 /// An executable made from a graph, destroyed on drop: launches that are under way go on, and what the graph held
 /// ([`Graph::retain`]) is held until the last of them is complete.
@@ -29,18 +28,10 @@ impl Graph {
     pub fn instantiate(&self) -> Result<GraphExec, DriverError> {
         let entered = self.context().enter()?;
         self.context().debts().pay(entered.driver(), false);
-        let mut raw = ptr::null_mut();
-        // SAFETY: the output is a local, and the graph is alive.
-        unsafe {
-            call!(
-                entered.driver(),
-                cuGraphInstantiateWithFlags(&mut raw, self.raw(), 0)
-            )
-        }?;
-        Ok(GraphExec {
-            context: self.context().clone(),
-            raw,
-        })
+        // SAFETY: the graph is alive.
+        let raw = unsafe { entered.instantiate(self.raw()) }?;
+        let context = self.context().clone();
+        Ok(GraphExec { context, raw })
     }
 }
 
@@ -76,18 +67,18 @@ impl GraphExec {
         let entered = self.context.enter()?;
         let driver = entered.driver();
         driver.refuse_foreign(graph.context().driver(), "cuGraphExecUpdate_v2")?;
-        let mut info = sys::CUgraphExecUpdateResultInfo {
-            result: sys::CUgraphExecUpdateResult::CU_GRAPH_EXEC_UPDATE_SUCCESS,
-            errorNode: ptr::null_mut(),
-            errorFromNode: ptr::null_mut(),
-        };
-        // SAFETY: both are alive, and the output is a local.
-        unsafe {
-            call!(
-                driver,
-                cuGraphExecUpdate_v2(self.raw, graph.raw(), &mut info)
-            )
-        }
+        // SAFETY: both are alive.
+        unsafe { entered.update_exec(self.raw, graph.raw()) }
+    }
+}
+
+impl Entered<'_> {
+    thin! {
+        unsafe fn instantiate(&self, graph: sys::CUgraph) -> exec: sys::CUgraphExec
+            = cuGraphInstantiateWithFlags(&mut exec, graph, 0);
+
+        unsafe fn update_exec(&self, exec: sys::CUgraphExec, graph: sys::CUgraph)
+            -> info: sys::CUgraphExecUpdateResultInfo = cuGraphExecUpdate_v2(exec, graph, &mut info) => (): ();
     }
 }
 

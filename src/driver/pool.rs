@@ -127,6 +127,12 @@ impl MemoryPool {
             = cuMemPoolGetAccess(&mut flags, self.raw, &mut location_of(device.raw()))
             => bool: flags == READ_WRITE;
 
+        unsafe fn get_attribute(&self, attribute: CUmemPool_attribute, out: *mut c_void)
+            = cuMemPoolGetAttribute(self.raw, attribute, out);
+
+        unsafe fn set_attribute(&self, attribute: CUmemPool_attribute, from: *mut c_void)
+            = cuMemPoolSetAttribute(self.raw, attribute, from);
+
         /// What stands for an allocation of an exported pool in other processes.
         pub fn export_pointer(&self, address: CUdeviceptr) -> data: CUmemPoolPtrExportData
             = cuMemPoolExportPointer(&mut data, address);
@@ -137,12 +143,7 @@ impl MemoryPool {
         let mut value = Value::default();
         let out = value.place(attribute);
         // SAFETY: the pool is alive, and the output is a local of the attribute's size.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemPoolGetAttribute(self.raw, attribute, out)
-            )
-        }?;
+        unsafe { self.get_attribute(attribute, out) }?;
         // The other one is 0.
         Ok(value.wide | u64::from(value.narrow))
     }
@@ -155,12 +156,7 @@ impl MemoryPool {
         };
         let from = value.place(attribute);
         // SAFETY: the pool is alive, and the driver reads a local of the attribute's size.
-        unsafe {
-            call!(
-                self.driver(),
-                cuMemPoolSetAttribute(self.raw, attribute, from)
-            )
-        }
+        unsafe { self.set_attribute(attribute, from) }
     }
 
     /// A file descriptor that stands for the pool in other processes. The pool must have been

@@ -8,7 +8,7 @@ use super::process;
 use super::registry::Entry;
 use super::symbols::{Call, Feature};
 use super::sys::{self, CUstream_flags, CUstreamCaptureStatus};
-use super::table::{Driver, call, query, thin};
+use super::table::{Driver, call, thin};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -469,7 +469,7 @@ impl Driver {
     unsafe fn known_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
         let mut id = 0;
         // SAFETY: the caller vouches for the stream; the pointer is to a local integer.
-        unsafe { query!(self, cuStreamGetId(stream, &mut id)) }?;
+        unsafe { call!(uncounted self, cuStreamGetId(stream, &mut id)) }?;
         Ok(Some(id))
     }
 
@@ -526,16 +526,11 @@ impl Driver {
         }
     }
 
-    /// The context of a stream; for a special handle the calling thread's current context, and
-    /// `CUDA_ERROR_INVALID_CONTEXT` where there is none.
-    pub unsafe fn stream_context(
-        &self,
-        stream: sys::CUstream,
-    ) -> Result<sys::CUcontext, DriverError> {
-        let mut context = ptr::null_mut();
-        // SAFETY: the caller vouches for the stream; the pointer is to a local handle.
-        unsafe { call!(self, cuStreamGetCtx(stream, &mut context)) }?;
-        Ok(context)
+    thin! {
+        /// The context of a stream; for a special handle the calling thread's current context, and
+        /// `CUDA_ERROR_INVALID_CONTEXT` where there is none.
+        pub unsafe fn stream_context(&self, stream: sys::CUstream) -> context: sys::CUcontext
+            = cuStreamGetCtx(stream, &mut context);
     }
 }
 

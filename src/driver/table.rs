@@ -27,23 +27,13 @@ pub(super) const OLDEST_VERSION: u32 = 10010;
 /// `CUDA_ERROR_NOT_FOUND` where the driver does not export it. Expands to a call of a foreign
 /// function, so it must stand in an `unsafe` block.
 macro_rules! call {
-    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {{
+    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {
+        $crate::driver::table::call!(counted $driver, $name($($argument),*))
+    };
+    ($how:ident $driver:expr, $name:ident($($argument:expr),*)) => {{
         let driver: &$crate::driver::Driver = $driver;
         match driver.functions().$name {
-            Some(function) => driver.counted($crate::driver::symbols::Call::$name, || {
-                function($($argument),*)
-            }),
-            None => Err(driver.absent($crate::driver::symbols::Call::$name)),
-        }
-    }};
-}
-
-/// As `call!`, for the queries that are not counted: it writes to nothing.
-macro_rules! query {
-    ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {{
-        let driver: &$crate::driver::Driver = $driver;
-        match driver.functions().$name {
-            Some(function) => driver.uncounted($crate::driver::symbols::Call::$name, || {
+            Some(function) => driver.$how($crate::driver::symbols::Call::$name, || {
                 function($($argument),*)
             }),
             None => Err(driver.absent($crate::driver::symbols::Call::$name)),
@@ -75,7 +65,7 @@ macro_rules! thin {
     (@last $first:tt, $second:tt, ($($last:tt)*)) => { $($last)* };
 }
 
-pub(super) use {call, query, thin};
+pub(super) use {call, thin};
 
 /// A loaded function table of the driver, initialised.
 ///
@@ -338,6 +328,12 @@ impl Driver {
         })
     }
 
+    /// Itself, as [`thin!`] asks for it.
+    #[inline]
+    pub(super) fn driver(&self) -> &Driver {
+        self
+    }
+
     /// Runs a counted call; see `call!`.
     #[inline]
     pub(super) fn counted(
@@ -354,7 +350,7 @@ impl Driver {
         }
     }
 
-    /// Runs an uncounted query; see `query!`.
+    /// Runs a query that is not counted: it writes to nothing.
     #[inline]
     pub(super) fn uncounted(
         &self,

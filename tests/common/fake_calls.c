@@ -156,7 +156,7 @@ CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) { EX
 CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) { *graph = GRAPH; EXPECT(stream == STREAM); }
 CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id, CUgraph *graph, const CUgraphNode **nodes, size_t *count) {
   *status = stream == STREAM ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
-  *id = 11; *graph = GRAPH; EXPECT(!nodes && !count);
+  *id = 11; EXPECT(!graph && !nodes && !count);
 }
 CUresult cuStreamGetCaptureInfo_v3(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id, CUgraph *graph, const CUgraphNode **nodes, const CUgraphEdgeData **edges, size_t *count) {
   static const CUgraphNode list[] = {NODE, (CUgraphNode)0x7f008};
