@@ -59,6 +59,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
                 "min_limit_ratio": ratio,
                 "ns_per_row_at_limit": nanos,
                 "handle_ops": handle_ops,
+                "assumes": text::ASSUMED,
                 "config": settings.text(),
                 "error": reasons.first(),
                 "reasons": reasons,

@@ -44,6 +44,10 @@ pub fn counted(number: usize, name: &str) -> String {
     }
 }
 
+/// What the results of `advise` and `capacity` assume.
+pub const ASSUMED: &str = "sizes are what the allocator may hold: the device needs the headroom and what other programs take \
+                           beside them; memory is scarce near the limit, else plentiful";
+
 /// That a trace with this requested peak runs under no limit that was tried.
 pub fn no_limit(requested_peak: u64) -> String {
     let most = requested_peak.saturating_mul(Capacity::FACTOR);

@@ -98,6 +98,7 @@ impl<'a> Advice<'a> {
             "spare_bytes": self.spare(),
             "missing_bytes": self.missing(),
             "settings": best.map(|choice| choice.under(self.memory)),
+            "assumes": text::ASSUMED,
             "choices": choices.collect::<Value>(),
             "config": config,
             "error": null,

@@ -257,7 +257,7 @@ fn a_stream_that_works_alone_is_marked_for_its_views() {
             SimConfig::with_devices(1, 24 << 20),
             |rig| {
                 let Some(sim) = rig.sim() else { return };
-                let allocator = rig.allocator_with(Config::new());
+                let allocator = rig.allocator_with(Config::new().headroom(0));
                 let stream = rig.stream();
                 if let Some(call) = failing {
                     let plan = FailPlan::call(call, CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap();
