@@ -277,7 +277,9 @@ fn work_whose_end_does_not_help() {
         block.record_stream(&other).unwrap();
     }
     let picture = refused(&allocator, 16 * MIB, &own);
-    assert!(picture.largest_run >= 16 << 20, "{picture}");
+    if rig.maybe_sim().is_some() {
+        assert!(picture.largest_run >= 16 << 20, "{picture}");
+    }
     named(&picture, Cause::Limit);
     drop(held);
     allocator.synchronize().unwrap();

@@ -422,7 +422,8 @@ fn capacity_finds_a_limit_that_replays_confirm() {
             "min_limit_bytes",
             "min_limit_ratio",
             "ns_per_row_at_limit",
-            "handle_ops"
+            "handle_ops",
+            "assumes"
         ])
     );
     let limit = line["min_limit_bytes"].as_u64().unwrap();

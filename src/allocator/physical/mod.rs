@@ -30,7 +30,8 @@ const SCARCE_SLACK: u64 = 16 << 20;
 /// is rounded up to half a handle. With a 96th random programs hold 1.12 of what they request instead of 1.10; with a
 /// 256th the first replays of the recordings take 1.4 times the driver time.
 const POOL_PARTS: u64 = 128;
-const POOL_HANDLE_MAX: u64 = 64 << 20;
+/// Every handle for large blocks is a power of two from the granule to this.
+const HANDLE_MAX: u64 = 64 << 20;
 
 /// While memory is scarce, a handle is at least this part of its request.
 const SCARCE_PARTS: u64 = 32;
@@ -342,14 +343,14 @@ impl Physical {
             }
         };
         let size = self.within_limit(size, reserved + missing);
-        (size / PHYSICAL_GRANULE * PHYSICAL_GRANULE).max(PHYSICAL_GRANULE)
+        1 << size.clamp(PHYSICAL_GRANULE, HANDLE_MAX).ilog2()
     }
 }
 
 /// Size of a handle for a pool of this size while memory is plentiful: a power of two.
 fn pool_handle(reserved: u64) -> u64 {
     let part = (reserved / POOL_PARTS).max(PHYSICAL_GRANULE);
-    part.next_power_of_two().min(POOL_HANDLE_MAX)
+    part.next_power_of_two().min(HANDLE_MAX)
 }
 
 /// Size of a handle for a pool of this size and number of handles while memory is scarce.
@@ -532,11 +533,11 @@ mod tests {
             [128, 240, 256, 512, 960].map(size).map(|size| size / MIB)
         };
         assert_eq!(shares(Sharers::One), [2, 4, 4, 8, 8]);
-        assert_eq!(parts(Sharers::One), [4, 6, 8, 16, 30]);
+        assert_eq!(parts(Sharers::One), [4, 4, 8, 16, 16]);
         assert_eq!(shares(Sharers::Several), [2, 2, 2, 4, 4]);
-        assert_eq!(parts(Sharers::Several), [8, 14, 16, 16, 30]);
+        assert_eq!(parts(Sharers::Several), [8, 8, 16, 16, 16]);
         assert_eq!(shares(Sharers::Pool), [2, 2, 2, 4, 4]);
-        assert_eq!(parts(Sharers::Pool), [16, 30, 32, 64, 120]);
+        assert_eq!(parts(Sharers::Pool), [16, 16, 32, 64, 64]);
     }
 
     #[test]
