@@ -1,4 +1,4 @@
-//! Figures and reports as values.
+//! Statistics and reports as values.
 
 pub use crate::block::BlockState;
 use crate::driver::sys;
@@ -18,20 +18,20 @@ impl fmt::Display for LimitText {
     }
 }
 
-/// Why memory was added.
+/// Why memory was obtained from the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GrowthReason {
-    /// All free memory together was less than the request.
+    /// All free memory together was smaller than the request.
     Short,
     /// There was enough free memory, but in pieces that were too small.
     Fragmented,
-    /// There was a place, which other streams may still use.
+    /// A fitting piece was free, but other streams may still access it.
     Pending,
 }
 
 impl GrowthReason {
-    /// One word for people and machines.
+    /// Returns the reason as one word, for output and machine-readable files.
     pub fn name(self) -> &'static str {
         match self {
             GrowthReason::Short => "short",
@@ -50,37 +50,37 @@ impl GrowthReason {
     }
 }
 
-/// One growth of the memory that is held.
+/// A growth of reserved memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GrowthInfo {
-    /// Why it was needed.
+    /// Why the growth was necessary.
     pub reason: GrowthReason,
-    /// Bytes of the request that needed it.
+    /// Bytes of the request that caused the growth.
     pub requested: u64,
-    /// Bytes that were added.
+    /// Bytes obtained from the driver.
     pub added: u64,
-    /// Whether more was held then than the soft cap allows.
+    /// Whether the growth exceeded the soft cap.
     pub beyond_cap: bool,
 }
 
-/// Whether the device was seen to keep memory the same through two addresses.
+/// Result of the test that a write through one mapping is visible through another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum SelfTest {
-    /// No view was needed yet, or none may be built: nothing was tested.
+    /// Not tested: no view has been needed yet, or views are disabled.
     #[default]
     NotRun,
-    /// Switched off: views are used untested.
+    /// The test is disabled: views are used untested.
     Off,
-    /// What was written through one address was read through the other.
+    /// Passed: data written through one mapping was read through the other.
     Passed,
-    /// It was not: no views are used.
+    /// Failed: no views are used.
     Failed,
 }
 
 impl SelfTest {
-    /// A few words for people and machines.
+    /// Returns the result as a short text, for output and machine-readable files.
     pub fn name(self) -> &'static str {
         match self {
             SelfTest::NotRun => "not run",
@@ -91,7 +91,7 @@ impl SelfTest {
     }
 }
 
-/// Whether the packed policy saves driver calls and waits, or bytes.
+/// Whether the packed policy saves driver calls and waits (plentiful), or bytes (scarce).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Regime {
@@ -107,19 +107,20 @@ pub enum Regime {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Scarcity {
-    /// [`Profile::Dense`](crate::allocator::Profile::Dense) says so.
+    /// [`Profile::Dense`](crate::allocator::Profile::Dense) is set.
     Profile,
-    /// A growth would have left less than 3 % of the limit. It holds until 6 % is left and 512 large requests have passed.
+    /// A growth would have left less than 3 % of the limit. The regime ends when 6 % is left and 512 large requests
+    /// have passed.
     Limit,
-    /// A growth would have left less free memory on the device, beside the headroom, than 512 MiB (on devices below 8 GiB a
-    /// 16th) and 3 % of the device. It holds until there is twice as much and 512 large requests have passed.
+    /// A growth would have left less free memory on the device, beyond the headroom, than 512 MiB (on devices below 8
+    /// GiB a 16th) and 3 % of the device. The regime ends when twice that is free and 512 large requests have passed.
     Device,
-    /// The driver refused memory.
+    /// The driver refused a request for memory.
     Refused,
 }
 
 impl Regime {
-    /// All regimes. The number of a regime in recordings is its place here.
+    /// All regimes. A regime's index here is its number in recordings.
     const ALL: [Regime; 5] = [
         Regime::Plentiful,
         Regime::Scarce(Scarcity::Profile),
@@ -128,18 +129,18 @@ impl Regime {
         Regime::Scarce(Scarcity::Refused),
     ];
 
-    /// The regime's number in recordings.
+    /// Returns the regime's number in recordings.
     pub(crate) fn number(self) -> u64 {
         let place = Regime::ALL.iter().position(|regime| *regime == self);
         place.map_or(0, |place| place as u64)
     }
 
-    /// The regime with a number in recordings.
+    /// Returns the regime with a number in recordings.
     pub(crate) fn from_number(number: u64) -> Option<Regime> {
         Regime::ALL.get(usize::try_from(number).ok()?).copied()
     }
 
-    /// A few words for people and machines.
+    /// Returns the regime as a short text, for output and machine-readable files.
     pub fn name(self) -> &'static str {
         match self {
             Regime::Plentiful => "plentiful",
@@ -151,43 +152,43 @@ impl Regime {
     }
 }
 
-/// How the packed policy stands; of the classic one only what is said there.
+/// State of the packed policy. Under the classic policy, only the fields that say so are set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Packing {
-    /// Bytes that growth does not pass while anything else helps. 0 under the classic policy, and
-    /// before the first request.
+    /// Reserved bytes that growth does not exceed while another step can serve the request. 0 under the classic policy,
+    /// and before the first request.
     pub soft_cap: u64,
-    /// Whether memory was plentiful or scarce for the last request that found nothing ready.
+    /// The regime of the last request that no ready memory could serve.
     pub regime: Regime,
-    /// Views (a number).
+    /// Number of views.
     pub views: u64,
-    /// Handles mapped in them (a number; one that lies in two views counts twice).
+    /// Number of handle mappings in views; a handle in two views counts twice.
     pub view_maps: u64,
-    /// Bytes mapped in them.
+    /// Bytes mapped in views.
     pub view_bytes: u64,
-    /// Bytes of live blocks in them.
+    /// Bytes of live blocks in views.
     pub view_live: u64,
-    /// Bytes of freed blocks that guards keep.
+    /// Bytes of freed blocks that guards keep reserved.
     pub guarded: u64,
-    /// Why memory was last added; both policies.
+    /// The last growth and its reason; set under both policies.
     pub last_growth: Option<GrowthInfo>,
-    /// Whether views were tested, and how that ended.
+    /// Result of the self-test of views.
     pub self_test: SelfTest,
 }
 
-/// External fragmentation: free memory, and how far it can serve.
+/// External fragmentation of the free memory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Fragmentation {
-    /// Free bytes, whatever they are pending on.
+    /// Free bytes, including pending ones.
     pub free: u64,
-    /// Bytes of the largest run of adjacent free memory, whatever it is pending on.
+    /// Bytes of the largest contiguous run of free memory, pending memory included.
     pub largest: u64,
-    /// What each stream keeps from the others, most first: memory that it may still use, and the free part of
-    /// the pages that it owns.
+    /// Bytes that each stream keeps from the others, in descending order: memory that it may still access, and the free
+    /// part of its pages.
     pub stranded: Vec<StreamBytes>,
-    /// Bytes of live blocks that lie in views: scattered memory put to use.
+    /// Bytes of live blocks in views, that is, of scattered memory in use.
     pub view_live: u64,
 }
 
@@ -202,19 +203,19 @@ impl Fragmentation {
     }
 }
 
-/// What a trim did.
+/// Result of a trim.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Trimmed {
-    /// Bytes given back to the driver.
+    /// Bytes released to the driver.
     pub released: u64,
-    /// Bytes that could go once work that is still pending has completed.
+    /// Bytes that can be released once pending work has completed.
     pub pending: u64,
-    /// The streams for which free memory waits, most first; none if nothing is pending.
+    /// Streams on which free memory is pending, in descending order of bytes; empty if nothing is pending.
     pub streams: Vec<StreamBytes>,
 }
 
-/// A part of a block that lies in one piece of memory from the driver.
+/// The part of a block that lies in one handle or segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PhysicalSegment {
@@ -222,12 +223,12 @@ pub struct PhysicalSegment {
     pub address: sys::CUdeviceptr,
     /// Bytes.
     pub bytes: u64,
-    /// The physical handle, as `cuMemCreate` gave it; `None` under the classic policy, where the
-    /// memory is a segment of `cuMemAlloc`.
+    /// The physical handle returned by `cuMemCreate`; `None` under the classic policy, where the memory is a segment of
+    /// `cuMemAlloc`.
     pub handle: Option<sys::CUmemGenericAllocationHandle>,
-    /// Where it begins in the handle or segment, in bytes.
+    /// Offset of the part in the handle or segment, in bytes.
     pub offset: u64,
-    /// Bytes of the whole handle or segment: exporting or registering shows all of them.
+    /// Bytes of the whole handle or segment, all of which an export or registration exposes.
     pub handle_bytes: u64,
 }
 
@@ -235,29 +236,29 @@ pub struct PhysicalSegment {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockInfo {
-    /// Ordinal of the device; `None` from a [`Carver`](super::Carver), which knows of none.
+    /// Ordinal of the device; `None` from a [`Carver`](super::Carver), which has no device.
     pub device: Option<usize>,
     /// First byte.
     pub address: u64,
     /// Bytes.
     pub size: u64,
-    /// Bytes as asked for; 0 unless live.
+    /// Requested bytes; 0 unless live.
     pub requested: u64,
-    /// What it is.
+    /// State of the block.
     pub state: BlockState,
-    /// The driver's id of the stream that owns the block or last did. `None` if no stream is known
-    /// to have touched the memory.
+    /// Driver id of the stream that owns the block or owned it last. `None` if no stream is known to have accessed the
+    /// memory.
     pub stream: Option<u64>,
-    /// Ids of the streams that may still touch it: recorded ones while it is live, unfinished ones
-    /// when it is free.
+    /// Ids of the streams that may still access it: for a live block the recorded streams, for a free one the streams
+    /// with unfinished work.
     pub pending: Vec<u64>,
-    /// Whether it is of the small pool.
+    /// Whether the block belongs to the small pool.
     pub small: bool,
-    /// Whether it is a part of something larger: has a neighbour in its segment.
+    /// Whether the block is part of a larger piece: it has a neighbour in its segment.
     pub is_split: bool,
 }
 
-/// Memory from the driver with what stands in it: a segment, or an unbroken run of mapped handles.
+/// Memory from the driver and its blocks: a segment, or a contiguous run of mapped handles.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentInfo {
@@ -265,13 +266,13 @@ pub struct SegmentInfo {
     pub address: u64,
     /// Bytes.
     pub size: u64,
-    /// Whether it is of the small pool.
+    /// Whether the segment belongs to the small pool.
     pub small: bool,
-    /// Whether it is made of handles mapped into an arena.
+    /// Whether the segment consists of handles mapped into an arena.
     pub mapped: bool,
-    /// Whether it is a view: a second layout of bytes that are held elsewhere. Its size is not
-    /// held memory of its own.
+    /// Whether the segment is a view: a second mapping of bytes that are reserved elsewhere. Its size does not count as
+    /// reserved.
     pub view: bool,
-    /// What stands in it, by address and without gaps; of a view the live blocks alone.
+    /// Blocks by address, without gaps; for a view only the live blocks.
     pub blocks: Vec<BlockInfo>,
 }

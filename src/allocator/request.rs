@@ -1,4 +1,4 @@
-//! What a program asks for: so many bytes, and wishes about where they lie.
+//! Allocation requests: a size, and constraints on where the block lies.
 
 use std::alloc::Layout;
 use std::any::TypeId;
@@ -7,10 +7,10 @@ use crate::allocator::size;
 use crate::block::Tag;
 use crate::error::{Error, InvalidArgument};
 
-/// What is asked for: a number of bytes, with wishes.
+/// An allocation request: a size, and constraints on where the block lies.
 ///
-/// Without wishes a block begins at a multiple of 512 bytes, may lie in a view, and may be made for the
-/// request. Numbers are checked when the request is used, so building one cannot fail.
+/// Without constraints a block begins at a multiple of 512 bytes, may lie in a view, and may use memory that is added
+/// for it. Values are validated when the request is used, so building a request cannot fail.
 ///
 /// ```
 /// use cualloc::allocator::Request;
@@ -26,11 +26,11 @@ pub struct Request {
     pub(crate) views: bool,
     pub(crate) cached_only: bool,
     pub(crate) tag: Tag,
-    /// What lies in the block, if that was said: a typed pool keeps blocks apart by it.
+    /// The element type of the block, if there is one: a typed pool keeps blocks of different types apart.
     pub(crate) element: Option<Element>,
 }
 
-/// A type of elements, of which each has at least one byte.
+/// An element type with a size of at least one byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Element {
     pub id: TypeId,
@@ -38,14 +38,15 @@ pub(crate) struct Element {
 }
 
 impl Request {
-    /// Every request is rounded up to a multiple of so many bytes, and every block begins at one.
+    /// Rounding of requests in bytes: sizes are rounded up to a multiple of it, and every block begins at a multiple of
+    /// it.
     pub const ROUNDING: usize = size::GRANULE as usize;
-    /// The largest request that is valid, in bytes.
+    /// The largest valid request, in bytes.
     pub const MAX_BYTES: usize = size::MAX_REQUEST as usize;
-    /// The largest alignment that can be asked for, in bytes.
+    /// The largest valid alignment, in bytes.
     pub const MAX_ALIGNMENT: usize = size::MAX_ALIGNMENT as usize;
 
-    /// Asks for `bytes`, which must be at least 1.
+    /// Creates a request for `bytes`, which must be at least 1.
     pub const fn new(bytes: usize) -> Self {
         Request {
             bytes,
@@ -58,10 +59,10 @@ impl Request {
         }
     }
 
-    /// Asks for room for `len` values of a type, at its alignment.
+    /// Creates a request for `len` values of a type, at the alignment of the type.
     ///
     /// # Errors
-    /// [`InvalidArgument::Size`] if there is no number for so many bytes.
+    /// [`InvalidArgument::Size`] if the number of bytes overflows.
     pub fn array<T: 'static>(len: usize) -> Result<Self, Error> {
         match len.checked_mul(size_of::<T>()) {
             Some(bytes) => Ok(Request::new(bytes).align(align_of::<T>()).of::<T>()),
@@ -69,42 +70,42 @@ impl Request {
         }
     }
 
-    /// The block begins at a multiple of `bytes`: a power of two up to [`MAX_ALIGNMENT`](Self::MAX_ALIGNMENT).
+    /// Places the block at a multiple of `bytes`: a power of two up to [`MAX_ALIGNMENT`](Self::MAX_ALIGNMENT).
     pub const fn align(mut self, bytes: usize) -> Self {
         self.alignment = bytes;
         self
     }
 
-    /// The block lies inside one physical handle, so that it can be exported or registered as one.
-    /// Under the classic policy every block lies in one segment anyway. A block for which no free
-    /// handle is large enough costs a new one, where two would have done. Graph pools have no such blocks: where one of
-    /// them would serve the request, that is [`Error::NotSupported`].
+    /// Places the block inside one physical handle, so that it can be exported or registered as a unit. Under the
+    /// classic policy every block lies in one segment anyway. If no free handle is large enough, a new one is created,
+    /// even where two free ones would have sufficed. Graph pools do not support such blocks: a request that a graph
+    /// pool would serve fails with [`Error::NotSupported`].
     pub const fn single_handle(mut self) -> Self {
         self.single_handle = true;
         self
     }
 
-    /// The block comes from cached memory which the stream may use without a wait, or not at all: the driver
-    /// is not asked for memory, nothing is waited for, and nothing is given back.
+    /// Serves the request only from cached memory that the stream may use without a wait: the allocator obtains no
+    /// memory from the driver, waits for nothing and releases nothing.
     pub const fn cached_only(mut self) -> Self {
         self.cached_only = true;
         self
     }
 
-    /// Whether the block may lie in a view; it may unless this says no. See
-    /// [`Config::views`](crate::allocator::Config::views) for what views do not promise.
+    /// Sets whether the block may lie in a view; the default is yes. [`Config::views`](crate::allocator::Config::views)
+    /// states the limits of views.
     pub const fn views(mut self, on: bool) -> Self {
         self.views = on;
         self
     }
 
-    /// The block has a label, for logs and figures.
+    /// Sets the block's label for logs and statistics.
     pub fn tag(mut self, tag: impl Into<Tag>) -> Self {
         self.tag = tag.into();
         self
     }
 
-    /// The block is for elements of a type.
+    /// Sets the element type of the block.
     pub(crate) fn of<T: 'static>(mut self) -> Self {
         self.element = (size_of::<T>() > 0).then(|| Element {
             id: TypeId::of::<T>(),
@@ -113,23 +114,23 @@ impl Request {
         self
     }
 
-    /// The same wishes for another number of bytes.
+    /// Returns the same constraints with another size.
     pub(crate) fn resized(&self, bytes: usize) -> Self {
         Request { bytes, ..*self }
     }
 
-    /// Bytes asked for.
+    /// Requested bytes.
     pub const fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The alignment asked for, in bytes: 1 without a wish.
+    /// Requested alignment in bytes; 1 if none was requested.
     pub const fn alignment(&self) -> usize {
         self.alignment
     }
 
-    /// The bytes that a block for so many has: the next multiple of [`ROUNDING`](Self::ROUNDING), which for
-    /// none is one of them. `None` above [`MAX_BYTES`](Self::MAX_BYTES).
+    /// Returns the size of a block for a request of `bytes`: the next multiple of [`ROUNDING`](Self::ROUNDING), and at
+    /// least one of them. `None` above [`MAX_BYTES`](Self::MAX_BYTES).
     pub const fn round(bytes: usize) -> Option<usize> {
         match size::round_size(bytes) {
             Some(rounded) => Some(rounded as usize),
@@ -137,7 +138,7 @@ impl Request {
         }
     }
 
-    /// Whether nothing is asked about where the block lies.
+    /// Whether the request has no constraint on where the block lies.
     #[inline]
     pub(crate) const fn is_plain(&self) -> bool {
         self.alignment <= Self::ROUNDING && !self.single_handle && self.views

@@ -1,4 +1,4 @@
-//! What the allocator counts.
+//! Statistics of an allocator.
 
 use std::fmt;
 
@@ -6,18 +6,18 @@ use crate::error::memory::Bytes;
 
 use super::report::Packing;
 
-/// A quantity over time. Bytes or numbers, as the field that holds it says.
+/// A quantity over time, in bytes or as a number; the field that holds it says which.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Counter {
-    /// Now.
+    /// Current value.
     pub current: u64,
-    /// The largest value since the start or the last reset of peaks; exact, where the field does not say
-    /// that it is a bound.
+    /// The largest value since creation or the last reset of peaks. It is exact unless the documentation of the field
+    /// calls it an upper bound.
     pub peak: u64,
-    /// Everything that was ever added.
+    /// Sum of all additions.
     pub total_allocated: u64,
-    /// Everything that was ever taken away.
+    /// Sum of all subtractions.
     pub total_freed: u64,
 }
 
@@ -32,7 +32,7 @@ impl Counter {
         self.total_allocated += amount;
     }
 
-    /// [`add`](Self::add) of what is known to make no peak.
+    /// [`add`](Self::add) for an amount that cannot raise the peak.
     #[inline(always)]
     fn add_below(&mut self, amount: u64) {
         self.current += amount;
@@ -47,7 +47,7 @@ impl Counter {
         self.total_freed += amount;
     }
 
-    /// Undoes a [`sub`](Self::sub).
+    /// Reverts a [`sub`](Self::sub).
     pub(crate) fn put_back(&mut self, amount: u64) {
         self.current += amount;
         self.peak = self.peak.max(self.current);
@@ -59,30 +59,30 @@ impl Counter {
     }
 }
 
-/// Figures of one pool, or of all together.
+/// Statistics of one pool, or of all pools together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Live blocks (a number). Under the packed policy its peak is an upper bound once several streams
-    /// or threads have had blocks of up to 64 KiB, or such blocks lived beside larger ones: never below
-    /// a value that was seen, and no more than fit into the peak of [`allocated`](Self::allocated).
+    /// Number of live blocks. Under the packed policy its peak becomes an upper bound once several streams or threads
+    /// have allocated blocks of up to 64 KiB, or such blocks were live beside larger ones. The bound is never below an
+    /// observed value, and never above the number of blocks that fit into the peak of [`allocated`](Self::allocated).
     pub allocations: Counter,
-    /// Segments (classic) or physical handles (packed) held from the driver (a number).
+    /// Number of segments (classic) or physical handles (packed) obtained from the driver.
     pub segments: Counter,
     /// Bytes of live blocks, after rounding. Its peak is exact.
     pub allocated: Counter,
-    /// Bytes of live blocks as they were asked for. Its peak is a bound where that of
-    /// [`allocations`](Self::allocations) is, and no more than that of [`allocated`](Self::allocated).
+    /// Requested bytes of live blocks. Its peak is an upper bound where that of [`allocations`](Self::allocations) is,
+    /// and never above that of [`allocated`](Self::allocated).
     pub requested: Counter,
-    /// Bytes of live blocks and of freed blocks that streams other than their own still use. Under
-    /// the packed policy its peak is an upper bound.
+    /// Bytes of live blocks, and of freed blocks that streams other than their own may still access. Under the packed
+    /// policy its peak is an upper bound.
     pub active: Counter,
-    /// Bytes held from the driver. Its peak is exact. Memory that a failed release may have lost does not count.
+    /// Bytes obtained from the driver. Its peak is exact. Memory that a failed release may have leaked does not count.
     pub reserved: Counter,
 }
 
 impl PoolStats {
-    /// The counters of what stream caches count as well, in their order.
+    /// The counters that stream caches keep too, in the order used there.
     pub(crate) fn counted(&mut self) -> [&mut Counter; 3] {
         [
             &mut self.allocated,
@@ -126,7 +126,7 @@ impl PoolStats {
     }
 }
 
-/// How often each step of the reclaim was taken (numbers).
+/// How often each step of reclaim succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ReclaimStats {
@@ -134,31 +134,31 @@ pub struct ReclaimStats {
     pub ready: u64,
     /// Memory was added within the soft cap.
     pub grown: u64,
-    /// A run in a view was taken.
+    /// A run in a view was used.
     pub views: u64,
-    /// An extent was taken behind a stream wait because growing would have passed the soft cap.
+    /// An extent was used behind a device-side wait because growth would have exceeded the soft cap.
     pub waited: u64,
     /// Handles were stitched into a view.
     pub stitched: u64,
     /// Memory was added beyond the soft cap.
     pub grown_hard: u64,
-    /// Caches inside the allocator were flushed.
+    /// The allocator's internal caches were flushed.
     pub flushed: u64,
-    /// Unused memory was given back to the driver to make room.
+    /// Unused memory was released to the driver to make room.
     pub released: u64,
     /// The host waited for a marker.
     pub host_waits: u64,
-    /// A hook was asked to free memory.
+    /// A hook was called to free memory.
     pub hooks: u64,
     /// The context was synchronised.
     pub synchronised: u64,
 }
 
-/// A snapshot of all figures, consistent in itself.
+/// A consistent snapshot of all statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Both pools together; its peaks are those of the sums, not sums of peaks.
+    /// Both pools together. Its peaks are peaks of the sums, not sums of the peaks.
     pub all: PoolStats,
     /// The small pool.
     pub small: PoolStats,
@@ -166,9 +166,9 @@ pub struct Stats {
     pub large: PoolStats,
     /// Allocations served from cached memory.
     pub hits: u64,
-    /// Allocations that needed memory from the driver, or failed.
+    /// Allocations that required memory from the driver, or failed.
     pub misses: u64,
-    /// Steps of the reclaim.
+    /// How often each step of reclaim succeeded.
     pub reclaim: ReclaimStats,
     /// Driver allocations that failed for lack of memory and were retried after making room.
     pub retries: u64,
@@ -176,41 +176,39 @@ pub struct Stats {
     pub ooms: u64,
     /// Markers recorded.
     pub markers: u64,
-    /// Queries: of markers, and of streams whether they are idle.
+    /// Queries of markers, and of streams for idleness.
     pub queries: u64,
-    /// Waits queued on streams.
+    /// Device-side waits queued on streams.
     pub stream_waits: u64,
-    /// Markers that could not be recorded; the next one of their stream covers the same frees.
+    /// Markers that could not be recorded; the next marker of the stream covers the same frees.
     pub failed_markers: u64,
-    /// Streams known now.
+    /// Streams known at present.
     pub streams: u64,
-    /// Stream caches, from which blocks of up to 64 KiB come under the packed policy.
+    /// Stream caches, which serve blocks of up to 64 KiB under the packed policy.
     pub caches: u64,
-    /// Bytes of freed blocks that stream caches keep as they are, for the next request of their size; large ones
-    /// are among them.
+    /// Bytes of freed blocks, small and large, that stream caches keep unmerged for the next request of their size.
     pub cache_bytes: u64,
-    /// Free pieces, small ones and those that other streams may still use among them.
+    /// Number of free pieces, including small ones and pending ones.
     pub free_blocks: u64,
-    /// Bytes of free memory, whatever it is pending on.
+    /// Bytes of free memory, including pending memory.
     pub free: u64,
     /// The largest of the free pieces, in bytes.
     pub largest_free: u64,
-    /// Blocks, free pieces, holes and pages that have a record, small blocks and their free neighbours
-    /// among them.
+    /// Number of records: blocks, free pieces, holes and pages, including small blocks and their free neighbours.
     pub nodes: u64,
     /// The memory limit in bytes, if one is set.
     pub limit: Option<u64>,
     /// Bytes of the device that growth leaves free ([`Config::headroom`](crate::allocator::Config::headroom)).
     pub headroom: u64,
-    /// Bytes that graph pools hold from the driver, those that were released and still have them among them. No
-    /// other figure here counts them; the limit does.
+    /// Bytes that graph pools hold from the driver, including released pools that still hold memory. These bytes count
+    /// towards the limit, but in no other statistic here.
     pub graph_pools: u64,
-    /// How the packed policy stands.
+    /// State of the packed policy.
     pub packing: Packing,
 }
 
 impl Stats {
-    /// Bytes held from the driver that no live block occupies: reserved less allocated.
+    /// Returns the reserved bytes that no live block occupies: reserved minus allocated.
     pub fn cached(&self) -> u64 {
         self.all
             .reserved
@@ -224,7 +222,7 @@ impl Stats {
         }
     }
 
-    /// A block was handed out.
+    /// Counts an allocated block.
     #[inline]
     pub(crate) fn born(&mut self, small: bool, bytes: u64, requested: u64) {
         self.on_pool(small, |pool| {
@@ -235,8 +233,7 @@ impl Stats {
         });
     }
 
-    /// [`born`](Self::born) of a block of the large pool which is known to be a peak of bytes nowhere, and
-    /// of nothing else in that pool.
+    /// [`born`](Self::born) for a block of the large pool that raises no peak of bytes, and no other peak of that pool.
     #[inline]
     pub(crate) fn born_below(&mut self, bytes: u64, requested: u64) {
         let Stats { all, large, .. } = self;
@@ -250,7 +247,7 @@ impl Stats {
         }
     }
 
-    /// A block was freed; `over`: nobody but its own stream uses it any more.
+    /// Counts a freed block; `over` is whether no stream other than its own still accesses it.
     #[inline]
     pub(crate) fn freed(&mut self, small: bool, bytes: u64, requested: u64, over: bool) {
         self.all.freed(bytes, requested, over);
@@ -262,7 +259,7 @@ impl Stats {
         pool.freed(bytes, requested, over);
     }
 
-    /// Counts what was taken from the driver.
+    /// Counts memory obtained from the driver.
     pub(crate) fn segment_added(&mut self, small: bool, bytes: u64) {
         self.on_pool(small, |pool| {
             pool.reserved.add(bytes);
@@ -270,7 +267,7 @@ impl Stats {
         });
     }
 
-    /// Counts what the driver has again.
+    /// Counts memory released to the driver.
     pub(crate) fn segment_gone(&mut self, small: bool, bytes: u64) {
         self.on_pool(small, |pool| {
             pool.reserved.sub(bytes);

@@ -12,19 +12,19 @@ use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::size;
 use crate::error::{Error, Refused};
 
-/// Device memory with one owner. Dropping it gives the memory back in the order of its stream:
-/// work queued before the drop may still use it.
+/// Device memory with one owner. Dropping a block frees it in the order of its stream: work queued before the drop may
+/// still use the memory.
 ///
-/// `Send` and `Sync`: a block is an address with a lifetime, nothing in it is read or written on the
-/// host. It may outlive the [`Allocator`](crate::allocator::Allocator) handle it came from.
+/// A block is `Send` and `Sync`, because it is an address with a lifetime: the host neither reads nor writes its
+/// contents. It may outlive the [`Allocator`](crate::allocator::Allocator) handle that allocated it.
 pub struct Block {
-    /// Where the block is. It names the stream cache that is the block's home and keeps the allocator alive: a
-    /// count of references would be a word that all threads write.
+    /// Location of the block. It names the block's owning cache, which keeps the allocator alive; a reference count
+    /// would be a word that all threads write.
     place: Place,
     requested: usize,
 }
 
-// SAFETY: an `Engine` is `Send` and `Sync`, and so is all the rest.
+// SAFETY: an `Engine` is `Send` and `Sync`, and so are all other fields.
 unsafe impl Send for Block {}
 // SAFETY: as above.
 unsafe impl Sync for Block {}
@@ -46,8 +46,8 @@ impl Block {
         self.place.ptr
     }
 
-    /// Usable bytes: the request, rounded up, unless [`DebugModes::guard`](crate::allocator::DebugModes::guard) has
-    /// what is behind it.
+    /// Usable bytes: the requested size rounded up, unless [`DebugModes::guard`](crate::allocator::DebugModes::guard)
+    /// reserves the bytes past its end.
     pub fn size(&self) -> u64 {
         if self.engine().debug.as_ref().is_some_and(Debug::guards) {
             return self.requested as u64;
@@ -62,22 +62,20 @@ impl Block {
         .unwrap_or_else(|| (self.requested as u64).next_multiple_of(size::GRANULE))
     }
 
-    /// Bytes as they were asked for.
+    /// Requested bytes.
     pub fn requested(&self) -> usize {
         self.requested
     }
 
-    /// The number of the block's life: no two lives of blocks of this allocator have the same pair of id
-    /// and generation. A record of a large block, or a page of small ones, is not used again under its
-    /// number when it had its last generation, after 2^31 lives. Numbers of such pages come again after
-    /// 2^24 of them: after 2^55 lives of small blocks.
+    /// Returns an id and a generation that together identify this allocation: no two blocks of this allocator share the
+    /// pair. A record of a large block, or of a page of small ones, is retired after its last generation, 2^31
+    /// allocations. Page numbers repeat after 2^24 pages, that is, after 2^55 allocations of small blocks.
     pub fn generation(&self) -> (u32, u32) {
         (self.engine().id_of(&self.place), self.place.generation)
     }
 
     pub(crate) fn engine(&self) -> &Engine {
-        // SAFETY: the block is live, so its engine is not closed, and the stream cache that is its home
-        // holds a reference to it.
+        // SAFETY: the block is live, so its engine is not closed, and its owning cache holds a reference to the engine.
         unsafe { &*self.place.home().owner().cast::<Engine>() }
     }
 
@@ -89,9 +87,8 @@ impl Block {
         }
     }
 
-    /// Whether the block's own stream was retired, or is about to be, so that a free takes its last marker
-    /// for the end of all its work. If it is not, a last marker will come after everything that the stream was
-    /// given until now.
+    /// Whether the block's own stream has been retired or is about to be. Then a free treats the stream's last marker
+    /// as the end of all its work. Otherwise a later marker will follow everything submitted to the stream so far.
     pub(crate) fn stream_retired(&self) -> bool {
         let heap = self.engine().lock();
         let stream = match self.place.record() {
@@ -101,9 +98,9 @@ impl Block {
         heap.lost_its_name(stream)
     }
 
-    /// Says that another stream uses the block: after the drop it is reused only when everything
-    /// which that stream was given until the drop has completed. In a capture that a graph pool serves, the use counts
-    /// from the end of the capture on.
+    /// Records that another stream uses the block: after the drop it is reused only when everything submitted to that
+    /// stream before the drop has completed. In a capture that a graph pool serves, the use counts from the end of the
+    /// capture.
     ///
     /// # Errors
     /// [`Error::Capturing`] in any other capture; a lost context; driver errors.
@@ -112,8 +109,8 @@ impl Block {
         engine.record(self.place.ptr, &engine.named(stream)?, false)
     }
 
-    /// Says that another stream used the block and will not again: reuse waits only for what that
-    /// stream was given so far.
+    /// Records that another stream has used the block and will not use it again: reuse waits only for the work
+    /// submitted to that stream so far.
     ///
     /// # Errors
     /// As [`record_stream`](Self::record_stream).
@@ -122,7 +119,7 @@ impl Block {
         engine.record(self.place.ptr, &engine.named(stream)?, true)
     }
 
-    /// Frees the block; unlike a drop it reports failures, and gives the block back with them.
+    /// Frees the block. Unlike a drop, it reports failures and returns the block with the error.
     ///
     /// # Errors
     /// [`Error::Capturing`]; a lost context; driver errors.
@@ -147,8 +144,8 @@ impl Block {
         }
     }
 
-    /// Does what may free the block and go on with the engine behind that: the block may be the last that keeps it, and
-    /// another thread may drop the last allocator.
+    /// Runs `work`, which may free the block, and keeps the engine alive until it returns: the block may hold the last
+    /// reference, and another thread may drop the last allocator.
     fn kept<T>(&self, work: impl FnOnce(&Engine) -> T) -> T {
         let engine = self.engine();
         let keep = engine.keep();
@@ -161,7 +158,7 @@ impl Block {
         Life::Generation(self.place.generation)
     }
 
-    /// Frees a small block when its stream cache cannot do it at once.
+    /// Frees a small block when its stream cache cannot free it on the fast path.
     #[inline(never)]
     fn drop_small(&self, mut inner: Held<'_, Inner>, node: Node) {
         match inner.free_merged(node, self.place.generation) {
@@ -179,13 +176,13 @@ impl Block {
         }
     }
 
-    /// Does what a stream cache left to do of a free.
+    /// Completes the steps of a free that the stream cache left to its caller.
     #[cold]
     #[inline(never)]
     fn finish_drop(&self, inner: Held<'_, Inner>, node: Node, freed: Freed) {
-        // The stream cache may be another allocator's as soon as it is unlocked.
+        // Once unlocked, the stream cache may be reassigned to another allocator.
         let engine = self.engine();
-        // From here on only this keeps the engine, if the block was the last one.
+        // If the block was the last one, only this reference keeps the engine alive from here on.
         let keep = inner.owner.clone();
         drop(inner);
         if keep.is_some() {
@@ -194,7 +191,7 @@ impl Block {
         }
     }
 
-    /// Frees a large block into the large-block cache of its stream cache; false if the heap has to.
+    /// Frees a large block into the large-block cache of its stream cache; false if the heap must free it.
     fn free_large(&self) -> bool {
         let id = self.place.cached();
         id.is_some_and(|id| {
@@ -203,7 +200,8 @@ impl Block {
         })
     }
 
-    /// Frees a block that is not small. Blocks of stream caches that serve keep the engine as well.
+    /// Frees a block that is not small, or a block of a stream cache that cannot free it. Keeps the engine alive
+    /// meanwhile.
     #[inline(never)]
     fn drop_large(&self) {
         let Some(id) = self.place.record() else {
@@ -221,8 +219,8 @@ impl Block {
         }
     }
 
-    /// Frees a small block while a recording runs, calls look out for captures, or another thread has the lock of the
-    /// stream cache.
+    /// Frees a small block during a recording, while capture queries are required, or while another thread holds the
+    /// lock of the stream cache.
     #[inline(never)]
     fn drop_slow(&self, home: &'static StreamCache, node: Node) {
         if !process::is_unwatched() {
@@ -232,7 +230,7 @@ impl Block {
             }
             return;
         }
-        // A free has no stack, so a recording with stacks writes it in the same way.
+        // A free has no stack, so a recording with stacks writes the same record.
         let recorded = home.now().only_records()
             && home.free_recorded(node, &self.place.ptr, &self.place.generation);
         if !recorded {
@@ -240,17 +238,17 @@ impl Block {
         }
     }
 
-    /// As a drop, but the block is freed when all of these have been recorded, or waited for: now or by a
-    /// later call.
+    /// Like a drop, but frees the block only when all `users` have been recorded or waited for, by this call or a later
+    /// one.
     #[cold]
     pub(crate) fn drop_after(self, users: Vec<User>) {
         let block = std::mem::ManuallyDrop::new(self);
-        // A call of another thread may free it as soon as it is deferred, too.
+        // As soon as the free is deferred, a call on another thread may perform it.
         block.kept(|engine| engine.drop_after(block.lifetime(), users));
     }
 
-    /// Gives up ownership: the memory stays allocated until
-    /// [`Allocator::free_raw`](crate::allocator::Allocator::free_raw) gets its address.
+    /// Gives up ownership: the memory stays allocated until its address is passed to
+    /// [`Allocator::free_raw`](crate::allocator::Allocator::free_raw).
     pub fn into_raw(self) -> sys::CUdeviceptr {
         let ptr = self.place.ptr;
         std::mem::forget(self);

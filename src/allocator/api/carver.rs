@@ -1,4 +1,4 @@
-//! The carving core on its own: segments that somebody else provides, blocks cut out of them.
+//! The carving core by itself: blocks cut from segments that the caller provides.
 
 use std::collections::HashMap;
 
@@ -11,25 +11,25 @@ use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
 use crate::allocator::size::{CLASSIC_SMALL_LIMIT, GRANULE, classic_granules, round_size};
 use crate::error::{Error, InvalidArgument};
 
-/// A block as a [`Carver`] gives it: where it is, and its real size.
+/// A block returned by a [`Carver`]: its address and actual size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Carved {
     /// First byte.
     pub address: u64,
-    /// The bytes of the piece, at least as many as asked for.
+    /// Bytes of the block, at least the requested size.
     pub size: u64,
 }
 
-/// Carves blocks out of segments that the caller provides, by the rules of the classic policy: the code that
-/// [`Allocator`](crate::allocator::Allocator) uses under [`Policy::Classic`](crate::allocator::Policy), without
-/// a driver. For memory that comes from elsewhere, and for trying the rules out.
+/// Carves blocks from segments that the caller provides, by the rules of the classic policy. It is the code that
+/// [`Allocator`](crate::allocator::Allocator) uses under [`Policy::Classic`](crate::allocator::Policy), without a
+/// driver. It serves memory from other sources, and experiments with the rules.
 ///
-/// Streams are numbers of the caller's choice. A block is found only by the stream that its memory
-/// belongs to. What other streams may still use after a return is told by [`record`](Self::record),
-/// stays out of circulation, and comes back by [`complete`](Self::complete).
+/// Streams are numbers of the caller's choice. A block is found only by the stream that its memory belongs to. A block
+/// that other streams may still access after its return ([`record`](Self::record)) stays out of circulation until
+/// [`complete`](Self::complete).
 ///
-/// `Send` and `Sync`; changes need `&mut self`. Touches no memory, and asks nothing of the
-/// addresses but that they are multiples of 512.
+/// A carver is `Send` and `Sync`; changes require `&mut self`. It never accesses the memory; the addresses only have to
+/// be multiples of 512.
 ///
 /// ```
 /// use cualloc::allocator::{Carver, size::classic_segment_size};
@@ -49,32 +49,32 @@ pub struct Carver {
     lookup: Lookup,
     small: Space,
     large: Space,
-    /// Names of the streams, and their places in that list.
+    /// Names of the streams; a stream's slot is its index here.
     streams: Vec<u64>,
     slots: HashMap<u64, u32>,
-    /// The figures that every call keeps up to date: the others are counted when they are asked for.
+    /// The figures that every call updates; the others are computed on request.
     counted: CarverStats,
 }
 
-/// Figures of a [`Carver`]. Bytes, unless a name says otherwise.
+/// Statistics of a [`Carver`], in bytes unless a field says otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CarverStats {
-    /// Requests that [`find`](Carver::find) served.
+    /// Number of requests that [`find`](Carver::find) served.
     pub hits: u64,
-    /// Requests that it did not.
+    /// Number of requests that it did not serve.
     pub misses: u64,
     /// Bytes in segments.
     pub reserved: u64,
-    /// Bytes in live blocks, as they are rounded.
+    /// Bytes in live blocks, after rounding.
     pub allocated: u64,
-    /// The most in live blocks at once.
+    /// Peak of `allocated`.
     pub peak: u64,
-    /// Bytes that are not in live blocks: free, or waiting for streams.
+    /// Bytes outside live blocks: free, or pending on streams.
     pub cached: u64,
     /// Number of blocks, live or not.
     pub blocks: u64,
-    /// Number of those that can be found.
+    /// Number of free blocks that can be found.
     pub free_blocks: u64,
 }
 
@@ -108,7 +108,7 @@ impl Request {
 }
 
 impl Carver {
-    /// A carver without memory.
+    /// Creates a carver without memory.
     pub fn new() -> Self {
         Carver {
             records: Records::default(),
@@ -121,7 +121,7 @@ impl Carver {
         }
     }
 
-    /// The figures. Looks at every block.
+    /// Returns the statistics. The call visits every block.
     pub fn stats(&self) -> CarverStats {
         let mut stats = self.counted;
         for segment in self.snapshot() {
@@ -137,9 +137,9 @@ impl Carver {
         stats
     }
 
-    /// Takes the smallest free block that holds `bytes`, of the request's pool and of the given
-    /// stream, the lowest address among equals, and splits it if the rest is worth it. `None` if
-    /// there is none: bring a segment by [`insert`](Self::insert). Zero bytes are taken as one.
+    /// Takes the smallest free block of at least `bytes` in the request's pool and stream, the lowest address among
+    /// equals, and splits it if the remainder is worth keeping. Returns `None` if no block fits: add a segment with
+    /// [`insert`](Self::insert). Zero bytes count as one.
     ///
     /// # Errors
     /// [`InvalidArgument::Size`].
@@ -158,9 +158,8 @@ impl Carver {
         Ok(Some(self.take(&request, slot, entry.id, bytes)))
     }
 
-    /// Adds a segment of `size` bytes at `base` for a request of `bytes` and takes the request from
-    /// its stream cache. The pool is the request's; the rest belongs to `stream`. Segments that touch are
-    /// never joined.
+    /// Adds a segment of `size` bytes at `base` and takes a block of `bytes` from it. The segment belongs to the
+    /// request's pool; the remainder belongs to `stream`. Adjacent segments are never joined.
     ///
     /// # Errors
     /// [`InvalidArgument::Size`], [`InvalidArgument::Range`],
@@ -203,7 +202,7 @@ impl Carver {
         Ok(self.take(&request, slot, id, bytes))
     }
 
-    /// Says that another stream uses the live block at `address`.
+    /// Records that another stream uses the live block at `address`.
     ///
     /// # Errors
     /// [`Error::NotLive`].
@@ -220,9 +219,8 @@ impl Carver {
         Ok(())
     }
 
-    /// Returns the live block at `address` and gives its place and size. Without recorded streams it
-    /// merges with free neighbours of its stream and can be found again; else it waits for
-    /// [`complete`](Self::complete).
+    /// Frees the live block at `address` and returns its address and size. Without recorded streams it merges with free
+    /// neighbours of its stream and can be found again; otherwise it stays pending until [`complete`](Self::complete).
     ///
     /// # Errors
     /// [`Error::NotLive`].
@@ -242,8 +240,8 @@ impl Carver {
         Ok(Carved { address, size })
     }
 
-    /// Says that everything which a stream was given so far is complete: blocks that were returned
-    /// with that stream recorded wait for it no longer.
+    /// Records that everything submitted to a stream so far is complete: returned blocks with that stream recorded no
+    /// longer wait for it.
     pub fn complete(&mut self, stream: u64) {
         let slot = self.slot(stream);
         for id in [SpaceId::Small, SpaceId::Large] {
@@ -264,8 +262,7 @@ impl Carver {
         }
     }
 
-    /// Takes out the segments in which nothing is live or waits for another stream, and gives them
-    /// back as (base, bytes), by address.
+    /// Removes the segments in which no block is live or pending, and returns them as (base, bytes), by address.
     pub fn remove_idle(&mut self) -> Vec<(u64, u64)> {
         let mut idle = Vec::new();
         for id in [SpaceId::Small, SpaceId::Large] {
@@ -288,7 +285,7 @@ impl Carver {
         idle
     }
 
-    /// All segments with their blocks, by address.
+    /// Returns all segments with their blocks, by address.
     pub fn snapshot(&self) -> Vec<SegmentInfo> {
         let mut segments = Vec::new();
         for space in [&self.small, &self.large] {

@@ -7,7 +7,7 @@ use crate::driver::process;
 use crate::error::{Error, Finding};
 
 impl Allocator {
-    /// The findings of the [debug modes](crate::Config::debug), oldest first, at most a thousand.
+    /// Returns the findings of the [debug modes](crate::Config::debug), oldest first, at most a thousand.
     pub fn findings(&self) -> Vec<Finding> {
         let debug = self.engine.debug.as_ref();
         debug
@@ -15,8 +15,8 @@ impl Allocator {
             .map_or_else(Vec::new, Debug::findings)
     }
 
-    /// The number of freed blocks that the [debug modes](crate::Config::debug) could not check because a capture was in
-    /// progress, the memory was suspended, or the driver failed. They are logged as well.
+    /// Returns the number of freed blocks that the [debug modes](crate::Config::debug) could not check because a
+    /// capture was in progress, the memory was suspended, or the driver failed. These frees are logged as well.
     pub fn unchecked_frees(&self) -> u64 {
         let debug = self.engine.debug.as_ref();
         debug.map_or(0, |debug| debug.unchecked.count())

@@ -1,4 +1,4 @@
-//! Graph pools as their users see them.
+//! The public type of graph pools.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::locks::thread_id::ThreadId;
 
 impl Allocator {
-    /// Makes a pool of memory for stream captures ([`GraphPool`]).
+    /// Creates a memory pool for stream captures ([`GraphPool`]).
     ///
     /// # Errors
     /// [`Error::NotSupported`] under the classic policy; [`Error::Closed`], a lost context.
@@ -29,29 +29,29 @@ impl Allocator {
     }
 }
 
-/// Memory for stream captures: an arena of its own, whose addresses stay as they are as long as a graph may use them.
+/// Memory for stream captures. A pool has its own arena, whose addresses stay valid as long as a graph may use them.
 ///
-/// Requests go there that a [`Scope`] says ([`enter`](Self::enter)); they are ordinary calls of the [`Allocator`] and
-/// give ordinary [`Block`]s. Inside a capture, memory that was freed is used again behind the nodes that used it last,
-/// also by other streams of the capture. The memory of other requests is not touched, and other threads and streams
-/// go on as if nobody captured.
+/// A [`Scope`] ([`enter`](Self::enter)) directs requests to the pool; they are ordinary calls of the [`Allocator`] and
+/// return ordinary [`Block`]s. Inside a capture, freed memory is reused behind the nodes that used it last, also on
+/// other streams of the capture. Memory of other requests is not affected, and other threads and streams continue as if
+/// there were no capture.
 ///
 /// # The promise
-/// **Launches of graphs that share a pool are ordered one behind another on the device**, and work outside of
-/// captures that uses blocks of the pool is ordered with them. A block that is live at the end of a capture keeps its
-/// contents until its owner frees it *or* a graph that was captured in the pool before is launched again. Graphs that
-/// may run at the same time need pools of their own, and so do captures into one graph
-/// ([`Stream::begin_capture_into`]): nothing orders its branches. Requests outside of captures get no memory that a
-/// capture was given, or recorded a use of, as long as a graph may be launched.
+/// **Launches of graphs that share a pool are ordered one after another on the device**, and work outside captures that
+/// uses blocks of the pool is ordered with them. A block that is live at the end of a capture keeps its contents until
+/// its owner frees it, *or* until a graph that was captured in the pool earlier is launched again. Graphs that may run
+/// concurrently need separate pools, and so do captures into one graph ([`Stream::begin_capture_into`]), because
+/// nothing orders its branches. As long as a graph may be launched, requests outside captures receive no memory that a
+/// capture allocated or recorded a use of.
 ///
 /// # Life
-/// The pool's addresses stay mapped as long as a graph that was captured with them exists, an executable that was made
-/// of it, or a launch of that; the driver says when that is over. Nobody has to release anything for that:
-/// [`release`](Self::release), or dropping the pool, says that no further capture comes, and the memory goes back when
-/// the last graph and the last block have gone. Memory of a pool that is not released is kept for the next capture,
+/// The pool's addresses stay mapped as long as a graph that was captured with them exists, an executable graph
+/// instantiated from it, or a launch of that; the driver reports the end. No call is required for that:
+/// [`release`](Self::release), or dropping the pool, declares that no further capture follows, and the memory is
+/// released after the last graph and the last block. A pool that is not released keeps its memory for the next capture,
 /// until [`Allocator::trim`].
 ///
-/// May be used from any thread.
+/// A pool may be used from any thread.
 ///
 #[cfg_attr(feature = "sim", doc = "```")]
 #[cfg_attr(not(feature = "sim"), doc = "```ignore")]

@@ -1,4 +1,4 @@
-//! Where a block lies physically, and guards that keep it there.
+//! The physical segments of a block, and guards that keep them in place.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,13 +12,12 @@ use crate::allocator::report::PhysicalSegment;
 use crate::allocator::stream::slot::AfterFree;
 use crate::error::Error;
 
-/// Keeps a part of a block where it is, for somebody who uses its physical memory without the
-/// allocator's knowledge: another process after an export, a network card after a registration.
+/// Keeps a range of a block in place while its physical memory is used without the allocator's knowledge: by another
+/// process after an export, or by a network card after a registration.
 ///
-/// While a guard lives, the memory of its block is neither reused nor unmapped nor given back, and
-/// its address belongs to no other memory. The block itself may be freed: the free then takes effect
-/// with the last guard. A guard keeps its allocator open. Dropping it touches no memory and waits for
-/// nothing.
+/// While a guard lives, the memory of its block is not reused, unmapped or released, and its address refers to no other
+/// memory. The block itself may be freed: the free takes effect when the last guard is dropped. A guard keeps its
+/// allocator open. Dropping it touches no memory and does not wait.
 ///
 /// `Send` and `Sync`.
 pub struct RangeGuard {
@@ -35,12 +34,12 @@ impl RangeGuard {
         self.address
     }
 
-    /// Bytes of it.
+    /// Bytes of the guarded range.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Where it lies, by address.
+    /// Physical segments of the range, by address.
     pub fn segments(&self) -> &[PhysicalSegment] {
         &self.segments
     }
@@ -63,9 +62,8 @@ impl Drop for RangeGuard {
 }
 
 impl Allocator {
-    /// Where `bytes` bytes from `ptr` on, all of one live block, lie physically: by address, one
-    /// entry for each handle. It may change as soon as the block is freed; [`guard`](Self::guard)
-    /// keeps it.
+    /// Returns the physical segments of the `bytes` bytes from `ptr`, which must lie in one live block: by address, one
+    /// entry per handle. The result may become outdated when the block is freed; [`guard`](Self::guard) prevents that.
     ///
     /// # Errors
     /// [`Error::NotOurs`], [`Error::NotLive`]; [`Error::Invalid`] if the range is empty or
@@ -79,7 +77,7 @@ impl Allocator {
         Ok(heap.present_segments(ptr, bytes)?.1)
     }
 
-    /// [`segments_of`](Self::segments_of), kept as it is while the guard lives.
+    /// Like [`segments_of`](Self::segments_of), but the segments stay unchanged while the guard lives.
     ///
     /// # Errors
     /// As [`segments_of`](Self::segments_of).
@@ -101,7 +99,7 @@ impl Allocator {
 
 impl Engine {
     fn unguard(&self, block: Guarding) {
-        // In a child the lock may be held by a thread that does not exist there.
+        // In a forked child the lock may be held by a thread that does not exist there.
         if self.usable().is_err() {
             return;
         }

@@ -1,4 +1,4 @@
-//! The allocator as its users see it.
+//! The public type of the allocator.
 
 pub(crate) mod block;
 pub(crate) mod carver;
@@ -38,39 +38,37 @@ use crate::allocator::stats::Stats;
 
 /// A caching allocator for the memory of one device.
 ///
-/// Clones are handles to the same allocator. All methods may be called from any thread. The
-/// allocator is closed when its last handle and its last [`Block`] were dropped; see [`close`](Self::close) for doing it with
-/// errors.
+/// Clones are handles to the same allocator. All methods may be called from any thread. The allocator is closed when
+/// its last handle and its last [`Block`] are dropped; [`close`](Self::close) does the same and returns errors.
 ///
 /// # Streams
-/// Memory belongs to the order of a stream: a freed block is reused on its own stream at once, and
-/// on another one only when its uses are complete or that stream waits for them. Streams are told
-/// apart by the driver's ids, so a new stream with the handle value of an old one is a new stream.
+/// Memory follows stream order: a freed block is immediately reusable on its own stream; another stream reuses it only
+/// when its uses are complete, or behind a wait for them. The driver's ids identify streams, so a new stream with the
+/// handle value of an old one is a new stream.
 ///
-/// A stream that is passed as a [`Stream`] made by [`Stream::new`] is kept alive as long as the
-/// allocator needs it. A stream that is passed as a raw handle (or borrowed) stays the caller's, who
-/// must call [`retire_raw`](Self::retire_raw) (or [`retire`](Self::retire)) before destroying it.
-/// Until then its handle is used only in calls that name it or that free a block which was
-/// allocated or recorded on it. Memory freed on a stream that was destroyed without this is not
-/// lost, but other streams get it only after the whole context was synchronised.
+/// The allocator keeps a stream that is passed as a [`Stream`] made by [`Stream::new`] alive as long as it needs it. A
+/// stream that is passed as a raw handle (or borrowed) remains the caller's, who must call
+/// [`retire_raw`](Self::retire_raw) (or [`retire`](Self::retire)) before destroying it. Until then its handle is used
+/// only in calls that name it, or that free a block which was allocated or recorded on it. If a stream is destroyed
+/// without being retired, the memory freed on it is not lost, but other streams can use it only after the whole context
+/// has been synchronised.
 ///
-/// # Default streams by their handles
-/// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling
-/// thread's own default stream in that context: whichever context is current, and where none is. They
-/// are the streams of [`Stream::legacy`] and [`Stream::per_thread`] with
-/// [`context`](Self::context), named without a call of the driver, and the legacy one need not be retired. To the driver the same handles mean the streams of the context that is
-/// current, so a caller who has another one current passes a stream of it by its own handle; the default
-/// streams of another context have none: make a [`Stream`] of them, with their context. With
-/// [`Config::context_checks`] (on in debug builds) a special handle beside another current context is
-/// [`Error::WrongContext`].
+/// # Default streams by handle
+/// In a raw call null and 1 mean the legacy default stream of the *allocator's* context, and 2 the calling thread's
+/// default stream in that context, whichever context is current and even if none is. They equal [`Stream::legacy`] and
+/// [`Stream::per_thread`] of [`context`](Self::context), need no driver call to resolve, and the legacy one need not be
+/// retired. The driver interprets the same handles in the current context. Therefore a caller with another current
+/// context passes a stream of that context by its own handle. The default streams of another context have no handle
+/// here: create a [`Stream`] for them from their context. With [`Config::context_checks`] (on in debug builds) a
+/// special handle in a call with another current context is [`Error::WrongContext`].
 ///
 /// # Forks
-/// In a forked child of the process every call that can fail is [`Error::ForkedChild`]. The others answer
-/// at once, as those of an allocator without memory, and change nothing: the heap may be locked by a
-/// thread that the child does not have.
+/// In a forked child every call that can fail returns [`Error::ForkedChild`]. The other calls return immediately, like
+/// those of an allocator without memory, and change nothing: the heap's lock may be held by a thread that the child
+/// does not have.
 pub struct Allocator {
     pub(crate) engine: Shared,
-    /// The engine's own: a free by pointer begins here, and has one cache line less to wait for.
+    /// A copy of the engine's pointer: a free by address starts here, which saves a dependent cache line.
     pages: Arc<PageTable>,
 }
 
@@ -96,7 +94,7 @@ impl Allocator {
         Allocator { engine, pages }
     }
 
-    /// An allocator on a device's primary context, with the settings of the environment variable
+    /// Creates an allocator on a device's primary context, with the settings of the environment variable
     /// `CUALLOC_CONFIG`. Loads the driver on first use.
     ///
     /// # Errors
@@ -108,11 +106,11 @@ impl Allocator {
         Self::with_config(&Context::primary(&device)?, config)
     }
 
-    /// An allocator on a given context.
+    /// Creates an allocator on a given context.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`], [`Error::NotSupported`] if the device cannot do what the settings
-    /// ask for, [`Error::DeviceRefused`] if it says that it can and does not, and driver errors.
+    /// [`Error::InvalidConfig`], [`Error::NotSupported`] if the device does not support a setting,
+    /// [`Error::DeviceRefused`] if the device reports support but refuses the call, and driver errors.
     pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
         recorded::begin_by_environment();
         let engine = Engine::new(context, &config)?;
@@ -129,8 +127,7 @@ impl Allocator {
         Ok(allocator)
     }
 
-    /// A number that tells this allocator from every other one of the process; starts at 1 and is
-    /// never used again.
+    /// Returns the allocator's number, which is unique in the process; numbers start at 1 and are never reused.
     pub fn id(&self) -> u64 {
         self.engine.id
     }
@@ -148,8 +145,8 @@ impl Allocator {
         &self.engine.context
     }
 
-    /// What its physical memory is made like: whether handles can be exported, and registered with network
-    /// cards. Neither under the classic policy, or where the device refused such memory when it was tried.
+    /// Returns the properties of the physical memory: whether its handles can be exported, and registered with network
+    /// cards. Both are false under the classic policy, and where the device refused such memory at creation.
     pub fn memory_properties(&self) -> MemoryProperties {
         self.engine.properties
     }
@@ -159,11 +156,11 @@ impl Allocator {
         self.engine.rules.policy()
     }
 
-    /// Tests whether the device keeps memory the same through two addresses, if views are allowed
-    /// and nobody has tested it in this process, and says what is known then. Else the test is made
-    /// before the first view is built. Takes a few milliseconds, 2 MiB and a stream of its own for
-    /// that time, and waits for its own work; loading its kernels may wait for everything in the context.
-    /// The test before the first view does without kernels unless all known streams stand idle.
+    /// Tests whether a write through one mapping is visible through another, unless views are disabled or the device
+    /// has already been tested in this process, and returns the result so far. Without this call the test runs before
+    /// the first view is built. The test takes a few milliseconds, uses 2 MiB and a temporary stream, and waits for its
+    /// own work; loading its kernels may wait for all work in the context. The test before the first view runs without
+    /// kernels unless all known streams are idle.
     ///
     /// # Errors
     /// Driver errors.
@@ -171,7 +168,7 @@ impl Allocator {
         self.engine.test_views()
     }
 
-    /// Makes a stream on the allocator's context.
+    /// Creates a stream on the allocator's context.
     ///
     /// # Errors
     /// Driver errors.
@@ -185,9 +182,8 @@ impl Allocator {
     /// Allocates `bytes` (at least 1) for use on a stream.
     ///
     /// # Errors
-    /// [`Error::Invalid`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`],
-    /// [`Error::Stream`], [`Error::Closed`], a lost context, and driver errors. Nothing is lost in any
-    /// of them.
+    /// [`Error::Invalid`], [`Error::OutOfMemory`], [`Error::Capturing`], [`Error::WrongDevice`], [`Error::Stream`],
+    /// [`Error::Closed`], a lost context, and driver errors. No memory is lost with any of them.
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
         let grant = match unaligned(bytes) {
@@ -200,11 +196,11 @@ impl Allocator {
         Ok(Block::new(&self.engine, grant, bytes))
     }
 
-    /// [`allocate`](Self::allocate) with wishes.
+    /// Like [`allocate`](Self::allocate), with constraints.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate), and [`Error::Invalid`]; [`Error::NotCached`] if the request is
-    /// [for cached memory only](Request::cached_only) and there is none.
+    /// [for cached memory only](Request::cached_only) and no cached memory fits.
     pub fn allocate_with(&self, request: Request, stream: &Stream) -> Result<Block, Error> {
         let grant = self
             .engine
@@ -212,8 +208,8 @@ impl Allocator {
         Ok(Block::new(&self.engine, grant, request.bytes()))
     }
 
-    /// Allocates from cached memory alone: at the first of the addresses `near` that is free, else the best
-    /// fit. Also returns those of the addresses that lie in free memory still.
+    /// Allocates from cached memory only: at the first free address of `near`, or else by best fit. Also returns the
+    /// addresses of `near` that still lie in free memory.
     pub(crate) fn allocate_near(
         &self,
         request: &Request,
@@ -225,10 +221,10 @@ impl Allocator {
         self.engine.allocate_cached(&named, &checked, near)
     }
 
-    /// The allocator that a block came from.
+    /// Returns the allocator that a block belongs to.
     pub(crate) fn of(block: &Block) -> Self {
         let engine: *const Engine = block.engine();
-        // SAFETY: every engine lies in an `Arc`, and this one is alive while its block is.
+        // SAFETY: every engine lives in an `Arc`, and a block keeps its engine alive.
         let engine = unsafe {
             Arc::increment_strong_count(engine);
             Arc::from_raw(engine)
@@ -245,58 +241,57 @@ impl Allocator {
 
     // ---- streams ---------------------------------------------------------------------------
 
-    /// Tells the allocator that a stream gets no more work. Records its last marker, so that
-    /// everything freed on it can be shared when that has completed, and forgets its handle. Blocks
-    /// that are live on it stay valid and may be freed later.
+    /// Declares that a stream receives no more work. Records its last marker, so that memory freed on it can be shared
+    /// once that completes, and forgets its handle. Live blocks of the stream stay valid and may be freed later.
     ///
-    /// Buffers, columns and workspaces may go on all the same, also on other threads in the same moment: what
-    /// they give the stream from then on is a new stream's work to the allocator, and counted at their free.
-    /// Of a [`Block`] the allocator does not know what it is used for: `unsafe` code that gave the stream work
-    /// with it later records the stream once more ([`Block::record_stream`]) before the free.
+    /// Buffers, columns and workspaces may continue to use the stream, even concurrently on other threads: the
+    /// allocator treats work that they submit from then on as work of a new stream, and accounts for it when they are
+    /// freed. The allocator cannot see the uses of a [`Block`]: `unsafe` code that submits work with it later records
+    /// the stream again ([`Block::record_stream`]) before the free.
     ///
-    /// Never waits for work, unless another thread waits for a context that is not the allocator's and has the
-    /// stream. If it fails, everything is as it was.
+    /// Never waits for work, unless another thread waits for the stream's context and that is not the allocator's. On
+    /// failure nothing has changed.
     ///
     /// # Errors
-    /// [`Error::Stream`] for a stream that is not known, and for the per-thread default stream where only another
-    /// thread's is; [`Error::Capturing`], driver errors.
+    /// [`Error::Stream`] for an unknown stream, and for the per-thread default stream if only that of another thread is
+    /// known; [`Error::Capturing`], driver errors.
     pub fn retire(&self, stream: &Stream) -> Result<(), Error> {
         self.retire_named(&self.engine.named(stream)?)
     }
 
     fn retire_named(&self, named: &Named<'_>) -> Result<(), Error> {
         let retired = self.engine.retire(named);
-        // Memory that no allocator tracks may use a stream which this one does not know.
+        // Memory outside this allocator may use a stream that the allocator does not know.
         if let Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) = retired {
             kept_stream::retire(self.engine.driver(), named.raw);
         }
         retired
     }
 
-    /// [`retire`](Self::retire) by handle: must come before the handle is destroyed.
+    /// Like [`retire`](Self::retire), by handle; it must be called before the handle is destroyed.
     ///
     /// # Errors
     /// As [`retire`](Self::retire), and [`Error::WrongContext`].
     ///
     /// # Safety
-    /// `stream` must be a live stream, or a special handle, which means a default stream of the allocator's
-    /// context ([`Allocator`]). No block that was allocated or recorded
-    /// on it is used on it by work submitted later. Once this has returned, the stream may be destroyed, and
-    /// so may its context if that is not the allocator's and no other stream of it is known here.
+    /// `stream` must be a live stream, or a special handle, which means a default stream of the allocator's context
+    /// ([`Allocator`]). Work submitted later on the stream uses no block that was allocated or recorded on it. After
+    /// this call has returned, the stream may be destroyed, and so may its context, if that is not the allocator's and
+    /// no other stream of it is known here.
     pub unsafe fn retire_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.retire_named(&named)
     }
 
-    /// Takes the caller's word that a stream's handle lives until it is [retired](Self::retire_raw). It is a stream
-    /// like those of this crate then: calls by its handle need not ask the driver which stream it is, and memory
-    /// that was freed on it gets its markers in calls which do not name it, when somebody asks for that memory. It is
-    /// not asked whether it is idle by other calls than its own, since that would spoil a capture which its owner
-    /// begins in the same moment, unless [`Config::captures`] promises that there is none.
+    /// Adopts a stream: the caller promises that its handle stays valid until it is [retired](Self::retire_raw). The
+    /// allocator then treats it like a stream of this crate: calls by its handle need no driver query to identify it,
+    /// and when another request needs memory that was freed on it, calls that do not name the stream record its
+    /// markers. Only calls that name the stream query whether it is idle, because a query would invalidate a capture
+    /// that its owner begins concurrently, unless [`Config::captures`] promises that there is none.
     ///
-    /// Of a stream that is known already all that was freed on it is held so from now on. A stream of this crate and
-    /// the legacy default stream are kept anyway: nothing changes.
+    /// If the stream is already known, the promise also covers everything freed on it so far. Adopting a stream of this
+    /// crate or the legacy default stream changes nothing.
     ///
     /// # Errors
     /// [`Error::NotSupported`] for the per-thread default stream; [`Error::WrongContext`] for a stream of another
@@ -311,8 +306,8 @@ impl Allocator {
         self.engine.adopt(&named)
     }
 
-    /// Records a marker on a stream now, so that what was freed on it so far can be trimmed or
-    /// shared when its work is done. Not needed for correctness.
+    /// Records a marker on a stream now, so that memory freed on it so far can be released or shared when its work is
+    /// done. Correctness does not require it.
     ///
     /// # Errors
     /// [`Error::Stream`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
@@ -330,7 +325,7 @@ impl Allocator {
 
     // ---- blocks ----------------------------------------------------------------------------
 
-    /// Whether a live block lies around `ptr`.
+    /// Whether `ptr` lies in a live block.
     pub fn owns(&self, ptr: sys::CUdeviceptr) -> bool {
         let Some(mut heap) = self.engine.readable() else {
             return false;
@@ -338,12 +333,12 @@ impl Allocator {
         heap.caches.small_around(ptr).is_some() || heap.large_around(ptr).is_some()
     }
 
-    /// The live block around `ptr`: its base, size, stream and uses.
+    /// Returns the live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
         self.engine.readable()?.block_info_around(ptr)
     }
 
-    /// Usable bytes of the live block that starts at `ptr`.
+    /// Returns the usable bytes of the live block that starts at `ptr`.
     pub fn usable_size(&self, ptr: sys::CUdeviceptr) -> Option<u64> {
         let mut heap = self.engine.readable()?;
         if let Some((_, run, _)) = heap.caches.small_around(ptr) {
@@ -360,8 +355,8 @@ impl Allocator {
 
     // ---- memory ----------------------------------------------------------------------------
 
-    /// Allocates and frees `bytes`, so that a later block of so many fits without a driver call. Classic policy: a
-    /// segment for such a request.
+    /// Allocates and frees `bytes`, so that a later block of that size needs no driver call. Under the classic policy
+    /// it adds a segment for such a request.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
@@ -369,41 +364,41 @@ impl Allocator {
         self.allocate(bytes, stream).map(drop)
     }
 
-    /// Gives memory that nobody uses back to the driver until at most `keep` bytes of it are held: what has been
-    /// idle longest first (a run of free memory counts as idle since its last part was freed), within one run
-    /// from its end. Never waits for the device itself: what is still in use is only counted, with the streams
-    /// that it waits for. (The classic policy's segments are freed by `cuMemFree`, which may wait for other work
-    /// of their context.)
+    /// Releases unused memory to the driver until at most `keep` bytes of it are left: the memory that has been idle
+    /// longest first (a run of free memory counts as idle since its last part was freed), within one run from its end.
+    /// It never waits for the device: memory that is still in use is only counted, with the streams that it is pending
+    /// on. (Segments of the classic policy are freed by `cuMemFree`, which may wait for other work of their context.)
     ///
-    /// What was freed on a raw stream can go only after a marker was seen complete: call
+    /// Memory that was freed on a raw stream can be released only after a marker on it was observed complete: call
     /// [`mark_raw`](Self::mark_raw) before the work ends, or [`empty_cache`](Self::empty_cache), which waits.
     ///
     /// # Errors
-    /// Driver errors. What could not be unmapped or freed stays allocated, and the next call tries again. A handle
-    /// whose release failed counts as given back: the driver has its memory, or it is lost until the process ends.
+    /// Driver errors. Memory that could not be unmapped or freed stays reserved, and the next call tries again. A
+    /// handle whose release failed counts as released: either the driver has its memory, or it is leaked until the
+    /// process ends.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         self.engine.trim(keep).inspect(|done| self.log_trim(done))
     }
 
-    /// Gives all memory that nobody uses back to the driver, and waits on the host where only a wait tells that
-    /// nobody does: for the markers that the allocator recorded on streams which do not capture, and for all work
-    /// of their contexts if memory is left on which only their owners could record one (raw streams that were not
-    /// adopted), nothing there is known to capture, and no scope of a graph pool waits for captures. Of
-    /// graph pools that were released, graphs that are just gone are waited for, for 5 ms at most.
+    /// Releases all unused memory to the driver, and waits on the host where only a wait can show that memory is
+    /// unused. It waits for the markers that the allocator recorded on streams that are not capturing. It waits for all
+    /// work of a context if memory is left there on which only the owners of its streams could record a marker (raw
+    /// streams that were not adopted), no capture is known there, and no scope of a graph pool expects one. For graphs
+    /// of released graph pools that were just destroyed it waits at most 5 ms.
     ///
-    /// What a capture keeps from being waited for is no error: it is pending in the result, with its streams.
+    /// A capture that prevents a wait is not an error: the result reports the memory as pending, with its streams.
     ///
     /// # Errors
-    /// As [`trim`](Self::trim), and driver errors of the work that was waited for.
+    /// As [`trim`](Self::trim), and driver errors of the work that it waited for.
     pub fn empty_cache(&self) -> Result<Trimmed, Error> {
         self.engine
             .empty_cache()
             .inspect(|done| self.log_trim(done))
     }
 
-    /// Gives back what [`Config::decay`] says is idle for long enough, if it is time to look; bytes that went back. For
-    /// programs that make no calls while they are idle: from a timer of theirs. Never waits. Without that setting, or
-    /// too early, it does nothing.
+    /// Releases memory that has been idle as long as [`Config::decay`] says, if a check is due, and returns the bytes
+    /// released. It is meant for programs that make no calls while they are idle, and call it from a timer. It never
+    /// waits. Without that setting, or before a check is due, it does nothing.
     ///
     /// # Errors
     /// As [`trim`](Self::trim).
@@ -414,7 +409,7 @@ impl Allocator {
         }
     }
 
-    /// Has [`Config::decay`] go by another clock, from its time now on: for tests.
+    /// Replaces the clock of [`Config::decay`]: for tests.
     pub fn set_clock(&self, clock: Clock) {
         if let Some(decay) = &self.engine.decay {
             decay.set_clock(clock);
@@ -430,21 +425,21 @@ impl Allocator {
         );
     }
 
-    /// Waits until all work of the contexts involved is complete. All free memory can then be used
-    /// by every stream, or trimmed.
+    /// Waits until all work of the contexts involved is complete. Afterwards every stream can use all free memory, and
+    /// it can be trimmed.
     ///
     /// # Errors
-    /// [`Error::Capturing`] while a stream there is being captured; driver errors, among them those
-    /// of the work itself. After a `CUDA_ERROR_INVALID_HANDLE` about another context, whose streams have to be retired
-    /// first, that error again: everything else is complete then.
+    /// [`Error::Capturing`] while a stream of these contexts is capturing; driver errors, including those of the work
+    /// itself. After a `CUDA_ERROR_INVALID_HANDLE` from another context, whose streams have to be retired first, the
+    /// call returns that error, and everything else is complete.
     pub fn synchronize(&self) -> Result<(), Error> {
         drop(self.engine.open()?);
         process::do_postponed();
         self.engine.synchronise(true)
     }
 
-    /// Sets or lifts the bound on bytes held from the driver. Memory above a lowered bound stays
-    /// until it is trimmed.
+    /// Sets or removes the limit on bytes obtained from the driver. Memory above a lowered limit stays until it is
+    /// trimmed.
     pub fn set_limit(&self, bytes: Option<u64>) {
         let Some(mut heap) = self.engine.readable() else {
             return;
@@ -455,40 +450,40 @@ impl Allocator {
         log::info!("allocator {}: {}", self.id(), LimitText(bytes));
     }
 
-    /// The bound on bytes held from the driver.
+    /// Returns the limit on bytes obtained from the driver.
     pub fn limit(&self) -> Option<u64> {
         self.engine.readable()?.physical.limit
     }
 
-    /// Adds a hook that is asked to free memory before a request fails, after everything that the
-    /// allocator itself can do without stopping the device. Replaces a hook of the same name;
-    /// whether one was replaced. Hooks run without any lock held.
+    /// Adds a hook that is called to free memory before a request fails, after every step that the allocator itself can
+    /// take without stopping the device. Replaces a hook of the same name, and returns whether it did. Hooks run
+    /// without any lock held.
     pub fn add_relief_hook(&self, hook: ReliefHook) -> bool {
         self.engine.hooks.add(hook)
     }
 
-    /// Removes a hook; whether it existed.
+    /// Removes a hook, and returns whether it existed.
     pub fn remove_relief_hook(&self, name: &str) -> bool {
         self.engine.hooks.remove(name)
     }
 
-    /// Gives everything back to the driver and refuses further calls. Waits for the allocator's own
-    /// markers, and for the whole context where a raw stream left work without one. On an error the
-    /// allocator stays open and owns what could not be given back.
+    /// Releases everything to the driver and refuses further calls. Waits for the allocator's own markers, and for the
+    /// whole context if a raw stream left work without a marker. On an error the allocator stays open and owns what
+    /// could not be released.
     ///
-    /// The driver reports the end of a graph some time after it was destroyed. While reports come in, the call looks
-    /// again; else it returns [`Error::InUse`] for graphs that have memory of a
+    /// The driver reports the end of a graph some time after it was destroyed. The call repeats its check while reports
+    /// arrive; otherwise it returns [`Error::InUse`] for graphs that hold memory of a
     /// [`GraphPool`](crate::allocator::GraphPool), and a later call may succeed.
     ///
-    /// Dropping the last handle does the same, as soon as no block is live; what a capture or the driver refuses
-    /// is done when a capture was ended through this crate, or by a later call of any allocator.
-    /// After a lost context, in a forked child and while the process exits nothing is touched.
+    /// Dropping the last handle does the same as soon as no block is live. Steps that a capture or the driver prevents
+    /// are done when a capture is ended through this crate, or by a later call of any allocator. After a lost context,
+    /// in a forked child and during process exit, the driver is not called.
     ///
     /// # Errors
-    /// [`Error::InUse`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors;
-    /// [`Error::Capturing`] if the context has to be waited for while a stream of it is being captured;
-    /// [`Error::StillHeld`] while another thread is in a [`trim`](Self::trim), which has memory in hand that
-    /// this call cannot give back: nothing is lost, and a close after that trim finds it gone.
+    /// [`Error::InUse`], [`Error::Guarded`], [`Error::Closed`], a lost context, driver errors; [`Error::Capturing`] if
+    /// the context has to be synchronised while one of its streams is capturing; [`Error::StillHeld`] while a
+    /// [`trim`](Self::trim) on another thread owns memory that this call cannot release: nothing is lost, and a close
+    /// after that trim finds it released.
     pub fn close(&self) -> Result<(), Error> {
         process::do_postponed();
         self.engine.close_after_graphs()
@@ -496,13 +491,13 @@ impl Allocator {
 
     // ---- observation -----------------------------------------------------------------------
 
-    /// All figures, at one instant.
+    /// Returns all statistics at one instant.
     pub fn stats(&self) -> Stats {
         let heap = self.engine.readable();
         heap.map_or_else(Stats::default, |heap| heap.statistics())
     }
 
-    /// How far the free memory could serve: a walk over all of it.
+    /// Returns the external fragmentation. The call visits all free memory.
     pub fn fragmentation(&self) -> Fragmentation {
         let Some(mut heap) = self.engine.readable() else {
             return Fragmentation::default();
@@ -511,7 +506,7 @@ impl Allocator {
         heap.fragmentation()
     }
 
-    /// Bytes held from the driver that no live block occupies. Cheaper than [`stats`](Self::stats).
+    /// Returns the reserved bytes that no live block occupies. Cheaper than [`stats`](Self::stats).
     pub fn cached(&self) -> u64 {
         let Some(mut heap) = self.engine.readable() else {
             return 0;
@@ -520,8 +515,8 @@ impl Allocator {
         heap.stats.all.reserved.current.saturating_sub(allocated)
     }
 
-    /// Calls of the driver so far, by name, as the function table counted them: those of everything
-    /// that uses the same [`Driver`].
+    /// Returns the number of driver calls so far, by name. The function table counts them, so they include those of
+    /// everything that uses the same [`Driver`].
     pub fn driver_calls(&self) -> CallCounts {
         self.engine.driver().calls()
     }
@@ -533,12 +528,12 @@ impl Allocator {
         }
     }
 
-    /// All segments with their blocks, by address, at one instant.
+    /// Returns all segments with their blocks, by address, at one instant.
     pub fn snapshot(&self) -> Vec<SegmentInfo> {
         self.stats_and_snapshot().1
     }
 
-    /// [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
+    /// Returns [`stats`](Self::stats) and [`snapshot`](Self::snapshot) of the same instant.
     pub fn stats_and_snapshot(&self) -> (Stats, Vec<SegmentInfo>) {
         let Some(mut heap) = self.engine.readable() else {
             return Default::default();

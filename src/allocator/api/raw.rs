@@ -1,4 +1,4 @@
-//! Blocks by their addresses, on streams by their handles: for callers that keep both themselves.
+//! Blocks by address on streams by handle, for callers that keep both themselves.
 
 use crate::driver::{DriverError, Stream, sys};
 
@@ -15,20 +15,18 @@ use crate::allocator::stream::slot::{StreamKey, is_special, to_compare};
 use crate::error::Error;
 
 impl Allocator {
-    /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default
-    /// stream of the allocator's context, 2 the calling thread's own in that context, whichever context
-    /// is current.
+    /// Allocates `bytes` for use on a stream given by its handle: null and 1 mean the legacy default stream of the
+    /// allocator's context, 2 the calling thread's default stream in that context, whichever context is current.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate), and [`Error::WrongContext`].
     ///
     /// # Safety
-    /// `stream` must be a live stream or a special handle. Memory that was asked for by a special handle is
-    /// in the order of the allocator's context, not of one that the caller may have current (see
-    /// [`Allocator`]): work on another stream, the null stream of another context among them, needs
-    /// an order of its own and is recorded. The caller follows the contract for
-    /// raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before it is
-    /// destroyed.
+    /// `stream` must be a live stream or a special handle. Memory that is requested by a special handle follows the
+    /// stream order of the allocator's context, not of the caller's current context (see [`Allocator`]): work on
+    /// another stream, including the null stream of another context, must be ordered explicitly and recorded. The
+    /// caller follows the contract for raw streams that [`Allocator`] states: [`retire_raw`](Self::retire_raw) before
+    /// the stream is destroyed.
     #[inline]
     pub unsafe fn allocate_raw(
         &self,
@@ -75,8 +73,9 @@ impl Allocator {
         }
     }
 
-    /// [`allocate_raw`](Self::allocate_raw) where the thread's cache line and the stream's cache are enough: the stream
-    /// is the one that the thread used last, its handle lasts, and nothing else is to be looked at.
+    /// Like [`allocate_raw`](Self::allocate_raw), but succeeds only if the thread's cached line and the stream's cache
+    /// suffice: the stream is the one that the thread used last, its handle stays valid, and no mode bit requires the
+    /// slow path.
     ///
     /// # Safety
     /// As [`allocate_raw`](Self::allocate_raw).
@@ -92,7 +91,7 @@ impl Allocator {
         Some(Engine::hit_by_handle(&self.pages, at_hand, raw)?.ptr())
     }
 
-    /// [`allocate_raw`](Self::allocate_raw) with wishes.
+    /// Like [`allocate_raw`](Self::allocate_raw), with constraints.
     ///
     /// # Errors
     /// As [`allocate_with`](Self::allocate_with), and [`Error::WrongContext`].
@@ -110,8 +109,8 @@ impl Allocator {
         Ok(self.engine.allocate(&named, &request)?.ptr())
     }
 
-    /// Allocates what the fast path did not serve, or what is too large for stream caches. `cache` is that of a stream
-    /// whose handle lasts.
+    /// Allocates where the fast path could not, or where the size exceeds that of stream caches. `cache` is the cache
+    /// of a stream whose handle stays valid.
     ///
     /// # Safety
     /// As [`allocate_raw`](Self::allocate_raw).
@@ -162,22 +161,22 @@ impl Allocator {
     }
 
     /// Frees a block by the address that [`allocate_raw`](Self::allocate_raw) or
-    /// [`Block::into_raw`](crate::allocator::Block::into_raw) gave.
+    /// [`Block::into_raw`](crate::allocator::Block::into_raw) returned.
     ///
     /// # Errors
-    /// [`Error::NotOurs`], [`Error::NotLive`] (also a second free), [`Error::InteriorPointer`],
-    /// [`Error::Capturing`], [`Error::Closed`], a lost context. In each of them nothing changes.
+    /// [`Error::NotOurs`], [`Error::NotLive`] (also for a second free), [`Error::InteriorPointer`],
+    /// [`Error::Capturing`], [`Error::Closed`], a lost context. None of them changes anything.
     ///
     /// # Safety
-    /// Nobody submits work that uses the block after this call, and the block has no other owner.
-    /// The block is freed in the order of the stream that it was allocated on, whichever context is
-    /// current. Its stream, and every stream recorded on it, is alive or was retired.
+    /// No work submitted after this call uses the block, and the block has no other owner. The block is freed in the
+    /// order of the stream that it was allocated on, whichever context is current. That stream, and every stream
+    /// recorded on the block, is alive or was retired.
     #[inline]
     pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.engine.free_ptr(&self.pages, ptr)
     }
 
-    /// [`free_raw`](Self::free_raw) where the stream's cache is enough; false, with nothing changed, else.
+    /// [`free_raw`](Self::free_raw) where the stream's cache suffices; otherwise returns false and changes nothing.
     ///
     /// # Safety
     /// As [`free_raw`](Self::free_raw).
@@ -187,7 +186,7 @@ impl Allocator {
         Engine::free_ptr_at_once(&self.pages, ptr)
     }
 
-    /// [`free_raw`](Self::free_raw) of all else.
+    /// [`free_raw`](Self::free_raw) for all other cases.
     ///
     /// # Errors
     /// As [`free_raw`](Self::free_raw).
@@ -200,9 +199,9 @@ impl Allocator {
         self.engine.free_ptr_slowly(ptr)
     }
 
-    /// Says that another stream uses the block around `ptr` (any address inside it): after its free
-    /// it is reused only when everything which that stream was given until the free has completed. In a capture that a
-    /// graph pool serves, the use counts from the end of the capture on.
+    /// Records that another stream uses the block around `ptr` (any address inside it): after its free the block is
+    /// reused only when everything submitted to that stream before the free has completed. In a capture that a graph
+    /// pool serves, the use counts from the end of the capture.
     ///
     /// # Errors
     /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
@@ -220,8 +219,8 @@ impl Allocator {
         self.engine.record(ptr, &named, false)
     }
 
-    /// Says that another stream used the block around `ptr` and will not again: reuse waits only for
-    /// what that stream was given so far.
+    /// Records that another stream has used the block around `ptr` and will not use it again: reuse waits only for the
+    /// work submitted to that stream so far.
     ///
     /// # Errors
     /// As [`record_stream_raw`](Self::record_stream_raw).
@@ -238,7 +237,8 @@ impl Allocator {
         self.engine.record(ptr, &named, true)
     }
 
-    /// The live block around `ptr`, or why there is none: [`block_of`](Self::block_of) with an error.
+    /// Returns the live block around `ptr`, or an error that says why there is none. [`block_of`](Self::block_of) is
+    /// the variant without an error.
     ///
     /// # Errors
     /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Closed`], a lost context.
@@ -250,15 +250,14 @@ impl Allocator {
         block.ok_or_else(|| self.engine.lock().physical.not_live(ptr))
     }
 
-    /// Says that the allocator's context is gone, with all that was in it: for whoever knows that its owner has
-    /// destroyed it. The error that every later call returns; none of them calls the driver.
+    /// Declares that the allocator's context was destroyed with everything in it, for a caller that knows so. Returns
+    /// the error that every later call returns; none of them calls the driver.
     pub fn context_is_gone(&self) -> Error {
         let code = sys::CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
         self.engine.error(DriverError::new("cuCtxSetCurrent", code))
     }
 
-    /// [`Block::record_use`](crate::allocator::Block::record_use) for a block that somebody else owns, by its
-    /// address.
+    /// Like [`Block::record_use`](crate::allocator::Block::record_use), by address, for a block with another owner.
     pub(crate) fn record_use_at(
         &self,
         ptr: sys::CUdeviceptr,

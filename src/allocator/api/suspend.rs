@@ -1,4 +1,4 @@
-//! Suspension as its users see it.
+//! The public interface of suspension.
 
 use crate::allocator::api::Allocator;
 use crate::allocator::api::graph::GraphPool;
@@ -8,15 +8,15 @@ use crate::allocator::suspend::contents::Keep;
 use crate::block::Tag;
 use crate::error::{Error, GraphPoolError};
 
-/// Which memory of an allocator is meant.
+/// Selects memory of an allocator.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Select<'a> {
-    /// All of it, graph pools too.
+    /// All memory, graph pools included.
     Allocator,
-    /// That of a graph pool.
+    /// The memory of one graph pool.
     Pool(&'a GraphPool),
-    /// That of all graph pools with a tag ([`Allocator::graph_pool_for`]).
+    /// The memory of all graph pools with a tag ([`Allocator::graph_pool_for`]).
     Tag(Tag),
 }
 
@@ -24,7 +24,7 @@ impl Select<'_> {
     fn of(self, allocator: &Allocator) -> Result<Selected, Error> {
         Ok(match self {
             Select::Allocator => Selected::Allocator,
-            // Pools of several allocators have the same numbers.
+            // Pool ids are unique only within an allocator.
             Select::Pool(pool) if pool.allocator().id() != allocator.id() => {
                 return Err(GraphPoolError::ForeignPool.into());
             }
@@ -35,8 +35,8 @@ impl Select<'_> {
 }
 
 impl Allocator {
-    /// A [`graph_pool`](Self::graph_pool) with a tag, by which several can be suspended together. A pool is an arena
-    /// of its own, so that no handle has memory of two tags.
+    /// Creates a [`graph_pool`](Self::graph_pool) with a tag, by which several pools can be suspended together. Each
+    /// pool has its own arena, so no handle holds memory of two tags.
     ///
     /// # Errors
     /// As [`graph_pool`](Self::graph_pool).
@@ -51,30 +51,30 @@ impl Allocator {
         Ok(pool)
     }
 
-    /// Gives memory back to the driver, handle by handle, and keeps its addresses reserved, so that other allocators
-    /// and processes can have it until [`resume`](Self::resume). Blocks stay live, and may be freed meanwhile; what
-    /// [`Keep`] says happens to their contents, of which only live bytes are copied.
+    /// Releases memory to the driver, handle by handle, and keeps its addresses reserved, so that other allocators and
+    /// processes can use the memory until [`resume`](Self::resume). Blocks stay live, and may be freed meanwhile.
+    /// [`Keep`] decides what happens to their contents; only live bytes are copied.
     ///
-    /// Requests that would need suspended memory are [`Error::Suspended`], and so are [`trim`](Self::trim),
-    /// [`guard`](Self::guard) and [`segments_of`](Self::segments_of) while it is that outside of graph pools.
-    /// [`Select::Allocator`] suspends what is not suspended yet. Waits for all work of the contexts involved.
-    /// Page-locked memory of [`Contents::Pinned`](crate::allocator::Contents::Pinned) is kept for the next time, until
-    /// a trim, also one that is refused because of a suspension. Figures count what is suspended outside of graph pools as reserved.
+    /// Requests that would need suspended memory return [`Error::Suspended`], and so do [`trim`](Self::trim),
+    /// [`guard`](Self::guard) and [`segments_of`](Self::segments_of) while memory outside graph pools is suspended.
+    /// [`Select::Allocator`] suspends everything that is not yet suspended. The call waits for all work of the contexts
+    /// involved. Page-locked memory of [`Contents::Pinned`](crate::allocator::Contents::Pinned) is kept for the next
+    /// suspension until a trim, even one that is refused because of a suspension. Statistics count suspended memory
+    /// outside graph pools as reserved.
     ///
     /// # Errors
-    /// Nothing is suspended, and it may be tried again: [`Error::Guarded`] while guards keep memory outside of graph
-    /// pools where it is (for an export or a registration), [`Error::Capturing`], [`Error::InUse`] while a call is
-    /// under way on another thread, [`Error::Suspended`] if all of it is suspended already,
-    /// [`GraphPoolError::UnknownTag`], [`GraphPoolError::ForeignPool`], [`Error::HostMemory`],
-    /// [`Error::NotSupported`] under the classic policy, driver errors. If the driver refuses a call, everything that
-    /// was done is undone; if it refuses that as well, the memory is suspended, as
-    /// [`is_suspended`](Self::is_suspended) says, and can be resumed. Contents that were to be dropped may be lost all
-    /// the same.
+    /// On an error nothing is suspended, and the call may be repeated: [`Error::Guarded`] while guards keep memory
+    /// outside graph pools in place (for an export or a registration), [`Error::Capturing`], [`Error::InUse`] while
+    /// another thread is in a call, [`Error::Suspended`] if everything selected is already suspended,
+    /// [`GraphPoolError::UnknownTag`], [`GraphPoolError::ForeignPool`], [`Error::HostMemory`], [`Error::NotSupported`]
+    /// under the classic policy, driver errors. If the driver refuses a call, all earlier steps are undone; if it
+    /// refuses that as well, the memory is suspended, as [`is_suspended`](Self::is_suspended) reports, and can be
+    /// resumed. Contents that were to be discarded may be lost even on an error.
     ///
     /// # Safety
-    /// From the call until a [`resume`](Self::resume) has succeeded nobody gives a device work that uses the memory:
-    /// neither by blocks nor by launches of graphs ([`GraphPool::launching`]), nor by other processes. Contents that
-    /// are not kept, those of free memory among them, are not read afterwards before they are written.
+    /// From this call until a [`resume`](Self::resume) has succeeded, no work that uses the memory is submitted to a
+    /// device: neither through blocks, nor by launches of graphs ([`GraphPool::launching`]), nor by other processes.
+    /// Contents that are not kept, including those of free memory, are undefined until they are written again.
     pub unsafe fn suspend(
         &self,
         select: Select<'_>,
@@ -83,21 +83,20 @@ impl Allocator {
         self.engine().suspend(select.of(self)?, &keep.into())
     }
 
-    /// Brings suspended memory back to its addresses, with access for the allocator's device and all its peers, and
-    /// with what was kept. Of memory outside of graph pools only handles come back on which a block is live.
-    /// It is there when the call returns.
+    /// Restores suspended memory at its addresses, with access for the allocator's device and all its peers, and with
+    /// the contents that were kept. Outside graph pools, only handles with a live block are restored. The memory is
+    /// usable when the call returns.
     ///
     /// # Errors
-    /// It is suspended as before, and may be tried again: [`Error::OutOfMemory`], whose
-    /// [`requested`](crate::error::OutOfMemory::requested) says how many bytes are missing,
-    /// [`Error::NotSuspended`], [`GraphPoolError::ForeignPool`], [`Error::InUse`] while a call is under way on another
-    /// thread, driver errors.
+    /// On an error the memory stays suspended, and the call may be repeated: [`Error::OutOfMemory`], whose
+    /// [`requested`](crate::error::OutOfMemory::requested) is the number of missing bytes, [`Error::NotSuspended`],
+    /// [`GraphPoolError::ForeignPool`], [`Error::InUse`] while another thread is in a call, driver errors.
     pub fn resume(&self, select: Select<'_>) -> Result<Resumed, Error> {
         self.engine().resume(select.of(self)?)
     }
 
-    /// Whether memory is suspended: with [`Select::Allocator`] any, also while a suspension or its end is under way; with
-    /// a tag that of any of its pools.
+    /// Whether memory is suspended: with [`Select::Allocator`] any memory, also while a suspension or resume is in
+    /// progress; with a tag the memory of any of its pools.
     ///
     /// # Errors
     /// [`Error::Closed`], [`GraphPoolError::UnknownTag`], [`GraphPoolError::ForeignPool`], a lost context.
@@ -105,21 +104,21 @@ impl Allocator {
         self.engine().is_suspended(select.of(self)?)
     }
 
-    /// Adds a hook that is told of segments which are suspended or come back. Replaces a hook of the same name;
-    /// whether one was replaced.
+    /// Adds a hook that is called for segments that are suspended or resumed. Replaces a hook of the same name, and
+    /// returns whether it did.
     pub fn add_segment_hook(&self, hook: SegmentHook) -> bool {
         self.engine().suspender.add_hook(hook)
     }
 
-    /// Removes a hook; whether it existed.
+    /// Removes a hook, and returns whether it existed.
     pub fn remove_segment_hook(&self, name: &str) -> bool {
         self.engine().suspender.remove_hook(name)
     }
 }
 
 impl GraphPool {
-    /// To be called before a graph is launched that uses the pool: refuses it while the pool is suspended, since the
-    /// graph would touch addresses without memory.
+    /// Checks that the pool is not suspended. Call it before launching a graph that uses the pool: a launch on a
+    /// suspended pool would access addresses without memory.
     ///
     /// # Errors
     /// [`Error::Suspended`], [`Error::Closed`], a lost context.

@@ -1,4 +1,4 @@
-//! Configuration: a builder, and one string for it.
+//! Configuration: a builder, and its text form.
 
 mod debug;
 mod text;
@@ -11,11 +11,10 @@ use crate::error::ConfigError;
 
 use crate::allocator::size::PHYSICAL_GRANULE;
 
-/// Where segments come from and how they are used.
+/// Segment policy: where segments come from and how they are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// Packed where the device supports virtual memory management, and does not refuse it when it is
-    /// tried; classic elsewhere.
+    /// Packed where the device supports virtual memory management and a trial succeeds; otherwise classic.
     #[default]
     Auto,
     /// Arenas in reserved address space with physical handles mapped into them.
@@ -25,7 +24,7 @@ pub enum Policy {
 }
 
 impl Policy {
-    /// The name in settings.
+    /// Returns the name used in settings.
     pub fn name(self) -> &'static str {
         match self {
             Policy::Auto => "auto",
@@ -35,23 +34,23 @@ impl Policy {
     }
 }
 
-/// Whether memory counts more than driver calls. Packed policy only.
+/// Whether saving memory has priority over saving driver calls. Packed policy only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Profile {
-    /// Only where memory is scarce: near the limit, or after the driver refused some
+    /// Only while memory is scarce: near the limit, or after the driver refused memory
     /// ([`Regime`](crate::allocator::Regime)).
     #[default]
     Default,
-    /// Always: programs that repeat hold 1 % instead of 2 % more than they request, for two to three times the driver
-    /// calls while the pool grows. [`Waits::Always`] is the default with it.
+    /// Always: repetitive programs reserve 1 % instead of 2 % more than they request, at two to three times the driver
+    /// calls while the pool grows. It implies [`Waits::Always`] by default.
     Dense,
 }
 
-/// Whether an allocation may wait for unfinished work of streams other than its own in order to reuse their memory.
+/// Whether an allocation may wait for unfinished work of other streams in order to reuse their memory.
 ///
-/// If that work itself depends on work that the allocating stream gets later (a receive posted early, a kernel that
-/// polls a flag), such a wait is a deadlock; and it always costs overlap.
+/// If that work in turn depends on later work of the allocating stream (a receive posted early, a kernel that polls a
+/// flag), the wait is a deadlock. Every such wait also reduces overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Waits {
@@ -61,97 +60,93 @@ pub enum Waits {
     /// Before memory is added beyond the soft cap ([`Packing::soft_cap`](crate::allocator::Packing)): the least memory,
     /// and the least overlap of streams.
     Always,
-    /// Not at all, on the device or on the host: a request that could only be served by waiting fails with
+    /// Never, on the device or on the host: a request that only a wait could serve fails with
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     Never,
 }
 
-/// A bound on memory held from the driver.
+/// A limit on memory obtained from the driver.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Limit {
     /// Bytes.
     Bytes(u64),
-    /// A share of the device's total memory, above 0 and at most 1. It bounds this allocator only,
-    /// not the process.
+    /// A share of the device's total memory, above 0 and at most 1. It limits this allocator only, not the process.
     Fraction(f64),
 }
 
 /// Name of the environment variable that [`Config::from_env`] reads.
 pub const CONFIG_VARIABLE: &str = "CUALLOC_CONFIG";
 
-/// Settings of an allocator. The defaults suit most programs; the guide's page on configuration says what to change
-/// when memory or time is short.
+/// Settings of an allocator. The defaults suit most programs; the guide's page on configuration describes what to
+/// change when memory or time is short.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Config {
     /// Segment policy.
     pub policy: Policy,
-    /// Bound on memory held from the driver (segments and handles, not requests); none by default.
+    /// Limit on memory obtained from the driver (segments and handles, not requests); none by default.
     pub limit: Option<Limit>,
-    /// Bytes of the device that stay free for the rest of CUDA (modules, cuBLAS, cuDNN, NCCL): no growth leaves less.
-    /// By default 2 % of the device, at most 512 MiB. 0 bytes if less than twice as much is free when the allocator is
-    /// created. Memory that the allocator holds already is not given back for it, and [`resume`](crate::Allocator::resume)
-    /// ignores it.
+    /// Bytes of the device that growth leaves free for the rest of CUDA (modules, cuBLAS, cuDNN, NCCL). By default 2 %
+    /// of the device, at most 512 MiB; 0 if less than twice that is free when the allocator is created. Reserved memory
+    /// is not released to restore the headroom, and [`resume`](crate::Allocator::resume) ignores it.
     pub headroom: Option<u64>,
-    /// Ordinals of further devices that may access the memory. Packed policy only.
+    /// Ordinals of other devices that may access the memory. Packed policy only.
     pub peers: Vec<usize>,
-    /// Whether an allocation may wait for unfinished work of other streams; by default as the profile says.
+    /// Whether an allocation may wait for unfinished work of other streams; the default depends on the profile.
     pub waits: Option<Waits>,
-    /// Whether memory may be used through second layouts (views), on by default. Packed policy only.
-    /// Work that reads through one address what a grid still running writes through another (a
-    /// persistent kernel, a dependent launch before its wait) is outside what views promise.
+    /// Whether memory may be used through second mappings (views), on by default. Packed policy only. Views do not
+    /// support work that reads through one address what a grid that is still running writes through another (a
+    /// persistent kernel, a dependent launch before its wait).
     pub views: bool,
-    /// Whether every call asks from the start if its stream is being captured. Off by default: then
-    /// cached blocks of up to 64 KiB are given out and taken back without a call of the
-    /// driver until the process is seen to capture streams, by
-    /// [`begin_capture`](crate::driver::Stream::begin_capture) or by any call that asks anyway
-    /// (for larger blocks, for more memory, at markers). For programs that begin captures through
-    /// other libraries and want each misuse reported, the first one included.
+    /// Whether every call queries from the start if its stream is capturing. Off by default: then blocks of up to 64
+    /// KiB are allocated from and freed to caches without a driver call until the process is known to capture streams,
+    /// because of [`begin_capture`](crate::driver::Stream::begin_capture) or of any call that queries the driver anyway
+    /// (for larger blocks, for growth, at markers). Use it for programs that begin captures through other libraries and
+    /// want every misuse reported, including the first.
     pub capture_checks: bool,
-    /// Whether streams that the allocator knows may be captured into graphs, on by default. Off is the program's
-    /// promise that none ever is: then no call asks about captures, and streams that are adopted or kept are asked
-    /// at any time whether they are idle. Where the promise is broken the capture is spoilt, or the graph has memory
-    /// that others get as well.
+    /// Whether streams known to the allocator may be captured into graphs, on by default. Off is the program's promise
+    /// that none ever is: then no call queries captures, and the idleness of adopted and owned streams is queried at
+    /// any time. If the promise is broken, the capture is invalidated, or the graph uses memory that other requests
+    /// receive as well.
     pub captures: bool,
     /// Whether the owners of raw streams may destroy them without [`retire_raw`](crate::Allocator::retire_raw), off by
-    /// default. With it the handle of a stream that is neither this crate's nor adopted is used in calls that name the
-    /// stream alone, never in frees. Others get memory that was freed on it when a later call names it, or when the
-    /// context was synchronised, which is done before much of it is held back. With a driver that
-    /// has no stream ids (before CUDA 12) it changes nothing.
+    /// default. With it the handle of a stream that is neither owned by this crate nor adopted is used only in calls
+    /// that name the stream, never in frees. Other streams receive memory that was freed on it when a later call names
+    /// it, or when the context is synchronised, which happens before much memory is held back. With a driver without
+    /// stream ids (before CUDA 12) it has no effect.
     pub unretired_streams: bool,
-    /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while
-    /// another context than the allocator's is current is
-    /// [`Error::WrongContext`](crate::Error::WrongContext): the handle means the stream of the
-    /// allocator's context, which is not the one that a launch with that handle would go to. On by
+    /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while another context than
+    /// the allocator's is current returns [`Error::WrongContext`](crate::Error::WrongContext). Here the handle means
+    /// the stream of the allocator's context, but a launch with that handle would go to the current context. On by
     /// default in builds with debug assertions, off in others.
     pub context_checks: bool,
-    /// Whether the device is tested, once in a process and before the first view is built, for
-    /// keeping memory the same through two addresses; on by default. If it fails, no views are used.
+    /// Whether the device is tested before the first view is built, once per process: a write through one mapping must
+    /// be visible through another. On by default. If the test fails, no views are used.
     pub self_test: bool,
-    /// Whether memory counts more than driver calls. Packed policy only.
+    /// Whether saving memory has priority over saving driver calls. Packed policy only.
     pub profile: Profile,
-    /// Bytes of the physical handles that large blocks are made of: a power of two from 2 MiB to 64 MiB. Smaller ones
-    /// are made for the rest of a growth, and where the limit asks for them: at most a 512th of it, and a 2048th once more
-    /// than half of it is held. By default they follow the pool, and where memory is scarce also the request. Packed policy
-    /// only.
+    /// Bytes of the physical handles for large blocks: a power of two from 2 MiB to 64 MiB. Smaller handles are created
+    /// for the remainder of a growth, and where the limit requires them: at most a 512th of it, and a 2048th once more
+    /// than half of it is reserved. By default handle sizes follow the pool, and while memory is scarce also the
+    /// request. Packed policy only.
     pub handle: Option<u64>,
-    /// Whether a tool that `NVTX_INJECTION64_PATH` names is told of blocks and of slow paths, on by default; the first
-    /// allocator that may loads it. Where the tool tracks memory, as compute-sanitizer does, [`Policy::Auto`] is the
-    /// classic policy: such a tool takes no heaps in mapped memory. Nothing is loaded where the variable is not set.
+    /// Whether a tool named by `NVTX_INJECTION64_PATH` receives blocks and slow paths, on by default; the first
+    /// allocator with this setting loads it. If the tool tracks memory, as compute-sanitizer does, [`Policy::Auto`] is
+    /// the classic policy, because such tools do not accept heaps in mapped memory. Nothing is loaded if the variable
+    /// is not set.
     pub nvtx: bool,
-    /// How long memory for large blocks stays with the allocator that none of them has: what was too much for so long
-    /// goes back to the driver, at the latest when it was for twice as long, in a call that comes to the heap anyway: one that
-    /// waits for memory or frees a large block, or [`Allocator::decay`](crate::Allocator::decay). There is no thread
-    /// for it. By default memory stays until it is trimmed or needed elsewhere.
+    /// How long unused memory for large blocks stays reserved. Memory that was in excess for that long is released to
+    /// the driver, at the latest after twice that time. The release happens in a call that enters the heap anyway (one
+    /// that waits for memory or frees a large block), or in [`Allocator::decay`](crate::Allocator::decay); there is no
+    /// thread for it. By default memory stays until it is trimmed or needed elsewhere.
     pub decay: Option<Duration>,
-    /// The part of it that stays with [`decay`](Self::decay): a share of the most bytes that blocks ever had at once,
-    /// from 0 to 1.
+    /// The share that [`decay`](Self::decay) never releases: a fraction of the peak of allocated bytes, from 0 to 1.
     pub keep: Option<f64>,
-    /// What the allocator looks for in the program that uses it; nothing by default.
+    /// Debug modes; all off by default.
     pub debug: DebugModes,
 }
 
-/// What the packed policy is told beside its own rules.
+/// Settings of the packed policy.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Tuning {
     pub profile: Profile,
@@ -165,7 +160,7 @@ pub(crate) struct Tuning {
 const HEADROOM_PERCENT: u64 = 2;
 const HEADROOM_MAX: u64 = 512 << 20;
 
-/// Largest size of a handle that can be asked for, in bytes.
+/// Largest handle size that can be configured, in bytes.
 const HANDLE_MAX: u64 = 64 << 20;
 
 impl Default for Config {
@@ -193,7 +188,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The default settings.
+    /// Returns the default settings.
     pub fn new() -> Self {
         Self::default()
     }
@@ -204,13 +199,13 @@ impl Config {
         self
     }
 
-    /// Bounds the bytes held from the driver; `None` lifts the bound.
+    /// Limits the bytes obtained from the driver; `None` removes the limit.
     pub fn limit(mut self, bytes: Option<u64>) -> Self {
         self.limit = bytes.map(Limit::Bytes);
         self
     }
 
-    /// Bounds the bytes held from the driver to a share of the device's memory.
+    /// Limits the bytes obtained from the driver to a share of the device's memory.
     pub fn limit_fraction(mut self, fraction: f64) -> Self {
         self.limit = Some(Limit::Fraction(fraction));
         self
@@ -234,75 +229,75 @@ impl Config {
         self
     }
 
-    /// Asks about captures from the start, or only when they are seen. With it streams that may be idle are
-    /// never asked by other threads, which would spoil a capture that begins at that moment.
+    /// Sets whether captures are queried from the start, or only once one is seen. When on, other threads never query
+    /// whether a stream is idle, because a query would invalidate a capture that begins concurrently.
     pub fn capture_checks(mut self, on: bool) -> Self {
         self.capture_checks = on;
         self
     }
 
-    /// Allows for captures of the allocator's streams, or promises that there are none.
+    /// Sets whether the allocator's streams may capture; `false` promises that none does.
     pub fn captures(mut self, on: bool) -> Self {
         self.captures = on;
         self
     }
 
-    /// Allows for raw streams that are destroyed without being retired, or relies on their owners.
+    /// Sets whether raw streams may be destroyed without being retired.
     pub fn unretired_streams(mut self, on: bool) -> Self {
         self.unretired_streams = on;
         self
     }
 
-    /// Refuses default streams by their handles while another context is current, or takes them for those
-    /// of the allocator's context without a question.
+    /// Sets whether a default stream's special handle is refused while another context is current, or taken as that of
+    /// the allocator's context without a check.
     pub fn context_checks(mut self, on: bool) -> Self {
         self.context_checks = on;
         self
     }
 
-    /// Switches the test of the device before the first view on or off.
+    /// Switches the self-test before the first view on or off.
     pub fn self_test(mut self, on: bool) -> Self {
         self.self_test = on;
         self
     }
 
-    /// Chooses whether memory counts more than driver calls.
+    /// Sets whether saving memory has priority over saving driver calls.
     pub fn profile(mut self, profile: Profile) -> Self {
         self.profile = profile;
         self
     }
 
-    /// Fixes the bytes of the physical handles for large blocks.
+    /// Sets the bytes of the physical handles for large blocks.
     pub fn handle(mut self, bytes: u64) -> Self {
         self.handle = Some(bytes);
         self
     }
 
-    /// Tells an attached tool of blocks and slow paths, or does not look for one.
+    /// Sets whether blocks and slow paths are reported to an attached tool.
     pub fn nvtx(mut self, on: bool) -> Self {
         self.nvtx = on;
         self
     }
 
-    /// Gives back what has been idle for so long; `None` keeps it.
+    /// Releases memory that has been idle for this long; `None` keeps it.
     pub fn decay(mut self, idle: Option<Duration>) -> Self {
         self.decay = idle;
         self
     }
 
-    /// Keeps idle memory up to a share of the most bytes that blocks ever had at once.
+    /// Keeps idle memory up to a share of the peak of allocated bytes.
     pub fn keep(mut self, share: f64) -> Self {
         self.keep = Some(share);
         self
     }
 
-    /// Looks for errors of the program that uses the memory.
+    /// Sets the debug modes.
     pub fn debug(mut self, modes: DebugModes) -> Self {
         self.debug = modes;
         self
     }
 
-    /// The bytes that `headroom` means on a device with this amount of memory.
+    /// Returns the headroom in bytes on a device with this amount of memory.
     pub(crate) fn headroom_on(&self, memory: u64) -> u64 {
         let share = memory / 100 * HEADROOM_PERCENT;
         self.headroom.unwrap_or(share.min(HEADROOM_MAX))
@@ -319,7 +314,7 @@ impl Config {
         }
     }
 
-    /// Lets further devices access the memory.
+    /// Lets other devices access the memory.
     pub fn peers(mut self, ordinals: impl IntoIterator<Item = usize>) -> Self {
         self.peers = ordinals.into_iter().collect();
         self
@@ -334,8 +329,8 @@ impl Config {
         Self::environment()?.parse()
     }
 
-    /// The text of the environment variable `CUALLOC_CONFIG`: empty if it is not set, and where the process has more
-    /// rights than whoever started it (secure execution).
+    /// Returns the text of the environment variable `CUALLOC_CONFIG`: empty if it is not set, and if the process runs
+    /// with more privileges than the user who started it (secure execution).
     ///
     /// # Errors
     /// [`ConfigError::NotUnicode`].
@@ -344,7 +339,7 @@ impl Config {
         text.into_string().map_err(|_| ConfigError::NotUnicode)
     }
 
-    /// Checks settings against each other.
+    /// Validates the settings against each other.
     ///
     /// # Errors
     /// [`ConfigError::Contradiction`], [`ConfigError::InvalidValue`].

@@ -127,7 +127,7 @@ impl FromStr for Config {
     }
 }
 
-/// Settings of earlier versions, and what replaces them.
+/// Settings of earlier versions, and their replacements.
 const REPLACED: [(&str, &str); 9] = [
     ("slack", "profile"),
     ("budget", "profile"),
@@ -140,7 +140,7 @@ const REPLACED: [(&str, &str); 9] = [
     ("nvtx", "tune.nvtx"),
 ];
 
-/// The error of a key that is no setting.
+/// Returns the error for an unknown key.
 fn unknown(key: &str) -> ConfigError {
     let replaced = REPLACED.iter().find(|(old, _)| *old == key);
     match replaced {
@@ -154,7 +154,7 @@ fn unknown(key: &str) -> ConfigError {
 
 /// Parses a number of bytes above 0, or a share of the device's memory above 0 % and up to 100 %: `4096`, `512M`,
 /// `1.5GiB`, `99%`. The units `K`, `M`, `G`, `T` and `KiB` to `TiB` are powers of 1024, `KB` to `TB` powers of 1000;
-/// letters may be small.
+/// case does not matter.
 ///
 /// ```
 /// use cualloc::allocator::Limit;
@@ -178,10 +178,10 @@ impl FromStr for Limit {
     }
 }
 
-/// Bytes in quarantine where it is not said how many.
+/// Bytes in quarantine if no number is given.
 const QUARANTINE: u64 = 64 << 20;
 
-/// Reads modes with `+` between them, or `off`.
+/// Parses modes joined by `+`, or `off`.
 fn parse_debug(text: &str) -> Option<DebugModes> {
     let mut modes = DebugModes::new();
     if text == "off" {
@@ -203,7 +203,7 @@ fn parse_debug(text: &str) -> Option<DebugModes> {
             },
             Some(_) => return None,
         }
-        // Said twice, or nothing.
+        // A repeated or empty mode.
         if modes == before {
             return None;
         }
@@ -211,7 +211,7 @@ fn parse_debug(text: &str) -> Option<DebugModes> {
     Some(modes)
 }
 
-/// A number of milliseconds, seconds, minutes or hours, with its unit.
+/// Parses milliseconds, seconds, minutes or hours, with the unit.
 fn parse_time(value: &str) -> Option<Duration> {
     let unit = value.find(|c: char| c.is_ascii_alphabetic())?;
     let (number, unit) = value.split_at(unit);
@@ -244,7 +244,7 @@ fn parse_limit(value: &str) -> Option<Limit> {
     }
 }
 
-/// A number of bytes as people write it; what is no whole number of bytes is rounded down.
+/// Parses a human-readable number of bytes; a fraction of a byte is rounded down.
 fn parse_bytes(text: &str) -> Option<u64> {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let end = text
@@ -263,7 +263,7 @@ fn parse_bytes(text: &str) -> Option<u64> {
         Some(letter) => base.pow("kmgt".find(letter)? as u32 + 1),
     };
     let (whole, part) = match number.split_once('.') {
-        // A part of a byte is no size, and more digits than a byte of any unit needs are none either.
+        // A fraction is invalid in a plain number of bytes, and so are more digits than any unit can use.
         Some((whole, part)) if factor > 1 && digits(part) && part.len() <= 18 => (whole, part),
         Some(_) => return None,
         None => (number, ""),
