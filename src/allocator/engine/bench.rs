@@ -1,7 +1,8 @@
-//! The work of a test of second layouts.
+//! The device work of the self-test of views.
 //!
-//! Everything is submitted before anything is waited for: where other streams keep the device at work, each wait takes
-//! as long as a kernel of theirs. What was read stays on the device meanwhile, and is copied to the host at the end.
+//! All work is submitted before anything is waited for: where other streams keep the device busy, each wait takes as
+//! long as one of their kernels. Until the end the words that were read stay on the device; then they are copied to the
+//! host.
 
 use std::ffi::c_void;
 
@@ -9,59 +10,59 @@ use crate::driver::{DriverError, Entered, Function, Stream, sys};
 
 use crate::allocator::size::PHYSICAL_GRANULE;
 
-/// Words that are written and read: more than the first-level caches of a few multiprocessors hold.
+/// Number of words written and read: more than the first-level caches of a few multiprocessors hold.
 pub(crate) const WORDS: usize = 128 << 10;
 
-/// Where kernels count wrong words, from the start of the memory: behind the words.
+/// Offset of the kernels' count of wrong words, past the words.
 pub(crate) const COUNT_AT: u64 = 4 * WORDS as u64;
 
-/// Bytes from there to what was read.
+/// Distance from there to the words that were read.
 const READ_BEHIND: u64 = 4 << 10;
 
-/// Words that are copied or moved in one go, others in each round.
+/// Words that are copied or moved at a time; each round uses others.
 const COPIED: usize = 32 << 10;
 
-/// How often everything is done.
+/// Number of rounds.
 pub(crate) const ROUNDS: u32 = 3;
 
-/// Words that are read in a round: what was copied and what was moved, either way round.
+/// Words read in a round: the copied and the moved ones, in both directions.
 const READ: usize = 2 * (COPIED + COPIED / 2);
 
 const _: () = assert!(COPIED * ROUNDS as usize <= WORDS);
 const _: () =
     assert!(COUNT_AT + READ_BEHIND + 4 * (READ * ROUNDS as usize) as u64 <= PHYSICAL_GRANULE);
 
-/// Threads of a block of threads, and blocks, of the kernels.
+/// Threads of a thread block, and thread blocks, of the kernels.
 pub(crate) const THREADS: u32 = 256;
 
 pub(crate) const BLOCKS: u32 = 64;
 
-/// What the work of a test needs until it is over.
+/// Resources that the work of a test uses until it is complete.
 #[derive(Debug)]
 pub(crate) struct Work {
     pub(crate) stream: Stream,
-    /// Unloading them may wait for other work.
+    /// Unloading the kernels may wait for other work.
     pub(crate) kernels: Option<(Function, Function)>,
 }
 
-/// A test that could not be waited for.
+/// A test whose work could not be waited for.
 #[derive(Debug)]
 pub(crate) struct Unfinished {
     pub(crate) work: Work,
-    /// Its block and both addresses, until they are given back.
+    /// The block of the test's memory and its two addresses, until it is released.
     pub(crate) memory: Option<(u32, [u64; 2])>,
 }
 
-/// What came of tests that could not be waited for.
+/// Result of looking at tests that could not be waited for.
 #[derive(Debug, Default)]
 pub(crate) struct Finished {
-    /// Bytes given back.
+    /// Bytes released.
     pub released: u64,
-    /// None of them holds memory any more.
+    /// Whether none of the tests holds memory any more.
     pub is_over: bool,
 }
 
-/// Kernels and the addresses that they work on.
+/// The kernels, and the addresses that they work on.
 pub(crate) struct Bench<'a> {
     pub(crate) entered: &'a Entered<'a>,
     pub(crate) stream: sys::CUstream,
@@ -70,16 +71,16 @@ pub(crate) struct Bench<'a> {
     pub(crate) kernels: Option<&'a (Function, Function)>,
 }
 
-/// Without a way out of the loop, which vectors have none of.
+/// A loop without an early exit can be vectorised.
 fn all_are(found: &[u32], word: u32) -> bool {
     found.iter().fold(0, |wrong, found| wrong | (found ^ word)) == 0
 }
 
 impl Bench<'_> {
-    /// Whether every word that was written through one side was read through the other.
+    /// Whether every word that was written through one mapping was read through the other.
     pub(crate) fn run(&self) -> Result<bool, DriverError> {
         let all = (PHYSICAL_GRANULE / 4) as usize;
-        // SAFETY: the memory is the test's, and that large.
+        // SAFETY: the memory belongs to the test and is at least that large.
         unsafe { self.entered.memset_d32(self.sides[0], 0, all, self.stream) }?;
         let (mut word, mut expected) = (0x5eed_0000, Vec::new());
         let mut to = self.sides[0] + COUNT_AT + READ_BEHIND;
@@ -101,8 +102,8 @@ impl Bench<'_> {
         }
         let behind = (READ_BEHIND / 4) as usize;
         let found = vec![0; behind + READ * ROUNDS as usize];
-        // What was read lies there through the first side: the host reads it through the second.
-        // SAFETY: the memory is the test's, and has as many words; the stream is alive.
+        // The words were stored through the first mapping; the host reads them through the second. SAFETY: the memory
+        // belongs to the test and holds that many words; the stream is alive.
         let found = unsafe {
             self.entered
                 .read_words(self.sides[1] + COUNT_AT, found, self.stream)
@@ -118,7 +119,7 @@ impl Bench<'_> {
     }
 
     fn copy(&self, to: u64, from: u64, words: usize) -> Result<(), DriverError> {
-        // SAFETY: the memory is the test's, and has as many words in either place, apart; the stream is alive.
+        // SAFETY: the memory belongs to the test, and both ranges lie in it without overlap; the stream is alive.
         unsafe {
             self.entered
                 .copy_device_to_device(to, from, 4 * words, self.stream)
@@ -126,9 +127,9 @@ impl Bench<'_> {
     }
 
     fn copies(&self, write: u64, read: u64, word: u32, to: u64) -> Result<(), DriverError> {
-        // Brings the old words into the caches on the reading side.
+        // Loads the old words into the caches of the reading side.
         self.copy(to, read, COPIED)?;
-        // SAFETY: the memory is the test's, and has as many words.
+        // SAFETY: the memory belongs to the test and holds that many words.
         unsafe { self.entered.memset_d32(write, word, COPIED, self.stream) }?;
         self.copy(to, read, COPIED)
     }
@@ -152,7 +153,7 @@ impl Bench<'_> {
     ) -> Result<(), DriverError> {
         let count = self.sides[0] + COUNT_AT;
         let ignored = count + 4;
-        // Brings the old words into the caches on the reading side.
+        // Loads the old words into the caches of the reading side.
         self.check(check, read, seed, ignored)?;
         let (mut ptr, mut words, mut first) = (write, WORDS as u64, seed);
         let mut parameters = [
@@ -187,8 +188,8 @@ impl Bench<'_> {
         parameters: &mut [*mut c_void],
     ) -> Result<(), DriverError> {
         let (grid, block) = ([BLOCKS, 1, 1], [THREADS, 1, 1]);
-        // SAFETY: the parameters are those that the kernels' text declares; the memory is the
-        // test's; the module is loaded until the stream was waited for.
+        // SAFETY: the parameters match the declarations of the kernels; the memory belongs to the test; the module
+        // stays loaded until the stream has been waited for.
         unsafe {
             self.entered
                 .launch(kernel, grid, block, 0, self.stream, parameters)

@@ -1,11 +1,11 @@
-//! Allocation: by handle and by name.
+//! Allocation, by stream object and by stream handle.
 //!
-//! A request asks once. Its stream's caches are asked without the heap's lock ([`Engine::hit`],
-//! [`Engine::hit_small`]); then the heap, for memory that is ready ([`Engine::allocate_missed`]); then
-//! [`reclaim`](crate::allocator::reclaim) makes room.
+//! A request tries three steps: its stream's caches, without the heap's lock ([`Engine::hit`], [`Engine::hit_small`]);
+//! then ready memory of the heap ([`Engine::allocate_missed`]); then [`reclaim`](crate::allocator::reclaim), which
+//! makes room.
 //!
-//! The rule of the lock: this file and `reclaim/run.rs` alone take the heap's guard as a value and return it.
-//! Everything below them takes the heap by reference, or takes the lock itself.
+//! Rule of the lock: only this file and `reclaim/run.rs` pass the heap's guard by value and return it. All code below
+//! them takes the heap by reference, or takes the lock itself.
 
 use std::sync::atomic::Ordering;
 
@@ -26,18 +26,18 @@ use crate::driver::process;
 use crate::error::Error;
 use crate::event::names;
 
-/// An allocation under way. The stream's slot stays the stream's while the lock is let go; what a
-/// call announced is withdrawn if it fails, or if a hook of the user panics in it.
+/// An allocation in progress. It keeps the stream's slot reserved while the lock is released. If the allocation fails,
+/// or if a hook of the user panics in it, its announced use is withdrawn.
 struct Call<'a> {
     engine: &'a Engine,
     stream: u32,
-    /// The stream cache that the thread uses for the stream from here on.
+    /// The stream cache that the thread uses for the stream from now on.
     cache: &'static StreamCache,
     peak: (u64, u64),
 }
 
 impl Call<'_> {
-    /// The call got its block.
+    /// Ends the call after it has obtained its block.
     fn end(self, heap: &mut Heap) {
         heap.streams[self.stream].calls -= 1;
         std::mem::forget(self);
@@ -95,7 +95,7 @@ impl Engine {
         self.allocate_missed(named, &checked)
     }
 
-    /// Gives a block its label in the reports of out-of-memory errors, debug modes and the tool.
+    /// Sets a block's label for out-of-memory reports, debug modes and the NVTX tool.
     #[inline(never)]
     fn label(&self, grant: &Grant, tag: Tag) {
         if let Some(debug) = &self.debug {
@@ -120,7 +120,7 @@ impl Engine {
         }
     }
 
-    /// Allocates what no cache had: out of the heap's free memory, or by making room.
+    /// Allocates what no cache could serve: from the heap's free memory, or by making room.
     #[inline(never)]
     pub(crate) fn allocate_missed(
         &self,
@@ -133,7 +133,7 @@ impl Engine {
         }
     }
 
-    /// [`allocate_missed`](Self::allocate_missed) without a look at debug modes.
+    /// [`allocate_missed`](Self::allocate_missed) without debug modes.
     #[inline]
     pub(crate) fn allocate_unwatched(
         &self,
@@ -161,7 +161,7 @@ impl Engine {
         }
     }
 
-    /// Allocates what belongs to no graph pool.
+    /// Allocates for a request that belongs to no graph pool.
     #[inline(always)]
     pub(crate) fn allocate_in_heap(
         &self,
@@ -202,7 +202,7 @@ impl Engine {
         made
     }
 
-    /// Begins an allocation of so many bytes: its stream is known from here on.
+    /// Begins an allocation of `bytes`, and registers its stream if that is new.
     fn begin<'a>(
         &'a self,
         heap: Guard<'a>,
@@ -226,8 +226,8 @@ impl Engine {
         Ok((heap, call))
     }
 
-    /// Goes on where more is to be done than to take memory that is ready. Out of line, since what comes before
-    /// needs less of the stack.
+    /// Continues an allocation that no ready memory could serve. Kept out of line, because the code before it needs
+    /// less stack.
     #[inline(never)]
     fn reclaim<'a>(
         &'a self,
@@ -239,7 +239,7 @@ impl Engine {
         let (stream, cache) = (call.stream, call.cache);
         let (mut heap, grant) = match self.small_request(request) {
             Some(small) => match self.obtain_small(heap, stream, cache, small) {
-                // At a limit memory of the other arena is better than none.
+                // At a limit, memory of the other arena is better than a failure.
                 Err(Error::OutOfMemory(refusal)) => self
                     .left_over(&request.want(SpaceId::Large, stream), cache)
                     .ok_or(Error::OutOfMemory(refusal))?,
@@ -266,9 +266,8 @@ impl Engine {
         Ok(grant)
     }
 
-    /// Allocates from memory that the stream may use without a wait: at the first of the addresses
-    /// `near` that is free, else the best fit. `None` if there is none. Also returns which of the
-    /// addresses lie in free memory still.
+    /// Allocates from memory that the stream may use without a wait: at the first free address of `near`, or else by
+    /// best fit. `None` if no memory fits. Also returns the addresses of `near` that still lie in free memory.
     pub(crate) fn allocate_cached(
         &self,
         named: &Named<'_>,
@@ -285,7 +284,7 @@ impl Engine {
         self.refuse_capture(named)?;
         self.free_deferred();
         let request = &self.with_guard(request)?;
-        // Nothing is announced before there is a block: a request for cached memory may find none.
+        // The call announces 0 bytes, because a request for cached memory may find none.
         let (heap, call) = self.begin(self.open()?, named, 0)?;
         let (stream, cache) = (call.stream, call.cache);
         let near_left = near.iter().copied();
@@ -328,7 +327,7 @@ impl Engine {
         };
         let mut found = take(&mut heap);
         if found.is_none() && (whole || !near.is_empty() || heap.best(want).is_none()) {
-            // Memory that other streams used may be free by now.
+            // Memory that other streams used may be complete by now.
             heap.streams.ask_again();
             heap = self.poll_before(heap, want.stream)?;
             found = take(&mut heap);
@@ -349,7 +348,7 @@ impl Engine {
         Ok((heap, grant))
     }
 
-    /// The slot of a stream, registered if it is new.
+    /// Returns the slot of a stream, and registers the stream if it is new.
     pub(crate) fn slot<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -365,12 +364,12 @@ impl Engine {
         Ok((heap, stream))
     }
 
-    /// Room for a small request in the arena of large ones, when no page could be had for it.
+    /// Serves a small request from the arena of large blocks when no page could be obtained for it.
     fn left_over(&self, want: &Want, cache: &'static StreamCache) -> Option<(Guard<'_>, Grant)> {
         let mut heap = self.lock();
         let run = heap.finder(want.space, want.stream)?.ready_run(want)?;
         let id = heap.take(want, run)?;
-        // It did not run out after all.
+        // The request did not run out of memory after all.
         heap.stats.ooms -= 1;
         let grant = heap.granted(id, want.stream, want.requested, cache);
         Some((heap, grant))
@@ -378,7 +377,7 @@ impl Engine {
 
     // ---- small blocks ------------------------------------------------------------------------
 
-    /// Allocates a small block from a stream cache, which gets more pages if it has no room.
+    /// Allocates a small block from a stream cache, and adds pages to the cache if it has no room.
     fn obtain_small<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -407,7 +406,7 @@ impl Engine {
                 }
             }
             if !polled && cache.lock().asks() {
-                // Blocks that other streams used may be free by now.
+                // Blocks that other streams used may be complete by now.
                 polled = true;
                 let close = cache.lock().holds_much();
                 let freed;
@@ -421,8 +420,8 @@ impl Engine {
         }
     }
 
-    /// Brings another page to a stream cache, or merges what it keeps at hand. Returns whether memory was
-    /// added for it.
+    /// Adds a page to a stream cache, or merges the blocks that the cache keeps unmerged. Returns whether memory was
+    /// obtained for it.
     fn obtain_page<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -439,7 +438,7 @@ impl Engine {
             return Ok((heap, false));
         }
         if ready.is_none() {
-            // What other stream caches did not need lately comes before more memory.
+            // Memory that other stream caches have not used lately is taken before growth.
             let mut givers = heap.flush_idle();
             if !givers.is_empty() {
                 givers.retain(|giver| *giver != stream);
@@ -448,7 +447,7 @@ impl Engine {
             }
         }
         if ready.is_none() && cache.lock().holds_a_page() {
-            // So does what this one holds back for others in batches that are not full.
+            // So are blocks that this cache holds back for other streams in batches that are not full.
             let freed;
             (heap, freed) = self.take_back_shared(heap, cache, true)?;
             if freed {
@@ -465,7 +464,7 @@ impl Engine {
         Ok((heap, missed))
     }
 
-    /// Covers what streams freed by markers, as far as that may be done here, and asks about them.
+    /// Records markers for the streams' frees where that is allowed, and polls the streams.
     fn cover<'a>(&'a self, heap: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
         let mut ours = heap.streams.kept_uncovered();
         ours.retain(|(stream, _)| streams.contains(stream));
@@ -479,8 +478,8 @@ impl Engine {
         Ok(covered.0)
     }
 
-    /// Asks whether other streams are done with what a stream cache holds back for them; with `close` also
-    /// about what no batch was full of yet. Whether anything came of it.
+    /// Polls whether other streams have completed their uses of the blocks that a stream cache holds back for them;
+    /// with `close`, also those in batches that are not full. Returns whether any block became free.
     fn take_back_shared<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -492,7 +491,7 @@ impl Engine {
             let ours = heap.streams.kept_uncovered();
             (heap, _) = self.unlocked(heap, || self.cover_all(&ours))?;
         }
-        // Of no use to ask about streams for which others hold blocks back: they ask themselves.
+        // Streams for which other caches hold blocks back are skipped: their own requests poll them.
         let users = heap.caches.held_back_for(cache);
         let wanted = |stream| users.contains(&stream);
         let full = heap.full_batches(wanted);
@@ -536,7 +535,7 @@ impl Engine {
                 continue;
             }
             if !polled {
-                // Memory that other streams used may be free by now.
+                // Memory that other streams used may be complete by now.
                 polled = true;
                 heap.streams.ask_again();
                 (heap, _) = self.take_back_shared(heap, cache, true)?;
@@ -555,7 +554,7 @@ impl Engine {
     }
 }
 
-/// A page of the arena of small blocks, where everything is a multiple of a page.
+/// Describes a page of the small arena, where every size is a multiple of a page.
 fn a_page(stream: u32, request: Small) -> Want {
     Want {
         space: SpaceId::Small,

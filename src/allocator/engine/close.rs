@@ -1,4 +1,4 @@
-//! Giving memory back, and the end.
+//! Releasing memory to the driver, and closing.
 
 use std::sync::Arc;
 
@@ -14,15 +14,15 @@ use crate::error::Error;
 use crate::nvtx::{self, Category};
 use crate::sync::capture::is_of_capture;
 
-/// What keeps an allocator open while graphs may use memory of its pools.
+/// Name of the holder that keeps an allocator open while graphs may use memory of its pools.
 const GRAPH: &str = "graph";
 
 impl Engine {
-    /// Gives unused memory back until no more than `keep` bytes of it are held. Never waits, unless to close
-    /// others that a capture kept from it.
+    /// Releases unused memory until no more than `keep` bytes of it are held. It waits only in order to close orphaned
+    /// allocators.
     pub(crate) fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         let _span = nvtx::span(Category::Trim, || format!("{keep} bytes are kept"));
-        // In a forked child, which is refused below, each such lock is memory that nobody has any more.
+        // In a forked child, which is refused below, taking such a lock would leak memory.
         if !process::is_forked_child() {
             self.suspender.drop_spare();
         }
@@ -56,9 +56,9 @@ impl Engine {
         })
     }
 
-    /// Finds out without a wait what memory is idle: markers are recorded and asked for where that may be done, and
-    /// caches hand back what they can spare. Returns the bytes that this gave back to the driver, and those of earlier
-    /// failures, which are tried again.
+    /// Finds idle memory without a wait: records and polls markers where that is allowed, and makes caches return
+    /// memory that they do not need. Returns the bytes that this released to the driver, and the result of retrying
+    /// earlier failed releases.
     pub(crate) fn find_idle(&self) -> Result<(u64, Result<u64, Error>), Error> {
         process::do_postponed();
         self.free_deferred();
@@ -75,19 +75,19 @@ impl Engine {
         self.poll()?;
         let mut heap = self.lock();
         heap.complete_uses();
-        // What was held back for streams that are done by now.
+        // Includes blocks held back for streams that have completed by now.
         heap.flush_caches();
         drop(heap);
         Ok((finished.released, retried))
     }
 
-    /// Gives all unused memory back, with waits for what only a wait can tell: first for the allocator's own
-    /// markers, then for the contexts, if there is memory that no marker will ever cover and nothing is known to
-    /// capture there. What others free meanwhile is not waited for so: a capture of streams that the allocator never
-    /// saw would be spoilt.
+    /// Releases all unused memory, and waits where only a wait can show that memory is unused: first for the
+    /// allocator's own markers; then for the contexts, if there is memory that no marker will ever cover and no capture
+    /// is known there. It does not wait again for memory that other threads free meanwhile, because that could
+    /// invalidate captures of streams that the allocator never saw.
     pub(crate) fn empty_cache(&self) -> Result<Trimmed, Error> {
         self.usable()?;
-        // Only of these somebody says that they are not needed any more.
+        // Only released pools are declared to be no longer needed.
         self.await_leases(SOON, |pool| pool.released);
         let mut done = self.trim(0)?;
         for last in [false, true] {
@@ -105,7 +105,7 @@ impl Engine {
                 false => self.wait_for_markers(),
             };
             match waited {
-                // What a capture keeps from its end stays pending.
+                // Memory whose completion a capture hides stays pending.
                 Err(Error::Capturing { .. }) => break,
                 waited => waited?,
             }
@@ -145,7 +145,7 @@ impl Engine {
         Ok(())
     }
 
-    /// [`close`](Self::close), which looks again while leases end that graphs have of pools.
+    /// [`close`](Self::close), repeated while graphs give up leases of the pools.
     pub(crate) fn close_after_graphs(&self) -> Result<(), Error> {
         let ended = Arc::clone(&self.open()?.graphs.ended);
         loop {
@@ -157,8 +157,8 @@ impl Engine {
         }
     }
 
-    /// Waits for the allocator's markers, gives everything back, and refuses further calls. After
-    /// an error the allocator is open again and owns what could not be given back.
+    /// Waits for the allocator's markers, releases everything, and refuses further calls. After an error the allocator
+    /// is open again and owns what could not be released.
     pub(crate) fn close(&self) -> Result<(), Error> {
         self.free_deferred();
         self.release_quarantine(0);
@@ -173,7 +173,7 @@ impl Engine {
                     bytes: heap.graphs.held,
                 });
             }
-            // An allocation under way is as good as a block.
+            // An allocation in progress counts as a block.
             let suspending = u64::from(heap.suspended.working);
             let calls: u64 = heap
                 .streams
@@ -211,20 +211,20 @@ impl Engine {
             }
             heap.drop_graph_home();
             let foreign = heap.streams.take_foreign();
-            // Handles are destroyed outside the lock.
+            // Events are destroyed outside the lock.
             let events = std::mem::take(&mut heap.streams.events);
             drop(heap);
             drop(events);
             self.events.clear();
-            // From here on the streams may be destroyed.
+            // From here on the owners may destroy the streams.
             foreign.into_iter().for_each(Holder::let_go);
         }
         result
     }
 
     fn give_everything_back(&self) -> Result<(), Error> {
-        // A page that is handed back may still be in use by its stream, and one that other streams
-        // used can be handed back only when they are done.
+        // A page that is returned may still be in use by its stream, and a page that other streams used can be returned
+        // only when their uses are complete.
         self.lock().flush_caches();
         loop {
             self.complete_all()?;
@@ -246,7 +246,7 @@ impl Engine {
         self.return_spans()
     }
 
-    /// Waits until every free is complete: by markers where they can be had, else by the context.
+    /// Waits until every free is complete: for markers where they can be recorded, otherwise for the context.
     fn complete_all(&self) -> Result<(), Error> {
         let ours: Vec<(u32, StreamKey)> = {
             let heap = self.lock();
@@ -288,7 +288,7 @@ impl Engine {
     fn return_spans(&self) -> Result<(), Error> {
         let spans = {
             let mut heap = self.lock();
-            // A segment that a trim beside this one frees just now is back in the heap if that fails.
+            // If a concurrent trim fails to free a segment, the segment returns to the heap.
             let held = heap.held();
             if held > 0 || !heap.views.map.is_empty() {
                 return Err(Error::StillHeld { bytes: held });

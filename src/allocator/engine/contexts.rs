@@ -1,5 +1,5 @@
-//! Contexts: waits for all that they were given, refused while something in them captures, and what a driver's error
-//! says about a context that is not the allocator's.
+//! Contexts: waits for all work of a context, which are refused while a stream of it is capturing, and driver errors
+//! about a context other than the allocator's.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,12 +18,15 @@ use crate::nvtx::{self, Category};
 use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
-    /// Refuses while a stream of one of the contexts is being captured, as far as can be known: the streams that we
-    /// keep alive are asked, and this crate's own whose capture was begun here, also where they are strangers to the
-    /// allocator, and those of captures that use graph pools, and adopted ones that were found capturing; the
-    /// legacy stream answers for all blocking streams of its context; and of the caller's other streams it counts what
-    /// was found when one was asked last. That can be out of date, and nobody may ask a stream that its owner may have
-    /// destroyed. So with `once` it is told once, and the next time the driver has to say it.
+    /// Fails with [`Error::Capturing`] if a stream of one of the contexts is known to be capturing.
+    ///
+    /// The driver is queried for the streams that the allocator keeps alive, for the streams of this crate whose
+    /// capture was begun through it (even those unknown to the allocator), for captures that use graph pools, and for
+    /// adopted streams that were found capturing. The legacy stream represents all blocking streams of its context.
+    ///
+    /// For the caller's other streams the latest query counts. Its result may be outdated, but a stream that its owner
+    /// may have destroyed cannot be queried again. Therefore, with `once`, such a result causes one error only; after
+    /// that the driver has to report the capture.
     pub(crate) fn refuse_captures(&self, contexts: &[Context], once: bool) -> Result<(), Error> {
         let (mut found, adopted) = {
             let heap = self.lock();
@@ -38,10 +41,10 @@ impl Engine {
             }
             (found, adopted)
         };
-        // They may be captured no more, and nothing has named them since.
+        // Their captures may have ended without any call that names the streams.
         for (raw, _token) in adopted {
             let handle = std::ptr::with_exposed_provenance_mut(raw);
-            // SAFETY: an adopted stream lives until it is retired, which waits for the token.
+            // SAFETY: an adopted stream lives until it is retired, and retirement waits for the token.
             if matches!(unsafe { self.driver().is_capturing(handle) }, Ok(false)) {
                 found.retain(|(stream, _)| *stream != raw);
             }
@@ -69,7 +72,7 @@ impl Engine {
                 Err(error) if is_capture_refusal(error.code()) => {
                     return Err(Error::Capturing { stream: 0 });
                 }
-                // Nothing captures in a context that is gone, and one that is distrusted is left alone.
+                // A destroyed context has no captures, and a distrusted one is not used.
                 Err(error) if self.is_unreachable(context, &error) => {
                     self.error_in(context, error);
                 }
@@ -97,7 +100,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The caller's streams that were capturing when they were asked last, with the numbers of the findings.
+    /// Returns the caller's streams that were capturing when last queried, with the numbers of the findings.
     pub(crate) fn found_capturing(&self, heap: &Heap) -> Vec<(usize, u64)> {
         let mut found = self.driver().found_capturing();
         found.retain(|(stream, _)| {
@@ -108,13 +111,13 @@ impl Engine {
         found
     }
 
-    /// Waits until everything that was submitted to the streams' contexts so far is complete. While something captures
-    /// there the call is refused, because the wait would invalidate the capture. `once` as for
-    /// [`refuse_captures`](Self::refuse_captures); with it the call also fails if a distrusted context kept it from
-    /// waiting for everything.
+    /// Waits until all work submitted so far to the streams' contexts is complete. The call is refused while a stream
+    /// there is capturing, because the wait would invalidate the capture. `once` is as for
+    /// [`refuse_captures`](Self::refuse_captures); with it the call also fails if a distrusted context prevented it
+    /// from waiting for everything.
     pub(crate) fn synchronise(&self, once: bool) -> Result<(), Error> {
         let _lines = keep_lines();
-        // No retirement that allows the owner to destroy one of them ends meanwhile.
+        // While these holders exist, no retirement ends that would allow an owner to destroy one of the contexts.
         let (mut contexts, touched) = self.contexts();
         self.refuse_captures(&contexts, once)?;
         let refuted = self.found_capturing(&self.lock());
@@ -122,7 +125,7 @@ impl Engine {
         let mut unasked = Vec::new();
         let bounds: Vec<(Batch, u64)> = {
             let mut heap = self.lock();
-            // The questions about captures may have found one gone, or made one distrusted.
+            // The capture queries may have found a context destroyed, or made one distrusted.
             contexts.retain(|context| {
                 let mut slots = heap.streams.iter().map(|(_, slot)| slot);
                 let reachable = |slot: &Slot| heap.closed || slot.distrusted.is_none();
@@ -130,13 +133,13 @@ impl Engine {
                     || slots.any(|s| s.context.id() == context.id() && reachable(s))
             });
             let streams = heap.streams.iter();
-            // Only what is waited for below: a stream of yet another context may have come since.
+            // Only streams of the contexts waited for below: a stream of another context may have appeared since.
             let waited =
                 streams.filter(|(_, slot)| contexts.iter().any(|c| c.id() == slot.context.id()));
             let mut working: Vec<(u32, u64)> = Vec::new();
             for (stream, slot) in waited {
                 if matches!(slot.holder, Holder::Retired) {
-                    // What it was given is under tickets before the open one, also what is freed later.
+                    // The stream's work is covered by tickets before the open one, even if it is freed later.
                     retired.push((stream, slot.open - 1));
                 } else {
                     working.push((stream, slot.context.id()));
@@ -190,7 +193,7 @@ impl Engine {
         };
         drop(heap);
         drop(done);
-        // The driver waits for no context in which something captures.
+        // The driver refuses to wait for a context with a capture, so these findings are outdated.
         for (_, number) in refuted {
             self.driver().not_capturing(number);
         }
@@ -200,9 +203,9 @@ impl Engine {
         }
     }
 
-    /// The contexts that a wait for everything includes: the allocator's own, and those of all streams that may have
-    /// work; distrusted ones only while the allocator is being closed. A retirement of a stream of another one, whose owner may destroy that context afterwards, waits until the
-    /// holders that come with them are dropped.
+    /// Returns the contexts that a wait for everything includes: the allocator's own, and those of all streams that may
+    /// have work; distrusted ones only while the allocator is being closed. The owner of a stream of another context
+    /// may destroy that context after retiring the stream; the retirement waits until the returned holders are dropped.
     fn contexts(&self) -> (Vec<Context>, Vec<Holder>) {
         let mut contexts = vec![self.context.clone()];
         let mut touched = Vec::new();
@@ -225,8 +228,8 @@ impl Engine {
 
     // ---- errors about other contexts ---------------------------------------------------------
 
-    /// Whether an error of a driver call concerns nothing but the context of the stream or event that was used, which
-    /// is not the allocator's: the context is gone, or its handles cannot be trusted.
+    /// Whether an error of a driver call concerns only the context of the stream or event that the call used, and not
+    /// the allocator's: that context was destroyed, or its handles cannot be trusted.
     pub(crate) fn is_unreachable(&self, context: &Context, error: &DriverError) -> bool {
         context.id() != self.context.id()
             && matches!(
@@ -237,8 +240,8 @@ impl Engine {
             )
     }
 
-    /// The error of a driver call that used something of a context. If that is [unreachable](Self::is_unreachable), the
-    /// heap learns it here, and the allocator is not lost.
+    /// Converts the error of a driver call that used an object of a context. If that context is
+    /// [unreachable](Self::is_unreachable), the heap records this, and the allocator stays usable.
     pub(crate) fn error_in(&self, context: &Context, error: DriverError) -> Error {
         if !self.is_unreachable(context, &error) {
             return self.error(error);
@@ -262,7 +265,7 @@ impl Engine {
         Error::Driver(error)
     }
 
-    /// Another context is gone, with all that it had.
+    /// Records that another context was destroyed with all its objects.
     pub(crate) fn context_gone(&self, context: &Context) {
         lines::say(
             Level::Warn,
@@ -277,7 +280,7 @@ impl Engine {
         drop(held);
     }
 
-    /// Destroys the events of another context once its last stream was retired.
+    /// Destroys the events of another context once its last stream has been retired.
     pub(crate) fn let_go_of_context(&self, context: &Context) {
         let key = context.id();
         let mut events = {
@@ -289,8 +292,7 @@ impl Engine {
                 false => heap.streams.events.remove(&key),
             }
         };
-        // A question about one of them, or a wait that is being queued, is over in a moment. The heap does not
-        // hand them out any more.
+        // Queries and waits that use one of the events end shortly, and the heap does not hand the events out any more.
         for event in events.iter_mut().flatten() {
             let mut round = 0;
             while Arc::get_mut(event).is_none() {

@@ -1,7 +1,7 @@
-//! Debug modes: guards behind blocks, poison, quarantine of freed blocks, and the list of blocks that are left.
+//! Debug modes: guards past the end of blocks, poison, quarantine of freed blocks, and the list of leaked blocks.
 //!
-//! An allocator with any mode on has no caches, so each allocation and each free comes through here. The table of
-//! [`Debug`] is locked for moments only, never over a driver call or a log line. While a capture is known no memory is
+//! An allocator with any mode on has no caches, so each allocation and each free goes through this module. The table of
+//! [`Debug`] is locked briefly, never across a driver call or a log line. While a capture is known no memory is
 //! touched: a block freed then is not checked, and one in quarantine stays there.
 
 use std::collections::BTreeMap;
@@ -17,26 +17,26 @@ use crate::driver::{DriverError, Entered, Stream, process};
 use crate::error::{Error, Finding, Misuse};
 use crate::event::names;
 
-/// What new and freed blocks are filled with, and what live ones have behind them.
+/// Fill value of new and freed blocks, and of the guard past a live block.
 const POISON: u8 = 0xDD;
 const GUARD: u8 = 0xFD;
 /// Bytes that one copy to the host reads.
 const PART: u64 = 1 << 20;
-/// The most lines of a list of live blocks.
+/// Maximum number of lines in the list of live blocks.
 const MAX_LINES: usize = 20;
-/// Why a block is not checked.
+/// Reason why a block is not checked.
 const UNTOUCHABLE: &str = "a capture is under way, or its memory is suspended";
 
-/// What becomes of a block that is freed.
+/// Where a freed block goes.
 pub(crate) enum Freed {
-    /// It goes to the heap.
+    /// To the heap.
     Now,
-    /// It is held back, and goes to the heap later.
+    /// To the quarantine, and later to the heap.
     Later,
 }
 
 impl Engine {
-    /// The request, with room for a guard if blocks have one.
+    /// Returns the request, enlarged by a guard if guards are on.
     pub(crate) fn with_guard(&self, request: &Checked) -> Result<Checked, Error> {
         match &self.debug {
             Some(debug) if debug.modes.guard => request.with_guard(),
@@ -44,7 +44,7 @@ impl Engine {
         }
     }
 
-    /// [`allocate_missed`](Self::allocate_missed) of an allocator with debug modes.
+    /// [`allocate_missed`](Self::allocate_missed) for an allocator with debug modes.
     #[cold]
     pub(crate) fn allocate_watched(
         &self,
@@ -61,7 +61,7 @@ impl Engine {
             Err(Error::OutOfMemory(_)) if self.release_quarantine(0) => make(),
             made => made,
         }?;
-        // Graphs use the blocks of pools without a call here.
+        // Graphs use pool blocks without a call of the allocator.
         if !pooled {
             self.watch_block(debug, &grant, named, request.requested);
         }
@@ -80,8 +80,8 @@ impl Engine {
         there.then(run)
     }
 
-    /// Memory is about to be suspended, which the heap knows: waits until none is filled or read any more, and
-    /// releases the quarantine.
+    /// Prepares for a suspension, which the heap already knows about: waits until no memory is being filled or read,
+    /// and releases the quarantine.
     pub(crate) fn stop_debugging(&self) {
         if let Some(debug) = &self.debug {
             debug.await_touches();
@@ -89,14 +89,14 @@ impl Engine {
         }
     }
 
-    /// The contents of suspended memory are lost.
+    /// Records that the contents of suspended memory are lost.
     pub(crate) fn lose_guards(&self) {
         if let Some(debug) = &self.debug {
             debug.lose_guards();
         }
     }
 
-    /// Fills a new block and enters it in the table.
+    /// Fills a new block and adds it to the table.
     pub(crate) fn watch_block(
         &self,
         debug: &Debug,
@@ -106,7 +106,7 @@ impl Engine {
     ) {
         let (ptr, bytes) = (grant.ptr(), grant.bytes());
         let filled = self.stream_of(named).and_then(|stream| {
-            // SAFETY: the block was just given to the stream, and no other work uses it yet.
+            // SAFETY: the block was just allocated on the stream, and no other work uses it yet.
             self.touch(debug, (ptr, bytes), || unsafe {
                 if debug.modes.poison {
                     stream.memset(ptr, POISON, requested as usize)?;
@@ -136,17 +136,18 @@ impl Engine {
         debug_assert!(old.is_none(), "a live block is handed out again");
     }
 
-    /// The stream that a call names, for the time of the call.
+    /// Returns the stream that a call names, for the duration of the call.
     fn stream_of(&self, named: &Named<'_>) -> Option<Stream> {
         if let Some(stream) = named.stream {
             return Some(stream.clone());
         }
         let context = self.context_of(named).ok()?;
-        // SAFETY: the caller of the call that named the stream vouches for it, and the result ends before that call.
+        // SAFETY: the caller guarantees that the stream it named is valid for the call, and the result does not outlive
+        // the call.
         unsafe { Stream::from_raw(&context, named.raw) }.ok()
     }
 
-    /// Checks a live block that is about to be freed. After an error the block is live.
+    /// Checks a live block before it is freed. After an error the block is live.
     #[cold]
     pub(crate) fn check_freed(&self, debug: &Debug, ptr: u64) -> Result<Freed, Error> {
         let Some(watched) = debug.table().begin_free(ptr)? else {
@@ -164,7 +165,7 @@ impl Engine {
         freed
     }
 
-    /// [`check_freed`](Self::check_freed) of a block whose free has begun in the table.
+    /// [`check_freed`](Self::check_freed) for a block whose free has begun in the table.
     fn check_held(&self, debug: &Debug, ptr: u64, watched: &Watched) -> Result<Freed, Error> {
         let users = self.users_of(ptr);
         self.refuse_captures_of(&users)?;
@@ -191,7 +192,7 @@ impl Engine {
         Ok(Freed::Now)
     }
 
-    /// The streams that use a live block, its own first.
+    /// Returns the streams that use a live block, its own first.
     fn users_of(&self, ptr: u64) -> Vec<u32> {
         let heap = self.lock();
         let Some(id) = heap.extents.lookup.exact(ptr) else {
@@ -202,8 +203,8 @@ impl Engine {
         own.chain(recorded.map(|used| used.stream)).collect()
     }
 
-    /// A stream's handle as long as the result is held, during which the stream is not retired: so over single driver
-    /// calls. `None` if this thread cannot name the stream, or it was retired.
+    /// Returns a stream's handle, valid while the result is held, because the stream cannot be retired meanwhile. Hold
+    /// it across single driver calls only. `None` if this thread cannot name the stream, or the stream was retired.
     fn hold_stream(&self, stream: u32) -> Option<Suspect> {
         self.lock().streams[stream].suspect()
     }
@@ -213,7 +214,7 @@ impl Engine {
         held.try_for_each(|stream| self.refuse_if_capturing(&stream))
     }
 
-    /// Waits for the streams that use a block; for whole contexts where one of them cannot be named any more.
+    /// Waits for the streams that use a block, and for whole contexts if one of the streams can no longer be named.
     fn wait_for_users(&self, users: &[u32]) -> Result<(), Error> {
         let mut unnamed = false;
         for stream in users {
@@ -223,7 +224,7 @@ impl Engine {
             };
             let context = held.context.clone();
             let handle = std::ptr::with_exposed_provenance_mut(held.raw);
-            // SAFETY: the stream lives as long as it is held; a default stream is named in its context.
+            // SAFETY: the stream is alive while it is held; a default stream is named in its context.
             let wait = |entered: Entered<'_>| unsafe { entered.stream_synchronize(handle) };
             let waited = context.enter().and_then(wait);
             drop(held);
@@ -235,8 +236,8 @@ impl Engine {
         }
     }
 
-    /// Checks what is behind a freed block that no stream uses any more, and fills it. False if its memory may not be
-    /// touched now.
+    /// Checks the guard of a freed block that no stream uses any more, and fills the block. Returns false if its memory
+    /// must not be touched now.
     fn inspect_freed(&self, debug: &Debug, ptr: u64, watched: &Watched) -> Result<bool, Error> {
         let whole = (ptr, watched.bytes);
         let looked = self.touch(debug, whole, || self.overrun(debug, ptr, watched));
@@ -251,7 +252,7 @@ impl Engine {
         }
         let filled = self.touch(debug, whole, || {
             self.run_on_debug_stream(debug, ptr, |stream| {
-                // SAFETY: the heap counts the block as live until its free ends, and all known uses of it are over.
+                // SAFETY: the heap counts the block as live until its free ends, and all known uses of it are complete.
                 unsafe { stream.memset(ptr, POISON, watched.bytes as usize) }
             })
         });
@@ -262,7 +263,7 @@ impl Engine {
         Ok(filled)
     }
 
-    /// What is wrong behind a block that no stream uses now.
+    /// Returns the damage to the guard of a block that no stream uses now.
     fn overrun(
         &self,
         debug: &Debug,
@@ -277,7 +278,7 @@ impl Engine {
         Ok(wrong.map(|offset| watched.finding(Misuse::Overrun, ptr, offset)))
     }
 
-    /// The first byte of a part of a block that differs from what was filled in.
+    /// Returns the first byte of a range of a block that differs from the fill value.
     fn first_unlike(
         &self,
         debug: &Debug,
@@ -292,11 +293,11 @@ impl Engine {
             let mut copy = vec![0; bytes];
             let into = copy.as_mut_ptr();
             let read = self.run_on_debug_stream(debug, ptr, |stream| {
-                // SAFETY: the heap counts the block as live, and the host's memory is kept until the copy is over.
+                // SAFETY: the heap counts the block as live, and the host memory is kept until the copy is complete.
                 unsafe { entered.copy_device_to_host(into.cast(), ptr + at, bytes, stream.raw()) }
             });
             if let Err(error) = read {
-                // The copy may still be under way.
+                // The copy may still be running.
                 std::mem::forget(copy);
                 return Err(error);
             }
@@ -308,8 +309,8 @@ impl Engine {
         Ok(None)
     }
 
-    /// Gives the debug stream work on a block and waits for it. Where that fails, the work may still be queued: from
-    /// then on the block counts as used by that stream, too.
+    /// Submits work on a block to the debug stream and waits for it. If the wait fails, the work may still be queued,
+    /// so the block counts as used by the debug stream from then on.
     fn run_on_debug_stream(
         &self,
         debug: &Debug,
@@ -335,7 +336,8 @@ impl Engine {
         Ok(debug.stream.get_or_init(|| made))
     }
 
-    /// Records the debug stream on a block before the heap gets it back, if work of that stream may still be queued.
+    /// Records the debug stream on a block before the block returns to the heap, if work of that stream may still be
+    /// queued.
     fn record_debug_stream(&self, debug: &Debug, ptr: u64) -> Result<(), Error> {
         let queued = debug.table().get_mut(ptr).is_some_and(|block| block.queued);
         match debug.stream.get() {
@@ -344,15 +346,17 @@ impl Engine {
         }
     }
 
-    /// Checks and frees the oldest blocks in quarantine until at most `keep` bytes are in it. Whether any was freed.
+    /// Checks and frees the oldest blocks in quarantine until at most `keep` bytes are in it. Returns whether any was
+    /// freed.
     ///
-    /// Blocks that may not be read now stay, unless all are to go (`keep` is 0): then they count as unchecked.
+    /// A block that must not be read now stays, unless all blocks must leave (`keep` is 0): then it counts as
+    /// unchecked.
     pub(crate) fn release_quarantine(&self, keep: u64) -> bool {
         let Some(debug) = self.debug.as_ref().filter(|_| self.usable().is_ok()) else {
             return false;
         };
         let mut any = false;
-        // Each block once: one that cannot be freed now is put back.
+        // Visits each block once: a block that cannot be freed now is put back.
         let count = debug.table().quarantined();
         for _ in 0..count {
             let Some((ptr, watched)) = debug.table().leave_quarantine(keep) else {
@@ -385,7 +389,7 @@ impl Engine {
                 Err(Error::NotLive { .. }) => {}
                 Err(error) => {
                     log::warn!("a block that was held back is not freed: {error}");
-                    // The program has no handle to it any more, so a later call tries again.
+                    // The program has no handle to the block any more, so a later call tries again.
                     debug.table().hold_again(ptr, watched);
                 }
             }
@@ -393,7 +397,7 @@ impl Engine {
         any
     }
 
-    /// Checks what is behind all live blocks.
+    /// Checks the guards of all live blocks.
     pub(crate) fn check_guards(&self) -> Result<(), Error> {
         let Some(debug) = self.debug.as_ref().filter(|_| self.usable().is_ok()) else {
             return Ok(());
@@ -414,7 +418,7 @@ impl Engine {
             let users = self.users_of(ptr);
             self.refuse_captures_of(&users)?;
             self.wait_for_users(&users)?;
-            // It may have been freed meanwhile, and another block have its address.
+            // The block may have been freed meanwhile, and another block may have its address.
             if !debug.table().begin_read(ptr, watched.life) {
                 continue;
             }
@@ -471,7 +475,7 @@ impl Engine {
         }
         say(&text);
         let mut table = debug.table();
-        // The list of an earlier call of `close` is out of date.
+        // The list of an earlier `close` is outdated.
         table
             .findings
             .retain(|finding| finding.misuse != Misuse::Leak);

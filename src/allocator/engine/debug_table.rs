@@ -1,4 +1,4 @@
-//! What the debug modes know about blocks.
+//! State of the debug modes: the blocks that they watch, and their findings.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Write;
@@ -14,28 +14,28 @@ use crate::locks::held::{Locked, Mutex};
 use crate::locks::lines::{KeptLines, keep_lines};
 use crate::locks::lock::pause;
 
-/// The most findings that are kept.
+/// Maximum number of findings kept.
 pub(crate) const MAX_FINDINGS: usize = 1000;
 
-/// The debug modes of an allocator, and what they know about its blocks.
+/// The debug modes of an allocator, and the blocks that they watch.
 #[derive(Debug)]
 pub(crate) struct Debug {
     pub(crate) modes: DebugModes,
     table: Mutex<Table>,
-    /// Threads that fill or read memory for a debug mode now.
+    /// Number of threads that fill or read memory for a debug mode now.
     touching: AtomicUsize,
     /// Counts freed blocks that could not be checked.
     pub(crate) unchecked: RareLog,
-    /// Fills and reads blocks that no stream of the program uses.
+    /// Stream for filling and reading blocks that no stream of the program uses.
     pub(crate) stream: OnceLock<Stream>,
 }
 
-/// The live blocks, the freed blocks that the heap does not have back yet, and the findings.
+/// The live blocks, the freed blocks that have not returned to the heap, and the findings.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     /// Live blocks, by address.
     pub(crate) live: BTreeMap<u64, Watched>,
-    /// Blocks that the program has freed and the heap still counts as live: being checked, or in quarantine.
+    /// Blocks that the program has freed but the heap still counts as live: being checked, or in quarantine.
     held: BTreeMap<u64, Watched>,
     /// The addresses of the held blocks in quarantine, the oldest first.
     quarantine: VecDeque<u64>,
@@ -46,28 +46,28 @@ pub(crate) struct Table {
     pub(crate) findings: Vec<Finding>,
 }
 
-/// A block of the program. It names no stream: which streams use a block is the heap's knowledge, and a handle that
-/// is copied out of the heap is good only as long as its [`Suspect`](crate::allocator::stream::slot::Suspect).
+/// A block of the program. It names no stream: the heap knows which streams use a block, and a handle copied out of the
+/// heap is valid only while its [`Suspect`](crate::allocator::stream::slot::Suspect) is held.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Watched {
-    /// Distinguishes blocks that have the same address one after the other.
+    /// Distinguishes successive blocks at the same address.
     pub(crate) life: u64,
     pub(crate) requested: u64,
     /// Bytes of the block, its guard included.
     pub(crate) bytes: u64,
     pub(crate) tag: Tag,
     pub(crate) context: u32,
-    /// The handle of the stream that it was allocated on, for reports alone.
+    /// Handle of the stream that the block was allocated on, for reports only.
     pub(crate) handle: usize,
-    /// The bytes behind the requested ones were filled.
+    /// Whether the bytes past the requested ones were filled.
     pub(crate) guarded: bool,
-    /// All bytes were filled after the free.
+    /// Whether all bytes were filled after the free.
     pub(crate) filled: bool,
-    /// A fill or read on the debug stream failed, or the wait for it did: it may still be queued.
+    /// Whether a fill or read on the debug stream failed, or the wait for it did: the work may still be queued.
     pub(crate) queued: bool,
 }
 
-/// A fill or read of memory under way.
+/// A fill or read of memory in progress.
 pub(crate) struct Touch<'a>(&'a AtomicUsize, KeptLines);
 
 impl Drop for Touch<'_> {
@@ -77,7 +77,7 @@ impl Drop for Touch<'_> {
 }
 
 impl Debug {
-    /// `None` if every mode is off.
+    /// Returns `None` if every mode is off.
     pub(crate) fn of(modes: DebugModes) -> Option<Debug> {
         modes.is_any().then(|| Debug {
             modes,
@@ -92,13 +92,13 @@ impl Debug {
         self.table.lock()
     }
 
-    /// Begins a fill or read. Whether the memory may be touched is to be asked afterwards, under the heap's lock.
+    /// Begins a fill or read. The caller checks afterwards, under the heap's lock, whether the memory may be touched.
     pub(crate) fn begin_touch(&self) -> Touch<'_> {
         self.touching.fetch_add(1, Ordering::AcqRel);
         Touch(&self.touching, keep_lines())
     }
 
-    /// Waits for the fills and reads under way. The caller has forbidden new ones under the heap's lock.
+    /// Waits for the fills and reads in progress. The caller has prevented new ones under the heap's lock.
     pub(crate) fn await_touches(&self) {
         let mut round = 0;
         while self.touching.load(Ordering::Acquire) > 0 {
@@ -107,7 +107,7 @@ impl Debug {
         }
     }
 
-    /// Notes that the guards of live blocks are lost with the memory's contents.
+    /// Records that the guards of live blocks are lost with the contents of the memory.
     pub(crate) fn lose_guards(&self) {
         for watched in self.table().live.values_mut() {
             watched.guarded = false;
@@ -139,7 +139,7 @@ impl Debug {
         }
     }
 
-    /// Counts a freed block that goes back to the heap without the check that a mode promises.
+    /// Counts a freed block that returns to the heap without the check that a mode promises.
     pub(crate) fn count_unchecked(&self, why: &dyn std::fmt::Display) {
         if (self.modes.guard || self.modes.quarantine > 0)
             && let Some(count) = self.unchecked.due()
@@ -149,12 +149,13 @@ impl Debug {
     }
 }
 
-/// Writes to the program's logger, or to stderr without one: a program that turns a debug mode on wants its findings.
+/// Writes to the program's logger, or to stderr if there is none: a program that enables a debug mode wants its
+/// findings.
 pub(crate) fn say(what: &dyn std::fmt::Display) {
     if log::log_enabled!(log::Level::Error) {
         log::error!("{what}");
     } else {
-        // Without a usable stderr there is nowhere left to report to.
+        // If stderr is unusable, no channel for reports is left.
         let _ = writeln!(std::io::stderr(), "cualloc: {what}");
     }
 }
@@ -165,7 +166,8 @@ impl Table {
         self.lives
     }
 
-    /// Takes a live block for a free; of two threads that free it, one. `None` for a block that is not watched.
+    /// Claims a live block for a free; of two threads that free it, only one succeeds. `None` for a block that is not
+    /// watched.
     pub(crate) fn begin_free(&mut self, ptr: u64) -> Result<Option<Watched>, Error> {
         if self.held.contains_key(&ptr) {
             return Err(Error::NotLive { ptr });
@@ -175,18 +177,18 @@ impl Table {
         Ok(watched)
     }
 
-    /// The free failed: the block is live again.
+    /// Makes the block live again after a failed free.
     pub(crate) fn undo_free(&mut self, ptr: u64) {
         let watched = self.held.remove(&ptr);
         self.live.extend(watched.map(|watched| (ptr, watched)));
     }
 
-    /// The heap may have the block back.
+    /// Forgets the block, which now returns to the heap.
     pub(crate) fn end_free(&mut self, ptr: u64) {
         self.held.remove(&ptr);
     }
 
-    /// Puts a block whose free has begun into quarantine: behind the others, or before them.
+    /// Puts a block whose free has begun into quarantine: at the end, or with `before` at the front.
     pub(crate) fn quarantine(&mut self, ptr: u64, before: bool) {
         let Some(watched) = self.held.get(&ptr) else {
             return;
@@ -198,7 +200,7 @@ impl Table {
         }
     }
 
-    /// Puts back a block that the heap did not take.
+    /// Puts back a block that the heap could not free.
     pub(crate) fn hold_again(&mut self, ptr: u64, watched: Watched) {
         self.held.insert(ptr, watched);
         self.quarantine(ptr, false);
@@ -208,7 +210,7 @@ impl Table {
         self.quarantine.len()
     }
 
-    /// Takes the oldest block that is not being read out of quarantine, if more than `keep` bytes are in it. The
+    /// Removes the oldest block that is not being read from the quarantine, if the quarantine exceeds `keep` bytes. The
     /// block stays held.
     pub(crate) fn leave_quarantine(&mut self, keep: u64) -> Option<(u64, Watched)> {
         if self.quarantined_bytes <= keep {
@@ -222,14 +224,14 @@ impl Table {
         Some((ptr, watched))
     }
 
-    /// A live or held block.
+    /// Returns a live or held block.
     pub(crate) fn get_mut(&mut self, ptr: u64) -> Option<&mut Watched> {
         let Table { live, held, .. } = self;
         live.get_mut(&ptr).or_else(|| held.get_mut(&ptr))
     }
 
-    /// Keeps a live block from the heap while it is read: a free meanwhile goes to the quarantine. False if the
-    /// block has been freed already.
+    /// Protects a live block from its free while it is read: a concurrent free puts it into quarantine. False if the
+    /// block has already been freed.
     pub(crate) fn begin_read(&mut self, ptr: u64, life: u64) -> bool {
         let live = self.live.get(&ptr).is_some_and(|live| live.life == life);
         if live {
@@ -238,7 +240,7 @@ impl Table {
         live
     }
 
-    /// The read is over. Whether the block was freed meanwhile.
+    /// Ends a read. Returns whether the block was freed meanwhile.
     pub(crate) fn end_read(&mut self, ptr: u64) -> bool {
         if let Some(at) = self.read.iter().position(|read| *read == ptr) {
             self.read.swap_remove(at);

@@ -1,4 +1,4 @@
-//! Idle memory that goes back to the driver by itself: when it is time, in calls that come to the heap anyway.
+//! Decay: releases idle memory when it is due, in calls that enter the heap anyway.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use crate::allocator::config::Config;
 use crate::clock::Clock;
 use crate::locks::held::Mutex;
 
-/// When memory is looked at next.
+/// When idle memory is checked next.
 #[derive(Debug)]
 pub(crate) struct Decay {
     after: Duration,
@@ -18,12 +18,12 @@ pub(crate) struct Decay {
 struct Look {
     clock: Clock,
     due: Duration,
-    /// The clock of views at the last look: views that had their last block by then are idle since.
+    /// The clock of views at the last check: a view whose last block was freed before it has been idle since then.
     views: u64,
 }
 
 impl Decay {
-    /// None if memory stays.
+    /// Returns `None` if decay is off.
     pub(crate) fn of(config: &Config) -> Option<Decay> {
         let after = config.decay?;
         let clock = Clock::default();
@@ -39,16 +39,16 @@ impl Decay {
         })
     }
 
-    /// Takes the time from another clock from here on.
+    /// Replaces the clock.
     pub(crate) fn set_clock(&self, clock: Clock) {
         let mut last = self.last.lock();
         last.due = clock.now().saturating_add(self.after);
         last.clock = clock;
     }
 
-    /// Whether it is time to look again: to nobody else then.
+    /// Whether a check is due. Only one caller receives true for each check.
     pub(crate) fn is_due(&self) -> bool {
-        // Whoever has the lock looks.
+        // The thread that holds the lock makes the check.
         let Some(mut last) = self.last.try_lock() else {
             return false;
         };
@@ -60,7 +60,7 @@ impl Decay {
         due
     }
 
-    /// The clock of views at the last look; it stands there now.
+    /// Returns the clock of views at the last check, and stores the given one.
     pub(crate) fn turn(&self, views: u64) -> u64 {
         let mut last = self.last.lock();
         std::mem::replace(&mut last.views, views)

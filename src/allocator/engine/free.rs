@@ -1,7 +1,7 @@
-//! Frees, and uses by other streams: by handle, by pointer, and of what was dropped.
+//! Frees, and uses by other streams: by block, by pointer, and for dropped blocks.
 //!
-//! A free has three forms: at once in a stream cache, in the heap, or in the heap with a look at everything else,
-//! such as other streams' uses and captures. What cannot be freed when it is dropped waits for a later call.
+//! A free takes one of three paths: directly in a stream cache; in the heap; or in the heap with all other concerns,
+//! such as uses by other streams and captures. A dropped block that cannot be freed is left to a later call.
 
 use std::sync::atomic::Ordering;
 
@@ -20,15 +20,15 @@ use crate::error::Error;
 use crate::sync::capture::spoilt_by_wait;
 use crate::sync::order::wait_until_idle;
 
-/// What a free leaves to do without the lock: markers, and the end of an allocator whose last block it was.
+/// The steps of a free that run without the lock: markers, and closing an allocator whose last block was freed.
 pub(crate) struct RestOfFree {
     after: AfterFree,
     orphaned: bool,
-    /// Without the block nothing may keep the engine but this.
+    /// After the block is freed, this may be the only reference to the engine.
     keep: Option<Shared>,
 }
 
-/// Looks for idle memory behind a free.
+/// Checks for idle memory after a free.
 fn tend(engine: Option<Shared>) {
     if let Some(engine) = engine {
         engine.tend();
@@ -38,14 +38,14 @@ fn tend(engine: Option<Shared>) {
 impl Engine {
     // ---- blocks by their identity ------------------------------------------------------------------
 
-    /// The number of a block among all that the allocator can have.
+    /// Returns a number that identifies the block among all blocks of the allocator.
     pub(crate) fn id_of(&self, place: &Place) -> u32 {
         let id = place.record().or_else(|| self.pages.id(place.ptr));
         debug_assert!(id.is_some(), "the page of a live block is known");
         id.unwrap_or(SMALL_ID)
     }
 
-    /// Whether a block's life, by its identity, is going on.
+    /// Whether the block with this id and generation is still live.
     pub(crate) fn is_live(&self, block: &Lifetime) -> bool {
         if block.id & SMALL_ID == 0 {
             return self.lock().is_live((block.id, block.generation));
@@ -61,8 +61,8 @@ impl Engine {
 
     // ---- frees -----------------------------------------------------------------------------------
 
-    /// Frees a block by its identity, if that is a live small one and its stream cache can do it without a
-    /// look at anything else. False, with nothing changed, if not.
+    /// Frees a block by its id and generation, if it is a live small block and its stream cache can free it without
+    /// further checks. Otherwise returns false and changes nothing.
     #[inline(always)]
     pub(crate) fn free_at_once(&self, block: &Lifetime) -> bool {
         if block.id & SMALL_ID == 0 || !self.unseen() {
@@ -72,12 +72,12 @@ impl Engine {
             return false;
         };
         let mut inner = cache.lock();
-        // The page may have gone, and another have its place.
+        // The page may have been removed, and another page may have taken its place.
         inner.runs.is_numbered(node, page_of(block.id))
             && inner.free_at_once(node, Life::Generation(block.generation))
     }
 
-    /// Frees the block that starts at a pointer. The table of pages is the allocator's own.
+    /// Frees the block that starts at a pointer. `pages` is the allocator's own table of pages.
     #[inline]
     pub(crate) fn free_ptr(&self, pages: &PageTable, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         match Self::free_ptr_at_once(pages, ptr) {
@@ -86,7 +86,7 @@ impl Engine {
         }
     }
 
-    /// Frees a small block of which nothing is to be thought. False, with nothing changed, if there is more to it.
+    /// Frees a small block that needs no further checks. Otherwise returns false and changes nothing.
     #[inline(always)]
     pub(crate) fn free_ptr_at_once(pages: &PageTable, ptr: sys::CUdeviceptr) -> bool {
         thread::prefetch_for_free();
@@ -95,7 +95,7 @@ impl Engine {
             && cache.now().is_quiet()
             && let Some(mut inner) = cache.try_lock()
         {
-            // Found once for both.
+            // Looked up once for both calls.
             let record = inner.runs.record_at(node);
             let freed = inner.free_at_once(node, Life::At(ptr));
             if freed {
@@ -106,7 +106,7 @@ impl Engine {
         false
     }
 
-    /// [`free_ptr`](Self::free_ptr) of what was not done at once.
+    /// [`free_ptr`](Self::free_ptr) for blocks that the fast path could not free.
     #[inline(never)]
     pub(crate) fn free_ptr_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         self.usable()?;
@@ -124,7 +124,7 @@ impl Engine {
         self.free_record(ptr, |heap| Ok((live(heap, ptr)?, None)))
     }
 
-    /// Frees the large block of the record that is found; with a generation only that life of it.
+    /// Frees the large block of the record that `find` returns; with a generation, only if the record still has it.
     fn free_record(
         &self,
         ptr: sys::CUdeviceptr,
@@ -133,7 +133,7 @@ impl Engine {
         let mut heap = self.open()?;
         let (id, mut generation) = find(&mut heap)?;
         if let Some(debug) = &self.debug {
-            // Another block may have the record when the check is over.
+            // Another block may use the record when the check has finished.
             let life = generation.unwrap_or(heap.extents.records[id].generation);
             generation = Some(life);
             let live = heap.is_live((id, life));
@@ -169,7 +169,7 @@ impl Engine {
         {
             drop(heap);
             self.refuse_if_capturing(&suspect)?;
-            // It may be the last to hold its stream, which is destroyed outside the lock.
+            // This may be the last reference to the stream, whose destruction must happen outside the lock.
             drop(suspect);
             heap = self.open()?;
             if !heap.is_live(block) {
@@ -189,8 +189,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Frees a large block in the heap, if that needs no look at anything else: neither the caches of large
-    /// blocks, nor captures, nor what comes after the last block. False, with nothing changed, if it does.
+    /// Frees a large block in the heap if that involves neither the caches of large blocks, nor captures, nor the end
+    /// of the allocator. Otherwise returns false and changes nothing.
     #[inline(never)]
     pub(crate) fn free_in_heap(&self, id: u32, generation: u32) -> bool {
         let mut heap = self.lock();
@@ -221,7 +221,7 @@ impl Engine {
         true
     }
 
-    /// Whether the stream of a live block was retired, or is about to be, by the block's identity.
+    /// Whether the stream of a live block was retired, or is about to be.
     pub(crate) fn stream_retired(&self, block: &Lifetime) -> bool {
         let heap = self.lock();
         let stream = match self.small_at(block.ptr) {
@@ -232,13 +232,13 @@ impl Engine {
         heap.lost_its_name(stream)
     }
 
-    /// Frees a block by its identity.
+    /// Frees a block by its id and generation.
     pub(crate) fn free_block(&self, block: &Lifetime) -> Result<(), Error> {
         let ptr = block.ptr;
         if block.id & SMALL_ID != 0 {
             self.usable()?;
             let (cache, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
-            // A page that came again has another number, and its generations begin anew.
+            // A reused page has another number, and its generations start again.
             if !cache.lock().runs.is_numbered(node, page_of(block.id)) {
                 return Err(Error::NotLive { ptr });
             }
@@ -247,13 +247,14 @@ impl Engine {
         self.free_record(ptr, |_| Ok((block.id, Some(block.generation))))
     }
 
-    /// The engine, if a free is to look for idle memory as well. Asked for under the lock: once that is let go, nothing else
-    /// may keep the engine, as the block may have been the last, and another thread may drop the last allocator.
+    /// Returns the engine if this free should also check for idle memory. Called under the lock: once the lock is
+    /// released, the block may have been the last one and another thread may drop the last allocator, so no other
+    /// reference is certain to keep the engine alive.
     fn to_tend(&self) -> Option<Shared> {
         self.decay.as_ref().and_then(|_| self.keep())
     }
 
-    /// What a free leaves to do once the lock is let go, if anything.
+    /// Returns the steps of a free that remain after the lock is released, if there are any.
     #[inline]
     pub(crate) fn rest_of_free(&self, heap: &Heap, mut after: AfterFree) -> Option<RestOfFree> {
         if self.unretired && !after.is_empty() {
@@ -269,7 +270,7 @@ impl Engine {
         })
     }
 
-    /// Does, without the lock, what a free left to do.
+    /// Performs the remaining steps of a free, without the lock.
     #[inline]
     pub(crate) fn finish_free(&self, rest: Option<RestOfFree>) {
         if let Some(rest) = rest {
@@ -292,7 +293,7 @@ impl Engine {
             false => self.refuse_capture(&named),
         };
         match refused {
-            // The free goes on: nothing of that context is asked from here on.
+            // The free continues: this context is not used from here on.
             Err(Error::Driver(error)) if self.is_unreachable(&suspect.context, &error) => Ok(()),
             refused => refused,
         }
@@ -300,19 +301,19 @@ impl Engine {
 
     // ---- blocks whose owner went out of scope --------------------------------------------------------
 
-    /// Frees what was dropped when it could not be freed.
+    /// Frees the blocks whose drop was deferred.
     pub(crate) fn free_deferred(&self) {
         if !self.deferred.load(Ordering::Relaxed) || !self.deferred.swap(false, Ordering::Relaxed) {
             return;
         }
         let deferred = std::mem::take(&mut self.lock().deferred);
         for Deferred { block, users } in deferred {
-            // One that cannot be freed yet is deferred again in there.
+            // A block that still cannot be freed is deferred again by this call.
             self.drop_after(block, users);
         }
     }
 
-    /// Frees a block whose owner went out of scope once these have been recorded, or waited for.
+    /// Frees a dropped block once all `users` have been recorded or waited for.
     pub(crate) fn drop_after(&self, block: Lifetime, mut users: Vec<User>) {
         // As in `drop_block`.
         if self.usable().is_err() {
@@ -346,7 +347,7 @@ impl Engine {
                 if let Ok(Some(stream)) = spoilt_by_wait(context) {
                     return Err(Error::Capturing { stream });
                 }
-                // One that is lost runs nothing any more.
+                // A lost context has no running work.
                 wait_until_idle(context).map_err(|error| self.error(error))
             }
         }
@@ -356,7 +357,7 @@ impl Engine {
         let orphaned = {
             let mut heap = self.lock();
             heap.deferred.push(Deferred { block, users });
-            // Under the lock: whoever takes the last handle away sees one or the other.
+            // Set under the lock: the thread that removes the last handle then sees either the flag or the free block.
             self.deferred.store(true, Ordering::Relaxed);
             heap.orphaned
         };
@@ -365,17 +366,17 @@ impl Engine {
         }
     }
 
-    /// Frees a block whose owner went out of scope: what cannot be done now is done later.
+    /// Frees a dropped block. If that is not possible now, a later call does it.
     pub(crate) fn drop_block(&self, block: Lifetime) {
-        // In a child, after a loss or at exit there is nothing to give back to, and in a child the
-        // lock may be held by a thread that does not exist there.
+        // In a forked child, after a loss or at exit nothing can be released, and in a forked child the lock may be
+        // held by a thread that does not exist there.
         if self.usable().is_err() {
             return;
         }
         match self.free_block(&block) {
             Ok(()) => {}
             Err(Error::Capturing { .. }) => self.defer(block, Vec::new()),
-            // In a child, after a loss or at exit there is nothing to give back to.
+            // In a forked child, after a loss or at exit nothing can be released.
             Err(
                 Error::ForkedChild | Error::Exiting | Error::ContextLost(_) | Error::NotLive { .. },
             ) => {}
@@ -392,8 +393,8 @@ impl Engine {
 
     // ---- uses by other streams -----------------------------------------------------------------------
 
-    /// Records a use of a block on another stream: everything that stream is given until the free,
-    /// or with `now` only what it was given so far.
+    /// Records a use of a block on another stream: all work submitted to that stream until the free, or with `now` only
+    /// the work submitted so far.
     #[inline]
     pub(crate) fn record(
         &self,
@@ -430,8 +431,8 @@ impl Engine {
                 return self.record_pooled(block, named, now);
             }
         }
-        // A graph pool serves the capture that the stream is in. Its markers wait for the capture's end, and so does
-        // the use.
+        // A graph pool serves the capture of the stream. Its markers wait for the end of the capture, and so does the
+        // use.
         let captures = match self.refuse_capture(named) {
             Err(Error::Capturing { .. }) if self.is_scoped() && self.is_served(named)? => true,
             refused => refused.map(|()| false)?,
@@ -452,20 +453,20 @@ impl Engine {
             return Err(Error::NotLive { ptr });
         };
         let now = now && owner != stream;
-        // Covered by the marker below, or the next one: frees after that get a later ticket.
+        // Covered by the marker below or the next one: later frees get a later ticket.
         let ticket = now.then(|| {
             let slot = &mut heap.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
             slot.open
         });
         if now && !captures {
-            // What may fail comes first: a use of which the caller hears that it failed is not recorded.
+            // Steps that may fail come first, so that a use is not recorded if the call returns an error.
             drop(heap);
             self.mark(stream, named.key)?;
             heap = self.open()?;
             let slot = &heap.streams[stream];
             if !slot.in_use || slot.key != named.key {
-                // Only a stream of which everything is complete is forgotten.
+                // A stream is forgotten only when all its work is complete.
                 return Ok(());
             }
         }
@@ -481,7 +482,7 @@ impl Engine {
     }
 }
 
-/// The live large block that starts at a pointer.
+/// Returns the live large block that starts at a pointer.
 fn live(heap: &mut Heap, ptr: sys::CUdeviceptr) -> Result<u32, Error> {
     if let Some(id) = heap.extents.lookup.exact(ptr) {
         return Ok(id);

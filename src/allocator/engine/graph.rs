@@ -1,8 +1,8 @@
-//! Graph pools: who gets memory of which, what a capture did with it, and its way back.
+//! Graph pools: the choice of the pool for a request, the uses of its memory in a capture, and its release.
 //!
-//! A stream that captures is asked in calls that name it, or that free what it used, and only what a capture allows:
-//! whether it captures, in which capture, and behind which nodes. No event is recorded on it, and nothing waits
-//! for it.
+//! A capturing stream is queried only in calls that name it or that free memory it used, and only by queries that a
+//! capture allows: whether it captures, in which capture, and behind which nodes. No event is recorded on it, and no
+//! wait is made for it.
 
 use std::sync::atomic::Ordering;
 
@@ -29,7 +29,7 @@ use crate::allocator::stream::slot::{StreamKey, is_per_thread, is_special};
 use crate::error::{Error, GraphPoolError, StreamMisuse};
 use crate::locks::thread_id::ThreadId;
 
-/// Addresses are leased for a pool in steps of so many bytes at least.
+/// Minimum step, in bytes, in which addresses are leased for a pool.
 const FIRST_LEASE: u64 = 1 << 30;
 
 impl Engine {
@@ -41,7 +41,7 @@ impl Engine {
 
     // ---- pools and scopes ---------------------------------------------------------------------------
 
-    /// Makes a pool; its number.
+    /// Creates a pool and returns its number.
     pub(crate) fn add_pool(&self) -> Result<u64, Error> {
         if !self.rules.maps() {
             return Err(Error::NotSupported {
@@ -51,7 +51,7 @@ impl Engine {
         Ok(self.open()?.graphs.add_pool())
     }
 
-    /// Opens a scope; its number. From here on calls look where they belong.
+    /// Opens a scope and returns its number. From here on requests look up their scope.
     pub(crate) fn enter_scope(&self, pool: u64, kind: Kind) -> Result<u64, Error> {
         let uncovered = {
             let mut heap = self.open()?;
@@ -59,7 +59,7 @@ impl Engine {
             heap.empty_large_caches();
             heap.streams.kept_uncovered()
         };
-        // Once a stream captures, only an earlier marker tells when memory is idle that was freed on it before.
+        // Once a stream captures, only an earlier marker shows when memory that was freed on it before is idle.
         self.mark_all(uncovered);
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
@@ -79,17 +79,17 @@ impl Engine {
         if left.is_none() {
             return Err(Error::GraphPool(GraphPoolError::NotEntered));
         }
-        // A filter may own what calls the allocator when it goes.
+        // A dropped filter may own objects whose drop calls the allocator.
         drop(left);
         self.scopes.fetch_sub(1, Ordering::Relaxed);
         process::unwatch(1);
-        // What was dropped in a capture that could not say when it was done.
+        // Includes blocks that were dropped in a capture and whose last use could not be determined then.
         self.free_deferred();
         self.tidy_pools();
         Ok(())
     }
 
-    /// No further capture comes to a pool.
+    /// Declares that no further capture uses a pool.
     pub(crate) fn release_pool(&self, pool: u64) -> Result<(), Error> {
         {
             let mut heap = self.open()?;
@@ -104,10 +104,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Has a graph that was not captured keep a pool's memory.
+    /// Makes a graph that was not captured keep a pool's memory.
     ///
     /// # Safety
-    /// `graph` must be live, and nobody uses it meanwhile.
+    /// `graph` must be live, and no other thread uses it during the call.
     pub(crate) unsafe fn retain_for(&self, pool: u64, graph: sys::CUgraph) -> Result<(), Error> {
         let leases = {
             let heap = self.open()?;
@@ -130,7 +130,7 @@ impl Engine {
         User::new(named.key, named.raw as usize, named.kept().cloned(), since)
     }
 
-    /// Refuses the per-thread default stream of another thread: its handle means another stream here.
+    /// Refuses the per-thread default stream of another thread: on this thread its handle means another stream.
     pub(crate) fn refuse_other_threads(&self, key: StreamKey, raw: usize) -> Result<(), Error> {
         let own = || key == StreamKey::Id(self.context.per_thread_id());
         match is_per_thread(raw) && !own() {
@@ -139,7 +139,7 @@ impl Engine {
         }
     }
 
-    /// Asks the streams of captures that this crate owns whether they capture on.
+    /// Queries whether streams owned by this crate with captures in pools are still capturing.
     pub(crate) fn review_pool_captures(&self) {
         let streams = self.lock().graphs.capturing();
         for (capture, user) in streams {
@@ -153,7 +153,7 @@ impl Engine {
         }
     }
 
-    /// A stream of this crate that is in a capture which uses pools.
+    /// Returns a stream of this crate whose capture uses pools, if there is one.
     pub(crate) fn pool_capturing(&self) -> Option<User> {
         self.review_pool_captures();
         let known = self.lock().graphs.capturing();
@@ -164,13 +164,13 @@ impl Engine {
         })
     }
 
-    /// The capture that a stream is in.
+    /// Returns the capture that a stream is in.
     pub(crate) fn capture_of(&self, user: &User) -> Result<Option<Present>, Error> {
         let raw: sys::CUstream = std::ptr::with_exposed_provenance_mut(user.raw);
         self.capture_of_named(user.key, raw, user.stream.as_ref())
     }
 
-    /// [`capture_of`](Self::capture_of) a stream by its name.
+    /// [`capture_of`](Self::capture_of) for a stream as a call names it.
     pub(crate) fn capture_of_named(
         &self,
         key: StreamKey,
@@ -183,9 +183,11 @@ impl Engine {
             true => Some(context.make_current().map_err(|e| self.error(e))?),
             false => None,
         };
-        // One that may be in a capture is not asked whether it is before that is asked for.
+        // For a stream that may be capturing, the capture itself is queried directly, without asking first whether
+        // there is one.
         let at_once = self.driver().may_be_capturing(raw);
-        // SAFETY: whoever named the stream vouched for it, and special handles are valid while a context is current.
+        // SAFETY: the caller that named the stream guarantees that it is alive, and special handles are valid while a
+        // context is current.
         let asked = unsafe {
             let captures = match at_once {
                 true => Ok(true),
@@ -209,7 +211,7 @@ impl Engine {
 
     // ---- allocation ---------------------------------------------------------------------------------
 
-    /// Allocates from the pool that a request belongs to, if it belongs to one.
+    /// Allocates from the pool that a request belongs to, if there is one.
     #[inline(never)]
     pub(crate) fn allocate_in_pool(
         &self,
@@ -230,7 +232,7 @@ impl Engine {
             return Ok(None);
         };
         if request.single {
-            // Where one of the pool's handles ends is looked at for no request.
+            // Requests in pools do not consider where handles end.
             return Err(Error::NotSupported {
                 what: "blocks of a graph pool in a single handle",
             });
@@ -256,7 +258,7 @@ impl Engine {
                 stream: user.key.number(),
             },
             Some(info) if self.driver().is_joined(info.id) => {
-                // Nobody knows what of the pool the graph's other nodes use.
+                // The graph's other nodes may use any memory of the pool, and the allocator cannot see which.
                 return Err(Error::NotSupported {
                     what: "memory of a graph pool in a capture into a graph that has nodes",
                 });
@@ -319,7 +321,7 @@ impl Engine {
         made.map(Some)
     }
 
-    /// The scope and the pool of a request, by a version of the scopes: the one whose filters were asked.
+    /// The scope and the pool of a request, tagged with the version of the scopes whose filters were called.
     fn resolve(
         &self,
         user: &User,
@@ -355,7 +357,7 @@ impl Engine {
         }
     }
 
-    /// Whether requests of a stream that captured a moment ago go to a pool.
+    /// Whether requests of a stream that was recently found capturing go to a pool.
     pub(crate) fn is_served(&self, named: &Named<'_>) -> Result<bool, Error> {
         refuse_in_predicate()?;
         let info = self.capture_of_named(named.key, named.raw, named.kept())?;
@@ -363,15 +365,15 @@ impl Engine {
         Ok(info.is_none() || self.resolve(&user, info.as_ref())?.is_some())
     }
 
-    /// Has a capture's graph keep the pool's memory before it gets or uses any.
+    /// Makes the graph of a capture keep the pool's memory, before the capture receives or uses any.
     pub(crate) fn lease(&self, info: &Present, pool: u64) -> Result<(), Error> {
         if !self.open()?.graphs.lacks_lease(info.id, pool) {
             return Ok(());
         }
-        // What earlier captures freed is this one's as soon as they are known to be over.
+        // Memory that earlier captures freed is available to this one as soon as they are known to have ended.
         self.review_pool_captures();
         let leases = self.lock().graphs.leases_of(pool)?;
-        // SAFETY: the graph is that of the capture which the stream is in that this thread names.
+        // SAFETY: the graph belongs to the capture of the stream that this thread names.
         let lease = match unsafe { commit::retain(&self.context, info.graph, &leases) } {
             Ok(lease) => Some(lease),
             Err(error) if error.code() == sys::CUresult::CUDA_ERROR_NOT_FOUND => None,
@@ -426,7 +428,7 @@ impl Engine {
                 Err(Lacking::Sites(bytes)) => {
                     let leased = self.lease_addresses(pool, bytes, |arena| &mut arena.sites);
                     if leased.is_err() {
-                        // New memory at home may need fewer addresses.
+                        // New memory at its home addresses may need fewer addresses.
                         request.fit.views = false;
                     }
                     continue;
@@ -472,7 +474,7 @@ impl Engine {
         }
     }
 
-    /// The error of a request to a pool for which no addresses could be leased.
+    /// Returns the error for a pool request for which no addresses could be leased.
     fn no_addresses(&self, request: &PoolRequest, error: Error) -> Error {
         match error {
             Error::Driver(refusal) => {
@@ -483,7 +485,7 @@ impl Engine {
         }
     }
 
-    /// The error of a request to a pool that found no room for these bytes of the driver.
+    /// Returns the error for a pool request for which the driver provided no memory.
     fn no_room(&self, request: &PoolRequest, needed: u64, refusal: Option<DriverError>) -> Error {
         let error = self.lock().out_of_memory_in_pool(request, needed);
         self.out_of_memory(error, refusal)
@@ -528,7 +530,8 @@ impl Engine {
     }
 }
 
-/// Refuses to look for the pool of a request inside a predicate, which would be asked about its own request without end.
+/// Refuses to look up the pool of a request inside a predicate, because the predicate would be called for its own
+/// request without end.
 fn refuse_in_predicate() -> Result<(), Error> {
     match is_in_predicate() {
         true => Err(GraphPoolError::InPredicate.into()),

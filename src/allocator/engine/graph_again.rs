@@ -1,5 +1,5 @@
-//! Graph pools: requests and frees of a stream in a capture that go where its last one went. What was found out for that
-//! stands, and all that is to be asked is what the stream is behind.
+//! Graph pools: the fast path for requests and frees of a capturing stream that use the same pool as its previous ones.
+//! The earlier lookup remains valid, and only the nodes that the stream is behind are queried.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
@@ -21,7 +21,7 @@ use crate::allocator::stream::slot::AfterFree;
 use crate::error::Error;
 
 impl Engine {
-    /// Finds out what a stream is behind in its capture, and what follows from that and its place there.
+    /// Queries which nodes a stream is behind in its capture, and applies the result at the stream's place there.
     pub(crate) fn advance<T>(
         &self,
         user: &User,
@@ -36,8 +36,8 @@ impl Engine {
         done?.flatten().ok_or(Error::Capturing { stream: user.raw })
     }
 
-    /// Finds out what a stream is behind in its capture if it has a place there, and does what follows, under the same
-    /// lock, with the capture's number and the place.
+    /// Queries which nodes a stream is behind in its capture, if it has a place there, and applies the result under the
+    /// same lock, with the capture's number and the place.
     pub(crate) fn advance_from<T>(
         &self,
         raw: usize,
@@ -67,8 +67,8 @@ impl Engine {
             let (walk, node) = asked;
             let dependencies = {
                 let raw = std::ptr::with_exposed_provenance_mut(node);
-                // SAFETY: a node of the capture that the stream is in, whose graph nobody else uses while the stream is
-                // being used.
+                // SAFETY: the node belongs to the capture of the stream, and no other thread uses its graph while the
+                // stream is in use.
                 unsafe { self.driver().read_node(raw, edge) }
             };
             let mut heap = self.open()?;
@@ -93,8 +93,8 @@ impl Engine {
         }
     }
 
-    /// [`allocate_in_pool`](Self::allocate_in_pool) for a stream in a capture whose last request went to a pool, out of
-    /// memory that is there, if nothing has changed since.
+    /// [`allocate_in_pool`](Self::allocate_in_pool) for a capturing stream whose previous request went to a pool, from
+    /// available memory, if nothing has changed since.
     pub(crate) fn allocate_again(
         &self,
         named: &Named<'_>,
@@ -129,7 +129,7 @@ impl Engine {
                 false => None,
             };
             let Some(place) = place else {
-                // The user is let go without the lock: it may be the last to hold the stream.
+                // The user is dropped without the lock, because it may hold the last reference to the stream.
                 way.set(Some((version, pool, user)));
                 return None;
             };
@@ -144,8 +144,8 @@ impl Engine {
         Ok(grant?.flatten())
     }
 
-    /// Frees a block that a stream in a capture was given there, and no other stream uses, if nothing else is to be
-    /// looked at: this thread named the stream last, the graph has its lease, and no scope of the capture was left.
+    /// Frees a block that was allocated in this capture and that no other stream uses, if nothing else has to be
+    /// checked: this thread named the stream last, the graph has its lease, and no scope of the capture was closed.
     pub(crate) fn free_again(
         &self,
         (life, ptr): ((u32, u32), u64),

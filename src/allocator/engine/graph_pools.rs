@@ -1,4 +1,4 @@
-//! Graph pools as wholes: what they hold, earlier layouts of theirs, and their way back to the driver.
+//! Graph pools as a whole: footprint, checkpoints, and the release of their memory to the driver.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::driver::DriverError;
 use crate::error::{Error, GraphPoolError};
 use crate::event::Kind;
 
-/// How long the driver may take to say that graphs are gone, where it is well if they are and they may not be.
+/// How long to wait for the driver's report that graphs are destroyed, where the report is useful but may not come.
 pub(crate) const SOON: Duration = Duration::from_millis(5);
 
 impl Engine {
@@ -68,7 +68,7 @@ impl Engine {
         let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
         let now = heap.graphs.uses_of(pool, &changes);
         if !now.iter().all(|(user, _)| asked.contains(&user.identity())) {
-            // Somebody used the pool meanwhile.
+            // Another call used the pool meanwhile.
             let bytes = now.iter().map(|(_, bytes)| bytes).sum();
             drop(heap);
             return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
@@ -86,7 +86,7 @@ impl Engine {
         Ok(heap.graphs.footprint(pool))
     }
 
-    /// Asks, or waits for, what free memory of a pool waits for.
+    /// Polls, or waits for, the events that free memory of a pool is pending on.
     pub(crate) fn ask_pool_events(&self, pool: u64, wait: bool) -> Result<(), Error> {
         let awaited = {
             let heap = self.lock();
@@ -125,7 +125,7 @@ impl Engine {
         first
     }
 
-    /// Asks what free memory of all pools waits for.
+    /// Polls the events that free memory of all pools is pending on.
     pub(crate) fn ask_pools(&self) -> Result<(), Error> {
         self.review_pool_captures();
         let pools: Vec<u64> = self.lock().graphs.pools.keys().copied().collect();
@@ -133,8 +133,8 @@ impl Engine {
         pools.try_for_each(|pool| self.ask_pool_events(pool, false))
     }
 
-    /// Waits until no graph holds a lease of these pools, or for so long: the driver tells the end of a graph on a thread
-    /// of its own, some time after whoever destroyed it went on.
+    /// Waits until no graph holds a lease of these pools, or until the time is up: the driver reports the end of a
+    /// graph on its own thread, some time after the call that destroyed it has returned.
     pub(crate) fn await_leases(&self, limit: Duration, of: impl Fn(&Pool) -> bool) {
         let (clock, ended) = (Clock::default(), Arc::clone(&self.lock().graphs.ended));
         loop {
@@ -153,9 +153,9 @@ impl Engine {
 
     // ---- room for growth ----------------------------------------------------------------------------------
 
-    /// Makes room for a growth of a pool by this number of bytes, without a wait: what other pools can spare goes back to the
-    /// driver, and idle memory of the allocator moves into the pool, as much as the limit or the driver's `refusal`
-    /// makes necessary.
+    /// Makes room for a growth of a pool by this number of bytes, without a wait: releases memory that other pools can
+    /// spare, and moves idle memory of the allocator into the pool, as much as the limit or the driver's `refusal`
+    /// requires.
     pub(crate) fn make_room(
         &self,
         pool: u64,
@@ -164,7 +164,7 @@ impl Engine {
     ) -> Result<(), Error> {
         match self.move_idle(pool, missing, refusal) {
             Err(Error::ContextLost(error)) => Err(Error::ContextLost(error)),
-            // The growth is tried all the same. What could not be moved stays where it was.
+            // The growth is attempted regardless. Memory that could not be moved stays where it was.
             _ => Ok(()),
         }
     }
@@ -182,7 +182,7 @@ impl Engine {
         let free = match refusal.map(|error| self.driver_free(error)) {
             None => u64::MAX,
             Some(free) if free < missing => free,
-            // The driver refuses memory that it reports as free.
+            // The driver refused memory that it reports as free.
             Some(_) => 0,
         };
         let mut claimed = {
@@ -192,7 +192,7 @@ impl Engine {
             let claimed = heap.plan_release(&arenas, missing, room);
             let bytes: u64 = claimed.iter().map(|release| release.bytes).sum();
             if bytes < missing.saturating_sub(room) {
-                // It would not be enough, and it is of more use where it is.
+                // It would not suffice, and it is more useful where it is.
                 claimed.into_iter().for_each(|release| heap.keep(release));
                 return Ok(());
             }
@@ -237,7 +237,7 @@ impl Engine {
             .map_err(|not_made| self.error(not_made.failure.error))
     }
 
-    /// Finds a home in a pool for a handle, and leases addresses if the pool has none.
+    /// Finds a home address in a pool for a handle, and leases addresses if the pool has none.
     fn plan_home(&self, pool: u64, bytes: u64) -> Result<u64, Error> {
         loop {
             let mut heap = self.open()?;
@@ -250,9 +250,9 @@ impl Engine {
         }
     }
 
-    // ---- giving back ------------------------------------------------------------------------------------
+    // ---- release --------------------------------------------------------------------------------------
 
-    /// Waits for what pools wait for, and gives all their memory back. No graph has a lease any more.
+    /// Waits for the pending memory of pools, and releases all their memory. No graph holds a lease any more.
     pub(crate) fn close_pools(&self) -> Result<(), Error> {
         let (pools, untold) = self.lock().graphs.end();
         let unasked = !self.lock().graphs.unasked.is_empty();
@@ -268,7 +268,7 @@ impl Engine {
         self.dissolve_pools(true).map(drop)
     }
 
-    /// Gives back pools that were released, as soon as nothing can use them any more.
+    /// Releases the memory of released pools as soon as nothing can use it any more.
     pub(crate) fn tidy_pools(&self) {
         if !self.lock().graphs.has_leaving() {
             return;
@@ -282,8 +282,8 @@ impl Engine {
         }
     }
 
-    /// Gives the memory of pools that nothing uses back to the driver: of all, or of those that were released. The
-    /// bytes that went.
+    /// Releases the memory of unused pools to the driver, with `all` of every pool, otherwise of released pools only.
+    /// Returns the bytes.
     pub(crate) fn dissolve_pools(&self, all: bool) -> Result<u64, Error> {
         self.discard_pools()?;
         let (mut released, mut first) = (0, Ok(()));

@@ -1,4 +1,4 @@
-//! Blocks of graph pools in use: by which streams, in captures and outside of them, and their frees.
+//! Uses of graph pool blocks by streams, inside captures and outside, and their frees.
 
 use crate::driver::{Context, Stream};
 use crate::locks::lines::keep_lines;
@@ -16,20 +16,20 @@ use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::AfterFree;
 use crate::error::Error;
 
-/// What the users of a block did with it last: nodes of captures, and events behind work outside of them.
+/// The last uses of a block by its users: nodes of captures, and events behind work outside captures.
 #[derive(Default)]
 struct LastUses {
     captured: Few<Reached>,
     ends: Vec<(u64, Pooled)>,
-    /// One of them may be gone, and is not asked.
+    /// A user's stream may have been destroyed, so it was not queried.
     unasked: bool,
-    /// One of them captures, so that a graph may touch the block: its lease, or none where the driver tells nobody of
-    /// its end.
+    /// Leases of graphs that may touch the block, one per capturing user; `None` where the driver does not report the
+    /// end of the graph.
     in_graphs: Vec<Option<Lease>>,
 }
 
 impl Engine {
-    /// Frees a live block of a pool by its identity; its pool, and who used it when that was looked up.
+    /// Frees a live block of a pool by its id and generation. The pool and the users are passed as they were looked up.
     #[inline(never)]
     pub(crate) fn free_pooled(
         &self,
@@ -38,7 +38,7 @@ impl Engine {
         (pool, users): (u64, Few<User>),
     ) -> Result<(), Error> {
         let gone = || Error::NotLive { ptr };
-        // The users go before what they keep from being logged.
+        // Declared first: the users are dropped before the log lines that they hold back are written.
         let _lines = keep_lines();
         let users = users;
         let (mut uses, mut all_told) = (LastUses::default(), Ok(()));
@@ -55,7 +55,7 @@ impl Engine {
             }
             asked = Some(info);
         }
-        // Each is asked even if another one cannot be told: the graphs of all of them need leases.
+        // Every user is queried even if one fails, because the graphs of all of them need leases.
         for user in &users {
             let told = self.last_use(pool, user, asked.take(), &mut uses);
             all_told = all_told.and(told);
@@ -65,7 +65,7 @@ impl Engine {
             && heap.is_pooled(life)
             && let Some(live) = heap.graphs.live_mut(ptr)
         {
-            // Also if the free has to wait for the end of the capture, and finds none any more.
+            // Also if the free has to wait for the end of the capture, and the capture has already ended by then.
             for lease in uses.in_graphs {
                 match lease {
                     Some(lease) if !live.touched.contains(&lease) => live.touched.push(lease),
@@ -79,7 +79,7 @@ impl Engine {
         let live = live.ok_or_else(gone)?;
         let same = |(known, asked): (&User, &User)| known.is_copy_of(asked);
         if live.users.len() != users.len() || !live.users.iter().zip(&users).all(same) {
-            // A stream was recorded meanwhile, or was retired.
+            // A stream was recorded or retired meanwhile.
             let used = (live.owner, live.users.clone());
             drop(heap);
             drop(users);
@@ -107,11 +107,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Finds out behind what a user of a pool's block is done with it.
+    /// Determines the last use of a pool block by one of its users.
     ///
     /// # Errors
-    /// [`Error::Capturing`] while that cannot be said: what the stream did with the block before its present capture
-    /// has no end that an event could be recorded behind, and a graph that another thread builds is not asked.
+    /// [`Error::Capturing`] while that is impossible: the stream used the block before its present capture, so that no
+    /// event can be recorded behind the use, or another thread builds the graph, which therefore cannot be queried.
     fn last_use(
         &self,
         pool: u64,
@@ -124,7 +124,7 @@ impl Engine {
             && !self.lock().graphs.serves_capture_of(user, pool)
         {
             uses.unasked = true;
-            // It is not asked, but the capture that it is known to be in may touch the block.
+            // The stream is not queried, but the capture that it is known to be in may touch the block.
             if self.lock().graphs.captures_on(user.raw) {
                 uses.in_graphs.push(None);
             }
@@ -147,7 +147,7 @@ impl Engine {
                 if heap.graphs.lacks_lease(info.id, pool)
                     && let Some(pool) = heap.graphs.pools.get_mut(&pool)
                 {
-                    // The graph uses the pool, and nobody may have it say when it goes.
+                    // The graph uses the pool, but nothing will report its destruction.
                     pool.untold = true;
                 }
                 uses.in_graphs.push(heap.graphs.lease_of(info.id, pool));
@@ -172,8 +172,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether a stream that no call under way names may not be used: its owner may have destroyed it, or its context is
-    /// distrusted.
+    /// Whether a stream that the current call does not name must not be used: its owner may have destroyed it, or its
+    /// context is distrusted.
     pub(crate) fn may_be_gone(&self, user: &User) -> bool {
         let streams = &self.lock().streams;
         let known = streams.find(user.key);
@@ -182,7 +182,7 @@ impl Engine {
             || (self.unretired && raw && !streams.has_lasting(user.raw))
     }
 
-    /// An event behind everything that a stream outside of captures was given so far.
+    /// Returns an event behind all work submitted so far to a stream outside captures.
     pub(crate) fn end_of(&self, user: &User) -> Result<Pooled, Error> {
         self.refuse_other_threads(user.key, user.raw)?;
         let recorded = match &user.stream {
@@ -195,8 +195,8 @@ impl Engine {
                     stream: None,
                 };
                 let context = self.context_of(&named)?;
-                // SAFETY: the stream lives until it is retired, by the contract for raw streams, and that waits for
-                // who holds the user's token.
+                // SAFETY: the stream lives until it is retired, by the contract for raw streams, and retirement waits
+                // for every holder of the user's token.
                 let stream = unsafe { Stream::from_raw(&context, raw) };
                 stream.and_then(|stream| self.events.record(&stream))
             }
@@ -210,8 +210,8 @@ impl Engine {
         })
     }
 
-    /// An event of the allocator's own context that completes after an event of another one, which may be destroyed
-    /// once its streams are retired.
+    /// Returns an event of the allocator's own context that completes after an event of another context. That context
+    /// may be destroyed once its streams are retired.
     fn brought_home(&self, event: &Pooled, context: &Context) -> Result<Pooled, Error> {
         let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
         let queued = event.hold_back(&follower);
@@ -261,8 +261,8 @@ impl Engine {
             match ended {
                 Some(ended) if known => earlier.push(ended),
                 Some(ended) => {
-                    // The later event of a stream is behind what the earlier one is behind. What came since this
-                    // call began may have been recorded later than its own.
+                    // The later event of a stream covers the earlier one. Events that others added since this call
+                    // began may have been recorded after its own.
                     let before =
                         |used: &mut Pending| used.stream == ended.stream && used.event < begun;
                     earlier.extend(live.pending.extract_if(.., before));
@@ -278,12 +278,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether memory of a pool was used by a stream, or a capture that uses one is known to be its.
+    /// Whether a stream has used memory of a pool, or is known to be in a capture that does.
     pub(crate) fn pools_know(&self, named: &Named<'_>) -> bool {
         self.lock().graphs.knows(&Self::user_of(named, None))
     }
 
-    /// A stream gets no more work, and its handle is not touched any more: what it used of pools it has used.
+    /// Ends a stream's uses of pools: the stream receives no more work, and its handle is not used any more.
     pub(crate) fn leave_pools(&self, named: &Named<'_>) -> Result<(), Error> {
         let user = Self::user_of(named, None);
         if !self.pools_know(named) {
@@ -318,7 +318,7 @@ impl Engine {
         let unneeded = heap.graphs.completed(&[]);
         drop(heap);
         drop(unneeded);
-        // Frees under way may still touch the handle. Blocks of a capture have copies of one user.
+        // Frees in progress may still use the handle. Blocks of a capture have copies of one user.
         gone.sort_unstable_by_key(User::identity);
         gone.dedup_by(|other, left| other.is_copy_of(left));
         for left in gone {

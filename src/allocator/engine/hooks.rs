@@ -1,4 +1,4 @@
-//! Hooks that can free memory when there is none: the user's last word before an error.
+//! Relief hooks, which let the program free memory before a request fails.
 
 use std::cell::Cell;
 use std::cmp::Reverse;
@@ -10,17 +10,16 @@ use crate::foreign::guarded;
 use crate::locks::held::Mutex;
 
 thread_local! {
-    /// A hook runs on this thread.
+    /// Whether a hook runs on this thread.
     static RUNS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Something that can free memory which the program can do without: for allocators, and for
+/// A hook that frees memory which the program can do without: for allocators, and for
 /// [`Relief`](crate::resource::Relief) over any resource.
 ///
-/// Hooks run by priority, the larger yield first among equals, then in the order in which they were added;
-/// without any lock held, so a hook may allocate, free, and add or remove hooks. For requests that it makes itself
-/// no hook runs, neither itself nor another: they fail if memory is short. A panic in it is logged, and counts as nothing
-/// freed. Cheap to clone.
+/// Hooks run in order of priority, then of larger estimated yield, then of addition. They run without any lock held, so
+/// a hook may allocate, free, and add or remove hooks. Requests made by a hook run no hooks: they fail if memory is
+/// short. A panic in a hook is logged and counts as nothing freed. Hooks are cheap to clone.
 ///
 /// ```
 /// use cualloc::allocator::ReliefHook;
@@ -40,8 +39,8 @@ pub struct ReliefHook {
 }
 
 impl ReliefHook {
-    /// A hook of a unique name. It gets the bytes that are missing and returns how many it freed, as far
-    /// as it knows; whoever asked looks for itself.
+    /// Creates a hook with a unique name. The function receives the number of missing bytes and returns an estimate of
+    /// the bytes that it freed; the allocator checks for itself.
     pub fn new(
         name: impl Into<Arc<str>>,
         run: impl Fn(u64) -> u64 + Send + Sync + 'static,
@@ -55,38 +54,38 @@ impl ReliefHook {
         }
     }
 
-    /// Lower runs earlier; 0 by default.
+    /// Sets the priority: lower runs earlier; 0 by default.
     pub fn priority(mut self, priority: i32) -> Self {
         self.priority = priority;
         self
     }
 
-    /// Bytes that it will probably free: more runs earlier among equal priorities.
+    /// Sets the bytes that the hook will probably free: among equal priorities, larger runs earlier.
     pub fn estimated_yield(mut self, bytes: u64) -> Self {
         self.estimated_yield = bytes;
         self
     }
 
-    /// Bytes that it needs while it runs. It is passed over where a budget has less left; allocators,
-    /// which have no budget, run it all the same, and its request for them may fail.
+    /// Sets the bytes that the hook needs while it runs. The hook is skipped where a budget has less left. Allocators
+    /// have no budget and run it regardless; its requests may then fail.
     pub fn overhead(mut self, bytes: u64) -> Self {
         self.overhead = bytes;
         self
     }
 
-    /// Its name.
+    /// Returns the name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether it can run in so many bytes.
+    /// Whether the hook can run within this number of bytes.
     pub(crate) fn runs_in(&self, bytes: u64) -> bool {
         self.overhead <= bytes
     }
 
-    /// Asks it for so many bytes; how many it says that it freed.
+    /// Asks the hook to free `missing` bytes, and returns the number of bytes that it reports.
     pub(crate) fn run(&self, missing: u64) -> u64 {
-        /// Ends it, also where a logger panics.
+        /// Restores the thread's flag, also when a logger panics.
         struct Running(bool);
         impl Drop for Running {
             fn drop(&mut self) {
@@ -115,12 +114,12 @@ impl fmt::Debug for ReliefHook {
     }
 }
 
-/// Hooks in the order in which they run.
+/// Hooks in execution order.
 #[derive(Default)]
 pub(crate) struct Hooks(Mutex<Vec<ReliefHook>>);
 
 impl Hooks {
-    /// Adds a hook, or replaces the one of its name; whether one was replaced.
+    /// Adds a hook, or replaces the one with its name; returns whether it replaced one.
     pub(crate) fn add(&self, hook: ReliefHook) -> bool {
         let replaced = {
             let mut hooks = process::lock(&self.0);
@@ -130,16 +129,16 @@ impl Hooks {
             hooks.insert(at, hook);
             replaced
         };
-        // What it captured is dropped without the lock: it may remove hooks of its own.
+        // A replaced hook is dropped without the lock, because its drop may remove other hooks.
         replaced.is_some()
     }
 
-    /// Whether there is none.
+    /// Whether there are no hooks.
     pub(crate) fn is_empty(&self) -> bool {
         process::lock(&self.0).is_empty()
     }
 
-    /// Removes a hook; whether it existed.
+    /// Removes a hook, and returns whether it existed.
     pub(crate) fn remove(&self, name: &str) -> bool {
         let removed = {
             let mut hooks = process::lock(&self.0);
@@ -149,14 +148,14 @@ impl Hooks {
         removed.is_some()
     }
 
-    /// Runs while the hooks are locked.
+    /// Runs a closure while the hooks are locked.
     #[cfg(all(test, unix, feature = "sim"))]
     pub(crate) fn while_locked<T>(&self, run: impl FnOnce() -> T) -> T {
         let _hooks = process::lock(&self.0);
         run()
     }
 
-    /// The hooks that may run now, in their order: none while one runs on this thread.
+    /// Returns the hooks that may run now, in order: none while a hook runs on this thread.
     pub(crate) fn due(&self) -> Vec<ReliefHook> {
         match RUNS.get() {
             true => Vec::new(),

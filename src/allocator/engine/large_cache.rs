@@ -1,8 +1,8 @@
-//! The heap's side of the large-block caches: which large blocks lie on them, and how they come back.
+//! The heap's part of the large-block caches: which large blocks are in them, and how they return.
 //!
-//! The heap does not see what a stream cache does with the blocks in its large-block cache. Whoever wants to
-//! know more of a large block than its place takes it off first, and whoever needs memory that is not ready
-//! takes everything off that nobody holds.
+//! The heap does not see what a stream cache does with the blocks in its large-block cache. A caller that needs more
+//! about a large block than its address takes the block out first, and a request that no ready memory can serve takes
+//! out every block that is free.
 
 use std::sync::atomic::Ordering;
 
@@ -14,8 +14,8 @@ use crate::allocator::size::GRANULE;
 use crate::allocator::stream::slot::StreamKey;
 
 impl Engine {
-    /// Allocates a large block from the large-block cache of the stream cache that the thread used last for the
-    /// stream, if that suffices.
+    /// Allocates a large block from the large-block cache of the stream cache that the thread used last for the stream,
+    /// if that suffices.
     #[inline]
     pub(crate) fn hit_large(&self, key: u64, bytes: usize) -> Option<Grant> {
         if !self.has_large_blocks() {
@@ -25,7 +25,7 @@ impl Engine {
         self.take_large(cache, cache.lock(), key, bytes)
     }
 
-    /// [`hit_large`](Self::hit_large) by the handle of a stream, if that handle lasts.
+    /// [`hit_large`](Self::hit_large) by the handle of a stream, if the handle stays valid.
     #[inline]
     pub(crate) fn hit_large_by_handle(
         &self,
@@ -41,7 +41,7 @@ impl Engine {
         self.take_large(cache, inner, key, bytes)
     }
 
-    /// Whether large-block caches hold blocks and may serve a call without a look at anything else.
+    /// Whether large-block caches hold blocks and may serve a call without further checks.
     #[inline(always)]
     fn has_large_blocks(&self) -> bool {
         self.in_large_caches.load(Ordering::Relaxed) != 0 && self.unwatched()
@@ -70,10 +70,10 @@ impl Engine {
 }
 
 impl Heap {
-    /// Takes the markers that are due for what came out of the large-block caches, for a call that names a
-    /// stream. Of other streams only on those that we keep alive: since a block was freed to a large-block
-    /// cache its stream may have been destroyed, and its handle be another's by now. Its next marker covers
-    /// that free, too.
+    /// Takes the due markers for blocks that left the large-block caches, in a call that names a stream. For other
+    /// streams it takes only markers of those that the allocator keeps alive: a stream may have been destroyed since
+    /// the free into the large-block cache, and its handle reused. The next marker of such a stream covers that free
+    /// too.
     pub(crate) fn take_due(&mut self, named: u32) -> Vec<(u32, StreamKey)> {
         let mut due = std::mem::take(&mut self.caches.due);
         due.retain(|(stream, _)| *stream == named || self.streams[*stream].holder.is_lasting());
@@ -90,7 +90,7 @@ pub(crate) mod tests {
 
     const MIB: usize = 1 << 20;
 
-    /// An allocator at whose heap threads met a moment ago, and two streams.
+    /// An allocator whose heap was recently contended, and two streams.
     pub(crate) fn contended(test: impl FnOnce(&Allocator, [&Stream; 2])) {
         let simulator = Simulator::new(SimConfig::default()).unwrap();
         let driver = simulator.driver().unwrap();
@@ -98,7 +98,7 @@ pub(crate) mod tests {
         let config = Config::new().policy(Policy::Packed);
         let allocator = Allocator::with_config(&context, config).unwrap();
         let streams = [0, 1].map(|_| Stream::new(&context).unwrap());
-        // Both are known from here on.
+        // Both are registered from here on.
         for stream in &streams {
             drop(allocator.allocate(1, stream).unwrap());
         }
@@ -108,10 +108,10 @@ pub(crate) mod tests {
         allocator.close().unwrap();
     }
 
-    /// Blocks side by side, of which the second one lies in a large-block cache.
+    /// Adjacent blocks, of which the second is in a large-block cache.
     fn row(allocator: &Allocator, stream: &Stream) -> [Block; 3] {
         drop(allocator.allocate(64 * MIB, stream).unwrap());
-        // Whichever stream comes: nothing has to wait.
+        // Nothing is pending on either stream.
         allocator.synchronize().unwrap();
         let [left, middle, right] =
             [2, 3, 2].map(|mib| allocator.allocate(mib * MIB, stream).unwrap());
@@ -153,12 +153,12 @@ pub(crate) mod tests {
     fn memory_in_large_caches_comes_before_more_memory() {
         contended(|allocator, [a, b]| {
             let [left, middle, right] = row(allocator, a);
-            // No free piece is long enough, and what is live is far from a peak.
+            // No free piece is long enough, and the live bytes are far below the peak.
             let rest = [2, 1, 2, 52].map(|mib| Some(allocator.allocate(mib * MIB, a).unwrap()));
             let [hole, wall, gap, rest] = rest;
             drop((hole, gap, middle));
             allocator.synchronize().unwrap();
-            // Takes everything out of the large-block caches.
+            // A snapshot empties the large-block caches.
             allocator.snapshot();
             let middle = allocator.allocate(3 * MIB, a).unwrap();
             let reserved = allocator.stats().all.reserved.current;

@@ -1,9 +1,9 @@
 //! Retirement: the last marker of a stream, and the end of its slot.
 //!
-//! From the moment on that the last marker is about to be recorded nobody finds the slot by the stream's
-//! name. Whoever owns memory of the stream and gave it work looks for the name before the free
-//! ([`Block::stream_retired`](crate::allocator::Block::stream_retired)). If it is there, the last marker is yet to
-//! come, after that work. If it is not, the work is another slot's, and recorded there.
+//! As soon as the last marker is about to be recorded, the slot can no longer be found by the stream's name. An owner
+//! of memory of the stream that submitted work looks up the name before the free
+//! ([`Block::stream_retired`](crate::allocator::Block::stream_retired)). If the name is known, the last marker will
+//! follow that work. If it is not, the work belongs to another slot, and is recorded there.
 
 use std::sync::Arc;
 
@@ -18,7 +18,8 @@ use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, StreamKey};
 use crate::error::Error;
 
 impl Streams {
-    /// The stream is known by its name again, unless another slot is by now. Whether it is.
+    /// Makes the slot known by its stream's name again, unless another slot has the name by now. Returns whether it
+    /// did.
     pub(crate) fn name_again(&mut self, stream: u32) -> bool {
         let key = self[stream].key;
         let known = *self.by_key.entry(key).or_insert(stream);
@@ -26,8 +27,8 @@ impl Streams {
         known == stream
     }
 
-    /// The slots of a stream whose last marker is not recorded: the one that it is known by, and those that
-    /// were to be retired.
+    /// Returns the slots of a stream whose last marker is not recorded: the slot that has its name, and those with a
+    /// retirement in progress or failed.
     pub(crate) fn all_of(&self, key: StreamKey) -> Vec<u32> {
         let slots = self.iter();
         let own = slots
@@ -36,7 +37,7 @@ impl Streams {
         own.collect()
     }
 
-    /// The slots of streams of this crate's that nobody beside the heap holds.
+    /// Returns the slots of streams of this crate that only the heap still references.
     pub(crate) fn held_here_alone(&self) -> Vec<(u32, StreamKey)> {
         let kept = || {
             self.iter().filter_map(|(at, slot)| match &slot.holder {
@@ -44,7 +45,7 @@ impl Streams {
                 _ => None,
             })
         };
-        // Two slots are one stream's only after a retirement that failed. There are few of those, and many streams.
+        // Two slots share a stream only after a failed retirement. Such slots are few, and streams are many.
         let left = kept().filter(|(_, slot, _)| !slot.named);
         let left: Vec<&Stream> = left.map(|(.., stream)| stream).collect();
         let is_alone = |stream: &Stream| {
@@ -58,15 +59,15 @@ impl Streams {
         alone.map(|(at, slot, _)| (at, slot.key)).collect()
     }
 
-    /// The last marker of a stream, if its event belongs to another context: that context may be destroyed once the
-    /// stream is retired, and its events with it.
+    /// Returns the last marker of a stream if its event belongs to another context, which may be destroyed with its
+    /// events once the stream is retired.
     fn foreign_marker(&self, stream: u32, own: u64) -> Option<Marker> {
         let last = self[stream].markers.back()?;
         (last.event.context().id() != own).then(|| last.clone())
     }
 
-    /// An event of our own context stands for what the last marker of a stream, up to a bound, stood for.
-    /// Whether that still covers everything.
+    /// Replaces the last marker of a stream, up to a bound, by an event of the allocator's own context. Returns whether
+    /// that still covers everything.
     fn bring_home(
         &mut self,
         (stream, key): (u32, StreamKey),
@@ -86,8 +87,8 @@ impl Streams {
         done
     }
 
-    /// Another event stands for the newest marker of a stream from here on, and so for all before it. Gives
-    /// back the events that did.
+    /// Replaces the event of the newest marker of a stream, and drops all older markers, which it covers. Returns the
+    /// events that are no longer needed.
     #[must_use = "an event must not be destroyed under the lock"]
     pub(crate) fn replace_markers(&mut self, stream: u32, event: Arc<Event>) -> Vec<Arc<Event>> {
         let slot = &mut self.slots[stream as usize];
@@ -102,9 +103,9 @@ impl Streams {
         gone
     }
 
-    /// Takes a marker away that stands for nothing: what it covered waits for another one. It is destroyed
-    /// outside the lock. The last one of a stream that is retired stays, as no other can be recorded: if it
-    /// is only the question that went wrong, the next one is answered.
+    /// Removes an invalid marker; the frees that it covered wait for another one. The caller destroys it outside the
+    /// lock. The last marker of a retired stream stays, because no other can be recorded: if only the query failed, a
+    /// later query succeeds.
     #[must_use = "an event must not be destroyed under the lock"]
     pub(crate) fn void(&mut self, stream: u32, bound: u64) -> Option<Marker> {
         let slot = &mut self.slots[stream as usize];
@@ -124,8 +125,8 @@ impl Streams {
         marker
     }
 
-    /// Nothing came of a batch that was closed: the next marker is due as soon as it would have been. Its
-    /// ticket is gone, as frees may have had the one after it by now.
+    /// Reverts the closing of a batch that received no marker: the next marker is due as early as if the batch had
+    /// stayed open. Its ticket stays used up, because frees may already have the one after it.
     pub(crate) fn reopen_batch(&mut self, batch: &Batch) {
         let slot = &mut self.slots[batch.stream as usize];
         let retired = !slot.in_use || matches!(slot.holder, Holder::Retired);
@@ -139,7 +140,7 @@ impl Streams {
     }
 }
 
-/// A retirement under way. Meanwhile its slot goes to no other stream, nor to the same stream when it comes again:
+/// A retirement in progress. Meanwhile its slot is not reused, not even by the same stream if it appears again, because
 /// several threads may retire one stream. If the retirement fails, the stream gets its name back.
 pub(crate) struct Leaving<'a> {
     engine: &'a Engine,
@@ -147,9 +148,9 @@ pub(crate) struct Leaving<'a> {
 }
 
 impl<'a> Leaving<'a> {
-    /// The last marker of the stream is about to be recorded.
+    /// Begins a retirement, before the last marker of the stream is recorded.
     pub(crate) fn begin(engine: &'a Engine, heap: &mut Heap, stream: u32) -> Leaving<'a> {
-        // What its last marker covers is waited for.
+        // Requests poll the frees that the last marker covers.
         heap.streams.tell(stream);
         heap.streams[stream].leaving += 1;
         heap.streams.forget_key(stream);
@@ -170,7 +171,7 @@ impl Drop for Leaving<'_> {
             return;
         }
         if slot.is_left_alone() {
-            // No other call may use what the failed retirement recorded in a distrusted context.
+            // No other call may use an event that the failed retirement recorded in a distrusted context.
             let context = slot.context.id();
             let events = heap.streams.take_markers_of(self.stream, context);
             heap.streams.pool_events(events);
@@ -184,12 +185,12 @@ impl Drop for Leaving<'_> {
 }
 
 impl Engine {
-    /// An event of the allocator's own context that completes after one of another context.
+    /// Returns an event of the allocator's own context that completes after an event of another context.
     fn follow(&self, event: &Event) -> Result<Arc<Event>, Error> {
         let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
         let own = self.event_of(&self.context)?;
         let queued = follower.wait(event).and_then(|()| own.record(&follower));
-        // The stream is destroyed, which lets what it was given run on.
+        // Destroying the helper stream does not cancel the work queued on it.
         match queued {
             Ok(()) => Ok(own),
             Err(error) => {
@@ -199,14 +200,14 @@ impl Engine {
         }
     }
 
-    /// The slot of a stream that is known, or why it is not.
+    /// Returns the slot of a known stream, or an error that says why it is unknown.
     pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
         let mut heap = self.open()?;
         let known = heap.find_slot(named);
         known.ok_or_else(|| heap.streams.not_here(named.raw as usize))
     }
 
-    /// All slots of a stream that is known: more than one where others retired it while it went on.
+    /// Returns all slots of a known stream: more than one if other threads retired it while it stayed in use.
     fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
         let mut heap = self.open()?;
         heap.find_slot(named);
@@ -233,8 +234,8 @@ impl Engine {
 
     /// Records the last marker of a stream and forgets its handle.
     ///
-    /// The key tells whether the slot is still that stream's: without the lock another thread may
-    /// have retired it, and a new stream moved in.
+    /// The key shows whether the slot still belongs to the stream: while the lock was released, another thread may have
+    /// retired it, and a new stream may have taken the slot.
     pub(crate) fn retire_slot(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
         let gone = |heap: &Heap| {
             let slot = &heap.streams[stream];
@@ -250,7 +251,7 @@ impl Engine {
             let events = distrusted.then(|| heap.streams.events.remove(&context));
             let leaving = Leaving::begin(self, &mut heap, stream);
             drop(heap);
-            // One of them may be what the driver refused.
+            // One of these events may be the one that the driver refused.
             drop(events);
             leaving
         };
@@ -269,7 +270,8 @@ impl Engine {
                 drop(heap);
                 let event = self.follow(&last.event)?;
                 let bound = last.bound;
-                // Its event may have been found void meanwhile: then it is destroyed here, so not under the lock.
+                // The event may have been found invalid meanwhile: then this drop destroys it, so it must not happen
+                // under the lock.
                 drop(last);
                 heap = self.lock();
                 if heap.streams.bring_home((stream, key), bound, event) || gone(&heap) {
@@ -277,7 +279,7 @@ impl Engine {
                 }
             }
             let slot = &heap.streams[stream];
-            // Somebody freed on the stream meanwhile, or captures it.
+            // Another thread freed memory on the stream meanwhile, or the stream is capturing.
             rounds += 1;
             if rounds == RETIREMENTS {
                 return Err(Error::Capturing { stream: slot.raw });
@@ -291,15 +293,15 @@ impl Engine {
         let former = std::mem::replace(&mut slot.holder, Holder::Retired);
         let before = slot.former.take();
         slot.distrusted = None;
-        // Of another context nothing is left but the marker, which belongs to the allocator's own.
+        // Only the marker is left of the other context, and it belongs to the allocator's own.
         let context = std::mem::replace(&mut slot.context, self.context.clone());
         let asked = heap.caches.stop_asking(stream);
         heap.flush_caches_of(stream);
         drop(heap);
         drop(leaving);
         asked.into_iter().for_each(StreamCache::let_go);
-        // Another thread that frees a block of the stream may be about to ask or mark it. What we keep is
-        // destroyed if nobody else holds it: a driver call, so outside the lock.
+        // Another thread that frees a block of the stream may be about to query or mark it. If the heap held the last
+        // reference, the stream is destroyed here: a driver call, and so outside the lock.
         former.let_go();
         before.into_iter().for_each(Holder::let_go);
         self.let_go_of_context(&context);
@@ -307,6 +309,6 @@ impl Engine {
     }
 }
 
-/// How often the last marker of a stream is recorded anew because others go on freeing what was used on
-/// it, before it is taken for one that captures: no marker is recorded there.
+/// How often the last marker of a stream is recorded again because other threads keep freeing memory of the stream.
+/// After that the stream is treated as capturing, because no marker can be recorded there.
 pub(crate) const RETIREMENTS: u32 = 64;

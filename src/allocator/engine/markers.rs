@@ -1,4 +1,4 @@
-//! Markers: recording, polling, waiting. The only driver calls that follow from frees.
+//! Markers: recording, polling, waiting. Frees cause no other driver calls.
 
 use std::sync::Arc;
 
@@ -17,22 +17,23 @@ use crate::error::Error;
 use crate::nvtx::{self, Category};
 use crate::sync::capture::{is_of_capture, is_void_event};
 
-/// So many bytes, and such a part of all that is held, may be kept from other streams by those that may be gone.
+/// Bytes that streams which may have been destroyed may keep from other streams, together with a share of all reserved
+/// memory.
 const LEFT_BEHIND: u64 = 32 << 20;
 const LEFT_BEHIND_SHARE: u64 = 16;
 
-/// What is to be found out for a request of a stream before memory of other streams may serve it.
+/// The completion queries to make for a request before memory of other streams may serve it.
 pub(crate) struct Questions {
-    /// The limit is near, so the stream's own memory matters, too.
+    /// Whether the limit is near, so that the stream's own memory matters too.
     near: bool,
     /// Streams whose full batches have no marker yet.
     full: Vec<(u32, StreamKey)>,
-    /// Markers that are due to be asked, where no batch is full.
+    /// Markers that are due for a query, where no batch is full.
     due: Option<Poll>,
 }
 
 impl Heap {
-    /// The full batches that wait for somebody to ask for them, of the streams that are wanted.
+    /// Returns the full batches without a marker, of the wanted streams.
     pub(crate) fn full_batches(&self, wanted: impl Fn(u32) -> bool) -> Vec<(u32, StreamKey)> {
         let full = self.streams.full().iter().copied();
         full.filter(|stream| wanted(*stream))
@@ -40,7 +41,7 @@ impl Heap {
             .collect()
     }
 
-    /// What is to be found out for a request of a stream, if anything is.
+    /// Returns the completion queries to make for a request of a stream, if there are any.
     pub(crate) fn questions_for(&mut self, stream: u32) -> Option<Questions> {
         let near = self.is_near();
         let full = self.full_batches(|other| near || other != stream);
@@ -53,16 +54,16 @@ impl Heap {
 }
 
 impl Engine {
-    /// Records a marker on a stream, if it is one on which that may be done here and now.
+    /// Records a marker on a stream, if it is one on which this thread may record now.
     ///
-    /// The key tells whether the slot is still that stream's: whoever names it has let go of the lock
-    /// since, and another stream may have moved in, whose handle this call may not touch.
+    /// The key shows whether the slot still belongs to the stream: the caller has released the lock since it looked up
+    /// the slot, and another stream, whose handle this call must not use, may have taken it.
     pub(crate) fn mark(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
         self.cover_batch(stream, key, false)
     }
 
-    /// [`mark`](Self::mark) of a stream that we keep alive, unless it is idle: then everything that was
-    /// freed on it is complete, which is as good.
+    /// [`mark`](Self::mark) for a stream that the allocator keeps alive, unless the stream is idle: then everything
+    /// freed on it is complete, which is equivalent to a complete marker.
     pub(crate) fn mark_unless_idle(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
         self.cover_batch(stream, key, true)
     }
@@ -79,19 +80,20 @@ impl Engine {
             let (raw, context) = (slot.raw, slot.context.clone());
             // Another thread may retire the stream while its marker is recorded.
             let holder = slot.holder.clone();
-            // The bound is taken before the event is recorded, and frees from here on get a later
-            // ticket: so the event covers every ticket up to the bound, and no other.
+            // The bound is taken before the event is recorded, and later frees get a later ticket, so the event covers
+            // every ticket up to the bound.
             let batch = heap.close_batch(stream);
             (batch, raw, context, holder)
         };
-        // Nothing is recorded into somebody's graph; the next marker covers this batch.
+        // Nothing is recorded into a graph; the next marker covers this batch.
         let current = context.make_current();
         let current = current.map_err(|e| self.error_in(&context, e));
         let covered = current.and_then(|current| {
             if !self.may_mark(raw, &context, key)? {
                 return Ok(false);
             }
-            // Who captures now and then may begin to while we ask, and would suffer.
+            // An idleness query would invalidate a capture that begins during it, so streams that may capture are not
+            // queried.
             let asks = ask && self.may_ask(&holder);
             if asks && self.sees_idle((raw, &context), key, &batch)? {
                 return Ok(true);
@@ -101,14 +103,14 @@ impl Engine {
         drop(holder);
         let waits_on = match covered {
             Ok(true) => false,
-            // What a capture kept from its marker gets one as soon as that has ended.
+            // A batch whose marker a capture prevented gets one as soon as the capture has ended.
             Ok(false) => ask || !is_per_thread(raw),
             Err(_) => ask,
         };
         if waits_on {
             let mut heap = self.lock();
             let slot = &heap.streams[stream];
-            // Who retired the stream meanwhile has covered it, and nobody marks it any more.
+            // A retirement in the meantime has covered the batch, and nothing else marks a retired stream.
             if slot.in_use && slot.key == key && !matches!(slot.holder, Holder::Retired) {
                 heap.streams.not_covered(stream);
             }
@@ -116,19 +118,19 @@ impl Engine {
         covered.map(drop)
     }
 
-    /// Whether a marker may be recorded on a stream of the current context now and by this thread: not into
-    /// somebody's graph, and not on the stream of another thread.
+    /// Whether this thread may record a marker on a stream of the current context now: not into a graph, and not on the
+    /// per-thread stream of another thread.
     fn may_mark(&self, raw: usize, context: &Context, key: StreamKey) -> Result<bool, Error> {
         let stream = std::ptr::with_exposed_provenance_mut(raw);
-        // SAFETY: the stream is alive: we hold it, or the call under way names it or frees a block
-        // of it, before which its owner may not destroy it.
+        // SAFETY: the stream is alive: the allocator holds it, or the current call names it or frees a block of it, and
+        // its owner may not destroy it before that call returns.
         if unsafe { self.captures_now(stream, context) }? {
             return Ok(false);
         }
         Ok(!is_per_thread(raw) || StreamKey::Id(context.per_thread_id()) == key)
     }
 
-    /// Whether a stream is being captured, or the legacy stream stands behind one that is.
+    /// Whether a stream is capturing, or is the legacy stream while a blocking stream of its context is.
     ///
     /// # Safety
     /// The stream is alive, or special with its context current.
@@ -144,8 +146,8 @@ impl Engine {
         }
     }
 
-    /// Whether a stream may be asked if it is idle, by a call that need not name it. One that its owner may begin to
-    /// capture in the same moment is not: the capture would be spoilt.
+    /// Whether a call that does not name a stream may query if it is idle. A stream that its owner may begin to capture
+    /// concurrently is not queried, because the query would invalidate the capture.
     fn may_ask(&self, holder: &Holder) -> bool {
         match holder {
             Holder::Kept(_) => !self.may_capture(),
@@ -154,8 +156,8 @@ impl Engine {
         }
     }
 
-    /// Whether a stream is idle. Then everything freed on it up to the batch is complete, for everybody
-    /// from the same moment on.
+    /// Whether a stream is idle. Then everything freed on it up to the batch is complete, and becomes available to all
+    /// streams in one step.
     fn sees_idle(
         &self,
         (raw, context): (usize, &Context),
@@ -169,7 +171,7 @@ impl Engine {
         });
         self.lock().stats.queries += 1;
         let idle = match idle {
-            // It captures since it was asked: so will the record below say.
+            // The stream has begun a capture since the check. The record below would fail with the same result.
             Err(error) if is_of_capture(error.code()) => {
                 self.driver().suspect_capture(stream);
                 return Ok(false);
@@ -189,7 +191,7 @@ impl Engine {
         Ok(idle)
     }
 
-    /// An event of a context that no marker needs.
+    /// Returns an event of a context that no marker uses.
     pub(crate) fn event_of(&self, context: &Context) -> Result<Arc<Event>, Error> {
         let pooled = self.lock().streams.pooled_event(context.id());
         if let Some(event) = pooled {
@@ -199,8 +201,8 @@ impl Engine {
         made.map(Arc::new).map_err(|e| self.error_in(context, e))
     }
 
-    /// Records the marker of a batch. False if the stream captures by now: what was recorded within the capture
-    /// stands for no work.
+    /// Records the marker of a batch. Returns false if the stream is capturing by now: an event recorded within a
+    /// capture marks no work.
     fn record_batch(
         &self,
         batch: Batch,
@@ -209,12 +211,11 @@ impl Engine {
     ) -> Result<bool, Error> {
         let event = self.event_of(context)?;
         let stream = std::ptr::with_exposed_provenance_mut(raw);
-        // SAFETY: the stream is alive, as in `may_mark`; the event is of the stream's context and in no
-        // marker.
+        // SAFETY: the stream is alive, as in `may_mark`; the event belongs to the stream's context and to no marker.
         let recorded = unsafe { current.record(&event, stream) };
         let captured = match &recorded {
-            // Another thread may have begun a capture since the question.
-            // SAFETY: as above; the context of a special handle is current.
+            // Another thread may have begun a capture since the check. SAFETY: as above; the context of a special
+            // handle is current.
             Ok(()) => unsafe { self.captures_now(stream, context) },
             Err(error) if is_of_capture(error.code()) => {
                 self.driver().suspect_capture(stream);
@@ -228,7 +229,7 @@ impl Engine {
                 heap.stats.markers += 1;
                 heap.streams.publish(batch, event)
             }
-            // The next record of the event replaces what it stands for now, also if that belongs to a capture.
+            // The next record of the event replaces its present meaning, even if that belongs to a capture.
             _ => {
                 heap.stats.failed_markers += 1;
                 Some(event)
@@ -244,8 +245,8 @@ impl Engine {
         }
     }
 
-    /// Records the markers that a free left to record. A failure costs nothing but time: the next
-    /// marker covers the batch.
+    /// Records the markers that a free left to its caller. A failure only delays reuse: the next marker covers the
+    /// batch.
     pub(crate) fn mark_all(&self, streams: impl IntoIterator<Item = (u32, StreamKey)>) {
         for (stream, key) in streams {
             if let Err(error) = self.mark(stream, key) {
@@ -254,7 +255,7 @@ impl Engine {
         }
     }
 
-    /// [`mark_unless_idle`](Self::mark_unless_idle) of each. A failure costs nothing but time, as in
+    /// Calls [`mark_unless_idle`](Self::mark_unless_idle) for each stream. A failure only delays reuse, as in
     /// [`mark_all`](Self::mark_all), unless the context is lost.
     pub(crate) fn cover_all(&self, streams: &[(u32, StreamKey)]) -> Result<(), Error> {
         for (stream, key) in streams {
@@ -267,7 +268,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Records the marker that frees left out on a stream which may be gone by then: the call under way names it.
+    /// Records the marker that frees left out because the stream might have been destroyed; now the current call names
+    /// the stream.
     #[cold]
     pub(crate) fn mark_while_named(&self, named: &Named<'_>) {
         let due = {
@@ -278,10 +280,11 @@ impl Engine {
         self.mark_all(due.map(|stream| (stream, named.key)));
     }
 
-    /// Waits for the context before streams that may be gone keep more than a part of the memory from the others.
+    /// Waits for the context before streams that may have been destroyed keep more than a share of the memory from
+    /// other streams.
     #[cold]
     pub(crate) fn wait_for_unretired(&self) -> Result<(), Error> {
-        // One that is not known of would be spoilt.
+        // The wait would invalidate a capture that the allocator does not know about.
         if process::has_captured() || self.is_scoped() {
             return Ok(());
         }
@@ -295,14 +298,14 @@ impl Engine {
         } else {
             Ok(())
         } {
-            // A later request does it.
+            // A later request retries.
             Err(Error::Capturing { .. }) => Ok(()),
             done => done,
         }
     }
 
-    /// Asks these questions for a request of a stream. The stream may have its own memory immediately; near the limit it
-    /// is asked as well, since complete memory fits in more ways.
+    /// Makes these completion queries for a request of a stream. The stream can reuse its own memory without them; near
+    /// the limit it is polled as well, because complete memory can be placed in more ways.
     pub(crate) fn poll_with(&self, stream: u32, questions: Questions) -> Result<(), Error> {
         if !questions.full.is_empty() {
             self.cover_all(&questions.full)?;
@@ -312,7 +315,7 @@ impl Engine {
             None => self.poll_some(|_| true)?,
         };
         if void {
-            // What had fallen into a capture gets its new marker at once, where that may be done.
+            // Batches whose markers fell into a capture get new markers immediately where that is allowed.
             let full = self
                 .lock()
                 .full_batches(|other| questions.near || other != stream);
@@ -322,18 +325,18 @@ impl Engine {
         Ok(())
     }
 
-    /// Finds out which markers of each stream are complete.
+    /// Queries which markers of each stream are complete.
     pub(crate) fn poll(&self) -> Result<(), Error> {
         self.poll_some(|_| true).map(drop)
     }
 
-    /// [`poll`](Self::poll) of the streams that are wanted. Whether a marker stood for nothing.
+    /// [`poll`](Self::poll) for the wanted streams. Returns whether a marker was invalid.
     pub(crate) fn poll_some(&self, wanted: impl Fn(u32) -> bool) -> Result<bool, Error> {
         let due = self.lock().streams.due_markers(&wanted);
         due.map_or(Ok(false), |due| self.poll_due(due, wanted))
     }
 
-    /// [`poll_some`](Self::poll_some), begun with the markers that are due first.
+    /// [`poll_some`](Self::poll_some), starting with the markers that are due first.
     pub(crate) fn poll_due(
         &self,
         mut due: Poll,
@@ -352,7 +355,7 @@ impl Engine {
                 heap.streams.asked(outcome);
             }
             let void = due.take_void();
-            // What comes after one that stands for nothing was not asked.
+            // Markers after an invalid one were not queried.
             let goes_on = due.goes_on() || !void.is_empty();
             due.clear();
             heap.streams.poll = due;
@@ -398,9 +401,8 @@ impl Engine {
         asked
     }
 
-    /// Takes markers away that stand for nothing, each by its stream and bound: their events fell into a
-    /// capture that began between the question and the record. What they covered gets a new marker.
-    /// Whether there were any.
+    /// Removes invalid markers, each given by its stream and bound: their events fell into a capture that began between
+    /// the check and the record. The frees that they covered get a new marker. Returns whether there were any.
     fn drop_void(&self, void: &[(u32, u64)]) -> bool {
         if void.is_empty() {
             return false;
@@ -419,7 +421,7 @@ impl Engine {
             let stream = std::ptr::with_exposed_provenance_mut(raw);
             self.driver().suspect_capture(stream);
         }
-        // Their events are destroyed, if nobody else asks them just now.
+        // The events are destroyed here, unless another thread is querying them.
         !gone.is_empty()
     }
 
@@ -440,10 +442,10 @@ impl Engine {
             .make_current()
             .map_err(|e| self.error_in(&context, e))?;
         for wait in waits {
-            // SAFETY: the stream is the one that the call under way names; the event is recorded
-            // and kept alive by the wait.
+            // SAFETY: the stream is the one that the current call names; the event is recorded, and the wait keeps it
+            // alive.
             let queued = unsafe { current.stream_wait(handle, &wait.event) };
-            // A wait that is part of a graph, or was refused because of one, orders nothing.
+            // A wait that became part of a graph, or was refused because of a capture, orders nothing.
             let doubtful = queued
                 .as_ref()
                 .map_or_else(|e| is_void_event(e.code()), |()| true);
@@ -464,7 +466,7 @@ impl Engine {
                         return Err(waited_for);
                     }
                 }
-                // An invalid handle may also be that of the stream.
+                // The invalid handle may also be that of the stream.
                 return Err(self.error_in(&context, error));
             }
             let mut heap = self.lock();
@@ -515,7 +517,7 @@ mod tests {
     use crate::allocator::stream::slot::StreamKey;
     use crate::allocator::tests::{Outcome, Rig};
 
-    /// R25: between the moment that a slot was named and its marker, another stream may have got it.
+    /// R25: between the lookup of a slot and its marker, another stream may have taken the slot.
     #[test]
     fn r25_a_slot_that_is_another_streams_by_now_gets_no_marker() -> Outcome {
         let rig = Rig::new(Config::new())?;

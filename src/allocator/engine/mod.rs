@@ -1,4 +1,4 @@
-//! The allocator's inside: one lock around the heap, driver calls outside it.
+//! The engine: one lock around the heap, and all driver calls outside it.
 
 pub(crate) mod bench;
 pub(crate) mod calls;
@@ -50,74 +50,73 @@ use crate::locks::held::Mutex;
 use crate::locks::lock::{Held, Lock};
 use crate::nvtx::{self, Tool};
 
-/// On cache lines of its own: around it lies what every call reads.
+/// A value on its own cache lines, because the fields around it are read by every call.
 #[derive(Debug)]
 #[repr(align(128))]
 struct OwnCacheLine<T>(T);
 
-/// In this order: what a pair of calls reads is on one line.
+/// The order of the fields places what a pair of calls reads on one line.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Engine {
-    /// Tells this allocator from every other one of the process; starts at 1.
+    /// Unique number of the allocator in the process; starts at 1.
     pub id: u64,
-    /// The allocator's id as long as stream caches serve here and the context is not lost, then 0.
+    /// The allocator's id while stream caches may serve calls alone and the context is not lost; otherwise 0.
     at_once: AtomicU64,
-    /// Which stream cache has which page.
+    /// Maps each page to its stream cache.
     pub pages: Arc<PageTable>,
-    /// Blocks in large-block caches, held by somebody or not: where there are none, no stream cache is asked
-    /// for one.
+    /// Number of blocks in large-block caches, live or free: while it is 0, no stream cache is searched.
     pub in_large_caches: Arc<AtomicU32>,
-    /// The number of the newest finding of a capture for which a wait for everything was refused.
+    /// Number of the newest finding of a capture for which a context-wide wait was refused.
     pub told: AtomicU64,
-    /// Every call asks whether its stream is captured, also where nothing else needs the driver.
+    /// Whether every call queries if its stream is capturing, even where it needs no other driver call.
     ask_captures: bool,
-    /// The program promises that it captures no stream which the allocator knows.
+    /// Whether the program promises never to capture a stream that the allocator knows.
     pub no_captures: bool,
-    /// Owners of raw streams do not promise to retire them.
+    /// Whether owners of raw streams may destroy them without retiring them.
     pub unretired: bool,
-    /// Who names a default stream by its handle while another context is current is refused.
+    /// Whether a default stream's special handle is refused while another context is current.
     pub context_checks: bool,
-    /// Blocks wait in the heap to be freed by a call that may.
+    /// Whether deferred frees wait in the heap for a call that may perform them.
     pub deferred: AtomicBool,
-    /// It is known that the allocator outlives its handles for a capture's sake.
+    /// Whether the log already says that the allocator outlives its handles because of a capture.
     pub waits: AtomicBool,
     pub context: Context,
-    /// Itself, for what has to outlive the call that it is in.
+    /// A weak reference to itself, for work that outlives the current call.
     me: Weak<Engine>,
     pub device: Device,
     pub rules: Rules,
-    /// Whether memory may be used through second layouts, as far as the settings say.
+    /// Whether the settings allow views.
     pub views: bool,
-    /// Whether the device is tested before memory is used so.
+    /// Whether the device is tested before the first view.
     pub self_test: bool,
     /// Whether the device failed that test.
     pub views_failed: AtomicBool,
     pub properties: MemoryProperties,
-    /// Devices that may access the memory: its own first.
+    /// Devices that may access the memory, its own first.
     pub access: Vec<Device>,
     pub total_memory: u64,
     /// Address space of the device.
     pub addresses: Arc<Addresses>,
     pub hooks: Hooks,
     pub suspender: Suspender,
-    /// Events that put the uses of typed buffers in order, of the allocator's own context.
+    /// Events that order the uses of typed buffers, in the allocator's own context.
     pub events: EventPools,
-    /// Of markers that could not be recorded.
+    /// Limits the log lines about markers that could not be recorded.
     pub log: RareLog,
-    /// Allocators that stand for this one.
+    /// Number of handles to this engine.
     handles: AtomicUsize,
-    /// Streams whose retirement was begun.
+    /// Number of retirements begun.
     retirements: AtomicU64,
-    /// Tests of views that could not be waited for.
+    /// Self-tests of views that could not be waited for.
     pub unfinished: Mutex<Vec<Unfinished>>,
     heap: OwnCacheLine<Lock<Heap>>,
     lost: OnceLock<DriverError>,
-    /// Open scopes of graph pools.
+    /// Number of open scopes of graph pools.
     pub scopes: AtomicU64,
-    /// When idle memory goes back, if it does so by itself.
+    /// Decay of idle memory, if it is on.
     pub decay: Option<Decay>,
-    /// What looks for errors of the program, if anything does.
+    /// Debug modes, if any is on.
     pub debug: Option<Debug>,
 }
 
@@ -148,9 +147,9 @@ impl Engine {
             access.push(peer);
         }
         let addresses = Addresses::of(driver, device.clone(), total_memory);
-        // compute-sanitizer refuses heaps in mapped memory.
+        // compute-sanitizer does not accept heaps in mapped memory.
         let tracked = tool.is_some_and(Tool::tracks_memory) && config.peers.is_empty();
-        // Nothing after this fails while address space is reserved for the allocator.
+        // No step after this one fails while address space is reserved for the allocator.
         let mapped = match config.policy {
             Policy::Classic => None,
             Policy::Auto if tracked => None,
@@ -182,12 +181,12 @@ impl Engine {
             headroom,
         };
         let properties = mapped.unwrap_or(MemoryProperties::plain(device));
-        // Without ids a stream cannot be told from one that had its handle before.
+        // Without ids, a stream is indistinguishable from an earlier one with the same handle.
         let unretired = config.unretired_streams && driver.has(Feature::StreamIds);
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let debug = Debug::of(config.debug);
-        // Nothing is served or taken back without a look at the stream then.
+        // With either of these, caches serve no call without a query of the stream.
         let ask_captures = config.capture_checks || debug.is_some();
         let at_once = match rules.caches() && !ask_captures {
             true => id,
@@ -196,7 +195,7 @@ impl Engine {
         let pages = Arc::new(PageTable::new(at_once));
         let mut tuning = config.tuning();
         if !rules.maps() {
-            // The profile is the packed policy's, and so is the order of waits that it brings.
+            // The profile belongs to the packed policy, and so does the order of waits that it implies.
             tuning.waits = config.waits.unwrap_or_default();
         }
         let engine = Arc::new_cyclic(|me| {
@@ -254,28 +253,28 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Itself, unless it is going.
+    /// Returns a strong reference to the engine, unless it is being dropped.
     pub(crate) fn keep(&self) -> Option<Shared> {
         self.me.upgrade()
     }
 
-    /// How many streams were about to be retired so far.
+    /// Returns the number of retirements begun so far.
     #[inline]
     pub(crate) fn retirements(&self) -> u64 {
         self.retirements.load(Ordering::Acquire)
     }
 
-    /// One more.
+    /// Counts a retirement that begins.
     pub(crate) fn count_retirement(&self) {
         self.retirements.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Another [`Allocator`](crate::allocator::Allocator) stands for this engine.
+    /// Counts another [`Allocator`](crate::allocator::Allocator) handle.
     pub(crate) fn add_handle(&self) {
         self.handles.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// One less; the last one closes the engine, or leaves that to the last block.
+    /// Counts down the handles. The last one closes the engine, or leaves that to the last block.
     pub(crate) fn remove_handle(&self) {
         if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
             process::do_postponed();
@@ -283,7 +282,7 @@ impl Engine {
         }
     }
 
-    /// Nobody can ask for memory any more: gives everything back, now or when the last block goes.
+    /// Ends an engine without handles: releases everything now, or when the last block is freed.
     pub(crate) fn abandon(&self) {
         if self.usable().is_err() || self.handles.load(Ordering::Acquire) > 0 {
             return;
@@ -300,14 +299,14 @@ impl Engine {
             }
             heap.set_orphaned(true);
         }
-        // With the last of them it ends, or is told that it cannot.
+        // If this frees the last blocks, it closes the engine, or registers it as an orphan.
         self.free_deferred();
         if self.outlives_capture() {
             return;
         }
         match self.close() {
             Ok(()) | Err(Error::Guarded { .. } | Error::Closed) => {}
-            // The last block, or one of those that come before it, may be one of a stream that captures.
+            // The remaining blocks may belong to a stream that is capturing.
             Err(Error::InUse { .. })
                 if self.deferred.load(Ordering::Relaxed) || self.lock().graphs.are_leased() =>
             {
@@ -315,37 +314,37 @@ impl Engine {
             }
             Err(Error::InUse { .. }) => {}
             Err(Error::Capturing { .. }) => self.outlive_capture(),
-            // What the driver refused this once it may do when it is asked again.
+            // The driver may accept later what it refused this time.
             Err(error) => self.outlive_refusal(&error),
         }
     }
 
-    /// [`unwatched`](Self::unwatched), and nobody records what stream caches do.
+    /// [`unwatched`](Self::unwatched), and no recording needs the operations of stream caches.
     #[inline(always)]
     pub(crate) fn unseen(&self) -> bool {
         self.at_once_id() != 0 && process::is_quiet()
     }
 
-    /// Whether stream caches may serve a call without a look at anything else.
+    /// Whether stream caches may serve a call without further checks.
     #[inline(always)]
     pub(crate) fn unwatched(&self) -> bool {
         self.at_once_id() != 0 && process::is_unwatched()
     }
 
-    /// The id by which threads find their stream caches; 0, which finds none, where more is to be looked at.
+    /// Returns the id by which threads find their stream caches; 0, which matches none, if further checks are required.
     #[inline(always)]
     pub(crate) fn at_once_id(&self) -> u64 {
         self.at_once.load(Ordering::Relaxed)
     }
 
-    /// Whether a call has to look at more than its stream cache: the process forked or ends, or somebody
-    /// captures streams.
+    /// Whether a call has to check more than its stream cache: the process was forked or is exiting, or captures
+    /// streams.
     #[inline]
     pub(crate) fn watchful(&self) -> bool {
         !process::is_unwatched() || self.ask_captures
     }
 
-    /// What the driver's memory is made like.
+    /// Returns the factory for physical memory.
     pub(crate) fn maker(&self) -> Maker<'_> {
         Maker {
             context: &self.context,
@@ -354,7 +353,8 @@ impl Engine {
         }
     }
 
-    /// Whether the owner of a stream may begin to capture it at any time: it is not asked by others then.
+    /// Whether the owner of a stream may begin to capture it at any time, so that calls which do not name it must not
+    /// query it.
     pub(crate) fn may_capture(&self) -> bool {
         !self.no_captures && (self.watchful() || process::has_captured())
     }
@@ -364,19 +364,19 @@ impl Engine {
         self.context.driver()
     }
 
-    /// The heap. They are consistent whenever the lock is free, also after a panic elsewhere: no
-    /// foreign code runs under the lock.
+    /// Locks the heap. It is consistent whenever the lock is free, also after a panic elsewhere, because no foreign
+    /// code runs under the lock.
     pub(crate) fn lock(&self) -> Guard<'_> {
         self.heap.0.lock()
     }
 
-    /// The heap, for calls that cannot say [`Error::ForkedChild`]: none in a child, where the lock may be
-    /// held by a thread that does not exist there.
+    /// Locks the heap for calls that cannot return [`Error::ForkedChild`]. Returns `None` in a forked child, where the
+    /// lock may be held by a thread that does not exist there.
     pub(crate) fn readable(&self) -> Option<Guard<'_>> {
         (!process::is_forked_child()).then(|| self.lock())
     }
 
-    /// Turns a driver's error into ours, and remembers a lost context.
+    /// Converts a driver error, and remembers a lost context.
     pub(crate) fn error(&self, error: DriverError) -> Error {
         if error.is_fatal() && !self.is_of_another(&error) {
             self.at_once.store(0, Ordering::Relaxed);
@@ -386,21 +386,22 @@ impl Engine {
         Error::Driver(error)
     }
 
-    /// Whether an error says that a context which was looked at is gone, and that is not ours: ours is kept.
+    /// Whether an error reports that a context other than the allocator's was destroyed; the allocator keeps its own
+    /// alive.
     #[cold]
     fn is_of_another(&self, error: &DriverError) -> bool {
         let gone = DriverError::new("cuCtxGetId", CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
         *error == gone && self.context.is_kept()
     }
 
-    /// Whether calls make no sense any more: [`usable`](Self::usable) without the reason. In a forked child not even a
+    /// Whether the allocator is unusable: [`usable`](Self::usable) without the reason. In a forked child not even a
     /// lock may be taken.
     #[inline(always)]
     pub(crate) fn is_past_use(&self) -> bool {
         process::is_gone() || self.lost.get().is_some()
     }
 
-    /// Whether calls make sense at all.
+    /// Checks whether the allocator is usable at all.
     pub(crate) fn usable(&self) -> Result<(), Error> {
         if self.driver().is_forked_child() {
             return Err(Error::ForkedChild);
@@ -414,7 +415,7 @@ impl Engine {
         }
     }
 
-    /// The heap, if the allocator is open and usable.
+    /// Locks the heap if the allocator is open and usable.
     pub(crate) fn open(&self) -> Result<Guard<'_>, Error> {
         self.usable()?;
         let heap = self.lock();
@@ -434,7 +435,7 @@ impl Engine {
     }
 }
 
-/// The shared inside of an allocator and its blocks.
+/// Shared ownership of the engine of an allocator and its blocks.
 pub(crate) type Shared = Arc<Engine>;
 
 #[cfg(all(test, feature = "sim", not(loom)))]
@@ -459,7 +460,7 @@ mod tests {
         allocator.close().unwrap();
 
         let raw = sim.create_context(0).unwrap();
-        // SAFETY: whoever asks finds out that it is gone.
+        // SAFETY: the test only checks that the context is reported as destroyed.
         let theirs = unsafe { Context::from_raw(&driver, raw) }.unwrap();
         let allocator = of(&theirs);
         assert!(sim.destroy_context(raw));

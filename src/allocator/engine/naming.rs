@@ -1,4 +1,4 @@
-//! Streams by their names: handles and ids, default streams, and whether a stream is captured.
+//! Identification of streams: handles and ids, default streams, and whether a stream is capturing.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::error::{Error, StreamMisuse};
 use crate::sync::capture::is_capture_refusal;
 
 impl Engine {
-    /// Streams of another driver are refused: ids tell apart the streams of one.
+    /// Refuses streams of another driver, because ids are unique only within a driver.
     #[inline]
     pub(crate) fn same_driver(&self, stream: &Stream) -> Result<(), Error> {
         if self.driver().same_library(stream.context().driver()) {
@@ -31,12 +31,12 @@ impl Engine {
         })
     }
 
-    /// Why a stream could not be named. Drivers refuse to say the id of one that is being captured.
+    /// Returns the error for a stream that could not be named. Drivers refuse to report the id of a capturing stream.
     pub(crate) fn unnamed(&self, raw: sys::CUstream, error: DriverError) -> Error {
         if !is_capture_refusal(error.code()) {
             return self.error_at(None, raw, error);
         }
-        // The legacy stream, which stands behind others, is asked whenever it matters.
+        // The legacy stream represents other streams, so it is queried whenever that matters.
         if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
             self.driver().saw_capture(raw);
         }
@@ -45,8 +45,7 @@ impl Engine {
         }
     }
 
-    /// Names a stream by its handle. Handle values are reused, so the driver is asked for the id
-    /// each time.
+    /// Names a stream by its handle. Handle values are reused, so the driver is queried for the id each time.
     ///
     /// # Safety
     /// `raw` must be a live stream or a special handle.
@@ -57,11 +56,11 @@ impl Engine {
         } else if let Some(key) = self.key_at_hand(raw as usize) {
             StreamKey::Id(key)
         } else {
-            // SAFETY: the caller vouches for the stream.
+            // SAFETY: the caller guarantees that the stream is valid.
             match unsafe { self.raw_id(raw) } {
                 Ok(Some(id)) => StreamKey::Id(id),
                 Ok(None) => StreamKey::Handle(raw as usize),
-                // A pool may serve it all the same; what does not refuses it.
+                // A pool may still serve the stream; any other path refuses it.
                 Err(error) if self.is_scoped() && is_capture_refusal(error.code()) => {
                     self.key_of_capturing(raw as usize)
                 }
@@ -75,8 +74,8 @@ impl Engine {
         })
     }
 
-    /// The key of a stream that captures, so that the driver does not tell its id: its handle, unless that is known
-    /// to be the stream's own.
+    /// Returns the key of a capturing stream, whose id the driver does not report: its handle, unless the handle is
+    /// known to identify the stream.
     fn key_of_capturing(&self, raw: usize) -> StreamKey {
         if let Some(own) = self.driver().own_stream(raw) {
             return StreamKey::Id(own.own_id());
@@ -87,7 +86,7 @@ impl Engine {
         same.map_or(StreamKey::Handle(raw), |(_, slot)| slot.key)
     }
 
-    /// The driver's id of a stream, if it has ids.
+    /// Returns the driver's id of a stream, if the driver has ids.
     ///
     /// # Safety
     /// `raw` must be a live stream.
@@ -101,7 +100,7 @@ impl Engine {
         }
     }
 
-    /// Keeps a stream by its handle until that is retired, on the caller's word.
+    /// Adopts a stream by its handle, which the caller promises to keep valid until the stream is retired.
     pub(crate) fn adopt(&self, named: &Named<'_>) -> Result<(), Error> {
         if is_per_thread(named.raw as usize) {
             return Err(Error::NotSupported {
@@ -122,7 +121,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Refuses a stream that is being captured: memory of a graph outlives the order of the stream.
+    /// Refuses a stream that is capturing, because memory of a graph outlives the order of the stream.
     #[inline]
     pub(crate) fn refuse_capture(&self, named: &Named<'_>) -> Result<(), Error> {
         if self.no_captures {
@@ -132,21 +131,21 @@ impl Engine {
             let context = named.stream.map_or(&self.context, Stream::context);
             return self.refuse_special_capture(named, context);
         }
-        // SAFETY: whoever made the name vouched for the stream.
+        // SAFETY: the creator of the name guarantees that the stream is valid.
         match unsafe { self.driver().is_capturing(named.raw) } {
             Ok(false) => Ok(()),
             capturing => self.refuse_if(named, capturing, named.stream.map(Stream::context)),
         }
     }
 
-    /// [`refuse_capture`](Self::refuse_capture) of a default stream of a context.
+    /// [`refuse_capture`](Self::refuse_capture) for a default stream of a context.
     #[inline(never)]
     pub(crate) fn refuse_special_capture(
         &self,
         named: &Named<'_>,
         context: &Context,
     ) -> Result<(), Error> {
-        // The question is never refused, so the thread's capture mode need not be changed for it.
+        // This query is never refused, so the thread's capture mode need not be changed for it.
         let current = context
             .make_current()
             .map_err(|e| self.error_in(context, e))?;
@@ -178,8 +177,8 @@ impl Engine {
         }
     }
 
-    /// The error of a driver call that used a stream, as [`error_in`](Self::error_in) the context that is given, else in
-    /// that of the known stream with this handle.
+    /// Returns the error of a driver call that used a stream: [`error_in`](Self::error_in) for the given context, or
+    /// else for that of the known stream with this handle.
     pub(crate) fn error_at(
         &self,
         context: Option<&Context>,
@@ -200,16 +199,16 @@ impl Engine {
         }
     }
 
-    /// What a stream that is not known yet is registered with: its context, and who keeps it alive. Streams that
-    /// nobody else holds any more are let go of first.
+    /// Returns what a new stream is registered with: its context, and the holder that keeps it alive. Streams that only
+    /// the heap still references are dropped first.
     pub(crate) fn newcomer(&self, named: &Named<'_>) -> Result<(Context, Holder), Error> {
         let context = self.context_of(named)?;
-        // A handle may be that of a stream which somebody here destroys.
+        // A raw handle may belong to a stream that this crate destroys.
         let by_handle = match named.key {
             StreamKey::Id(id) if named.stream.is_none() => self.driver().owned_stream(id),
             _ => None,
         };
-        // As long as its context, whoever names it.
+        // The legacy stream lives as long as its context, whichever way it is named.
         let legacy = is_special(named.raw) && !is_per_thread(named.raw as usize);
         let legacy = match named.stream {
             None if legacy => Some(Stream::legacy(&self.context)),
@@ -227,7 +226,7 @@ impl Engine {
         Ok((context, holder))
     }
 
-    /// Lets go of streams that only we still hold: records their last marker and drops them.
+    /// Retires streams that only the heap still references: records their last marker and drops them.
     pub(crate) fn prune(&self) {
         let alone = self.lock().streams.held_here_alone();
         for (stream, key) in alone {
@@ -244,7 +243,7 @@ impl Engine {
         if is_special(named.raw) {
             return Ok(self.context.clone());
         }
-        // SAFETY: whoever made the name vouched for the stream.
+        // SAFETY: the creator of the name guarantees that the stream is valid.
         let raw = unsafe { self.driver().stream_context(named.raw) }.map_err(|e| self.error(e))?;
         if raw == self.context.raw() {
             return Ok(self.context.clone());
@@ -253,8 +252,8 @@ impl Engine {
         unsafe { Context::from_raw(self.driver(), raw) }.map_err(|e| self.error(e))
     }
 
-    /// Names the default stream of the allocator's context that a special handle stands for, whichever context
-    /// is current, or none. The same name as that of a [`Stream`] made of the handle and this context.
+    /// Returns the key of the default stream of the allocator's context that a special handle means, whichever context
+    /// is current, or none. It equals that of a [`Stream`] made from the handle and this context.
     #[inline]
     pub(crate) fn special_key(&self, raw: sys::CUstream) -> Result<u64, Error> {
         if self.context_checks {
@@ -266,7 +265,8 @@ impl Engine {
         })
     }
 
-    /// Who has another context current and passes a special handle means that context's stream, most likely.
+    /// A caller that passes a special handle while another context is current most likely means a stream of that
+    /// context.
     #[inline(never)]
     pub(crate) fn refuse_other_context(&self, raw: sys::CUstream) -> Result<(), Error> {
         self.usable()?;
@@ -283,8 +283,9 @@ impl Engine {
 }
 
 impl Heap {
-    /// The slot that a call finds by a stream's name, also if it was registered by the handle alone while the stream
-    /// captured. Where streams may go without being retired such a handle may be another stream's by now.
+    /// Returns the slot that a call finds by a stream's name, also if the stream was registered by its handle alone
+    /// during a capture. Where streams may be destroyed without being retired, such a handle may belong to another
+    /// stream by now.
     pub(crate) fn find_slot(&mut self, named: &Named<'_>) -> Option<u32> {
         let by_handle = StreamKey::Handle(named.raw as usize);
         let known = self.streams.find(named.key);
@@ -299,7 +300,7 @@ impl Heap {
         Some(stream)
     }
 
-    /// The slot of a stream, if it is known.
+    /// Returns the slot of a stream, if it is known.
     pub(crate) fn known_slot(&mut self, named: &Named<'_>) -> Option<u32> {
         let stream = self.find_slot(named)?;
         self.streams.tell(stream);
@@ -310,7 +311,7 @@ impl Heap {
         if slot.holder.is_callers()
             && let Some(kept) = named.kept()
         {
-            // It was named by its handle until now.
+            // Until now the slot was named by the stream's handle.
             let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
             slot.former = Some(former);
             self.caches.set_handle(stream, self.lasting_handle(stream));
@@ -318,7 +319,7 @@ impl Heap {
         Some(stream)
     }
 
-    /// The caller promises that the handle of a stream lives until it is retired.
+    /// Records the caller's promise that the handle of a stream stays valid until it is retired.
     fn keep_handle(&mut self, stream: u32) {
         let slot = &mut self.streams[stream];
         if let Holder::Foreign(token) = &slot.holder {
@@ -333,12 +334,12 @@ impl Heap {
 pub(crate) struct Named<'a> {
     pub key: StreamKey,
     pub raw: sys::CUstream,
-    /// The caller's handle object, if it has one.
+    /// The caller's stream object, if it has one.
     pub stream: Option<&'a Stream>,
 }
 
 impl<'a> Named<'a> {
-    /// The caller's handle object, if that may be kept as long as the stream is needed.
+    /// Returns the caller's stream object, if it may be kept as long as the stream is needed.
     pub(crate) fn kept(&self) -> Option<&'a Stream> {
         self.stream.filter(|stream| {
             !matches!(

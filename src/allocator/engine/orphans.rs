@@ -1,5 +1,4 @@
-//! Allocators that nobody can name any more, and that a capture or a refusal of the driver keeps from giving
-//! their memory back.
+//! Orphaned allocators: no handle is left, but a capture or a driver error prevents the release of their memory.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,9 +9,8 @@ use crate::locks::held::{Locked, Mutex};
 use crate::allocator::engine::{Engine, Shared};
 use crate::error::Error;
 
-/// Each is closed by a later call that may find the capture ended, or the driver willing: when a capture is
-/// ended through this crate, and when any allocator of the process is made, trimmed, synchronised, closed or
-/// dropped.
+/// Orphans are closed by a later call that may find the capture ended or the driver willing: when a capture is ended
+/// through this crate, and when any allocator of the process is created, trimmed, synchronised, closed or dropped.
 static ORPHANS: Mutex<Orphans> = Mutex::new(Orphans {
     waiting: Vec::new(),
     tries: 0,
@@ -21,9 +19,9 @@ static ORPHANS: Mutex<Orphans> = Mutex::new(Orphans {
 
 struct Orphans {
     waiting: Vec<Shared>,
-    /// Threads that try to close some, which are not among those that wait meanwhile.
+    /// Number of threads that are closing orphans, which are not in `waiting` meanwhile.
     tries: usize,
-    /// How often somebody asked to have it tried.
+    /// Number of calls that requested an attempt.
     asked: u64,
 }
 
@@ -32,7 +30,7 @@ fn orphans() -> Locked<'static, Orphans> {
 }
 
 impl Engine {
-    /// Keeps an engine that has no handle left until it can be closed. Whether it was not kept yet.
+    /// Registers an engine without handles until it can be closed. Returns whether it was not registered yet.
     fn wait_for_others(&self) -> bool {
         let Some(engine) = self.keep() else {
             return false;
@@ -47,7 +45,7 @@ impl Engine {
         true
     }
 
-    /// Keeps an engine that has no handle left because its end went wrong, unless it can never go well.
+    /// Registers an engine without handles whose close failed, unless it can never succeed.
     pub(crate) fn outlive_refusal(&self, error: &Error) {
         if self.usable().is_err() {
             log::warn!(
@@ -66,7 +64,7 @@ impl Engine {
         }
     }
 
-    /// Keeps an engine that has no handle left until it can be closed.
+    /// Registers an engine without handles until the captures that keep it open have ended.
     pub(crate) fn outlive_capture(&self) {
         if self.wait_for_others() && !self.waits.swap(true, Ordering::Relaxed) {
             log::warn!(
@@ -76,7 +74,7 @@ impl Engine {
         }
     }
 
-    /// Whether a later call tries again to close it.
+    /// Whether a later call tries again to close the engine.
     pub(crate) fn outlives_capture(&self) -> bool {
         let orphans = orphans();
         let mut waiting = orphans.waiting.iter();
@@ -84,11 +82,11 @@ impl Engine {
     }
 }
 
-/// Tries to close them all; those that cannot be closed yet wait on.
+/// Tries to close all orphans; those that cannot be closed yet are registered again.
 fn close_orphans() {
     let mut heap = orphans();
     heap.asked += 1;
-    // Where another thread has them in hand it sees that it is to try again.
+    // If another thread is closing the orphans, `asked` makes it try again.
     while !heap.waiting.is_empty() {
         let asked = heap.asked;
         let tried = std::mem::take(&mut heap.waiting);

@@ -1,4 +1,4 @@
-//! Recordings of what allocators do: how they begin and end, and what they are told at once.
+//! Recordings: how they begin and end, and what allocators write at their start.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,41 +21,41 @@ use crate::event::sink::Sink;
 use crate::event::{Event, Kind};
 use crate::locks::held::Mutex;
 
-/// The environment variable that has a program recorded.
+/// The environment variable that starts a recording of the program.
 pub(crate) const RECORD_VARIABLE: &str = "CUALLOC_RECORD";
 
-/// Records of a ring in memory, and of one in a file.
+/// Capacity of a ring in records, in memory and in a file.
 const RING: usize = 1 << 15;
 const FILE_RING: usize = 1 << 14;
 
 /// Allocators of the process that may be open.
 static ENGINES: Mutex<Vec<Weak<Engine>>> = Mutex::new(Vec::new());
 
-/// What the environment variable began: it runs until the process ends.
+/// The recording started by the environment variable: it runs until the process ends.
 static BEGUN: Mutex<Option<Running>> = Mutex::new(None);
 
-/// Where a recording goes.
+/// Destination of a recording.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Target<'a> {
     /// To rings in memory.
     Memory,
-    /// To a file, by a thread that writes it.
+    /// To a file, written by a thread.
     File(&'a Path),
     /// To rings in a file that is mapped into memory.
     Mapped(&'a Path),
 }
 
-/// A recording that runs. It ends when this is dropped.
+/// A recording in progress. It ends when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Running {
     pub session: Arc<Session>,
     sink: Option<Sink>,
 }
 
-/// Why no recording begins.
+/// Why a recording could not begin.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// Another one runs.
+    /// Another recording is in progress.
     Busy,
     Io(std::io::Error),
 }
@@ -67,8 +67,8 @@ impl From<std::io::Error> for Refusal {
 }
 
 impl Running {
-    /// Begins a recording of all allocators of the process, with a stack for about each so many bytes that are asked
-    /// for, or none with 0.
+    /// Begins a recording of all allocators of the process, with about one stack per `sampling` requested bytes, or
+    /// none if it is 0.
     pub(crate) fn begin(target: Target<'_>, sampling: u64) -> Result<Running, Refusal> {
         if Session::is_there() {
             return Err(Refusal::Busy);
@@ -80,7 +80,7 @@ impl Running {
         };
         let session = Session::begin(capacity, start, mapped);
         let session = session.ok_or(Refusal::Busy)?;
-        // Ends the session if the file cannot be had.
+        // If the file cannot be opened, dropping this value ends the session.
         let mut running = Running {
             session,
             sink: None,
@@ -99,8 +99,8 @@ impl Running {
         Ok(running)
     }
 
-    /// Ends the recording: records that were written to its file, if it has one, and those that were lost before.
-    /// A forked child has nothing to end.
+    /// Ends the recording. Returns the number of records written to its file, if it has one, and the number lost
+    /// before. A forked child has no recording to end.
     pub(crate) fn finish(mut self) -> std::io::Result<(u64, u64)> {
         if self.session.is_of_parent() {
             return Ok((0, 0));
@@ -116,7 +116,7 @@ impl Running {
         sample::set_mean(0);
         process::end_recording();
         self.session.end();
-        // Rings live as long as somebody may write to them.
+        // Rings live as long as any thread may write to them.
         session::clear();
         clear_waiting_taps();
         for engine in engines() {
@@ -136,14 +136,14 @@ impl Drop for Running {
     }
 }
 
-/// The allocators that are there.
+/// Returns the open allocators.
 fn engines() -> Vec<Arc<Engine>> {
     let engines = ENGINES.lock();
     engines.iter().filter_map(Weak::upgrade).collect()
 }
 
 impl Engine {
-    /// A call of a program has its block, and no lock is held: the stack may be wanted.
+    /// Called when a call of the program has its block and holds no lock, because it may record the stack.
     #[inline(always)]
     pub(crate) fn sample(&self, made: &Result<Grant, Error>, bytes: usize) {
         if sample::is_on()
@@ -154,7 +154,7 @@ impl Engine {
         }
     }
 
-    /// What the record of a block's stack says, with the handle of a stream that has no number in records.
+    /// Returns the record of a block's stack, with the handle of a stream that has no number in records.
     fn sampled(&self, grant: &Grant, bytes: u64) -> (Event, Option<u64>) {
         let stream = match grant.place.record() {
             Some(id) => self.lock().extents.records[id].stream,
@@ -174,7 +174,7 @@ impl Engine {
         (event, handle)
     }
 
-    /// Enters an allocator among those that a recording is told of when it begins, and tells one that runs.
+    /// Registers an allocator with recordings that begin later, and reports it to one in progress.
     pub(crate) fn enrol(self: &Arc<Self>) {
         if process::is_forked_child() {
             return;
@@ -191,11 +191,11 @@ impl Engine {
     }
 }
 
-/// Begins the recording that the environment asks for, when the first allocator is made.
+/// Begins the recording that the environment requests, when the first allocator is created.
 pub(crate) fn begin_by_environment() {
-    // No `Once`: the logger that hears of the recording may make an allocator, too.
+    // Not a `Once`: the logger that receives the message about the recording may create an allocator too.
     static DONE: AtomicBool = AtomicBool::new(false);
-    // Two processes cannot write one file, and the parent has begun already.
+    // Two processes cannot write one file, and the parent has already begun.
     if process::is_forked_child() || DONE.swap(true, Ordering::Relaxed) {
         return;
     }
@@ -233,8 +233,8 @@ pub(crate) fn begin_by_environment() {
     }
 }
 
-/// The bytes between two samples of stacks, and where the recording goes: `stacks:512K:run.rec`, or without the first
-/// part. `None` if that has no size.
+/// Parses the bytes between two sampled stacks, and the destination: `stacks:512K:run.rec`, or without the first part.
+/// `None` if the size is missing.
 fn stacks(text: &str) -> Option<(u64, &str)> {
     let Some(rest) = text.strip_prefix("stacks:") else {
         return Some((0, text));
@@ -246,9 +246,9 @@ fn stacks(text: &str) -> Option<(u64, &str)> {
     }
 }
 
-/// Writes what is left of the recording that the environment asked for.
+/// Writes the rest of the recording that the environment requested.
 extern "C" fn write_last() {
-    // A thread that the exit has stopped may hold the lock, or one that a forked child lacks.
+    // The lock may be held by a thread that the exit has stopped, or that a forked child lacks.
     if let Some(begun) = BEGUN.try_lock()
         && let Some(sink) = begun.as_ref().and_then(|running| running.sink.as_ref())
     {
@@ -295,7 +295,7 @@ mod tests {
             drop(allocator.allocate(1000, stream).unwrap());
             drop(allocator.allocate(3 << 20, stream).unwrap());
         }
-        // Its stream cache waits for another stream, with the ring.
+        // Its stream cache and ring become available to another stream.
         allocator.retire(&left).unwrap();
         let rings = running.session.weak_rings();
         assert!(rings.len() >= 4, "two stream caches, and two shared ones");
@@ -303,7 +303,7 @@ mod tests {
         assert!(rings.iter().all(|ring| ring.upgrade().is_none()));
         drop(allocator.allocate(1000, &stream).unwrap());
 
-        // While rings of a recording that is over may be there none begins, and none is made.
+        // While rings of a finished recording may exist, no other test begins a recording or creates one.
         let running = Running::begin(Target::Memory, 0).unwrap();
         drop(allocator.allocate(1000, &stream).unwrap());
         let rings = running.session.weak_rings().len();
@@ -321,7 +321,8 @@ mod tests {
         who_is_refused_has_replaced_no_file();
     }
 
-    /// Streams whose slots have more than 16 bits. In a process of its own, as all of a process goes into one recording.
+    /// Streams whose slots have more than 16 bits. The test has its own process, because a recording covers the whole
+    /// process.
     #[test]
     fn streams_without_a_number_are_told_apart() {
         const ALONE: &str = "TEST_IS_ALONE";
@@ -339,7 +340,7 @@ mod tests {
         let context = simulator.driver().unwrap().context(0).unwrap();
         let allocator = Allocator::with_config(&context, Config::new()).unwrap();
         {
-            // They stand for streams whose slots have numbers, and none is looked at again.
+            // These slots stand for streams with numbers, and none is used again.
             let mut heap = allocator.engine().lock();
             let kept = Holder::Kept(crate::driver::Stream::legacy(&context));
             let (first, most) = (heap.streams.slots().end, u32::from(UNNUMBERED));
@@ -350,13 +351,14 @@ mod tests {
         }
         let [beside, streams @ ..] = [(); 4].map(|()| allocator.create_stream().unwrap());
         let held = allocator.allocate(1000, &streams[1]).unwrap();
-        // What a sample is of is told between its block and it, where other streams are told of as well.
+        // The context of a sample is recorded between its block and the sample, while other streams are recorded as
+        // well.
         let (other, of_others) = (allocator.clone(), beside.raw() as u64);
         let source = move || other.allocate(512, &beside).map_or(0, |_| 1);
         sample::set_source(Some(std::sync::Arc::new(source)));
         let running = Running::begin(Target::Memory, 1).unwrap();
         let mut blocks = Vec::new();
-        // From a page, a large-block cache and the heap: each is told by somebody else.
+        // A page, a large-block cache and the heap each write the record of their own blocks.
         for bytes in [60_000, 60_000, 3 << 20, 3 << 20] {
             let made = streams.iter().map(|s| allocator.allocate(bytes, s));
             let made: Vec<_> = made.map(Result::unwrap).collect();
@@ -393,12 +395,12 @@ mod tests {
         let refused = refused.find(|e| matches!(e.action, Action::OutOfMemory { .. }));
         assert_eq!(of(refused.unwrap()), streams[1].raw() as u64);
         assert!(recording.failed_requests(None)[0].cause.is_some());
-        // It would look through all streams for each of them.
+        // Dropping them would search all streams for each one.
         std::mem::forget((streams, held, allocator, simulator));
     }
 
-    /// While one ends on another thread, who begins another one is refused, and leaves its file alone. No test of its
-    /// own, as there is one recording in a process.
+    /// While a recording ends on another thread, beginning another one is refused and leaves its file untouched. This
+    /// is no separate test, because a process has only one recording.
     #[cfg(target_os = "linux")]
     fn who_is_refused_has_replaced_no_file() {
         use std::os::unix::fs::MetadataExt;
@@ -406,7 +408,7 @@ mod tests {
         let running = Running::begin(Target::Mapped(&path), 0).unwrap();
         let file = || std::fs::metadata(&path).unwrap().ino();
         let before = file();
-        // As far as `stop` has come when another thread asks.
+        // The state that `stop` has reached when another thread begins.
         running.session.end();
         let refused = Running::begin(Target::Mapped(&path), 0);
         assert!(matches!(refused, Err(Refusal::Busy)));

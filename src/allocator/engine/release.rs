@@ -1,4 +1,4 @@
-//! What goes back to the driver: claimed before the calls, and afterwards taken out of the heap, or set apart.
+//! Releases to the driver: memory is claimed before the calls; afterwards it is removed from the heap, or set apart.
 
 use crate::driver::{DriverError, Entered, process};
 
@@ -12,9 +12,9 @@ use crate::error::Error;
 use crate::error::memory::Bytes;
 
 impl Engine {
-    /// Gives claimed memory back to the driver; the first error is returned after all was tried. A segment that was
-    /// not freed is free memory again. A handle that could not be unmapped stays apart, to be tried again. A release
-    /// that failed is not repeated, since the driver may have carried it out: its memory leaves the heap.
+    /// Releases claimed memory to the driver, and returns the first error after trying everything. A segment that was
+    /// not freed is free memory again. A handle that could not be unmapped stays set apart and is tried again. A failed
+    /// release is not repeated, because the driver may have performed it: the memory leaves the heap.
     pub(crate) fn release(&self, plan: Vec<Release>) -> Result<u64, Error> {
         let entered = match self.context.enter() {
             Ok(entered) => entered,
@@ -40,7 +40,7 @@ impl Engine {
                 (_, failed) => first = first.or(failed),
             }
             if first.is_some_and(|e| e.is_fatal()) {
-                // Nothing more can be done in this context; what is left stays as it is.
+                // No further call can succeed in this context; the rest stays as it is.
                 break;
             }
         }
@@ -53,8 +53,8 @@ impl Engine {
         }
     }
 
-    /// Frees a plain segment. It leaves the heap first: as soon as the driver has it, another thread
-    /// may be given its address again.
+    /// Frees a plain segment. It leaves the heap first, because another thread may obtain its address as soon as the
+    /// driver has freed it.
     fn release_segment(
         &self,
         entered: &Entered<'_>,
@@ -77,7 +77,7 @@ impl Engine {
         (bytes, None)
     }
 
-    /// Gives back handles that could not be unmapped before.
+    /// Releases handles that could not be unmapped before.
     pub(crate) fn release_quarantined(&self) -> Result<u64, Error> {
         let quarantined = self.lock().claim_quarantined();
         if quarantined.is_empty() {
@@ -90,7 +90,7 @@ impl Engine {
             let done = match (&entered, release.handle) {
                 (Ok(entered), Some(handle)) => give_back(entered, (&release, handle), true),
                 (Err(error), _) => (Err(*error), Ok(())),
-                // No segment is mapped.
+                // Segments are never mapped.
                 (Ok(_), None) => continue,
             };
             let (bytes, failed) = self.lock().given_back(&release, done);
@@ -105,7 +105,7 @@ impl Engine {
 
     // ---- views --------------------------------------------------------------------------------
 
-    /// Unmaps idle views. One that cannot be unmapped stays, without serving requests; the first error is returned.
+    /// Unmaps idle views. A view that cannot be unmapped stays, but serves no requests; the first error is returned.
     pub(crate) fn evict(&self, bases: &[u64]) -> Result<(), Error> {
         let mut first = None;
         for base in bases {
@@ -134,7 +134,7 @@ impl Engine {
 }
 
 impl Engine {
-    /// Gives back what has been idle for long, if it is time to look. A failure is left to the next time.
+    /// Releases memory that has been idle for long, if a check is due. On a failure the next check tries again.
     #[inline]
     pub(crate) fn tend(&self) {
         if let Some(decay) = &self.decay {
@@ -158,7 +158,7 @@ impl Engine {
         }
     }
 
-    /// The same with its outcome: bytes that went back.
+    /// The same, but returns the bytes released.
     pub(crate) fn decay(&self, decay: &Decay) -> Result<u64, Error> {
         if !decay.is_due() {
             return Ok(0);
@@ -173,14 +173,14 @@ impl Engine {
         self.poll()?;
         let mut heap = self.open()?;
         heap.complete_uses();
-        // What was held back for streams that are done by now.
+        // Includes blocks held back for streams that have completed by now.
         heap.flush_caches();
         let views = decay.turn(heap.views.clock);
         let (_, allocated) = heap.live_totals();
         let all = &heap.stats.all;
         let keep = (all.allocated.peak as f64 * decay.keep) as u64;
         let spare = all.reserved.current.saturating_sub(allocated);
-        // What no block has had since the last look.
+        // Memory that no block has used since the last check.
         let held = heap.stats.large.reserved.current;
         let idle = held.saturating_sub(heap.turn_recent_peak());
         let idle = idle.min(spare.saturating_sub(keep));

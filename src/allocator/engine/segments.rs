@@ -1,4 +1,4 @@
-//! Who is told of segments, and page-locked memory between suspensions.
+//! Segment hooks, and page-locked memory kept between suspensions.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,36 +7,38 @@ use crate::driver::{HostAllocation, process};
 use crate::foreign::guarded;
 use crate::locks::held::Mutex;
 
-/// What happens to segments.
+/// A change of segments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SegmentChange {
-    /// They are about to be unmapped: whoever registered or exported their memory takes that back now.
+    /// They are about to be unmapped: the hook revokes registrations and exports of their memory now.
     Death,
-    /// They were made anew at their old addresses.
+    /// They have been recreated at their old addresses.
     Birth,
 }
 
-/// A piece of physical memory at its address.
+/// Physical memory at its address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Segment {
-    /// Tells it from every other segment that the allocator ever tells of, also of those at the same address.
+    /// Unique id among all segments that the allocator ever reports, including those at the same address.
     pub id: u64,
-    /// Its first byte.
+    /// Address of the first byte.
     pub address: u64,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// What a hook does.
+/// The function of a hook.
 type Told = dyn Fn(SegmentChange, &[Segment]) + Send + Sync;
 
-/// Is told when memory is suspended and when it comes back, so that registrations and exports can be renewed.
+/// A hook that is called when memory is suspended and when it is resumed, so that registrations and exports can be
+/// renewed.
 ///
-/// Runs without any lock held, on the thread that suspends or resumes, once for all segments. It may allocate where
-/// memory is left, and free; to suspend or resume there is [`Error::InUse`](crate::Error::InUse). Where a suspension fails, the segments
-/// are born again. A panic in it is logged and goes no further: other hooks are told all the same. Cheap to clone.
+/// A hook runs without any lock held, on the thread that suspends or resumes, once for all segments. It may allocate
+/// where memory is left, and free; to suspend or resume there returns [`Error::InUse`](crate::Error::InUse). If a
+/// suspension fails, hooks receive a [`Birth`](SegmentChange::Birth) for the segments. A panic in a hook is logged, and
+/// the other hooks are still called. Hooks are cheap to clone.
 ///
 /// ```
 /// use cualloc::allocator::{SegmentChange, SegmentHook};
@@ -53,7 +55,7 @@ pub struct SegmentHook {
 }
 
 impl SegmentHook {
-    /// A hook of a unique name.
+    /// Creates a hook with a unique name.
     pub fn new(
         name: impl Into<Arc<str>>,
         run: impl Fn(SegmentChange, &[Segment]) + Send + Sync + 'static,
@@ -64,7 +66,7 @@ impl SegmentHook {
         }
     }
 
-    /// Its name.
+    /// Returns the name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -78,24 +80,24 @@ impl fmt::Debug for SegmentHook {
     }
 }
 
-/// What suspensions need beside the heap.
+/// State of suspensions outside the heap.
 #[derive(Debug, Default)]
 pub(crate) struct Suspender {
-    /// Page-locked memory for the next time.
+    /// Page-locked memory kept for the next suspension.
     pub(crate) spare: Mutex<Vec<HostAllocation>>,
     hooks: Mutex<Vec<SegmentHook>>,
 }
 
 impl Suspender {
-    /// Adds a hook, or replaces the one of its name; whether one was replaced.
+    /// Adds a hook, or replaces the one with its name; returns whether it replaced one.
     pub(crate) fn add_hook(&self, hook: SegmentHook) -> bool {
         let replaced = self.take_hook(&hook.name);
         process::lock(&self.hooks).push(hook);
-        // What it captured is dropped without the lock.
+        // A replaced hook is dropped without the lock.
         replaced.is_some()
     }
 
-    /// Removes a hook; whether it existed.
+    /// Removes a hook, and returns whether it existed.
     pub(crate) fn remove_hook(&self, name: &str) -> bool {
         self.take_hook(name).is_some()
     }
@@ -106,7 +108,7 @@ impl Suspender {
         at.map(|at| hooks.remove(at))
     }
 
-    /// Tells all hooks, without the lock.
+    /// Calls all hooks, without the lock.
     pub(crate) fn tell(&self, change: SegmentChange, segments: &[Segment]) {
         if segments.is_empty() {
             return;
@@ -117,7 +119,7 @@ impl Suspender {
         }
     }
 
-    /// Frees page-locked memory that is kept for the next time.
+    /// Frees the page-locked memory that is kept for the next suspension.
     pub(crate) fn drop_spare(&self) {
         let spare = std::mem::take(&mut *process::lock(&self.spare));
         drop(spare);

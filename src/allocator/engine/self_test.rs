@@ -1,8 +1,8 @@
-//! Whether the device keeps memory the same through two addresses: a test before the first view.
+//! Self-test of views: a write through one mapping must be visible through another. It runs before the first view.
 //!
-//! CUDA promises it from the completion of the writing operation on. The test does what a program
-//! does with a block that lay at another address before: it writes through one mapping, and reads
-//! through the other in stream order, after the reading side has been read before.
+//! CUDA promises this once the writing operation has completed. The test does what a program does with a block whose
+//! memory was mapped at another address before: it reads through one mapping, writes through the other, and then reads
+//! again through the first, in stream order.
 
 use crate::error::Error;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ use crate::allocator::stream::slot::Holder;
 use crate::allocator::view::commit;
 use crate::sync::capture::is_of_capture;
 
-/// How often to try to wait for the test's own work before its memory is given up.
+/// Number of attempts to wait for the test's own work before its memory is abandoned.
 const WAITS: usize = 4;
 
 impl Engine {
@@ -28,7 +28,7 @@ impl Engine {
         self.views && !self.views_failed.load(Ordering::Relaxed)
     }
 
-    /// What an earlier allocator of the process found out, if that counts here.
+    /// Adopts the result of an earlier allocator of the process, if it applies here.
     pub(crate) fn recall_aliasing(&self) {
         if !self.views {
             return;
@@ -49,8 +49,7 @@ impl Engine {
         };
     }
 
-    /// Tests the device now, if it was not tested before and the settings allow a test; says what is
-    /// known then.
+    /// Tests the device unless it was already tested or the settings forbid it, and returns the result so far.
     pub(crate) fn test_views(&self) -> Result<SelfTest, Error> {
         self.usable()?;
         if self.views && self.lock().views.self_test == SelfTest::NotRun {
@@ -61,8 +60,8 @@ impl Engine {
         Ok(self.lock().views.self_test)
     }
 
-    /// Whether it is known that nothing runs on any known stream. Streams that may be captured at any time are not
-    /// queried, since the query would invalidate the capture.
+    /// Whether all known streams are known to be idle. Streams that may be captured at any time are not queried,
+    /// because the query would invalidate the capture.
     fn is_quiet(&self) -> Result<bool, Error> {
         if self.may_capture() {
             return Ok(false);
@@ -79,7 +78,7 @@ impl Engine {
             let idle = match holder {
                 Holder::Kept(stream) if stream.kind() != StreamKind::PerThreadDefault => {
                     match stream.is_complete() {
-                        // It captures since it was asked.
+                        // The stream has begun a capture since the check.
                         Err(error) if is_of_capture(error.code()) => false,
                         idle => idle.map_err(|e| self.error_in(stream.context(), e))?,
                     }
@@ -94,19 +93,19 @@ impl Engine {
         Ok(true)
     }
 
-    /// Whether a stitch may go on, or what failed.
+    /// Whether a stitch may continue, or the error that prevents it.
     pub(crate) fn may_stitch(&self) -> Result<bool, Error> {
         match self.aliasing_verdict(false) {
             Ok(usable) => Ok(usable),
-            // For the test; growth may still find some.
+            // No memory for the test; growth may still succeed.
             Err(Error::Driver(error)) if error.is_out_of_memory() => Ok(false),
             Err(error) => Err(error),
         }
     }
 
-    /// Whether a stitch may go on: tests the device if nobody has. A few milliseconds, once for a
-    /// device and a process. Without memory for the test the stitch goes on untested, and the next
-    /// one asks again; while something captures nothing is stitched.
+    /// Whether a stitch may continue. Tests the device if it has not been tested, which takes a few milliseconds once
+    /// per device and process. Without memory for the test the stitch continues untested, and the next one tries again;
+    /// while a stream is capturing, nothing is stitched.
     fn aliasing_verdict(&self, asked: bool) -> Result<bool, Error> {
         if !self.self_test {
             return Ok(true);
@@ -138,7 +137,7 @@ impl Engine {
         Ok(good)
     }
 
-    /// Sees to addresses for the test's memory.
+    /// Provides addresses for the test's memory.
     fn reserve_for_test(&self) -> Result<(), Error> {
         for space in [SpaceId::Large, SpaceId::Views] {
             if !self.lock().extents.has_addresses(space) {
@@ -148,11 +147,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs the test on memory of its own. `None` if there is no memory for it.
+    /// Runs the test on its own memory. `None` if there is no memory for it.
     fn test_aliasing(&self, with_kernels: bool) -> Result<Option<bool>, Error> {
         let want = Want {
             space: SpaceId::Large,
-            // The memory is no stream's before and after.
+            // The memory belongs to no stream before and after.
             stream: 0,
             granules: (PHYSICAL_GRANULE / GRANULE) as u32,
             align: 1,
@@ -177,7 +176,7 @@ impl Engine {
                         self.end_test(block, sides)?;
                         done.map(Some).map_err(|e| self.error(e))
                     }
-                    // Its work may still be under way.
+                    // Its work may still be running.
                     Err((error, work)) => {
                         let memory = Some((block, sides));
                         let unfinished = Unfinished { work, memory };
@@ -198,13 +197,13 @@ impl Engine {
         }
     }
 
-    /// The test proper, on a stream of its own. The outer error: it could not be waited for.
+    /// Runs the test on its own stream. The outer error means that the work could not be waited for.
     fn try_both_sides(
         &self,
         sides: [u64; 2],
         with_kernels: bool,
     ) -> Result<Result<bool, DriverError>, (DriverError, Work)> {
-        // Before whatever keeps the device at work.
+        // High priority puts the test before the work that keeps the device busy.
         let stream = match Stream::with_priority(&self.context, i32::MIN) {
             Ok(stream) => stream,
             Err(error) => return Ok(Err(error)),
@@ -213,8 +212,8 @@ impl Engine {
             Ok(entered) => entered,
             Err(error) => return Ok(Err(error)),
         };
-        // Loading may wait for everything that runs in the context, which this thread may have to
-        // end. A device that cannot load them is tested without kernels as well.
+        // Loading may wait for everything that runs in the context, and ending that may be up to this thread. A device
+        // that cannot load the kernels is tested without them.
         let load = || {
             let module = entered.load_module(WORD_KERNELS)?;
             Ok::<_, DriverError>((
@@ -247,8 +246,8 @@ impl Engine {
         }
     }
 
-    /// Gives the memory of tests back that could not be waited for, as far as their work is over; with `wait`
-    /// waits until it is, and gives back everything.
+    /// Releases the memory of tests that could not be waited for, if their work is complete; with `wait`, waits until
+    /// it is and releases everything.
     pub(crate) fn finish_tests(&self, wait: bool) -> Result<Finished, Error> {
         let unfinished = std::mem::take(&mut *self.unfinished.lock());
         let (mut finished, mut failed) = (Finished::default(), None);
@@ -286,7 +285,7 @@ impl Engine {
         failed.map_or(Ok(finished), Err)
     }
 
-    /// Unmaps and releases the memory of a test whose work is over.
+    /// Unmaps and releases the memory of a test whose work is complete.
     fn end_test(&self, block: u32, sides: [u64; 2]) -> Result<u64, Error> {
         let release = self.lock().test_over(block, sides[0]);
         let evicted = self.evict(&[sides[1]]);
@@ -294,7 +293,7 @@ impl Engine {
             return evicted.map(|()| 0);
         };
         if let Err(error) = evicted {
-            // Still mapped in the view: free memory, with an idle view over it.
+            // It is still mapped in the view: free memory, with an idle view over it.
             self.lock().keep(release);
             return Err(error);
         }

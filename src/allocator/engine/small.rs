@@ -1,4 +1,4 @@
-//! Small blocks of the packed policy: what stream caches do alone, and what they need the heap for.
+//! Small blocks of the packed policy: what stream caches do alone, and what needs the heap.
 
 use std::sync::atomic::Ordering;
 
@@ -18,17 +18,17 @@ use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::{StreamKey, is_special};
 use crate::error::Error;
 
-/// A request that no stream cache served at once: the stream cache that was tried, still locked if nobody else was
-/// at it.
+/// A request that the fast path could not serve: the stream cache that was tried, still locked unless another thread
+/// holds it.
 pub(crate) struct Missed(pub(super) Option<(&'static StreamCache, Option<Locked>)>);
 
 type Locked = Held<'static, Inner>;
 
-/// Rounds of getting room until the heap is asked.
+/// Number of attempts to obtain room before the heap serves the request.
 const ROUNDS: u32 = 4;
 
-/// A request for this many bytes at any address, if stream caches serve it: smaller ones than
-/// [`PACKED_SMALL_LIMIT`], and not 0.
+/// Returns the request for this many bytes at any address, if stream caches serve it: above 0 and up to
+/// [`PACKED_SMALL_LIMIT`].
 #[inline(always)]
 pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
     let last = bytes.wrapping_sub(1);
@@ -40,7 +40,7 @@ pub(crate) fn unaligned(bytes: usize) -> Option<Small> {
 }
 
 impl Engine {
-    /// The request to a stream cache, if stream caches serve it here.
+    /// Returns the request to a stream cache, if stream caches serve it here.
     #[inline]
     pub(crate) fn small_request(&self, request: &Checked) -> Option<Small> {
         if self.rules.caches() && self.debug.is_none() {
@@ -72,7 +72,7 @@ impl Engine {
         self.hit_quiet(key, (small, cache))
     }
 
-    /// [`hit`](Self::hit) for a stream by its handle, of which the driver has told the id a moment ago.
+    /// [`hit`](Self::hit) for a stream by its handle, whose id the driver has just reported.
     #[inline(always)]
     pub(crate) fn hit_asked_raw(
         &self,
@@ -89,12 +89,12 @@ impl Engine {
             return Err(Missed(None));
         }
         let grant = self.hit_quiet(key, (small, cache))?;
-        // It may have been adopted since the thread used it last.
+        // The stream may have been adopted since the thread used it last.
         thread::remember_handle(cache);
         Ok(grant)
     }
 
-    /// [`hit`](Self::hit) in a process in which nothing else is to be done.
+    /// [`hit`](Self::hit) in a process without recordings, captures or other watchers.
     #[inline(always)]
     fn hit_quiet(
         &self,
@@ -122,8 +122,8 @@ impl Engine {
         Some(Grant::small(cache, taken, request.granules))
     }
 
-    /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if that
-    /// handle lasts.
+    /// [`hit`](Self::hit) by the handle of a stream, from the stream cache that the thread used last for it, if the
+    /// handle stays valid.
     #[inline(always)]
     pub(crate) fn hit_by_handle(
         pages: &PageTable,
@@ -161,7 +161,7 @@ impl Engine {
         self.hit_small(key, small, Missed(Some((cache, free))))
     }
 
-    /// The id of a stream by its handle, if that lasts and the thread knows it.
+    /// Returns the id of a stream by its handle, if the handle stays valid and the thread knows it.
     pub(crate) fn key_at_hand(&self, raw: usize) -> Option<u64> {
         let Known::Lasting(cache) = thread::find_handle(raw) else {
             return None;
@@ -172,7 +172,7 @@ impl Engine {
         inner.serves(Owner { allocator, key }).then_some(key)
     }
 
-    /// [`hit`](Self::hit) for a stream that was asked a moment ago, and does not capture.
+    /// [`hit`](Self::hit) for a stream that was just found not to be capturing.
     pub(crate) fn hit_asked(&self, key: StreamKey, request: &Checked) -> Option<Grant> {
         let StreamKey::Id(key) = key else {
             return None;
@@ -196,8 +196,8 @@ impl Engine {
         Some(Grant::small(cache, taken, small.granules))
     }
 
-    /// [`hit`](Self::hit) while calls look out for captures: asks the stream, if its handle is enough for that.
-    /// Why it was of no use is for the heap to find out.
+    /// [`hit`](Self::hit) while calls query captures: queries the stream, if its handle suffices for that. On a miss
+    /// the heap determines the reason.
     #[inline]
     pub(crate) fn hit_watched(&self, stream: &Stream, small: Small) -> Option<Grant> {
         if !self.rules.caches() {
@@ -209,16 +209,15 @@ impl Engine {
         if !simple || self.is_past_use() || self.same_driver(stream).is_err() {
             return None;
         }
-        // SAFETY: the stream is alive, as whoever made it vouched for.
+        // SAFETY: the stream is alive, as the creator of the object guarantees.
         if !unsafe { self.driver().is_uncaptured(raw) } {
             return None;
         }
         self.hit_now(stream.id_at_hand(), small)
     }
 
-    /// Frees the small block in this life of it while calls look out for captures, if its stream's handle is enough
-    /// to ask, the stream does not capture, and nothing else stands in the way. False, with nothing changed, if more
-    /// is to be done for it.
+    /// Frees a small block while calls query captures, if its stream's handle suffices for the query, the stream is not
+    /// capturing, and nothing else has to be checked. Otherwise returns false and changes nothing.
     #[inline(always)]
     pub(crate) fn free_watched(
         &self,
@@ -233,15 +232,14 @@ impl Engine {
             return false;
         };
         let raw = std::ptr::with_exposed_provenance_mut(raw);
-        // SAFETY: whoever ends the stream waits until nobody asks it.
+        // SAFETY: a retirement of the stream waits until no query uses it.
         let uncaptured = unsafe { self.driver().is_uncaptured(raw) };
         let mut inner = cache.lock();
         inner.asking -= 1;
         uncaptured && inner.free_told(node, life, ptr)
     }
 
-    /// [`hit`](Self::hit) at one address alone: where the block lay that the stream cache took back last of all with so
-    /// many granules.
+    /// [`hit`](Self::hit) at one address only: that of the last block of this size which the stream cache took back.
     #[inline]
     pub(crate) fn hit_at(&self, key: u64, bytes: usize, ptr: u64) -> Option<Grant> {
         let request = unaligned(bytes)?;
@@ -254,8 +252,8 @@ impl Engine {
         Some(Grant::small(cache, taken, request.granules))
     }
 
-    /// Allocates a small block that [`hit`](Self::hit) did not serve. By its bytes: a request that is passed on would
-    /// have to be in memory in the caller.
+    /// Allocates a small block that [`hit`](Self::hit) did not serve. It takes the bytes, because a request passed on
+    /// would have to be stored in memory by the caller.
     #[inline(never)]
     pub(crate) fn miss(
         &self,
@@ -275,7 +273,7 @@ impl Engine {
         made
     }
 
-    /// Allocates a block that is too large for stream caches, out of a large-block cache or the heap.
+    /// Allocates a block that is too large for stream caches, from a large-block cache or the heap.
     #[inline(never)]
     pub(crate) fn allocate_large(&self, bytes: usize, stream: &Stream) -> Result<Grant, Error> {
         let hit = self.hit_large(stream.id_at_hand(), bytes);
@@ -300,12 +298,12 @@ impl Engine {
         self.allocate_missed(&named, &request)
     }
 
-    /// Allocates from the caches of the stream what could not be served immediately, if that needs no driver call.
+    /// Allocates from the caches of the stream what the fast path could not serve, if that needs no driver call.
     #[inline(never)]
     pub(crate) fn hit_small(&self, key: u64, request: Small, missed: Missed) -> Option<Grant> {
         let (cache, inner) = match missed.0 {
             Some(missed) => missed,
-            // No cache was tried: a recording sees what it hands out.
+            // No cache was tried, because a recording has to see the allocation.
             None if self.unwatched() => {
                 let cache = thread::find(key)?;
                 (cache, cache.try_lock())
@@ -361,14 +359,15 @@ impl Engine {
         }
     }
 
-    /// Whom a stream cache serves without a look at anything else; nobody, where more is to be looked at.
+    /// Returns the owner that a stream cache serves without further checks; no owner matches if further checks are
+    /// required.
     #[inline(always)]
     pub(crate) fn owner(&self, key: u64) -> Owner {
         let allocator = self.at_once_id();
         Owner { allocator, key }
     }
 
-    /// Threads keep meeting at a stream cache: its stream gets more of them, and this thread chooses anew.
+    /// Handles repeated contention at a stream cache: its stream gets more caches, and this thread chooses another.
     #[cold]
     pub(crate) fn contended(&self, key: u64, cache: &'static StreamCache) {
         thread::forget(key, cache);
@@ -384,8 +383,8 @@ impl Engine {
 
     // ---- cached memory ------------------------------------------------------------------------
 
-    /// Takes a request at the first of the addresses that is free in the stream cache which the thread used
-    /// last for the stream. `None`: somebody must look at the heap.
+    /// Takes a request at the first address that is free in the stream cache that the thread used last for the stream.
+    /// `None` if the heap has to be searched.
     pub(crate) fn small_near(
         &self,
         key: u64,
@@ -444,7 +443,7 @@ impl Engine {
 
     // ---- lookup ------------------------------------------------------------------------------
 
-    /// The stream cache and the place of a small block that begins at an address, if one does.
+    /// Returns the stream cache and the node of the small block that begins at an address, if there is one.
     #[inline]
     pub(crate) fn small_at(&self, ptr: u64) -> Option<(&'static StreamCache, Node)> {
         self.pages.find_node(ptr)
@@ -452,7 +451,7 @@ impl Engine {
 
     // ---- free --------------------------------------------------------------------------------
 
-    /// Frees the small block that begins at an address; with a generation only that life of it.
+    /// Frees the small block that begins at an address; with a generation, only if the block still has it.
     #[inline]
     pub(crate) fn free_small(
         &self,
@@ -469,7 +468,7 @@ impl Engine {
         if freed == Freed::Done {
             return Ok(());
         }
-        // From here on only this may keep the engine, if the block was the last one.
+        // From here on this may be the only reference to the engine, if the block was the last one.
         let keep = inner.owner.clone();
         drop(inner);
         let ended = self.small_freed(cache, (node, ptr), generation, freed);
@@ -477,7 +476,7 @@ impl Engine {
         ended
     }
 
-    /// What a stream cache left to do of a free.
+    /// Completes the steps of a free that a stream cache left to its caller.
     #[inline(never)]
     pub(crate) fn small_freed(
         &self,
@@ -491,7 +490,7 @@ impl Engine {
         let mut after = AfterFree::default();
         match freed {
             Freed::Done => {}
-            // The page, or the batch, may have gone with the last of its blocks.
+            // The page or the batch may have been removed with its last block.
             Freed::Page | Freed::Full(_) if !ours => {}
             Freed::Page => {
                 heap.return_surplus(cache, &mut after);
@@ -523,7 +522,7 @@ impl Engine {
         Ok(())
     }
 
-    /// [`small_freed`](Self::small_freed) for a block whose owner went out of scope.
+    /// [`small_freed`](Self::small_freed) for a dropped block.
     #[cold]
     pub(crate) fn small_dropped(
         &self,
@@ -538,7 +537,7 @@ impl Engine {
         }
     }
 
-    /// Refuses a free on a stream that is being captured.
+    /// Refuses a free on a stream that is capturing.
     #[cold]
     fn refuse_captured_free(
         &self,
@@ -549,7 +548,7 @@ impl Engine {
         let suspect = {
             let heap = self.lock();
             let inner = cache.lock();
-            // What is not live is refused for that, also where the driver would not answer.
+            // A block that is not live is refused for that reason, even where the driver would not answer.
             (inner.allocator == self.id && inner.live(node, ptr, generation).is_some())
                 .then(|| heap.streams[inner.slot].suspect())
                 .flatten()
@@ -562,7 +561,7 @@ impl Engine {
 
     // ---- other streams -----------------------------------------------------------------------
 
-    /// Records another stream on a small block, if the two stream caches can do it alone.
+    /// Records another stream on a small block, if the two stream caches suffice.
     #[inline]
     pub(crate) fn record_at_once(&self, ptr: u64, key: StreamKey) -> Option<Result<(), Error>> {
         let StreamKey::Id(key) = key else {
@@ -579,7 +578,7 @@ impl Engine {
                 return None;
             }
             let using = Using::one(inner.slot)?;
-            // Counted before it is noted: the stream stays known from here on.
+            // Counted first, because the stream must stay known from here on.
             inner.recorded += 1;
             using
         };

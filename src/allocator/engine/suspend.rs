@@ -1,7 +1,7 @@
-//! Suspending memory and bringing it back: what is asked and waited for first, and what becomes of failures.
+//! Suspending and resuming memory: checks, waits and error handling.
 //!
-//! Who wants to suspend closes what is meant under the lock, waits, takes the handles out of the heap, and calls the
-//! driver without the lock. [`Work`] notes in the end what is away and what is not, whatever came between.
+//! A suspension closes the selected memory under the lock, waits, takes the handles out of the heap, and calls the
+//! driver without the lock. [`Work`] records in the end what is suspended and what is not, also after a failure.
 
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::segments::{Segment, SegmentChange};
@@ -15,31 +15,31 @@ use crate::driver::{Stream, process};
 use crate::error::{Error, GraphPoolError};
 use crate::sync::order::wait_for_context;
 
-/// What was suspended.
+/// Result of a suspension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Suspended {
-    /// Bytes that the driver has back.
+    /// Bytes released to the driver.
     pub bytes: u64,
-    /// In so many handles.
+    /// Number of handles of these bytes.
     pub handles: u64,
-    /// Bytes of contents that are kept on the host.
+    /// Bytes of contents kept on the host.
     pub kept: u64,
 }
 
-/// What was brought back.
+/// Result of a resume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Resumed {
-    /// Bytes that are there again.
+    /// Bytes that were restored.
     pub bytes: u64,
-    /// In so many handles.
+    /// Number of handles of these bytes.
     pub handles: u64,
     /// Bytes of contents that were kept on the host.
     pub kept: u64,
 }
 
-/// Which memory is meant.
+/// Selected memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Selected {
     Allocator,
@@ -48,7 +48,7 @@ pub(crate) enum Selected {
 }
 
 impl Selected {
-    /// What is suspended of it, or what is not, as asked.
+    /// Returns the selected targets that are suspended, or those that are not.
     fn targets(self, heap: &Heap, suspended: bool) -> Result<Vec<Target>, Error> {
         let is_away = |target: &Target| heap.suspended.map.contains_key(target);
         let pools = heap.graphs.pools.keys().map(|id| Target::Pool(*id));
@@ -86,16 +86,16 @@ impl Selected {
     }
 }
 
-/// A suspension or its end under way: nobody begins another one.
+/// A suspension or resume in progress, which excludes any other.
 struct Work<'a> {
     engine: &'a Engine,
     targets: Vec<Target>,
-    /// What was chosen of the first targets.
+    /// The suspensions of the targets, as far as they have been chosen.
     parked: Vec<Suspension>,
 }
 
 impl<'a> Work<'a> {
-    /// Takes up a suspension that is to be, or one that is.
+    /// Begins a suspension, or the resume of one.
     fn begin(engine: &'a Engine, selected: Selected, suspended: bool) -> Result<Work<'a>, Error> {
         let mut heap = engine.open()?;
         if heap.suspended.working {
@@ -125,7 +125,7 @@ impl<'a> Work<'a> {
         })
     }
 
-    /// The segments as they are now, or as they were when one was told of them last.
+    /// Returns the segments as they are now, or as they were last reported.
     fn segments(&self, change: SegmentChange) -> Vec<Segment> {
         let mut heap = self.engine.lock();
         let handles = self.parked.iter().flat_map(|parked| &parked.handles);
@@ -186,14 +186,14 @@ impl Drop for Work<'_> {
         (heap.suspended.working, heap.suspended.coming) = (false, 0);
         heap.suspended.under_way.clear();
         drop(heap);
-        // Plain memory goes without the lock.
+        // Pageable memory is freed without the lock.
         let mut spare = copies.into_iter().flat_map(HostCopy::into_spare).collect();
         process::lock(&self.engine.suspender.spare).append(&mut spare);
     }
 }
 
 impl Engine {
-    /// Suspends memory. After an error everything is as it was; or suspended, if that could not be had.
+    /// Suspends memory. After an error everything is as before, or suspended if that could not be restored.
     pub(crate) fn suspend(&self, selected: Selected, keep: &Keep) -> Result<Suspended, Error> {
         if !self.rules.maps() {
             return Err(Error::NotSupported {
@@ -207,7 +207,7 @@ impl Engine {
         self.review_pool_captures();
         let mut work = Work::begin(self, selected, false)?;
         self.stop_debugging();
-        // They would only have to be mapped again, or keep handles from going.
+        // Idle views would only have to be mapped again, or prevent the release of handles.
         let idle = match selected {
             Selected::Allocator => self.lock().idle_views(usize::MAX),
             Selected::Pool(_) | Selected::Tag(_) => Vec::new(),
@@ -242,7 +242,7 @@ impl Engine {
                 })
             }
             Err(error) => {
-                // Unless this succeeds, it is suspended, and can be resumed as such.
+                // Until this succeeds, the memory counts as suspended, and can be resumed as such.
                 work.set_away(true);
                 if self.bring_back(&mut work.parked).is_ok() {
                     self.all_is_back(work);
@@ -252,23 +252,23 @@ impl Engine {
         }
     }
 
-    /// Brings suspended memory back. After an error it is suspended as before.
+    /// Resumes suspended memory. After an error it is suspended as before.
     pub(crate) fn resume(&self, selected: Selected) -> Result<Resumed, Error> {
         self.usable()?;
         self.free_deferred();
-        // Nothing is made for what nobody can use.
+        // No memory is created for pools that can no longer be used.
         self.discard_pools()?;
         let mut work = Work::begin(self, selected, true)?;
         let missing = {
             let mut heap = self.lock();
-            // What an earlier refusal told is of another time, and requests cannot ask anew.
+            // An earlier refusal by the driver is outdated, and requests cannot retry by themselves.
             heap.physical.full_at = None;
             for (target, parked) in work.targets.iter().zip(&mut work.parked) {
                 if matches!(target, Target::Arenas) {
                     heap.drop_unused(parked);
                 }
             }
-            // The limit counts what is suspended only where everything is.
+            // The limit counts suspended memory only if the whole allocator is suspended.
             let parked = work.targets.iter().zip(&work.parked);
             let parked = parked.filter(|(target, _)| !matches!(target, Target::Arenas));
             parked.map(|(_, parked)| parked.missing()).sum::<u64>()
@@ -307,16 +307,16 @@ impl Engine {
         })
     }
 
-    /// Gives back what is not suspended and nobody uses.
+    /// Releases unused memory that is not suspended.
     fn spare_memory(&self) -> Result<(), Error> {
         match self.trim(0) {
             Err(Error::ContextLost(error)) => Err(Error::ContextLost(error)),
-            // What could not be given back stays where it was.
+            // Memory that could not be released stays where it was.
             _ => Ok(()),
         }
     }
 
-    /// Everything is there again.
+    /// Records that everything is restored.
     fn all_is_back(&self, mut work: Work<'_>) {
         work.set_away(false);
         let born = work.segments(SegmentChange::Birth);
@@ -324,7 +324,7 @@ impl Engine {
         self.suspender.tell(SegmentChange::Birth, &born);
     }
 
-    /// A stream for copies, if there are any.
+    /// Creates a stream for copies, if there are any.
     fn copier(&self, parked: &[Suspension]) -> Result<Option<Stream>, Error> {
         let copies = parked.iter().any(|one| !one.kept.is_empty());
         let stream = copies.then(|| Stream::new(&self.context));
@@ -354,7 +354,7 @@ impl Engine {
             .map_err(|e| self.error(e))
     }
 
-    /// Gives up what is suspended of pools that nobody can use any more.
+    /// Discards the suspended memory of pools that can no longer be used.
     pub(crate) fn discard_pools(&self) -> Result<(), Error> {
         let away = {
             let mut heap = self.lock();
@@ -368,7 +368,7 @@ impl Engine {
         self.discard(away)
     }
 
-    /// Gives up what is suspended: no block is live any more.
+    /// Discards all suspended memory: no block is live any more.
     pub(crate) fn discard_suspended(&self) -> Result<(), Error> {
         self.suspender.drop_spare();
         let away = std::mem::take(&mut self.lock().suspended.map);
@@ -382,7 +382,7 @@ impl Engine {
         let (targets, mut parked): (Vec<Target>, Vec<Suspension>) = away.into_iter().unzip();
         let entered = self.context.enter();
         let given = entered.and_then(|entered| {
-            // Under a copy that may not be over nothing is taken away.
+            // The target of a copy that may still be running is kept.
             if parked.iter().any(|one| one.unseen) {
                 wait_for_context(entered.context())?;
                 parked.iter_mut().for_each(|one| one.unseen = false);
@@ -408,7 +408,7 @@ impl Engine {
         given.map_err(|e| self.error(e))
     }
 
-    /// Whether anything, or what is named, is suspended.
+    /// Whether any memory, or the selected memory, is suspended.
     pub(crate) fn is_suspended(&self, selected: Selected) -> Result<bool, Error> {
         let heap = self.open()?;
         match selected {
@@ -428,7 +428,7 @@ impl Engine {
 }
 
 impl Heap {
-    /// What becomes of a target's contents.
+    /// Returns what happens to the contents of a target.
     fn contents(&self, target: Target, keep: &Keep) -> Contents {
         keep.of(match target {
             Target::Pool(id) => self.suspended.tags.get(&id).copied(),

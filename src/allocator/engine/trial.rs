@@ -1,8 +1,8 @@
-//! Whether a device has the virtual memory that it advertises: one handle is created, mapped, opened and
-//! written before the first allocator is made.
+//! Trial of virtual memory management: creates, maps, opens and writes one handle before the first allocator is
+//! created.
 //!
-//! Some drivers say that they support it and then refuse one of the calls, for any memory or for memory that
-//! can be exported, or have hardly any address space. Every request would fail there, or every large one.
+//! Some drivers report support and then refuse one of the calls, for any memory or for exportable memory, or have
+//! hardly any address space. Every request, or every large one, would fail there.
 
 use crate::driver::sys::{CUdeviceptr, CUmemGenericAllocationHandle};
 use crate::driver::{Context, Device, DriverError, Entered, MemoryProperties, Stream, Trials};
@@ -13,26 +13,26 @@ use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::error::Error;
 use crate::error::memory::Bytes;
 
-/// What is tried: the smallest handle that allocators make.
+/// Size of the trial: the smallest handle that allocators create.
 const BYTES: usize = PHYSICAL_GRANULE as usize;
 
-/// With so much memory free a refusal for want of memory is a refusal.
+/// If this much memory is free, an out-of-memory refusal counts as missing support.
 const PLENTY: u64 = 32 * PHYSICAL_GRANULE;
 
-/// What is missing where it is not there or refused.
+/// Name of the feature in errors.
 const WHAT: &str = "virtual memory management";
 
-/// What a trial came to.
+/// Outcome of a trial.
 enum Outcome {
     /// Memory with these properties can be used.
     Usable(MemoryProperties),
-    /// Nothing can be said: the device is full.
+    /// Undecided, because the device is full.
     Unknown(MemoryProperties),
     Refused(DriverError),
 }
 
-/// What the physical memory of an allocator is made like; `None` if it has to do without. Otherwise the address space
-/// has some that the allocator can lease.
+/// Returns the properties of the physical memory of an allocator, or `None` if it cannot use virtual memory management.
+/// With `Some`, the address space contains addresses that the allocator can lease.
 pub(crate) fn memory_of(
     context: &Context,
     policy: Policy,
@@ -49,7 +49,7 @@ pub(crate) fn memory_of(
     let trials = context.driver().trials();
     let outcome = outcome(context, wished, trials, addresses).map_err(failed);
     if !matches!(outcome, Ok(Outcome::Usable(_) | Outcome::Unknown(_))) {
-        // Reservations that the driver does not take back serve the next allocator.
+        // Reservations that the driver does not release serve the next allocator.
         let _returned = context
             .enter()
             .map(|entered| addresses.return_idle(&entered));
@@ -82,8 +82,8 @@ fn failed(error: DriverError) -> Error {
     }
 }
 
-/// Reserves address space, then tries the properties that are wished for, then with less. Only what went well is
-/// remembered: a fault that passes costs the allocator that met it something, and not the process.
+/// Reserves address space, then tries the wished properties, then reduced ones. Only a success is remembered, so that a
+/// transient fault affects the allocator that met it, and not the whole process.
 fn outcome(
     context: &Context,
     wished: MemoryProperties,
@@ -113,7 +113,7 @@ fn outcome(
     let stream = match Stream::new(context) {
         Ok(stream) => stream,
         Err(error) if error.is_fatal() => return Err(error),
-        // No word about memory.
+        // The error says nothing about memory.
         Err(_) => return Ok(Outcome::Unknown(wished)),
     };
     let mut refusal = None;
@@ -168,7 +168,7 @@ fn say_reduced(
     );
 }
 
-/// Whether the device has so much memory that a small handle cannot be refused for want of it.
+/// Whether so much memory is free that a small handle cannot be refused for lack of it.
 fn has_plenty(entered: &Entered<'_>) -> bool {
     entered.mem_info().is_ok_and(|info| info.free >= PLENTY)
 }
@@ -176,7 +176,7 @@ fn has_plenty(entered: &Entered<'_>) -> bool {
 /// Why a trial failed.
 struct Failure {
     error: DriverError,
-    /// Something of it could not be given back.
+    /// Whether something could not be released.
     leaks: bool,
 }
 
@@ -192,7 +192,7 @@ impl Failure {
     }
 }
 
-/// The first thing that failed, and whether anything of both leaks.
+/// Returns the first failure, and whether either of them leaks.
 fn both(one: Result<(), Failure>, other: Result<(), Failure>) -> Result<(), Failure> {
     match (one, other) {
         (Err(one), Err(other)) => Err(Failure {
@@ -207,8 +207,8 @@ fn both(one: Result<(), Failure>, other: Result<(), Failure>) -> Result<(), Fail
     }
 }
 
-/// Creates, maps, opens and writes a handle, and gives everything back. Waits for its own fill alone. None of
-/// the calls is forbidden by a capture of others.
+/// Creates, maps, opens and writes a handle, and releases everything. It waits only for its own fill. A capture of
+/// other code forbids none of these calls.
 fn try_memory(
     entered: &Entered<'_>,
     stream: &Stream,
@@ -221,7 +221,7 @@ fn try_memory(
         Err(error) => (Err(Failure::clean(error)), false),
         Ok(handle) => {
             let (done, mapped) = try_mapping(entered, stream, at, handle);
-            // SAFETY: made above, and not used any more; where it is still mapped the memory stays.
+            // SAFETY: the handle was created above and is not used any more; if it is still mapped, the memory stays.
             let released = unsafe { entered.mem_release(handle) };
             (both(done, released.map_err(Failure::leaking)), mapped)
         }
@@ -232,17 +232,17 @@ fn try_memory(
     done
 }
 
-/// Maps, opens and writes a handle at an address, and unmaps it. Also says whether it is mapped still.
+/// Maps, opens and writes a handle at an address, and unmaps it. Also returns whether it is still mapped.
 fn try_mapping(
     entered: &Entered<'_>,
     stream: &Stream,
     at: CUdeviceptr,
     handle: CUmemGenericAllocationHandle,
 ) -> (Result<(), Failure>, bool) {
-    // SAFETY: no work but that of this function uses the range, and it is complete by then.
+    // SAFETY: only work of this function uses the range, and it is complete by then.
     let unmap_again =
         || unsafe { entered.mem_unmap_if_mapped(at, BYTES) }.map_err(Failure::leaking);
-    // SAFETY: the range is leased for this and holds nothing; the handle is that large.
+    // SAFETY: the range is leased for this trial and empty; the handle has this size.
     if let Err(error) = unsafe { entered.mem_map(at, BYTES, handle) } {
         let unmapped = unmap_again();
         let mapped = unmapped.is_err();
@@ -252,10 +252,10 @@ fn try_mapping(
     // SAFETY: mapped above.
     let opened = unsafe { entered.set_access(at, BYTES, std::slice::from_ref(device)) };
     let written = opened.and_then(|()| {
-        // SAFETY: the range is mapped and open, and the stream alive.
+        // SAFETY: the range is mapped and accessible, and the stream alive.
         unsafe { entered.memset_d8(at, 0xa5, BYTES, stream.raw()) }
     });
-    // Also a fill that reported an error may be under way.
+    // A fill that reported an error may still be running.
     if let Err(error) = stream.synchronize().or_else(|_| stream.synchronize()) {
         return (Err(Failure::leaking(written.err().unwrap_or(error))), true);
     }
