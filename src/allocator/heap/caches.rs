@@ -1,6 +1,6 @@
-//! The heap's side of the stream caches: their pages, and what they hold back.
+//! The heap's part of the stream caches: their pages, and the blocks that they hold back.
 //!
-//! Everything here runs under the lock of the heap and takes those of stream caches below it.
+//! All code here runs under the lock of the heap and takes the locks of stream caches inside it.
 
 use crate::allocator::cache::HeldBack;
 use crate::allocator::cache::stream_cache::{Batch, Node, Returned, Run, StreamCache, Using};
@@ -18,7 +18,7 @@ impl Heap {
     pub(crate) fn page_taken(&mut self, id: u32, cache: &'static StreamCache) -> Result<(), Error> {
         let base = self.extents.records[id].addr;
         let Some(info) = self.caches.table.info(base) else {
-            // Behind its own stream, which has waited for whoever else used it.
+            // The page follows its own stream, which has waited for the other users of the memory.
             let stream = cache.lock().slot;
             let last = self.streams.ticket(stream, None);
             let slot = &mut self.streams[stream];
@@ -40,7 +40,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Hands back the wholly free pages of a stream cache, but for so many.
+    /// Returns the wholly free pages of a stream cache to the heap, except for a given number.
     pub(crate) fn return_pages(
         &mut self,
         cache: &'static StreamCache,
@@ -67,7 +67,7 @@ impl Heap {
         any
     }
 
-    /// Hands back wholly free pages of a stream cache if they are many; of a retired stream, all.
+    /// Returns wholly free pages of a stream cache if there are many; of a retired stream, all.
     pub(crate) fn return_surplus(&mut self, cache: &'static StreamCache, after: &mut AfterFree) {
         let keep = {
             let mut inner = cache.lock();
@@ -85,7 +85,7 @@ impl Heap {
         }
     }
 
-    /// Hands back what one stream's stream caches hold and do not need; true if there was anything.
+    /// Returns to the heap what the stream caches of one stream hold and do not need; true if there was anything.
     pub(crate) fn flush_caches_of(&mut self, stream: u32) -> bool {
         let caches = self.caches.of(stream).to_vec();
         let flush = |any, cache| self.flush_cache(cache) | any;
@@ -103,9 +103,9 @@ impl Heap {
         emptied | self.return_pages(cache, 0, &mut AfterFree::default())
     }
 
-    /// Hands back what stream caches did not need since this was last done: pages, and of a stream cache that
-    /// handed nothing out all that it has. What was returned to a busy stream cache it merges itself when it
-    /// next lacks a run. Returns the streams that gave anything.
+    /// Returns to the heap what stream caches have not needed since the last call: spare pages, and everything that an
+    /// unused stream cache has. A busy stream cache merges returned blocks itself when it next lacks a run. Returns the
+    /// streams that contributed.
     pub(crate) fn flush_idle(&mut self) -> Vec<u32> {
         let mut givers = Vec::new();
         for cache in self.caches.all.clone() {
@@ -128,7 +128,7 @@ impl Heap {
         givers
     }
 
-    /// Hands back what all stream caches hold and do not need; true if there was anything.
+    /// Returns to the heap what all stream caches hold and do not need; true if there was anything.
     pub(crate) fn flush_caches(&mut self) -> bool {
         let streams: Vec<u32> = self.streams.iter().map(|(stream, _)| stream).collect();
         streams
@@ -138,8 +138,7 @@ impl Heap {
 
     // ---- blocks that other streams used --------------------------------------------------------
 
-    /// Adds a use by another stream to the live small block around an address, in the heap. False if
-    /// there is none.
+    /// Records a use by another stream, in the heap, on the live small block around an address. False if there is none.
     pub(crate) fn record_small(&mut self, ptr: u64, new: Recorded) -> bool {
         match self.caches.small_around(ptr) {
             Some((_, _, owner)) if owner == new.stream => true,
@@ -148,8 +147,8 @@ impl Heap {
         }
     }
 
-    /// Moves what is noted on a live small block into the heap, so that its free comes there, and
-    /// adds a use. False if the block is gone.
+    /// Moves the uses recorded on a live small block into the heap, so that its free enters the heap, and adds a use.
+    /// False if the block is no longer live.
     pub(crate) fn note_in_heap(
         &mut self,
         cache: &'static StreamCache,
@@ -170,7 +169,7 @@ impl Heap {
         true
     }
 
-    /// Takes the uses of a live small block out of where they are noted.
+    /// Takes the recorded uses of a live small block from wherever they are stored.
     fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
         if let Some(stream) = using.slot() {
             self.caches.uncount_recorded(stream, 1);
@@ -186,15 +185,15 @@ impl Heap {
         known
     }
 
-    /// Closes the open batch of a stream, in its stream caches too: what they free from now on is under the next
-    /// ticket, before any event is recorded for the batch.
+    /// Closes the open batch of a stream, in its stream caches too: their later frees get the next ticket, before any
+    /// event is recorded for the batch.
     pub(crate) fn close_batch(&mut self, stream: u32) -> slot::Batch {
         let batch = self.streams.close_batch(stream);
         self.caches.set_ticket(stream, self.streams[stream].open);
         batch
     }
 
-    /// Closes the open batches of a stream cache, or those of one other stream in it.
+    /// Closes the open batches of a stream cache, or only that of one other stream in it.
     pub(crate) fn close_batches(
         &mut self,
         cache: &'static StreamCache,
@@ -212,7 +211,7 @@ impl Heap {
         any
     }
 
-    /// Takes over a batch: from here on its blocks have a ticket of the stream that used them.
+    /// Takes over a closed batch: its blocks get a ticket of the stream that used them.
     fn batch_closed(
         &mut self,
         cache: &'static StreamCache,
@@ -233,7 +232,7 @@ impl Heap {
         });
     }
 
-    /// Frees a live small block that its stream cache cannot free alone.
+    /// Frees a live small block that its stream cache cannot free by itself.
     pub(crate) fn free_small(
         &mut self,
         cache: &'static StreamCache,
@@ -282,9 +281,9 @@ impl Heap {
         true
     }
 
-    /// Gives back to their stream caches the blocks whose other streams are done, or are followed by the
-    /// blocks' own; true if there were any. The stream caches merge what came in batches, when they next lack
-    /// a run: it takes longer than everything else here.
+    /// Returns blocks to their stream caches once the uses by other streams are complete, or ordered before the blocks'
+    /// own stream; true if there were any. The stream caches merge the blocks of batches when they next lack a run,
+    /// because merging takes longer than everything else here.
     pub(crate) fn return_held_back(&mut self) -> bool {
         let streams = &self.streams;
         let over = |held: &mut HeldBack| {

@@ -1,15 +1,15 @@
-//! The invariants, written as one walk over everything.
+//! The invariants, verified by one walk over all metadata.
 //!
-//! 1. Each region is a gapless list of extents, linked both ways; no two free neighbours could be
-//!    one; holes never touch.
-//! 2. Each free piece is in the index of its class and nowhere else; each hole in the hole list.
-//! 3. Each byte held from the driver lies in one extent that is not a hole, and the other way round.
+//! 1. Each region is a gapless, doubly linked list of extents; no two free neighbours could be merged; holes are never
+//!   adjacent.
+//! 2. Each free piece is in the index of its class and nowhere else; each hole is in the hole list.
+//! 3. Each byte held from the driver lies in exactly one extent that is not a hole, and every such extent is held.
 //! 4. Each page belongs to one stream and is one region of that stream's blocks.
-//! 5. Each live block is found by its address, has an odd generation, and is counted once on each
-//!    stream that it was allocated or recorded on.
+//! 5. Each live block can be found by its address, has an odd generation, and is counted once on each stream that it
+//!   was allocated or recorded on.
 //! 6. Tickets are not above the open one; markers are in order.
-//! 7. Each block in a view has its bytes aliased at home; each handle knows how many views map it, and is
-//!    found by its addresses.
+//! 7. The bytes of each block in a view are aliased at home; each handle knows how many views map it, and can be found
+//!   by its addresses.
 //! 8. Every counter equals what the walk finds.
 
 use std::collections::{BTreeMap, HashMap};
@@ -24,11 +24,11 @@ use crate::allocator::size::{GRANULE, PAGE, PHYSICAL_GRANULE};
 use crate::allocator::view::mapping::push_part;
 use crate::error::Error;
 
-/// What the walk adds up.
+/// Totals of the walk.
 #[derive(Default)]
 pub(crate) struct Sums {
     records: u64,
-    /// Per pool, small first.
+    /// Bytes per pool, small first.
     live: [u64; 2],
     allocated: [u64; 2],
     requested: [u64; 2],
@@ -38,7 +38,7 @@ pub(crate) struct Sums {
     /// Mapped ranges, merged.
     mapped: BTreeMap<u64, u64>,
     pages: u64,
-    /// Bytes aliased to blocks in views.
+    /// Home bytes aliased to blocks in views.
     aliased: u64,
     quarantined: u64,
 }
@@ -171,7 +171,7 @@ impl Heap {
         same("holes listed", holes, space.holes().len())
     }
 
-    /// Blocks of graph pools; how many there are.
+    /// Checks the blocks of graph pools and returns their number.
     fn check_pooled(&self, sums: &mut Sums) -> Result<u64, Error> {
         let pools = self.graphs.pools.values();
         let mut count = 0;
@@ -221,7 +221,7 @@ impl Heap {
         self.check_block(id, sums)
     }
 
-    /// Views, and the blocks in them.
+    /// Checks views and the blocks in them.
     fn check_views(&self, sums: &mut Sums) -> Result<(), Error> {
         let mut maps: HashMap<u64, u32> = HashMap::new();
         let mut live: HashMap<u64, Vec<(u32, u32)>> = HashMap::new();
@@ -233,7 +233,7 @@ impl Heap {
             }
             sums.records += 1;
             viewed += hot.bytes();
-            // One that is not handed out yet, or that a guard keeps, is nobody's block.
+            // A block that is not yet allocated, or that was freed and is kept by a guard, belongs to no user.
             if hot.state != Extent::Busy {
                 self.check_block(id, sums)?;
             }
@@ -322,11 +322,11 @@ impl Heap {
         same("handles by number", numbered, self.physical.handles.len())
     }
 
-    /// Driver-held memory and mapped extents are the same bytes.
+    /// Checks that driver-held memory and mapped extents are the same bytes.
     fn check_held(&self, sums: &Sums) -> Result<(), Error> {
         let mapped: u64 = sums.mapped.values().sum();
         let held: u64 = self.physical.holdings.values().map(|h| h.bytes).sum();
-        // What a growth is mapping right now stands in a claimed extent but is not held yet.
+        // Memory that a growth is mapping now is in a claimed extent, but is not held yet.
         same(
             "mapped extents are held from the driver",
             held + self.physical.planned * u64::from(self.rules.maps()),
@@ -355,7 +355,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Stream caches, their pages, and what they hold back.
+    /// Checks stream caches, their pages, and the blocks that they hold back.
     fn check_caches(&self, sums: &Sums) -> Result<(), Error> {
         let (mut pages, mut caches) = (0u64, 0u64);
         let mut waiting: HashMap<u32, u64> = HashMap::new();
@@ -495,7 +495,7 @@ impl Heap {
         Ok(())
     }
 
-    /// A live block of the user.
+    /// Checks a live block of the user.
     pub(crate) fn check_block(&self, id: u32, sums: &mut Sums) -> Result<(), Error> {
         let (hot, cold) = (&self.extents.records[id], self.extents.records.cold(id));
         let large = usize::from(hot.space == SpaceId::Large);

@@ -1,14 +1,14 @@
-//! Completion: what markers say, and what that makes free for everybody.
+//! Completion: applies observed markers to the free pieces, which other streams can then use.
 
 use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::record::{MIXED, SpaceId};
 use crate::allocator::heap::Heap;
 
-/// Most pieces that a call completes while it has memory for its request.
+/// Maximum number of pieces that a call completes while it has memory for its request.
 const PIECES_PER_CALL: usize = 64;
 
 impl Heap {
-    /// Drops from all pieces what is complete now.
+    /// Removes all completed uses from all pieces.
     pub(crate) fn complete_uses(&mut self) {
         self.streams.take_advanced();
         let all: Vec<u32> = self.streams.slots().collect();
@@ -18,9 +18,9 @@ impl Heap {
         }
     }
 
-    /// Drops what is complete now from some of the pieces, of streams of which more is complete than when all of their
-    /// pieces were last looked at. More than a few pieces would delay the call that observes the completion: a request
-    /// that finds no memory goes on with the others, see [`Streams::have_advanced`](crate::allocator::stream::Streams).
+    /// Removes completed uses from some pieces of the streams that have advanced since all of their pieces were last
+    /// processed. A larger number would delay the call that observes the completion; a request that finds no memory
+    /// processes the rest, see [`Streams::have_advanced`](crate::allocator::stream::Streams).
     pub(crate) fn complete_advanced(&mut self) {
         let advanced = self.streams.take_advanced();
         let all = self.complete_streams(&advanced, PIECES_PER_CALL);
@@ -30,8 +30,8 @@ impl Heap {
         }
     }
 
-    /// Completes at most a number of pieces that are pending on several streams or on one of `classes`. Whether all of
-    /// them were looked at.
+    /// Completes at most `most` pieces that are pending on several streams or on one of `classes`. Returns whether all
+    /// of them were processed.
     fn complete_streams(&mut self, classes: &[u32], most: usize) -> bool {
         let mut left = most;
         for id in [SpaceId::Large, SpaceId::Small] {
@@ -47,20 +47,20 @@ impl Heap {
         left > 0
     }
 
-    /// Gives up a stream of which nothing is left.
+    /// Recycles the slot of a stream without remaining state.
     fn recycle_if_used(&mut self, stream: u32) {
         if self.streams[stream].in_use {
             self.recycle(stream);
         }
     }
 
-    /// Drops what is complete from all pieces that are pending on one stream alone.
+    /// Removes completed uses from all pieces that are pending on one stream alone.
     pub(crate) fn complete_class(&mut self, space: SpaceId, class: u32) {
         self.complete_pieces(space, class, usize::MAX);
     }
 
-    /// [`complete_class`](Self::complete_class) for at most a number of pieces of which something is complete. Returns
-    /// how many there were.
+    /// Like [`complete_class`](Self::complete_class), for at most `most` pieces with a completed use. Returns their
+    /// number.
     fn complete_pieces(&mut self, space: SpaceId, class: u32, most: usize) -> usize {
         let index = self.extents.space(space).and_then(|s| s.index(class));
         let Some(index) = index.filter(|_| most > 0) else {
@@ -73,7 +73,7 @@ impl Heap {
             uses.iter().any(|u| streams.complete(u))
         };
         pieces.extend(index.iter().filter(is_due));
-        // By address, so that equal states end up equal.
+        // Processed by address, so that equal states give equal results.
         pieces.sort_unstable_by_key(|e: &Entry| e.addr);
         let mut count = 0;
         for entry in pieces.drain(..) {
@@ -89,11 +89,11 @@ impl Heap {
         count
     }
 
-    /// Drops from a piece what is complete. Whether anything was.
+    /// Removes completed uses from a piece. Returns whether there were any.
     pub(crate) fn complete_piece(&mut self, space: SpaceId, id: u32) -> bool {
         let cold = self.extents.records.cold(id);
         let (owner, was_mixed) = (cold.owner, self.extents.records[id].stream == MIXED);
-        // Where memory never changes streams the owner's tag stays, so that pieces merge by it.
+        // Where memory never changes streams, the owner's tag stays, because pieces merge by it.
         let keep_owner =
             self.extents.space(space).is_some_and(|s| s.merge_own) && !self.streams.rests(owner);
         let streams = &self.streams;
@@ -123,7 +123,7 @@ mod tests {
     use crate::allocator::extent::record::COMPLETE;
     use crate::allocator::tests::{Outcome, Rig};
 
-    /// R23: a wait or a question under way means the event as it was recorded then.
+    /// R23: a wait or query in progress relies on the event as it was recorded then.
     #[test]
     fn an_event_that_somebody_holds_is_not_recorded_again() -> Outcome {
         let rig = Rig::new(Config::new())?;
@@ -148,7 +148,7 @@ mod tests {
         Ok(())
     }
 
-    /// A request that finds memory completes few pieces, and one that does not completes all before memory is added.
+    /// A request that finds memory completes few pieces; one that does not completes all before growth.
     #[test]
     fn completion_is_divided_among_calls() -> Outcome {
         const BLOCKS: usize = 1000;
@@ -159,7 +159,7 @@ mod tests {
         let mut blocks: Vec<_> = (0..2 * BLOCKS - 100)
             .map(|_| rig.allocator.allocate(BYTES, &a))
             .collect::<Result<_, _>>()?;
-        // Every second one, so that no two pieces are neighbours.
+        // Every second block, so that no two pieces are adjacent.
         let mut at = 0;
         blocks.retain(|_| {
             at += 1;
@@ -175,7 +175,7 @@ mod tests {
         };
         let before = pending();
         let block = rig.allocator.allocate(BYTES, &b)?;
-        // The piece that the request takes goes as well.
+        // The piece that the request takes is no longer pending either.
         let completed = before - pending();
         assert!(
             (1..=PIECES_PER_CALL + 1).contains(&completed),

@@ -1,4 +1,4 @@
-//! Other contexts than the allocator's that are gone, or distrusted.
+//! Contexts other than the allocator's that were destroyed, or are distrusted.
 
 use crate::driver::{Context, DriverError};
 
@@ -6,8 +6,8 @@ use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{AfterFree, Holder};
 
 impl Heap {
-    /// A context is distrusted from now on, until its streams are retired: its streams are not used, and what they were
-    /// given counts as unfinished. Whether that is news of any stream.
+    /// Distrusts a context until its streams are retired: its streams are not used, and their work counts as
+    /// unfinished. Returns whether this changed the state of any stream.
     pub(crate) fn distrust(&mut self, context: u64, error: DriverError) -> bool {
         let known = self.streams.distrust_of(context).is_some();
         let streams = self.streams.distrust(context, error);
@@ -17,9 +17,9 @@ impl Heap {
         !known && !streams.is_empty()
     }
 
-    /// The streams of a context get no more work, and cannot be asked: what they were given is complete once the
-    /// allocator's own context was waited for. The result is dropped without the lock: it may be the last that holds a
-    /// stream, which is then destroyed by a driver call.
+    /// Ends the streams of a destroyed context. They get no more work and cannot be queried; their work is complete
+    /// once the allocator's own context has been waited for. The caller drops the result without the lock, because it
+    /// may hold the last reference to a stream, whose destruction is a driver call.
     #[must_use]
     pub(crate) fn context_gone(&mut self, key: u64, own: &Context) -> Vec<(Context, Holder)> {
         let mut held = Vec::new();
@@ -38,7 +38,7 @@ impl Heap {
                 self.close_batches(cache, Some(stream), &mut AfterFree::default());
             }
             self.flush_caches_of(stream);
-            // Everything up to here is under tickets below the one that is open.
+            // All work so far is under tickets below the open one.
             drop(self.close_batch(stream));
             let slot = &mut self.streams[stream];
             let context = std::mem::replace(&mut slot.context, own.clone());
@@ -51,7 +51,7 @@ impl Heap {
             let markers = self.streams.take_markers_of(stream, key);
             events.extend(markers);
         }
-        // Their handles went with the context, and may be those of other events by now.
+        // Their handles were destroyed with the context, and may belong to other events by now.
         events.into_iter().for_each(std::mem::forget);
         held
     }

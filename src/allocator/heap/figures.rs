@@ -1,4 +1,4 @@
-//! How the memory that is held lies: what is free in which pieces and for whom, and what views show.
+//! Figures about reserved memory: the sizes and owners of free pieces, and the contents of views.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use crate::allocator::size::GRANULE;
 use crate::error::StreamBytes;
 
 impl Heap {
-    /// The figures of how memory lies that cost little.
+    /// Returns the cheap figures about packing.
     pub(crate) fn packing(&self) -> Packing {
         let view_granules: u64 = self.views.map.values().map(|v| u64::from(v.granules)).sum();
         Packing {
@@ -29,7 +29,7 @@ impl Heap {
         }
     }
 
-    /// A walk over all free memory.
+    /// Computes fragmentation by a walk over all free memory.
     pub(crate) fn fragmentation(&self) -> Fragmentation {
         Fragmentation {
             free: self.extents.free_bytes(),
@@ -39,7 +39,7 @@ impl Heap {
         }
     }
 
-    /// Free bytes that wait for each stream, and what of them no marker covers, by slot.
+    /// Free bytes pending on each stream, and the part of them that no marker covers, by slot.
     fn waiting(&self) -> BTreeMap<u32, (u64, u64)> {
         let mut by_slot: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
         for entry in self.extents.spaces().flat_map(|space| space.pieces()) {
@@ -74,12 +74,13 @@ impl Heap {
         streams
     }
 
-    /// Free bytes that wait for each stream, most first.
+    /// Returns the free bytes pending on each stream, in descending order.
     pub(crate) fn pending_bytes(&self) -> Vec<StreamBytes> {
         self.by_stream(self.waiting())
     }
 
-    /// What each stream keeps from the others, the free part of its pages included, most first.
+    /// Returns the bytes that each stream keeps from the others, including the free part of its pages, in descending
+    /// order.
     fn stranded(&self) -> Vec<StreamBytes> {
         let mut by_slot = self.waiting();
         for (slot, bytes) in self.caches.free_in_caches() {

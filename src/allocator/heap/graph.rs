@@ -1,4 +1,4 @@
-//! Blocks of graph pools among all others: their records, by which they are found, and who may have them.
+//! Blocks of graph pools in the heap: their records, by which they are found, and their users.
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::StreamCache;
@@ -23,43 +23,43 @@ pub(crate) struct PoolRequest {
     pub pool: u64,
     pub asker: Asker,
     pub fit: Fit,
-    /// Bytes as they were asked for.
+    /// Requested bytes.
     pub requested: u64,
 }
 
-/// What coming back to a checkpoint changed.
+/// Changes made by restoring a checkpoint.
 #[derive(Debug)]
 pub(crate) struct Restoration {
-    /// The addresses of blocks that ceased.
+    /// Addresses of the blocks that are no longer live.
     pub ceased: Vec<u64>,
-    /// Who used them, to be let go without the lock.
+    /// Users of those blocks, to be dropped without the lock.
     pub gone: Vec<Few<User>>,
-    /// Blocks that are live again, each with its bytes as they were asked for.
+    /// Blocks that are live again, each with its requested bytes.
     pub revived: Vec<(Grant, u64)>,
 }
 
 impl PoolRequest {
-    /// The block's granules, and its bytes as they were asked for.
+    /// The block's granules, and its requested bytes.
     pub(crate) fn sizes(&self) -> (u32, u64) {
         (self.fit.granules, self.requested)
     }
 }
 
 impl Heap {
-    /// Whether a block of a graph pool with this identity is live.
+    /// Whether a block of a graph pool with this id and generation is live.
     pub(crate) fn is_pooled(&self, (id, generation): (u32, u32)) -> bool {
         let hot = self.extents.records.get(id);
         hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Pooled)
     }
 
-    /// The start of the live block of a graph pool around an address, and its identity.
+    /// Returns the start of the live block of a graph pool around an address, with its id and generation.
     pub(crate) fn pooled_around(&mut self, ptr: u64) -> Option<(u64, (u32, u32))> {
         let id = self.large_around(ptr)?;
         let hot = self.extents.records[id];
         (hot.state == Extent::Pooled).then_some((hot.addr, (id, hot.generation)))
     }
 
-    /// Plans more room in a pool.
+    /// Plans a growth of a pool.
     pub(crate) fn plan_in_pool(&mut self, request: &PoolRequest) -> Result<Plan, Lacking> {
         let want = Want {
             space: SpaceId::Large,
@@ -80,7 +80,8 @@ impl Heap {
             .plan(request.pool, request.asker, request.fit, &means)
     }
 
-    /// What was planned in a pool was made, or was not: the place of the block for which it was planned.
+    /// Records the outcome of a planned growth of a pool. On success returns the place of the block that it was planned
+    /// for.
     pub(crate) fn planned_in_pool(
         &mut self,
         pool: u64,
@@ -97,7 +98,7 @@ impl Heap {
         self.graphs.planned(pool, plan, made)
     }
 
-    /// A block of a pool gets a record.
+    /// Creates the record of a pool's block.
     pub(crate) fn pooled_born(
         &mut self,
         pool: u64,
@@ -125,7 +126,7 @@ impl Heap {
             granules,
             requested,
             parts: place.parts,
-            // A stream's own work outside of captures needs no event.
+            // A stream's own work outside captures needs no event.
             pending: if captured { place.open } else { Vec::new() },
             captured,
             touched: Vec::new(),
@@ -138,7 +139,8 @@ impl Heap {
         Grant::large(home, place.addr, (id, generation), (granules, requested))
     }
 
-    /// Frees a block of a pool. The caller drops its users without the lock: they may be the last to hold a stream.
+    /// Frees a block of a pool. The caller drops the returned users without the lock, because they may hold the last
+    /// reference to a stream.
     #[must_use = "streams are not destroyed under the lock"]
     pub(crate) fn pooled_freed(&mut self, pool: u64, addr: u64, tag: Tag) -> Option<Few<User>> {
         let pool = self.graphs.pools.get_mut(&pool)?;
@@ -149,7 +151,7 @@ impl Heap {
         Some(gone.users)
     }
 
-    /// Comes back to a checkpoint of a pool.
+    /// Restores a checkpoint of a pool.
     pub(crate) fn restore_pool(&mut self, pool: u64, changes: Changes) -> Restoration {
         let mut gone = Vec::with_capacity(changes.cease.len());
         for addr in &changes.cease {
@@ -186,7 +188,7 @@ impl Heap {
         }
     }
 
-    /// The cache that keeps the allocator alive for blocks of graph pools. It is no stream's.
+    /// Returns the cache that keeps the allocator alive for blocks of graph pools. It belongs to no stream.
     fn home_of_pooled(&mut self) -> &'static StreamCache {
         match self.caches.graph_home {
             Some(home) => home,

@@ -1,4 +1,4 @@
-//! More memory: planned before any call of the driver is made, and entered or put back after it.
+//! Growth: planned before any driver call, and committed or reverted after it.
 
 use crate::allocator::extent::handle::Holding;
 use crate::allocator::extent::record::{NIL, SpaceId};
@@ -17,25 +17,24 @@ use crate::event::Kind;
 
 const PHYSICAL_GRANULES: u64 = PHYSICAL_GRANULE / GRANULE;
 
-/// How a request that found no memory gets some: the claimed extent is free memory before and behind a hole, and
-/// the part of the hole between.
+/// A planned growth for a request: claimed free memory before and after a hole, and new memory in the hole between.
 #[derive(Debug)]
 pub(crate) struct Growth {
     pub fresh: Fresh,
-    /// Waits that the free memory in it needs.
+    /// Waits required by the free memory in it.
     pub waits: Vec<PendingWait>,
     /// Granules of the extent before the block itself.
     pub skip: u32,
 }
 
-/// Up to where a growth may go.
+/// The bound of a growth.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Bound {
     SoftCap,
     Limit,
 }
 
-/// What a request could grow into.
+/// A place that a request could grow into.
 #[derive(Debug, Clone, Copy)]
 struct Opening {
     /// The first extent of the claimed range.
@@ -45,14 +44,14 @@ struct Opening {
     /// Granules of usable memory before the hole.
     before: u64,
     hole: u32,
-    /// Granules of the hole that are mapped.
+    /// Granules of the hole to be mapped.
     mapped: u64,
-    /// Granules of usable memory behind the hole that the block needs.
+    /// Granules of usable memory after the hole that the block needs.
     behind: u64,
 }
 
 impl Heap {
-    /// The opening that needs the least new memory, the lowest on ties.
+    /// Returns the opening that needs the least new memory, the lowest on ties.
     fn opening(&self, want: &Want, usable: impl Fn(&Finder<'_>, u32) -> bool) -> Option<Opening> {
         let finder = self.finder(want.space, want.stream)?;
         let usable = |id: u32| usable(&finder, id);
@@ -85,7 +84,7 @@ impl Heap {
         best
     }
 
-    /// Bytes that a growth for this request would add at least, if there is address space for it.
+    /// Returns the bytes that a growth for this request would add at least, if there is address space for it.
     pub(crate) fn missing(&self, want: &Want) -> Option<u64> {
         let segment = self.rules.segment_for(want);
         if segment.is_some() {
@@ -98,7 +97,7 @@ impl Heap {
         Some(opening.mapped * GRANULE)
     }
 
-    /// Whether addresses are lacking: there is no opening, or no hole in which all of a request could be made new.
+    /// Whether addresses are lacking: there is no opening, or no hole large enough for all of a request.
     pub(crate) fn lacks_addresses(&self, want: &Want) -> bool {
         let holes = self.extents.space(want.space).into_iter();
         let mut holes = holes.flat_map(|space| space.holes().values());
@@ -106,8 +105,7 @@ impl Heap {
             || !holes.any(|id| self.extents.records[*id].granules >= want.span())
     }
 
-    /// Plans a growth of the packed policy within a bound. With `pending`, memory that needs a wait counts as
-    /// well.
+    /// Plans a growth of the packed policy within a bound. With `pending`, memory that needs a wait is usable as well.
     pub(crate) fn plan_growth(
         &mut self,
         want: &Want,
@@ -126,7 +124,7 @@ impl Heap {
             return None;
         }
         if want.space == SpaceId::Large && opening.behind == 0 {
-            // Within the bound memory grows in whole steps; the rest of the last one is free memory.
+            // Within the bound memory grows in whole steps; the remainder of the last step becomes free memory.
             let step = self.physical.growth_step(self.held() + missing);
             let hole = self.extents.records[opening.hole].bytes();
             let most = self.room_within(Bound::SoftCap).min(hole);
@@ -149,7 +147,7 @@ impl Heap {
         })
     }
 
-    /// Bytes that growth may add within a bound.
+    /// Returns the bytes that growth may add within a bound.
     pub(crate) fn room_within(&self, within: Bound) -> u64 {
         match within {
             Bound::SoftCap => self.soft_room().min(self.room()),
@@ -157,7 +155,7 @@ impl Heap {
         }
     }
 
-    /// Whom new memory is for, outside of graph pools.
+    /// Returns the devices and uses that new memory outside graph pools is created for.
     pub(crate) fn sharers(&self) -> Sharers {
         match self.streams.several() {
             true => Sharers::Several,
@@ -165,7 +163,7 @@ impl Heap {
         }
     }
 
-    /// Sizes of the handles for new memory at an address.
+    /// Returns the sizes of the handles for new memory at an address.
     pub(crate) fn handle_sizes(&self, want: &Want, addr: u64, bytes: u64) -> Vec<u64> {
         let reserved = self.stats.all.reserved.current;
         let size = self
@@ -174,7 +172,7 @@ impl Heap {
         self.physical.tiles(addr, bytes, size)
     }
 
-    /// Memory that is about to be made at a claimed extent counts as planned from here on.
+    /// Counts the memory that is about to be created at a claimed extent as planned.
     fn plan(
         &mut self,
         want: &Want,
@@ -196,7 +194,7 @@ impl Heap {
         }
     }
 
-    /// Claims a home for new memory: the lowest hole that takes it.
+    /// Claims a home for new memory: the lowest hole that it fits.
     pub(crate) fn claim_fresh(&mut self, want: &Want, bytes: u64) -> Option<Fresh> {
         let granules = (bytes / GRANULE) as u32;
         let mut holes = self.extents.large.holes().values().copied();
@@ -213,7 +211,7 @@ impl Heap {
         (bytes <= self.room()).then(|| self.plan(want, (NIL, Vec::new()), 0, vec![bytes]))
     }
 
-    /// Why a request needs more memory, for which a plan has claimed something.
+    /// Returns the reason why a request needs more memory, given what its plan has claimed.
     fn growth_reason(&self, want: &Want, claimed: &[Shard]) -> GrowthReason {
         let pending = self.streams.several()
             && self
@@ -232,7 +230,7 @@ impl Heap {
         }
     }
 
-    /// Enters address space that was leased for an arena.
+    /// Adds leased address space to an arena.
     pub(crate) fn add_addresses(&mut self, space: SpaceId, lease: Lease) {
         let Lease { base, bytes, grown } = lease;
         match self.physical.spans.range_mut(..base).next_back() {
@@ -244,7 +242,7 @@ impl Heap {
         let (at, records) = self.extents.parts(space);
         let granules = (bytes / GRANULE) as u32;
         if space == SpaceId::Views {
-            // No view may lie in two reservations.
+            // A view must not span two reservations.
             at.add_range(records, base, granules, grown);
         } else {
             at.add_hole(records, base, granules);
@@ -253,7 +251,7 @@ impl Heap {
 
     // ---- blocks in one handle --------------------------------------------------------------------
 
-    /// Takes a request that has to lie inside one handle from memory that is ready.
+    /// Takes a request that must lie inside one handle from ready memory.
     pub(crate) fn take_in_handle(&mut self, want: &Want) -> Option<u32> {
         let part = self.part_of_handle(want, |finder, id| finder.ready(id))?;
         let (id, _) = self.claim_part(want, part)?;
@@ -261,7 +259,7 @@ impl Heap {
         Some(id)
     }
 
-    /// The tightest open stretch of a handle that holds a request.
+    /// Returns the smallest free stretch of a handle that fits a request.
     pub(crate) fn part_of_handle(
         &self,
         want: &Want,
@@ -288,8 +286,8 @@ impl Heap {
         })
     }
 
-    /// The lowest hole that takes a handle for the request, which no border of a reservation cuts,
-    /// and how many granules into the hole it begins.
+    /// Returns the lowest hole that fits a handle for the request inside one reservation, and the offset of the handle
+    /// in granules.
     pub(crate) fn hole_for_handle(&self, want: &Want) -> Option<(u32, u32)> {
         let bytes = want.handle_bytes();
         let holes = self.extents.space(want.space)?.holes();
@@ -302,7 +300,7 @@ impl Heap {
         })
     }
 
-    /// Plans a handle of its own for a request, so many granules into a hole.
+    /// Plans a separate handle for a request, `skip` granules into a hole.
     pub(crate) fn plan_handle(&mut self, want: &Want, (hole, skip): (u32, u32)) -> Option<Growth> {
         let bytes = want.handle_bytes();
         let addr = self.extents.records[hole].addr + u64::from(skip) * GRANULE;
@@ -316,7 +314,7 @@ impl Heap {
 
     // ---- outcomes -----------------------------------------------------------------------------
 
-    /// A growth succeeded: the handles are the allocator's, the front of the extent is the block.
+    /// Commits a growth: the handles become the allocator's, and the front of the extent becomes the block.
     pub(crate) fn grown(&mut self, want: &Want, growth: &Growth, handles: &[u64]) -> u32 {
         let fresh = &growth.fresh;
         self.hold_all(fresh, handles);
@@ -325,7 +323,7 @@ impl Heap {
         if growth.skip > 0 {
             let (space, records) = self.extents.parts(fresh.space);
             let right = space.split(records, id, growth.skip);
-            // It may have been free memory that the stream was using a moment ago.
+            // The extent may include free memory that the stream used shortly before.
             let slot = &mut self.streams[want.stream];
             let uses = Uses::one(want.stream, slot.open);
             slot.open_uses = slot.open_uses.saturating_add(1);
@@ -336,7 +334,7 @@ impl Heap {
         id
     }
 
-    /// What is behind so many granules of claimed new memory is free.
+    /// Frees the rest of claimed new memory after its first `granules`.
     pub(crate) fn cut_fresh(&mut self, want: &Want, (space, id): (SpaceId, u32), granules: u32) {
         if self.extents.records[id].granules > granules {
             let (at, records) = self.extents.parts(space);
@@ -345,7 +343,7 @@ impl Heap {
         }
     }
 
-    /// What was planned was made, and is held. Returns the homes of its handles.
+    /// Commits planned memory that was created, and returns the homes of its handles.
     pub(crate) fn hold_all(&mut self, fresh: &Fresh, handles: &[u64]) -> Vec<u64> {
         let (mut addr, mut homes) = (fresh.addr, Vec::with_capacity(handles.len()));
         for (bytes, handle) in fresh.sizes.iter().zip(handles) {
@@ -357,7 +355,7 @@ impl Heap {
         homes
     }
 
-    /// Notes why memory was made for a request.
+    /// Records why memory was created for a request.
     pub(crate) fn note_growth(&mut self, want: &Want, fresh: &Fresh) {
         self.physical.last_growth = Some(GrowthInfo {
             reason: fresh.reason,
@@ -367,15 +365,15 @@ impl Heap {
         });
     }
 
-    /// Free memory was made.
+    /// Commits new memory as free memory.
     pub(crate) fn supplied(&mut self, want: &Want, fresh: &Fresh, handles: &[u64]) {
         self.hold_all(fresh, handles);
         self.note_growth(want, fresh);
         self.extents.put_fresh(fresh.space, fresh.id, want.stream);
     }
 
-    /// A growth succeeded, and a wait that its block needs did not: what it brought is free memory, and
-    /// what was free beside it is what it was, the gap before the block as well.
+    /// Commits a growth whose block could not be used because a wait failed: the new memory becomes free, and the
+    /// claimed free memory, including the gap before the block, is restored.
     pub(crate) fn ungrown(&mut self, want: &Want, growth: Growth, handles: &[u64]) {
         let mut fresh = growth.fresh;
         self.hold_all(&fresh, handles);
@@ -389,13 +387,13 @@ impl Heap {
         self.restore(fresh.space, fresh.id, fresh.shards);
     }
 
-    /// What was planned was not made: everything as before.
+    /// Reverts a plan whose memory was not created.
     pub(crate) fn not_made(&mut self, fresh: Fresh) {
         self.physical.planned -= fresh.bytes();
         self.restore(fresh.space, fresh.id, fresh.shards);
     }
 
-    /// A segment of the classic policy arrived: the request is taken from its front.
+    /// Commits a segment of the classic policy, and takes the request from its front.
     pub(crate) fn segment(&mut self, want: &Want, fresh: &Fresh, addr: u64) -> Option<u32> {
         let granules = (fresh.bytes() / GRANULE) as u32;
         self.hold(addr, fresh.bytes(), None, want.space);
@@ -416,7 +414,7 @@ impl Heap {
         )
     }
 
-    /// Enters memory into the heap.
+    /// Adds memory to the heap.
     pub(crate) fn hold(&mut self, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
         let number = match handle {
             Some(_) if space == SpaceId::Large => {

@@ -1,20 +1,20 @@
-//! Blocks that guards keep.
+//! Guarded blocks.
 
 use std::collections::HashMap;
 
 use crate::allocator::cache::HeldBack;
 use crate::allocator::extent::uses::Uses;
 
-/// What a guard is about.
+/// The object of a guard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Guarding {
-    /// The record of a block.
+    /// Record of a block.
     Record(u32),
-    /// The address of a block that stream caches gave.
+    /// Address of a block from a stream cache.
     Small(u64),
 }
 
-/// Guarded blocks by their records, which stay theirs while a guard lives, or by their addresses.
+/// Guarded blocks by record, which is not reused while a guard lives, or by address.
 #[derive(Debug, Default)]
 pub(crate) struct Guards {
     pub(crate) blocks: HashMap<u32, Guarded>,
@@ -26,7 +26,7 @@ pub(crate) struct Guards {
 #[derive(Debug, Default)]
 pub(crate) struct Guarded {
     pub(crate) guards: u64,
-    /// The last uses of a block that was freed meanwhile.
+    /// Last uses of the block, if it was freed meanwhile.
     pub(crate) freed: Option<Uses>,
 }
 
@@ -44,19 +44,19 @@ impl Guards {
         !self.blocks.is_empty()
     }
 
-    /// Bytes of freed blocks that wait for their guards.
+    /// Returns the bytes of freed blocks that guards keep.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Small blocks that were freed and wait for their guards.
+    /// Returns the freed small blocks that guards keep.
     pub(crate) fn held_back(&self) -> impl Iterator<Item = &HeldBack> {
         self.small
             .values()
             .filter_map(|guarded| guarded.freed.as_ref())
     }
 
-    /// A small block was freed: if a guard keeps its memory, that waits. Gives it back if none does.
+    /// Keeps a freed small block if its memory is guarded; otherwise returns it.
     pub(crate) fn unless_guarded(&mut self, ptr: u64, held: HeldBack) -> Option<HeldBack> {
         let Some(guarded) = self.small.get_mut(&ptr) else {
             return Some(held);
@@ -66,7 +66,7 @@ impl Guards {
         None
     }
 
-    /// Guards that live.
+    /// Returns the number of guards.
     pub(crate) fn count(&self) -> u64 {
         let small: u64 = self.small.values().map(|g| g.guards).sum();
         small + self.blocks.values().map(|g| g.guards).sum::<u64>()

@@ -1,4 +1,4 @@
-//! Where memory lies physically, and blocks that guards keep there.
+//! Physical segments of blocks, and the guards that keep blocks in place.
 
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::Uses;
@@ -9,7 +9,7 @@ use crate::allocator::size::GRANULE;
 use crate::error::{Error, InvalidArgument};
 
 impl Heap {
-    /// The live block around a range, and where the range lies.
+    /// Returns the live block around a range, and the physical segments of the range.
     pub(crate) fn segments(
         &mut self,
         ptr: u64,
@@ -71,7 +71,7 @@ impl Heap {
         segments
     }
 
-    /// False if the block has been freed in its stream cache meanwhile.
+    /// Guards a block. False if its stream cache has freed it meanwhile.
     pub(crate) fn guard(&mut self, block: Guarding) -> bool {
         let ptr = match block {
             Guarding::Record(id) => {
@@ -80,7 +80,7 @@ impl Heap {
             }
             Guarding::Small(ptr) => ptr,
         };
-        // Its free comes to the heap from here on.
+        // From here on its free enters the heap.
         let noted = self
             .caches
             .small_around(ptr)
@@ -91,7 +91,7 @@ impl Heap {
         noted
     }
 
-    /// As [`unguard`](Self::unguard).
+    /// Like [`unguard`](Self::unguard), for a small block.
     pub(crate) fn unguard_small(&mut self, ptr: u64) {
         let Some(guarded) = self.guards.small.get_mut(&ptr) else {
             return;
@@ -108,8 +108,7 @@ impl Heap {
         }
     }
 
-    /// A block is being freed, and is nobody's any more: if a guard keeps its memory, that waits.
-    /// Gives the uses back if none does.
+    /// Keeps a block that is being freed if its memory is guarded; otherwise returns its uses.
     pub(crate) fn unless_guarded(&mut self, id: u32, uses: Uses) -> Option<Uses> {
         let Some(guarded) = self.guards.blocks.get_mut(&id) else {
             return Some(uses);
@@ -120,18 +119,18 @@ impl Heap {
         self.guards.bytes += bytes;
         let space = self.extents.records[id].space;
         if matches!(uses, Uses::Many(_)) {
-            // Counted among what other streams use again when it is free.
+            // When the guard ends and the block becomes free, it counts again as memory that other streams use.
             self.stats
                 .on_pool(space != SpaceId::Large, |pool| pool.active.sub(bytes));
         }
-        // The slot of its stream stays that stream's.
+        // Keeps the slot of the block's stream.
         let owner = self.extents.records.cold(id).owner;
         self.streams[owner].calls += 1;
         guarded.freed = Some(uses);
         None
     }
 
-    /// A guard is gone; with the last one goes a block that was freed meanwhile.
+    /// Drops a guard. The last one also completes the free of a block that was freed meanwhile.
     pub(crate) fn unguard(&mut self, id: u32) {
         let Some(guarded) = self.guards.blocks.get_mut(&id) else {
             return;

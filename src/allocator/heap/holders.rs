@@ -1,5 +1,5 @@
-//! Who holds memory: the live blocks by the tag of their pool or the label of their request, else by the context in
-//! which a recording saw them allocated, else by size and stream.
+//! The largest holders of memory. Live blocks are grouped by the tag of their pool or the label of their request, else
+//! by the context that a recording captured at their allocation, else by size and stream.
 
 use std::collections::HashMap;
 
@@ -10,16 +10,16 @@ use crate::block::Tag;
 use crate::error::{HeldBy, Holder};
 use crate::event::names;
 
-/// How many holders an out-of-memory error names.
+/// Number of holders that an out-of-memory error names.
 const HOLDERS_NAMED: usize = 5;
 
-/// What live blocks have in common.
+/// The property that the blocks of a group share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Group {
     Tag(Tag),
     Label(u16),
     Context(u16),
-    /// Blocks of 2 to the power of the first number bytes and more, below twice that, by their stream.
+    /// Blocks from 2 to the power of the first number up to twice that size, by stream.
     Size(u32, u64),
 }
 
@@ -63,7 +63,7 @@ impl Sums {
 }
 
 impl Heap {
-    /// The groups of live blocks that hold the most, largest first.
+    /// Returns the groups of live blocks that hold the most memory, largest first.
     pub(crate) fn holders(&self) -> Vec<Holder> {
         let mut sums = Sums::default();
         self.add_small(&mut sums);
@@ -73,7 +73,7 @@ impl Heap {
         let mut holders: Vec<Holder> = groups
             .map(|(group, sum)| Holder::new(group.name(), sum))
             .collect();
-        // By name where bytes are equal, so that equal states give equal reports.
+        // Sorted by name where bytes are equal, so that equal states give equal reports.
         holders.sort_by(|a, b| b.bytes.cmp(&a.bytes).then_with(|| a.by.cmp(&b.by)));
         holders.truncate(HOLDERS_NAMED);
         holders
@@ -125,7 +125,7 @@ impl Heap {
         }
     }
 
-    /// Notes a label, by its number among names, for the live block with a record.
+    /// Stores a label, by its number among names, on a live block.
     pub(crate) fn set_label(&mut self, id: u32, label: u16) {
         let Hot {
             addr, generation, ..

@@ -1,4 +1,4 @@
-//! Large blocks that stay in hand in the large-block cache of a stream cache: how they go there and come back.
+//! Blocks in large-block caches: how they enter and leave the large-block cache of a stream cache.
 
 use std::sync::atomic::Ordering;
 
@@ -9,9 +9,9 @@ use crate::allocator::heap::Heap;
 use crate::error::Error;
 
 impl Heap {
-    /// A block was handed out by the heap: puts it in the large-block cache of its stream cache if that may be
-    /// of use. Not one for which a request had wishes: another one would get a place elsewhere. Whether it is
-    /// there.
+    /// Puts a block that the heap has allocated into the large-block cache of its stream cache, if it is likely to be
+    /// reused. A block of a request with constraints is not cached, because another request would get a different
+    /// place. Returns whether the block is cached.
     #[inline]
     pub(crate) fn cache_handed_out(
         &mut self,
@@ -32,8 +32,8 @@ impl Heap {
         }
         let (requested, origin) = (cold.requested, cold.origin);
         if self.caches.contention == 0 {
-            // Somebody else's may have come since this request took the last one off: the heap was
-            // let go for a call of the driver, or of a hook.
+            // Another request may have cached a block since this request removed the last one, because the heap was
+            // unlocked for a driver call or a hook.
             self.uncache_provisional();
         }
         let block = CachedBlock {
@@ -65,7 +65,7 @@ impl Heap {
         true
     }
 
-    /// Makes the heap right about a block that was taken out of its large-block cache.
+    /// Updates the heap for a block that was removed from its large-block cache.
     pub(crate) fn out_of_cache(&mut self, block: CachedBlock) {
         self.caches.cached.remove(&block.id);
         self.caches.in_large_caches.fetch_sub(1, Ordering::Relaxed);
@@ -88,7 +88,7 @@ impl Heap {
         self.stats.on_pool(small, |pool| pool.requested.sub(less));
     }
 
-    /// Takes a block out of its large-block cache, if it lies on one: it is freed if nobody holds it.
+    /// Removes a block from its large-block cache, if it is in one, and frees it if it is not live.
     pub(crate) fn uncache(&mut self, id: u32) {
         let Some(cache) = self.large_cache_of(id) else {
             return;
@@ -99,7 +99,7 @@ impl Heap {
         }
     }
 
-    /// The stream cache in whose large-block cache a block lies.
+    /// Returns the stream cache whose large-block cache holds a block.
     pub(crate) fn large_cache_of(&self, id: u32) -> Option<&'static StreamCache> {
         if !self.extents.records[id].cached {
             return None;
@@ -107,8 +107,8 @@ impl Heap {
         self.caches.cached.get(&id).copied()
     }
 
-    /// Frees a block that lies in a large-block cache, with a generation only that life of it, and leaves it
-    /// there. Whether it was live; `None` if the heap has to free it.
+    /// Frees a block in a large-block cache and keeps it there; with a generation, only if the block still has it.
+    /// Returns whether the block was live; `None` if the heap has to free it.
     pub(crate) fn free_into_cache(&self, id: u32, generation: Option<u32>) -> Option<bool> {
         let mut inner = self.large_cache_of(id)?.lock();
         if !inner.is_fast() {
@@ -117,7 +117,7 @@ impl Heap {
         inner.put_large(id, generation)
     }
 
-    /// Whether a block in a large-block cache is in this life.
+    /// Whether a block in a large-block cache is live and has this generation.
     pub(crate) fn is_live_in_cache(&self, id: u32, generation: u32) -> bool {
         let cache = self.large_cache_of(id);
         cache.is_some_and(|cache| {
@@ -127,7 +127,7 @@ impl Heap {
         })
     }
 
-    /// The live large block around an address, out of its large-block cache.
+    /// Returns the live large block around an address, and removes it from its large-block cache.
     pub(crate) fn large_around(&mut self, ptr: u64) -> Option<u32> {
         let id = self.extents.lookup.at_or_below(ptr)?;
         if ptr >= self.extents.records[id].end() {
@@ -137,15 +137,15 @@ impl Heap {
         (self.extents.lookup.exact(self.extents.records[id].addr) == Some(id)).then_some(id)
     }
 
-    /// Frees what nobody holds in the large-block caches of one stream.
+    /// Frees the free blocks in the large-block caches of one stream.
     pub(crate) fn empty_large_caches_of(&mut self, stream: u32) {
         for at in 0..self.caches.of(stream).len() {
             self.empty_large_cache(self.caches.of(stream)[at]);
         }
     }
 
-    /// A large request that the large-block cache of its stream cache could not serve: what nobody holds there
-    /// goes back, so that the request finds what it would find without large-block caches.
+    /// Prepares for a large request that its large-block cache could not serve: the free blocks there return to the
+    /// heap, so that the request finds the memory it would find without large-block caches.
     pub(crate) fn pass_by_cache(&mut self, cache: &'static StreamCache, contended: bool) {
         if !self.rules.caches() {
             return;
@@ -164,7 +164,8 @@ impl Heap {
         }
     }
 
-    /// Takes the block out of its large-block cache that was there on the condition that nothing else happens.
+    /// Removes the provisional block, which may stay in its large-block cache only until the next operation on the
+    /// heap.
     #[inline]
     pub(crate) fn uncache_provisional(&mut self) {
         if let Some(id) = self.caches.provisional.take() {
@@ -172,7 +173,7 @@ impl Heap {
         }
     }
 
-    /// Frees what nobody holds in any large-block cache; true if there was anything.
+    /// Frees the free blocks in all large-block caches; true if there were any.
     pub(crate) fn empty_large_caches(&mut self) -> bool {
         let mut any = false;
         if !self.caches.have_large() {
@@ -184,7 +185,7 @@ impl Heap {
         any
     }
 
-    /// Frees what nobody holds in one large-block cache; true if there was anything.
+    /// Frees the free blocks in one large-block cache; true if there were any.
     pub(crate) fn empty_large_cache(&mut self, cache: &'static StreamCache) -> bool {
         let mut any = false;
         loop {
@@ -197,7 +198,7 @@ impl Heap {
         }
     }
 
-    /// Takes everything off all large-block caches: from here on the heap is right about every block.
+    /// Removes all blocks from all large-block caches, so that the heap's records of them are exact.
     pub(crate) fn clear_large_caches(&mut self) {
         for at in 0..self.caches.all().len() {
             let cache = self.caches.all()[at];
@@ -211,7 +212,7 @@ impl Heap {
         }
     }
 
-    /// Every block in a large-block cache is known to the heap, and none else.
+    /// Checks that the heap knows exactly the blocks that are in large-block caches.
     pub(crate) fn check_large_caches(&self) -> Result<(), Error> {
         let mut known = 0u64;
         for cache in self.caches.all() {
@@ -279,5 +280,5 @@ impl Heap {
     }
 }
 
-/// Large requests in the heap after which nobody waits for them any more, if nobody did meanwhile.
+/// Number of large requests in the heap without contention after which it counts as uncontended.
 pub(crate) const CONTENTION: u32 = 256;

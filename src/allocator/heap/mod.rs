@@ -1,4 +1,4 @@
-//! Everything that one lock guards: extents, streams, statistics. No driver calls here.
+//! The heap: all state that the one lock guards. It makes no driver calls.
 
 #![forbid(unsafe_code)]
 
@@ -53,13 +53,13 @@ use crate::allocator::suspend::Suspensions;
 use crate::allocator::view::Views;
 use crate::nvtx::Tool;
 
-/// Bytes of pieces that streams other than their own may still use.
+/// Bytes of pieces that streams other than their own may still access.
 fn mixed_bytes(shards: &[Shard]) -> u64 {
     let mixed = shards.iter().filter(|s| matches!(s.uses, Uses::Many(_)));
     mixed.map(|s| u64::from(s.granules) * GRANULE).sum()
 }
 
-/// A part of free memory: the piece that it begins in, how many granules into it, and its length.
+/// A part of free memory: the piece that it begins in, its offset in granules, and its length.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Part {
     first: u32,
@@ -67,7 +67,7 @@ pub(crate) struct Part {
     granules: u32,
 }
 
-/// What one lock guards.
+/// All state that the one lock guards.
 #[derive(Debug)]
 pub(crate) struct Heap {
     /// Ordinal of the device.
@@ -78,31 +78,32 @@ pub(crate) struct Heap {
     pub views: Views,
     pub streams: Streams,
     pub caches: StreamCaches,
-    /// Memory for captures. It counts for the limit alone, so that nothing else depends on it.
+    /// Memory for captures. It counts only towards the limit, so that nothing else depends on it.
     pub graphs: Graphs,
-    /// Blocks that guards keep.
+    /// Guarded blocks.
     pub guards: Guards,
-    /// Memory that was given back, and keeps its addresses.
+    /// Suspended memory, whose addresses stay reserved.
     pub suspended: Suspensions,
     pub stats: Stats,
-    /// Memory for pieces whose uses are completed.
+    /// Scratch memory for completing pieces.
     pub pieces: Vec<Entry>,
-    /// Most bytes of large freed blocks that other streams could still use, at once.
+    /// Peak of the bytes of large freed blocks that other streams could still access.
     pub mixed_peak: u64,
     /// Peak of live requested bytes since the last trim.
     pub peak_live: u64,
-    /// The most bytes that were live, or free and pending for the asking stream, when a request found nothing ready.
+    /// Peak of the bytes that were live, or free and pending for the requesting stream, when a request found no ready
+    /// memory.
     pub peak_active: u64,
-    /// Most bytes that large blocks had at once, for a while: a peak is always followed by a free.
+    /// Recent peak of the bytes of large blocks. It is updated at frees, because a peak is always followed by one.
     pub recent_peak: u64,
-    /// Blocks that could not be freed when they were dropped: freed by the next call that may.
+    /// Blocks that could not be freed when they were dropped; the next call that may frees them.
     pub deferred: Vec<Deferred>,
-    /// Frees so far: the time by which idle memory is told apart.
+    /// Number of frees so far: the clock that dates idle memory.
     pub frees: u64,
     pub closed: bool,
-    /// No allocator stands for the heap any more: the drop of the last block closes it.
+    /// Whether no allocator handle is left: then the drop of the last block closes the heap.
     pub orphaned: bool,
-    /// The tool that is told of blocks, and the memory that they are cut from.
+    /// The NVTX tool that receives blocks, and the heaps that contain them.
     pub tool: Option<&'static Tool>,
 }
 
@@ -140,7 +141,7 @@ impl Heap {
         }
     }
 
-    /// The finder of free memory in a space for one stream.
+    /// Returns the finder of free memory in a space for one stream.
     pub(crate) fn finder(&self, space: SpaceId, stream: u32) -> Option<Finder<'_>> {
         let space = self.extents.space(space)?;
         Some(Finder {
@@ -153,28 +154,28 @@ impl Heap {
 
     // ---- what is held from the driver ------------------------------------------------------
 
-    /// Bytes that are held from the driver, and that growth under way will add.
+    /// Returns the bytes held from the driver, including those that growth in progress will add.
     pub(crate) fn held(&self) -> u64 {
         self.stats.all.reserved.current + self.physical.planned
     }
 
-    /// Bytes that are there, those of graph pools too.
+    /// Returns the bytes that are present, including those of graph pools.
     pub(crate) fn present(&self) -> u64 {
         self.held() + self.graphs.held
     }
 
-    /// Bytes that may still be taken from the driver.
+    /// Returns the bytes that may still be obtained from the driver.
     pub(crate) fn room(&self) -> u64 {
         self.physical.room(self.present() + self.suspended.coming)
     }
 
-    /// Bytes that the limit alone still allows to take from the driver.
+    /// Returns the bytes that the limit by itself still allows.
     pub(crate) fn room_below_limit(&self) -> u64 {
         let held = self.present() + self.suspended.coming;
         self.physical.limit.unwrap_or(u64::MAX).saturating_sub(held)
     }
 
-    /// Bytes that growth should not pass while anything else helps.
+    /// Returns the bytes that growth should not exceed while another step can serve the request.
     pub(crate) fn soft_cap(&self) -> u64 {
         let peak = match self.physical.regime {
             Regime::Plentiful => self.peak_live.max(self.peak_active),
@@ -183,30 +184,31 @@ impl Heap {
         self.physical.soft_cap(peak)
     }
 
-    /// Bytes below the soft cap.
+    /// Returns the bytes left below the soft cap.
     pub(crate) fn soft_room(&self) -> u64 {
         self.soft_cap().saturating_sub(self.held())
     }
 
-    /// Whether more than half of what may be held is held.
+    /// Whether more than half of the bound on held bytes is used.
     pub(crate) fn is_near(&self) -> bool {
         self.physical.is_near(self.held())
     }
 
     // ---- blocks ----------------------------------------------------------------------------
 
-    /// Counts a request in the peak that the soft cap follows. Returns the peak before and with it.
+    /// Counts a request in the peak that the soft cap follows. Returns the peak before and after.
     pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
         let before = self.peak_live;
         if self.requested_now() + requested > before {
-            // Free blocks in large-block caches count as used, and are no part of the peak.
+            // Free blocks in large-block caches count as used, but are not part of the peak.
             self.empty_large_caches();
         }
         self.peak_live = before.max(self.requested_now() + requested);
         (before, self.peak_live)
     }
 
-    /// Notes what is active for a request that found nothing ready: live bytes, and free ones that its stream cannot use.
+    /// Records the active bytes for a request that found no ready memory: live bytes, and free bytes that its stream
+    /// cannot use.
     pub(crate) fn note_active(&mut self, want: &Want) {
         let live = self.requested_now() + want.requested;
         if live + self.extents.free_bytes() <= self.peak_active {
@@ -224,7 +226,7 @@ impl Heap {
         self.peak_active = self.peak_active.max(live + granules * GRANULE);
     }
 
-    /// A request failed: it does not raise the peak of active bytes, unless others have raised it since.
+    /// Reverts the peak of active bytes after a failed request, unless other requests have raised it since.
     pub(crate) fn withdraw_active(&mut self, noted: Option<(u64, u64)>) {
         if let Some((before, with)) = noted
             && self.peak_active == with
@@ -233,23 +235,23 @@ impl Heap {
         }
     }
 
-    /// Requested bytes of live blocks; of small ones as of the last look.
+    /// Returns the requested bytes of live blocks; small ones as of the last update.
     pub(crate) fn requested_now(&self) -> u64 {
         self.stats.all.requested.current + self.caches.requested
     }
 
-    /// A request failed: it does not raise the peak, unless others have raised it since.
+    /// Reverts the peak after a failed request, unless other requests have raised it since.
     pub(crate) fn withdraw(&mut self, (before, with): (u64, u64)) {
         if self.peak_live == with {
             self.peak_live = before.max(self.requested_now());
         }
     }
 
-    /// What a request that no stream cache serves asks of its arena.
+    /// Returns the constraints on its arena of a request that no stream cache serves.
     pub(crate) fn want(&self, request: &Checked, stream: u32) -> Want {
         let space = self.rules.space_of(request.span_bytes());
         let mut want = request.want(space, stream);
-        // A segment is one allocation of the driver's anyway.
+        // A segment is one driver allocation anyway.
         want.single &= self.rules.maps();
         want
     }
@@ -266,14 +268,14 @@ impl Heap {
         self.claim_part(want, part).map(|(id, _)| id)
     }
 
-    /// Takes a request at the first of some addresses that is free.
+    /// Takes a request at the first free one of some addresses.
     pub(crate) fn take_near(&mut self, want: &Want, near: &[u64]) -> Option<u32> {
         let id = near.iter().find_map(|addr| self.take_at(want, *addr))?;
         self.stats.reclaim.ready += 1;
         Some(id)
     }
 
-    /// The best fit of what is ready.
+    /// Returns the best fit among ready memory.
     pub(crate) fn best(&mut self, want: &Want) -> Option<Run> {
         if !self.streams.several() {
             self.extents.adopt_complete(want.space, want.stream);
@@ -288,7 +290,7 @@ impl Heap {
         Some(id)
     }
 
-    /// Takes a request at an address, if that lies in a free piece which is ready.
+    /// Takes a request at an address, if that lies in a ready free piece.
     pub(crate) fn take_at(&mut self, want: &Want, addr: u64) -> Option<u32> {
         if !addr.is_multiple_of(u64::from(want.align) * GRANULE) {
             return None;
@@ -333,7 +335,7 @@ impl Heap {
         Some((id, shards))
     }
 
-    /// Puts back what [`claim`](Self::claim) took.
+    /// Restores what [`claim`](Self::claim) took.
     pub(crate) fn restore(&mut self, space: SpaceId, id: u32, shards: Vec<Shard>) {
         let bytes = mixed_bytes(&shards);
         self.stats
@@ -344,13 +346,13 @@ impl Heap {
         let over: Vec<u32> = over.map(|u| u.stream).collect();
         let (at, records) = self.extents.parts(space);
         at.restore(records, id, shards);
-        // What became complete meanwhile is everybody's.
+        // Pieces that became complete meanwhile are available to all streams.
         for class in over {
             self.complete_class(space, class);
         }
     }
 
-    /// Counts freed bytes that several streams may still use.
+    /// Counts freed bytes that several streams may still access.
     pub(crate) fn mixed_added(&mut self, space: SpaceId, bytes: u64) {
         self.stats
             .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
@@ -363,12 +365,12 @@ impl Heap {
         self.mixed_peak = self.mixed_peak.max(mixed);
     }
 
-    /// Granules that a request gets out of an extent.
+    /// Returns the granules that a request takes from an extent.
     pub(crate) fn granules_of(&self, want: &Want, available: u64) -> u32 {
         self.rules.granules_of(want.space, want.granules, available)
     }
 
-    /// The part of a run that a request gets.
+    /// Returns the part of a run that a request takes.
     pub(crate) fn part(&self, want: &Want, run: Run) -> Part {
         let skip = want.skip(run.addr);
         Part {
@@ -378,12 +380,12 @@ impl Heap {
         }
     }
 
-    /// Claims a part of free memory, of which some pieces may need a wait. Returns it and what stood there.
+    /// Claims a part of free memory, some pieces of which may need a wait. Returns it and the claimed shards.
     pub(crate) fn claim_part(&mut self, want: &Want, part: Part) -> Option<(u32, Vec<Shard>)> {
         self.claim(want.space, part.first, part.skip, part.granules)
     }
 
-    /// Makes a taken extent a live block, and says what it is.
+    /// Turns a taken extent into a live block, and returns its grant.
     pub(crate) fn granted(
         &mut self,
         id: u32,
@@ -398,7 +400,8 @@ impl Heap {
         Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
 
-    /// [`granted`](Self::granted), and put in the large-block cache if the block may come again, `plain` as it is.
+    /// Like [`granted`](Self::granted), and caches the block if it is likely to be reused; `plain` is whether its
+    /// request had no constraints.
     pub(crate) fn hand_out(
         &mut self,
         id: u32,
@@ -414,7 +417,7 @@ impl Heap {
         grant
     }
 
-    /// Turns a taken extent into a live block of the user, and says which record it has.
+    /// Turns a taken extent into a live block of the user, and returns its record.
     pub(crate) fn born(&mut self, mut id: u32, stream: u32, requested: u64) -> u32 {
         if self.extents.records[id].generation >= SPENT {
             id = self.extents.renumber(id);
@@ -440,8 +443,8 @@ impl Heap {
         id
     }
 
-    /// A large block is about to be counted: if it may be a peak, nothing that nobody holds is counted
-    /// along with it. Whether it surely is none.
+    /// Called before a large block is counted: if the block may raise a peak, free blocks leave the large-block caches
+    /// so that they are not counted along. Returns whether it certainly raises none.
     #[inline]
     pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) -> bool {
         let all = &self.stats.all.allocated;
@@ -456,7 +459,7 @@ impl Heap {
         within
     }
 
-    /// A large block was counted: raises the peaks of everything together if it is one.
+    /// Called after a large block was counted: raises the overall peaks if it is a new peak.
     #[inline]
     pub(crate) fn large_counted(&mut self, within: bool) {
         let all = &self.stats.all;
@@ -472,7 +475,7 @@ impl Heap {
         }
     }
 
-    /// Whether a block with this identity is live.
+    /// Whether a block with this id and generation is live.
     pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
         let hot = self.extents.records.get(id);
         if hot.is_some_and(|hot| hot.cached) {
@@ -481,8 +484,8 @@ impl Heap {
         hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
     }
 
-    /// Adds a use by another stream to a live block. `None` as the ticket: whatever that stream is
-    /// given until the free.
+    /// Records a use by another stream on a live block. Without a ticket the use covers all work submitted to that
+    /// stream until the free.
     pub(crate) fn record(&mut self, id: u32, stream: u32, ticket: Option<u64>) {
         if self.extents.records[id].stream == stream {
             return;
@@ -537,19 +540,19 @@ impl Heap {
         let (at, records) = self.extents.parts(space);
         let piece = at.release(records, id, uses);
         if shared || (over && space == SpaceId::Large) {
-            // A recorded use may be over already, and so is everything of a retired stream.
+            // A recorded use may be complete already, and so is all work of a retired stream.
             self.complete_piece(space, piece);
         }
         after
     }
 
-    /// A block is about to be freed.
+    /// Updates the recent peak before a block is freed.
     #[inline(always)]
     pub(crate) fn note_peak(&mut self) {
         self.recent_peak = self.recent_peak.max(self.stats.large.allocated.current);
     }
 
-    /// The last uses of a block that other streams used, which is counted as free already.
+    /// Returns the last uses of a block that other streams used, and that already counts as free.
     fn shared_uses(&mut self, id: u32, own: Use) -> Uses {
         let recorded = self.extents.records.cold_mut(id).take_recorded();
         let others = recorded

@@ -1,4 +1,4 @@
-//! Sums and peaks over all stream caches and the heap together.
+//! Totals and peaks over all stream caches and the heap.
 
 use crate::error::Error;
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stats::{PoolStats, Stats};
 
 impl Heap {
-    /// Takes a small request that may be a new peak; with an owner only if the stream cache still serves it
-    /// without a look at the heap.
+    /// Takes a small request that may raise a peak. With `owner`, succeeds only if the stream cache still serves that
+    /// owner without the heap.
     pub(crate) fn take_at_peak(
         &mut self,
         cache: &'static StreamCache,
@@ -33,11 +33,11 @@ impl Heap {
         outcome
     }
 
-    /// With all stream caches locked: raises the peaks to what is there, and shares the room below them
-    /// out among the stream caches that are busy.
+    /// Raises the peaks to the current values, with all stream caches locked, and divides the room below the peaks
+    /// among the busy stream caches.
     ///
-    /// Free blocks leave the large-block caches: they are no part of the peak, and none of them may be handed out
-    /// again without a look at the peak.
+    /// Free blocks leave the large-block caches: they are not part of the peak, and none of them may be allocated again
+    /// without a check of the peak.
     pub(crate) fn raise_peaks(&mut self, mut locked: Vec<Locked<'_>>) {
         let small = small_bytes(&locked);
         let (mut held_bytes, mut idle) = (0, Vec::<CachedBlock>::new());
@@ -62,7 +62,7 @@ impl Heap {
         all.peak = all.peak.max(sum);
         let mut room = (pool.peak - small).min(all.peak - sum);
         if large > 0 {
-            // The rest is for the next large block.
+            // The other half is for the next large block.
             room /= 2;
         }
         let row: Arc<[&'static StreamCache]> = (self.caches.all.iter().zip(&busy))
@@ -82,7 +82,7 @@ impl Heap {
         }
     }
 
-    /// Takes the stream caches' own peaks into those of all together, and begins them anew.
+    /// Merges the stream caches' own peaks into the overall peaks, and resets them.
     fn fold(&mut self, locked: &mut [Locked<'_>]) {
         let (small, all) = self.bounds(locked);
         for (pool, bounds) in [(&mut self.stats.small, small), (&mut self.stats.all, all)] {
@@ -99,14 +99,14 @@ impl Heap {
         }
     }
 
-    /// [`fold`](Self::fold) before stream caches go.
+    /// [`fold`](Self::fold) before stream caches are removed.
     pub(crate) fn fold_peaks(&mut self) {
         let mut locked = self.caches.lock_caches();
         self.fold(&mut locked);
     }
 
-    /// What requested bytes and numbers of blocks were never above, of small ones and of all: the
-    /// largest sum of peaks between two times at which all stream caches began anew.
+    /// Returns upper bounds of the requested bytes and block counts, of small blocks and of all: the largest sum of
+    /// peaks between two resets of all stream caches.
     fn bounds(&self, locked: &[Locked<'_>]) -> ([u64; 2], [u64; 2]) {
         let mut own = [0; 2];
         for inner in locked {
@@ -122,7 +122,7 @@ impl Heap {
         (small, all)
     }
 
-    /// Adds what the stream caches count to a copy of the heap's own figures, at one instant.
+    /// Adds the counts of the stream caches to a copy of the heap's own statistics, at one instant.
     pub(crate) fn add_caches(&self, stats: &mut Stats) {
         let locked = self.caches.lock_caches();
         let mut totals = self.caches.gone;
@@ -140,7 +140,7 @@ impl Heap {
             let idle = inner.large_cache.held().blocks;
             stats.free_blocks += runs + idle;
             stats.nodes += runs;
-            // Who asks for figures all the time keeps every cache locked meanwhile.
+            // All caches are locked meanwhile, so a caller that polls statistics would block them.
             if idle > 0 {
                 stats.largest_free = stats.largest_free.max(inner.large_cache.largest_free());
             }
@@ -153,7 +153,7 @@ impl Heap {
         stats.free_blocks -= current[2];
         let (small, all) = self.bounds(&locked);
         for (pool, [requested, blocks]) in [(&mut stats.all, all), (&mut stats.small, small)] {
-            // No block has more requested bytes than bytes, nor less than a granule.
+            // Requested bytes of a block never exceed its size, and no block is smaller than a granule.
             pool.requested.peak = requested.min(pool.allocated.peak);
             pool.allocations.peak = blocks.min(pool.allocated.peak / GRANULE);
             for (at, counter) in pool.counted().into_iter().enumerate() {
@@ -197,7 +197,7 @@ impl Heap {
         stats.caches = locked.len() as u64;
     }
 
-    /// Sets the peaks to what is there.
+    /// Sets the peaks to the current values.
     pub(crate) fn reset_peaks(&mut self) {
         self.empty_large_caches();
         let mut locked = self.caches.lock_caches();
@@ -214,7 +214,7 @@ impl Heap {
         self.raise_peaks(locked);
     }
 
-    /// What the stream caches may count to never passes a peak.
+    /// Checks that the limits of the stream caches never exceed a peak.
     pub(crate) fn check_limits(&self) -> Result<(), Error> {
         let locked = self.caches.lock_caches();
         let limits = locked
@@ -233,8 +233,8 @@ impl Heap {
         )
     }
 
-    /// Stops the stream caches if no block is live and no call under way. Else says how many there are,
-    /// and how many bytes.
+    /// Stops the stream caches if no block is live and no call is in progress. Otherwise returns the number and bytes
+    /// of live blocks.
     pub(crate) fn shut(&mut self, calls: u64) -> (u64, u64) {
         let mut locked = self.caches.lock_caches();
         let small = totals(&locked);
@@ -249,7 +249,7 @@ impl Heap {
         (blocks, all.allocated.current + small[0] + pooled_bytes)
     }
 
-    /// Live blocks and their bytes, small ones included.
+    /// Returns the number and bytes of live blocks, small ones included.
     pub(crate) fn live_totals(&mut self) -> (u64, u64) {
         let small = self.caches.small_totals();
         let held = self.caches.idle_in_large_caches();
@@ -261,7 +261,7 @@ impl Heap {
     }
 }
 
-/// What the heap counts for large blocks that nobody holds.
+/// Returns what the heap counts for free blocks in large-block caches.
 fn held(locked: &[Locked<'_>]) -> SmallTotals {
     let mut held = Amounts::default();
     for inner in locked {
@@ -281,7 +281,7 @@ fn small_bytes(locked: &[Locked<'_>]) -> u64 {
 mod tests {
     use crate::allocator::engine::large_cache::tests::contended;
 
-    /// Threads free blocks into large-block caches while another one raises the peaks, and take them again.
+    /// Some threads free blocks into large-block caches and allocate them again while another thread raises the peaks.
     #[test]
     fn s1_19_a_cached_block_is_not_above_the_peak() {
         contended(|allocator, [a, _]| {

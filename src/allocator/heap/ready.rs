@@ -1,6 +1,6 @@
-//! Large requests that find ready memory before a reclaim begins, and frees of a stream that is alone.
+//! Large requests served from ready memory before reclaim begins, and frees while only one stream is active.
 //!
-//! Most requests end here: they need neither the driver nor a step of a reclaim, and nothing that prepares one.
+//! Most requests end here: they need neither the driver nor a step of reclaim.
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::thread;
@@ -12,8 +12,9 @@ use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::driver::Device;
 
 impl Heap {
-    /// Takes ready memory for a large request whose stream is named by its key, and by an object that can keep it or
-    /// not. `None`, with nothing changed that a reclaim would not change, if anything is to be done or asked first.
+    /// Takes ready memory for a large request, whose stream is given by its key and, if the caller has one, an object
+    /// that can keep it alive. Returns `None` if any other step has to come first; then nothing has changed that
+    /// reclaim would not change.
     pub(crate) fn take_ready(
         &mut self,
         device: &Device,
@@ -65,8 +66,9 @@ impl Heap {
         Some(self.hand_out(id, &want, cache, true))
     }
 
-    /// [`free`](Self::free) of a block that only its own stream used, while that stream is alone. False, with nothing
-    /// changed, if the block needs more. Apart from `free`, with which a large pair takes 10 % more instructions.
+    /// [`free`](Self::free) for a block that only its own stream used, while that stream is the only one. Returns false
+    /// and changes nothing if the block needs more. It is separate from `free`, with which a large pair takes 10 % more
+    /// instructions.
     pub(crate) fn free_alone(&mut self, id: u32, generation: u32) -> bool {
         if self.streams.several()
             || !self.extents.large.merge_own
@@ -96,7 +98,7 @@ impl Heap {
             return false;
         }
         let ticket = slot.open;
-        // From here on it is freed. What leaves a large-block cache for that may lie beside it.
+        // The block is freed from here on. A cached block that this frees may be adjacent to it.
         self.uncache_provisional();
         let slot = &mut self.streams[stream];
         slot.live -= 1;

@@ -1,4 +1,4 @@
-//! What a recording is told of the heap.
+//! The heap's records for a recording.
 
 use std::collections::HashMap;
 
@@ -37,14 +37,15 @@ impl Heap {
         self.tell_tool(kind, at, bytes);
     }
 
-    /// The handle of a stream whose slot has no number in records.
+    /// Returns the handle of a stream whose slot has no number in records.
     pub(crate) fn unnumbered(&self, stream: u32) -> Option<u64> {
         let slot = self.streams.slots.get(stream as usize);
         let slot = slot.filter(|_| !has_number(stream));
         slot.map(|slot| slot.raw as u64)
     }
 
-    /// Tells the tool, under the lock: the next block there must not come before the end of this one.
+    /// Reports to the NVTX tool, under the lock: the next block at this address must not be reported before the end of
+    /// this one.
     fn tell_tool(&self, kind: Kind, at: u64, bytes: u64) {
         let Some(tool) = self.tool else {
             return;
@@ -61,7 +62,7 @@ impl Heap {
         }
     }
 
-    /// A block was handed out.
+    /// Records an allocated block.
     #[inline(always)]
     pub(crate) fn tell_granted(&mut self, id: u32, requested: u64) {
         if process::is_recording() {
@@ -72,7 +73,7 @@ impl Heap {
         }
     }
 
-    /// A live block is about to be freed.
+    /// Records a live block that is about to be freed.
     #[inline(always)]
     pub(crate) fn tell_free(&self, id: u32) {
         if process::is_recording() {
@@ -82,7 +83,7 @@ impl Heap {
         }
     }
 
-    /// A stream was recorded on the block around an address.
+    /// Records a use of the block around an address by a stream.
     #[cold]
     pub(crate) fn tell_use(&self, at: u64, key: StreamKey) {
         if let Some(stream) = self.streams.find(key) {
@@ -90,13 +91,13 @@ impl Heap {
         }
     }
 
-    /// A request found no memory, of a stream by its key and its handle.
+    /// Records a request that failed for lack of memory, with its stream's key and handle.
     #[cold]
     pub(crate) fn tell_refused(&self, refused: &OutOfMemory, (key, raw): (StreamKey, usize)) {
         let stream = self.streams.find(key);
         let numbered = stream.filter(|stream| has_number(*stream));
         let slot = numbered.unwrap_or(OTHERS);
-        // Amounts have the place of addresses, which are multiples of a granule.
+        // Amounts use the field of addresses, which are multiples of a granule.
         let free = refused.driver_free.unwrap_or(0) / GRANULE * GRANULE;
         let missing = refused.missing().next_multiple_of(GRANULE);
         let cause = refused.cause().number();
@@ -111,14 +112,14 @@ impl Heap {
         }
     }
 
-    /// The limit was set.
+    /// Records the limit.
     pub(crate) fn tell_limit(&self) {
         if process::is_recording() {
             session::push(self.limit_event());
         }
     }
 
-    /// The memory regime changed.
+    /// Records a change of the memory regime.
     pub(crate) fn tell_regime(&self) {
         if process::is_recording() {
             session::push(self.regime_event());
@@ -134,7 +135,7 @@ impl Heap {
         self.event(Kind::Limit, 0, limit, 0)
     }
 
-    /// Memory came from the driver, or went: of the pool, and whether it is a handle that is mapped.
+    /// Records memory obtained from or released to the driver: its pool, and whether it is a mapped handle.
     pub(crate) fn tell_held(
         &self,
         kind: Kind,
@@ -147,8 +148,8 @@ impl Heap {
         }
     }
 
-    /// A block of a graph pool was handed out, or is freed: with its bytes as they were asked for, and its first user,
-    /// if that did not leave.
+    /// Records the allocation or free of a graph pool's block, with its requested bytes, and its first user unless that
+    /// was retired.
     pub(crate) fn tell_pooled(&self, kind: Kind, (at, bytes): (u64, u64), user: Option<&User>) {
         if process::is_recording() {
             let stream = user.and_then(|user| self.streams.find(user.key));
@@ -160,20 +161,21 @@ impl Heap {
         }
     }
 
-    /// A handle was mapped for a graph pool, or went.
+    /// Records that a handle was mapped for a graph pool, or unmapped.
     pub(crate) fn tell_pool_memory(&self, kind: Kind, at: u64, bytes: u64) {
         self.tell_held(kind, at, bytes, (SpaceId::Large, true));
     }
 
-    /// A slot stands for a stream from here on. One that has no number in records is told of with each event.
+    /// Records which stream a slot stands for from here on. A stream without a number in records is named with each
+    /// event.
     pub(crate) fn tell_stream(&self, stream: u32, raw: usize) {
         if process::is_recording() && has_number(stream) {
             self.tell(Kind::Stream, 0, raw as u64, stream);
         }
     }
 
-    /// Tells a recording that began at a time what was there then: the allocator with its limit, its device and the
-    /// bytes that this has, its streams, what it holds, and its live blocks.
+    /// Records the present state for a recording that began at a given time: the allocator with its limit, its device
+    /// and the device's memory, its streams, the memory it holds, and its live blocks.
     pub(crate) fn tell_all(&mut self, ticks: u64, device_memory: u64) {
         if self.closed {
             return;

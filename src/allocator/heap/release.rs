@@ -1,4 +1,4 @@
-//! Less memory: what to give back to the driver, planned before any call is made, and what became of it.
+//! Releases: planned before any driver call, and committed or reverted after it.
 
 use std::cmp::Reverse;
 
@@ -11,7 +11,7 @@ use crate::allocator::size::GRANULE;
 use crate::driver::DriverError;
 use crate::event::Kind;
 
-/// The starts and ends of runs of adjacent pieces, by address.
+/// Joins adjacent pieces to runs, and returns their starts and ends by address.
 pub(crate) fn joined(pieces: impl Iterator<Item = (u64, u32)>) -> Vec<(u64, u64)> {
     let mut pieces: Vec<_> = pieces.collect();
     pieces.sort_unstable();
@@ -27,17 +27,18 @@ pub(crate) fn joined(pieces: impl Iterator<Item = (u64, u32)>) -> Vec<(u64, u64)
 }
 
 impl Heap {
-    /// Memory that can be given back now: whole handles or segments in free memory that `over` says
-    /// nobody uses. By address.
+    /// Returns the memory that can be released now, by address: whole handles or segments in free memory that is unused
+    /// according to `over`.
     pub(crate) fn releasable(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
-        // Of suspended memory there is nothing to give back.
+        // Suspended memory cannot be released.
         match self.suspended.closed {
             true => Vec::new(),
             false => self.unused(space, over),
         }
     }
 
-    /// Whole handles or segments in free memory that `over` says nobody uses, suspended or not. By address.
+    /// Returns whole handles or segments in free memory that is unused according to `over`, suspended or not, by
+    /// address.
     pub(crate) fn unused(&self, space: SpaceId, over: impl Fn(u32) -> bool) -> Vec<(u64, u64)> {
         let Some(at) = self.extents.space(space) else {
             return Vec::new();
@@ -51,7 +52,7 @@ impl Heap {
             .collect()
     }
 
-    /// The handles or segments that lie wholly in one of these runs, by address.
+    /// Returns the handles or segments that lie wholly in one of these runs, by address.
     pub(crate) fn whole_handles(
         &self,
         runs: Vec<(u64, u64)>,
@@ -63,17 +64,17 @@ impl Heap {
         })
     }
 
-    /// Whether nobody can touch a free piece any more, as the host has seen. So under the classic policy
-    /// as well: that `cuMemFree` waits for the work of its context is nowhere promised.
+    /// Whether all work on a free piece is complete, as observed by the host. The classic policy requires this too,
+    /// because `cuMemFree` is not documented to wait for the work of its context.
     pub(crate) fn over(&self, id: u32) -> bool {
         let uses = self.extents.records.cold(id).uses.as_slice();
         uses.iter().all(|u| self.streams.complete(u))
     }
 
-    /// Claims what of some arenas to release so that there is room for `missing` bytes, where there is `room` now: the
-    /// smallest that is enough, else the largest first. Empty, with nothing changed, if that cannot be enough.
-    /// What a refusal of the driver told is a guess on the safe side, so it stops nothing: all goes
-    /// then.
+    /// Claims memory of some arenas to release, so that there is room for `missing` bytes where there is `room` now:
+    /// the smallest piece that suffices, otherwise the largest first. Returns nothing and changes nothing if that
+    /// cannot suffice. If the room is only a guess after a driver refusal, the check does not apply: everything is
+    /// claimed.
     pub(crate) fn plan_release(
         &mut self,
         arenas: &[SpaceId],
@@ -100,7 +101,7 @@ impl Heap {
         }
         let mut chosen = Vec::new();
         let mut left = excess;
-        // Highest addresses first among equals: the low end of an arena stays dense.
+        // The highest addresses first among equals, so that the low end of an arena stays dense.
         found.sort_unstable_by_key(|(_, addr, bytes)| (*bytes, *addr));
         while left > 0 && !found.is_empty() {
             let enough = found.partition_point(|(_, _, bytes)| *bytes < left);
@@ -115,8 +116,8 @@ impl Heap {
             .collect()
     }
 
-    /// Claims what can be released until at most `keep` bytes are cached, what has been idle longest first, and
-    /// says how much more could go once pending work is over.
+    /// Claims releasable memory until at most `keep` bytes are cached, the longest idle first, and returns how much
+    /// more can be released once pending work is complete.
     pub(crate) fn plan_trim(&mut self, keep: u64) -> (Vec<Release>, u64) {
         let mut plan = Vec::new();
         let (mut now, mut later) = (0, 0);
@@ -136,7 +137,7 @@ impl Heap {
         // From the top of the address space, so that arenas shrink from their end.
         plan.sort_unstable_by_key(|(_, addr, _)| Reverse(*addr));
         if keep > 0 {
-            // Idle longest first; the order from the top stays within one run of free memory.
+            // Longest idle first; within one run of free memory the order from the top stays.
             plan.sort_by_cached_key(|(space, addr, bytes)| {
                 self.extents.freed_at(*space, *addr, *bytes)
             });
@@ -153,7 +154,7 @@ impl Heap {
         (releases, (later - now).min(excess))
     }
 
-    /// Claims what can be released up to so many bytes, what has been idle longest first.
+    /// Claims at most `bytes` of releasable memory, the longest idle first.
     pub(crate) fn plan_decay(&mut self, bytes: u64) -> Vec<Release> {
         let mut found = self.releasable(SpaceId::Large, |id| self.over(id));
         // From the top of the address space within one run of free memory.
@@ -164,7 +165,7 @@ impl Heap {
         let mut left = bytes;
         let mut plan = Vec::new();
         for (addr, bytes) in found {
-            // None goes that has to stay in part.
+            // A handle that would have to stay in part is not released.
             if bytes <= left
                 && let Some(release) = self.claim_holding(SpaceId::Large, addr)
             {
@@ -175,7 +176,7 @@ impl Heap {
         plan
     }
 
-    /// Most bytes that large blocks had at once since this was last asked.
+    /// Returns the peak of the bytes of large blocks since the last call.
     pub(crate) fn turn_recent_peak(&mut self) -> u64 {
         let now = self.stats.large.allocated.current;
         std::mem::replace(&mut self.recent_peak, now).max(now)
@@ -183,7 +184,7 @@ impl Heap {
 
     pub(crate) fn claim_holding(&mut self, space: SpaceId, addr: u64) -> Option<Release> {
         let holding = *self.physical.holdings.get(&addr)?;
-        // The piece that the holding begins in.
+        // The piece in which the handle or segment begins.
         let first = self.extents.piece_around(space, addr)?;
         let skip = ((addr - self.extents.records[first].addr) / GRANULE) as u32;
         let (id, shards) = self.claim(space, first, skip, (holding.bytes / GRANULE) as u32)?;
@@ -199,13 +200,13 @@ impl Heap {
 
     // ---- outcomes -----------------------------------------------------------------------------
 
-    /// Takes memory out of the heap.
+    /// Removes memory from the heap.
     pub(crate) fn unhold(&mut self, bytes: u64, space: SpaceId) {
         self.physical.full_at = None;
         self.stats.segment_gone(space == SpaceId::Small, bytes);
     }
 
-    /// Memory was unmapped, or a segment freed.
+    /// Records that memory was unmapped, or a segment freed.
     pub(crate) fn gone(&mut self, release: &Release) {
         self.physical.holdings.remove(&release.addr);
         self.suspended.died(release.addr);
@@ -224,10 +225,10 @@ impl Heap {
         }
     }
 
-    /// Enters what could not be undone into the heap. The homes of it are holes.
+    /// Adds memory that could not be unmapped after a failed growth to the heap. Its homes are holes.
     pub(crate) fn set_apart(&mut self, space: SpaceId, failure: GrowthFailure) {
         for (addr, bytes, handle) in failure.mapped {
-            // The range is a hole again; take it out of circulation with its handle.
+            // The range is a hole again; it is taken out of circulation with its handle.
             let hole = self.extents.space(space).and_then(|s| {
                 s.holes()
                     .range(..=addr)
@@ -243,9 +244,9 @@ impl Heap {
         }
     }
 
-    /// Enters what became of a mapped handle that was to be given back. If its unmapping failed, it stays apart. If
-    /// its release failed, its bytes are held no more: the driver may have them or not, and there is no way to tell.
-    /// Returns the bytes that are the driver's again, and what failed.
+    /// Records the outcome of releasing a mapped handle. If unmapping failed, the handle stays set apart. If the
+    /// release failed, its bytes are no longer held, because it is unknown whether the driver has them. Returns the
+    /// bytes released, and the failure.
     pub(crate) fn given_back(
         &mut self,
         release: &Release,
@@ -263,12 +264,12 @@ impl Heap {
         }
     }
 
-    /// A planned release was not made: free memory again.
+    /// Reverts a planned release: the memory is free again.
     pub(crate) fn keep(&mut self, release: Release) {
         self.restore(release.space, release.id, release.shards);
     }
 
-    /// Takes a segment into the heap again that the driver would not free.
+    /// Adds a segment that the driver did not free back to the heap.
     pub(crate) fn readmit(&mut self, release: Release) {
         let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
             return;
@@ -282,13 +283,13 @@ impl Heap {
         }
     }
 
-    /// A handle that could not be unmapped stays apart.
+    /// Sets a handle apart that could not be unmapped.
     pub(crate) fn quarantine(&mut self, id: u32) {
         self.extents.records[id].state = Extent::Quarantined;
         self.physical.quarantined.push(id);
     }
 
-    /// Handles that could not be unmapped, claimed so that no other call tries at the same time.
+    /// Claims the handles that could not be unmapped, so that no other call retries them concurrently.
     pub(crate) fn claim_quarantined(&mut self) -> Vec<Release> {
         let mut quarantined = std::mem::take(&mut self.physical.quarantined);
         quarantined.sort_unstable();

@@ -1,4 +1,4 @@
-//! Requests, their numbers checked once.
+//! Validated requests.
 
 use crate::allocator::cache::stream_cache::Small;
 use crate::allocator::extent::record::SpaceId;
@@ -14,15 +14,15 @@ const SMALL_GRANULES: u32 = (PACKED_SMALL_LIMIT / GRANULE) as u32;
 // A small block lies in a page.
 const _: () = assert!(PACKED_SMALL_LIMIT.is_multiple_of(GRANULE) && PACKED_SMALL_LIMIT <= PAGE);
 
-/// A [`Request`] whose numbers are in order.
+/// A validated [`Request`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Checked {
     pub requested: u64,
     granules: u32,
     align: u32,
-    /// The block lies inside one physical handle.
+    /// Whether the block must lie inside one physical handle.
     pub single: bool,
-    /// The block may lie in a view.
+    /// Whether the block may lie in a view.
     pub views: bool,
 }
 
@@ -51,7 +51,7 @@ impl Checked {
         })
     }
 
-    /// Checks a request.
+    /// Validates a request.
     pub(crate) fn of(request: &Request) -> Result<Self, Error> {
         let mut checked = Checked::new(request.bytes(), request.alignment())?;
         checked.single = request.single_handle;
@@ -59,7 +59,7 @@ impl Checked {
         Ok(checked)
     }
 
-    /// The request with room for a guard behind the bytes that are asked for.
+    /// Returns the request, enlarged by a guard past the requested bytes.
     pub(crate) fn with_guard(&self) -> Result<Self, Error> {
         const LEAST: u64 = 16;
         let bytes = self.requested;
@@ -75,7 +75,7 @@ impl Checked {
         self.align == 1 && !self.single && self.views
     }
 
-    /// The request to a graph pool.
+    /// Returns the request to a graph pool.
     pub(crate) fn fit(&self) -> Fit {
         Fit {
             granules: self.granules,
@@ -84,7 +84,7 @@ impl Checked {
         }
     }
 
-    /// Granules of a run in which the request surely fits.
+    /// Granules of a run that fits the request at any alignment of its start.
     fn span(&self) -> u32 {
         self.granules + self.align - 1
     }
@@ -94,7 +94,7 @@ impl Checked {
         u64::from(self.span()) * GRANULE
     }
 
-    /// The request to a stream cache, if it is one for stream caches.
+    /// Returns the request to a stream cache, if its size allows one.
     #[inline]
     pub(crate) fn small(&self) -> Option<Small> {
         (self.span() <= SMALL_GRANULES).then_some(Small {

@@ -1,4 +1,4 @@
-//! What a want of memory looks like: what the request lacked, who holds the memory, and how the rest of it lies.
+//! The report of a failed request: what it lacked, who holds the memory, and how the free memory is fragmented.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashSet};
@@ -15,7 +15,7 @@ use crate::allocator::suspend::{Suspension, Target};
 use crate::error::{Hole, OutOfMemory, PinnedSegment, Shortage};
 
 impl Heap {
-    /// Counts a request that found no memory. What the error reports of the heap.
+    /// Counts a request that failed for lack of memory, and returns the heap's part of the error.
     pub(crate) fn out_of_memory(&mut self, want: &Want) -> OutOfMemory {
         self.stats.misses += 1;
         self.stats.ooms += 1;
@@ -23,7 +23,7 @@ impl Heap {
         self.picture(want.requested, shortage)
     }
 
-    /// [`out_of_memory`](Self::out_of_memory) of a request to a graph pool that needs these bytes of the driver.
+    /// [`out_of_memory`](Self::out_of_memory) for a request to a graph pool that needs these bytes from the driver.
     pub(crate) fn out_of_memory_in_pool(
         &mut self,
         request: &PoolRequest,
@@ -45,8 +45,7 @@ impl Heap {
         self.picture(request.requested, shortage)
     }
 
-    /// The picture of an allocator that lacks these bytes of the driver for suspended memory, where no request is to
-    /// be counted.
+    /// Returns the report for a resume that lacks these bytes from the driver. It counts no request.
     pub(crate) fn short_of(&mut self, bytes: u64) -> OutOfMemory {
         let absent = self.absent();
         let shortage = Shortage {
@@ -64,20 +63,20 @@ impl Heap {
         }
     }
 
-    /// Graph pools whose memory is not suspended.
+    /// Returns the graph pools whose memory is not suspended.
     fn present_arenas(&self) -> impl Iterator<Item = &Arena> {
         let pools = self.graphs.pools.values().filter(|pool| !pool.away);
         pools.map(|pool| &pool.arena)
     }
 
-    /// Bytes that are suspended, and count as reserved.
+    /// Returns the suspended bytes, which count as reserved.
     fn absent(&self) -> u64 {
         let arenas = self.suspended.map.get(&Target::Arenas);
         arenas.map_or(0, Suspension::missing)
     }
 
-    /// Runs of free memory in these arenas of which `over` says that nobody uses it, and, if `guarded`, of freed blocks
-    /// that guards keep.
+    /// Returns runs of free memory in these arenas that is unused according to `over`, and, if `guarded`, also of freed
+    /// blocks that guards keep.
     fn runs(
         &self,
         spaces: &[SpaceId],
@@ -94,8 +93,8 @@ impl Heap {
         joined(free.chain(kept.map(|hot| (hot.addr, hot.granules))))
     }
 
-    /// Bytes of the handles and segments that lie wholly in such runs. Views without blocks do not count: they can be
-    /// removed.
+    /// Returns the bytes of handles and segments that lie wholly in such runs. Views without blocks are ignored,
+    /// because they can be removed.
     fn whole_bytes(&self, guarded: bool, over: impl Fn(u32) -> bool) -> u64 {
         if self.suspended.closed {
             return 0;
@@ -111,10 +110,10 @@ impl Heap {
         whole.map(|(_, holding)| holding.bytes).sum()
     }
 
-    /// Whether a run, whatever uses it, has room for a request.
+    /// Whether a run of free memory, pending or not, fits a request.
     fn has_run(&self, want: &Want, guarded: bool) -> bool {
         let span = u64::from(want.span()) * GRANULE;
-        // Adjacent segments of the driver are no run.
+        // Adjacent segments of the driver do not form a run.
         let joins = self.rules.segment_for(want).is_none();
         let runs = self.runs(&[want.space], guarded, |_| true);
         runs.into_iter().any(|(start, end)| {
@@ -127,8 +126,8 @@ impl Heap {
         })
     }
 
-    /// What guards and graph pools keep of freed memory, what is suspended and counts for the limit, and what a resume
-    /// under way will take.
+    /// Returns the freed bytes that guards and graph pools keep, the suspended bytes that count towards the limit, and
+    /// the bytes that a resume in progress will take.
     fn kept(&self) -> u64 {
         let free = |arena: &Arena| arena.held().saturating_sub(arena.live.bytes());
         self.present_arenas().map(free).sum::<u64>()
@@ -154,7 +153,7 @@ impl Heap {
         let is_ready = |id| finder.as_ref().is_some_and(|of| of.ready(id));
         let ready = pieces.filter(|piece| is_ready(piece.id));
         let needed = growth.saturating_sub(idle).min(at_home);
-        // Memory that waits may be given back for all of the request, or for what the ready memory at home lacks.
+        // Pending memory may be released for the whole request, or for what the ready memory at home lacks.
         let waiting = self.whole_bytes(false, |_| true).saturating_sub(idle);
         let for_all = waiting.saturating_sub(growth.saturating_sub(idle) - needed);
         let for_rest = self.whole_bytes(false, |id| self.over(id) || !is_ready(id));
@@ -201,7 +200,7 @@ impl Heap {
         }
     }
 
-    /// The longest runs of adjacent free memory, longest first.
+    /// Returns the longest runs of adjacent free memory, longest first.
     fn holes(&self) -> Vec<Hole> {
         let mut holes = self.extents.free_runs();
         holes.sort_by_key(|(_, bytes)| Reverse(*bytes));
@@ -218,7 +217,7 @@ impl Heap {
         holes.into_iter().map(bounded).collect()
     }
 
-    /// Where few live bytes hold the most memory.
+    /// Returns the segments in which few live bytes hold the most memory.
     pub(crate) fn pinned(&self) -> Vec<PinnedSegment> {
         let mut live: BTreeMap<u64, PinnedSegment> = BTreeMap::new();
         for (_, hot) in self.extents.records.iter() {
@@ -254,7 +253,7 @@ impl Heap {
     }
 }
 
-/// How many pinned segments an out-of-memory error names.
+/// Number of pinned segments that an out-of-memory error names.
 pub(crate) const PINNED_NAMED: usize = 3;
-/// How many holes an out-of-memory error names.
+/// Number of holes that an out-of-memory error names.
 const HOLES_NAMED: usize = 4;

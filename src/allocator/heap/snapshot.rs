@@ -1,4 +1,4 @@
-//! What stands where, for diagnosis.
+//! Snapshots of segments and blocks, for diagnosis.
 
 use crate::allocator::cache::stream_cache::{Kind, Node, PAGE_GRANULES, Run};
 use crate::allocator::extent::record::{Hot, NIL, SpaceId, State as Extent};
@@ -140,7 +140,7 @@ impl Heap {
         segments
     }
 
-    /// A page stands for the blocks that were carved from it.
+    /// A page is replaced by the blocks that were carved from it.
     fn blocks_of(&self, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) {
         let hot = &self.extents.records[id];
         let page = (self.rules.caches() && space == SpaceId::Small && hot.state == Extent::Used)
@@ -173,7 +173,7 @@ impl Heap {
         }
     }
 
-    /// What a run in a page of a stream is; `pending` are the streams that a freed one waits for.
+    /// Describes a run in a page of a stream; `pending` are the streams that a freed one is pending on.
     pub(crate) fn run_info(&self, stream: u32, run: &Run, pending: &[u32]) -> BlockInfo {
         let number = |stream: u32| self.streams[stream].key.number();
         let recorded: Vec<u32> = match run.live.map(|live| live.using) {

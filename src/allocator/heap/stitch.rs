@@ -1,8 +1,8 @@
-//! Stitching: which handles to map behind each other for a request that fits nowhere.
+//! Stitching: plans which handles to map contiguously for a request that fits nowhere.
 //!
-//! A stitch extends a view, or makes a new one. It prefers the layout that needs the least new
-//! memory, then the one that maps the fewest handles, because the driver's price is per handle. What it works on is
-//! claimed before the calls of the driver; afterwards it is entered, or put back.
+//! A stitch extends a view, or creates a new one. It prefers the layout that needs the least new memory, then the one
+//! that maps the fewest handles, because the driver's cost is per handle. Its memory is claimed before the driver
+//! calls, and committed or restored afterwards.
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::uses::Uses;
@@ -16,23 +16,23 @@ use crate::allocator::view::mapping::{
 use crate::allocator::view::sources::Sources;
 use crate::driver::DriverError;
 
-/// Requests below this many bytes are not stitched while growing is allowed.
+/// Requests below this many bytes are not stitched while growth is allowed.
 pub(crate) const STITCH_MIN: u64 = 2 << 20;
 /// Address space of a view, as a multiple of its first request.
 const VIEW_ROOM: u64 = 4;
-/// Most bytes of address space that a view begins with.
+/// Maximum initial address space of a view, in bytes.
 const VIEW_ROOM_MAX: u64 = MAX_REQUEST / 2;
-/// Mappings in views, at least and per handle held.
+/// Bounds of the number of mappings in views: a minimum, and a number per handle held.
 const VIEW_MAPS_MIN: usize = 32_768;
 const VIEW_MAPS_PER_HANDLE: usize = 32;
 
 impl Heap {
-    /// The handles that a layout may be made of, given what is open at home.
+    /// Returns the handles that a layout may consist of, given the memory that is available at home.
     fn sources(&self, open: &Openings) -> Sources {
         Sources::new(self.physical.sources(&open.ranges))
     }
 
-    /// Layouts for a request: extensions of views, and a new one.
+    /// Returns layouts for a request: extensions of views, and a new one.
     fn layouts(&self, want: &Want, open: &Openings, sources: &Sources) -> Vec<Layout> {
         let mut layouts = self.extended_layouts(want, open, sources);
         let head = sources.best_head(want.align > 1);
@@ -40,14 +40,14 @@ impl Heap {
         layouts
     }
 
-    /// The layout for a request that needs the least new memory, then the fewest handles.
+    /// Returns the layout for a request that needs the least new memory, then the fewest handles.
     fn best_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
         let layouts = self.layouts(want, open, &self.sources(open));
         layouts.into_iter().min_by_key(Layout::cost)
     }
 
-    /// Plans and claims a stitch that creates at most `room` bytes, of what is open, or, where that
-    /// saves new memory, of what is `reachable` behind waits.
+    /// Plans and claims a stitch that creates at most `room` bytes. It uses ready memory, or, where that saves new
+    /// memory, memory that is `reachable` behind waits.
     pub(crate) fn plan_stitch(
         &mut self,
         want: &Want,
@@ -75,8 +75,8 @@ impl Heap {
         self.claim_layout(want, best?)
     }
 
-    /// The layout that needs the least new memory if that is made before: between an open tail, as long
-    /// as there is one, and an open beginning.
+    /// Returns the layout that needs the least memory, if the new memory is created first: it lies between an open
+    /// tail, as long as there is one, and an open start.
     fn leanest_layout(&self, want: &Want, open: &Openings) -> Option<Layout> {
         let sources = self.sources(open);
         let mut layouts = self.layouts(want, open, &sources);
@@ -86,13 +86,13 @@ impl Heap {
         layouts.into_iter().min_by_key(cost)
     }
 
-    /// Bytes that have to be created at least before a stitch for this request.
+    /// Returns the bytes that must be created at least before a stitch for this request.
     pub(crate) fn stitch_lacking(&self, want: &Want) -> Option<u64> {
         let reachable = self.openings(want, true)?;
         Some(self.leanest_layout(want, &reachable)?.lacking)
     }
 
-    /// Extensions of the views with the longest open suffix.
+    /// Returns extensions of the views with the longest open suffix.
     fn extended_layouts(&self, want: &Want, open: &Openings, sources: &Sources) -> Vec<Layout> {
         let need = u64::from(want.granules) * GRANULE;
         let mut layouts: Vec<Layout> = Vec::new();
@@ -101,14 +101,14 @@ impl Heap {
                 continue;
             };
             let end = base + u64::from(view.granules) * GRANULE;
-            // The block begins in the suffix, or behind it if it has to be aligned.
+            // The block begins in the suffix, or after it if it has to be aligned.
             let align = u64::from(want.align) * GRANULE;
             let start = (end - suffix).next_multiple_of(align);
             let (back, skip) = (end.saturating_sub(start), start.saturating_sub(end));
             if skip > 0 {
                 continue;
             }
-            // Of equal ones the first is taken.
+            // The first of equal layouts is taken.
             let least = (0, sources.fewest(need - back));
             if layouts.iter().any(|layout| layout.cost() <= least) {
                 continue;
@@ -134,21 +134,19 @@ impl Heap {
         layouts
     }
 
-    /// How many mappings in views are above the bound.
+    /// Returns the number of mappings in views above the bound.
     pub(crate) fn excess_view_maps(&self) -> usize {
         let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * self.physical.holdings.len());
         self.views.view_maps().saturating_sub(bound)
     }
 
-    /// Granules of address space for a new view that begins with a request and must take `at_least`
-    /// bytes.
+    /// Returns the granules of address space for a new view that begins with a request and must fit `at_least` bytes.
     pub(crate) fn view_room(&self, want: &Want, at_least: u64) -> u32 {
         let need = u64::from(want.granules) * GRANULE;
         (view_bytes(need, at_least) / GRANULE) as u32
     }
 
-    /// Address space that must be at hand before a new view for a request can be planned, if it is
-    /// not.
+    /// Returns the address space that must be leased before a new view for a request can be planned, if any is missing.
     pub(crate) fn view_room_missing(&self, want: &Want) -> Option<u64> {
         let handle = u64::from(self.physical.handles.largest()) * GRANULE;
         let handle = handle.max(PHYSICAL_GRANULE);
@@ -158,9 +156,9 @@ impl Heap {
         (!fits).then_some(bytes)
     }
 
-    // ---- a stitch under way ----------------------------------------------------------------------
+    // ---- a stitch in progress --------------------------------------------------------------------
 
-    /// Claims what a layout takes.
+    /// Claims the memory and addresses of a layout.
     pub(crate) fn claim_layout(&mut self, want: &Want, layout: Layout) -> Option<Stitch> {
         let site = self.site(want, &layout)?;
         let claimed = self.claim_memory(want, &layout, &site);
@@ -175,7 +173,7 @@ impl Heap {
             .iter()
             .filter_map(|(home, bytes)| Some((*home, *bytes, self.physical.handle_at(*home)?)))
             .collect();
-        // Nobody may take the handles away, or extend the same view, meanwhile.
+        // No other call may release the handles, or extend the same view, meanwhile.
         self.views.segs_under_way += adds.len();
         self.physical
             .viewed(adds.iter().map(|(home, _, _)| *home), true);
@@ -191,7 +189,7 @@ impl Heap {
         })
     }
 
-    /// Where a layout goes: a view that there is, or claimed addresses for a new one.
+    /// Returns the site of a layout: an existing view, or claimed addresses for a new one.
     fn site(&mut self, want: &Want, layout: &Layout) -> Option<Site> {
         let (base, range, room, filled) = match layout.base {
             Some(base) => {
@@ -216,7 +214,7 @@ impl Heap {
         })
     }
 
-    /// Claims the home memory of a layout's block, and a home for what is created.
+    /// Claims the home memory of a layout's block, and a home for new memory.
     fn claim_memory(
         &mut self,
         want: &Want,
@@ -237,7 +235,7 @@ impl Heap {
         }
     }
 
-    /// The driver did what a stitch needs: enters the view into the heap, and returns the block.
+    /// Commits a stitch after the driver calls: adds the view to the heap, and returns the block.
     pub(crate) fn stitched(&mut self, want: &Want, mut stitch: Stitch, handles: &[u64]) -> u32 {
         self.views.segs_under_way -= stitch.adds.len();
         let mut parts: Vec<u32> = stitch.aliased.parts.iter().map(|(id, _)| *id).collect();
@@ -254,9 +252,8 @@ impl Heap {
         self.view_block(site.base, site.offset, want.granules, parts)
     }
 
-    /// A stitch failed and was undone: everything as before. What is still mapped, if anything,
-    /// stays in the view, which is not used any more. `fresh` are the handles of new memory that
-    /// could not be taken out of the view again, and so are held.
+    /// Reverts a failed stitch. Handles that are still mapped stay in the view, which is not used any more. `fresh` are
+    /// the handles of new memory that could not be unmapped from the view, and so are held.
     pub(crate) fn not_stitched(
         &mut self,
         want: &Want,
@@ -288,8 +285,8 @@ impl Heap {
         }
     }
 
-    /// Enters the handles of new memory, each with the view that it is mapped in. Returns them as a
-    /// stitch adds them.
+    /// Adds the handles of new memory to the heap, each with its mapping in the view, and returns them in the form of a
+    /// stitch's additions.
     fn hold_fresh(&mut self, fresh: &Fresh, handles: &[u64]) -> Vec<(u64, u64, u64)> {
         let homes = self.hold_all(fresh, handles);
         self.physical.viewed(homes.iter().copied(), true);
@@ -298,7 +295,8 @@ impl Heap {
             .collect()
     }
 
-    /// The view of a stitch has what is mapped now, and others may use it; a dead one is only unmapped.
+    /// Ends the use of a view by a stitch: stores its present mappings and makes it available to other calls; a dead
+    /// view is only unmapped.
     fn end_site(&mut self, site: &Site, mappings: Vec<Mapping>, dead: bool) {
         if let Some(range) = site.range {
             let mut view = View::new(range, site.room, mappings);
@@ -313,7 +311,7 @@ impl Heap {
         self.views.extend_view(site.base, mappings);
     }
 
-    /// Enters what is left of a stitch that failed.
+    /// Adds what is left of a failed stitch to the heap.
     pub(crate) fn not_mapped(
         &mut self,
         want: &Want,
@@ -334,7 +332,7 @@ impl Heap {
         error
     }
 
-    // ---- memory for the test of second layouts ------------------------------------------------------
+    // ---- memory for the self-test of views ----------------------------------------------------------
 
     /// Claims a home and a view for one new handle, if the limit and the address space allow it.
     pub(crate) fn plan_test(&mut self, want: &Want) -> Option<Stitch> {
@@ -361,14 +359,14 @@ impl Heap {
         })
     }
 
-    /// The test's block is free, and its handle claimed for release.
+    /// Frees the test's block, and claims its handle for release.
     pub(crate) fn test_over(&mut self, block: u32, home: u64) -> Option<Release> {
         self.view_block_freed(block, &Uses::None);
         self.claim_holding(SpaceId::Large, home)
     }
 }
 
-/// Bytes of address space for a view that begins with a request of `need` and must take `at_least`.
+/// Bytes of address space for a view that begins with a request of `need` bytes and must fit `at_least`.
 fn view_bytes(need: u64, at_least: u64) -> u64 {
     let usual = (need * VIEW_ROOM).min(VIEW_ROOM_MAX);
     usual.max(at_least).next_multiple_of(PHYSICAL_GRANULE)

@@ -1,5 +1,4 @@
-//! Which streams there are, as far as memory depends on it: coming and going, their caches, and what is shared
-//! between them.
+//! Streams in the heap: registration and retirement, their caches, and the memory that they share.
 
 use crate::driver::{Context, Device};
 
@@ -14,7 +13,7 @@ use crate::locks::thread_id::ThreadId;
 
 static POOL: StreamCachePool = StreamCachePool::new();
 
-/// Lets go of the rings that stream caches without a stream have kept from a recording.
+/// Drops the rings that stream caches without a stream have kept from a recording.
 pub(crate) fn clear_waiting_taps() {
     POOL.clear_taps();
 }
@@ -37,12 +36,12 @@ impl Heap {
         stream
     }
 
-    /// Whether the stream of a block was retired, or is about to be. Blocks of graph pools have none here.
+    /// Whether the stream of a block was retired, or is about to be. Blocks of graph pools have no stream here.
     pub(crate) fn lost_its_name(&self, stream: u32) -> bool {
         stream != COMPLETE && !self.streams[stream].named
     }
 
-    /// Memory of the allocator's device is allocated on streams of it.
+    /// Checks that a stream belongs to the allocator's device.
     pub(crate) fn same_device(&self, device: &Device, stream: u32) -> Result<(), Error> {
         let other = self.streams[stream].context.device();
         if other.ordinal() == device.ordinal() {
@@ -54,7 +53,7 @@ impl Heap {
         })
     }
 
-    /// The cache of a stream that the calling thread should use. Makes the first one.
+    /// Returns the cache of a stream that the calling thread should use, and creates the first one.
     pub(crate) fn cache_of(&mut self, stream: u32) -> &'static StreamCache {
         let known = self.caches.of(stream);
         match known.len() {
@@ -63,7 +62,7 @@ impl Heap {
         }
     }
 
-    /// A cache that keeps the allocator alive and serves nobody.
+    /// Returns a cache that keeps the allocator alive and serves no stream.
     pub(crate) fn idle_cache(&self) -> &'static StreamCache {
         let cache = POOL.take();
         let mut inner = cache.lock();
@@ -76,7 +75,7 @@ impl Heap {
         cache
     }
 
-    /// The handle of a stream, if it is that stream's and no other's until it is retired; else 0.
+    /// Returns the handle of a stream if it identifies that stream until it is retired; otherwise 0.
     pub(crate) fn lasting_handle(&self, stream: u32) -> usize {
         let slot = &self.streams[stream];
         match (slot.key, self.caches.legacy) {
@@ -113,7 +112,7 @@ impl Heap {
         cache
     }
 
-    /// Threads keep meeting at a stream cache: gives its stream twice as many.
+    /// Doubles the number of a stream's caches after repeated contention.
     pub(crate) fn split_cache(&mut self, stream: u32, key: StreamKey) {
         let slot = &self.streams[stream];
         if !slot.in_use || slot.key != key || !self.rules.caches() {
@@ -126,7 +125,7 @@ impl Heap {
         }
     }
 
-    /// Lets the stream caches of all streams that get more work go on without a look at the heap.
+    /// Lets the stream caches of all streams that may get work serve requests without the heap.
     pub(crate) fn open_caches(&mut self) {
         let open = self.refuse().is_ok() && !self.orphaned;
         for (stream, slot) in self.streams.iter() {
@@ -135,24 +134,24 @@ impl Heap {
         }
     }
 
-    /// Nobody can allocate any more, or somebody can again.
+    /// Sets whether the allocator has no handle left.
     pub(crate) fn set_orphaned(&mut self, orphaned: bool) {
         self.orphaned = orphaned;
         self.open_caches();
         if orphaned {
-            // Every free comes to the heap from here on: the last one closes them.
+            // From here on every free enters the heap: the last one closes it.
             self.empty_large_caches();
         }
     }
 
-    /// Gives the cache of graph pools back; none of their blocks is live.
+    /// Returns the cache of graph pools; none of their blocks is live.
     pub(crate) fn drop_graph_home(&mut self) {
         if let Some(cache) = self.caches.graph_home.take() {
             POOL.give_back(cache);
         }
     }
 
-    /// Gives the stream caches of a stream back; nothing is live or held back in them.
+    /// Returns the stream caches of a stream; no block in them is live or held back.
     pub(crate) fn drop_caches(&mut self, stream: u32) {
         self.fold_peaks();
         for cache in self.caches.remove(stream) {
@@ -160,9 +159,9 @@ impl Heap {
         }
     }
 
-    // ---- what is shared between streams ----------------------------------------------------------
+    // ---- memory shared between streams -----------------------------------------------------------
 
-    /// With one stream, memory needs no tags to be told apart and merges freely; with several it
+    /// Switches how free memory merges. With one stream it needs no tags and merges freely; with several streams it
     /// must not.
     pub(crate) fn streams_changed(&mut self) {
         self.streams.woken = false;
@@ -184,7 +183,7 @@ impl Heap {
             }
         }
         if !single {
-            // Memory that was never used, or not for long, is everybody's from now on.
+            // Memory that was never used, or not for long, becomes available to all streams.
             for space in [SpaceId::Large, SpaceId::Small] {
                 let classes: Vec<u32> = self
                     .extents
@@ -199,8 +198,8 @@ impl Heap {
         }
     }
 
-    /// Makes the next marker of a stream cover everything that it may still touch: live blocks, and
-    /// what was freed inside its pages, which no batch counts.
+    /// Makes the next marker of a stream cover everything that the stream may still access: live blocks, and memory
+    /// freed inside its pages, which no batch counts.
     pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
         for cache in self.caches.all().to_vec() {
             self.close_batches(cache, Some(stream), &mut AfterFree::default());
@@ -213,12 +212,12 @@ impl Heap {
         }
     }
 
-    /// Gives back the slot of a stream that nothing refers to.
+    /// Frees the slot of a stream that nothing refers to.
     pub(crate) fn recycle(&mut self, stream: u32) {
         let many = self.streams.len() > MANY_STREAMS;
         let forgettable = matches!(self.streams[stream].holder, Holder::Foreign(_)) && many;
         if forgettable && self.caches.pages_of(stream) > 0 {
-            // What was freed in its pages is counted from here on: later, when it is complete.
+            // Memory freed in its pages counts as freed from here on, which is later than its completion.
             self.flush_caches_of(stream);
             return;
         }
@@ -227,7 +226,7 @@ impl Heap {
         let idle = slot.in_use && quiet && slot.leaving == 0 && slot.completed + 1 >= slot.open;
         let forget = match slot.holder {
             Holder::Retired => true,
-            // A caller's stream that comes again is simply registered again.
+            // A stream of the caller that appears again is registered again.
             Holder::Foreign(_) => {
                 let goes_on = slot.distrusted.is_some() || slot.holder.is_touched();
                 (many || !slot.named) && !goes_on
@@ -237,7 +236,7 @@ impl Heap {
         if !idle || !forget {
             return;
         }
-        // From here on nobody allocates on it without a look at the heap.
+        // From here on allocations on it enter the heap.
         self.caches.set_fast(stream, false);
         self.flush_caches_of(stream);
         let slot = &self.streams[stream];

@@ -1,4 +1,4 @@
-//! Suspended memory in the heap: what is chosen, what is refused, and what comes back.
+//! Suspended memory in the heap: selection, refusals, and resume.
 
 use std::collections::BTreeMap;
 
@@ -14,17 +14,17 @@ use crate::allocator::suspend::{Parked, Suspension, Target, join};
 use crate::error::{Error, GraphPoolError};
 use crate::event::Kind;
 
-/// Handles, and the live bytes in them: addresses and bytes at home.
+/// Handles, and the live byte ranges in them: home addresses and sizes.
 type Choice = (Vec<Parked>, Vec<(u64, u64)>);
 
-/// A call under way keeps so many bytes.
+/// Returns the error for bytes in use by a call in progress.
 fn busy(count: u64, bytes: u64) -> Error {
     let what = "call";
     Error::InUse { what, count, bytes }
 }
 
 impl Heap {
-    /// Refuses requests while there is nothing for them.
+    /// Refuses requests while memory outside graph pools is suspended.
     #[inline]
     pub(crate) fn refuse(&self) -> Result<(), Error> {
         if self.closed {
@@ -44,7 +44,7 @@ impl Heap {
         }
     }
 
-    /// [`segments`](Self::segments) of memory that is there.
+    /// [`segments`](Self::segments) of memory that is not suspended.
     pub(crate) fn present_segments(
         &mut self,
         ptr: u64,
@@ -61,7 +61,7 @@ impl Heap {
 
     // ---- closing -----------------------------------------------------------------------------------
 
-    /// Nobody gets memory of a target from here on, if nothing stands in the way.
+    /// Closes a target for requests, unless something prevents its suspension.
     pub(crate) fn close_target(&mut self, target: Target) -> Result<(), Error> {
         match target {
             Target::Arenas => self.close_arenas(),
@@ -69,7 +69,7 @@ impl Heap {
         }
     }
 
-    /// Refuses while guards keep memory where it is.
+    /// Fails while guards keep memory in place.
     pub(crate) fn refuse_guarded(&self) -> Result<(), Error> {
         match self.guards.count() {
             0 => Ok(()),
@@ -112,7 +112,7 @@ impl Heap {
         Ok(())
     }
 
-    /// A target serves again.
+    /// Opens a target for requests again.
     pub(crate) fn open_target(&mut self, target: Target) {
         match target {
             Target::Arenas => {
@@ -130,7 +130,7 @@ impl Heap {
 
     // ---- choosing ----------------------------------------------------------------------------------
 
-    /// What of a closed target is to be suspended.
+    /// Selects the memory of a closed target that is to be suspended.
     pub(crate) fn park(&mut self, target: Target, contents: Contents) -> Result<Suspension, Error> {
         let (handles, mut kept) = match target {
             Target::Arenas => self.park_arenas()?,
@@ -205,7 +205,7 @@ impl Heap {
         Ok((handles, kept))
     }
 
-    /// The extents of an arena, by address.
+    /// Returns the extents of an arena, by address.
     fn row(&self, space: SpaceId) -> Vec<(u32, Hot)> {
         let mut row = Vec::new();
         let regions = self.extents.space(space).into_iter();
@@ -220,7 +220,7 @@ impl Heap {
         row
     }
 
-    /// The live blocks in a page of a stream cache.
+    /// Returns the live blocks in a page of a stream cache.
     fn used_in_page(&self, page: &Hot) -> Vec<(u64, u64)> {
         use crate::allocator::cache::stream_cache::Kind;
         let Some((cache, number)) = self.caches.table.find(page.addr) else {
@@ -232,7 +232,7 @@ impl Heap {
             .collect()
     }
 
-    /// Takes out suspensions of pools that were released, of which there is no block, and that no graph can use.
+    /// Removes the suspensions of released pools that have no blocks and that no graph can use.
     pub(crate) fn take_unused_pools(&mut self) -> Vec<(Target, Suspension)> {
         let away: Vec<Target> = self.suspended.map.keys().copied().collect();
         let over = away.into_iter().filter(|target| match target {
@@ -245,9 +245,9 @@ impl Heap {
             .collect()
     }
 
-    // ---- coming back -------------------------------------------------------------------------------
+    // ---- resume ------------------------------------------------------------------------------------
 
-    /// Counts what a resume will take from the driver, if there is room for it.
+    /// Counts the bytes that a resume will take from the driver, if there is room for them.
     pub(crate) fn announce_back(&mut self, bytes: u64) -> bool {
         let fits = bytes <= self.room();
         if fits {
@@ -256,7 +256,7 @@ impl Heap {
         fits
     }
 
-    /// Takes handles out of a suspension of the arenas, and out of the heap, in which no block is live any more.
+    /// Removes the handles without a live block from a suspension of the arenas, and from the heap.
     pub(crate) fn drop_unused(&mut self, suspension: &mut Suspension) {
         self.empty_large_caches();
         self.flush_caches();
@@ -276,7 +276,7 @@ impl Heap {
         }
     }
 
-    /// What a suspension has is there again.
+    /// Records that the memory of a suspension is restored.
     pub(crate) fn woken(&mut self, target: Target, suspension: &Suspension) {
         for parked in &suspension.handles {
             let Some(handle) = parked.handle else {
@@ -299,7 +299,8 @@ impl Heap {
         self.open_target(target);
     }
 
-    /// What a suspension had is the driver's, and nobody wants it again: no block is live, and no work under way.
+    /// Discards a suspension whose memory the driver has and that no one will resume: no block is live, and no work is
+    /// in progress.
     pub(crate) fn forgotten(&mut self, target: Target, mut suspension: Suspension) {
         self.open_target(target);
         match target {
@@ -362,7 +363,7 @@ fn parked(home: u64, bytes: u64, handle: Option<u64>) -> Parked {
     }
 }
 
-/// A handle is mapped in a view, too. Handles are in the order of their homes.
+/// Records that a handle is mapped in a view, too. Handles are ordered by their homes.
 fn show(handles: &mut [Parked], home: u64, at: u64) {
     if let Ok(found) = handles.binary_search_by_key(&home, |handle| handle.home) {
         handles[found].places.push(at);

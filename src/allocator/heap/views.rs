@@ -1,13 +1,11 @@
-//! Views: a second layout of memory that is held already.
+//! Views: second mappings of memory that is already held.
 //!
-//! A view is a range of address space in which handles are mapped a second time, back to back, in an
-//! order of its own; their home mappings stay. Memory that is free but scattered at home may be one
-//! run in a view. A block may lie at any offset of a view, over any bytes that are contiguous there
-//! and free at home, and several blocks may share a view. While a block lies in a view, its bytes
-//! are *aliased* at home: nobody can have them there.
+//! A view is a range of address space in which handles are mapped a second time, contiguously, in an order of its own;
+//! their home mappings stay. Memory that is free but scattered at home may be one run in a view. A block may lie at any
+//! offset of a view, over any bytes that are contiguous there and free at home, and several blocks may share a view.
+//! While a block lies in a view, its bytes are *aliased* at home: they cannot be allocated at their home address.
 //!
-//! Views are kept when their blocks are freed, so that work which repeats finds its layout again
-//! without a driver call.
+//! Views are kept when their blocks are freed, so that repeated work finds its layout again without a driver call.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -21,7 +19,7 @@ use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Aliased, Openings, View, ViewRun};
 
 impl Heap {
-    /// A place in a view that the stream may use without a wait, if views may serve the request at all.
+    /// Returns a place in a view that the stream may use without a wait, if views may serve the request at all.
     pub(crate) fn cached_view(
         &self,
         want: &Want,
@@ -33,7 +31,7 @@ impl Heap {
         self.views.find(want, &self.openings(want, false)?)
     }
 
-    /// What is open at home for a request.
+    /// Returns the memory at home that is available for a request.
     pub(crate) fn openings(&self, want: &Want, reachable: bool) -> Option<Openings> {
         let finder = self.finder(want.space, want.stream)?;
         Some(Openings::collect(
@@ -43,13 +41,13 @@ impl Heap {
         ))
     }
 
-    /// Enters a view.
+    /// Adds a view.
     pub(crate) fn put_view(&mut self, base: u64, view: View) {
         self.extents.records[view.range].state = Extent::Used;
         self.views.map.insert(base, view);
     }
 
-    /// Claims home memory, part by part; nothing is claimed if one part cannot be.
+    /// Claims home memory, part by part; claims nothing if one part cannot be claimed.
     pub(crate) fn alias(
         &mut self,
         space: SpaceId,
@@ -79,14 +77,14 @@ impl Heap {
         Some(aliased)
     }
 
-    /// Puts a claim back.
+    /// Reverts a claim.
     pub(crate) fn give_home(&mut self, space: SpaceId, aliased: Aliased) {
         for (id, shards) in aliased.parts {
             self.restore(space, id, shards);
         }
     }
 
-    /// Makes a block over aliased memory: claimed, until it is [born](Self::born).
+    /// Creates a block over aliased memory; it stays claimed until it is [born](Self::born).
     pub(crate) fn view_block(
         &mut self,
         base: u64,
@@ -114,7 +112,7 @@ impl Heap {
         id
     }
 
-    /// Gives the memory of a block in a view back to its home pieces.
+    /// Returns the memory of a block in a view to its home pieces.
     pub(crate) fn view_block_freed(&mut self, id: u32, uses: &Uses) -> Vec<u32> {
         let addr = self.extents.records[id].addr;
         self.views.aliased_bytes -= self.extents.records[id].bytes();
@@ -137,20 +135,20 @@ impl Heap {
         pieces
     }
 
-    /// Takes an idle view out of the heap, for unmapping. Its range stays claimed.
+    /// Removes an idle view from the heap, for unmapping. Its range stays claimed.
     pub(crate) fn take_view(&mut self, base: u64) -> Option<View> {
         let view = self.views.map.get(&base)?;
         if self.suspended.closed || !view.is_over(&self.streams) {
             return None;
         }
-        // Its handles stay counted until it is unmapped: none of them may be released before.
+        // Its handles stay counted until it is unmapped: none of them may be released earlier.
         let view = self.views.map.remove(&base)?;
         self.extents.records[view.range].state = Extent::Busy;
         self.views.segs_under_way += view.mappings.len();
         Some(view)
     }
 
-    /// A view was unmapped: its handles and its range are free of it.
+    /// Records that a view was unmapped: its handles and its range no longer belong to it.
     pub(crate) fn view_gone(&mut self, view: &View) {
         self.views.segs_under_way -= view.mappings.len();
         let homes = view.mappings.iter().map(|mapping| mapping.home);
@@ -158,25 +156,24 @@ impl Heap {
         self.extents.range_freed(view.range);
     }
 
-    /// A view could not be unmapped, or parts of it only: it is unmapped by a later call.
+    /// Records that a view could not be unmapped, or only in part: a later call unmaps it.
     pub(crate) fn view_stays(&mut self, base: u64, mut view: View) {
         self.views.segs_under_way -= view.mappings.len();
         view.dead = true;
         self.put_view(base, view);
     }
 
-    /// Idle views, longest unused first, of which at least so many mappings go.
+    /// Returns idle views, longest unused first, with at least `excess` mappings in total.
     pub(crate) fn idle_views(&self, excess: usize) -> Vec<u64> {
         self.idle_of(excess as u64, |view| view.mappings.len() as u64)
     }
 
-    /// Idle views, longest unused first, of which the address space comes to at least `bytes` if there
-    /// are enough.
+    /// Returns idle views, longest unused first, with at least `bytes` of address space in total if there are enough.
     pub(crate) fn idle_addresses(&self, bytes: u64) -> Vec<u64> {
         self.idle_of(bytes, |view| u64::from(view.room) * GRANULE)
     }
 
-    /// Idle views that have had no new block since the clock of views stood there.
+    /// Returns idle views that have had no new block since the clock of views had the value `clock`.
     pub(crate) fn idle_views_since(&self, clock: u64) -> Vec<u64> {
         let views = self.views.map.iter();
         let idle = views.filter(|(_, view)| view.stamp <= clock && view.is_over(&self.streams));

@@ -1,10 +1,10 @@
-//! The events of markers, by context, and distrusted contexts.
+//! Pools of marker events, by context, and distrusted contexts.
 //!
-//! A context other than the allocator's is distrusted once a driver call on something of it returned
-//! `CUDA_ERROR_INVALID_HANDLE`. The answer does not tell a context that was destroyed from one that lives on: it may
-//! concern one stream or event, or report an error of earlier work. So from then on nothing of the context is used, since
-//! its handles may dangle, and nothing of it counts as complete, since its work may go on. The slot of each of its streams
-//! has the distrust, which ends with the last of them.
+//! A context other than the allocator's is distrusted once a driver call on one of its objects returned
+//! `CUDA_ERROR_INVALID_HANDLE`. The error does not distinguish a destroyed context from a live one: it may concern one
+//! stream or event, or report an error of earlier work. From then on none of its handles is used, because they may
+//! dangle, and none of its work counts as complete, because it may continue. Each slot of its streams stores the
+//! distrust, which ends with the last of them.
 
 use std::sync::Arc;
 
@@ -12,23 +12,23 @@ use crate::allocator::stream::Streams;
 use crate::driver::{DriverError, Event};
 
 impl Streams {
-    /// Keeps the events that no marker needs any more for the next markers of the same context.
+    /// Returns spent events to the pools for the next markers of their contexts.
     pub(crate) fn pool_spent(&mut self) {
         for (context, event) in self.spent.drain(..) {
             self.events.entry(context).or_default().push(event);
         }
     }
 
-    /// An event of a context for the next marker.
+    /// Returns an event of a context for the next marker.
     pub(crate) fn pooled_event(&mut self, context: u64) -> Option<Arc<Event>> {
         let pool = self.events.get_mut(&context)?;
-        // A wait or a question under way may still hold one.
+        // A wait or query in progress may still hold an event.
         let idle = |event: &mut Arc<Event>| Arc::get_mut(event).is_some();
         let at = pool.iter_mut().rposition(idle)?;
         Some(pool.swap_remove(at))
     }
 
-    /// Keeps events for the next markers of their contexts.
+    /// Returns events to the pools for the next markers of their contexts.
     pub(crate) fn pool_events(&mut self, events: impl IntoIterator<Item = Arc<Event>>) {
         for event in events {
             let context = event.context().id();
@@ -36,7 +36,7 @@ impl Streams {
         }
     }
 
-    /// Takes the markers of a stream that are events of a context.
+    /// Removes the markers of a stream whose events belong to a context.
     #[must_use = "an event must not be destroyed under the lock"]
     pub(crate) fn take_markers_of(&mut self, stream: u32, context: u64) -> Vec<Arc<Event>> {
         let slot = &mut self.slots[stream as usize];
@@ -52,13 +52,13 @@ impl Streams {
         gone
     }
 
-    /// Why a context is distrusted, if it is.
+    /// Returns the reason why a context is distrusted, if it is.
     pub(crate) fn distrust_of(&self, context: u64) -> Option<DriverError> {
         let mut slots = self.iter().filter(|(_, s)| s.context.id() == context);
         slots.find_map(|(_, slot)| slot.distrusted)
     }
 
-    /// Distrusts a context, and takes the markers away that are events of it. Returns the streams of the context.
+    /// Distrusts a context and removes the markers whose events belong to it. Returns the streams of the context.
     pub(crate) fn distrust(&mut self, context: u64, error: DriverError) -> Vec<u32> {
         let slots = self.iter().filter(|(_, s)| s.context.id() == context);
         let streams: Vec<u32> = slots.map(|(stream, _)| stream).collect();

@@ -1,10 +1,9 @@
-//! Which free memory fits a request: best fit over runs of adjacent pieces.
+//! The search for free memory that fits a request: best fit over runs of adjacent pieces.
 //!
-//! A *run* is a maximal sequence of adjacent free pieces that the asking stream may use: each one
-//! complete, pending on that stream alone, or ordered behind it by a wait already made. Runs may
-//! join pieces of several classes, so the index of one class cannot answer alone; what it cannot
-//! answer is found by walking the pending pieces, of which there are few: they become complete and
-//! merge as markers are observed.
+//! A *run* is a maximal sequence of adjacent free pieces that the requesting stream may use: each one complete, pending
+//! on that stream alone, or ordered before it by an earlier wait. A run may join pieces of several classes, so the
+//! index of one class is not sufficient. The remaining runs are found by walking the pending pieces. There are few of
+//! them, because pieces complete and merge as markers are observed.
 
 use std::sync::Arc;
 
@@ -18,12 +17,12 @@ use crate::allocator::size::GRANULE;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::PendingWait;
 
-/// Runs of each class that are looked at for one that spares whole handles.
+/// Number of runs of each class that are examined for one that preserves whole handles.
 const SPARING_RUNS: usize = 16;
 
 impl Streams {
-    /// The waits after which a stream may use what the shards were. A wait also covers everything that the marker's
-    /// stream had followed, so the newest markers come first.
+    /// Returns the waits after which a stream may use the shards. A wait also covers everything that the marker's
+    /// stream was ordered behind, so the newest markers come first.
     pub(crate) fn waits_for(&self, stream: u32, shards: &[Shard]) -> Vec<PendingWait> {
         let mut needed: Vec<Use> = shards
             .iter()
@@ -67,7 +66,7 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// One piece.
+    /// A run of one piece.
     #[inline]
     fn alone(entry: Entry) -> Run {
         Run {
@@ -84,31 +83,31 @@ impl Run {
         }
     }
 
-    /// Whether a request fits, aligned as it asks.
+    /// Whether a request fits at its alignment.
     fn holds(&self, want: &Want) -> bool {
         self.granules >= u64::from(want.skip(self.addr)) + u64::from(want.granules)
     }
 }
 
-/// Which pieces a request may have.
+/// The pieces that a request may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reach {
     /// Those that its stream may use without a wait.
     Ready,
-    /// Those that it may use after waits which can be made, in runs that need one.
+    /// Those that it may use after possible waits, in runs that need at least one.
     Waits,
 }
 
-/// The view of one request on the free pieces.
+/// The free pieces as seen by one request.
 pub(crate) struct Finder<'a> {
     pub records: &'a Records,
     pub streams: &'a Streams,
     pub space: &'a Space,
-    /// The asking stream.
+    /// The requesting stream.
     pub stream: u32,
 }
 
-/// Bytes of handles that a run has as a whole, and has no more once a request lies in it.
+/// Bytes of handles that lie wholly in a run, and would no longer be wholly free after the request is placed there.
 fn broken(want: &Want, run: Run, handles: &Handles) -> u64 {
     let start = run.addr + u64::from(want.skip(run.addr)) * GRANULE;
     let (end, stop) = (
@@ -145,7 +144,7 @@ impl Finder<'_> {
                     .all(|u| self.streams.ready(self.stream, u)))
     }
 
-    /// Whether a piece may be used by the stream, if need be after waits that can be made.
+    /// Whether the stream may use a piece, if necessary after possible waits.
     pub(crate) fn reachable(&self, id: u32) -> bool {
         let hot = &self.records[id];
         hot.is_free()
@@ -180,8 +179,8 @@ impl Finder<'_> {
         self.best_pending(want, best, most)
     }
 
-    /// Of the ready runs around the shortest pieces that hold the request, the one in which it takes the
-    /// fewest bytes of handles that are open as a whole; of equal ones the best fit.
+    /// Returns, among the ready runs around the shortest pieces that fit the request, the one in which it breaks up the
+    /// fewest bytes of wholly free handles; the best fit among equals.
     pub(crate) fn handle_preserving_run(&self, want: &Want, best: Run, handles: &Handles) -> Run {
         let mut least = broken(want, best, handles);
         let mut preserving = best;
@@ -211,14 +210,14 @@ impl Finder<'_> {
         preserving
     }
 
-    /// Best fit where all free memory is the stream's own and merged: the index has the answer.
+    /// Returns the best fit where all free memory is the stream's own and merged: one index has the answer.
     #[inline]
     pub(crate) fn own_run(&self, want: &Want) -> Option<Run> {
         let fitting = self.space.index(self.stream)?.iter_from(want.granules);
         fitting.map(Run::alone).find(|run| run.holds(want))
     }
 
-    /// Whether the stream's own pieces are all there is and adjacent ones are merged.
+    /// Whether all pieces are the stream's own, and adjacent ones are merged.
     pub(crate) fn only_own(&self) -> bool {
         self.space.merge_own
             && self
@@ -227,7 +226,7 @@ impl Finder<'_> {
                 .is_some_and(|own| own.len() == self.space.piece_count())
     }
 
-    /// The best of a run and those of ready pieces, of at most `most` granules.
+    /// Returns the better of a run and the runs of ready pieces, of at most `most` granules.
     fn best_pending(&self, want: &Want, mut best: Option<Run>, most: u64) -> Option<Run> {
         self.pending_runs(want, most, Reach::Ready, |run| {
             let better = run.better(best);
@@ -237,7 +236,7 @@ impl Finder<'_> {
         best
     }
 
-    /// The run that can be used after waits of which the newest marker is the oldest.
+    /// Returns the run whose newest marker to wait for is the oldest.
     pub(crate) fn oldest_run(&self, want: &Want) -> Option<Run> {
         let mut oldest: Option<(u64, Run)> = None;
         self.pending_runs(want, u64::MAX, Reach::Waits, |run| {
@@ -250,8 +249,8 @@ impl Finder<'_> {
         oldest.map(|(_, run)| run)
     }
 
-    /// Whether a piece that is pending on one stream alone may be usable. What is complete there is everybody's
-    /// already, unless memory never changes streams.
+    /// Whether a piece that is pending on one stream alone may be usable. Complete pieces there are already available
+    /// to all streams, unless memory never changes streams.
     fn may_reach(&self, class: u32, reach: Reach) -> bool {
         let streams = self.streams;
         let completed = streams[class].completed;
@@ -263,14 +262,14 @@ impl Finder<'_> {
                 || reach != Reach::Ready && streams[class].newest().is_some())
     }
 
-    /// Whether runs are found by their pieces of a class. Those of complete pieces alone are found without a walk,
-    /// and those that need no wait were looked at before others are.
+    /// Whether runs are searched by their pieces of a class. Runs of complete pieces alone are found without a walk,
+    /// and runs without a wait were examined earlier.
     fn is_wanted(&self, class: u32, reach: Reach) -> bool {
         class != COMPLETE && (reach != Reach::Waits || class != self.stream)
     }
 
-    /// Looks at the runs of at most so many granules that hold a request, and have a piece in them that
-    /// is wanted. `look` says how many granules are of interest from then on.
+    /// Visits the runs of at most `most` granules that fit a request and contain a wanted piece. `look` returns the
+    /// length that is of interest from then on.
     fn pending_runs(
         &self,
         want: &Want,
@@ -290,7 +289,7 @@ impl Finder<'_> {
                 continue;
             };
             index.look_at_each(|entry| {
-                // A run is as long as each of its pieces at least, and these come by length.
+                // A run is at least as long as each of its pieces, and the pieces are visited by length.
                 if u64::from(entry.granules) > most {
                     return false;
                 }
@@ -305,7 +304,7 @@ impl Finder<'_> {
         }
     }
 
-    /// The order number of the newest marker that the head of a run has to wait for.
+    /// Returns the order number of the newest marker that the head of a run has to wait for.
     fn newest_marker(&self, run: Run, granules: u32) -> u64 {
         let (mut at, mut left, mut newest) = (run.first, u64::from(granules), 0);
         loop {
@@ -323,8 +322,8 @@ impl Finder<'_> {
         }
     }
 
-    /// The run around a piece that is wanted, if that piece is the first such of the run (so that every run is
-    /// looked at once).
+    /// Returns the run around a wanted piece, if that is the first wanted piece of the run, so that every run is
+    /// visited once.
     fn run_led_by(
         &self,
         id: u32,
@@ -347,7 +346,7 @@ impl Finder<'_> {
         Some(self.extend(first, usable))
     }
 
-    /// The run that begins with a piece.
+    /// Returns the run that begins with a piece.
     fn extend(&self, first: u32, usable: impl Fn(u32) -> bool) -> Run {
         let (mut granules, mut at) = (0, first);
         while at != NIL && usable(at) {
@@ -361,7 +360,7 @@ impl Finder<'_> {
         }
     }
 
-    /// Granules of usable pieces directly before an extent, and the first of them.
+    /// Returns the first of the usable pieces directly before an extent, and their granules.
     pub(crate) fn usable_before(&self, id: u32, usable: impl Fn(u32) -> bool) -> (u32, u64) {
         let (mut first, mut granules) = (id, 0);
         while let prev = self.records[first].prev
@@ -374,7 +373,7 @@ impl Finder<'_> {
         (first, granules)
     }
 
-    /// Granules of usable pieces directly behind an extent.
+    /// Returns the granules of usable pieces directly after an extent.
     pub(crate) fn usable_behind(&self, id: u32, usable: impl Fn(u32) -> bool) -> u64 {
         match self.records[id].next {
             NIL => 0,

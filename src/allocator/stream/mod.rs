@@ -1,4 +1,4 @@
-//! Streams as the allocator knows them: tickets, markers, and which stream follows which.
+//! Streams as the allocator knows them: tickets, markers, and the known order between streams.
 //!
 //! Each free gets the open ticket of its stream. A marker is an event that covers all tickets up to its bound:
 //!
@@ -13,8 +13,8 @@
 //! A ticket is closed under the lock, the event is recorded without it, and the marker is published under it. Frees in
 //! between have the next ticket, so a marker never covers a free that came after its event.
 //!
-//! Tickets of a slot only rise, also when a later stream takes the slot over. What is known about an old ticket can
-//! therefore not be mistaken for knowledge about a new one.
+//! Tickets of a slot only rise, even when a later stream reuses the slot. Knowledge about an old ticket therefore
+//! cannot be mistaken for knowledge about a new one.
 
 #![forbid(unsafe_code)]
 
@@ -38,11 +38,12 @@ use crate::allocator::stream::slot::{
 };
 use crate::error::{Error, StreamMisuse};
 
-/// As many again, at least, once more markers than this are not complete: a stream without work is done
-/// with the last of them within microseconds.
+/// A stream with more incomplete markers than this has a backlog: a stream that is nearly idle completes its last few
+/// within microseconds.
 const FEW_MARKERS: usize = 8;
 
-/// Above this number of streams, idle ones of the caller are forgotten, and work for each stream is divided among calls.
+/// Above this number of streams, idle streams of the caller are forgotten, and work for each stream is divided among
+/// calls.
 pub(crate) const MANY_STREAMS: usize = 64;
 
 /// All streams of an allocator.
@@ -52,39 +53,39 @@ pub(crate) struct Streams {
     pub(crate) by_key: HashMap<StreamKey, u32, Mixed>,
     vacant: Vec<u32>,
     in_use: usize,
-    /// Of those in use, how many rest.
+    /// Number of slots in use that are resting.
     resting: usize,
-    /// A stream came back from its rest, and the spaces do not know of it yet.
+    /// Whether a resting stream has become active, and the spaces have not been updated yet.
     pub(crate) woken: bool,
-    /// Large requests while several streams were about.
+    /// Number of large requests made while there were several streams.
     requests: u64,
-    /// With which of them silent streams are looked for again.
+    /// Value of `requests` at which silent streams are searched next.
     look_at: u64,
     orders: u64,
-    /// Streams of which more is complete than when this was last taken.
+    /// Streams whose completed ticket has advanced since this was last taken.
     advanced: Vec<u32>,
-    /// The slot that was last found.
+    /// The slot found last.
     latest: u32,
-    /// The slot at which [`next_slots`](Self::next_slots) goes on.
+    /// The slot at which [`next_slots`](Self::next_slots) continues.
     next_slot: u32,
-    /// New streams since streams that nobody else holds were last looked for.
+    /// Number of new streams since the last search for streams that only the heap references.
     newcomers: usize,
-    /// Streams of which a batch is full, and waits for somebody else to ask for its marker.
+    /// Streams with a full batch whose marker is recorded only when another stream needs it.
     full: Vec<u32>,
-    /// No batch waits: somebody may capture streams from the start.
+    /// Whether batches never wait for a request, because streams may be captured from the start.
     pub watchful: bool,
-    /// Raw streams may be destroyed without being retired.
+    /// Whether raw streams may be destroyed without being retired.
     pub unretired: bool,
-    /// Markers that were not seen complete.
+    /// Number of markers not yet observed complete.
     pub(crate) unseen: usize,
-    /// Contexts of streams whose places others have now. Who lets go of the last one calls the driver, so
-    /// not under the heap's lock.
+    /// Contexts of streams whose slots were reused. Dropping the last reference to one calls the driver, so it must not
+    /// happen under the heap's lock.
     pub former: Vec<Context>,
-    /// Events that no marker needs any more, each with its context: on the way to their pool.
+    /// Events that no marker needs any more, each with its context, on the way to their pool.
     pub spent: Vec<(u64, Arc<Event>)>,
     /// Events that may be recorded again, by context.
     pub events: HashMap<u64, Vec<Arc<Event>>, Mixed>,
-    /// Memory for rounds of questions.
+    /// Scratch memory for rounds of queries.
     pub poll: Poll,
 }
 
@@ -93,7 +94,7 @@ impl Streams {
         self.by_key.get(&key).copied()
     }
 
-    /// [`find`](Self::find), mostly without a search.
+    /// [`find`](Self::find), usually without a search.
     #[inline]
     pub(crate) fn find_again(&mut self, key: StreamKey) -> Option<u32> {
         let slot = self.slots.get(self.latest as usize);
@@ -103,12 +104,12 @@ impl Streams {
         Some(self.latest)
     }
 
-    /// More than one stream may hold or ask for memory.
+    /// Whether more than one stream may hold or request memory.
     pub(crate) fn several(&self) -> bool {
         self.in_use - self.resting > 1
     }
 
-    /// Where nobody else was there to ask for what a stream freed, somebody is now.
+    /// Lists the full batches that needed no marker while there was only one stream.
     fn second_came(&mut self) {
         if self.in_use - self.resting == 2 {
             for stream in self.slots() {
@@ -177,14 +178,14 @@ impl Streams {
         at
     }
 
-    /// A stream gets the key that its next calls name it by.
+    /// Assigns the key by which later calls name a stream.
     pub(crate) fn rename(&mut self, stream: u32, key: StreamKey) {
         let former = std::mem::replace(&mut self[stream].key, key);
         self.by_key.remove(&former);
         self.by_key.insert(key, stream);
     }
 
-    /// The stream's handle is gone: a new stream may appear under the same handle.
+    /// Forgets a stream's key, because a new stream may appear under the same handle.
     pub(crate) fn forget_key(&mut self, stream: u32) {
         let slot = &mut self[stream];
         slot.named = false;
@@ -194,7 +195,7 @@ impl Streams {
         }
     }
 
-    /// Gives the slot back if nothing refers to the stream any more.
+    /// Frees the slot if nothing refers to the stream any more.
     pub(crate) fn recycle(&mut self, stream: u32) -> bool {
         let slot = &mut self.slots[stream as usize];
         if !slot.in_use || !slot.drained() {
@@ -216,7 +217,7 @@ impl Streams {
         (0u32..).zip(&self.slots).filter(|(_, s)| s.in_use)
     }
 
-    /// The streams that the allocator keeps alive and may use.
+    /// Returns the streams that the allocator keeps alive and may use.
     pub(crate) fn kept(&self) -> impl Iterator<Item = &Stream> {
         self.iter().filter_map(|(_, slot)| match &slot.holder {
             Holder::Kept(stream) if slot.distrusted.is_none() => Some(stream),
@@ -224,7 +225,7 @@ impl Streams {
         })
     }
 
-    /// The holders of all streams of the caller's, none of which is touched from here on.
+    /// Takes the holders of all streams of the caller, none of which is used from here on.
     pub(crate) fn take_foreign(&mut self) -> Vec<Holder> {
         let slots = self.iter_mut().map(|(_, slot)| &mut slot.holder);
         let foreign = slots.filter(|holder| holder.is_callers());
@@ -239,15 +240,15 @@ impl Streams {
         (0u32..).zip(&mut self.slots).filter(|(_, s)| s.in_use)
     }
 
-    /// Streams of which more is complete than when this was last asked, ascending.
+    /// Returns the streams whose completed ticket has advanced since the last call, ascending.
     pub(crate) fn take_advanced(&mut self) -> Vec<u32> {
         let mut advanced = std::mem::take(&mut self.advanced);
         advanced.sort_unstable();
         advanced
     }
 
-    /// Gives back what [`take_advanced`](Self::take_advanced) gave: with `unfinished` the streams themselves, else the
-    /// memory alone.
+    /// Returns the list of [`take_advanced`](Self::take_advanced): with `unfinished` including its streams, otherwise
+    /// only its memory.
     pub(crate) fn put_advanced(&mut self, mut advanced: Vec<u32>, unfinished: bool) {
         if !unfinished {
             advanced.clear();
@@ -258,17 +259,17 @@ impl Streams {
         self.advanced = advanced;
     }
 
-    /// Whether pieces of any stream may be complete that were not looked at since.
+    /// Whether any stream has advanced and its pieces have not been processed since.
     pub(crate) fn have_advanced(&self) -> bool {
         !self.advanced.is_empty()
     }
 
-    /// Whether pieces of a stream may be complete that were not looked at since.
+    /// Whether a stream has advanced and its pieces have not been processed since.
     pub(crate) fn has_advanced(&self, stream: u32) -> bool {
         self.advanced.contains(&stream)
     }
 
-    /// The numbers of all slots while there are few, else of the next few in turn.
+    /// Returns the numbers of all slots while there are few, otherwise of the next few in turn.
     pub(crate) fn next_slots(&mut self) -> std::ops::Range<u32> {
         let (all, few) = (self.slots.len() as u32, MANY_STREAMS as u32);
         let goes_on = all > few && self.next_slot < all;
@@ -277,8 +278,8 @@ impl Streams {
         first..self.next_slot
     }
 
-    /// Whether a new stream is a reason to look for streams that nobody else holds: always while there are few, then
-    /// once an eighth of them is new.
+    /// Whether a new stream triggers a search for streams that only the heap references: always while there are few
+    /// streams, then once an eighth of them is new.
     pub(crate) fn is_prune_due(&mut self) -> bool {
         self.newcomers += 1;
         let due = self.in_use < MANY_STREAMS || self.newcomers > self.in_use / 8;
@@ -288,17 +289,17 @@ impl Streams {
         due
     }
 
-    /// The numbers of all slots, whether in use or not.
+    /// Returns the numbers of all slots, in use or not.
     pub(crate) fn slots(&self) -> std::ops::Range<u32> {
         0..self.slots.len() as u32
     }
 
-    /// Complete as observed by the host.
+    /// Whether a use is complete as observed by the host.
     pub(crate) fn complete(&self, u: &Use) -> bool {
         u.ticket <= self.slots[u.stream as usize].completed
     }
 
-    /// Usable by a stream without a wait.
+    /// Whether a stream may use the memory without a wait.
     pub(crate) fn ready(&self, stream: u32, u: &Use) -> bool {
         u.stream == stream
             || self.complete(u)
@@ -308,7 +309,7 @@ impl Streams {
                 .is_some_and(|known| u.ticket <= *known)
     }
 
-    /// The oldest marker that covers a use, if it may be waited for.
+    /// Returns the oldest marker that covers a use, if it may be waited for.
     pub(crate) fn marker(&self, u: &Use) -> Option<&Marker> {
         let markers = &self.slots[u.stream as usize].markers;
         let marker = markers.get(markers.partition_point(|m| m.bound < u.ticket));
@@ -322,8 +323,8 @@ impl Streams {
         newest.is_some_and(|marker| marker.bound >= u.ticket)
     }
 
-    /// Closes the open batch of a stream: frees from now on get a later ticket, so a marker that is
-    /// recorded after this covers everything up to the bound. The caches hear of it by `Heap::close_batch`.
+    /// Closes the open batch of a stream: later frees get a later ticket, so a marker recorded after this covers
+    /// everything up to the bound. `Heap::close_batch` also updates the caches.
     pub(crate) fn close_batch(&mut self, stream: u32) -> Batch {
         let slot = &mut self.slots[stream as usize];
         let bound = slot.open;
@@ -344,8 +345,8 @@ impl Streams {
         }
     }
 
-    /// A marker was recorded after the batch had been closed. Returns an event that no marker needs any more: this
-    /// one, or that of the marker whose place it took.
+    /// Publishes a marker that was recorded after its batch had been closed. Returns an event that no marker needs any
+    /// more: this one, or that of the marker that it replaces.
     #[must_use = "an event must not be destroyed under the lock"]
     pub(crate) fn publish(&mut self, batch: Batch, event: Arc<Event>) -> Option<Arc<Event>> {
         self.orders += 1;
@@ -377,9 +378,8 @@ impl Streams {
         earlier.map(|marker| marker.event)
     }
 
-    /// The host saw a marker complete: so are all tickets up to its bound, and all that the stream
-    /// followed when it was recorded. The events that are no longer needed are
-    /// [spent](Self::spent).
+    /// Records that the host observed a marker complete, and with it all tickets up to its bound, and everything that
+    /// the stream was ordered behind when it was recorded. Events that are no longer needed are [spent](Self::spent).
     pub(crate) fn completed(&mut self, stream: u32, bound: u64, row: &[u64]) {
         let own = (stream as usize, bound);
         for (other, ticket) in row.iter().copied().enumerate().chain([own]) {
@@ -403,17 +403,17 @@ impl Streams {
         }
     }
 
-    /// The host saw a stream idle after the batch had been closed.
+    /// Records that the host observed a stream idle after the batch had been closed.
     pub(crate) fn batch_complete(&mut self, batch: &Batch) {
         self.completed(batch.stream, batch.bound, &batch.row);
     }
 
-    /// Whether every marker was seen complete.
+    /// Whether every marker was observed complete.
     pub(crate) fn all_seen(&self) -> bool {
         self.unseen == 0
     }
 
-    /// Counts a use under the open ticket of a stream. Whether the batch is to get its marker now.
+    /// Counts a use under the open ticket of a stream. Returns whether the batch should get its marker now.
     #[inline]
     pub(crate) fn count_use(&mut self, stream: u32, bytes: u64) -> bool {
         self.tell(stream);
@@ -425,7 +425,8 @@ impl Streams {
             return false;
         }
         let waits = slot.eager_batches == 0 && slot.holder.is_lasting();
-        // Where streams are captured a free is the owner's call, and a question is not.
+        // If streams may be capturing, the marker is recorded in the free, where the owner makes the call, and not
+        // later at another stream's query.
         if waits && !self.watchful && process::is_unwatched() {
             self.list_full(stream);
             return false;
@@ -433,14 +434,14 @@ impl Streams {
         true
     }
 
-    /// A batch that was closed to be covered is not: it waits on.
+    /// Lists a closed batch again whose marker was not recorded.
     pub(crate) fn not_covered(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.max(BATCH_FREES);
         self.list_full(stream);
     }
 
-    /// A marker of the stream was not complete when it was asked.
+    /// Records that a marker of the stream was incomplete when queried.
     pub(crate) fn was_late(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         if slot.markers.len() > FEW_MARKERS {
@@ -462,16 +463,16 @@ impl Streams {
         self.full.retain(|listed| *listed != stream);
     }
 
-    /// The streams whose full batches wait for somebody to ask for their marker.
+    /// Returns the streams with full batches whose markers are recorded on demand.
     pub(crate) fn full(&self) -> &[u32] {
         &self.full
     }
 
-    /// A wait of one stream for a marker of another was queued.
+    /// Records that a wait of one stream for a marker of another was queued.
     pub(crate) fn ordered(&mut self, stream: u32, other: u32, bound: u64, row: &[u64]) {
         let slot = &mut self.slots[stream as usize];
         if slot.leaving > 0 || matches!(slot.holder, Holder::Retired) {
-            // The last marker may have been recorded before the wait, and so does not cover it.
+            // The last marker may have been recorded before the wait, and then does not cover it.
             return;
         }
         let mine = &mut slot.row;
@@ -489,7 +490,7 @@ impl Streams {
         *mine = Arc::from(known);
     }
 
-    /// Streams that we keep alive and whose frees no marker covers yet.
+    /// Returns streams that the allocator keeps alive, with frees that no marker covers yet.
     pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
         let slots = self.iter();
         slots
@@ -499,13 +500,13 @@ impl Streams {
             .collect()
     }
 
-    /// Whether a handle is that of a stream which lives until it is retired.
+    /// Whether a handle identifies a stream that lives until it is retired.
     pub(crate) fn has_lasting(&self, raw: usize) -> bool {
         self.iter()
             .any(|(_, slot)| slot.raw == raw && slot.named && slot.holder.is_lasting())
     }
 
-    /// Why a stream that a call names is not known.
+    /// Returns the error for a named stream that is not known.
     pub(crate) fn not_here(&self, raw: usize) -> Error {
         let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
         if is_per_thread(raw) && self.iter().any(|(_, slot)| same(slot)) {
@@ -514,7 +515,7 @@ impl Streams {
         Error::Stream(StreamMisuse::Unknown { stream: raw as u64 })
     }
 
-    /// The streams that are due to be asked for completed markers; `None` if there are none.
+    /// Returns the streams whose markers are due for a query; `None` if there are none.
     pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Option<Poll> {
         if self.all_seen() {
             return None;
@@ -537,14 +538,14 @@ impl Streams {
         Some(due)
     }
 
-    /// Lets the next poll ask every stream, also one that was not ready a moment ago.
+    /// Lets the next poll query every stream, even one that was recently not ready.
     pub(crate) fn ask_again(&mut self) {
         for (_, slot) in self.iter_mut() {
             slot.backoff = 0;
         }
     }
 
-    /// What asking a stream came to.
+    /// Applies the outcome of querying a stream.
     pub(crate) fn asked(&mut self, outcome: Outcome) {
         if let Some(bound) = outcome.newest {
             self.observed(outcome.stream, bound);
@@ -557,10 +558,10 @@ impl Streams {
         }
     }
 
-    /// A marker was seen complete.
+    /// Records that a marker was observed complete.
     pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
-        // Gone already if another marker's completion implied this one; what comes next in line says
-        // nothing yet.
+        // The marker is already gone if the completion of another one implied it; the marker that follows is not known
+        // to be complete.
         let markers = &self[stream].markers;
         let row = markers
             .get(markers.partition_point(|m| m.bound < bound))
@@ -570,7 +571,7 @@ impl Streams {
         self.pool_spent();
     }
 
-    /// The use that a free now leaves on a stream.
+    /// Returns the use that a free now leaves on a stream.
     #[inline]
     pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
         let slot = &self[stream];

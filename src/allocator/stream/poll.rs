@@ -1,4 +1,4 @@
-//! Finding out how many markers of each stream are complete, with few questions.
+//! Polling: determines how many markers of each stream are complete, with few queries.
 
 use std::sync::Arc;
 
@@ -6,56 +6,56 @@ use crate::driver::Event;
 
 use crate::allocator::stream::slot::Slot;
 
-/// Markers to look at, as many times those that were complete the last time.
+/// Markers to examine, as a multiple of the number found complete last time.
 const LOOK_AHEAD: usize = 4;
 
-/// What asking a marker said.
+/// Result of querying a marker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Answer {
     Complete,
     Late,
-    /// It stands for nothing: its event fell into a capture.
+    /// The marker is invalid: its event fell into a capture.
     Void,
 }
 
-/// One stream's markers. They complete in order, so not every one has to be asked.
+/// The markers of one stream. They complete in order, so not every one has to be queried.
 #[derive(Debug)]
 struct Probe {
     stream: u32,
-    /// Where its markers begin in the list of all.
+    /// Index of its first marker in the list of all.
     first: usize,
-    /// How many markers it has there.
+    /// Number of its markers in the list.
     count: usize,
-    /// How many of them are complete.
+    /// Number of markers known to be complete.
     done: usize,
-    /// The first, counted from 0, that is known not to be complete, or that does not exist.
+    /// Index of the first marker that is known to be incomplete, or `count`.
     late: usize,
-    /// How many to go ahead.
+    /// Number of markers to advance.
     stride: usize,
-    /// The stream has more markers than are looked at.
+    /// Whether the stream has more markers than are examined.
     more: bool,
-    /// The bound of the newest one known to be complete.
+    /// Bound of the newest marker known to be complete.
     newest: Option<u64>,
-    /// One of them stands for nothing, and what comes after it was not asked.
+    /// Whether a marker is invalid, and the markers after it were not queried.
     void: bool,
 }
 
-/// What asking a stream came to.
+/// Outcome of querying a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub stream: u32,
-    /// The bound of the newest marker that is complete.
+    /// Bound of the newest complete marker.
     pub newest: Option<u64>,
-    /// How many markers are complete.
+    /// Number of complete markers.
     pub count: usize,
-    /// Whether one is not.
+    /// Whether a marker is incomplete.
     pub late: bool,
 }
 
 impl Probe {
-    /// The marker to ask next; `None` once it is known how many are complete.
+    /// Returns the marker to query next; `None` once the number of complete markers is known.
     ///
-    /// As far ahead as went well the last time, farther while that goes well, then by halves.
+    /// The search starts as far ahead as it got last time, doubles while markers are complete, and then bisects.
     fn next(&self) -> Option<usize> {
         let left = self.late - self.done;
         if left == 0 {
@@ -69,7 +69,7 @@ impl Probe {
         Some(self.done + ahead - 1)
     }
 
-    /// What the marker said.
+    /// Applies the result of a query.
     fn answer(&mut self, at: usize, bound: u64, answer: Answer) {
         match answer {
             Answer::Complete => {
@@ -89,13 +89,13 @@ impl Probe {
     }
 }
 
-/// A round of questions. Its memory is used again.
+/// A round of queries, whose memory is reused.
 #[derive(Debug, Default)]
 pub(crate) struct Poll {
     probes: Vec<Probe>,
-    /// Bound and event of each marker that may be asked.
+    /// Bound and event of each marker that may be queried.
     markers: Vec<(u64, Arc<Event>)>,
-    /// Stream and bound of each marker that stands for nothing.
+    /// Stream and bound of each invalid marker.
     void: Vec<(u32, u64)>,
 }
 
@@ -124,7 +124,7 @@ impl Poll {
             .extend(looked_at.map(|m| (m.bound, Arc::clone(&m.event))));
     }
 
-    /// Asks until it is known how many are complete, or a question fails.
+    /// Queries markers until the number of complete ones is known, or a query fails.
     pub(crate) fn ask<E>(
         &mut self,
         mut question: impl FnMut(&Event) -> Result<Answer, E>,
@@ -144,12 +144,12 @@ impl Poll {
         Ok(())
     }
 
-    /// Lets go of the events: they go back to their pool only from the heap's own hand.
+    /// Drops the events, because only the heap's own references may return to their pool.
     pub(crate) fn let_go(&mut self) {
         self.markers.clear();
     }
 
-    /// Whether all of a stream that were looked at are complete, and there are more.
+    /// Whether all examined markers of a stream are complete, and it has more.
     pub(crate) fn goes_on(&self) -> bool {
         self.probes.iter().any(|p| p.more && p.done == p.count)
     }
@@ -163,12 +163,12 @@ impl Poll {
         })
     }
 
-    /// Stream and bound of each marker that was found to stand for nothing.
+    /// Returns the stream and bound of each invalid marker.
     pub(crate) fn take_void(&mut self) -> Vec<(u32, u64)> {
         std::mem::take(&mut self.void)
     }
 
-    /// Forgets the round, but keeps its memory.
+    /// Clears the round, but keeps its memory.
     pub(crate) fn clear(&mut self) {
         self.probes.clear();
         self.markers.clear();

@@ -1,24 +1,28 @@
-//! Streams of which nobody has spoken for some time. What they left is completed; later they rest.
+//! Inactive streams. Work left by a silent stream is completed first; later the stream rests.
 //!
-//! Streams that rest: of which nobody has spoken for long, and all of whose work is complete. The others do as if they
-//! did not exist, so one that is alone then is served as if it had always been.
+//! A stream *rests* when no call has named it or freed its memory for a long time, and all its work is complete. The
+//! others behave as if it did not exist, so a stream that is then the only active one is served as if it had always
+//! been alone.
 //!
-//! That a stream rests says nothing about memory: what may be touched still is told by uses alone. A stream that is
-//! spoken of in the meantime is only found later.
+//! Resting says nothing about memory: uses alone determine which memory may still be accessed. A stream that was named
+//! in the meantime merely starts to rest later.
 
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::Slot;
 
-/// A stream rests after this number of large requests of others without a call that names it or frees its memory.
+/// A stream rests after this number of large requests of other streams without a call that names it or frees its
+/// memory.
 const RESTS_AFTER: u64 = 1024;
-/// What a stream left is completed once so many large requests have passed without a word of it, long before it rests.
+/// Work left by a stream is completed after this number of large requests without a call for the stream, long before it
+/// rests.
 const COMPLETES_AFTER: u64 = 512;
-/// A stream that may be gone is waited for when nobody has spoken of it for so many large requests.
+/// Number of large requests without a call for a stream that may have been destroyed, after which the allocator waits
+/// for it.
 const SILENT: u64 = 16;
 
 impl Streams {
-    /// Counts a large request. The streams of which nobody spoke for some time and that left something to complete, or
-    /// for so long that they may rest, but for the one that asks; mostly it is not the time to look.
+    /// Counts a large request. Returns the other streams that have been silent for long enough to complete their work,
+    /// or to rest; usually none, because the search is not due.
     pub(crate) fn silent(&mut self, stream: u32) -> Vec<u32> {
         self.requests += 1;
         if self.requests < self.look_at {
@@ -27,7 +31,7 @@ impl Streams {
         let mut silent = Vec::new();
         let mut next = self.requests + COMPLETES_AFTER;
         for (at, slot) in self.iter().filter(|(_, slot)| !slot.resting) {
-            // Counted from the last word of it, so that work which repeats finds the same each time.
+            // Counted from the last call for the stream, so that repeated work gives the same result each time.
             if self.silence(slot) < COMPLETES_AFTER {
                 next = next.min(slot.told_at + COMPLETES_AFTER);
             } else if at != stream && slot.has_nothing_left() && !self.is_due(slot) {
@@ -40,8 +44,8 @@ impl Streams {
         silent
     }
 
-    /// Whether nothing is to be found out for a large request of a stream, `near` the limit or not: no full batch waits
-    /// for its marker, no marker is due to be asked for, and it is not the time to look for silent streams.
+    /// Whether a large request of a stream needs no queries, `near` the limit or not: no full batch needs a marker, no
+    /// marker is due for a query, and no search for silent streams is due.
     pub(crate) fn nothing_to_ask(&self, stream: u32, near: bool) -> bool {
         let due = |slot: &Slot| !slot.markers.is_empty() && slot.backoff == 0;
         !self.woken
@@ -61,23 +65,22 @@ impl Streams {
         }
     }
 
-    /// Large requests since the heap was last told of a stream.
+    /// Returns the number of large requests since the last call for a stream.
     fn silence(&self, slot: &Slot) -> u64 {
         self.requests - slot.told_at
     }
 
-    /// Whether nobody has spoken of a stream for so long that it may rest.
+    /// Whether a stream has been silent for long enough to rest.
     fn is_due(&self, slot: &Slot) -> bool {
         self.silence(slot) >= RESTS_AFTER
     }
 
-    /// [`rest`](Self::rest) if it is time.
+    /// [`rest`](Self::rest) if the stream has been silent for long enough.
     pub(crate) fn rest_if_due(&mut self, stream: u32) -> bool {
         self.is_due(&self[stream]) && self.rest(stream)
     }
 
-    /// Bytes that were freed on streams which may be gone, of which nobody spoke for some time, and that no marker
-    /// covers.
+    /// Returns the bytes that were freed on silent streams which may have been destroyed, and that no marker covers.
     pub(crate) fn left_behind(&self) -> u64 {
         let silent = |slot: &Slot| self.silence(slot) >= SILENT;
         let slots = self.iter();
@@ -87,7 +90,7 @@ impl Streams {
             .sum()
     }
 
-    /// A stream rests, if it has nothing to wait for. Whether it does.
+    /// Makes a stream rest if it has nothing pending. Returns whether it does.
     pub(crate) fn rest(&mut self, stream: u32) -> bool {
         let slot = &mut self.slots[stream as usize];
         let rests = slot.in_use && !slot.resting && slot.has_nothing_left();
@@ -96,14 +99,14 @@ impl Streams {
         rests
     }
 
-    /// Whether a stream rests, or is none.
+    /// Whether a stream rests, or does not exist.
     pub(crate) fn rests(&self, stream: u32) -> bool {
         self.slots
             .get(stream as usize)
             .is_none_or(|slot| slot.resting)
     }
 
-    /// The heap is told of a stream: it rests no more.
+    /// Records a call for a stream, and ends its rest.
     #[inline]
     pub(crate) fn tell(&mut self, stream: u32) {
         let now = self.requests;
