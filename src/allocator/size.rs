@@ -1,21 +1,20 @@
-//! Sizes: rounding, borders and segment sizes. Pure functions; no device is needed to call them.
+//! Sizes: rounding, limits and segment sizes. Pure functions that need no device.
 //!
-//! The classic constants are those of PyTorch's caching allocator, so that a program finds the
-//! behaviour that it knows.
+//! The classic constants are those of PyTorch's caching allocator, so that a program keeps its familiar behaviour.
 
-/// Every block starts at a multiple of this many bytes and has a multiple of it as its size.
+/// Every block starts at a multiple of this many bytes, and its size is a multiple of it.
 pub const GRANULE: u64 = 512;
 
-/// Largest request in bytes; what lies above cannot be a block of any device.
+/// Largest request in bytes, above the size of any device.
 pub const MAX_REQUEST: u64 = 1 << 40;
 
-/// Largest alignment in bytes that a request may ask for: one granule of physical memory.
+/// Largest alignment of a request in bytes: one granule of physical memory.
 pub const MAX_ALIGNMENT: u64 = 2 << 20;
 
-/// Granule of physical memory in bytes (the driver's, on every device known).
+/// Granule of physical memory in bytes; it is the driver's granule on every known device.
 pub const PHYSICAL_GRANULE: u64 = 2 << 20;
 
-/// Packed policy: rounded requests up to this many bytes are carved from pages that a stream owns.
+/// Packed policy: rounded requests up to this many bytes are carved from pages of a stream.
 pub const PACKED_SMALL_LIMIT: u64 = 64 << 10;
 
 /// Packed policy: bytes of one page of the small arena.
@@ -38,8 +37,7 @@ pub const CLASSIC_LARGE_ROUNDING: u64 = 2 << 20;
 
 /// Rounds a request up to whole granules: 0 to 512 become 512, 513 becomes 1024.
 ///
-/// `None` above [`MAX_REQUEST`]: such a size is an error before any driver call, never a wrapped
-/// number.
+/// `None` above [`MAX_REQUEST`]: such a size is reported as an error before any driver call, and never wraps around.
 ///
 /// ```
 /// use cualloc::allocator::size::round_size;
@@ -59,7 +57,7 @@ pub const fn round_size(bytes: usize) -> Option<u64> {
     Some(bytes.next_multiple_of(GRANULE))
 }
 
-/// Bytes of the segment that the classic policy asks of the driver for a raw request.
+/// Returns the bytes of the segment that the classic policy obtains from the driver for an unrounded request.
 ///
 /// Up to 1 MiB (rounded): 2 MiB; below 10 MiB: 20 MiB; from there on the request rounded up to
 /// 2 MiB. `None` above [`MAX_REQUEST`].
@@ -77,7 +75,7 @@ pub const fn classic_segment_size(bytes: usize) -> Option<u64> {
     }
 }
 
-/// [`classic_segment_size`] of a size that is rounded already.
+/// [`classic_segment_size`] for a size that is already rounded.
 pub(crate) const fn classic_segment_for(rounded: u64) -> u64 {
     if rounded <= CLASSIC_SMALL_LIMIT {
         CLASSIC_SMALL_SEGMENT
@@ -98,8 +96,8 @@ pub(crate) const fn classic_splits(small: bool, remainder: u64) -> bool {
     }
 }
 
-/// Granules that a request gets out of a free block of `available` granules by the classic policy:
-/// just its own, or all if the rest is not worth a split.
+/// Returns the granules that a request takes from a free block of `available` granules by the classic policy: its own
+/// size, or all if the remainder is not worth a split.
 pub(crate) const fn classic_granules(small: bool, available: u64, wanted: u32) -> u32 {
     let remainder = (available - wanted as u64) * GRANULE;
     if classic_splits(small, remainder) {

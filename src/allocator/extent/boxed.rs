@@ -1,6 +1,6 @@
-//! Large arrays on the heap.
+//! Large arrays on the host heap.
 
-/// So many values, made one after the other and not by way of the stack, which such an array would fill.
+/// Builds a boxed array element by element, without first building the whole array on the stack.
 pub(crate) fn boxed_array<T, const N: usize>(make: impl FnMut() -> T) -> Box<[T; N]> {
     let values: Box<[T]> = std::iter::repeat_with(make).take(N).collect();
     match values.try_into() {

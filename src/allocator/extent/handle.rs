@@ -1,16 +1,15 @@
-//! The handles of the large arena by small numbers, and how far each is open.
+//! Numbers for the handles of the large arena, and the open parts of each handle.
 //!
-//! With numbers, a search over views costs an array access for each mapping that it looks at. A handle
-//! is described by its open beginning and its open end: an open part that touches neither end is no part
-//! of a run that goes from one handle to the next, and one inside a single handle is a run at home
-//! already.
+//! With numbers, a search over views costs one array access per mapping. A handle is described by its open beginning
+//! and its open end. Other open parts are irrelevant: a part that touches neither end cannot belong to a run across
+//! handles, and a run inside one handle is already contiguous at home.
 
 use std::collections::BTreeMap;
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
-/// Addresses are looked up in leaves of so many physical granules.
+/// Physical granules per leaf of the address table.
 const LEAF: usize = 1 << 13;
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -25,14 +24,14 @@ impl Handle {
     }
 }
 
-/// See the module's text. Numbers begin at 1.
+/// The numbered handles; see the module documentation. Numbers begin at 1.
 #[derive(Debug)]
 pub(crate) struct Handles {
     by_number: Vec<Handle>,
     vacant: Vec<u32>,
-    /// Numbers by physical granule of the address; 0: none. There are few leaves.
+    /// Numbers by physical granule of the address; 0 means none. There are few leaves.
     leaves: Vec<(u64, Box<[u32]>)>,
-    /// How many there are of each size.
+    /// Number of handles of each size.
     sizes: BTreeMap<u32, u32>,
 }
 
@@ -48,7 +47,7 @@ impl Default for Handles {
 }
 
 impl Handles {
-    /// Enters a handle; its number stays the same until it is removed.
+    /// Adds a handle; its number stays the same until it is removed.
     pub(crate) fn add(&mut self, home: u64, granules: u32) -> u32 {
         let handle = Handle { home, granules };
         let number = match self.vacant.pop() {
@@ -66,7 +65,7 @@ impl Handles {
         number
     }
 
-    /// Takes out the handle with a home address, if there is one.
+    /// Removes the handle with a home address, if there is one.
     pub(crate) fn remove(&mut self, home: u64) {
         let number = self.at(home);
         let handle = self.by_number[number as usize];
@@ -96,7 +95,7 @@ impl Handles {
         }
     }
 
-    /// The number of the handle around an address; 0 if there is none.
+    /// Returns the number of the handle around an address; 0 if there is none.
     pub(crate) fn at(&self, addr: u64) -> u32 {
         let page = addr / PHYSICAL_GRANULE;
         let key = page / LEAF as u64;
@@ -104,22 +103,22 @@ impl Handles {
         leaf.map_or(0, |(_, numbers)| numbers[page as usize % LEAF])
     }
 
-    /// The handle with a number.
+    /// Returns the handle with a number.
     pub(crate) fn get(&self, number: u32) -> Handle {
         self.by_number[number as usize]
     }
 
-    /// Granules of the largest.
+    /// Granules of the largest handle.
     pub(crate) fn largest(&self) -> u32 {
         self.sizes.last_key_value().map_or(0, |(size, _)| *size)
     }
 
-    /// No handle marked yet.
+    /// Returns an empty set of handles.
     pub(crate) fn marks(&self) -> Marks {
         Marks(vec![0; self.by_number.len().div_ceil(64)])
     }
 
-    /// How many there are.
+    /// Returns the number of handles.
     pub(crate) fn len(&self) -> usize {
         self.by_number.len() - 1 - self.vacant.len()
     }
@@ -139,14 +138,14 @@ impl Marks {
     }
 }
 
-/// In [`Borders::touch`]: the handle is open from its start on.
+/// In [`Borders::touch`]: the handle is open at its start.
 pub(crate) const FRONT: u8 = 1;
-/// In [`Borders::touch`]: the handle is open up to its end.
+/// In [`Borders::touch`]: the handle is open at its end.
 pub(crate) const BACK: u8 = 2;
 /// In [`Borders::touch`]: the whole handle is open.
 pub(crate) const WHOLE: u8 = 4 | FRONT | BACK;
 
-/// Granules of each handle that are open from its start on, and up to its end.
+/// Granules of each handle that are open at its start and at its end.
 #[derive(Debug)]
 pub(crate) struct Borders {
     ends: Vec<(u32, u32)>,
@@ -154,7 +153,7 @@ pub(crate) struct Borders {
 }
 
 impl Borders {
-    /// What is open, by ranges that do not touch.
+    /// Builds the borders from open ranges that do not touch.
     pub(crate) fn new(handles: &Handles, open: &[(u64, u64)]) -> Self {
         let count = handles.by_number.len();
         let mut borders = Borders {
@@ -167,9 +166,9 @@ impl Borders {
         borders
     }
 
-    /// Enters an open range.
+    /// Adds an open range.
     fn open(&mut self, handles: &Handles, start: u64, end: u64) {
-        // Handles begin and end at multiples of the granule.
+        // Handles begin and end at multiples of the physical granule.
         if start.next_multiple_of(PHYSICAL_GRANULE) > end {
             return;
         }
@@ -201,12 +200,12 @@ impl Borders {
         }
     }
 
-    /// Granules that are open from the handle's start on, and up to its end.
+    /// Returns the granules that are open at the handle's start and at its end.
     pub(crate) fn of(&self, number: u32) -> (u32, u32) {
         self.ends[number as usize]
     }
 
-    /// Which of [`FRONT`], [`BACK`] and [`WHOLE`] each handle is, by number.
+    /// Returns the flags [`FRONT`], [`BACK`] and [`WHOLE`] of each handle, by number.
     pub(crate) fn touch(&self) -> &[u8] {
         &self.touch
     }
@@ -219,7 +218,7 @@ pub(crate) struct Holding {
     /// The physical handle; `None` for a plain segment.
     pub handle: Option<u64>,
     pub space: SpaceId,
-    /// Views that map the handle.
+    /// Number of views that map the handle.
     pub views: u32,
     /// The handle's number in [`Handles`]; 0 if it has none.
     pub number: u32,
@@ -264,7 +263,7 @@ mod tests {
         }
         let open = [
             (0, 1024),
-            // Inside the first handle.
+            // A range inside the first handle.
             (4096, 8192),
             (HANDLE - 512, 2 * HANDLE + 512),
             (4 * HANDLE + 512, 5 * HANDLE),

@@ -5,8 +5,8 @@ use std::hash::{BuildHasherDefault, Hasher};
 /// Builds [`Mix`].
 pub(crate) type Mixed = BuildHasherDefault<Mix>;
 
-/// Multiplicative hashing (Knuth, "The Art of Computer Programming" 3, 6.4), word by word. For keys
-/// that no adversary chooses: it is a few instructions, where the standard hasher takes dozens.
+/// Multiplicative hashing (Knuth, "The Art of Computer Programming" 3, 6.4), word by word, for keys that no adversary
+/// chooses: it takes a few instructions, where the standard hasher takes dozens.
 #[derive(Default)]
 pub(crate) struct Mix(u64);
 
@@ -30,8 +30,8 @@ impl Hasher for Mix {
         self.write_u64(word as u64);
     }
 
-    /// Tables use the lowest and the highest bits, and the product's low bits know nothing of the
-    /// word's high ones.
+    /// Hash tables use the lowest and the highest bits, but the low bits of the product do not depend on the high bits
+    /// of the word.
     #[inline]
     fn finish(&self) -> u64 {
         self.0 ^ (self.0 >> 32)
@@ -48,7 +48,7 @@ mod tests {
     fn ids_and_sizes_are_told_apart() {
         let hash = |key: (u64, usize)| Mixed::default().hash_one(key);
         let keys = (0..64_u64).flat_map(|stream| (9..40).map(move |bit| (stream, 1_usize << bit)));
-        // A table of 4096 places by the low bits, which powers of two do not have.
+        // A table of 4096 slots indexed by the low bits, which are all zero in powers of two.
         let low: HashSet<_> = keys.clone().map(|key| hash(key) & 4095).collect();
         let all = keys.count();
         assert!(low.len() > all / 2, "{} of {all}", low.len());

@@ -1,9 +1,9 @@
 //! An exact best-fit index of free extents.
 //!
-//! 32 bins per power of two, found through a two-level bitmap; every bin is ordered by size, then
-//! address. So the first entry that is large enough is the best fit, and on ties the one with the
-//! lowest address. A bin is a line of the processor's cache while it has few entries, then a sorted array,
-//! and a tree when it is long, so that a search stays logarithmic whatever the fragmentation.
+//! There are 32 bins per power of two, found through a two-level bitmap; every bin is ordered by size, then address. So
+//! the first entry that is large enough is the best fit, with the lowest address on ties. A bin is one cache line while
+//! it has few entries, then a sorted array, and a tree when it is long, so that a search stays logarithmic whatever the
+//! fragmentation.
 
 use std::collections::BTreeSet;
 
@@ -26,7 +26,7 @@ pub(crate) struct Entry {
     pub id: u32,
 }
 
-/// An entry as one number, of the same order: two comparisons instead of six.
+/// An entry as one number with the same order, so that a comparison takes two instructions instead of six.
 type Key = u128;
 
 impl Entry {
@@ -49,7 +49,7 @@ impl Entry {
 #[derive(Debug)]
 #[repr(align(64))]
 enum Bin {
-    /// So few that they lie in the bin's own line.
+    /// Few enough to lie in the bin's own cache line.
     Few(Few),
     List(Vec<Key>),
     Tree(BTreeSet<Key>),
@@ -57,14 +57,14 @@ enum Bin {
 
 const _: () = assert!(size_of::<Bin>() == 64);
 
-/// Entries that fit into a bin's own line.
+/// Number of entries that fit into a bin's own cache line.
 const FEW: usize = 3;
 
-/// In order; behind them comes what is larger than every key.
+/// The keys in order, filled up with a value above every key.
 #[derive(Debug, Clone, Copy)]
 struct Few([Key; FEW]);
 
-/// No entry: there is no record of this number.
+/// No entry: no record has this number.
 const NONE: Key = Key::MAX;
 
 impl Few {
@@ -80,13 +80,13 @@ impl Few {
         &self.0[..self.place(NONE).min(FEW)]
     }
 
-    /// Where a key is, or would be.
+    /// Position of a key, or of its insertion.
     #[inline(always)]
     fn place(&self, key: Key) -> usize {
         self.0.iter().map(|k| usize::from(*k < key)).sum()
     }
 
-    /// The first key that is not below `from`.
+    /// Returns the first key that is not below `from`.
     #[inline(always)]
     fn first_from(&self, from: Key) -> Option<(usize, Key)> {
         let at = self.place(from);
@@ -94,11 +94,11 @@ impl Few {
         (key != NONE).then_some((at, key))
     }
 
-    /// Adds a key where there is room.
+    /// Adds a key if there is room.
     #[inline(always)]
     fn insert(&mut self, key: Key) {
         debug_assert!(!self.is_full(), "there is room");
-        // Sorted by exchanges; the last one falls out.
+        // Sorts by compare and exchange; the last entry is dropped.
         let [a, b, _] = self.0;
         let (a, key) = (a.min(key), a.max(key));
         self.0 = [a, b.min(key), b.max(key)];
@@ -115,7 +115,7 @@ impl Few {
     }
 }
 
-/// Where a key is in a list, or would be.
+/// Position of a key in a list, or of its insertion.
 #[inline]
 fn place(list: &[Key], key: Key) -> usize {
     list.partition_point(|k| *k < key)
@@ -127,7 +127,7 @@ impl Bin {
     fn is_empty(&self) -> bool {
         match self {
             Bin::Few(few) => few.0[0] == NONE,
-            // They become few before.
+            // A list or tree becomes `Few` before it is empty.
             Bin::List(_) | Bin::Tree(_) => false,
         }
     }
@@ -170,7 +170,7 @@ impl Bin {
         }
     }
 
-    /// Takes out the first key that is not below `from`.
+    /// Removes the first key that is not below `from`.
     #[inline(always)]
     fn take_from(&mut self, from: Key) -> Option<Key> {
         match self {
@@ -183,7 +183,7 @@ impl Bin {
         }
     }
 
-    /// Takes out the first key that is not below `from`, if it is the right one.
+    /// Removes the first key that is not below `from`, if it is the right one.
     #[inline(never)]
     fn take_among_many(&mut self, from: Key, right: impl Fn(Key) -> bool) -> Option<Key> {
         match self {
@@ -192,7 +192,8 @@ impl Bin {
                 let at = place(list, from);
                 let key = list.get(at).copied().filter(|key| right(*key))?;
                 list.remove(at);
-                // Not as soon as all of them would fit: it would change with every call at the border.
+                // One entry below the capacity of `Few`, so that the bin does not change its form with every call at
+                // the border.
                 if list.len() < FEW {
                     let mut few = Few::EMPTY;
                     list.drain(..).for_each(|key| few.insert(key));
@@ -215,7 +216,7 @@ impl Bin {
         }
     }
 
-    /// The first key that is not below `from`.
+    /// Returns the first key that is not below `from`.
     #[inline]
     fn first_from(&self, from: Key) -> Option<Key> {
         match self {
@@ -225,7 +226,7 @@ impl Bin {
         }
     }
 
-    /// Those that lie in an array, or none, and those of a tree, or none.
+    /// Returns the keys of an array, or none, and those of a tree, or none.
     fn parts(&self) -> (&[Key], Option<&BTreeSet<Key>>) {
         match self {
             Bin::Few(few) => (few.as_slice(), None),
@@ -234,7 +235,7 @@ impl Bin {
         }
     }
 
-    /// All entries in order.
+    /// Iterates over all entries in order.
     fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
         let (list, tree) = self.parts();
         list.iter()
@@ -249,18 +250,19 @@ impl Bin {
     }
 }
 
-/// The index; see the module's text.
+/// The index; see the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct FreeIndex {
     summary: u32,
     groups: [u32; GROUPS],
-    /// Those of a group from the first insertion on: most streams never have entries in most groups.
+    /// The bins of a group are allocated at its first insertion, because most streams never have entries in most
+    /// groups.
     bins: [Option<Box<[Bin; BINS_PER_GROUP]>>; GROUPS],
     len: usize,
     granules: u64,
 }
 
-/// The positions of the bits that are set, ascending.
+/// Iterates over the positions of set bits, ascending.
 fn set_bits(mut bits: u32) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let at = bits.trailing_zeros();
@@ -311,7 +313,7 @@ impl FreeIndex {
         self.granules += u64::from(entry.granules);
     }
 
-    /// Takes an entry out; false if it is not there.
+    /// Removes an entry; false if it is not there.
     pub(crate) fn remove(&mut self, entry: &Entry) -> bool {
         let (group, sub) = bin_of(entry.granules);
         let Some(bins) = &mut self.bins[group] else {
@@ -338,7 +340,7 @@ impl FreeIndex {
         self.granules -= u64::from(granules);
     }
 
-    /// Takes out what [`best_fit`](Self::best_fit) finds.
+    /// Removes the entry that [`best_fit`](Self::best_fit) returns.
     #[inline]
     pub(crate) fn take_best_fit(&mut self, granules: u32) -> Option<Entry> {
         let (group, sub) = bin_of(granules);
@@ -358,7 +360,7 @@ impl FreeIndex {
         Some(entry)
     }
 
-    /// The first bin above one that holds anything.
+    /// Returns the first nonempty bin above a bin.
     #[inline(always)]
     fn filled_above(&self, group: usize, sub: usize) -> Option<(usize, usize)> {
         let above = self.groups[group] & (u32::MAX << sub << 1);
@@ -373,14 +375,14 @@ impl FreeIndex {
         Some((group, self.groups[group].trailing_zeros() as usize))
     }
 
-    /// Gives up the bins of an empty index: a stream that is gone must not keep them.
+    /// Drops the bins of an empty index, so that an inactive stream does not keep them.
     pub(crate) fn shrink(&mut self) {
         if self.len == 0 {
             self.bins = Default::default();
         }
     }
 
-    /// The smallest entry of at least `granules`, the lowest address among equals.
+    /// Returns the smallest entry of at least `granules`, the lowest address among equals.
     pub(crate) fn best_fit(&self, granules: u32) -> Option<Entry> {
         self.first_from(&Entry {
             granules,
@@ -389,7 +391,7 @@ impl FreeIndex {
         })
     }
 
-    /// The bins that hold anything, ascending.
+    /// Iterates over the nonempty bins, ascending.
     fn filled(&self) -> impl Iterator<Item = &Bin> {
         let groups = set_bits(self.summary);
         groups.flat_map(|group| {
@@ -399,7 +401,7 @@ impl FreeIndex {
         })
     }
 
-    /// Shows all entries in order, as long as `look` says so. Faster than [`iter`](Self::iter).
+    /// Visits all entries in order until `look` returns false. Faster than [`iter`](Self::iter).
     pub(crate) fn look_at_each(&self, mut look: impl FnMut(Entry) -> bool) {
         for group in set_bits(self.summary) {
             let Some(bins) = &self.bins[group] else {
@@ -416,7 +418,7 @@ impl FreeIndex {
         }
     }
 
-    /// All entries of at least `granules` in the order of the index.
+    /// Iterates over all entries of at least `granules`, in the order of the index.
     pub(crate) fn iter_from(&self, granules: u32) -> impl Iterator<Item = Entry> + '_ {
         let mut from = Entry {
             granules,
@@ -433,12 +435,12 @@ impl FreeIndex {
         })
     }
 
-    /// All entries in the order of the index.
+    /// Iterates over all entries in the order of the index.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
         self.filled().flat_map(Bin::iter)
     }
 
-    /// The largest entry.
+    /// Returns the largest entry.
     pub(crate) fn largest(&self) -> Option<Entry> {
         if self.summary == 0 {
             return None;

@@ -1,4 +1,4 @@
-//! What the metadata is checked for: the first thing that does not agree.
+//! Checks of the metadata, which report the first inconsistency.
 
 use crate::error::Error;
 

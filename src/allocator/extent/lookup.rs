@@ -1,10 +1,9 @@
-//! Pointer to block: a sparse table of block starts.
+//! Lookup from pointer to block: a sparse table of block starts.
 //!
-//! The address space is cut into leaves of 2 MiB, which know where in them blocks start. Blocks are
-//! large, mostly: a leaf is one cache line with room for a few starts, and only where there are more it
-//! has an id per 512-byte granule, with a bitmap, so that the start below an interior pointer is found
-//! without touching the ids. Leaves stand in directories of 2 GiB. Starts are granule aligned, so a
-//! pointer that is not can only be an interior one.
+//! The address space is divided into leaves of 2 MiB, which store where in them blocks start. Most blocks are large.
+//! Therefore a leaf is one cache line with room for a few starts; only a leaf with more has an id per 512-byte granule,
+//! with a bitmap, so that the start below an interior pointer is found without reading the ids. Leaves are grouped in
+//! directories of 2 GiB. Starts are granule aligned, so an unaligned pointer can only be an interior one.
 
 use crate::allocator::extent::boxed::boxed_array;
 use crate::allocator::size::GRANULE;
@@ -13,18 +12,18 @@ const LEAF_BITS: u32 = 21;
 const DIR_BITS: u32 = 31;
 const LEAF_SLOTS: usize = 1 << (LEAF_BITS - 9);
 const DIR_SLOTS: usize = 1 << (DIR_BITS - LEAF_BITS);
-/// Starts in a leaf's own line: as many as fit.
+/// Number of starts that fit into a leaf's own cache line.
 const FEW: usize = 8;
 
 #[derive(Debug, Clone, Default)]
 #[repr(C, align(64))]
 struct Leaf {
-    /// Starts of blocks in the leaf.
+    /// Number of block starts in the leaf.
     count: u32,
-    /// The ids of the blocks while they are few, in no order; `slots` are their granules in the leaf.
+    /// Ids of the blocks while they are few, unordered; `slots` are their granules in the leaf.
     ids: [u32; FEW],
     slots: [u16; FEW],
-    /// Once they were more: all of them.
+    /// All starts, once there have been more than `FEW`.
     many: Option<Box<Many>>,
 }
 
@@ -37,14 +36,14 @@ struct Many {
 }
 
 impl Leaf {
-    /// Where a start is noted in the leaf's own line.
+    /// Position of a start in the leaf's own cache line.
     #[inline(always)]
     fn few(&self, slot: u16) -> Option<usize> {
         let few = &self.slots[..FEW.min(self.count as usize)];
         few.iter().position(|known| *known == slot)
     }
 
-    /// Notes a start. Whether it is a new one.
+    /// Adds a start. Returns whether it is new.
     #[inline]
     fn insert(&mut self, slot: u16, id: u32) -> bool {
         if self.many.is_some() {
@@ -63,7 +62,7 @@ impl Leaf {
         true
     }
 
-    /// Out of line: so much on the stack must not be part of each call.
+    /// Out of line, so that its large stack frame is not part of each call.
     #[cold]
     #[inline(never)]
     fn insert_among_many(&mut self, slot: u16, id: u32) -> bool {
@@ -82,7 +81,7 @@ impl Leaf {
         new
     }
 
-    /// Takes a start out. Whether it was there.
+    /// Removes a start. Returns whether it was there.
     #[inline]
     fn remove(&mut self, slot: u16) -> bool {
         if let Some(many) = &mut self.many {
@@ -99,7 +98,7 @@ impl Leaf {
         true
     }
 
-    /// The block that starts at a granule.
+    /// Returns the block that starts at a granule.
     #[inline]
     fn exact(&self, slot: u16) -> Option<u32> {
         match &self.many {
@@ -108,7 +107,7 @@ impl Leaf {
         }
     }
 
-    /// The block with the highest start at or below a granule.
+    /// Returns the block with the highest start at or below a granule.
     fn at_or_below(&self, slot: u16) -> Option<u32> {
         if let Some(many) = &self.many {
             return last_bit(&many.starts, usize::from(slot)).map(|slot| many.ids[slot]);
@@ -141,9 +140,9 @@ impl Many {
 #[derive(Debug)]
 struct Directory {
     leaves: Box<[Leaf; DIR_SLOTS]>,
-    /// Leaves that hold at least one start.
+    /// Number of leaves with at least one start.
     count: u32,
-    /// A bit for each leaf that holds one.
+    /// One bit for each leaf with a start.
     occupied: [u64; DIR_SLOTS / 64],
 }
 
@@ -159,7 +158,7 @@ impl Directory {
     }
 }
 
-/// The highest set bit at or below `at`.
+/// Returns the highest set bit at or below `at`.
 fn last_bit(words: &[u64], at: usize) -> Option<usize> {
     let (word, bit) = (at / 64, at % 64);
     let head = words[word] & (u64::MAX >> (63 - bit));
@@ -172,10 +171,10 @@ fn last_bit(words: &[u64], at: usize) -> Option<usize> {
         .map(|w| w * 64 + 63 - words[w].leading_zeros() as usize)
 }
 
-/// The table; see the module's text.
+/// The table; see the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Lookup {
-    /// By number. There are few: the address space of an allocator is of one piece, mostly.
+    /// Sorted by number. There are few directories, because the address space of an allocator is mostly contiguous.
     directories: Vec<(u64, Box<Directory>)>,
     len: usize,
 }
@@ -189,12 +188,12 @@ const fn split(addr: u64) -> (u64, usize, u16) {
 }
 
 impl Lookup {
-    /// Number of block starts.
+    /// Returns the number of block starts.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Where a directory is, or would be.
+    /// Position of a directory, or of its insertion.
     #[inline]
     fn place(&self, dir: u64) -> Result<usize, usize> {
         self.directories
@@ -219,7 +218,7 @@ impl Lookup {
         if !entry.insert(slot, id) {
             return;
         }
-        // Without a branch, which would be taken now and then.
+        // Branchless, because a branch would be taken rarely but unpredictably.
         directory.count += u32::from(entry.count == 1);
         directory.occupied[leaf / 64] |= 1 << (leaf % 64);
         self.len += 1;
@@ -241,7 +240,7 @@ impl Lookup {
         directory.occupied[leaf / 64] &= !(u64::from(emptied) << (leaf % 64));
     }
 
-    /// The block that starts exactly at `addr`.
+    /// Returns the block that starts exactly at `addr`.
     pub(crate) fn exact(&self, addr: u64) -> Option<u32> {
         if !addr.is_multiple_of(GRANULE) {
             return None;
@@ -250,8 +249,7 @@ impl Lookup {
         self.directory(dir)?.leaves[leaf].exact(slot)
     }
 
-    /// The block with the highest start at or below `addr`. Whether it reaches `addr` is for the
-    /// caller to see.
+    /// Returns the block with the highest start at or below `addr`. The caller checks whether it reaches `addr`.
     pub(crate) fn at_or_below(&self, addr: u64) -> Option<u32> {
         let (dir, leaf, slot) = split(addr);
         let place = self.place(dir);
@@ -271,7 +269,7 @@ impl Lookup {
         below.find_map(|(_, directory)| last_in(directory, DIR_SLOTS - 1))
     }
 
-    /// Drops the leaves of a range that no longer holds memory.
+    /// Removes the leaves of a range that no longer holds memory.
     pub(crate) fn forget(&mut self, addr: u64, bytes: u64) {
         let mut leaf_addr = addr.next_multiple_of(1 << LEAF_BITS);
         while leaf_addr + (1 << LEAF_BITS) <= addr + bytes {

@@ -1,4 +1,4 @@
-//! Block records: 32 bytes that every operation touches, and what only some need beside them.
+//! Block records: 32 bytes that every operation accesses, and a separate part that only some operations need.
 //!
 //! A record describes one extent of address space: a block in use, a free piece, a range that a
 //! driver call is working on, or a range without memory. Ids are 32 bits.
@@ -9,44 +9,44 @@ use crate::allocator::extent::uses::Uses;
 /// No record.
 pub(crate) const NIL: u32 = u32::MAX;
 
-/// In [`Hot::stream`] of a free piece: nobody uses it any more.
+/// [`Hot::stream`] of a free piece: complete.
 pub(crate) const COMPLETE: u32 = u32::MAX;
-/// In [`Hot::stream`] of a free piece: pending on several streams.
+/// [`Hot::stream`] of a free piece: pending on several streams.
 pub(crate) const MIXED: u32 = u32::MAX - 1;
 
-/// Generation of a record that can have no other life: it is even, and the life after it would be the last
-/// number there is. Such a record is never used again, so no pair of id and generation comes twice.
+/// Generation of a record that cannot be allocated again: it is even, and the next allocation would reach the last
+/// number. The record is retired, so that no pair of id and generation occurs twice.
 pub(crate) const SPENT: u32 = u32::MAX - 1;
 
-/// What an extent is.
+/// State of an extent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum State {
-    /// The record describes nothing and waits to be used again.
+    /// The record describes no extent and can be reused.
     #[default]
     Vacant,
-    /// A block that somebody holds.
+    /// A live block.
     Used,
     /// Free memory.
     Free,
-    /// Taken out of circulation while a driver call maps or releases it.
+    /// Claimed while a driver call maps or releases it.
     Busy,
     /// Address space without memory.
     Unmapped,
-    /// A block of a graph pool that somebody holds; its memory is the pool's.
+    /// A live block of a graph pool; its memory belongs to the pool.
     Pooled,
-    /// Part of a block that lies in a view: nobody can have it at its home address.
+    /// Part of a block that lies in a view: it cannot be allocated at its home address.
     Aliased,
-    /// Memory that a failed roll-back left in an unknown state: never handed out, retried by trim.
+    /// Memory that a failed rollback left in an unknown state: never allocated, retried by trim.
     Quarantined,
 }
 
-/// Which collection of extents a record belongs to.
+/// The collection of extents that a record belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub(crate) enum SpaceId {
     /// Requests above the small limit.
     #[default]
     Large,
-    /// Classic: the small pool. Packed: the arena that hands out pages.
+    /// Classic: the small pool. Packed: the arena of pages.
     Small,
     /// Packed: address space for views. Its free extents are addresses without memory.
     Views,
@@ -59,7 +59,7 @@ pub(crate) struct Hot {
     pub addr: u64,
     /// Size in granules.
     pub granules: u32,
-    /// Odd while a block is live; one more at each allocation and at each free, up to [`SPENT`].
+    /// Odd while a block is live; incremented at each allocation and each free, up to [`SPENT`].
     pub generation: u32,
     /// The extent that ends where this one begins, or [`NIL`].
     pub prev: u32,
@@ -70,7 +70,8 @@ pub(crate) struct Hot {
     pub stream: u32,
     pub state: State,
     pub space: SpaceId,
-    /// Used: its stream cache says whether somebody holds it, and in which life.
+    /// Used: the block is in the large-block cache of a stream cache, which knows whether it is live, and its
+    /// generation.
     pub cached: bool,
 }
 
@@ -89,7 +90,7 @@ impl Hot {
         self.state == State::Free
     }
 
-    /// Makes it another extent. Its generation goes on.
+    /// Makes the record describe another extent. Its generation continues.
     #[inline(always)]
     pub(crate) fn renew(&mut self, new: Hot) {
         let generation = self.generation;
@@ -97,43 +98,42 @@ impl Hot {
     }
 }
 
-/// The part of a record that only allocation and free, statistics and diagnostics need: a line of the
-/// processor's cache.
+/// The part of a record that only allocation and free, statistics and diagnostics need: one cache line.
 #[derive(Debug, Clone, Default)]
 #[repr(align(64))]
 pub(crate) struct Cold {
-    /// Bytes as asked for, before any rounding; 0 unless used.
+    /// Requested bytes, before any rounding; 0 unless used.
     pub requested: u64,
-    /// Free: until when which streams may still touch it.
+    /// Free: the streams that may still access it, and until which ticket.
     pub uses: Uses,
-    /// Free: the stream of the block that the memory last was.
+    /// Free: the stream of the block that the memory belonged to last.
     pub owner: u32,
-    /// Free: how many frees there had been when the last byte of it was freed.
+    /// Free: the number of frees when the last byte of it was freed.
     pub freed: u64,
     /// Aliased: the block.
     pub aliased_by: u32,
-    /// Used: who asked for the block.
+    /// Used: the origin of the block.
     pub origin: Origin,
-    /// Made when there is anything to note in it, and kept until the record is given back.
+    /// Allocated when there is anything to store in it, and kept until the record is retired.
     rare: Option<Box<Rare>>,
 }
 
 const _: () = assert!(size_of::<Cold>() == 64);
 
-/// What few blocks ever have.
+/// Data that few blocks ever have.
 #[derive(Debug, Clone, Default)]
 struct Rare {
     /// Used: other streams that were recorded on the block.
     recorded: Vec<Recorded>,
-    /// Used, in a view: the home extents that it was aliased, in the order of the view.
+    /// Used, in a view: the home extents that are aliased to it, in the order of the view.
     home: Vec<u32>,
 }
 
 impl Cold {
-    /// Makes it what a new one is. Word by word: little of it is ever set.
+    /// Resets it to the initial state, field by field, because few of the fields are ever set.
     #[inline(always)]
     fn clear(&mut self) {
-        // All of them: what is left out would live on in the record's next life.
+        // Names every field, so that no new field survives into the record's next use unnoticed.
         let Cold {
             requested,
             uses,
@@ -154,13 +154,13 @@ impl Cold {
         self.rare.as_ref().map_or(&[], |rare| &rare.recorded)
     }
 
-    /// Takes out what was recorded.
+    /// Removes and returns the recorded uses.
     pub(crate) fn take_recorded(&mut self) -> Vec<Recorded> {
         let rare = self.rare.as_mut();
         rare.map_or_else(Vec::new, |rare| std::mem::take(&mut rare.recorded))
     }
 
-    /// Used, in a view: the home extents that it was aliased, in the order of the view.
+    /// Used, in a view: the home extents that are aliased to it, in the order of the view.
     pub(crate) fn home(&self) -> &[u32] {
         self.rare.as_ref().map_or(&[], |rare| &rare.home)
     }
@@ -184,7 +184,7 @@ impl Cold {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Recorded {
     pub stream: u32,
-    /// The ticket that covers the use, or `None`: whatever the stream was given until the free.
+    /// The ticket that covers the use, or `None` for all work submitted to the stream until the free.
     pub ticket: Option<u64>,
 }
 
@@ -206,26 +206,26 @@ pub(crate) fn add_recorded(recorded: &mut Vec<Recorded>, new: Recorded) -> bool 
     }
 }
 
-/// Records that there is room for from the start.
+/// Initial capacity in records.
 const FIRST: usize = 1 << 12;
 
-/// All records of an allocator. The arrays move when they grow, as records are only ever reached by their
-/// ids: one index leads to each, without a table of parts between.
+/// All records of an allocator. The arrays move when they grow; records are only accessed by id, so one index leads to
+/// each, without a table of chunks.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     hot: Vec<Hot>,
-    /// As long as `hot`.
+    /// Has the same length as `hot`.
     cold: Vec<Cold>,
     vacant: Vec<u32>,
-    /// Records that describe nothing any more.
+    /// Number of retired records, which are not reused.
     spent: usize,
-    /// Empty ones, for the next that need one.
+    /// Empty boxes, for reuse.
     #[expect(clippy::vec_box, reason = "they go in and out as boxes")]
     spare: Vec<Box<Rare>>,
 }
 
 impl Records {
-    /// Takes a vacant record. Its generation goes on from its former life.
+    /// Takes a vacant record. Its generation continues from its earlier use.
     pub(crate) fn make(&mut self, space: SpaceId, state: State, addr: u64, granules: u32) -> u32 {
         let id = self.vacant_id();
         self[id].renew(Hot {
@@ -242,7 +242,7 @@ impl Records {
         id
     }
 
-    /// A vacant record, whose [`Cold`] is a new one's.
+    /// Returns a vacant record with an initial [`Cold`].
     #[inline(always)]
     pub(crate) fn vacant_id(&mut self) -> u32 {
         match self.vacant.pop() {
@@ -263,7 +263,7 @@ impl Records {
         self.hot.len() as u32 - 1
     }
 
-    /// Gives a record back.
+    /// Makes a record vacant.
     #[inline(always)]
     pub(crate) fn retire(&mut self, id: u32) {
         let hot = &mut self[id];
@@ -282,8 +282,8 @@ impl Records {
         }
     }
 
-    /// Moves what a record describes into another one; the first is not used again. Its neighbours, and
-    /// whoever else knows it, are to be told.
+    /// Moves the contents of a record to another one; the first is not reused. The caller updates its neighbours and
+    /// all other references.
     #[cold]
     pub(crate) fn replace(&mut self, id: u32) -> u32 {
         let new = self.vacant_id();
@@ -308,18 +308,18 @@ impl Records {
         rare.get_or_insert_with(|| self.spare.pop().unwrap_or_default())
     }
 
-    /// Adds a use to those of a live block. `None` as its ticket: whatever that stream is given until
-    /// the free. True if the stream is new among them.
+    /// Adds a use to those of a live block. Without a ticket it covers all work submitted to that stream until the
+    /// free. True if the stream is new among them.
     pub(crate) fn record(&mut self, id: u32, new: Recorded) -> bool {
         add_recorded(&mut self.rare(id).recorded, new)
     }
 
-    /// Notes the home extents that a block in a view was aliased, in the order of the view.
+    /// Stores the home extents that are aliased to a block in a view, in the order of the view.
     pub(crate) fn set_home(&mut self, id: u32, parts: Vec<u32>) {
         self.rare(id).home = parts;
     }
 
-    /// The record, if the id was ever handed out.
+    /// Returns the record, if the id was ever assigned.
     pub(crate) fn get(&self, id: u32) -> Option<&Hot> {
         self.hot.get(id as usize)
     }
@@ -334,12 +334,12 @@ impl Records {
         &mut self.cold[id as usize]
     }
 
-    /// Records that describe something.
+    /// Returns the number of records that describe an extent.
     pub(crate) fn len(&self) -> usize {
         self.hot.len() - self.vacant.len() - self.spent
     }
 
-    /// Every record that describes something.
+    /// Iterates over the records that describe an extent.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Hot)> {
         (0..)
             .zip(&self.hot)

@@ -1,6 +1,6 @@
-//! Carving and coalescing where a stream is alone: all free memory is that stream's, and adjacent pieces merge.
+//! Carving and coalescing while one stream owns all free memory, and adjacent pieces merge.
 //!
-//! The result is what [`Space`] gives for any number of streams, without the questions about uses.
+//! The result equals that of [`Space`] for any number of streams, without the checks of uses.
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
 use crate::allocator::extent::record::{Hot, NIL, Records, State};
@@ -9,8 +9,8 @@ use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::size::GRANULE;
 
 impl Space {
-    /// Takes `granules` from the front of the best fit among the pieces of one stream, the lowest address
-    /// on ties. `None`, with nothing changed, if there is none, or other pieces as well.
+    /// Takes `granules` from the front of the best fit among the pieces of one stream, the lowest address on ties.
+    /// Returns `None` and changes nothing if no piece fits, or pieces of another class exist.
     pub(crate) fn carve_own(
         &mut self,
         records: &mut Records,
@@ -61,8 +61,8 @@ impl Space {
         Some(Entry { granules, ..entry })
     }
 
-    /// [`release`](Self::release) of a block with no other use than `last`, which is the newest of all on
-    /// its stream, where pieces that are pending on the same stream merge. `freed` is the number of the free.
+    /// [`release`](Self::release) for a block whose only use is `last`, the newest on its stream, where pieces pending
+    /// on the same stream merge. `freed` is the number of the free.
     pub(crate) fn release_own(&mut self, records: &mut Records, id: u32, last: Use, freed: u64) {
         let class = last.stream;
         let own = |records: &Records, id: u32| {
@@ -124,7 +124,7 @@ impl Space {
             records.retire(next);
         }
         let cold = records.cold_mut(head);
-        // Of merged uses the newest counts.
+        // The newest of the merged uses covers the others.
         cold.uses = Uses::One(last);
         cold.freed = freed;
         cold.requested = 0;
@@ -144,7 +144,7 @@ mod tests {
     use crate::allocator::tests::{Outcome, Rig};
     use crate::allocator::{Config, Policy};
 
-    /// S1.6: where other pieces are free than the stream's own, the best fit may be one of those.
+    /// S1.6: if free pieces of another class exist, one of them may be the best fit.
     #[test]
     fn s1_6_nothing_is_carved_beside_pieces_of_others() -> Outcome {
         let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
@@ -158,7 +158,7 @@ mod tests {
         let (early, late) = (row.remove(2), row.remove(0));
         let ptr = early.ptr();
         drop((early, late));
-        // Nothing lies in a large-block cache after it.
+        // A snapshot empties the large-block caches.
         allocator.snapshot();
         let mut state = allocator.engine().lock();
         let piece = state

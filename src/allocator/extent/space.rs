@@ -1,16 +1,14 @@
 //! A collection of extents in address order: carving, coalescing, mapping state.
 //!
-//! Pure bookkeeping without driver calls. Each region (a reserved range, a segment or a page) is a
-//! gapless list of extents. Free extents are *pieces*; each piece keeps its own last uses and is
-//! found through the index of its class:
+//! Pure bookkeeping without driver calls. Each region (a reserved range, a segment or a page) is a gapless list of
+//! extents. Free extents are *pieces*; each piece keeps its own last uses and is found through the index of its class:
 //!
-//! * complete: nobody uses the bytes any more;
-//! * pending on one stream: that stream may have them at once, others after its ticket;
+//! * complete: no stream may access the bytes any more;
+//! * pending on one stream: that stream may reuse them immediately, other streams after its ticket;
 //! * mixed: pending on several streams.
 //!
-//! Pieces that are pending differently never become one piece before they are complete: merged, a
-//! finished piece would wait for the newest use of its neighbour, again and again, and a busy
-//! program would never see it free.
+//! Pieces that are pending differently merge only when they are complete. Otherwise a finished piece would wait for the
+//! newest use of its neighbour, again and again, and a busy program would never see it complete.
 
 use std::collections::BTreeMap;
 
@@ -19,30 +17,30 @@ use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, Records, SpaceId, S
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::size::GRANULE;
 
-/// A part of a claimed range as it was before, for putting things back.
+/// The earlier state of a part of a claimed range, for restoring it.
 #[derive(Debug, Clone)]
 pub(crate) struct Shard {
     pub granules: u32,
     pub uses: Uses,
-    /// The stream of the block that the part last was.
+    /// The stream of the block that the part belonged to last.
     pub owner: u32,
-    /// Frees that there had been when that block was freed.
+    /// The number of frees when that block was freed.
     pub freed: u64,
-    /// False: the part had no memory.
+    /// Whether the part had memory.
     pub mapped: bool,
 }
 
-/// See the module's text.
+/// A space of extents; see the module documentation.
 #[derive(Debug)]
 pub(crate) struct Space {
     pub(crate) id: SpaceId,
-    /// Pieces pending on the same stream become one piece with the newer ticket. Right where memory
-    /// never changes streams before it is complete, or while only one stream exists.
+    /// Whether pieces pending on the same stream merge, with the newer ticket. Correct where memory never changes
+    /// streams before it is complete, or while only one stream exists.
     pub(crate) merge_own: bool,
     complete: FreeIndex,
     mixed: FreeIndex,
     pub(super) pending: Vec<FreeIndex>,
-    /// Free pieces of all classes.
+    /// Number of free pieces of all classes.
     pub(super) count: usize,
     /// Base address to (bytes, first extent). The first extent's id is stable: splits and merges
     /// keep the id on the left.
@@ -79,7 +77,7 @@ impl Space {
         }
     }
 
-    /// The index of a class, if it ever had a piece.
+    /// Returns the index of a class, if it ever had a piece.
     pub(crate) fn index(&self, class: u32) -> Option<&FreeIndex> {
         match class {
             COMPLETE => Some(&self.complete),
@@ -102,14 +100,14 @@ impl Space {
         }
     }
 
-    /// Gives up what the index of a stream's pieces keeps, if it has none.
+    /// Frees the memory of a stream's index, if it has no pieces.
     pub(crate) fn forget_stream(&mut self, stream: u32) {
         if let Some(index) = self.pending.get_mut(stream as usize) {
             index.shrink();
         }
     }
 
-    /// Streams that have pieces pending on them alone.
+    /// Returns the streams with pieces that are pending on them alone.
     pub(crate) fn pending_streams(&self) -> impl Iterator<Item = u32> + '_ {
         (0u32..)
             .zip(&self.pending)
@@ -121,14 +119,14 @@ impl Space {
         self.count
     }
 
-    /// The indexes of all classes.
+    /// Iterates over the indexes of all classes.
     fn indexes(&self) -> impl Iterator<Item = &FreeIndex> {
         [&self.complete, &self.mixed]
             .into_iter()
             .chain(&self.pending)
     }
 
-    /// Every free piece, class by class.
+    /// Iterates over every free piece, class by class.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Entry> + '_ {
         self.indexes().flat_map(FreeIndex::iter)
     }
@@ -141,12 +139,12 @@ impl Space {
         &self.holes
     }
 
-    /// Free bytes, whatever they are pending on.
+    /// Returns the free bytes, pending ones included.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.indexes().map(FreeIndex::granules).sum::<u64>() * GRANULE
     }
 
-    /// The largest free piece in bytes.
+    /// Returns the bytes of the largest free piece.
     pub(crate) fn largest_piece(&self) -> u64 {
         let largest = self.indexes().filter_map(FreeIndex::largest);
         largest
@@ -155,7 +153,7 @@ impl Space {
             .unwrap_or(0)
     }
 
-    /// Runs of adjacent free pieces: first byte and bytes.
+    /// Returns the runs of adjacent free pieces: first byte and size.
     pub(crate) fn free_runs(&self) -> Vec<(u64, u64)> {
         let pieces = self.pieces();
         let mut pieces: Vec<(u64, u64)> = pieces
@@ -172,13 +170,13 @@ impl Space {
         runs
     }
 
-    /// Bytes of the longest of them.
+    /// Returns the bytes of the longest run.
     pub(crate) fn largest_run(&self) -> u64 {
         let runs = self.free_runs().into_iter();
         runs.map(|(_, bytes)| bytes).max().unwrap_or(0)
     }
 
-    /// The class of a free piece, and what its index says of it.
+    /// Returns the class of a free piece, and its index entry.
     #[inline]
     pub(crate) fn entry(records: &Records, id: u32) -> (u32, Entry) {
         let hot = &records[id];
@@ -229,7 +227,7 @@ impl Space {
         }
     }
 
-    /// Adds a region as one piece that nobody uses; `grown`: it extends the one that ends at its base.
+    /// Adds a region as one complete piece; `grown` is whether it extends the region that ends at its base.
     pub(crate) fn add_range(
         &mut self,
         records: &mut Records,
@@ -244,8 +242,8 @@ impl Space {
         }
     }
 
-    /// Makes a region one with the region that ends at its base, if there is one, and a record can count the
-    /// granules of both: any part of a region may become one hole.
+    /// Joins a region with the region that ends at its base, if there is one and one record can count the granules of
+    /// both, because any part of a region may become one hole.
     fn join(&mut self, records: &mut Records, base: u64) -> bool {
         let added = self.regions.get(&base).map_or(0, |region| region.bytes);
         let room = u64::from(u32::MAX) * GRANULE - added;
@@ -283,14 +281,14 @@ impl Space {
         id
     }
 
-    /// Another record describes the extent at `addr`, which may be the first of a region.
+    /// Replaces the record of the extent at `addr`, which may be the first of a region.
     pub(crate) fn set_first(&mut self, addr: u64, id: u32) {
         if let Some(region) = self.regions.get_mut(&addr) {
             region.first = id;
         }
     }
 
-    /// Takes out a region that is one extent; false if it is not.
+    /// Removes a region that is one extent; false if it is not.
     pub(crate) fn remove_region(&mut self, records: &mut Records, id: u32) -> bool {
         let hot = records[id];
         if hot.prev != NIL || hot.next != NIL || hot.state == State::Used {
@@ -308,7 +306,7 @@ impl Space {
         true
     }
 
-    /// Cuts an extent that is in no index, such as a claimed one; the right part gets a record of its own.
+    /// Splits an extent that is in no index, such as a claimed one; the right part gets its own record.
     pub(crate) fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
         let cold = records.cold(id);
         let (uses, owner, freed) = (cold.uses.clone(), cold.owner, cold.freed);
@@ -319,7 +317,7 @@ impl Space {
         right
     }
 
-    /// Makes the right part of an extent one of its own, in its place in the row and in the given state.
+    /// Makes the right part of an extent an extent in the given state, linked after the left part.
     #[inline]
     fn part(&self, records: &mut Records, id: u32, left: u32, state: State) -> u32 {
         let hot = &mut records[id];
@@ -336,7 +334,7 @@ impl Space {
         right
     }
 
-    /// Makes an extent and its right neighbour one; both are in no index.
+    /// Joins an extent with its right neighbour; both are in no index.
     fn absorb_next(&mut self, records: &mut Records, id: u32) {
         let next = records[id].next;
         let swallowed = records[next];
@@ -364,7 +362,7 @@ impl Space {
         }
     }
 
-    /// Merges a free piece that is in no index with its neighbours and enlists the result.
+    /// Merges a free piece that is in no index with its neighbours, and adds the result to the index.
     fn coalesce(&mut self, records: &mut Records, mut id: u32) -> u32 {
         let prev = records[id].prev;
         if prev != NIL && self.mergeable(records, prev, id) {
@@ -395,10 +393,9 @@ impl Space {
         }
     }
 
-    /// Takes `granules` out of consecutive free or unmapped extents, beginning `skip` granules into
-    /// `first`, and makes them one extent in the given state. What stood there is written to
-    /// `shards`. Returns the extent; `None`, with nothing changed, if the range is not all free or
-    /// unmapped.
+    /// Takes `granules` from consecutive free or unmapped extents, beginning `skip` granules into `first`, and makes
+    /// them one extent in the given state. Their earlier state is appended to `shards`. Returns the extent; returns
+    /// `None` and changes nothing if the range is not entirely free or unmapped.
     pub(crate) fn claim(
         &mut self,
         records: &mut Records,
@@ -475,8 +472,8 @@ impl Space {
         }
     }
 
-    /// Takes `granules` from the front of one free piece: the common case of [`claim`](Self::claim). The extent
-    /// is busy until it becomes a block, since the lock may be let go before.
+    /// Takes `granules` from the front of one free piece: the common case of [`claim`](Self::claim). The extent stays
+    /// busy until it becomes a block, because the lock may be released before.
     pub(crate) fn carve(&mut self, records: &mut Records, id: u32, granules: u32) {
         self.delist(records, id);
         let cold = records.cold_mut(id);
@@ -491,7 +488,7 @@ impl Space {
         }
     }
 
-    /// Puts back what [`claim`](Self::claim) took.
+    /// Restores what [`claim`](Self::claim) took.
     pub(crate) fn restore(&mut self, records: &mut Records, id: u32, shards: Vec<Shard>) {
         let mut parts = vec![id];
         let mut at = id;
@@ -499,7 +496,7 @@ impl Space {
             at = self.split(records, at, shard.granules);
             parts.push(at);
         }
-        // Set every part first, so that merging never swallows one that is still to be set.
+        // All parts are set first, so that merging never absorbs a part that is still to be set.
         for (part, shard) in parts.iter().zip(&shards) {
             records[*part].state = if shard.mapped {
                 State::Busy
@@ -518,8 +515,8 @@ impl Space {
         }
     }
 
-    /// Makes a claimed extent or a block a free piece with the given uses and merges it with its
-    /// neighbours; returns the piece it became part of.
+    /// Makes a claimed extent or a block a free piece with the given uses and merges it with its neighbours; returns
+    /// the resulting piece.
     pub(crate) fn release(&mut self, records: &mut Records, id: u32, uses: Uses) -> u32 {
         let hot = &mut records[id];
         hot.state = State::Free;
@@ -539,7 +536,7 @@ impl Space {
         self.merge_hole(records, id);
     }
 
-    /// Gives a free piece other uses, and merges it where that now fits.
+    /// Replaces the uses of a free piece, and merges it where that is possible now.
     pub(crate) fn retag(&mut self, records: &mut Records, id: u32, uses: Uses) -> u32 {
         self.delist(records, id);
         records[id].stream = class_of(&uses);
@@ -547,7 +544,7 @@ impl Space {
         self.coalesce(records, id)
     }
 
-    /// The uses of memory that nobody has used yet: where only one stream is known it is that stream's.
+    /// Returns the uses of memory that no stream has used yet: with only one known stream, it belongs to that stream.
     pub(crate) fn fresh_uses(&self, stream: u32) -> Uses {
         match self.merge_own {
             true => Uses::one(stream, 0),
@@ -555,7 +552,7 @@ impl Space {
         }
     }
 
-    /// Merges again what may merge under a changed [`merge_own`](Self::merge_own).
+    /// Merges the pieces that may merge after [`merge_own`](Self::merge_own) has changed.
     pub(crate) fn recoalesce(&mut self, records: &mut Records, class: u32) {
         let Some(index) = self.index(class) else {
             return;
@@ -563,7 +560,7 @@ impl Space {
         let mut pieces: Vec<Entry> = index.iter().collect();
         pieces.sort_unstable_by_key(|e| e.addr);
         for entry in pieces {
-            // A piece that an earlier step swallowed is no longer what the entry says.
+            // A piece that an earlier step absorbed does not match the entry any more.
             if records
                 .get(entry.id)
                 .is_some_and(|h| h.is_free() && h.addr == entry.addr && h.stream == class)

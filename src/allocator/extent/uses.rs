@@ -1,4 +1,4 @@
-//! Until when a range may still be touched: pairs of stream and ticket.
+//! Last uses of a range, as pairs of stream and ticket: until they are complete, the range may still be accessed.
 //!
 //! Every free on a stream carries the stream's open ticket. A marker (an event recorded on the
 //! stream) covers all tickets up to a bound; when it has completed, so has everything freed under
@@ -14,7 +14,7 @@ pub(crate) struct Use {
 /// A set of last uses, at most one per stream, ordered by stream.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) enum Uses {
-    /// Everything is complete as observed by the host.
+    /// All work is complete as observed by the host.
     #[default]
     None,
     One(Use),
@@ -26,10 +26,10 @@ impl Uses {
         Uses::One(Use { stream, ticket })
     }
 
-    /// Builds the set; of several uses by one stream the newest counts.
+    /// Builds the set; of several uses by one stream the newest is kept.
     pub(crate) fn collect(mut uses: Vec<Use>) -> Self {
         uses.sort_unstable();
-        // Ascending tickets within a stream: keep the last of each.
+        // Tickets ascend within a stream: keeps the last of each.
         uses.reverse();
         uses.dedup_by_key(|u| u.stream);
         uses.reverse();
@@ -48,7 +48,7 @@ impl Uses {
         }
     }
 
-    /// The set without the uses that `done` says are complete; `None` if nothing changes.
+    /// Returns the set without the uses that are complete according to `done`; `None` if nothing changes.
     pub(crate) fn without(&self, done: impl Fn(&Use) -> bool) -> Option<Self> {
         let all = self.as_slice();
         if !all.iter().any(&done) {
@@ -59,7 +59,7 @@ impl Uses {
         ))
     }
 
-    /// What is pending in either.
+    /// Returns the uses of either set.
     pub(crate) fn union(&self, other: &Self) -> Self {
         if let (Uses::One(a), Uses::One(b)) = (self, other)
             && a.stream == b.stream

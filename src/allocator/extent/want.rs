@@ -1,4 +1,4 @@
-//! What a request asks of an arena, and what is left to do of it.
+//! The constraints of a request on its arena.
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::size::{GRANULE, PAGE, PHYSICAL_GRANULE};
@@ -6,7 +6,7 @@ use crate::allocator::size::{GRANULE, PAGE, PHYSICAL_GRANULE};
 /// Granules of a page.
 pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
 
-/// What a caller asks of an arena.
+/// A request to an arena.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Want {
     pub space: SpaceId,
@@ -14,21 +14,21 @@ pub(crate) struct Want {
     pub granules: u32,
     /// Alignment in granules.
     pub align: u32,
-    /// Bytes as the user asked for.
+    /// Bytes that the user requested.
     pub requested: u64,
-    /// The block lies inside one physical handle.
+    /// Whether the block must lie inside one physical handle.
     pub single: bool,
-    /// The block may lie in a view.
+    /// Whether the block may lie in a view.
     pub views: bool,
 }
 
 impl Want {
-    /// Granules of a run in which the request surely fits, whatever the run's address.
+    /// Granules of a run that fits the request, whatever the run's address.
     pub(crate) fn span(&self) -> u32 {
         self.granules + self.align - 1
     }
 
-    /// Granules between the start of a run and the first aligned address in it.
+    /// Returns the granules between the start of a run and the first aligned address in it.
     pub(crate) fn skip(&self, addr: u64) -> u32 {
         let align = u64::from(self.align) * GRANULE;
         ((addr.next_multiple_of(align) - addr) / GRANULE) as u32
@@ -39,18 +39,19 @@ impl Want {
         self.views && !self.single && self.space == SpaceId::Large
     }
 
-    /// Whether the block has to be looked for handle by handle.
+    /// Whether the block must be searched handle by handle.
     pub(crate) fn in_one_handle(&self) -> bool {
-        // A page lies inside a handle, because both are powers of two.
+        // A page always lies inside a handle, because both sizes are powers of two.
         self.single && self.space == SpaceId::Large
     }
 
-    /// Bytes of a handle that is made for the request alone.
+    /// Bytes of a handle that is created for the request alone.
     pub(crate) fn handle_bytes(&self) -> u64 {
         (u64::from(self.granules) * GRANULE).next_multiple_of(PHYSICAL_GRANULE)
     }
 
-    /// Whether a view could hold the block: `views` says whether any may be, on a device of so many bytes.
+    /// Whether a view could hold the block, where `views` is whether views are allowed, on a device with `total_memory`
+    /// bytes.
     pub(crate) fn fits_views(&self, views: bool, total_memory: u64) -> bool {
         views && self.may_view() && u64::from(self.granules) * GRANULE <= total_memory
     }

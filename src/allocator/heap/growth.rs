@@ -155,7 +155,7 @@ impl Heap {
         }
     }
 
-    /// Returns the devices and uses that new memory outside graph pools is created for.
+    /// Returns whether new memory outside graph pools is for one stream or for several.
     pub(crate) fn sharers(&self) -> Sharers {
         match self.streams.several() {
             true => Sharers::Several,

@@ -1,9 +1,9 @@
 //! Address space of a device, shared by its allocators.
 //!
-//! Address space is reserved from the driver in long stretches, about twice the device's memory, and
-//! leased to arenas piece by piece. A lease is made far from others, so that it can grow in place;
-//! what a closed allocator gives back is leased again. When the last lease has ended, all goes back
-//! to the driver. Where the driver refuses a long reservation, shorter ones are tried.
+//! Address space is reserved from the driver in long ranges, about twice the device's memory, and leased to arenas
+//! piece by piece. A lease is placed far from others, so that it can grow in place; leases that a closed allocator
+//! returns are leased again. After the last lease has ended, all address space is returned to the driver. If the driver
+//! refuses a long reservation, shorter ones are tried.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -13,51 +13,51 @@ use crate::locks::held::{Locked, Mutex};
 
 use crate::allocator::size::PHYSICAL_GRANULE;
 
-/// A reservation is so many times as long as the device's memory.
+/// Length of a reservation, as a multiple of the device's memory.
 const MEMORY_TIMES: u64 = 2;
 
-/// Address space that an arena leases first.
+/// Bytes of the first lease of an arena.
 pub(crate) const FIRST_LEASE: u64 = 8 << 20;
 
 /// Lengths to try after the driver refused a reservation, longest first.
 const SHORTER: [u64; 2] = [8 << 30, SHORTEST];
 
-/// An allocator for which not even this much can be reserved would fail with most of the memory free.
+/// An allocator that cannot reserve even this much would fail with most of the memory free.
 const SHORTEST: u64 = 512 << 20;
 
-/// See the module's text.
+/// Address space of a device; see the module documentation.
 #[derive(Debug)]
 pub(crate) struct Addresses {
-    /// Keeps the driver's table, by which the space is found, from being another's.
+    /// Keeps the driver's function table alive, because the table's address is the key by which this space is found.
     driver: Driver,
     device: Device,
     /// Bytes of a usual reservation.
     usual: u64,
-    /// Not held in calls of the driver: a reservation is no part of it while it is being made or given back.
+    /// Not locked during driver calls: a reservation is not listed while it is being made or returned.
     inner: Mutex<Inner>,
 }
 
-/// Address space that was leased.
+/// Leased address space.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lease {
     pub base: u64,
     pub bytes: u64,
-    /// It lengthens the lease before it.
+    /// Whether it extends the lease before it.
     pub grown: bool,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// Base to bytes.
+    /// Reservations: base to bytes.
     reservations: BTreeMap<u64, u64>,
-    /// Free ranges by their base; none goes over the border of a reservation.
+    /// Free ranges by their base; none crosses the border of a reservation.
     free: BTreeMap<u64, u64>,
     /// Bytes leased.
     leased: u64,
 }
 
 impl Addresses {
-    /// The address space of a driver's device.
+    /// Returns the address space of a driver's device.
     pub(crate) fn of(driver: &Driver, device: Device, memory: u64) -> Arc<Self> {
         static ALL: Mutex<Vec<Weak<Addresses>>> = Mutex::new(Vec::new());
         let mut all = ALL.lock();
@@ -81,7 +81,7 @@ impl Addresses {
         self.inner.lock()
     }
 
-    /// Makes sure that a new allocator can lease address space, of which [`SHORTEST`] is reserved at least.
+    /// Ensures that a new allocator can lease address space: at least [`SHORTEST`] is reserved.
     pub(crate) fn prepare(&self, entered: &Entered<'_>) -> Result<(), DriverError> {
         let least = self.usual.min(SHORTEST);
         let longest = self.lock().longest();
@@ -93,7 +93,8 @@ impl Addresses {
         Ok(())
     }
 
-    /// Reserves the usual length, or what the driver grants of at least `least` bytes: base and length.
+    /// Reserves the usual length, or less, but at least `least` bytes, if the driver refuses that. Returns base and
+    /// length.
     fn reserve(&self, entered: &Entered<'_>, least: u64) -> Result<(u64, u64), DriverError> {
         let mut shorter = SHORTER.into_iter().chain([least]).filter(|b| *b >= least);
         let mut bytes = self.usual.max(least);
@@ -106,7 +107,7 @@ impl Addresses {
         }
     }
 
-    /// Leases one of some lengths, the first one if it can be had: where another lease ends, or somewhere.
+    /// Leases one of several lengths, the first one that is available: after an existing lease, or anywhere.
     pub(crate) fn lease_for(
         &self,
         context: &Context,
@@ -145,7 +146,7 @@ impl Addresses {
         !inner.reservations.contains_key(&end) && inner.cut(end, end, bytes)
     }
 
-    /// Leases `bytes` somewhere; their base.
+    /// Leases `bytes` anywhere, and returns their base.
     pub(crate) fn lease(&self, entered: &Entered<'_>, bytes: u64) -> Result<u64, DriverError> {
         let known = self.lock().lease(bytes);
         if let Some(base) = known {
@@ -155,11 +156,11 @@ impl Addresses {
         let mut inner = self.lock();
         let (base, got) = match made {
             Ok(made) => made,
-            // Another thread may have reserved what there was.
+            // Another thread may have reserved the remaining address space.
             Err(error) => return inner.lease(bytes).ok_or(error),
         };
         inner.reserved(base, got);
-        // It cannot fail: the range was just made for it.
+        // This cannot fail, because the range was just reserved for it.
         inner.cut(base, base, bytes);
         Ok(base)
     }
@@ -169,20 +170,20 @@ impl Addresses {
         self.lock().give(base, bytes);
     }
 
-    /// Whether something is reserved and nothing leased.
+    /// Whether something is reserved and nothing is leased.
     pub(crate) fn is_idle(&self) -> bool {
         let inner = self.lock();
         inner.leased == 0 && !inner.reservations.is_empty()
     }
 
-    /// Gives everything back to the driver if nothing is leased; the first error is returned. What it refuses is not
-    /// leased again: the driver may have freed it, and reserved it for others.
+    /// Returns everything to the driver if nothing is leased, and returns the first error. A range whose release the
+    /// driver refused is not leased again: the driver may have freed it, and another caller may have reserved it.
     pub(crate) fn return_idle(&self, entered: &Entered<'_>) -> Result<(), DriverError> {
         let reservations = self.lock().take_idle();
         let mut first = Ok(());
         for (base, bytes) in reservations {
-            // SAFETY: reserved here with this base and size; nothing is leased, so nothing is mapped
-            // in it, and whoever leased it was done with its addresses.
+            // SAFETY: the range was reserved here with this base and size; nothing is leased, so nothing is mapped in
+            // it, and its last lessee was done with its addresses.
             first = first.and(unsafe { entered.address_free(base, bytes as usize) });
         }
         first
@@ -190,13 +191,13 @@ impl Addresses {
 }
 
 impl Inner {
-    /// A reservation was made.
+    /// Adds a reservation.
     fn reserved(&mut self, base: u64, bytes: u64) {
         self.reservations.insert(base, bytes);
         self.free.insert(base, bytes);
     }
 
-    /// Takes all reservations out if nothing is leased: nobody gets anything of them from here on.
+    /// Takes out all reservations if nothing is leased: none of their addresses is leased from here on.
     fn take_idle(&mut self) -> BTreeMap<u64, u64> {
         if self.leased > 0 {
             return BTreeMap::new();
@@ -205,7 +206,7 @@ impl Inner {
         std::mem::take(&mut self.reservations)
     }
 
-    /// Takes `at..at + bytes` out of the free range that begins at `start`.
+    /// Removes `at..at + bytes` from the free range that begins at `start`.
     fn cut(&mut self, start: u64, at: u64, bytes: u64) -> bool {
         let Some(free) = self.free.get(&start).copied() else {
             return false;
@@ -224,14 +225,14 @@ impl Inner {
         true
     }
 
-    /// The longest free range, the last of equals: base and bytes.
+    /// Returns the longest free range, the last among equals: base and bytes.
     fn longest(&self) -> Option<(u64, u64)> {
         let free = self.free.iter().map(|(base, free)| (*base, *free));
         free.max_by_key(|(base, free)| (*free, *base))
     }
 
-    /// A range in the longest free one: at its start if a reservation begins there, else in its
-    /// middle, so that neither this lease nor the one before it has a neighbour.
+    /// Leases a range in the longest free one: at its start if a reservation begins there, otherwise in its middle, so
+    /// that neither this lease nor the one before it has a neighbour.
     fn lease(&mut self, bytes: u64) -> Option<u64> {
         let (start, free) = self.longest().filter(|(_, free)| *free >= bytes)?;
         let at = if self.reservations.contains_key(&start) {
@@ -329,7 +330,7 @@ mod tests {
         addresses.return_idle(&entered).unwrap();
         assert_eq!(sim.reports(), []);
         assert_eq!(sim.leaks().reservations, 0);
-        // Whether a call that fails was executed or not, it is neither repeated nor is its range leased again.
+        // Whether or not a failed call took effect, the call is not repeated, and its range is not leased again.
         let code = crate::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         for executed in [false, true] {
             let fail = |name| {

@@ -1,11 +1,11 @@
-//! The driver calls of physical memory: over plans of the heap, never with its lock.
+//! The driver calls of physical memory: they execute plans of the heap, never with its lock.
 
 use crate::driver::{Context, Device, DriverError, Entered, MemoryProperties};
 
 use crate::allocator::physical::{Fresh, GivenBack, GrowthFailure, Release};
 
 impl GrowthFailure {
-    /// A growth that failed and left nothing behind.
+    /// Creates a failure that left nothing behind.
     fn new(error: DriverError) -> Self {
         GrowthFailure {
             error,
@@ -13,7 +13,7 @@ impl GrowthFailure {
         }
     }
 
-    /// A lost context outranks what the growth failed for.
+    /// Replaces the error by that of a lost context, which takes precedence.
     fn also(&mut self, error: DriverError) {
         if error.is_fatal() {
             self.error = error;
@@ -21,30 +21,30 @@ impl GrowthFailure {
     }
 }
 
-/// What the memory of an allocator is made like, and where.
+/// The properties of an allocator's physical memory, and its devices.
 pub(crate) struct Maker<'a> {
     pub context: &'a Context,
     pub properties: &'a MemoryProperties,
-    /// Devices that may access the memory: its own first.
+    /// Devices that may access the memory, its own first.
     pub access: &'a [Device],
 }
 
-/// A handle that was made for new memory, and where it was to be mapped.
+/// A handle that was created for new memory, and the address for its mapping.
 struct Made {
     addr: u64,
     bytes: u64,
     handle: u64,
 }
 
-/// Creates, maps and opens the handles of new memory behind each other; undoes everything if a call fails.
+/// Creates, maps and opens contiguous handles of new memory; undoes everything if a call fails.
 pub(crate) fn map(maker: &Maker<'_>, fresh: &Fresh) -> Result<Vec<u64>, GrowthFailure> {
     map_with(maker, fresh, |entered, bytes| {
         entered.mem_create(bytes as usize, maker.properties)
     })
 }
 
-/// [`map`] of one handle that exists, and is unmapped at its home first. Also returns whether it was: the handle is
-/// released if a later call fails.
+/// [`map`] for one existing handle, which is unmapped at its home first. Also returns whether that succeeded: then the
+/// handle is released if a later call fails.
 pub(crate) fn remap(
     maker: &Maker<'_>,
     fresh: &Fresh,
@@ -52,8 +52,8 @@ pub(crate) fn remap(
 ) -> (bool, Result<Vec<u64>, GrowthFailure>) {
     let mut unmapped = false;
     let made = map_with(maker, fresh, |entered, _| {
-        // SAFETY: one whole mapping of the allocator, claimed for this, and every use of it was seen complete by the
-        // host.
+        // SAFETY: this is one whole mapping of the allocator, claimed for this call, and the host observed the
+        // completion of every use of it.
         unsafe { entered.mem_unmap(from.addr, from.bytes as usize) }?;
         unmapped = true;
         Ok(handle)
@@ -77,13 +77,13 @@ fn map_with(
                 bytes: *bytes,
                 handle,
             });
-            // SAFETY: the range is reserved by this allocator, holds no mapping, and is claimed
-            // for these handles alone; the handle was made with this size.
+            // SAFETY: the range is reserved by this allocator, holds no mapping, and is claimed for these handles
+            // alone; the handle was created with this size.
             unsafe { entered.mem_map(addr, *bytes as usize, handle) }?;
             addr += bytes;
         }
         for (start, bytes) in &fresh.stretches {
-            // SAFETY: the range was mapped just now, by whole handles.
+            // SAFETY: the range was mapped above, by whole handles.
             unsafe { entered.set_access(*start, *bytes as usize, maker.access) }?;
         }
         Ok(())
@@ -94,7 +94,7 @@ fn map_with(
     }
 }
 
-/// Takes back handles that [`map`] made.
+/// Unmaps and releases handles that [`map`] created.
 pub(crate) fn unmake(
     maker: &Maker<'_>,
     fresh: &Fresh,
@@ -121,7 +121,7 @@ pub(crate) fn unmake(
     }
 }
 
-/// Takes back the calls of a failed growth, newest first.
+/// Undoes the calls of a failed growth, newest first.
 fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<Made>) -> GrowthFailure {
     let mut failure = GrowthFailure::new(error);
     for Made {
@@ -130,13 +130,13 @@ fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<Made>) -> GrowthFai
         handle,
     } in made.into_iter().rev()
     {
-        // SAFETY: at most this growth mapped anything there, one handle, and no block was handed out there.
+        // SAFETY: only this growth may have mapped something there, one handle, and no block was allocated there.
         if let Err(error) = unsafe { entered.mem_unmap_if_mapped(addr, bytes as usize) } {
             failure.mapped.push((addr, bytes, handle));
             failure.also(error);
             continue;
         }
-        // SAFETY: made by this growth and mapped nowhere.
+        // SAFETY: the handle was created by this growth and is mapped nowhere.
         if let Err(error) = unsafe { entered.mem_release(handle) } {
             failure.also(error);
         }
@@ -144,27 +144,27 @@ fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<Made>) -> GrowthFai
     failure
 }
 
-/// Makes a segment.
+/// Allocates a segment.
 pub(crate) fn allocate(context: &Context, bytes: u64) -> Result<u64, DriverError> {
     context.enter()?.mem_alloc(bytes as usize)
 }
 
 /// Frees a segment.
 pub(crate) fn free(entered: &Entered<'_>, release: &Release) -> Result<(), DriverError> {
-    // SAFETY: the segment is the allocator's, wholly free, and claimed for this release, and every
-    // use of it was seen complete by the host.
+    // SAFETY: the segment belongs to the allocator, is wholly free and claimed for this release, and the host observed
+    // the completion of every use of it.
     unsafe { entered.mem_free(release.addr) }
 }
 
-/// Unmaps and releases a handle; `again` after an unmapping of it that failed.
+/// Unmaps and releases a handle; `again` if an earlier attempt to unmap it failed.
 pub(crate) fn give_back(
     entered: &Entered<'_>,
     (release, handle): (&Release, u64),
     again: bool,
 ) -> GivenBack {
     let (addr, bytes) = (release.addr, release.bytes as usize);
-    // SAFETY: one whole mapping of the allocator, claimed for this release, and every use
-    // of it was seen complete by the host.
+    // SAFETY: this is one whole mapping of the allocator, claimed for this release, and the host observed the
+    // completion of every use of it.
     let unmapped = unsafe {
         match again {
             true => entered.mem_unmap_if_mapped(addr, bytes),
@@ -174,6 +174,6 @@ pub(crate) fn give_back(
     if unmapped.is_err() {
         return (unmapped, Ok(()));
     }
-    // SAFETY: the handle is the allocator's and mapped nowhere any more.
+    // SAFETY: the handle belongs to the allocator and is mapped nowhere any more.
     (unmapped, unsafe { entered.mem_release(handle) })
 }

@@ -1,4 +1,4 @@
-//! Physical memory: what is held from the driver, and by which rules more is taken and given back.
+//! Physical memory: what is held from the driver, and the rules for growth and release.
 //!
 //! Nothing here reads a clock: work is counted in handles and requests.
 
@@ -26,24 +26,24 @@ const SLACK: u64 = 32 << 20;
 const SCARCE_SLACK_PERCENT: u64 = 1;
 const SCARCE_SLACK: u64 = 16 << 20;
 
-/// While memory is plentiful a handle is at least this part of the pool, as the driver's price is per handle, and growth
-/// is rounded up to half a handle. With a 96th random programs hold 1.12 of what they request instead of 1.10; with a
-/// 256th the first replays of the recordings take 1.4 times the driver time.
+/// While memory is plentiful a handle is at least this part of the pool, because the driver's cost is per handle, and
+/// growth is rounded up to half a handle. With a 96th random programs hold 1.12 of what they request instead of 1.10;
+/// with a 256th the first replays of the recordings take 1.4 times the driver time.
 const POOL_PARTS: u64 = 128;
 /// Every handle for large blocks is a power of two from the granule to this.
 const HANDLE_MAX: u64 = 64 << 20;
 
 /// While memory is scarce, a handle is at least this part of its request.
 const SCARCE_PARTS: u64 = 32;
-/// With several streams it is twice that part, up to this many bytes: what is free changes more from one round to the
-/// next, and layouts come back less often.
+/// With several streams it is twice that part, up to this many bytes: the free memory changes more between rounds, and
+/// layouts recur less often.
 const SHARED_PART_MAX: u64 = 16 << 20;
 /// On one stream, handles grow so that the pool has about this many.
 const SCARCE_HANDLES: u64 = 320;
 /// With several streams the pool has about this many: with 384 a pipeline over three streams holds 1.035 of its peak.
 const SHARED_SCARCE_HANDLES: u64 = 640;
 const SCARCE_HANDLE_MAX: u64 = 32 << 20;
-/// Handles of a growth of a graph pool are this part of it, in whole granules: few, as somebody captures meanwhile.
+/// Handles of a growth of a graph pool are this part of it, in whole granules: few, because a capture is in progress.
 const GRAPH_PARTS: u64 = 8;
 const GRAPH_REQUEST_PARTS: u64 = 32;
 /// A handle is at most this part of the limit in either regime (without a limit: of the device), below half of that and
@@ -58,18 +58,18 @@ const DEVICE_SCARCE_PART: u64 = 16;
 /// Memory stays scarce for this many large requests after a refusal.
 const CALM_REQUESTS: u64 = 512;
 
-/// Whom new memory is for.
+/// The users of new memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sharers {
-    /// A stream that is alone.
+    /// The only active stream.
     One,
-    /// A stream among several.
+    /// One stream among several.
     Several,
     /// A graph pool.
     Pool,
 }
 
-/// What bounds the memory of an allocator from the start, in bytes.
+/// The initial bounds of an allocator's memory, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bounds {
     /// See [`Physical::limit`].
@@ -83,34 +83,34 @@ pub(crate) struct Bounds {
 /// The physical memory of an allocator.
 #[derive(Debug)]
 pub(crate) struct Physical {
-    /// What is held from the driver, by its home address.
+    /// Memory held from the driver, by its home address.
     pub holdings: BTreeMap<u64, Holding>,
     /// The handles of the large arena by number.
     pub handles: Handles,
-    /// Records of handles that could not be unmapped yet: nobody can use them.
+    /// Records of handles that could not be unmapped yet: their memory is unusable.
     pub quarantined: Vec<u32>,
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
-    /// Bytes that growth under way will add.
+    /// Bytes that growth in progress will add.
     pub planned: u64,
-    /// Bytes that may be held from the driver at most.
+    /// Maximum number of bytes held from the driver.
     pub limit: Option<u64>,
-    /// Bytes that the device has.
+    /// Bytes of the device.
     pub device: u64,
     /// Bytes of the device that growth leaves free.
     pub headroom: u64,
-    /// Bytes that the device allows the allocator to hold, by its last answer: those held then and those free, less the
-    /// headroom, or where it refused memory. `None` since something was released or a request failed.
+    /// Bytes that the device allows the allocator to hold, by its last answer: the bytes held then plus the free bytes,
+    /// less the headroom, or the bytes held when it refused memory. `None` after a release or a failed request.
     pub full_at: Option<u64>,
-    /// Why memory was last added.
+    /// The last growth and its reason.
     pub last_growth: Option<GrowthInfo>,
-    /// Whether memory is plentiful or scarce, as of the last request that found nothing ready.
+    /// Whether memory was plentiful or scarce for the last request that no ready memory could serve.
     pub regime: Regime,
-    /// What the configuration says of regime, waits and handles.
+    /// The configuration of regime, waits and handles.
     pub tuning: Tuning,
-    /// Large requests so far.
+    /// Number of large requests so far.
     requests: u64,
-    /// The number of large requests when memory was last found to be scarce.
+    /// Number of large requests when memory was last found to be scarce.
     scarce_at: u64,
 }
 
@@ -141,7 +141,7 @@ impl Physical {
         physical
     }
 
-    /// Handles, by their homes, are mapped in one view more, or one less.
+    /// Counts that handles, given by their homes, are mapped in one view more, or one less.
     pub(crate) fn viewed(&mut self, homes: impl IntoIterator<Item = u64>, more: bool) {
         for home in homes {
             if let Some(holding) = self.holdings.get_mut(&home) {
@@ -154,7 +154,7 @@ impl Physical {
         }
     }
 
-    /// The handle whose home this is.
+    /// Returns the handle with this home address.
     pub(crate) fn handle_at(&self, home: u64) -> Option<u64> {
         self.holdings.get(&home)?.handle
     }
@@ -181,8 +181,7 @@ impl Physical {
         .collect()
     }
 
-    /// Cuts a range of address space where one reservation ends and the next begins: no handle may
-    /// lie in two.
+    /// Divides a range of address space at the borders of reservations: no handle may span two.
     pub(crate) fn stretches(&self, addr: u64, bytes: u64) -> Vec<(u64, u64)> {
         let (mut stretches, mut at) = (Vec::new(), addr);
         for (base, _) in self.spans.range(addr + 1..addr + bytes) {
@@ -193,13 +192,13 @@ impl Physical {
         stretches
     }
 
-    /// Sizes of the handles for a range.
+    /// Returns the sizes of the handles for a range.
     pub(crate) fn tiles(&self, addr: u64, bytes: u64, size: u64) -> Vec<u64> {
         let stretches = self.stretches(addr, bytes).into_iter();
         stretches.flat_map(|(_, part)| tile(part, size)).collect()
     }
 
-    /// Why a pointer is no live block.
+    /// Returns the error for a pointer that is not a live block.
     pub(crate) fn not_live(&self, ptr: u64) -> Error {
         match self.ours(ptr) {
             true => Error::NotLive { ptr },
@@ -235,7 +234,8 @@ impl Physical {
         changed.then_some(regime)
     }
 
-    /// Why memory is scarce with this number of bytes held, if it is, by the margins of the regime or a multiple of them.
+    /// Returns the reason why memory is scarce with this number of bytes held, if it is, by the margins of the regime
+    /// or a multiple of them.
     fn scarcity(&self, held: u64, times: u64) -> Option<Scarcity> {
         if self.tuning.profile == Profile::Dense {
             return Some(Scarcity::Profile);
@@ -255,12 +255,12 @@ impl Physical {
         })
     }
 
-    /// Notes that the device has this number of bytes free while this number is held.
+    /// Records that the device has this number of bytes free while this number is held.
     pub(crate) fn note_free(&mut self, free: Option<u64>, held: u64) {
         self.full_at = free.map(|free| held.saturating_add(free.saturating_sub(self.headroom)));
     }
 
-    /// Notes that the driver refused to hold more than this. Returns the regime if it has changed.
+    /// Records that the driver refused to hold more than this. Returns the regime if it has changed.
     pub(crate) fn refused(&mut self, full_at: u64) -> Option<Regime> {
         self.full_at = Some(full_at);
         self.scarce_at = self.requests;
@@ -271,7 +271,7 @@ impl Physical {
         Some(self.regime)
     }
 
-    /// Bytes that growth should not pass while anything else helps, for a peak of this number of bytes.
+    /// Returns the bytes that growth should not exceed while another step can serve the request, for a given peak.
     pub(crate) fn soft_cap(&self, peak: u64) -> u64 {
         let (percent, least) = match self.regime {
             Regime::Plentiful => (SLACK_PERCENT, SLACK),
@@ -280,7 +280,7 @@ impl Physical {
         peak.saturating_add((peak / 100 * percent).max(least))
     }
 
-    /// The multiple of bytes by which a pool of this size grows, as far as the soft cap allows.
+    /// Returns the unit of growth for a pool of this size, as far as the soft cap allows.
     pub(crate) fn growth_step(&self, reserved: u64) -> u64 {
         match self.regime {
             Regime::Plentiful => {
@@ -291,30 +291,30 @@ impl Physical {
         }
     }
 
-    /// The size of a handle, or a smaller one where the limit asks for it with this number of bytes held.
+    /// Returns the size of a handle, reduced where the limit requires it with this number of bytes held.
     fn within_limit(&self, size: u64, held: u64) -> u64 {
         let most = self.limit.unwrap_or(self.device);
         let part = most / LIMIT_PARTS[usize::from(held > most / 2)];
         size.min(1 << part.max(PHYSICAL_GRANULE).ilog2())
     }
 
-    /// Bytes that may be held from the driver.
+    /// Returns the maximum number of bytes held from the driver.
     fn bound(&self) -> u64 {
         let limit = self.limit.unwrap_or(u64::MAX);
         limit.min(self.full_at.unwrap_or(u64::MAX))
     }
 
-    /// Bytes that may still be taken from the driver when so many are held.
+    /// Returns the bytes that may still be obtained from the driver with this number held.
     pub(crate) fn room(&self, held: u64) -> u64 {
         self.bound().saturating_sub(held)
     }
 
-    /// Whether this number of bytes is more than half of what may be held.
+    /// Whether this number of bytes is more than half of the maximum.
     pub(crate) fn is_near(&self, held: u64) -> bool {
         held > self.bound() / 2
     }
 
-    /// Size of the handles for a growth by `missing` bytes, when so many are reserved.
+    /// Returns the size of the handles for a growth by `missing` bytes with this number reserved.
     pub(crate) fn handle_size(
         &self,
         want: &Want,
@@ -347,19 +347,19 @@ impl Physical {
     }
 }
 
-/// Size of a handle for a pool of this size while memory is plentiful: a power of two.
+/// Returns the handle size for a pool of this size while memory is plentiful: a power of two.
 fn pool_handle(reserved: u64) -> u64 {
     let part = (reserved / POOL_PARTS).max(PHYSICAL_GRANULE);
     part.next_power_of_two().min(HANDLE_MAX)
 }
 
-/// Size of a handle for a pool of this size and number of handles while memory is scarce.
+/// Returns the handle size for a pool of this size and number of handles while memory is scarce.
 fn scarce_handle(reserved: u64, handles: u64) -> u64 {
     let part = reserved.div_ceil(handles).max(PHYSICAL_GRANULE);
     part.next_power_of_two().min(SCARCE_HANDLE_MAX)
 }
 
-/// A growth that failed, with what could not be undone.
+/// A failed growth, with what could not be undone.
 #[derive(Debug)]
 pub(crate) struct GrowthFailure {
     pub error: DriverError,
@@ -367,11 +367,11 @@ pub(crate) struct GrowthFailure {
     pub mapped: Vec<(u64, u64, u64)>,
 }
 
-/// How the two calls went that give a handle back: the unmapping, and the release. The second counts
-/// only if the first is good.
+/// Results of the two calls that release a handle: the unmapping, and the release. The second is valid only if the
+/// first succeeded.
 pub(crate) type GivenBack = (Result<(), DriverError>, Result<(), DriverError>);
 
-/// Memory that is about to be made: a claimed extent, and the handles to map there.
+/// Memory to be created: a claimed extent, and the handles to map there.
 #[derive(Debug)]
 pub(crate) struct Fresh {
     pub space: SpaceId,
@@ -379,11 +379,11 @@ pub(crate) struct Fresh {
     pub shards: Vec<Shard>,
     /// First byte to map.
     pub addr: u64,
-    /// Sizes of the handles to make, in address order.
+    /// Sizes of the handles to create, in address order.
     pub sizes: Vec<u64>,
-    /// The range, cut where a reservation ends: start and bytes.
+    /// The range, divided at borders of reservations: start and bytes.
     pub stretches: Vec<(u64, u64)>,
-    /// Why there was too little.
+    /// Why memory was missing.
     pub reason: GrowthReason,
 }
 
@@ -393,7 +393,7 @@ impl Fresh {
     }
 }
 
-/// Memory to give back.
+/// Memory to release.
 #[derive(Debug)]
 pub(crate) struct Release {
     pub space: SpaceId,
@@ -404,7 +404,7 @@ pub(crate) struct Release {
     pub handle: Option<u64>,
 }
 
-/// Sizes of the handles for `bytes`: whole ones, then halves down to the granule.
+/// Returns the sizes of the handles for `bytes`: whole ones, then halves down to the granule.
 pub(crate) fn tile(bytes: u64, size: u64) -> Vec<u64> {
     let (mut sizes, mut left, mut size) = (Vec::new(), bytes, size.max(PHYSICAL_GRANULE));
     while left > 0 {
@@ -518,7 +518,7 @@ mod tests {
         assert_eq!(physical.soft_cap(10_000 * MIB), 10_300 * MIB);
     }
 
-    /// A handle's size in MiB for a small request to a pool, and for a large request to an empty one.
+    /// Sizes in MiB of a handle for a small request to a pool, and for a large request to an empty pool.
     #[test]
     fn handles_are_small_while_memory_is_scarce() {
         let physical = physical(None, Profile::Dense);

@@ -1,16 +1,16 @@
-//! In what the segment policies differ: the rules answer, so that nobody else asks which policy it is.
+//! The differences between the segment policies. Other modules call these rules instead of testing the policy.
 
 use crate::allocator::config::Policy;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::size::{CLASSIC_SMALL_LIMIT, GRANULE, classic_granules, classic_segment_for};
 
-/// The rules by which memory comes from the driver and is carved.
+/// The rules by which memory is obtained from the driver and carved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rules {
     /// Handles are mapped into reserved address space, and blocks lie at any of its granules.
     Packed,
-    /// Whole segments come from the driver, with the constants of PyTorch's caching allocator.
+    /// Whole segments of the driver, with the constants of PyTorch's caching allocator.
     Classic,
 }
 
@@ -22,21 +22,20 @@ impl Rules {
         }
     }
 
-    /// Whether memory is mapped handle by handle, so that it can grow in place and be seen in views. Else it
-    /// is whole segments.
+    /// Whether memory is mapped handle by handle, so that it can grow in place and be mapped in views. Otherwise it
+    /// consists of whole segments.
     #[inline]
     pub(crate) fn maps(self) -> bool {
         self == Rules::Packed
     }
 
-    /// Whether streams have caches before the heap: of small blocks in pages, and of large ones that come
-    /// again.
+    /// Whether streams have caches in front of the heap: of small blocks in pages, and of large blocks that recur.
     #[inline]
     pub(crate) fn caches(self) -> bool {
         self == Rules::Packed
     }
 
-    /// The arena of a request, as long as no cache serves it, that needs a run of so many bytes.
+    /// Returns the arena of a request that needs a run of this many bytes and that no cache serves.
     pub(crate) fn space_of(self, span_bytes: u64) -> SpaceId {
         match self {
             Rules::Classic if span_bytes <= CLASSIC_SMALL_LIMIT => SpaceId::Small,
@@ -44,7 +43,7 @@ impl Rules {
         }
     }
 
-    /// Granules that a request of so many gets out of an extent: classic does not split everything.
+    /// Returns the granules that a request takes from an extent: the classic policy does not split every extent.
     pub(crate) fn granules_of(self, space: SpaceId, granules: u32, available: u64) -> u32 {
         match self {
             Rules::Packed => granules,
@@ -52,7 +51,7 @@ impl Rules {
         }
     }
 
-    /// Bytes of the segment that a request takes from the driver, where memory is whole segments.
+    /// Returns the bytes of the segment that a request obtains from the driver, under a policy with whole segments.
     pub(crate) fn segment_for(self, want: &Want) -> Option<u64> {
         match self {
             Rules::Packed => None,

@@ -1,8 +1,8 @@
-//! The next step of a reclaim: what there is, what it is worth, and what stands in its way.
+//! The choice of the next step of a reclaim: candidates, their cost, and the conditions for each.
 //!
-//! A choice is made of the heap and the [`Reclaim`] alone: a cursor over stages, and what is remembered beside it. It
-//! calls no driver and takes no lock: it plans, and claims what it planned, so that nobody else takes that before
-//! the step is executed. Whatever is tried is noted where it is chosen, or a reclaim would never end.
+//! A choice depends only on the heap and the [`Reclaim`]: a cursor over stages, and flags beside it. It makes no driver
+//! call and takes no lock. It plans a step and claims the step's memory, so that no other call takes it before the step
+//! is executed. Every attempt is recorded where it is chosen; otherwise a reclaim would never end.
 
 use std::sync::Arc;
 
@@ -25,40 +25,40 @@ use crate::allocator::stream::slot::{Slot, StreamKey};
 use crate::allocator::view::mapping::{Openings, Stitch, ViewRun};
 use crate::driver::{DriverError, Event};
 
-/// How far a reclaim has come since memory last became complete, or the driver's again. Whatever makes it so
-/// moves the cursor back to the first stage, since each stage may then find what it did not find before.
+/// Progress of a reclaim since memory last became complete or was released to the driver. Such an event resets the
+/// cursor to the first stage, because each stage may then succeed where it failed before.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stage {
-    /// The heap was looked at as it is.
+    /// The heap was searched as it is.
     #[default]
     Fit,
-    /// The caches of large blocks hold nothing back.
+    /// The large-block caches hold no free blocks.
     CachesEmptied,
-    /// The caches of small blocks gave back the pages that they can do without.
+    /// The caches of small blocks returned the pages that they do not need.
     Flushed,
-    /// Idle views are gone.
+    /// Idle views were unmapped.
     Evicted,
 }
 
-/// What the driver is known to answer to a request for memory.
+/// The known answer of the driver to a request for memory.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) enum Answer {
-    /// Nothing: what the device is known to have free counts.
+    /// Not refused: the known free memory of the device counts.
     #[default]
     Known,
-    /// The driver refused this reclaim.
+    /// The driver refused memory in this reclaim.
     Refused(DriverError),
 }
 
-/// The steps that the program and the device notice.
+/// The steps with effects on the program or the device.
 pub(crate) enum LastResort {
-    /// Hooks that are still to be asked, once somebody looked for them.
+    /// Hooks that remain to be called; `None` before they have been collected.
     Hooks(Option<std::vec::IntoIter<ReliefHook>>),
-    /// The contexts were waited for.
+    /// The contexts were synchronised.
     Synchronised,
 }
 
-/// A reclaim to more memory for one request.
+/// A reclaim: the search for memory for one request.
 pub(crate) struct Reclaim<'a> {
     hooks: &'a Hooks,
     /// Bytes of memory of the device.
@@ -66,73 +66,73 @@ pub(crate) struct Reclaim<'a> {
     /// Whether views may be used, as far as is known before the next step.
     pub views: bool,
     pub stage: Stage,
-    /// A stitch was refused; no other is tried until there may be more memory for it.
+    /// Whether a stitch was refused; no other is tried until more memory may be available for it.
     pub unstitched: bool,
-    /// Memory was made for a stitch.
+    /// Whether memory was created for a stitch.
     pub supplied: bool,
-    /// What earlier failures left behind was tried once more.
+    /// Whether memory left behind by earlier failures was retried.
     pub retried: bool,
-    /// A marker of the asking stream was tried since the last hook ran.
+    /// Whether a marker on the requesting stream was tried since the last hook ran.
     pub marked: bool,
-    /// All streams with markers were asked.
+    /// Whether all streams with markers were polled.
     pub polled: bool,
-    /// The device was asked what it has free.
+    /// Whether the free memory of the device was queried.
     pub asked: bool,
-    /// The driver refused address space for the request: only what is there may serve it.
+    /// The driver's refusal of address space for the request, if any: then only existing memory may serve it.
     pub cramped: Option<DriverError>,
     pub answer: Answer,
     pub last_resort: LastResort,
-    /// The regime that begins with this reclaim.
+    /// The regime that begins with this reclaim, if it changes.
     pub regime: Option<Regime>,
     /// The peak of active bytes without this request, and with it.
     pub active: Option<(u64, u64)>,
-    /// No step can serve the request: see [`Reclaim::is_beyond`].
+    /// Whether no step can serve the request: see [`Reclaim::is_beyond`].
     pub beyond: bool,
-    /// A failure that another step might have made up for.
+    /// A failure that a later step may still compensate for.
     pub failure: Option<DriverError>,
 }
 
 /// The next step of a reclaim.
 pub(crate) enum Step {
     Take(Run),
-    /// Takes a part of free memory, behind waits if it needs some.
+    /// Takes a part of free memory, behind waits if it needs any.
     Claim(Part),
     View(ViewRun),
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
-    /// Lets idle views go for their addresses.
+    /// Unmaps idle views to free their addresses.
     MakeWay(Vec<u64>),
-    /// Reserves so many bytes of address space.
+    /// Reserves a number of bytes of address space.
     Reserve(SpaceId, u64),
     Grow(Growth),
-    /// Asks the driver for a segment.
+    /// Obtains a segment from the driver.
     Segment(Fresh),
-    /// Makes memory that a stitch lacks, as free memory.
+    /// Creates the memory that a stitch lacks, as free memory.
     Supply(Fresh),
     Flush,
-    /// Drops what is complete from some more pieces.
+    /// Completes some more pieces.
     Complete,
-    /// Takes out of the caches of large blocks what nobody holds.
+    /// Frees the free blocks in the large-block caches.
     EmptyCaches,
-    /// Tries again to release what an earlier failure left behind.
+    /// Retries releases that failed earlier.
     Retry,
-    /// Asks all streams with markers what is complete, those too that were asked a short time ago.
+    /// Polls all streams with markers, including those polled recently.
     Poll,
     Release(Vec<Release>),
-    /// Marks the asking stream, which has this key.
+    /// Records a marker on the requesting stream, which has this key.
     Mark(StreamKey),
-    /// Asks the driver what the device has free.
+    /// Queries the free memory of the device.
     AskDevice,
     /// Waits on the host for the marker of a stream up to a bound.
     HostWait(u32, u64, Arc<Event>),
-    /// Asks a hook for so many bytes.
+    /// Calls a hook to free a number of bytes.
     Hook(ReliefHook, u64),
     Synchronise,
     Fail,
 }
 
 impl Step {
-    /// Whether a request that comes to this step is not served by what was ready.
+    /// Whether reaching this step counts the request as a miss.
     pub(crate) fn is_miss(&self) -> bool {
         use Step::{Fail, Grow, Hook, HostWait, Release, Segment, Stitch, Supply, Synchronise};
         matches!(
@@ -150,8 +150,7 @@ impl Step {
     }
 }
 
-/// Views that stand idle go before there is more address space for views than so many times the
-/// device's memory.
+/// Idle views are unmapped before the address space for views exceeds this multiple of the device's memory.
 pub(crate) const VIEW_ADDRESSES: u64 = 8;
 
 impl<'a> Reclaim<'a> {
@@ -177,11 +176,11 @@ impl<'a> Reclaim<'a> {
         }
     }
 
-    /// Whether a request is for more than there can ever be: more than the device has, or than the limit, which only
-    /// a hook might raise. Giving back what is kept for others would be for nothing.
+    /// Whether a request can never be served: it exceeds the device's memory, or the limit while no hook exists that
+    /// might raise it. Releasing cached memory for it would be pointless.
     fn is_beyond(&self, heap: &Heap, want: &Want) -> bool {
         let bytes = u64::from(want.granules) * GRANULE;
-        // A limit may have been set below what is held, and that may serve the request once it is free.
+        // A limit may be set below the held memory, which may serve the request once it is free.
         let most = heap
             .physical
             .limit
@@ -190,7 +189,7 @@ impl<'a> Reclaim<'a> {
             || (most.is_some_and(|most| bytes > most) && self.hooks.is_empty())
     }
 
-    /// The driver's error that an out-of-memory error names.
+    /// Returns the driver error that an out-of-memory error names.
     pub(crate) fn cause(&self, heap: &Heap, want: &Want) -> Option<DriverError> {
         if self.cramped.is_some() && heap.missing(want).is_none() {
             return self.cramped;
@@ -201,7 +200,7 @@ impl<'a> Reclaim<'a> {
         }
     }
 
-    /// The next hook to ask.
+    /// Returns the next hook to call.
     pub(crate) fn next_hook(&mut self) -> Option<ReliefHook> {
         match &mut self.last_resort {
             LastResort::Hooks(hooks) => hooks
@@ -211,15 +210,14 @@ impl<'a> Reclaim<'a> {
         }
     }
 
-    /// Moves the cursor back: memory becomes complete, so pages may be whole, views idle, and handles free to
-    /// stitch.
+    /// Resets the cursor after memory has become complete: pages may be whole, views idle, and handles free to stitch.
     pub(crate) fn begin_again(&mut self) {
         self.stage = Stage::Fit;
         self.unstitched = false;
         self.asked = false;
     }
 
-    /// The driver had no memory, or no addresses, for a view. There is always growth.
+    /// Gives up stitching after the driver had no memory or addresses for a view. Growth remains possible.
     pub(crate) fn give_up_stitch(&mut self, error: DriverError) {
         self.unstitched = true;
         self.failure = Some(error);
@@ -303,12 +301,12 @@ impl<'a> Reclaim<'a> {
         self.make_room(heap, want)
     }
 
-    /// Decides whether memory is scarce for a request that nothing ready serves, and counts what is active for it.
+    /// Decides whether memory is scarce for a request that no ready memory serves, and counts the active bytes for it.
     fn choose_regime(&mut self, heap: &mut Heap, want: &Want) {
         let missing = heap.missing(want).unwrap_or(0);
         let held = heap.present() + heap.suspended.coming + missing;
         self.regime = heap.physical.choose_regime(held).or(self.regime);
-        // With `waits=always` what is pending on other streams serves the request after a wait.
+        // With `waits=always`, memory pending on other streams serves the request after a wait.
         if heap.physical.regime == Regime::Plentiful
             && heap.physical.tuning.waits != Waits::Always
             && heap.streams.several()
@@ -319,7 +317,7 @@ impl<'a> Reclaim<'a> {
         }
     }
 
-    /// Polls all streams, once in a reclaim, before memory is added or waited for.
+    /// Polls all streams, once per reclaim, before growth or a wait.
     fn poll(&mut self, heap: &Heap) -> Option<Step> {
         if self.polled || !heap.streams.several() {
             return None;
@@ -328,7 +326,7 @@ impl<'a> Reclaim<'a> {
         Some(Step::Poll)
     }
 
-    /// Asks what the device has free, once before a growth that the limit allows.
+    /// Queries the free memory of the device, once before a growth that the limit allows.
     fn ask_device(&mut self, heap: &Heap) -> Option<Step> {
         if self.asked || heap.room_below_limit() < PHYSICAL_GRANULE {
             return None;
@@ -337,7 +335,8 @@ impl<'a> Reclaim<'a> {
         Some(Step::AskDevice)
     }
 
-    /// Asks the device, once in a reclaim, where an earlier answer leaves no room: others may have freed memory.
+    /// Queries the device, once per reclaim, if the earlier answer leaves no room: other processes may have freed
+    /// memory.
     fn ask_again(&mut self, heap: &Heap) -> Option<Step> {
         if self.asked || !matches!(self.answer, Answer::Known) {
             return None;
@@ -347,7 +346,7 @@ impl<'a> Reclaim<'a> {
         Some(Step::AskDevice)
     }
 
-    /// The steps of the classic policy before room is made.
+    /// Chooses the steps of the classic policy before room is made.
     fn choose_classic(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if let Some(step) = self.ask_device(heap) {
             return step;
@@ -362,8 +361,8 @@ impl<'a> Reclaim<'a> {
         self.make_room(heap, want)
     }
 
-    /// The steps before room is made for a block that has to lie in one handle: the tightest open stretch of one, a
-    /// handle of its own, a stretch behind waits.
+    /// Chooses the steps before room is made for a block that must lie in one handle: the smallest open stretch of a
+    /// handle, a new handle, a stretch behind waits.
     fn choose_handle(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if let Some(part) = heap.part_of_handle(want, |finder, id| finder.ready(id)) {
             heap.stats.reclaim.ready += 1;
@@ -399,8 +398,8 @@ impl<'a> Reclaim<'a> {
         self.make_room(heap, want)
     }
 
-    /// A step that waits for other streams, chosen where no growth can serve the request, unless the driver should be
-    /// asked before.
+    /// Chooses a step that waits for other streams where no growth can serve the request, unless the driver should be
+    /// queried first.
     fn wait_for_memory(
         &mut self,
         heap: &mut Heap,
@@ -431,7 +430,8 @@ impl<'a> Reclaim<'a> {
         self.views_for(want) && u64::from(want.granules) * GRANULE >= STITCH_MIN
     }
 
-    /// A stitch, or with `waits` a place in a view behind waits. `open` is what is ready, if that is known.
+    /// Chooses a stitch, or with `waits` a place in a view behind waits. `open` is the ready memory, if it is already
+    /// known.
     fn stitch_step(
         &mut self,
         heap: &mut Heap,
@@ -467,8 +467,8 @@ impl<'a> Reclaim<'a> {
         Some(Step::Stitch(Box::new(stitch)))
     }
 
-    /// What a stitch lacks comes from the driver, if the limit leaves room for it, or the other arena
-    /// gives as much back.
+    /// Obtains what a stitch lacks from the driver, if the limit leaves room for it or the other arena releases as
+    /// much.
     fn supply_stitch(&mut self, heap: &mut Heap, want: &Want) -> Option<Step> {
         if !self.views_for(want) || self.unstitched {
             return None;
@@ -489,7 +489,7 @@ impl<'a> Reclaim<'a> {
         Some(Step::Supply(fresh))
     }
 
-    /// Idle views go, once.
+    /// Unmaps idle views, once.
     fn evict(&mut self, heap: &Heap) -> Option<Step> {
         if self.stage == Stage::Evicted {
             return None;
@@ -502,19 +502,19 @@ impl<'a> Reclaim<'a> {
         Some(Step::Evict(idle))
     }
 
-    /// Memory goes back to the driver, if there is any.
+    /// Releases memory to the driver, if there is any.
     fn release(&mut self, heap: &mut Heap, plan: Vec<Release>) -> Option<Step> {
         if plan.is_empty() {
             return None;
         }
         heap.stats.reclaim.released += 1;
-        // What the driver had no memory for it may have now.
+        // The driver may now have memory that it refused before.
         self.unstitched = false;
         self.asked = false;
         Some(Step::Release(plan))
     }
 
-    /// The steps that make room below a limit.
+    /// Chooses the steps that make room below a limit.
     fn make_room(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if self.stage < Stage::Flushed {
             self.stage = Stage::Flushed;
@@ -527,7 +527,7 @@ impl<'a> Reclaim<'a> {
         let waits = heap.physical.tuning.waits != Waits::Never;
         if self.views_for(want) && !self.stitches(want) && !self.unstitched {
             let mut open = None;
-            // At the limit memory always wins, also for requests that are not worth a view before.
+            // At the limit saving memory has priority, even for requests that would not be worth a view otherwise.
             if let Some(step) = ready_in_view(heap, want, &mut open)
                 .map(Step::View)
                 .or_else(|| self.stitch_step(heap, want, open, waits))
@@ -561,7 +561,7 @@ impl<'a> Reclaim<'a> {
         }
         if !self.marked && !heap.streams[want.stream].covered() {
             self.marked = true;
-            // The stream may be idle: then what it freed is complete at once.
+            // The stream may be idle, and then all memory freed on it is complete.
             self.begin_again();
             return Step::Mark(heap.streams[want.stream].key);
         }
@@ -586,7 +586,7 @@ impl<'a> Reclaim<'a> {
             let missing = missing.unwrap_or(u64::from(want.span()) * GRANULE);
             heap.stats.reclaim.hooks += 1;
             self.begin_again();
-            // What a hook frees may itself be marked.
+            // Memory that a hook frees may need a marker itself.
             self.marked = false;
             return Step::Hook(hook, missing.saturating_sub(heap.room()));
         }

@@ -1,4 +1,4 @@
-//! Where a request fits in memory that is held: free at home, in a view, or behind waits.
+//! The search for a fit in held memory: free at home, in a view, or behind waits.
 
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
@@ -7,12 +7,12 @@ use crate::allocator::size::GRANULE;
 use crate::allocator::stream::finder::Run;
 use crate::allocator::view::mapping::{Openings, ViewRun};
 
-/// Requests below this many bytes leave handles whole near the limit, if they can. Larger ones would take
-/// from long runs what large requests find in one piece now. From simulation over recorded work.
+/// Requests below this many bytes preserve whole handles near the limit where possible. Larger requests would instead
+/// break up long runs that large requests can use in one piece. Chosen by simulation over recorded programs.
 const SPARING_BELOW: u64 = 8 << 20;
 
-/// Whether a request should leave handles whole where it can: near the limit, where others must find whole ones to
-/// stitch, if it is small. Not of a lone stream, whose requests are served without any look at handles.
+/// Whether a request should preserve whole handles where possible: a small request near the limit, where other requests
+/// need whole handles to stitch. Requests of a single stream are served without any check of handles.
 fn spares_handles(heap: &Heap, want: &Want) -> bool {
     heap.rules.maps()
         && want.space == SpaceId::Large
@@ -22,7 +22,7 @@ fn spares_handles(heap: &Heap, want: &Want) -> bool {
 }
 
 impl Heap {
-    /// Takes the extent that fits best, if one is ready: the first step of a reclaim, where that is all.
+    /// Takes the best-fitting ready extent: the first step of a reclaim, if that suffices.
     pub(crate) fn take_ready_run(&mut self, want: &Want) -> Option<u32> {
         let run = best_run(self, want)?;
         let id = self.take(want, run)?;
@@ -31,7 +31,7 @@ impl Heap {
     }
 }
 
-/// The ready run that fits a request best.
+/// Returns the ready run that fits a request best.
 #[inline]
 pub(super) fn best_run(heap: &Heap, want: &Want) -> Option<Run> {
     let finder = heap.finder(want.space, want.stream)?;
@@ -42,18 +42,18 @@ pub(super) fn best_run(heap: &Heap, want: &Want) -> Option<Run> {
     })
 }
 
-/// A stretch of one handle behind waits.
+/// Returns a stretch of one handle behind waits.
 pub(super) fn part_behind_waits(heap: &Heap, want: &Want) -> Option<Part> {
     heap.part_of_handle(want, |finder, id| finder.reachable(id))
 }
 
-/// Memory that fits behind waits: where the newest of them is the oldest.
+/// Returns memory that fits behind waits: the run whose newest wait is the oldest.
 pub(super) fn run_behind_waits(heap: &Heap, want: &Want) -> Option<Part> {
     let run = heap.finder(want.space, want.stream)?.oldest_run(want)?;
     Some(heap.part(want, run))
 }
 
-/// A place in a view that is ready; and what was open.
+/// Returns a ready place in a view, and the open memory.
 pub(super) fn ready_in_view(
     heap: &Heap,
     want: &Want,

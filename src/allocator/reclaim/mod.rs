@@ -1,4 +1,4 @@
-//! What is done when nothing fits: one step after another, from what costs least.
+//! Reclaim: the steps taken when no free memory fits, the cheapest first.
 
 pub(crate) mod choice;
 mod fit;

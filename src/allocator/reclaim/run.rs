@@ -1,11 +1,10 @@
-//! From a request to memory: the reclaim of a miss, one step after another, from what costs least.
+//! From request to memory: the reclaim of a miss, step by step, the cheapest first.
 //!
-//! Each step is tried only when those before it have nothing, and after a step that changed something the
-//! choice begins again. Driver calls happen without the lock; what they work on is claimed before, so that
-//! nobody else can touch it, and put back if they fail.
+//! A step is tried only when the earlier ones have failed; after a step that changed something, the choice starts
+//! again. Driver calls happen without the lock; the memory that they work on is claimed before, so that no other call
+//! can use it, and restored if they fail.
 //!
-//! Who calls what is here has to ask whether the lock was let go in between, as in `engine/calls.rs` and nowhere
-//! else.
+//! Callers have to consider that the lock may have been released in between. Only `engine/calls.rs` calls this module.
 
 use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
@@ -29,11 +28,11 @@ use crate::error::memory::Bytes;
 use crate::error::{Error, OutOfMemory};
 use crate::nvtx::{self, Category};
 
-/// So many markers that stand for nothing may stand in the way of a request.
+/// Maximum number of invalid markers that a request tolerates.
 const VOID_WAITS: u32 = 16;
 
 impl Engine {
-    /// Does something without the lock.
+    /// Runs a closure without the lock.
     pub(crate) fn unlocked<'a, T>(
         &'a self,
         heap: Guard<'a>,
@@ -44,7 +43,7 @@ impl Engine {
         Ok((self.lock(), done))
     }
 
-    /// Finds out what other streams are done with, for a request of a stream.
+    /// Polls the uses of other streams for a request of a stream.
     pub(crate) fn poll_before<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -56,8 +55,7 @@ impl Engine {
         }
     }
 
-    /// Records the markers that are due for what came out of the caches of large blocks, in a call that names
-    /// a stream.
+    /// Records the due markers for blocks that left the large-block caches, in a call that names a stream.
     pub(crate) fn mark_due<'a>(&'a self, mut heap: Guard<'a>, named: u32) -> Guard<'a> {
         if heap.caches.due.is_empty() {
             return heap;
@@ -68,8 +66,8 @@ impl Engine {
         self.lock()
     }
 
-    /// Completes what streams left of which nobody has spoken for some time. Those that were silent for long rest
-    /// then, and the others are served as if they were alone.
+    /// Completes the work of silent streams. Streams that were silent for long enough start to rest, and the others are
+    /// served as if they were alone.
     fn complete_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
         let silent = heap.streams.silent(stream);
         if silent.is_empty() {
@@ -93,8 +91,8 @@ impl Engine {
         Ok(heap)
     }
 
-    /// Finds or makes room for a request. The extent comes back claimed, ready for its stream, with whether
-    /// more was to be done for it than to look.
+    /// Finds or makes room for a request. Returns the extent, claimed and ready for its stream, and whether the request
+    /// counts as a miss.
     pub(crate) fn obtain<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -123,7 +121,7 @@ impl Engine {
             missed |= step.is_miss();
             let taken;
             (heap, taken) = match self.take_step(heap, want, step, &mut reclaim) {
-                // The marker is gone that it was about, and stood for nothing.
+                // The marker of the wait was invalid, and has been removed.
                 Err(Error::Driver(error)) if is_void_wait(&error) && void < VOID_WAITS => {
                     void += 1;
                     (self.poll_before(self.lock(), want.stream)?, None)
@@ -139,7 +137,7 @@ impl Engine {
             };
             if let Some(regime) = reclaim.regime {
                 heap.tell_regime();
-                // What was taken is claimed.
+                // The taken memory is claimed.
                 (heap, ()) = self.unlocked(heap, || {
                     self.log_regime(regime);
                     Ok(())
@@ -149,8 +147,8 @@ impl Engine {
         }
     }
 
-    /// Takes a step of the reclaim, with the extent if that found or made one. What needs the driver is done
-    /// without the lock.
+    /// Executes a step of the reclaim, and returns the extent if it found or made one. Driver calls are made without
+    /// the lock.
     fn take_step<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -175,7 +173,7 @@ impl Engine {
             }
             Step::Complete => {
                 heap.complete_advanced();
-                // Other threads have their turn between two rounds.
+                // Other threads can take the lock between two rounds.
                 drop(heap);
                 Ok((self.lock(), None))
             }
@@ -188,7 +186,7 @@ impl Engine {
                     heap = self.mark_due(heap, want.stream);
                     heap = self.poll_before(heap, want.stream)?;
                 }
-                // Of the asking stream, too, for what only complete memory is good for.
+                // Includes the requesting stream, because some uses require complete memory.
                 let full = heap.full_batches(|stream| stream == want.stream);
                 if !full.is_empty() {
                     (heap, _) = self.unlocked(heap, || self.cover_all(&full))?;
@@ -196,7 +194,7 @@ impl Engine {
                 Ok((heap, None))
             }
             Step::Fail => {
-                // The next request asks the driver anew: others may have freed meanwhile.
+                // The next request queries the driver again: other processes may have freed memory meanwhile.
                 heap.physical.full_at = None;
                 if heap.graphs.held > 0 && !reclaim.beyond {
                     let spared;
@@ -225,7 +223,7 @@ impl Engine {
         }
     }
 
-    /// Has the stream wait for what it needs of a claimed extent, which goes back if it cannot.
+    /// Queues the waits that a claimed extent needs on the stream. If that fails, the extent is restored.
     fn wait_for<'a>(
         &'a self,
         mut heap: Guard<'a>,
@@ -265,7 +263,7 @@ impl Engine {
             return Ok((heap, None));
         };
         if !aliased.waits.is_empty() {
-            // The view must not go while the waits are made.
+            // The view must not be removed while the waits are queued.
             heap.views.hold_view(run.base, true);
             drop(heap);
             let waits = std::mem::take(&mut aliased.waits);
@@ -286,8 +284,7 @@ impl Engine {
 
     // ---- steps that need the driver, without the lock ----------------------------------------------
 
-    /// Executes a step without the lock. Returns the extent, claimed and ready for its stream, if the step made
-    /// one.
+    /// Executes a step without the lock. Returns the extent, claimed and ready for its stream, if the step created one.
     pub(crate) fn execute(
         &self,
         want: &Want,
@@ -316,7 +313,7 @@ impl Engine {
                 done => done?,
             },
             Step::Retry => match self.release_quarantined() {
-                // What still cannot be unmapped stays apart.
+                // Memory that still cannot be unmapped stays set apart.
                 Ok(_) | Err(Error::Driver(_)) => {}
                 Err(error) => return Err(error),
             },
@@ -327,16 +324,16 @@ impl Engine {
             Step::HostWait(stream, bound, event) => self.host_wait(stream, bound, event)?,
             Step::Hook(hook, bytes) => {
                 hook.run(bytes);
-                // What it freed may be the driver's again, without having been ours.
+                // The hook may have released memory to the driver that was not the allocator's.
                 self.lock().physical.full_at = None;
             }
             Step::AskDevice => self.ask_device(),
             Step::Synchronise => match self.synchronise(false) {
-                // The step is not there while something captures.
+                // This step is unavailable while a stream is capturing.
                 Err(Error::Capturing { .. }) => {}
                 done => done?,
             },
-            // Taken under the lock.
+            // Executed under the lock.
             Step::Take(_)
             | Step::Claim(_)
             | Step::View(_)
@@ -349,7 +346,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// Asks the driver what the device has free, which bounds growth from then on.
+    /// Queries the free memory of the device, which bounds growth from then on.
     pub(crate) fn ask_device(&self) {
         let info = self.context.enter().and_then(|entered| entered.mem_info());
         let mut heap = self.lock();
@@ -372,20 +369,20 @@ impl Engine {
         );
     }
 
-    /// Asks the driver for memory.
+    /// Obtains memory from the driver.
     fn grow(
         &self,
         want: &Want,
         mut growth: Growth,
         reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
-        // Their events may have no other holder by the end, and are not destroyed under the lock.
+        // These may be the last references to the events, which must not be destroyed under the lock.
         let waits = std::mem::take(&mut growth.waits);
         let made = grow_span(&growth.fresh, || commit::map(&self.maker(), &growth.fresh));
         match made {
             Ok(handles) => {
                 self.log_growth(want, &growth.fresh);
-                // Before anything is cut: if one fails, each part is what it was.
+                // The waits come before any split: if one fails, each part is restored unchanged.
                 let waited = self.queue_waits(want.stream, &waits);
                 drop(waits);
                 let mut heap = self.lock();
@@ -408,7 +405,7 @@ impl Engine {
         }
     }
 
-    /// Asks the driver for free memory.
+    /// Obtains free memory from the driver.
     fn supply(&self, want: &Want, fresh: Fresh, reclaim: &mut Reclaim<'_>) -> Result<(), Error> {
         match grow_span(&fresh, || commit::map(&self.maker(), &fresh)) {
             Ok(handles) => {
@@ -420,7 +417,7 @@ impl Engine {
         }
     }
 
-    /// The driver had no memory for a growth.
+    /// Handles a growth for which the driver had no memory.
     fn not_grown(
         &self,
         fresh: Fresh,
@@ -435,7 +432,7 @@ impl Engine {
         self.refused(&mut heap, error, free.min(asked - 1), reclaim)
     }
 
-    /// Asks the driver for a segment.
+    /// Obtains a segment from the driver.
     fn grow_segment(
         &self,
         want: &Want,
@@ -459,8 +456,8 @@ impl Engine {
         }
     }
 
-    /// What the driver has left after a refusal beside the headroom; 0 if it does not say, or refused for another
-    /// reason.
+    /// Returns the free memory of the device beyond the headroom after a refusal; 0 if the driver does not report it,
+    /// or the refusal had another reason.
     pub(crate) fn driver_free(&self, error: DriverError) -> u64 {
         if !error.is_out_of_memory() {
             return 0;
@@ -470,8 +467,8 @@ impl Engine {
         info.map_or(0, |info| info.free.saturating_sub(headroom))
     }
 
-    /// The driver refused. Want of memory below our own limit counts as a limit reached, until
-    /// something is given back; anything else is an error.
+    /// Handles a refusal by the driver. Lack of memory below the allocator's own limit counts as a limit reached, until
+    /// something is released; any other refusal is an error.
     pub(crate) fn refused(
         &self,
         heap: &mut Heap,
@@ -489,8 +486,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Leases address space for an arena: as much as it has already, while that is less than the device's memory, behind
-    /// its last if that is free.
+    /// Leases address space for an arena: as much as it already has, while that is less than the device's memory, and
+    /// after its last range if that is free.
     pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
         let at_least = at_least.next_multiple_of(PHYSICAL_GRANULE);
         let (end, held) = self.lock().extents.addresses_of(space);
@@ -506,7 +503,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Adds to the heap's picture what only the driver knows. Cannot fail itself.
+    /// Adds the driver's figures to an out-of-memory error. It cannot fail itself.
     pub(crate) fn out_of_memory(
         &self,
         mut oom: OutOfMemory,
@@ -523,7 +520,7 @@ impl Engine {
     }
 }
 
-/// Makes memory, as a tool's time line shows it.
+/// Runs a growth inside a range of the NVTX tool.
 fn grow_span<T>(fresh: &Fresh, make: impl FnOnce() -> T) -> T {
     let _span = nvtx::span(Category::Grow, || format!("{} bytes", fresh.bytes()));
     make()

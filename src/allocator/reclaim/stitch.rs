@@ -1,4 +1,4 @@
-//! What a stitch comes to: the view with its block, and what goes of other views for it.
+//! Execution of a stitch: the view with its block, and the removal of other views for it.
 
 use crate::allocator::engine::Engine;
 use crate::allocator::extent::want::Want;
@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::nvtx::{self, Category};
 
 impl Engine {
-    /// Maps what a stitch planned, and takes the block.
+    /// Maps a planned stitch, and takes the block.
     pub(crate) fn stitch(
         &self,
         want: &Want,
@@ -19,7 +19,7 @@ impl Engine {
         reclaim: &mut Reclaim<'_>,
     ) -> Result<Option<u32>, Error> {
         let new = stitch.fresh.as_ref().map_or(0, Fresh::bytes);
-        // Their events may have no other holder by then, and are not destroyed under the lock.
+        // These may be the last references to the events, which must not be destroyed under the lock.
         let waits = std::mem::take(&mut stitch.aliased.waits);
         match self.may_stitch() {
             Ok(true) => {}
@@ -54,7 +54,7 @@ impl Engine {
                 self.driver().add_view_maps(maps as u64);
                 let id = heap.stitched(want, stitch, &handles);
                 drop(heap);
-                // A view that cannot be unmapped stays; that is no reason to fail the request.
+                // A view that cannot be unmapped stays; the request does not fail because of it.
                 if let Err(error) = self.shed_views(want.stream) {
                     log::debug!("cannot remove idle views: {error}");
                 }
@@ -66,7 +66,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// After a stitch: lets idle views go if all of them have too many mappings.
+    /// Unmaps idle views after a stitch, if all views together have too many mappings.
     fn shed_views(&self, stream: u32) -> Result<(), Error> {
         let (excess, asks) = {
             let heap = self.lock();
@@ -82,7 +82,7 @@ impl Engine {
         self.evict(&idle)
     }
 
-    /// Whether one stream works alone, and a view might be unmapped before its next stitch: no other call finds out then
+    /// Whether one stream is active, and a view might be unmapped before its next stitch: no other call queries then
     /// whether the stream has finished with it.
     fn asks_about_views(&self, heap: &Heap) -> bool {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
@@ -90,7 +90,7 @@ impl Engine {
         wanted && !heap.streams.several()
     }
 
-    /// Marks what a stream uses by now, and sees what the marker of the last time says.
+    /// Records a marker of the stream's work so far, and polls the previous one.
     fn see_views_idle(&self, stream: u32) -> Result<(), Error> {
         let key = self.lock().streams[stream].key;
         self.mark_all([(stream, key)]);

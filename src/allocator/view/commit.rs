@@ -1,4 +1,4 @@
-//! The driver calls of views: over plans of the heap, never with its lock.
+//! The driver calls of views: they execute plans of the heap, never with its lock.
 
 use crate::driver::{Context, DriverError};
 
@@ -6,7 +6,7 @@ use crate::allocator::physical::commit::{self, Maker};
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Mapping, Stitch, Unmapped};
 
-/// Maps what a stitch planned, behind what the view has. Returns the handles of new memory.
+/// Maps a planned stitch after the present end of the view. Returns the handles of new memory.
 pub(crate) fn map(maker: &Maker<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {
     let fresh = match &stitch.fresh {
         None => Vec::new(),
@@ -24,8 +24,8 @@ pub(crate) fn map(maker: &Maker<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapp
         .map(|(_, bytes, handle)| (*bytes, *handle));
     let (start, mut addr, mut mapped) = (stitch.site.at, stitch.site.at, 0);
     for (bytes, handle) in held.chain(new) {
-        // SAFETY: the range is this view's, holds no mapping there, and no one else extends the
-        // view; the handle is alive and of this size.
+        // SAFETY: the range belongs to this view and holds no mapping there, and no other call extends the view; the
+        // handle is alive and of this size.
         let done = unsafe { entered.mem_map(addr, bytes as usize, handle) };
         mapped += 1;
         if let Err(error) = done {
@@ -33,15 +33,15 @@ pub(crate) fn map(maker: &Maker<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapp
         }
         addr += bytes;
     }
-    // SAFETY: mapped just now by whole handles.
+    // SAFETY: the range was mapped above, by whole handles.
     match unsafe { entered.set_access(start, (addr - start) as usize, maker.access) } {
         Ok(()) => Ok(fresh),
         Err(error) => Err(undo(maker, stitch, mapped, fresh, error)),
     }
 }
 
-/// Undoes the first mappings of a stitch, newest first, and the memory that was made for it. The newest may not exist.
-/// Where one cannot be undone, new memory is held from now on, as far as the view keeps mappings of it.
+/// Unmaps the first mappings of a stitch, newest first, and releases the memory created for it. The newest mapping may
+/// not exist. If one cannot be unmapped, new memory is held from now on, as far as the view keeps mappings of it.
 fn undo(
     maker: &Maker<'_>,
     stitch: &Stitch,
@@ -58,7 +58,7 @@ fn undo(
     };
     for (left, bytes) in sizes[..mapped].iter().enumerate().rev() {
         end -= bytes;
-        // SAFETY: mapped by this stitch as one handle; no block was ever handed out there.
+        // SAFETY: the range was mapped by this stitch as one handle, and no block was ever allocated there.
         if unsafe { entered.mem_unmap_if_mapped(end, *bytes as usize) }.is_err() {
             return Unmapped::Stuck(error, left + 1, fresh);
         }
@@ -72,8 +72,8 @@ fn undo(
     }
 }
 
-/// Unmaps mappings of a view that the heap took out for it, which lie back to back; `again` where some of them may be
-/// unmapped already.
+/// Unmaps contiguous mappings of a view that the heap removed for this; `again` if some of them may already be
+/// unmapped.
 pub(crate) fn unmap(
     context: &Context,
     mut at: u64,
@@ -92,8 +92,8 @@ pub(crate) fn unmap(
     }
     match mappings.iter().map(bytes).sum::<u64>() {
         0 => Ok(()),
-        // SAFETY: the view's own mappings, whole; no block lies in them, no other call takes them away, and every use
-        // through the view's addresses was seen complete by the host.
+        // SAFETY: these are whole mappings of the view; no block lies in them, no other call unmaps them, and the host
+        // observed the completion of every use through the view's addresses.
         all => unsafe { entered.mem_unmap(at, all as usize) },
     }
 }

@@ -9,7 +9,7 @@ use crate::allocator::view::mapping::{Layout, Mapping};
 use crate::allocator::view::sources::{Source, Sources};
 
 impl Physical {
-    /// The handles of the large arena that are open, as far as they are, by address.
+    /// Returns the handles of the large arena with their open parts, by address.
     pub(crate) fn sources(&self, open: &[(u64, u64)]) -> Vec<Source> {
         let mut sources = Vec::new();
         for (start, end) in open.iter().copied() {
@@ -60,7 +60,7 @@ impl Physical {
         let mut adds = first;
         adds.extend(choice.adds);
         if adds.is_empty() {
-            // All of it would be new: that is a growth.
+            // All memory would be new, which is a growth.
             return None;
         }
         Some(Layout {
@@ -73,7 +73,7 @@ impl Physical {
         })
     }
 
-    /// Held handles as parts of a view.
+    /// Returns held handles as mappings of a view.
     pub(crate) fn mappings(&self, adds: &[(u64, u64, u64)]) -> Vec<Mapping> {
         let mapping = |(home, bytes, _): &(u64, u64, u64)| Mapping {
             home: *home,

@@ -1,4 +1,4 @@
-//! Views: second layouts of physical memory.
+//! The data of views: second mappings of physical memory.
 
 #![forbid(unsafe_code)]
 
@@ -24,30 +24,31 @@ pub(crate) struct Mapping {
     pub handle: u32,
 }
 
-/// See the module's text.
+/// A view; see the module documentation of `view`.
 #[derive(Debug)]
 pub(crate) struct View {
     /// The record of the view's address range.
     pub range: u32,
     /// Granules of that range.
     pub room: u32,
-    /// The handles in it, from its base on, without gaps.
+    /// The handles in it, contiguous from its base.
     pub mappings: Vec<Mapping>,
     /// Granules of the handles.
     pub granules: u32,
-    /// Granules of the largest handle that it has, or had.
+    /// Granules of the largest handle that it has or had.
     largest: u32,
-    /// Calls under way that keep it.
+    /// Number of calls in progress that keep it.
     pub calls: u32,
-    /// Where the blocks lie: granules from the base, to their start and to their end.
+    /// The blocks in it: granules from the base to their start and to their end.
     pub blocks: Vec<(u32, u32)>,
-    /// Last uses through the view's addresses, of blocks that were freed.
+    /// Last uses of freed blocks through the view's addresses.
     pub uses: Uses,
-    /// When it last gave a block (a count of blocks in views).
+    /// Value of the clock of views at its last allocation.
     pub stamp: u64,
-    /// A stitch is extending it.
+    /// Whether a stitch is extending it.
     pub busy: bool,
-    /// Some of the mappings may be gone, since a call to unmap them failed: not used any more, only unmapped.
+    /// Whether some of the mappings may be missing, because a call to unmap them failed: the view is not used any more,
+    /// only unmapped.
     pub dead: bool,
 }
 
@@ -56,14 +57,14 @@ pub(crate) struct View {
 pub(crate) struct Openings {
     /// Sorted intervals that do not touch.
     pub ranges: Vec<(u64, u64)>,
-    /// How far each handle is open.
+    /// Open parts of each handle.
     pub borders: Borders,
-    /// There are more behind waits.
+    /// Whether more is open behind waits.
     pub more: bool,
 }
 
 impl Openings {
-    /// What is ready, or all that can be reached.
+    /// Collects the ready bytes, or with `reachable` also those behind waits.
     pub(crate) fn collect(handles: &Handles, finder: &Finder<'_>, reachable: bool) -> Self {
         let mut more = false;
         let usable = |id| {
@@ -80,7 +81,7 @@ impl Openings {
         }
     }
 
-    /// The free bytes in the pieces that may be used, as sorted intervals that do not touch.
+    /// Returns the free bytes of usable pieces, as sorted intervals that do not touch.
     pub(crate) fn ranges(
         finder: &Finder<'_>,
         mut usable: impl FnMut(u32) -> bool,
@@ -112,14 +113,14 @@ pub(crate) struct ViewRun {
 }
 
 impl View {
-    /// Whether nobody can reach memory through it any more.
+    /// Whether all uses of memory through the view are complete.
     pub(crate) fn is_over(&self, streams: &Streams) -> bool {
         self.blocks.is_empty()
             && self.calls == 0
             && self.uses.as_slice().iter().all(|u| streams.complete(u))
     }
 
-    /// A view of these handles from the base of its range on, whose record this is.
+    /// Creates a view of these handles from the base of its range, whose record is `range`.
     pub(crate) fn new(range: u32, room: u32, mappings: Vec<Mapping>) -> View {
         View {
             range,
@@ -136,17 +137,18 @@ impl View {
         }
     }
 
-    /// Enters what was mapped behind the handles that it has.
+    /// Adds handles that were mapped after the present ones.
     pub(crate) fn extend(&mut self, mappings: Vec<Mapping>) {
         self.granules += mappings.iter().map(|mapping| mapping.granules).sum::<u32>();
         self.largest = self.largest.max(largest(&mappings));
         self.mappings.extend(mappings);
     }
 
-    /// The smallest run that holds a request, goes over more than one handle or touches an end of
-    /// one, and is open at home: where the request begins in it, and its length, in granules.
+    /// Returns the smallest run that fits a request, spans several handles or touches an end of one, and is open at
+    /// home: the offset of the request in it, and the length of the run, in granules.
     pub(crate) fn tightest(&self, base: u64, borders: &Borders, want: &Want) -> Option<(u32, u32)> {
-        // Such a run has so many whole handles in a row: what is open of those beside them is less than the largest.
+        // Such a run contains this many consecutive whole handles, because the open parts of the handles on either side
+        // are smaller than the largest handle.
         let row = (want.granules / self.largest.max(1)).saturating_sub(1) as usize;
         let of = |mapping: &Mapping| borders.of(mapping.handle);
         let mut best: Option<(u32, u32)> = None;
@@ -180,8 +182,8 @@ impl View {
         best
     }
 
-    /// Where so many whole handles lie in a row next, from a place on that lies behind one that is not whole; where
-    /// none are asked for, where anything is open.
+    /// Returns the first position from `at` on with `row` consecutive whole handles, where the handle before `at` is
+    /// not whole; if `row` is 0, the first position with any open part.
     fn row_from(&self, mut at: usize, row: usize, touch: &[u8]) -> Option<usize> {
         if row == 0 {
             let before = at.checked_sub(1).and_then(|last| self.mappings.get(last));
@@ -192,7 +194,7 @@ impl View {
             return Some(at + rest.map(|m| is_open(m, touch)).position(|open| open != 0)?);
         }
         loop {
-            // Where the last of so many is closed none of them begins a row.
+            // If the last handle of a candidate row is not whole, no row can begin at any handle of that candidate.
             let mut last = at + row - 1;
             while is_open(self.mappings.get(last)?, touch) != WHOLE {
                 last += row;
@@ -206,7 +208,7 @@ impl View {
         }
     }
 
-    /// Open bytes at the view's end.
+    /// Returns the open bytes at the view's end.
     pub(crate) fn open_suffix(&self, borders: &Borders) -> u64 {
         let mut suffix = 0;
         for mapping in self.mappings.iter().rev() {
@@ -222,7 +224,7 @@ impl View {
         u64::from(suffix) * GRANULE
     }
 
-    /// The home ranges of a part of the view, as few as there can be.
+    /// Returns the home ranges of a part of the view, joined where they are adjacent.
     pub(crate) fn home_parts(&self, offset: u32, granules: u32) -> Vec<(u64, u32)> {
         let (mut parts, mut at) = (Vec::new(), 0u32);
         let end = offset + granules;
@@ -240,19 +242,19 @@ impl View {
     }
 }
 
-/// Which ends of a mapping's handle are open, by all handles' numbers.
+/// Returns the open ends of a mapping's handle, from the table of all handles.
 #[inline(always)]
 fn is_open(mapping: &Mapping, touch: &[u8]) -> u8 {
     touch.get(mapping.handle as usize).copied().unwrap_or(0)
 }
 
-/// Granules of the largest handle.
+/// Returns the granules of the largest handle.
 fn largest(mappings: &[Mapping]) -> u32 {
     let granules = mappings.iter().map(|mapping| mapping.granules);
     granules.max().unwrap_or(0)
 }
 
-/// Adds a home range to a list; one that continues the last range extends it.
+/// Appends a home range to a list, and extends the last range if the new one continues it.
 pub(crate) fn push_part(parts: &mut Vec<(u64, u32)>, (addr, granules): (u64, u32)) {
     match parts.last_mut() {
         Some((last, size)) if *last + u64::from(*size) * GRANULE == addr => *size += granules,
@@ -263,24 +265,24 @@ pub(crate) fn push_part(parts: &mut Vec<(u64, u32)>, (addr, granules): (u64, u32
 /// A claim on home memory for a block in a view.
 #[derive(Debug, Default)]
 pub(crate) struct Aliased {
-    /// Home extents in the order of the view, with what they were.
+    /// Home extents in the order of the view, with their earlier state.
     pub parts: Vec<(u32, Vec<Shard>)>,
     pub waits: Vec<PendingWait>,
 }
 
-/// A layout that would hold the request.
+/// A layout that fits the request.
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
     /// The view to extend, or none for a new one.
     pub base: Option<u64>,
-    /// Bytes between the end of the view's handles and the block's start: of an extended view the
-    /// open suffix (counted backwards), of a new one what its first handle has before its open part.
+    /// Bytes between the end of the view's handles and the block's start: for an extended view the open suffix (counted
+    /// backwards), for a new one the bytes before the open part of its first handle.
     pub back: u64,
     pub skip: u64,
     pub adds: Vec<(u64, u64)>,
-    /// Bytes to create behind them.
+    /// Bytes to create after them.
     pub fresh: u64,
-    /// Bytes that are enough if they are made before the stitch.
+    /// Bytes that suffice if they are created before the stitch.
     pub lacking: u64,
 }
 
@@ -290,50 +292,50 @@ impl Layout {
     }
 }
 
-/// Views that are tried for an extension.
+/// Number of views that are tried for an extension.
 pub(crate) const EXTENSIONS: usize = 6;
 
-/// A stitch that is claimed and waits for its driver calls.
+/// A claimed stitch that waits for its driver calls.
 #[derive(Debug)]
 pub(crate) struct Stitch {
     pub site: Site,
-    /// Held handles to map behind what is there: (home, bytes, handle).
+    /// Held handles to map after the present mappings: (home, bytes, handle).
     pub adds: Vec<(u64, u64, u64)>,
-    /// Home memory of the block that is held already.
+    /// The part of the block's home memory that is already held.
     pub aliased: Aliased,
-    /// Home range of memory to create, claimed.
+    /// Home range of the memory to create, claimed.
     pub fresh: Option<Fresh>,
 }
 
-/// Where a stitch maps.
+/// The place where a stitch maps handles.
 #[derive(Debug)]
 pub(crate) struct Site {
-    /// The view that is extended, or begins.
+    /// Base of the view that is extended or created.
     pub base: u64,
     /// The record of a new view's addresses.
     pub range: Option<u32>,
     /// Granules of the view's range.
     pub room: u32,
-    /// Where the block begins in the view.
+    /// Offset of the block in the view.
     pub offset: u32,
-    /// Address in the view from which to map.
+    /// Address in the view at which to start mapping.
     pub at: u64,
 }
 
 impl Stitch {
-    /// Handles that are mapped into the view.
+    /// Returns the number of handles that are mapped into the view.
     pub(crate) fn maps(&self) -> usize {
         self.adds.len() + self.fresh.as_ref().map_or(0, |f| f.sizes.len())
     }
 }
 
-/// How a stitch failed in the driver.
+/// A failed stitch, by what the driver calls left behind.
 pub(crate) enum Unmapped {
-    /// Undone: nothing is left of it.
+    /// Nothing is left of it.
     Undone(DriverError),
-    /// New memory could not be made; what is left of that.
+    /// New memory could not be created; contains what is left of it.
     NotMade(GrowthFailure),
-    /// Failed with this many mappings, and the handles of new memory, left in the view.
+    /// This many mappings, and the handles of new memory, are left in the view.
     Stuck(DriverError, usize, Vec<u64>),
 }
 
@@ -354,7 +356,7 @@ mod tests {
 
     const UNIT: u32 = (PHYSICAL_GRANULE / GRANULE) as u32;
 
-    /// The smallest run by a look at every handle.
+    /// Finds the smallest run by checking every handle.
     fn by_all(view: &View, base: u64, borders: &Borders, want: &Want) -> Option<(u32, u32)> {
         let (mut runs, mut offset, mut run) = (Vec::new(), 0, 0);
         for mapping in &view.mappings {
@@ -403,7 +405,7 @@ mod tests {
                     0 => {}
                     1 => open.push(low),
                     2 => open.push(high),
-                    // Together they may be the whole handle.
+                    // Together they may cover the whole handle.
                     3 if low.1 < high.0 => open.extend([low, high]),
                     _ => open.push((home, end)),
                 }

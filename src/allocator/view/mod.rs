@@ -1,7 +1,7 @@
-//! Views: second mappings of physical handles, back to back.
+//! Views: second, contiguous mappings of physical handles.
 //!
-//! Each handle is mapped once at its home. If free handles lie scattered, a stitch maps them again in a view, where they
-//! serve a request without new memory:
+//! Each handle is mapped once at its home. If free handles are scattered, a stitch maps them again in a view, where
+//! they serve a request without new memory:
 //!
 //! ```text
 //!  home    +-----------+-----------+-----------+-----------+-----------+
@@ -40,25 +40,25 @@ use crate::allocator::view::mapping::{
 pub(crate) struct Views {
     /// Views by their base address.
     pub map: BTreeMap<u64, View>,
-    /// Blocks in views so far: the order in which views were used.
+    /// Number of blocks allocated in views so far: the clock that orders their uses.
     pub clock: u64,
-    /// Mappings in views that calls under way make or take away: counted at their handles.
+    /// Number of mappings in views that calls in progress make or remove; they are counted at their handles.
     pub segs_under_way: usize,
     /// Bytes of blocks in views.
     pub aliased_bytes: u64,
-    /// What the test of the device found.
+    /// Result of the self-test of the device.
     pub self_test: SelfTest,
 }
 
 impl Views {
-    /// Keeps a view from going, or lets it go again.
+    /// Prevents the removal of a view, or allows it again.
     pub(crate) fn hold_view(&mut self, base: u64, on: bool) {
         if let Some(view) = self.map.get_mut(&base) {
             view.calls = if on { view.calls + 1 } else { view.calls - 1 };
         }
     }
 
-    /// Where the block lies at home: in the suffix of the view, then in the handles that are added.
+    /// Returns the home ranges of a block: in the suffix of the view, then in the added handles.
     pub(crate) fn homes(
         &self,
         want: &Want,
@@ -84,8 +84,8 @@ impl Views {
         Some(parts)
     }
 
-    /// The views with the longest open suffix, the lowest among equals: what of it a request needs, and
-    /// the view's base.
+    /// Returns the views with the longest open suffix, the lowest among equals: the part of it that a request needs,
+    /// and the view's base.
     pub(crate) fn best_suffixes(&self, need: u64, open: &Openings) -> Vec<(u64, u64)> {
         let views = self.map.iter();
         let room = views.filter(|(_, view)| !view.dead && !view.busy && view.granules < view.room);
@@ -103,7 +103,7 @@ impl Views {
         best
     }
 
-    /// The smallest run over all views that holds a request, given what is open at home.
+    /// Returns the smallest run over all views that fits a request, given the open memory at home.
     pub(crate) fn find(&self, want: &Want, open: &Openings) -> Option<ViewRun> {
         let mut best: Option<ViewRun> = None;
         let views = self.map.iter();
@@ -123,19 +123,19 @@ impl Views {
         best
     }
 
-    /// Enters what was mapped into a view behind the handles that it has.
+    /// Adds handles that were mapped into a view after its present ones.
     pub(crate) fn extend_view(&mut self, base: u64, mappings: Vec<Mapping>) {
         if let Some(view) = self.map.get_mut(&base) {
             view.extend(mappings);
         }
     }
 
-    /// Mappings in views.
+    /// Returns the number of mappings in views.
     pub(crate) fn view_maps(&self) -> usize {
         self.map.values().map(|v| v.mappings.len()).sum()
     }
 
-    /// The view around an address.
+    /// Returns the view around an address.
     pub(crate) fn view_around(&self, addr: u64) -> Option<(u64, &View)> {
         let (base, view) = self.map.range(..=addr).next_back()?;
         (addr < base + u64::from(view.granules) * GRANULE).then_some((*base, view))

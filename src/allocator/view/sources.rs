@@ -1,4 +1,4 @@
-//! The handles that a stitch may use, and which of them it takes.
+//! The choice of handles for a stitch.
 
 #![forbid(unsafe_code)]
 
@@ -8,17 +8,17 @@ use std::collections::BinaryHeap;
 use crate::allocator::extent::handle::Marks;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
-/// From this many handles on, taking the largest first is tried as well.
+/// From this many handles on, a choice by size is tried as well.
 const MANY_HANDLES: usize = 24;
-/// Taking the largest first counts if it needs this many tenths fewer handles (or as few).
+/// A choice by size replaces a choice by rows if its number of handles times this is at most ten times the other's.
 const FEWER_TENTHS: usize = 13;
 
-/// One handle that a stitch may use, as far as it is open.
+/// A handle that a stitch may use, with its open part.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Source {
     pub home: u64,
     pub bytes: u64,
-    /// First open byte and end of the open part.
+    /// First byte and end of the open part.
     pub open: (u64, u64),
     /// The handle's number.
     pub number: u32,
@@ -33,7 +33,7 @@ impl Source {
         self.open == (self.home, self.end())
     }
 
-    /// Open bytes from the handle's start on.
+    /// Returns the open bytes at the handle's start.
     fn prefix(&self) -> u64 {
         if self.open.0 == self.home {
             self.open.1 - self.home
@@ -43,38 +43,37 @@ impl Source {
     }
 }
 
-/// Whole handles next to each other: the longest is the greatest, of equals the one with the lowest
-/// address.
+/// Consecutive whole handles. Longer rows compare as greater; among equals, the one with the lowest address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Row {
     bytes: u64,
     home: Reverse<u64>,
-    /// Which sources they are.
+    /// Index of its first source.
     first: usize,
     end: usize,
 }
 
-/// All of them.
+/// All handles that a stitch may use.
 #[derive(Debug)]
 pub(crate) struct Sources {
     /// By address.
     all: Vec<Source>,
-    /// The longest first.
+    /// Rows, the longest first.
     rows: Vec<Row>,
-    /// Which ones are whole, the largest first.
+    /// Indexes of the whole ones, the largest first.
     by_size: Vec<usize>,
-    /// Bytes of the first so many of these.
+    /// Prefix sums of their bytes.
     sums: Vec<u64>,
-    /// Bytes of the smallest whole one.
+    /// Bytes of the smallest whole handle.
     smallest: u64,
-    /// Granules of each that are open from its start on.
+    /// For each handle, the granules that are open at its start.
     caches: Vec<u32>,
-    /// The most of them, in bytes.
+    /// Maximum of these, in bytes.
     cache: u64,
 }
 
-/// Numbers from 0 on in the order of what `size` says of them, equal ones by number; none of those for
-/// which it says nothing. Sorting plain words is several times faster than sorting what they stand for.
+/// Returns indexes sorted by `size`, equal ones by index, without those for which `size` returns `None`. Sorting plain
+/// words is several times faster than sorting the elements.
 fn ordered<T>(all: &[T], size: impl Fn(&T) -> Option<u32>) -> impl Iterator<Item = usize> {
     let sizes = (0u32..).zip(all);
     let key = |(at, item)| Some(u64::from(size(item)?) << 32 | u64::from(at));
@@ -88,7 +87,7 @@ fn granules(bytes: u64) -> u32 {
 }
 
 impl Sources {
-    /// From a list by address.
+    /// Builds the sources from a list sorted by address.
     pub(crate) fn new(all: Vec<Source>) -> Self {
         let rows = rows_in(&all, 0, all.len(), |_| true);
         let longest = |row: &Row| Some(!granules(row.bytes));
@@ -113,7 +112,7 @@ impl Sources {
         }
     }
 
-    /// No choice for so many bytes takes fewer handles.
+    /// Returns a lower bound of the number of handles for `need` bytes.
     pub(crate) fn fewest(&self, need: u64) -> usize {
         match need.checked_sub(self.cache) {
             None | Some(0) => usize::from(need > 0),
@@ -121,8 +120,8 @@ impl Sources {
         }
     }
 
-    /// The run with the most bytes in an open tail of one handle and the whole handles behind it; of
-    /// whole handles alone if the tail may not be used.
+    /// Returns the run with the most bytes in an open tail of one handle and the whole handles after it; of whole
+    /// handles alone if the tail may not be used.
     pub(crate) fn best_head(&self, aligned: bool) -> Option<&[Source]> {
         let mut best: Option<(u64, usize, usize)> = None;
         let mut at = 0;
@@ -148,7 +147,7 @@ impl Sources {
         best.map(|(_, first, end)| &self.all[first..end])
     }
 
-    /// The handle with the longest open tail, which goes up to its end.
+    /// Returns the handle with the longest open tail.
     pub(crate) fn longest_tail(&self) -> Option<&[Source]> {
         let tail = |s: &Source| match s.open.1 == s.end() && !s.whole() {
             true => s.end() - s.open.0,
@@ -160,9 +159,8 @@ impl Sources {
         (tail(&self.all[longest]) > 0).then(|| &self.all[longest..=longest])
     }
 
-    /// Chooses handles for `need` bytes: those of `lead` first, then rows of whole ones by length, and
-    /// as the last one the smallest open beginning that is enough. Handles that are `used` have their place
-    /// already.
+    /// Chooses handles for `need` bytes: those of `lead` first, then rows of whole handles by length, and finally the
+    /// smallest sufficient open beginning of a handle. Handles in `used` are already part of the layout.
     pub(crate) fn gather(&self, lead: &[Source], need: u64, used: &Marks) -> Choice {
         let mut by_rows = self.filling(lead, need, used);
         self.fill_rows(&mut by_rows, used);
@@ -197,7 +195,7 @@ impl Sources {
         filling
     }
 
-    /// Offers rows, the longest first. A row of which some handles are used falls into shorter ones.
+    /// Offers rows, the longest first. A row in which some handles are used is divided into shorter ones.
     fn fill_rows(&self, filling: &mut Filling, used: &Marks) {
         let mut parts: BinaryHeap<Row> = BinaryHeap::new();
         let mut rows = self.rows.iter().copied().peekable();
@@ -224,11 +222,11 @@ impl Sources {
         }
     }
 
-    /// The smallest open beginning of at least so many granules in a handle without a place, the lowest
-    /// among equals.
+    /// Returns the unused handle with the smallest open beginning of at least `least` granules, the lowest among
+    /// equals.
     fn last(&self, mut least: u32, taken: &Marks) -> Option<&Source> {
         loop {
-            // Over plain numbers, without a branch: this is most of the work.
+            // Branchless over plain numbers, because this loop is most of the work.
             let enough = |cache: &u32| if *cache < least { u32::MAX } else { *cache };
             let cache = self.caches.iter().map(enough).min()?;
             if cache == u32::MAX {
@@ -264,19 +262,18 @@ impl Sources {
     }
 }
 
-/// Handles for a request.
+/// Handles chosen for a request.
 #[derive(Debug)]
 pub(crate) struct Choice {
-    /// Home and bytes of each.
+    /// Home and size of each handle.
     pub adds: Vec<(u64, u64)>,
-    /// Bytes that are missing behind them, in whole granules.
+    /// Bytes that are missing after them, in whole granules.
     pub missing: u64,
-    /// Bytes that it would take to lack none, had they been made before: an open beginning can then be the
-    /// last part.
+    /// Bytes that would complete the choice if they were created before: an open beginning can then be the last part.
     pub lacking: u64,
 }
 
-/// A choice under way.
+/// A choice in progress.
 struct Filling {
     adds: Vec<(u64, u64)>,
     left: u64,
@@ -284,7 +281,7 @@ struct Filling {
 }
 
 impl Filling {
-    /// Takes a handle if it is needed whole, and has no place yet.
+    /// Takes a handle if all of it is needed and it is not used yet.
     fn offer(&mut self, source: &Source) {
         if source.bytes <= self.left && !self.taken.has(source.number) {
             self.taken.set(source.number);
@@ -294,7 +291,7 @@ impl Filling {
     }
 }
 
-/// Rows of whole sources in a part of the list, as far as they may be used.
+/// Returns the rows of whole sources in a part of the list, as far as they are usable.
 fn rows_in(all: &[Source], first: usize, end: usize, open: impl Fn(usize) -> bool) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for (at, source) in all.iter().enumerate().take(end).skip(first) {
@@ -325,7 +322,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const HANDLE: u64 = 8 * MIB;
 
-    /// Handles of 8 MiB in a row, each open from its start on for so many MiB.
+    /// Adjacent handles of 8 MiB, with the given MiB open at the start of each.
     fn open_caches(handles: &mut Handles, caches: &[u64]) -> Sources {
         let each = (0..).zip(caches).map(|(at, mib)| Source {
             home: at * HANDLE,
@@ -336,7 +333,7 @@ mod tests {
         Sources::new(each.collect())
     }
 
-    /// A row of small handles, and large ones apart from each other.
+    /// A row of small handles, and large ones separate from each other.
     #[test]
     fn the_largest_come_first_where_a_row_has_many_handles() {
         let mut handles = Handles::default();
@@ -382,7 +379,7 @@ mod tests {
         assert_eq!(all, [Some(1), Some(3), Some(2), Some(0), None]);
     }
 
-    /// What an open beginning serves need not be made.
+    /// Bytes that an open beginning provides need not be created.
     #[test]
     fn an_open_beginning_lessens_what_is_lacking() {
         let mut handles = Handles::default();
@@ -420,7 +417,7 @@ mod tests {
     #[test]
     fn rows_go_by_length_and_equal_ones_by_address() {
         let mut handles = Handles::default();
-        // Whole are: one handle, three in a row, one, three.
+        // The whole handles are: one, three in a row, one, three in a row.
         let sources = open_caches(&mut handles, &[8, 1, 8, 8, 8, 1, 8, 1, 8, 8, 8]);
         let none = handles.marks();
         let choice = sources.gather(&[], 8 * HANDLE, &none);
