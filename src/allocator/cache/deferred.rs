@@ -1,4 +1,4 @@
-//! Blocks that were dropped and cannot be freed yet: a later call frees them.
+//! Dropped blocks that could not be freed immediately: a later call frees them.
 
 use crate::driver::{Context, Stream, StreamKind};
 
@@ -8,14 +8,14 @@ use crate::allocator::cache::grant::Lifetime;
 #[derive(Debug)]
 pub(crate) struct Deferred {
     pub block: Lifetime,
-    /// Who may use it still, as nobody could be told yet.
+    /// Users that may still access it, because their uses could not be recorded yet.
     pub users: Vec<User>,
 }
 
-/// Whose work a dropped block has to outlast, of which the allocator does not know.
+/// Work that must complete before a dropped block is freed, and that the allocator does not know about.
 #[derive(Debug)]
 pub(crate) enum User {
-    /// A stream that has the same name on every thread, as long as it is kept here.
+    /// A stream with the same handle on every thread, kept alive here.
     Stream(Stream),
     /// Streams of a context that cannot be named.
     Context(Context),
@@ -25,7 +25,7 @@ impl User {
     pub(crate) fn of(stream: &Stream) -> User {
         match stream.kind() {
             StreamKind::Owned | StreamKind::LegacyDefault => User::Stream(stream.clone()),
-            // Its owner may destroy it once it was retired, or another thread's handle means another stream.
+            // Its owner may destroy it once it was retired, or the handle means another stream on another thread.
             StreamKind::Borrowed | StreamKind::PerThreadDefault => {
                 User::Context(stream.context().clone())
             }

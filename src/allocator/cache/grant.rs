@@ -1,4 +1,4 @@
-//! Live blocks as values: what is handed out, and what finds it again.
+//! Live blocks as values: the grant of an allocation, and the place by which a block is found again.
 
 use crate::driver::sys;
 
@@ -6,26 +6,26 @@ use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::cache::stream_cache::{Node, Taken};
 use crate::allocator::size::GRANULE;
 
-/// A live block as it was handed out.
+/// A live block as allocated.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Grant {
     pub place: Place,
     granules: u32,
 }
 
-/// What it takes to find a live block again and to free it.
+/// The location of a live block, which suffices to find and free it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
-    /// The cache of its stream that keeps the allocator alive for it.
+    /// The block's owning cache, which keeps the allocator alive for it.
     home: &'static StreamCache,
     pub ptr: sys::CUdeviceptr,
-    /// Where a small block lies in its home, or `RECORD` and the number of a record, with `WIDE` if it has
-    /// more bytes than its request rounded up, and `CACHED` if it was put in a large-block cache.
+    /// For a small block its node in the owning cache. For other blocks `RECORD` and the number of a record, with
+    /// `WIDE` if the block has more bytes than its rounded request, and `CACHED` if it was put in a large-block cache.
     node: u32,
     pub generation: u32,
 }
 
-/// Set where no node has a bit.
+/// Bits that no node has.
 const RECORD: u32 = 1 << 31;
 const WIDE: u32 = 1 << 30;
 const CACHED: u32 = 1 << 29;
@@ -43,8 +43,7 @@ impl Grant {
         Grant { place, granules }
     }
 
-    /// A block with a record: its number and generation, the granules that it has and the bytes that were
-    /// asked for.
+    /// Creates the grant of a block with a record: its number and generation, its granules, and its requested bytes.
     pub(crate) fn large(
         home: &'static StreamCache,
         ptr: u64,
@@ -61,7 +60,7 @@ impl Grant {
         Grant { place, granules }
     }
 
-    /// The block lies in the large-block cache of its stream cache.
+    /// Sets whether the block lies in the large-block cache of its stream cache.
     #[inline]
     pub(crate) fn set_cached(&mut self, cached: bool) {
         self.place.node |= if cached { CACHED } else { 0 };
@@ -78,38 +77,38 @@ impl Grant {
 }
 
 impl Place {
-    /// The stream cache that keeps the allocator alive.
+    /// Returns the stream cache that keeps the allocator alive.
     #[inline(always)]
     pub(crate) fn home(&self) -> &'static StreamCache {
         self.home
     }
 
-    /// Where a small block lies in its stream cache.
+    /// Returns the node of a small block in its stream cache.
     #[inline(always)]
     pub(crate) fn node(&self) -> Option<Node> {
         (self.node & RECORD == 0).then_some(Node(self.node))
     }
 
-    /// The record of any other block.
+    /// Returns the record of any other block.
     #[inline]
     pub(crate) fn record(&self) -> Option<u32> {
         (self.node & RECORD != 0).then_some(self.node & !FLAGS)
     }
 
-    /// The record of a block that was put in a large-block cache, where it may be no more.
+    /// Returns the record of a block that was put in a large-block cache and may have left it since.
     #[inline]
     pub(crate) fn cached(&self) -> Option<u32> {
         let cached = self.node & (RECORD | CACHED) == RECORD | CACHED;
         cached.then_some(self.node & !FLAGS)
     }
 
-    /// Whether the block has more bytes than its request rounded up.
+    /// Whether the block has more bytes than its rounded request.
     pub(crate) fn wide(&self) -> bool {
         self.node & (RECORD | WIDE) == RECORD | WIDE
     }
 }
 
-/// One life of a block: its number, its generation, and where it is.
+/// One allocation of a block: its number, its generation, and its address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Lifetime {
     pub id: u32,

@@ -18,67 +18,67 @@ use crate::allocator::extent::record::Recorded;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::stream::slot::StreamKey;
 
-/// Small blocks that were freed while other streams may still use them.
+/// Freed small blocks that other streams may still access.
 #[derive(Debug)]
 pub(crate) struct HeldBack {
     pub cache: &'static StreamCache,
-    /// Slot of the stream whose stream cache it is.
+    /// Slot of the stream that owns the stream cache.
     pub owner: u32,
     pub uses: Uses,
     pub nodes: Vec<Node>,
     pub bytes: u64,
 }
 
-/// What the heap knows of all stream caches together.
+/// The heap's state of all stream caches.
 #[derive(Debug)]
 pub(crate) struct StreamCaches {
     /// The allocator, for the stream caches that keep it alive.
     pub owner: Weak<dyn KeepAlive>,
     /// The allocator's number.
     pub id: u64,
-    /// Which stream cache has which page.
+    /// Maps each page to its stream cache.
     pub table: Arc<PageTable>,
     /// Packed: page address to its record in the small arena.
     pub page_ids: HashMap<u64, u32, Mixed>,
-    /// What keeps the allocator alive for blocks of graph pools.
+    /// The cache that keeps the allocator alive for blocks of graph pools.
     pub graph_home: Option<&'static StreamCache>,
-    /// The number of the legacy default stream of the allocator's context, where its handles alone tell it: nobody
-    /// checks which context is current.
+    /// Number of the legacy default stream of the allocator's context, if its handles alone identify it, that is,
+    /// without checks of the current context.
     pub legacy: Option<u64>,
-    /// Threads that can run at once.
+    /// Number of threads that can run concurrently.
     pub threads: usize,
-    /// By rank.
+    /// Sorted by rank.
     pub(crate) all: Vec<&'static StreamCache>,
-    /// By the slot of their stream.
+    /// By slot of their stream.
     by_stream: Vec<Vec<&'static StreamCache>>,
-    /// What the stream caches may count to together.
+    /// Sum of the limits of all stream caches.
     pub(crate) limit: u64,
-    /// Most requested bytes and most blocks among those that are not small, since the stream caches' own peaks
+    /// Peaks of requested bytes and of the number of blocks, small blocks excluded, since the stream caches' own peaks
     /// were last reset.
     pub(crate) high: [u64; 2],
-    /// Requested bytes of small blocks as of the last look.
+    /// Requested bytes of small blocks as of the last update.
     pub requested: u64,
     pub(crate) sharings: u64,
     pub held_back: Vec<HeldBack>,
     pub predictor: ReusePredictor,
-    /// Large requests until large-block caches keep to the order of the heap again: threads met at their lock.
+    /// Number of large requests until large-block caches again follow the order of the heap, after threads contended
+    /// for the heap's lock.
     pub contention: u32,
-    /// Blocks in large-block caches, held by somebody or not, for those who do not hold the lock of the heap,
-    /// under which it changes.
+    /// Number of blocks in large-block caches, live or free. It changes under the heap's lock, and is read without it.
     pub(crate) in_large_caches: Arc<AtomicU32>,
-    /// In whose large-block cache a block lies, by its record.
+    /// Stream cache in whose large-block cache a block lies, by record.
     pub cached: HashMap<u32, &'static StreamCache, Mixed>,
-    /// The block in a large-block cache that must leave it when anything else happens in the heap.
+    /// The provisional block, which must leave its large-block cache at the next operation on the heap.
     pub provisional: Option<u32>,
-    /// Streams whose markers are due for what came out of the large-block caches.
+    /// Streams that need a marker for blocks that left the large-block caches.
     pub due: Vec<(u32, StreamKey)>,
-    /// Uses of live small blocks that their stream caches cannot note themselves, by address.
+    /// Uses of live small blocks that their stream caches cannot store themselves, by address.
     pub recorded: HashMap<u64, Vec<Recorded>>,
-    /// Small requests that did not find room in their stream cache at once.
+    /// Number of small requests that the fast path of their stream cache could not serve.
     pub misses: u64,
-    /// Everything that was ever added to stream caches that are gone.
+    /// Totals of the stream caches that were removed.
     pub(crate) gone: [u64; QUANTITIES],
-    /// Everything that was handed out again from the large-block caches of stream caches that are gone.
+    /// Totals of reuses in the large-block caches of removed stream caches.
     pub(crate) reused: Amounts,
     pub(crate) pending_peak: u64,
 }
@@ -114,12 +114,12 @@ impl StreamCaches {
         }
     }
 
-    /// Every stream cache, by rank.
+    /// Returns all stream caches, by rank.
     pub(crate) fn all(&self) -> &[&'static StreamCache] {
         &self.all
     }
 
-    /// The stream caches of a stream: where its small blocks come from.
+    /// Returns the stream caches of a stream, from which its small blocks come.
     #[inline]
     pub(crate) fn of(&self, stream: u32) -> &[&'static StreamCache] {
         let own = self.by_stream.get(stream as usize);
@@ -135,7 +135,7 @@ impl StreamCaches {
         self.all.insert(at, cache);
     }
 
-    /// Takes the stream caches of a stream out, with all that they ever counted.
+    /// Removes the stream caches of a stream, and adds their totals to the sums.
     pub(crate) fn remove(&mut self, stream: u32) -> Vec<&'static StreamCache> {
         let own = self.by_stream.get_mut(stream as usize);
         let caches = own.map(std::mem::take).unwrap_or_default();
@@ -153,22 +153,22 @@ impl StreamCaches {
         caches
     }
 
-    /// Lets the stream caches of a stream work without a look at the heap, or stops them.
+    /// Lets the stream caches of a stream serve requests without the heap, or stops them.
     pub(crate) fn set_fast(&self, stream: u32, fast: bool) {
         for cache in self.of(stream) {
             cache.lock().set_fast(fast);
         }
     }
 
-    /// A stream is known by a handle from now on, or by none if that is 0.
+    /// Sets the handle by which a stream is known; 0 for none.
     pub(crate) fn set_handle(&self, stream: u32, raw: usize) {
         for cache in self.of(stream) {
             cache.set_handle(raw);
         }
     }
 
-    /// Nobody begins to ask a stream about captures any more for a free in its stream caches. Who has begun, is
-    /// waited for by [`StreamCache::let_go`].
+    /// Prevents new capture queries of a stream by frees in its stream caches. [`StreamCache::let_go`] waits for the
+    /// queries in progress.
     pub(crate) fn stop_asking(&self, stream: u32) -> Vec<&'static StreamCache> {
         let caches = self.of(stream).to_vec();
         for cache in &caches {
@@ -177,21 +177,21 @@ impl StreamCaches {
         caches
     }
 
-    /// The ticket that a stream's stream caches give what is freed from now on.
+    /// Sets the ticket of a stream's later frees in its stream caches.
     pub(crate) fn set_ticket(&self, stream: u32, ticket: u64) {
         for cache in self.of(stream) {
             cache.lock().runs.set_ticket(ticket);
         }
     }
 
-    /// Pages in the stream caches of a stream.
+    /// Returns the number of pages in the stream caches of a stream.
     pub(crate) fn pages_of(&self, stream: u32) -> usize {
         let pages = |cache: &&'static StreamCache| cache.lock().runs.page_count();
         self.of(stream).iter().map(pages).sum()
     }
 
-    /// Everything that a stream's stream caches know to be in use: live blocks, uses recorded on it, and
-    /// pages.
+    /// Returns the number of items that a stream's stream caches know to be in use: live blocks, uses recorded on the
+    /// stream, and pages.
     pub(crate) fn uses_of(&self, stream: u32) -> u64 {
         let (mut blocks, mut recorded) = (0, 0);
         for cache in self.of(stream) {
@@ -203,20 +203,20 @@ impl StreamCaches {
         blocks + u64::try_from(recorded).unwrap_or(0)
     }
 
-    /// So many uses that were recorded on a stream are over.
+    /// Subtracts completed uses that were recorded on a stream.
     pub(crate) fn uncount_recorded(&self, stream: u32, count: i64) {
         if let Some(cache) = self.of(stream).first() {
             cache.lock().recorded -= count;
         }
     }
 
-    /// Uses of a stream on live small blocks, as far as the heap keeps them.
+    /// Returns the uses of a stream on live small blocks that the heap stores.
     pub(crate) fn small_uses(&self, stream: u32) -> u64 {
         let uses = self.recorded.values().flatten();
         uses.filter(|r| r.stream == stream).count() as u64
     }
 
-    /// The live small block around an address, with its stream cache and the slot of its stream.
+    /// Returns the live small block around an address, with its stream cache and the slot of its stream.
     pub(crate) fn small_around(&self, ptr: u64) -> Option<(&'static StreamCache, Run, u32)> {
         let (cache, page) = self.table.find(ptr)?;
         let inner = cache.lock();
@@ -228,7 +228,7 @@ impl StreamCaches {
         Some((cache, run, inner.slot))
     }
 
-    /// The streams for which blocks of a stream cache are held back.
+    /// Returns the streams for which a stream cache holds back blocks.
     pub(crate) fn held_back_for(&self, cache: &'static StreamCache) -> Vec<u32> {
         let held = self.held_back.iter();
         let own = held.filter(|held| std::ptr::eq(held.cache, cache));
@@ -237,7 +237,7 @@ impl StreamCaches {
             .collect()
     }
 
-    /// Lets go of the rings of a recording that is over.
+    /// Drops the rings of a finished recording.
     pub(crate) fn clear_taps(&self) {
         for cache in &self.all {
             cache.lock().tap.clear();
@@ -248,14 +248,14 @@ impl StreamCaches {
         self.all.iter().map(|cache| cache.lock()).collect()
     }
 
-    /// Live small blocks in stream caches.
+    /// Returns the totals of live small blocks in stream caches.
     pub(crate) fn small_totals(&mut self) -> SmallTotals {
         let totals = totals(&self.lock_caches());
         self.requested = totals[1];
         totals
     }
 
-    /// Free bytes in the pages of each stream that has any, by its slot.
+    /// Returns the free bytes in the pages of each stream that has any, by slot.
     pub(crate) fn free_in_caches(&self) -> Vec<(u32, u64)> {
         let free = self.all.iter().map(|cache| {
             let inner = cache.lock();
@@ -264,12 +264,12 @@ impl StreamCaches {
         free.filter(|(_, bytes)| *bytes > 0).collect()
     }
 
-    /// Whether blocks lie in large-block caches, held by somebody or not.
+    /// Whether blocks lie in large-block caches, live or free.
     pub(crate) fn have_large(&self) -> bool {
         self.in_large_caches.load(Ordering::Relaxed) > 0
     }
 
-    /// What the heap counts for blocks in large-block caches that nobody holds.
+    /// Returns what the heap counts for free blocks in large-block caches.
     pub(crate) fn idle_in_large_caches(&self) -> Amounts {
         let mut held = Amounts::default();
         for cache in self.all() {
@@ -281,7 +281,7 @@ impl StreamCaches {
 
 pub(crate) type Locked<'a> = Held<'a, Inner>;
 
-/// Live small blocks: bytes, bytes as asked for, and their number.
+/// Live small blocks: bytes, requested bytes, and their number.
 pub(crate) type SmallTotals = [u64; QUANTITIES];
 
 pub(crate) fn totals(locked: &[Locked<'_>]) -> SmallTotals {

@@ -1,15 +1,15 @@
-//! Which lengths of large blocks are freed at once and asked for again at once.
+//! Prediction of the lengths of large blocks that are freed and immediately requested again.
 //!
-//! Only such blocks go in a large-block cache while nobody waits for the heap: every other one would leave it at
-//! the next event, for nothing. The rule is that of a branch predictor with saturating counters (J. E.
-//! Smith, "A study of branch prediction strategies", 1981), by a hash of the length.
+//! While the heap's lock is uncontended, only such blocks are put in a large-block cache: any other block would leave
+//! it at the next event without a reuse. The rule is that of a branch predictor with saturating counters (J. E. Smith,
+//! "A study of branch prediction strategies", 1981), by a hash of the length.
 
 const COUNTERS: usize = 128;
-/// The most that a counter counts to.
+/// Maximum value of a counter.
 const MOST: u8 = 4;
-/// The count from which on a length is expected to come again.
+/// Value of a counter from which a length is expected to recur.
 const EXPECTED: u8 = 2;
-/// What a counter loses by a block that went in the large-block cache in vain.
+/// Decrement of a counter for a block that left the large-block cache without a reuse.
 const LOSS: u8 = 2;
 
 /// The last large event in the heap.
@@ -17,13 +17,13 @@ const LOSS: u8 = 2;
 enum Last {
     #[default]
     Other,
-    /// This record was handed out.
+    /// This record was allocated.
     Allocated(u32),
-    /// A block of this length was freed, right after it was handed out.
+    /// A block of this length was freed directly after its allocation.
     Returned(u32),
 }
 
-/// See the module's text.
+/// The predictor; see the module documentation.
 #[derive(Debug)]
 pub(crate) struct ReusePredictor {
     last: Last,
@@ -45,8 +45,8 @@ impl ReusePredictor {
         &mut self.counters[hash as usize % COUNTERS]
     }
 
-    /// A block of this length is handed out. Whether it is expected to be back, and asked for again,
-    /// before anything else happens.
+    /// Records the allocation of a block of this length. Returns whether the block is expected to be freed and
+    /// requested again before any other event.
     pub(crate) fn allocated(&mut self, id: u32, granules: u32) -> bool {
         if self.last == Last::Returned(granules) {
             self.came_again(granules, 1);
@@ -55,7 +55,7 @@ impl ReusePredictor {
         *self.counter(granules) >= EXPECTED
     }
 
-    /// A block was freed.
+    /// Records the free of a block.
     pub(crate) fn freed(&mut self, id: u32, granules: u32) {
         self.last = match self.last {
             Last::Allocated(last) if last == id => Last::Returned(granules),
@@ -63,7 +63,7 @@ impl ReusePredictor {
         };
     }
 
-    /// A block left its large-block cache, from which it was handed out again so many times.
+    /// Records that a block left its large-block cache after this number of reuses.
     pub(crate) fn was_cached(&mut self, granules: u32, reuses: u32) {
         if reuses > 0 {
             self.came_again(granules, reuses);

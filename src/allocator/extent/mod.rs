@@ -1,7 +1,7 @@
-//! The extents of address space: their records, and where each is found.
+//! The extents of address space: their records, and the structures that find them.
 //!
-//! All address space is gapless rows of extents, in granules of 512 bytes. An extent is a block in use, a free piece, or
-//! a hole without memory, and has one record:
+//! All address space is divided into gapless lists of extents, in granules of 512 bytes. An extent is a block in use, a
+//! free piece, or a hole without memory, and has one record:
 //!
 //! ```text
 //! address   0           4 MiB         9 MiB      11 MiB        14 MiB         20 MiB
@@ -17,8 +17,8 @@
 //!                      within a bin by size, then address: best fit, lowest address on ties
 //! ```
 //!
-//! A free piece has its last uses, pairs of stream and ticket. Neighbours with different uses are not merged, so that a
-//! complete piece does not wait for a busy one. Adjacent pieces that one stream may use count as one run.
+//! A free piece stores its last uses, pairs of stream and ticket. Neighbours with different uses are not merged, so
+//! that a complete piece does not wait for a busy one. Adjacent pieces that one stream may use count as one run.
 
 #![forbid(unsafe_code)]
 
@@ -46,7 +46,7 @@ use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 #[derive(Debug)]
 pub(crate) struct Extents {
     pub records: Records,
-    /// Live large blocks by their addresses.
+    /// Live large blocks by address.
     pub lookup: Lookup,
     pub large: Space,
     pub small: Space,
@@ -67,7 +67,7 @@ impl Default for Extents {
 }
 
 impl Extents {
-    /// Whether an arena has addresses for the test's memory.
+    /// Whether an arena has addresses for the memory of the self-test.
     pub(crate) fn has_addresses(&self, space: SpaceId) -> bool {
         match space {
             SpaceId::Views => self.views.largest_piece() >= PHYSICAL_GRANULE,
@@ -75,18 +75,18 @@ impl Extents {
         }
     }
 
-    /// Free bytes in all spaces. Pages are in use in the small arena and carved by their stream caches.
+    /// Returns the free bytes in all spaces. In the small arena, pages count as in use: their stream caches carve them.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.spaces().map(|s| s.free_bytes()).sum()
     }
 
-    /// The free piece around an address.
+    /// Returns the free piece around an address.
     pub(crate) fn piece_around(&self, space: SpaceId, addr: u64) -> Option<u32> {
         let (base, region) = self.space(space)?.regions().range(..=addr).next_back()?;
         if addr >= base + region.bytes {
             return None;
         }
-        // From the live block below, it is a few steps: free pieces are merged.
+        // From the live block below, it is a few steps, because free pieces are merged.
         let mut at = match self.lookup.at_or_below(addr) {
             Some(id) if self.records[id].addr >= *base && self.records[id].space == space => id,
             _ => region.first,
@@ -97,7 +97,7 @@ impl Extents {
         (at != NIL && self.records[at].state == Extent::Free).then_some(at)
     }
 
-    /// Runs of adjacent free pieces in all spaces: first byte and bytes.
+    /// Returns the runs of adjacent free pieces in all spaces: first byte and size.
     pub(crate) fn free_runs(&self) -> Vec<(u64, u64)> {
         self.spaces().flat_map(Space::free_runs).collect()
     }
@@ -106,7 +106,7 @@ impl Extents {
         self.spaces().map(Space::largest_run).max().unwrap_or(0)
     }
 
-    /// Where the last address space of an arena ends, and how much it has.
+    /// Returns where the last address space of an arena ends, and its total size.
     pub(crate) fn addresses_of(&self, space: SpaceId) -> (Option<u64>, u64) {
         let regions = self.space(space).into_iter().flat_map(|s| s.regions());
         regions.fold((None, 0), |(_, held), (base, region)| {
@@ -114,7 +114,7 @@ impl Extents {
         })
     }
 
-    /// How many frees there had been when the last byte of a free range was freed.
+    /// Returns the number of frees when the last byte of a free range was freed.
     pub(crate) fn freed_at(&self, space: SpaceId, addr: u64, bytes: u64) -> u64 {
         let overlaps =
             |e: &Entry| e.addr < addr + bytes && addr < e.addr + u64::from(e.granules) * GRANULE;
@@ -125,21 +125,20 @@ impl Extents {
         freed.max().unwrap_or(0)
     }
 
-    /// Makes memory that nobody has used yet free. Where only one stream is known it merges with
-    /// that stream's own.
+    /// Frees memory that no stream has used yet. While only one stream is known, it merges with that stream's own.
     pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
         let uses = self.parts(space).0.fresh_uses(stream);
         self.release(space, id, stream, uses);
     }
 
-    /// Makes a claimed extent, or a block, a free piece that was a stream's; the piece it became part of.
+    /// Makes a claimed extent or a block a free piece that belonged to a stream; returns the resulting piece.
     pub(crate) fn release(&mut self, space: SpaceId, id: u32, owner: u32, uses: Uses) -> u32 {
         let (at, records) = self.parts(space);
         records.cold_mut(id).owner = owner;
         at.release(records, id, uses)
     }
 
-    /// While one stream exists, complete memory is as good as its own, and merges with it.
+    /// While only one stream exists, complete memory is equivalent to its own, and merges with it.
     #[inline]
     pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
         let (space, records) = self.parts(space);
@@ -151,7 +150,7 @@ impl Extents {
         }
     }
 
-    /// Everything that was tagged with a drained stream is complete.
+    /// Marks all pieces pending on a drained stream as complete.
     pub(crate) fn release_class(&mut self, stream: u32) {
         for space in [SpaceId::Large, SpaceId::Small] {
             let (space, records) = self.parts(space);
@@ -162,7 +161,7 @@ impl Extents {
         }
     }
 
-    /// A space with what its operations need beside it.
+    /// Returns a space and the records that its operations need.
     pub(crate) fn parts(&mut self, space: SpaceId) -> (&mut Space, &mut Records) {
         let space = match space {
             SpaceId::Large => &mut self.large,
@@ -184,7 +183,7 @@ impl Extents {
         [&self.large, &self.small].into_iter()
     }
 
-    /// Describes a claimed extent, of which no block is live, by another record.
+    /// Moves a claimed extent without a live block to another record.
     #[cold]
     #[inline(never)]
     pub(crate) fn renumber(&mut self, id: u32) -> u32 {
@@ -204,7 +203,7 @@ impl Extents {
         new
     }
 
-    /// The free piece or hole that an address lies in, and where it starts.
+    /// Returns the free piece or hole around an address, and its start.
     pub(crate) fn piece_at(&self, space: SpaceId, addr: u64) -> Option<(u32, u64)> {
         let holes = self.space(space)?.holes();
         let hole = holes
@@ -218,19 +217,19 @@ impl Extents {
         Some((id, self.records[id].addr))
     }
 
-    /// The range of a view can be used by another.
+    /// Makes the range of a view available to other views.
     pub(crate) fn range_freed(&mut self, range: u32) {
         self.views.release(&mut self.records, range, Uses::None);
     }
 
-    /// Claims address space for a new view, if there is any; a record of the range.
+    /// Claims address space for a new view, if there is any; returns the record of the range.
     pub(crate) fn take_range(&mut self, granules: u32) -> Option<u32> {
         let entry = self.views.index(COMPLETE)?.best_fit(granules)?;
         self.views.carve(&mut self.records, entry.id, granules);
         Some(entry.id)
     }
 
-    /// Bytes of address space that views have.
+    /// Returns the bytes of address space that views have.
     pub(crate) fn view_addresses(&self) -> u64 {
         let regions = self.views.regions().values();
         regions.map(|region| region.bytes).sum()

@@ -1,14 +1,13 @@
-//! Who asked for a block, kept beside it for the reports that list who holds memory.
+//! Origins of blocks, stored for the reports that list the holders of memory.
 
-/// Numbers of names, 0 for none: of the context that a recording saw, and of the label of the request.
+/// Numbers of names, 0 for none: of the context that a recording captured, and of the label of the request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Names {
     pub context: u16,
     pub label: u16,
 }
 
-/// The names of one life of a record. A life without notes has none, so what stands here for an
-/// earlier one need not be cleared.
+/// The names for one generation of a record. They are valid only for that generation, so old names need not be cleared.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Origin {
     generation: u32,
@@ -16,7 +15,7 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    /// The names of the life with this generation.
+    /// Returns the names for this generation.
     pub(crate) fn names(&self, generation: u32) -> Names {
         match self.generation == generation {
             true => self.names,
@@ -24,7 +23,7 @@ impl Origin {
         }
     }
 
-    /// The names of the life with this generation, to be changed.
+    /// Returns the names for this generation, for modification.
     pub(crate) fn names_mut(&mut self, generation: u32) -> &mut Names {
         *self = Origin {
             generation,

@@ -1,4 +1,4 @@
-//! A forked child finds locks that a thread of its parent held: nothing waits for them.
+//! Forked children: a child finds locks that a thread of its parent held, and no call waits for them.
 
 use crate::DeviceBuffer;
 use crate::allocator::{Allocator, Config, Policy, ReliefHook};
@@ -9,7 +9,7 @@ use crate::sim::{SimConfig, Simulator};
 
 type Test = Result<(), Box<dyn std::error::Error>>;
 
-/// What an allocator says that cannot be asked anything.
+/// Whether the calls without an error answer like those of an allocator without memory.
 fn knows_nothing(a: &Allocator, ptr: u64) -> bool {
     a.set_limit(Some(1));
     a.reset_peaks();
@@ -39,7 +39,7 @@ fn d9_nothing_waits_for_the_heap_in_a_forked_child() -> Test {
         let small = a.allocate(100, &stream)?;
         let guard = a.guard(wide.ptr(), 512)?;
         let buffer = DeviceBuffer::<u8>::zeroed(&a, 1000, &stream)?;
-        // The stream's cache could serve the next one, and keep it below the peak.
+        // The stream's cache could serve the next request below the peak.
         drop(a.allocate(2000, &stream)?);
         let (of_wide, of_small) = (wide.size(), small.size());
         let locked = a.clone();

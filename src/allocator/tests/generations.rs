@@ -1,4 +1,4 @@
-//! Tests of generations: no life of a block has the number of another, also when the numbers are used up.
+//! Tests of generations: no two allocations share an id and generation, even when the numbers are used up.
 
 use std::collections::HashSet;
 
@@ -20,7 +20,7 @@ fn lifetime(block: &Block) -> Lifetime {
     }
 }
 
-/// Gives all free records so many generations.
+/// Sets the generation of all free records.
 fn age_records(allocator: &Allocator, generation: u32) {
     let mut heap = allocator.engine().lock();
     let free: Vec<u32> = heap.extents.records.iter().map(|(id, _)| id).collect();
@@ -31,7 +31,7 @@ fn age_records(allocator: &Allocator, generation: u32) {
     }
 }
 
-/// Gives all pages so many generations; after the next block its stream cache looks at them.
+/// Sets the generation of all pages; after the next block its stream cache searches for worn pages.
 fn age_pages(allocator: &Allocator, generation: u32) {
     let heap = allocator.engine().lock();
     for cache in heap.caches.all() {
@@ -39,7 +39,7 @@ fn age_pages(allocator: &Allocator, generation: u32) {
     }
 }
 
-/// No record of a large block has a second life under a generation that it had, in a large-block cache or off it.
+/// A record of a large block never gets a generation twice, inside a large-block cache or outside.
 #[test]
 fn generations_of_large_blocks_do_not_come_again() -> Outcome {
     for policy in [Policy::Packed, Policy::Classic] {
@@ -48,7 +48,7 @@ fn generations_of_large_blocks_do_not_come_again() -> Outcome {
             let [a] = rig.streams()?;
             let allocator = &rig.allocator;
             drop(allocator.allocate(300 * KIB, &a)?);
-            // Takes everything out of the large-block caches.
+            // A snapshot empties the large-block caches.
             allocator.snapshot();
             age_records(allocator, SPENT - 6);
             let (mut lives, mut ids) = (HashSet::new(), HashSet::new());
@@ -75,7 +75,7 @@ fn generations_of_large_blocks_do_not_come_again() -> Outcome {
     Ok(())
 }
 
-/// A block in a view, and the extents beside one that gets another record, are found as before.
+/// A block in a view, and the extents beside one that moves to another record, are found as before.
 #[test]
 fn another_record_is_known_to_all_neighbours() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
@@ -87,7 +87,7 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
     parts.iter_mut().step_by(2).for_each(|part| *part = None);
     allocator.synchronize()?;
     age_records(allocator, SPENT);
-    // In the first, the middle ones, the last, and over several of them.
+    // In the first, in the middle ones, in the last, and across several of them.
     let sizes = [part, 2 * MIB, 3 * MIB, part, 9 * MIB];
     let blocks: Result<Vec<Block>, _> = sizes.iter().map(|s| allocator.allocate(*s, &a)).collect();
     let blocks = blocks?;
@@ -104,7 +104,7 @@ fn another_record_is_known_to_all_neighbours() -> Outcome {
     rig.end()
 }
 
-/// The parts of a block in a view are aliased to the record that the block gets.
+/// The parts of a block in a view are aliased to the block's new record.
 #[test]
 fn another_record_is_what_parts_are_aliased_by() -> Outcome {
     let rig = Rig::new(viewing(2))?;
@@ -147,8 +147,8 @@ fn a_spent_record_is_not_vacant() {
     assert_eq!((make(&mut records), records.len()), (other, 1));
 }
 
-/// A page whose generations are used up comes back with another number; what lives in it is itself until it
-/// is freed, and nothing is lost.
+/// A page whose generations are used up comes back with another number; its live blocks stay valid until they are
+/// freed, and no memory is lost.
 #[test]
 fn generations_of_small_blocks_do_not_come_again() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
@@ -192,8 +192,7 @@ fn generations_of_small_blocks_do_not_come_again() -> Outcome {
     rig.end()
 }
 
-/// An identity of a page's former number finds nothing, though address and generation are those of a live
-/// block.
+/// An id with a page's former number finds nothing, even if address and generation are those of a live block.
 #[test]
 fn a_stale_identity_does_not_find_a_block_of_the_pages_next_number() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;

@@ -1,4 +1,4 @@
-//! Tests across several folders, by what is inside the heap, and the rig that they share.
+//! Tests across several modules that inspect the heap, and their common rig.
 
 #[cfg(unix)]
 mod fork;
@@ -19,7 +19,7 @@ const PART: usize = 5 * MIB;
 
 pub(in crate::allocator) type Outcome = Result<(), Box<dyn std::error::Error>>;
 
-/// Asks for cached memory alone.
+/// Requests cached memory only.
 pub(in crate::allocator) fn cached(
     allocator: &Allocator,
     bytes: usize,
@@ -28,7 +28,7 @@ pub(in crate::allocator) fn cached(
     allocator.allocate_with(Request::new(bytes).cached_only(), stream)
 }
 
-/// An allocator on a simulator of its own.
+/// An allocator on its own simulator.
 pub(in crate::allocator) struct Rig {
     pub allocator: Allocator,
     pub context: Context,
@@ -53,7 +53,7 @@ impl Rig {
         made?.try_into().map_err(|_| "as many as asked for".into())
     }
 
-    /// Lets a stream write to memory.
+    /// Submits a write to memory on a stream.
     pub fn write(&self, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
         let entered = self.context.enter()?;
         // SAFETY: the test owns the memory; the stream is alive.
@@ -71,7 +71,7 @@ impl Rig {
     }
 }
 
-/// Live parts on `a`, and between them free ones, which their streams still use if so asked.
+/// Live parts on `a`, with free parts between them, which are pending on their streams if requested.
 pub(in crate::allocator) fn scattered(
     rig: &Rig,
     a: &Stream,

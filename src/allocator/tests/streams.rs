@@ -1,4 +1,4 @@
-//! Tests of what a stream's slot hands on: its tickets, its markers, what it follows, and its name.
+//! Tests of the state of a stream's slot: its tickets, its markers, its order, and its name.
 
 use std::sync::{Arc, mpsc};
 
@@ -19,7 +19,7 @@ fn packed() -> Config {
     Config::new().policy(Policy::Packed).views(false)
 }
 
-/// So many streams that nobody works on.
+/// Registers streams without work.
 fn known<const N: usize>(rig: &Rig) -> (Streams, [u32; N]) {
     let mut streams = Streams::default();
     let slots = std::array::from_fn(|at| {
@@ -39,7 +39,7 @@ fn slot_of(rig: &Rig, stream: &Stream) -> Result<(u32, StreamKey), Box<dyn std::
     Ok((slot.ok_or("no slot")?, key))
 }
 
-/// What is known of an old ticket is no knowledge of a later stream in the same slot.
+/// Knowledge about an old ticket does not apply to a later stream in the same slot.
 #[test]
 fn tickets_of_a_slot_only_rise() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -60,7 +60,7 @@ fn tickets_of_a_slot_only_rise() -> Outcome {
     rig.end()
 }
 
-/// Large requests that the heap serves, so many.
+/// Makes large requests that the heap serves.
 fn large_requests(rig: &Rig, stream: &Stream, count: usize) -> Outcome {
     for at in 0..count {
         let a = rig.allocator.allocate((1 + at % 3) * MIB, stream)?;
@@ -70,8 +70,8 @@ fn large_requests(rig: &Rig, stream: &Stream, count: usize) -> Outcome {
     Ok(())
 }
 
-/// A stream of which nobody has spoken for long, and all of whose work is done, rests: the other one is alone, as
-/// if it had always been, until the stream is named again or memory of it is freed.
+/// A stream that is silent for long, with all work complete, rests: the other stream is served as if it had always been
+/// alone, until the stream is named again or memory of it is freed.
 #[test]
 fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
     for frees in [false, true] {
@@ -100,7 +100,7 @@ fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
             assert!(several());
             large_requests(&rig, &a, 4)?;
         } else {
-            // What the first stream uses still is not given to this one without a wait.
+            // Memory that the first stream still uses is not reused by this one without a wait.
             let block = rig.allocator.allocate(8 * MIB, &b)?;
             assert!(several());
             rig.write(block.ptr(), 8 * MIB, &b)?;
@@ -117,8 +117,7 @@ fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
     Ok(())
 }
 
-/// A stream that is retired while it rests, with a block that it still uses: its memory serves others once its last
-/// marker is complete.
+/// A stream with a live block is retired while it rests: its memory serves others once its last marker is complete.
 #[test]
 fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -139,8 +138,8 @@ fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
     rig.end()
 }
 
-/// What a silent stream left is completed so many requests after the last word of it, wherever they are counted from,
-/// and long before it rests.
+/// Work of a silent stream is completed a fixed number of requests after the last call for it, wherever the count
+/// starts, and long before it rests.
 #[test]
 fn a_silent_stream_is_completed_before_it_rests() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -152,11 +151,11 @@ fn a_silent_stream_is_completed_before_it_rests() -> Outcome {
     assert!(!streams.count_use(b, 1));
     assert!(silent(&mut streams, 511).is_empty());
     assert_eq!(silent(&mut streams, 1), [b]);
-    // Somebody was late: it is tried again, and it does not rest.
+    // Its work is incomplete: the attempt is repeated later, and the stream does not rest.
     assert!(!streams.rest_if_due(b));
     assert_eq!(silent(&mut streams, 512), [b]);
     assert!(!streams.rest_if_due(b));
-    // A word of it, and all of it is complete at once.
+    // A call for the stream, whose work then completes.
     assert!(!streams.count_use(b, 1));
     let batch = streams.close_batch(b);
     streams.batch_complete(&batch);
@@ -168,7 +167,8 @@ fn a_silent_stream_is_completed_before_it_rests() -> Outcome {
     rig.end()
 }
 
-/// Another stream's open batch is completed without a request of it, so that its pieces are everybody's.
+/// A silent stream's open batch is completed without a request of that stream, and its pieces become available to all
+/// streams.
 #[test]
 fn what_a_silent_stream_left_is_everybodys() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -176,7 +176,7 @@ fn what_a_silent_stream_left_is_everybodys() -> Outcome {
     drop(rig.allocator.allocate(512 * KIB, &b)?);
     let (slot, _) = slot_of(&rig, &b)?;
     let covered = || rig.allocator.engine().lock().streams[slot].covered();
-    // No word of a stream that asks is one of another.
+    // A call for the requesting stream does not count as one for another.
     large_requests(&rig, &a, 128)?;
     assert!(!covered());
     large_requests(&rig, &a, 256)?;
@@ -190,7 +190,7 @@ fn what_a_silent_stream_left_is_everybodys() -> Outcome {
     rig.end()
 }
 
-/// A stream with work that is not seen complete does not rest.
+/// A stream with work that was not observed complete does not rest.
 #[test]
 fn r34_a_stream_that_is_waited_for_does_not_rest() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -213,7 +213,7 @@ fn r34_a_stream_that_is_waited_for_does_not_rest() -> Outcome {
     rig.end()
 }
 
-/// A marker covers what was freed before its batch was closed, and nothing that comes later.
+/// A marker covers what was freed before its batch was closed, and no later free.
 #[test]
 fn a_marker_covers_no_later_free() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -238,7 +238,7 @@ fn a_marker_covers_no_later_free() -> Outcome {
     rig.end()
 }
 
-/// The event that stands for all markers of a stream covers what the last of them did.
+/// The event that replaces all markers of a stream covers what the last of them did.
 #[test]
 fn d6_the_event_in_place_of_all_markers_covers_what_they_did() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -261,7 +261,8 @@ fn d6_the_event_in_place_of_all_markers_covers_what_they_did() -> Outcome {
     rig.end()
 }
 
-/// Who waits for a marker follows all that the marker's stream did, and needs no wait for that.
+/// A stream that waits for a marker is ordered behind everything that the marker's stream was ordered behind, and needs
+/// no wait for that.
 #[test]
 fn a_wait_brings_what_its_marker_follows() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -293,7 +294,7 @@ fn a_wait_brings_what_its_marker_follows() -> Outcome {
     rig.end()
 }
 
-/// A page that goes back after a batch was closed goes with the ticket that is open since then.
+/// A page that is returned after a batch was closed gets the ticket opened then.
 #[test]
 fn a_page_freed_behind_a_marker_is_not_covered_by_it() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -318,7 +319,7 @@ fn a_page_freed_behind_a_marker_is_not_covered_by_it() -> Outcome {
     rig.end()
 }
 
-/// A small block that several streams used comes back when the last of them is done.
+/// A small block that several streams used is reused when the last of them has completed.
 #[test]
 fn a_block_of_several_users_waits_for_the_last() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -329,7 +330,7 @@ fn a_block_of_several_users_waits_for_the_last() -> Outcome {
     for stream in [&b, &c] {
         rig.write(block.ptr(), KIB, stream)?;
         block.record_stream(stream)?;
-        // The writes are one after the other.
+        // The writes are ordered one after another.
         if stream.id()? == b.id()? {
             let event = event(&rig.context)?;
             event.record(&b)?;
@@ -347,8 +348,8 @@ fn a_block_of_several_users_waits_for_the_last() -> Outcome {
     rig.end()
 }
 
-/// A slot whose last marker is on its way is nobody else's yet, and its stream's again if that fails; the slot
-/// of a stream that nobody names and nothing refers to is anybody's.
+/// A slot whose last marker is being recorded is not reused, and returns to its stream if that fails; the slot of a
+/// stream that no call names and nothing refers to can be reused.
 #[test]
 fn d3_a_slot_that_is_left_goes_once() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -374,7 +375,7 @@ fn d3_a_slot_that_is_left_goes_once() -> Outcome {
     rig.end()
 }
 
-/// Two threads retire a stream: until both are done, its slot is not the stream's again when it comes back.
+/// Two threads retire a stream: until both have finished, its slot is not reused even by the same stream.
 #[test]
 fn a_slot_is_not_reused_while_a_second_retirement_runs() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -398,7 +399,7 @@ fn a_slot_is_not_reused_while_a_second_retirement_runs() -> Outcome {
     rig.end()
 }
 
-/// A wait that is queued behind the last marker of a stream: the marker completes without it.
+/// A wait queued behind the last marker of a stream: the marker completes without it.
 #[test]
 fn a_wait_behind_the_last_marker_is_not_what_the_stream_follows() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -420,7 +421,7 @@ fn a_wait_behind_the_last_marker_is_not_what_the_stream_follows() -> Outcome {
     rig.end()
 }
 
-/// While its last marker is on its way nobody opens the stream caches of a stream.
+/// While its last marker is being recorded, the stream caches of a stream stay closed.
 #[test]
 fn d3_caches_of_a_stream_that_leaves_stay_shut() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -441,7 +442,7 @@ fn d3_caches_of_a_stream_that_leaves_stay_shut() -> Outcome {
     rig.end()
 }
 
-/// The pages of a stream that leaves go behind its last marker, not when that is complete.
+/// The pages of a retiring stream are released when its last marker is recorded, not when it completes.
 #[test]
 fn d3_pages_of_a_stream_that_leaves_go_with_its_last_marker() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -460,8 +461,8 @@ fn d3_pages_of_a_stream_that_leaves_go_with_its_last_marker() -> Outcome {
     rig.end()
 }
 
-/// A marker that another thread records beside a retirement, and publishes behind its end, is not kept: it is an event
-/// of a context that may be gone by then.
+/// A marker that another thread records during a retirement, and publishes after it, is discarded: its event belongs to
+/// a context that may have been destroyed by then.
 #[test]
 fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -469,7 +470,7 @@ fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
     let [own] = rig.streams()?;
     drop(allocator.allocate(KIB, &own)?);
     let raw = rig.sim.create_context(0).ok_or("no context")?;
-    // SAFETY: the context was just made, and is destroyed after its last use.
+    // SAFETY: the context was just created, and is destroyed after its last use.
     let there = unsafe { Context::from_raw(rig.context.driver(), raw) }?;
     let mut stream = std::ptr::null_mut();
     let create = rig.context.driver().functions().cuStreamCreate;
@@ -495,7 +496,7 @@ fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
     let marks = Mutex::new(Some(recorded));
     let beside = allocator.clone();
     rig.sim.after(move |moment| {
-        // Of the other thread alone, which comes first.
+        // Only for the other thread, which comes first.
         let first = (moment.call == "cuEventRecord").then(|| marks.lock().take());
         if let Some(Some(recorded)) = first {
             let _ = recorded.send(());
@@ -512,7 +513,7 @@ fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
     std::thread::scope(|scope| -> Outcome {
         let marking = scope.spawn(|| allocator.engine().mark(slot, key));
         goes_on.recv()?;
-        // SAFETY: the stream is alive, and gets no more work.
+        // SAFETY: the stream is alive and gets no more work.
         unsafe { allocator.retire_raw(stream) }?;
         marking.join().map_err(|_| "the other thread panicked")??;
         Ok(())
@@ -527,18 +528,17 @@ fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
     rig.end()
 }
 
-/// What the streams of a context that is gone used, in pages and beside them, is complete when everything was
-/// waited for.
+/// Memory that the streams of a destroyed context used, in pages and outside, is complete after a wait for everything.
 #[test]
 fn d6_memory_of_a_context_that_is_gone_is_not_lost() -> Outcome {
     let rig = Rig::new(packed())?;
     let allocator = &rig.allocator;
-    // Where this fails the end of the allocator would wait for what is lost.
+    // On a failure, closing the allocator would wait for work that never completes.
     let _open = std::mem::ManuallyDrop::new(allocator.clone());
     let [a] = rig.streams()?;
     drop(allocator.allocate(KIB, &a)?);
     let raw = rig.sim.create_context(0).ok_or("no context")?;
-    // SAFETY: the context was just made, and outlives the test.
+    // SAFETY: the context was just created, and outlives the test.
     let there = unsafe { Context::from_raw(rig.context.driver(), raw) }?;
     let b = Stream::new(&there)?;
     let small = allocator.allocate(PAGE, &b)?;

@@ -1,4 +1,4 @@
-//! What is carried from one structure to another: tickets, uses, rows.
+//! Tests of state that moves between structures: tickets, uses, and the order between streams.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::allocator::{Config, Policy};
 use crate::error::Error;
 use crate::sim::Mode;
 
-/// What stays of a page is its owner's until the owner, and whoever it follows, is done: a block that comes
-/// back to a stream cache because the stream has come to follow the others makes the page's ticket a new one.
+/// A page stays pending until its owner, and every stream that the owner is ordered behind, have completed: a block
+/// that returns to a stream cache because its stream is ordered behind the others renews the page's ticket.
 #[test]
 fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
     let_go_behind_a_wait(false)
 }
 
-/// As above, where another stream that used the block is done with it.
+/// As above, where the other stream that used the block has completed.
 #[test]
 fn a_block_let_go_behind_the_last_of_its_users_renews_the_ticket_of_its_page() -> Outcome {
     let_go_behind_a_wait(true)
@@ -49,7 +49,7 @@ fn let_go_behind_a_wait(another: bool) -> Outcome {
     rig.write(at, PAGE, &b)?;
     rig.write(large.ptr(), 12 * MIB, &b)?;
     drop((small, little));
-    // All that the owner freed so far is complete.
+    // All frees of the owner so far are complete.
     rig.sim.complete_stream(a.id()?, usize::MAX);
     allocator.trim(u64::MAX)?;
     drop(large);
@@ -68,13 +68,13 @@ fn let_go_behind_a_wait(another: bool) -> Outcome {
     rig.end()
 }
 
-/// What a stream used in the stream caches of others is among what its last marker closes: its slot is free as
-/// soon as that is complete.
+/// The last marker of a stream closes its batches in the stream caches of other streams: its slot is free as soon as
+/// the marker is complete.
 #[test]
 fn a_last_marker_closes_the_batches_in_other_caches() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
     let [a, b] = rig.streams()?;
-    // Its stream cache can note a use alone from here on.
+    // Its stream cache can record a use by itself from here on.
     drop(rig.allocator.allocate(512, &b)?);
     let block = rig.allocator.allocate(512, &a)?;
     block.record_stream(&b)?;
@@ -87,8 +87,7 @@ fn a_last_marker_closes_the_batches_in_other_caches() -> Outcome {
     rig.end()
 }
 
-/// What a claim took is put back part by part: whose it is, whose it was, when it was freed, and what was
-/// counted for it.
+/// Restoring a claim restores each part: its class, its owner, the time of its free, and its counts.
 #[test]
 fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
@@ -140,7 +139,7 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
     rig.end()
 }
 
-/// What became complete while it was claimed is everybody's once it is put back.
+/// A part that completed while it was claimed is available to all streams once it is restored.
 #[test]
 fn d1_a_claim_is_put_back_as_complete_as_it_is_by_then() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
@@ -171,14 +170,14 @@ fn d1_a_claim_is_put_back_as_complete_as_it_is_by_then() -> Outcome {
     rig.end()
 }
 
-/// An extent that was taken for a request is no block yet: the lock may be let go before it becomes one, and
-/// whoever looks meanwhile finds everything in order.
+/// An extent taken for a request is not yet a block: the lock may be released before it becomes one, and a concurrent
+/// check finds the metadata consistent.
 #[test]
 fn a_taken_extent_is_no_block_yet() -> Outcome {
     for policy in [Policy::Classic, Policy::Packed] {
         let rig = Rig::new(Config::new().policy(policy).views(false))?;
         let [a] = rig.streams()?;
-        // Too large for a cache of blocks that may come again.
+        // Too large for a large-block cache.
         let [kept, freed] = [
             rig.allocator.allocate(48 * MIB, &a)?,
             rig.allocator.allocate(48 * MIB, &a)?,
@@ -208,7 +207,7 @@ fn a_taken_extent_is_no_block_yet() -> Outcome {
     Ok(())
 }
 
-/// Memory that became one piece is in use as long as any part of it.
+/// Merged pieces stay pending until all their uses are complete.
 #[test]
 fn merged_pieces_wait_for_the_newest_use() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Classic))?;
@@ -228,7 +227,7 @@ fn merged_pieces_wait_for_the_newest_use() -> Outcome {
     rig.end()
 }
 
-/// The part of a piece that a block does not take is what it was.
+/// The part of a piece that a block does not take stays unchanged.
 #[test]
 fn the_rest_of_a_piece_stays_its_streams() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
@@ -246,7 +245,7 @@ fn the_rest_of_a_piece_stays_its_streams() -> Outcome {
     rig.end()
 }
 
-/// What a stream cache noted on a block is among its uses when the heap takes it over for another one.
+/// Uses stored by a stream cache are kept when the heap takes the block over to record another one.
 #[test]
 fn what_a_cache_noted_goes_into_the_heap() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
@@ -273,7 +272,7 @@ fn what_a_cache_noted_goes_into_the_heap() -> Outcome {
     rig.end()
 }
 
-/// A block that was freed under a guard has the uses of that free when the guard goes.
+/// A block that was freed under a guard gets the uses of that free when the guard is dropped.
 #[test]
 fn a_guarded_block_keeps_its_uses() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
@@ -291,7 +290,7 @@ fn a_guarded_block_keeps_its_uses() -> Outcome {
     rig.end()
 }
 
-/// A block in a view waits for whoever uses any of its parts.
+/// A block in a view is pending on every user of its parts.
 #[test]
 fn a_block_over_parts_of_several_streams_waits_for_each() -> Outcome {
     let rig = Rig::new(viewing(2))?;
@@ -305,7 +304,7 @@ fn a_block_over_parts_of_several_streams_waits_for_each() -> Outcome {
     rig.end()
 }
 
-/// The mappings of a view go when all are done that used blocks in it, not the last of them alone.
+/// The mappings of a view are removed when all users of its blocks have completed, not only the last one.
 #[test]
 fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
     let rig = Rig::new(viewing(4))?;
@@ -335,7 +334,7 @@ fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
     rig.end()
 }
 
-/// A wait that is queued after a batch was closed may be behind the event: the marker does not count it.
+/// A wait queued after a batch was closed may be behind the event: the marker does not include it.
 #[test]
 fn a_marker_follows_what_its_stream_followed_when_the_batch_was_closed() -> Outcome {
     let rig = Rig::new(Config::new())?;

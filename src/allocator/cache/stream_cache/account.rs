@@ -1,22 +1,22 @@
-//! Exact sums over many stream caches, and an exact peak, without a word that they share.
+//! Exact sums over many stream caches, with an exact peak, without a shared word.
 //!
-//! Of bytes each stream cache may have up to a limit of its own, and the limits together never pass the peak
-//! so far: as long as every stream cache stays within its limit no sum can be a new peak, and nobody has to
-//! look. Who needs more takes room from another stream cache, or has all of them locked, the sum taken, the
-//! peak raised if it is one, and the room below the peak shared out again.
+//! For bytes, each stream cache has a limit of its own, and the sum of the limits never exceeds the peak so far. As
+//! long as every stream cache stays within its limit, no sum can be a new peak, and no check is needed. A stream cache
+//! that needs more takes room from another one. Failing that, all of them are locked, the sum is computed, the peak is
+//! raised if the sum exceeds it, and the room below the peak is divided again.
 //!
-//! Of all else each stream cache keeps a peak of its own. Their sum is no less than the peak of the sum, and
-//! just that as long as one stream cache works alone.
+//! For all other quantities, each stream cache keeps a peak of its own. The sum of these peaks is an upper bound of the
+//! peak of the sum, and equals it as long as only one stream cache is in use.
 
 /// Bytes of one stream cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Account {
-    /// Everything that was ever added.
+    /// Sum of all additions.
     total: u64,
-    /// What may still be added before the limit is reached.
+    /// Amount that may be added before the limit is reached.
     room: u64,
-    /// What may be there at most.
+    /// The limit.
     limit: u64,
 }
 
@@ -26,14 +26,14 @@ impl Account {
         amount <= self.room
     }
 
-    /// Adds what fits.
+    /// Adds an amount that fits.
     #[inline(always)]
     pub(crate) fn add(&mut self, amount: u64) {
         self.total += amount;
         self.room -= amount;
     }
 
-    /// Takes away what was added.
+    /// Subtracts an amount that was added.
     #[inline(always)]
     pub(crate) fn sub(&mut self, amount: u64) {
         self.room += amount;
@@ -43,7 +43,7 @@ impl Account {
         self.limit - self.room
     }
 
-    /// What may still be added.
+    /// Returns the amount that may still be added.
     pub(crate) fn room(&self) -> u64 {
         self.room
     }
@@ -56,8 +56,7 @@ impl Account {
         self.total
     }
 
-    /// Makes room for an amount beyond the limit. The peak must be looked at before any lock that
-    /// was held for this is let go.
+    /// Raises the limit for an amount. The peak must be checked before any lock held for this is released.
     pub(crate) fn extend(&mut self, amount: u64) {
         let more = amount.saturating_sub(self.room);
         self.room += more;
@@ -70,8 +69,8 @@ impl Account {
         self.room = room;
     }
 
-    /// Moves room to another stream cache that lacks it for `amount`: what it needs, and half of the rest.
-    /// False, with nothing changed, if there is not enough.
+    /// Moves room to another stream cache that lacks it for `amount`: the missing amount, and half of the rest. Returns
+    /// false and changes nothing if there is not enough.
     pub(crate) fn lend(&mut self, other: &mut Account, amount: u64) -> bool {
         let (needed, room) = (amount.saturating_sub(other.room()), self.room());
         if needed > room {
@@ -88,11 +87,11 @@ impl Account {
     }
 }
 
-/// How much there is of a quantity, and its peak.
+/// The value of a quantity, and its peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Level {
-    /// How far below its peak it is: what is more than that raises the peak.
+    /// Distance to the peak: a larger addition raises the peak.
     below: u64,
     peak: u64,
 }
@@ -124,11 +123,11 @@ impl Level {
     }
 }
 
-/// Another quantity of one stream cache, with a peak of its own.
+/// Any other quantity of one stream cache, with its own peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Gauge {
-    /// Everything that was ever added.
+    /// Sum of all additions.
     total: u64,
     level: Level,
 }
@@ -149,12 +148,12 @@ impl Gauge {
         self.level.current()
     }
 
-    /// Everything that was ever added.
+    /// Returns the sum of all additions.
     pub(crate) fn total(&self) -> u64 {
         self.total
     }
 
-    /// The largest value since the last reset.
+    /// Returns the largest value since the last reset.
     pub(crate) fn peak(&self) -> u64 {
         self.level.peak
     }
@@ -164,18 +163,18 @@ impl Gauge {
     }
 }
 
-/// Blocks of one stream cache: a quantity of which so much may be added before somebody looks.
+/// The number of blocks of one stream cache, with an allowance of additions before a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Blocks {
-    /// Everything that was ever added and this together are the lot: below 0 when that is used up.
+    /// The remaining allowance, stored as its difference to the sum of all additions; negative when it is used up.
     left: u64,
     level: Level,
     lot: u64,
 }
 
 impl Blocks {
-    /// One more; whether the lot is used up by it.
+    /// Counts a block; returns whether this uses up the allowance.
     #[inline(always)]
     fn add(&mut self) -> bool {
         self.level.add(1);
@@ -188,7 +187,7 @@ impl Blocks {
         self.level.current()
     }
 
-    /// As many as there ever were.
+    /// Returns the number of blocks ever added.
     pub(crate) fn total(&self) -> u64 {
         self.lot.wrapping_sub(self.left)
     }
@@ -197,13 +196,13 @@ impl Blocks {
         self.left > self.lot
     }
 
-    /// Makes what is added from now on a new lot.
+    /// Sets the allowance for later additions.
     pub(crate) fn allow(&mut self, amount: u64) {
         self.lot = self.total() + amount;
         self.left = amount;
     }
 
-    /// The most since the last reset.
+    /// Returns the largest value since the last reset.
     pub(crate) fn peak(&self) -> u64 {
         self.level.peak
     }
@@ -213,21 +212,21 @@ impl Blocks {
     }
 }
 
-/// What is read through this is read from memory, so that what mostly happens needs no register for it; and
-/// keeps what follows out of the way of that.
+/// Makes the compiler read the value from memory, so that the common path needs no register for it, and keeps later
+/// code out of that path.
 #[inline(always)]
 pub(super) fn anew<T>(value: &mut T) -> &mut T {
     rarely();
     std::hint::black_box(value)
 }
 
-/// Marks what seldom happens.
+/// Marks a rare branch.
 #[cold]
 #[inline]
 pub(crate) fn rarely() {}
 
-/// What a stream cache counts: bytes of blocks, bytes as asked for, and blocks. On one line with all that a pair of
-/// allocation and free changes, in this order.
+/// The counters of a stream cache: bytes of blocks, requested bytes, and blocks. The order of the fields places them on
+/// one line with everything else that a pair of allocation and free changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Accounts {
@@ -236,11 +235,11 @@ pub(crate) struct Accounts {
     pub blocks: Blocks,
 }
 
-/// How many quantities there are.
+/// Number of quantities.
 pub(crate) const QUANTITIES: usize = 3;
 
 impl Accounts {
-    /// Whether the lot of blocks is used up by this.
+    /// Adds a block; returns whether this uses up the allowance of blocks.
     #[inline(always)]
     pub(crate) fn add(&mut self, bytes: u64, requested: u64) -> bool {
         self.allocated.add(bytes);
@@ -255,7 +254,7 @@ impl Accounts {
         self.blocks.level.sub(1);
     }
 
-    /// What is there of each quantity.
+    /// Returns the current value of each quantity.
     pub(crate) fn current(&self) -> [u64; QUANTITIES] {
         [
             self.allocated.current(),
@@ -264,7 +263,7 @@ impl Accounts {
         ]
     }
 
-    /// Everything that was ever added of each.
+    /// Returns the sum of all additions to each quantity.
     pub(crate) fn totals(&self) -> [u64; QUANTITIES] {
         [
             self.allocated.total(),

@@ -1,5 +1,5 @@
-//! Freed blocks of a stream cache that other streams still use: gathered in batches while nothing orders them,
-//! waited for outside, and taken back.
+//! Freed blocks of a stream cache that other streams may still access: they are collected in batches while no marker
+//! covers them, wait outside, and return.
 
 use std::collections::HashSet;
 
@@ -8,12 +8,12 @@ use super::held_back::Batch;
 use super::{Freed, Inner};
 use crate::allocator::size::GRANULE;
 
-/// Frees of blocks that one other stream used, and their bytes, until their batch is closed.
+/// Number of frees of blocks used by one other stream, and their bytes, until their batch is closed.
 const BATCH_FREES: usize = 512;
 const BATCH_BYTES: u64 = 2 << 20;
-/// Bytes that are held back for other streams before anybody asks whether those are done.
+/// Bytes held back for other streams before those are polled.
 const PENDING_BYTES: u64 = BATCH_BYTES;
-/// Most requests that find nothing to be let pass before they are asked again.
+/// Maximum number of unsuccessful requests between two polls.
 const MOST_SKIPS: u32 = 64;
 
 impl Inner {
@@ -41,7 +41,7 @@ impl Inner {
         if batch.nodes.len() < BATCH_FREES && batch.bytes < BATCH_BYTES {
             return Freed::Done;
         }
-        // It stays here until the heap takes it, so that whoever looks meanwhile finds its blocks.
+        // The batch stays here until the heap takes it, so that a concurrent check finds its blocks.
         Freed::Full(stream)
     }
 
@@ -51,8 +51,8 @@ impl Inner {
         self.pending_peak = self.pending_peak.max(self.pending_bytes());
     }
 
-    /// Makes what was returned free again; with `keep` as quick runs, as far as there is room for them.
-    /// False if there was nothing.
+    /// Frees the returned blocks; with `keep` as quick runs, as far as there is room for them. False if there were
+    /// none.
     pub(crate) fn take_back(&mut self, keep: bool) -> bool {
         let any = !self.returned.is_empty();
         for returned in std::mem::take(&mut self.returned) {
@@ -63,7 +63,7 @@ impl Inner {
         any
     }
 
-    /// The runs of a page, those that were returned among the free ones.
+    /// Returns the runs of a page, with returned ones among the free ones.
     pub(crate) fn runs(&self, page: u32) -> Vec<Run> {
         let mut runs: Vec<Run> = self.runs.runs(page).collect();
         let returned = self.returned.iter().flat_map(|returned| &returned.nodes);
@@ -77,23 +77,23 @@ impl Inner {
         runs
     }
 
-    /// Bytes of freed blocks that other streams may still use.
+    /// Returns the bytes of freed blocks that other streams may still access.
     pub(crate) fn pending_bytes(&self) -> u64 {
         self.runs.pending_granules() * GRANULE - self.returned_bytes()
     }
 
-    /// Bytes of blocks that were returned, and are not free again yet.
+    /// Returns the bytes of returned blocks that are not free yet.
     fn returned_bytes(&self) -> u64 {
         self.returned.iter().map(|returned| returned.bytes).sum()
     }
 
-    /// Free bytes in the pages.
+    /// Returns the free bytes in the pages.
     pub(crate) fn free_bytes(&self) -> u64 {
         let pages = self.runs.page_count() as u64 * u64::from(PAGE_GRANULES) * GRANULE;
         pages - self.runs.accounts.allocated.current() - self.pending_bytes()
     }
 
-    /// All open batches, or those of one stream: they are closed by this.
+    /// Closes and returns all open batches, or that of one stream.
     pub(crate) fn close_batches(&mut self, stream: Option<u32>) -> Vec<Batch> {
         let wanted = |batch: &mut Batch| stream.is_none_or(|s| s == batch.stream);
         let closed: Vec<Batch> = self.batches.extract_if(.., wanted).collect();
@@ -101,7 +101,7 @@ impl Inner {
         closed
     }
 
-    /// Whether it is time to ask if other streams are done with what is held back for them.
+    /// Whether a poll of the other streams is due.
     pub(crate) fn asks(&mut self) -> bool {
         if self.waiting == 0 && self.pending_bytes() < PENDING_BYTES {
             return false;
@@ -111,7 +111,7 @@ impl Inner {
         asks
     }
 
-    /// They were asked: if nothing came of it, more requests are let pass the next time.
+    /// Records a poll: after an unsuccessful one, more requests pass before the next.
     pub(crate) fn asked(&mut self, freed: bool) {
         self.next_skips = match freed {
             true => 0,
@@ -120,7 +120,7 @@ impl Inner {
         self.skips = self.next_skips;
     }
 
-    /// Whether as much is held back as a page has: more than more memory would cost to ask for.
+    /// Whether as many bytes are held back as a page has, so that a poll is cheaper than more memory.
     pub(crate) fn holds_a_page(&self) -> bool {
         self.pending_bytes() >= u64::from(PAGE_GRANULES) * GRANULE
     }

@@ -1,57 +1,57 @@
-//! What the runs of a stream cache are made of: granules and pages.
+//! The elements of the runs of a stream cache: granules and pages.
 
 use crate::allocator::extent::origin::Origin;
 use crate::allocator::size::{GRANULE, PAGE};
 
-/// Granules of a page, and the longest run.
+/// Granules of a page, and length of the longest run.
 pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
 pub(super) const GRANULES: usize = PAGE_GRANULES as usize;
-/// Bits of a place in a page.
+/// Number of bits of a position in a page.
 pub(super) const PLACE_BITS: u32 = PAGE_GRANULES.ilog2();
 pub(super) const PLACE_MASK: u32 = PAGE_GRANULES - 1;
 
-// A place is some of the bits of a node, `Bits` has two words, and a length one byte.
+// A position takes some of the bits of a node, `Bits` has two words, and a length one byte.
 const _: () = assert!(PAGE_GRANULES.is_power_of_two() && PAGE_GRANULES <= 128);
 
-/// No run. Like all nodes it has its top bit clear; no stream cache has so many pages that one would be it.
+/// No run. Like all nodes it has its top bit clear; no stream cache has enough pages for such a node.
 pub(super) const NIL: u32 = u32::MAX >> 1;
-/// Set in every generation, and in no node: tells a live block's word from a link.
+/// Set in every generation, and in no node: distinguishes the word of a live block from a link.
 pub(super) const LIVE: u32 = 1 << 31;
-/// Blocks that a stream cache hands out before it looks for worn pages.
+/// Number of blocks that a stream cache allocates between two searches for worn pages.
 pub(super) const LIVES: u64 = 1 << 24;
 
-/// The generation from which on a page is worn: it may go on so far unseen, and once more so far in the
-/// stream cache that it goes to.
+/// Generation from which on a page is worn: it may advance this far before a search, and once more in the next stream
+/// cache.
 pub(super) const WORN: u32 = u32::MAX - 2 * LIVES as u32;
 
 const _: () = assert!(WORN & LIVE != 0);
 
-/// What a granule that begins a run says about it.
+/// The state of a run, stored in its first granule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Free,
-    /// Freed, and kept as it is.
+    /// Freed, and kept unmerged.
     Quick,
     /// A live block.
     Used,
-    /// Freed, while other streams may still use it.
+    /// Freed, but other streams may still access it.
     Pending,
-    /// Freed, in a page that has no generation left: of no use before the page comes back.
+    /// Freed, in a page without generations left: unusable until the page comes back.
     Spent,
 }
 
-/// Twelve bytes per granule; all but `back` mean something only where a run begins.
+/// Twelve bytes per granule; all except `back` are valid only where a run begins.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Granule {
     /// Free, quick: the next run of the list. Live: the generation.
     pub a: u32,
-    /// Free: the run before in the list. Live: bytes that were asked for.
+    /// Free: the previous run of the list. Live: the requested bytes.
     pub b: u32,
-    /// How the run stands, and while it is live the one other stream, see [`Using`]. Live blocks and quick
-    /// runs change into each other without a word about it here: of both it says `OUT`.
+    /// State of the run, and for a live block the one other stream, see [`Using`]. Live blocks and quick runs have the
+    /// same state `OUT`, so that changing between them does not write it.
     pub c: u16,
     pub len: u8,
-    /// Where a run ends: its length.
+    /// In the last granule of a run: the run's length.
     pub back: u8,
 }
 
@@ -91,7 +91,7 @@ impl Granule {
         self.c == FREE
     }
 
-    /// Makes it free, and no run's beginning.
+    /// Makes the granule free, and not the start of a run.
     pub(super) fn set_free(&mut self) {
         (self.a, self.c) = (NIL, FREE);
     }
@@ -108,12 +108,12 @@ impl Granule {
         (self.a, self.c) = (NIL, SPENT);
     }
 
-    /// Of a live block.
+    /// For a live block.
     pub(super) fn set_using(&mut self, using: Using) {
         self.c = using.0;
     }
 
-    /// What is there, if a live block begins here.
+    /// Returns the live block that begins here, if there is one.
     #[inline(always)]
     pub(super) fn live(&self) -> Option<Live> {
         (self.a & LIVE != 0).then(|| self.as_live())
@@ -130,8 +130,7 @@ impl Granule {
     }
 }
 
-/// Which other streams were recorded on a live block: the number of the stream's slot, none, or
-/// that the heap outside know.
+/// The other streams recorded on a live block: the slot of one stream, none, or a marker that the heap stores them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Using(u16);
 
@@ -139,19 +138,19 @@ impl Using {
     pub(crate) const NONE: Using = Using(OUT);
     pub(crate) const MANY: Using = Using(OUT | USING);
 
-    /// One stream, if its number fits.
+    /// Returns the value for one stream, if its slot fits.
     pub(crate) fn one(slot: u32) -> Option<Using> {
         let bits = u16::try_from(slot + 1).ok().filter(|bits| *bits < USING);
         bits.map(|bits| Using(OUT | bits))
     }
 
-    /// The one stream.
+    /// Returns the slot of the one stream.
     pub(crate) fn slot(self) -> Option<u32> {
         (self != Using::NONE && self != Using::MANY).then(|| u32::from(self.0 & USING) - 1)
     }
 }
 
-/// A run by its page's place in its stream cache and its first granule.
+/// A run, identified by its page's index in its stream cache and its first granule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Node(pub u32);
 
@@ -172,27 +171,27 @@ impl Node {
     }
 }
 
-/// A page as it comes and goes.
+/// A page as it enters or leaves a stream cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PageInfo {
-    /// First byte.
+    /// Address of the first byte.
     pub base: u64,
-    /// The last generation that was given to a block in it.
+    /// The generation of the last block allocated in it.
     pub generation: u32,
-    /// Its number among all pages that there ever were.
+    /// Number of the page among all pages so far.
     pub number: u32,
 }
 
-/// A page on cache lines of its own.
+/// A page, on its own cache lines.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(super) struct Page {
     pub info: PageInfo,
-    /// Of the newest free in it; of quick runs, when they were merged.
+    /// Ticket of the newest free in it; for quick runs, that of their merge.
     pub ticket: u64,
     pub present: bool,
     pub granules: [Granule; GRANULES],
-    /// Who asked for the blocks, by their first granules. Made when there is anything to note.
+    /// Origins of the blocks, by their first granules. Allocated when there is anything to store.
     pub origins: Option<Box<[Origin; GRANULES]>>,
 }
 
@@ -210,7 +209,7 @@ impl Page {
         }
     }
 
-    /// Makes a range a run that is out, with its length where it begins and where it ends.
+    /// Marks a range as a run that is out, with its length at both ends.
     #[inline(always)]
     pub(super) fn shape(&mut self, node: Node, granules: u32) {
         self.granules[(node.place() + granules as usize - 1) % GRANULES].back = granules as u8;
@@ -219,7 +218,7 @@ impl Page {
         granule.set_out();
     }
 
-    /// Makes a run that is out a live block. A page is worn out long before its last generation.
+    /// Makes a run that is out a live block. A page is worn long before its last generation.
     #[inline(always)]
     pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
         let generation = self.info.generation.wrapping_add(1);
@@ -235,7 +234,7 @@ impl Page {
     }
 }
 
-/// One bit per length: which lists hold something.
+/// One bit per length, for the lists that are not empty.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Bits([u64; 2]);
 
@@ -254,7 +253,7 @@ impl Bits {
         self.0[at >> 6 & 1] >> (at & 63) & 1 == 1
     }
 
-    /// The first one from `at` on.
+    /// Returns the first set bit from `at` on.
     #[inline(always)]
     pub(super) fn first_from(&self, at: usize) -> Option<usize> {
         let word = self.0[at >> 6 & 1] & u64::MAX << (at & 63);
@@ -268,7 +267,7 @@ impl Bits {
     }
 }
 
-/// A run that was handed out.
+/// An allocated run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Taken {
     pub node: Node,
@@ -281,18 +280,18 @@ pub(crate) struct Taken {
 pub(crate) struct Live {
     pub granules: u32,
     pub generation: u32,
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub requested: u32,
     pub using: Using,
 }
 
-/// A run, for walks over everything.
+/// A run, for walks over all runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     pub node: Node,
     pub ptr: u64,
     pub granules: u32,
     pub kind: Kind,
-    /// If it is live.
+    /// The live block, if it is one.
     pub live: Option<Live>,
 }

@@ -1,9 +1,9 @@
-//! Freed blocks that other streams still use, on their way out of a stream cache and back.
+//! Freed blocks that other streams may still access, as they leave a stream cache and return to it.
 
 use super::Runs;
 use super::granule::Node;
 
-/// Frees of blocks that one other stream used, which nothing orders yet.
+/// Frees of blocks that one other stream used and no marker covers yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Batch {
     /// Slot of the other stream.
@@ -12,17 +12,17 @@ pub(crate) struct Batch {
     pub bytes: u64,
 }
 
-/// Blocks that were held back for other streams, which are done with them.
+/// Blocks that were held back for other streams whose uses are complete.
 #[derive(Debug)]
 pub(crate) struct Returned {
     pub nodes: Vec<Node>,
     pub bytes: u64,
-    /// Else their own stream has come to follow the others.
+    /// Whether the uses are complete; otherwise the blocks' own stream is ordered behind them.
     pub over: bool,
 }
 
 impl Runs {
-    /// Takes back a live block that other streams may still use.
+    /// Holds back a live block that other streams may still access.
     pub(crate) fn hold_back(&mut self, node: Node) {
         let page = &mut self.pages[node.page()];
         page.ticket = self.ticket;
@@ -31,10 +31,10 @@ impl Runs {
         self.pending_granules += u64::from(granule.len);
     }
 
-    /// The other streams are done with a block that was held back; or, not `over` yet, its own
-    /// stream has come to follow them. With `keep` it is kept as it is if there is room.
+    /// Returns a block that was held back. Its uses by other streams are complete, or, if not `over`, its own stream is
+    /// ordered behind them. With `keep` it stays unmerged if there is room.
     ///
-    /// What is kept counts as freed when it is merged, and is no longer what only others waited for.
+    /// A kept block immediately stops counting as pending on other streams. It counts as freed only when it is merged.
     pub(crate) fn let_go(&mut self, node: Node, over: bool, keep: bool) {
         let granule = self.granule_mut(node);
         granule.set_out();

@@ -1,4 +1,4 @@
-//! All interleavings of what threads do at stream caches, tried by loom on the code itself:
+//! Loom tests: all interleavings of threads at stream caches, on the production code.
 //!
 //! ```text
 //! RUSTFLAGS='--cfg loom' cargo test --release -p cualloc --lib interleavings
@@ -50,7 +50,7 @@ fn free(cache: &StreamCache, taken: &Taken) -> bool {
     cache.lock().free_at_once(taken.node, life)
 }
 
-/// A block that another thread frees is handed out again once, and no two live ones overlap.
+/// A block that another thread frees is allocated again once, and no two live blocks overlap.
 #[test]
 fn interleavings_of_a_free_by_another_thread() {
     loom::model(|| {
@@ -68,7 +68,7 @@ fn interleavings_of_a_free_by_another_thread() {
     });
 }
 
-/// Of two frees of one life one succeeds.
+/// Of two frees of the same allocation exactly one succeeds.
 #[test]
 fn interleavings_of_a_double_free() {
     loom::model(|| {
@@ -83,7 +83,7 @@ fn interleavings_of_a_double_free() {
     });
 }
 
-/// Stream caches that know each other.
+/// Makes stream caches known to each other.
 fn row(caches: &[&'static StreamCache]) {
     let row: Others = caches.into();
     for cache in caches {
@@ -91,7 +91,7 @@ fn row(caches: &[&'static StreamCache]) {
     }
 }
 
-/// Takes a request beyond the room that is left, as callers do who have not come to the heap.
+/// Takes a request beyond the remaining room, as callers do before they enter the heap.
 fn take_with_help(cache: &'static StreamCache, granules: u32) -> Option<Taken> {
     let request = request(granules);
     let (inner, borrowed) = cache.borrow_room(cache.lock(), request.bytes());
@@ -109,8 +109,8 @@ fn limits(caches: &[&'static StreamCache]) -> u64 {
     limits.sum::<u64>() / GRANULE
 }
 
-/// Two stream caches that take room from each other at once, one by one or all together: no deadlock, the
-/// limits together stay, and while there is enough for one of them somebody gets it.
+/// Two stream caches that take room from each other concurrently, one by one or all together, do not deadlock; the sum
+/// of the limits stays the same; and while there is enough for one of them, one succeeds.
 #[test]
 fn interleavings_of_borrowed_room() {
     loom::model(|| {
@@ -128,7 +128,7 @@ fn interleavings_of_borrowed_room() {
     });
 }
 
-/// All room is pooled while the stream cache that lends it serves its own thread.
+/// All room is pooled while the lending stream cache serves its own thread.
 #[test]
 fn interleavings_of_pooled_room() {
     loom::model(|| {
@@ -151,7 +151,7 @@ fn interleavings_of_pooled_room() {
     });
 }
 
-/// A stream cache that is stopped lends nothing any more.
+/// A stopped stream cache lends no room.
 #[test]
 fn interleavings_of_room_and_a_retirement() {
     loom::model(|| {
@@ -174,8 +174,8 @@ fn interleavings_of_room_and_a_retirement() {
     });
 }
 
-/// Of stream caches that are stopped, one after the other, none lends to the other any more: their limits can be
-/// taken out of the sum one by one.
+/// Of stream caches that are stopped one after another, none lends to another any more: their limits can be subtracted
+/// from the sum one by one.
 #[test]
 fn interleavings_of_room_and_the_end_of_a_row() {
     loom::model(|| {
@@ -195,7 +195,7 @@ fn interleavings_of_room_and_the_end_of_a_row() {
     });
 }
 
-/// Pages are taken away under pressure while a thread allocates and frees.
+/// Pages are removed under memory pressure while a thread allocates and frees.
 #[test]
 fn interleavings_of_a_flush() {
     loom::model(|| {
@@ -216,7 +216,7 @@ fn interleavings_of_a_flush() {
     });
 }
 
-/// The stream of a stream cache retires: a thread that still knows it gets a block before, or none.
+/// The stream of a stream cache retires: a thread that still knows the cache gets a block before that, or none.
 #[test]
 fn interleavings_of_a_retirement() {
     loom::model(|| {
@@ -231,14 +231,14 @@ fn interleavings_of_a_retirement() {
         let seen = other.join().unwrap_or(0);
         assert_eq!(seen == 1, mine.is_some(), "what was given was seen");
         assert!(cache.lock().take_anywhere(OWNER, request(1)).is_none());
-        // Another stream gets the stream cache.
+        // The stream cache is assigned to another stream.
         cache.lock().key = OWNER.key + 1;
         cache.lock().set_fast(true);
         assert!(cache.lock().take_anywhere(OWNER, request(1)).is_none());
     });
 }
 
-/// A page is published while its address is looked up: it is not found, or it is all there.
+/// A page is published while its address is looked up: the lookup finds nothing, or the complete page.
 #[test]
 fn interleavings_of_a_publication() {
     loom::model(|| {
@@ -261,7 +261,7 @@ fn interleavings_of_a_publication() {
     });
 }
 
-/// A stream is split: the threads use its stream caches apart, and each frees what the other has given.
+/// A stream gets a second cache: the threads use separate caches, and each frees the blocks of the other.
 #[test]
 fn interleavings_of_a_split() {
     loom::model(|| {

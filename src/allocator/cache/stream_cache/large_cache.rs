@@ -1,39 +1,38 @@
-//! Large blocks that a stream cache may hand out and take back without the heap.
+//! Large blocks that a stream cache can allocate and free without the heap.
 //!
-//! To the heap a block in a large-block cache is in use, whether somebody holds it or not. The large-block
-//! cache knows better: it keeps the last few large blocks of its stream cache, and one that was freed here is
-//! handed out again to the next request of the same length on the same stream, which needs no order and no
-//! search.
+//! To the heap a block in a large-block cache is in use, live or not. The large-block cache stores which: it keeps the
+//! last few large blocks of its stream cache, and a block that was freed here is allocated again for the next request
+//! of the same length on the same stream, without a wait or search.
 //!
-//! What lies here free is not merged with its neighbours, and must not change where other blocks go. So
-//! the next request that the large-block cache cannot serve sends everything back, and a block is only here while
-//! nothing else happened in the heap since it was handed out: the best fit for the next request of its
-//! length is then the place where it lies. Only where threads meet at the lock of the heap, so that
-//! their order is chance anyway, do blocks stay beside other work.
+//! A free block here is not merged with its neighbours, but must not change where other blocks are placed. Therefore
+//! the next request that the large-block cache cannot serve returns all its blocks, and a block is here only while
+//! nothing else has happened in the heap since its allocation: the best fit for the next request of its length is then
+//! its own place. Only under contention for the heap's lock, where the order of threads is arbitrary anyway, do blocks
+//! stay here beside other work.
 
 use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::extent::origin::{Names, Origin};
 use crate::allocator::extent::record::{NIL, SPENT};
 use crate::error::Error;
 
-/// Blocks in a large-block cache at most.
+/// Maximum number of blocks in a large-block cache.
 const PLACES: usize = 64;
 
 /// A block in a large-block cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct CachedBlock {
     pub id: u32,
-    /// Of its present life, or of its last one.
+    /// Generation of its present or last allocation.
     pub generation: u32,
     pub ptr: u64,
     pub granules: u32,
-    /// Bytes as the heap counts them for it: no life of it in the large-block cache asks for more.
+    /// Bytes that the heap counts as requested for it: no allocation of it in the large-block cache requests more.
     pub counted: u64,
-    /// Bytes that its present life asked for; 0 if it is free.
+    /// Requested bytes of its present allocation; 0 if it is free.
     pub requested: u64,
-    /// How often it was handed out again here.
+    /// Number of times it was allocated again here.
     pub reuses: u32,
-    /// Who asked for it.
+    /// Origin of the block.
     pub origin: Origin,
 }
 
@@ -47,7 +46,7 @@ impl CachedBlock {
     }
 }
 
-/// Bytes of blocks, bytes as asked for, and blocks.
+/// Bytes of blocks, requested bytes, and blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Amounts {
     pub bytes: u64,
@@ -66,19 +65,20 @@ impl std::ops::AddAssign for Amounts {
 /// The large blocks that a stream cache keeps.
 #[derive(Debug)]
 pub(crate) struct LargeCache {
-    /// Lengths of the free ones; 0 elsewhere. Apart from the rest, as every request reads all of them.
+    /// Lengths of the free blocks; 0 elsewhere. Separate from the other fields, because every request reads all of
+    /// them.
     free: [u32; PLACES],
-    /// Numbers of the blocks; [`NIL`] where a place is empty.
+    /// Numbers of the blocks; [`NIL`] for an empty slot.
     ids: [u32; PLACES],
     blocks: [CachedBlock; PLACES],
-    /// When each was last allocated or freed here.
+    /// Time of the last allocation or free of each block here.
     touched: [u32; PLACES],
     now: u32,
-    /// Blocks here, free ones among them.
+    /// Number of blocks here, including free ones.
     count: u32,
-    /// What the heap counts and nobody holds.
+    /// What the heap counts for free blocks here.
     held: Amounts,
-    /// What was ever handed out again.
+    /// Totals of blocks that were allocated again.
     reused: Amounts,
 }
 
@@ -98,7 +98,7 @@ impl Default for LargeCache {
 }
 
 impl LargeCache {
-    /// Hands out a free block of exactly this length.
+    /// Allocates a free block of exactly this length.
     #[inline]
     pub(crate) fn take(&mut self, granules: u32, requested: u64) -> Option<CachedBlock> {
         if self.held.blocks == 0 {
@@ -111,13 +111,13 @@ impl LargeCache {
     fn take_any(&mut self, granules: u32, requested: u64) -> Option<CachedBlock> {
         let at = position(&self.free, granules)?;
         let block = &mut self.blocks[at];
-        // One that has no other life after this goes back to the heap.
+        // A block in its last generation returns to the heap.
         if granules == 0 || requested > block.counted || block.generation >= SPENT - 1 {
             return None;
         }
         block.requested = requested;
         block.reuses = block.reuses.saturating_add(1);
-        // Odd while it is live, as at each birth in the heap.
+        // Odd while the block is live, as in the heap.
         block.generation += 2;
         let block = *block;
         self.free[at] = 0;
@@ -133,8 +133,8 @@ impl LargeCache {
         Some(block)
     }
 
-    /// Takes a live block back, with a generation only that life of it. `None` if the block is not
-    /// here; whether it was live.
+    /// Frees a live block into the cache; with a generation, only if the block still has it. Returns whether it was
+    /// live; `None` if the block is not here.
     pub(crate) fn put(&mut self, id: u32, generation: Option<u32>) -> Option<bool> {
         let at = self.place(id)?;
         let block = &mut self.blocks[at];
@@ -153,7 +153,7 @@ impl LargeCache {
         Some(true)
     }
 
-    /// Puts a live block here. Gives back the one that has to go for it.
+    /// Adds a live block. Returns the block that it displaces.
     pub(crate) fn add(&mut self, block: CachedBlock) -> Option<CachedBlock> {
         let vacant = position(&self.ids, NIL);
         let at = vacant.or_else(|| self.least_wanted())?;
@@ -165,7 +165,7 @@ impl LargeCache {
         gone
     }
 
-    /// Where the free block lies, else the live one, that was touched longest ago.
+    /// Returns the slot of the least recently used free block, or else of the least recently used live one.
     fn least_wanted(&self) -> Option<usize> {
         let worth = |at: &usize| {
             let age = self.now.wrapping_sub(self.touched[*at]);
@@ -174,26 +174,26 @@ impl LargeCache {
         (0..PLACES).min_by_key(worth)
     }
 
-    /// The block, if it is here.
+    /// Returns the block, if it is here.
     pub(crate) fn find(&self, id: u32) -> Option<&CachedBlock> {
         let at = self.place(id)?;
         Some(&self.blocks[at])
     }
 
-    /// Who asked for a block that is here, in its present life, to be noted.
+    /// Returns the names of a block's present allocation for modification, if the block is here.
     pub(crate) fn names_mut(&mut self, id: u32) -> Option<&mut Names> {
         let at = self.place(id)?;
         let block = &mut self.blocks[at];
         Some(block.origin.names_mut(block.generation))
     }
 
-    /// Takes a block out of the large-block cache.
+    /// Removes a block from the large-block cache.
     pub(crate) fn remove(&mut self, id: u32) -> Option<CachedBlock> {
         let at = self.place(id)?;
         self.clear(at)
     }
 
-    /// Takes a free block out of the large-block cache.
+    /// Removes a free block from the large-block cache.
     pub(crate) fn remove_idle(&mut self) -> Option<CachedBlock> {
         if self.held.blocks == 0 {
             return None;
@@ -202,7 +202,7 @@ impl LargeCache {
         self.clear(at)
     }
 
-    /// Takes any block out of the large-block cache.
+    /// Removes any block from the large-block cache.
     pub(crate) fn remove_any(&mut self) -> Option<CachedBlock> {
         if self.count == 0 {
             return None;
@@ -211,29 +211,29 @@ impl LargeCache {
         self.clear(at)
     }
 
-    /// All blocks here.
+    /// Iterates over all blocks here.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = &CachedBlock> {
         let known = self.ids.iter().zip(&self.blocks);
         known.filter(|(id, _)| **id != NIL).map(|(_, block)| block)
     }
 
-    /// What the heap counts and nobody holds.
+    /// Returns what the heap counts for free blocks here.
     pub(crate) fn held(&self) -> Amounts {
         self.held
     }
 
-    /// Bytes of the largest block that nobody holds.
+    /// Returns the bytes of the largest free block.
     pub(crate) fn largest_free(&self) -> u64 {
         let granules = self.free.iter().max().copied().unwrap_or(0);
         u64::from(granules) * crate::allocator::size::GRANULE
     }
 
-    /// What was ever handed out again.
+    /// Returns the totals of blocks that were allocated again.
     pub(crate) fn reused(&self) -> Amounts {
         self.reused
     }
 
-    /// The sums are those of the blocks.
+    /// Checks that the sums match the blocks.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let (mut held, mut count) = (Amounts::default(), 0u32);
         for at in 0..PLACES {
@@ -285,7 +285,7 @@ impl LargeCache {
     }
 }
 
-/// Where a number stands first. In groups, which processors compare at once.
+/// Returns the first index of a number. Compares in groups, which compilers vectorise.
 fn position(numbers: &[u32; PLACES], wanted: u32) -> Option<usize> {
     const GROUP: usize = 8;
     let hit = |group: &[u32]| group.iter().fold(false, |hit, one| hit | (*one == wanted));

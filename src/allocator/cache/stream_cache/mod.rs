@@ -1,12 +1,13 @@
-//! Stream caches: what an allocation of up to 64 KiB meets first, and mostly nothing else.
+//! Stream caches, which serve most allocations of up to 64 KiB by themselves.
 //!
-//! A stream cache belongs to one stream and has pages of its own; a stream has one, and more when threads
-//! meet at its lock, up to one per thread of execution. Everything about a small block (its run, its
-//! generation, the statistics, the streams recorded on it) is under the lock of the stream cache that owns
-//! its page, so that two streams, or two stream caches of one, share no word that either writes. What a
-//! stream cache cannot do alone (pages, markers, peaks) its callers do with the heap outside.
+//! A stream cache belongs to one stream and has pages of its own. A stream has one, and gets more when threads contend
+//! for its lock, up to one per hardware thread. All state of a small block (its run, its generation, the statistics,
+//! the streams recorded on it) is under the lock of the stream cache that owns its page, so that two streams, or two
+//! stream caches of one stream, share no word that either writes. What a stream cache cannot do alone (pages, markers,
+//! peaks) its callers do with the heap.
 //!
-//! Lock order: the heap, then stream caches by rank. A stream cache is never waited for with a higher one held.
+//! Lock order: the heap, then stream caches by rank. No thread waits for a stream cache while it holds one of higher
+//! rank.
 
 mod account;
 mod batch;
@@ -46,94 +47,91 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// No allocator: every call needs the heap.
 const CLOSED: u64 = u64::MAX;
-/// No allocator: the next allocation looks for worn pages first.
+/// No allocator: the next allocation first searches for worn pages.
 const USED_UP: u64 = u64::MAX - 1;
-/// Most stream caches of a stream.
+/// Maximum number of stream caches of a stream.
 pub(crate) const MOST_CACHES: usize = 16;
-/// Wholly free pages that a stream cache keeps when it hands some back: this part of its pages, between so
-/// many and so many. Of those that it did not need lately no memory is added for others.
+/// Number of wholly free pages that a stream cache keeps when it returns some: this part of its pages, within two
+/// bounds. While a cache has pages that it has not needed lately, no memory is added for others.
 const SPARE_PART: usize = 4;
 const SPARE_LEAST: usize = 8;
 const SPARE_PAGES: usize = 16;
-/// It hands none back before there are more than so many times that: a stream cache whose need goes up and
-/// down would give and ask all the time.
+/// A stream cache returns no page before it has more than this multiple of that number: one with a varying need would
+/// return and request pages all the time.
 const SPARE_EXCESS: u32 = 2;
-/// Times that threads met at a stream cache's lock before its stream gets another stream cache.
+/// Number of contentions for a stream cache's lock before its stream gets another stream cache.
 const CONTENTIONS: u32 = 32;
 
-/// What keeps an allocator: stream caches with live blocks hold it, and know nothing else of it.
+/// The object that keeps an allocator alive: stream caches with live blocks hold it, and know nothing else about it.
 pub(crate) trait KeepAlive: std::fmt::Debug + Send + Sync {}
 
-/// One stream cache. Never freed: a stream cache that nobody needs waits for its next stream.
+/// One stream cache. It is never freed: an unused stream cache waits for its next stream.
 ///
-/// On cache lines of its own, and the first of them is all that other stream caches touch when they ask for
-/// room.
+/// It has its own cache lines, and other stream caches touch only the first of them when they request room.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct StreamCache {
-    /// With what happened to the process, for calls that find all else here.
+    /// Holds the state of the process as well, for calls that find everything else here.
     lock: Lock<Inner, State>,
-    /// Place in the order of locks.
+    /// Position in the lock order.
     pub(crate) rank: u32,
     /// The allocator while the stream cache has a stream.
     owner: AtomicPtr<()>,
-    /// [`Inner::handle`], for who has no lock.
+    /// A copy of [`Inner::handle`], to be read without the lock.
     handle: AtomicUsize,
 }
 
-/// A stream cache's contents, while they are this thread's.
+/// The contents of a locked stream cache.
 pub(crate) type Held<'a, T> = lock::Held<'a, T, State>;
 
-/// What a stream cache is to its stream.
+/// The state of a stream cache.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Inner {
-    /// The number of the allocator as long as calls may go on without a look at the heap, else 0.
+    /// The allocator's number while calls may be served without the heap, otherwise 0.
     open: u64,
-    /// The stream's number in that allocator: calls for this stream may go on.
+    /// The stream's number in that allocator, whose calls may be served.
     pub key: u64,
-    /// The stream's handle, if it is that stream's and no other's as long as calls may go on without a look at the
-    /// heap; else 0.
+    /// The stream's handle, if it identifies the stream as long as calls may be served without the heap; otherwise 0.
     handle: usize,
     pub runs: Runs,
     /// Number of the allocator, 0 for none.
     pub allocator: u64,
     /// The stream's slot.
     pub slot: u32,
-    /// The stream's handle, as long as it may be asked whether it captures; 0 if that takes more than its handle.
+    /// The stream's handle, if it suffices to query whether the stream is capturing; otherwise 0.
     pub raw: usize,
-    /// Frees under way that ask the stream just now, without a lock: who ends the stream waits for them.
+    /// Number of frees that are querying the stream now, without a lock: a retirement waits for them.
     pub asking: u32,
     /// Large blocks.
     pub large_cache: LargeCache,
-    /// The allocator, as long as it is open or blocks of this stream cache are live.
+    /// The allocator, while it is open or blocks of this stream cache are live.
     pub owner: Option<Arc<dyn KeepAlive>>,
     pub batches: Vec<Batch>,
-    /// Batches that wait for their streams, outside of the stream cache.
+    /// Number of batches that wait for their streams, outside the stream cache.
     pub waiting: u32,
-    /// Batches that are complete, and came back.
+    /// Complete batches that have returned.
     pub returned: Vec<Returned>,
-    /// Small blocks of other streams on which this stream is recorded, live or in a batch that is
-    /// open, as far as this stream cache counts them: only the sum over a stream's stream caches means something.
+    /// Number of small blocks of other streams on which this stream is recorded, live or in an open batch, as counted
+    /// by this stream cache. Only the sum over a stream's caches is meaningful.
     pub recorded: i64,
-    /// Most bytes that were held back at once.
+    /// Peak of the bytes held back.
     pub pending_peak: u64,
     contentions: u32,
-    /// Requests that find nothing to let pass before the other streams are asked again, and how many
-    /// that were the last time.
+    /// Number of unsuccessful requests to pass before the other streams are polled again, and its last initial value.
     skips: u32,
     next_skips: u32,
-    /// Blocks handed out when the room was last shared out, and the last sharing before which there
-    /// were more.
+    /// Blocks allocated when the room was last divided, and the last division before which the number had grown.
     shared_at: u64,
     busy_at: u64,
-    /// Blocks handed out when it was last asked what the stream cache did not need.
+    /// Blocks allocated when the heap last checked what the stream cache did not need.
     asked_at: u64,
-    /// Stream caches that were busy then, this one among them if it was, by rank: who may have room, and where
-    /// in the row to ask next.
+    /// The stream caches that were busy then, by rank, including this one if it was: the possible lenders of room, and
+    /// the position of the next one to ask.
     others: Option<Others>,
     turn: u32,
-    /// Where a recording gets what happens here. It stays with the stream cache, whoever's that is.
+    /// Destination of a recording's events from this cache. It stays with the stream cache when that changes its
+    /// stream.
     pub tap: Tap,
 }
 
@@ -171,14 +169,14 @@ impl Default for Inner {
     }
 }
 
-/// A stream by its number in an allocator, by its own.
+/// A stream: the number of its allocator, and its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Owner {
     pub allocator: u64,
     pub key: u64,
 }
 
-/// A small request in numbers that fit.
+/// A small request in compact numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Small {
     pub granules: u32,
@@ -193,25 +191,25 @@ impl Small {
         u64::from(self.granules) * GRANULE
     }
 
-    /// Granules of a run in which it surely fits.
+    /// Granules of a run that fits the request at any start.
     pub(crate) fn span(self) -> u32 {
         self.granules + self.align.max(1) - 1
     }
 }
 
-/// How a request to a stream cache ended.
+/// Outcome of a request to a stream cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Allocated {
     Taken(Taken),
     /// No run is long enough.
     NoRun,
-    /// It could be a new peak.
+    /// The request might raise the peak.
     NoRoom,
-    /// The stream cache is another stream's by now, or its stream needs a closer look.
+    /// The stream cache belongs to another stream by now, or its stream requires further checks.
     Stranger,
 }
 
-/// Which life of a block is meant.
+/// Which allocation of a block is meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Life {
     /// The one with this generation, which has an owner.
@@ -220,22 +218,22 @@ pub(crate) enum Life {
     At(u64),
 }
 
-/// How a free ended.
+/// Outcome of a free.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Freed {
     Done,
-    /// Done, and there is a page to hand back.
+    /// Done, and a page can be returned.
     Page,
     /// Done, and the batch for this stream is full.
     Full(u32),
-    /// Nothing is done yet: it needs the heap.
+    /// Nothing is done yet: the free needs the heap.
     NeedsHeap,
-    /// There is no such block.
+    /// There is no such live block.
     NotLive,
 }
 
 impl StreamCache {
-    /// Where the list of quick runs of so many granules begins, from the stream cache's beginning on.
+    /// Offset of the list of quick runs of this length from the start of the stream cache.
     #[cfg(not(loom))]
     #[inline(always)]
     const fn quick_at(granules: u32) -> usize {
@@ -245,7 +243,7 @@ impl StreamCache {
             + Runs::quick_at(granules)
     }
 
-    /// What [`process::now`] says.
+    /// Returns the value of [`process::now`].
     #[inline(always)]
     pub(crate) fn now(&self) -> Now {
         self.lock.beside.now()
@@ -256,13 +254,13 @@ impl StreamCache {
         self.lock.lock()
     }
 
-    /// The stream cache, if nobody is at it.
+    /// Locks the stream cache, unless another thread holds it.
     #[inline(always)]
     pub(crate) fn try_lock(&self) -> Option<Held<'_, Inner>> {
         self.lock.try_lock()
     }
 
-    /// Waits until no free asks the stream any more. None begins to.
+    /// Waits until no free queries the stream any more. No new query begins.
     pub(crate) fn let_go(&self) {
         let mut round = 0;
         while self.lock().asking > 0 {
@@ -280,7 +278,7 @@ impl StreamCache {
         }
     }
 
-    /// The stream is known by a handle from now on, or by none if that is 0.
+    /// Sets the handle by which the stream is known; 0 for none.
     pub(crate) fn set_handle(&self, raw: usize) {
         self.lock().handle = raw;
         self.handle.store(raw, Ordering::Relaxed);
@@ -291,13 +289,14 @@ impl StreamCache {
         self.handle.load(Ordering::Relaxed)
     }
 
-    /// The allocator from now on.
+    /// Sets the allocator.
     pub(crate) fn set_owner(&self, owner: &Arc<dyn KeepAlive>) {
         let owner = Arc::as_ptr(owner).cast_mut().cast();
         self.owner.store(owner, Ordering::Release);
     }
 
-    /// The allocator that was set last. Alive as long as a block has this stream cache as its home.
+    /// Returns the allocator that was set last. It is alive as long as a block has this stream cache as its owning
+    /// cache.
     #[inline]
     pub(crate) fn owner(&self) -> *const () {
         self.owner.load(Ordering::Acquire)
@@ -305,13 +304,13 @@ impl StreamCache {
 }
 
 impl Inner {
-    /// The stream's number if it is known by this handle, which is its own as long as the stream cache serves.
+    /// Returns the stream's number if this is its handle, which identifies it while the stream cache serves.
     #[inline(always)]
     pub(crate) fn key_of_handle(&self, raw: usize) -> Option<u64> {
         (self.handle == raw).then_some(self.key)
     }
 
-    /// Lets the stream cache work without a look at the heap, or stops it.
+    /// Lets the stream cache serve calls without the heap, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = match fast {
             true if self.runs.accounts.blocks.is_used_up() => USED_UP,
@@ -321,7 +320,7 @@ impl Inner {
         self.runs.keep_quick(fast);
     }
 
-    /// Threads met here: whether the stream should get another stream cache, because they keep doing so.
+    /// Counts a contention. Returns whether the stream should get another stream cache because of repeated contention.
     pub(crate) fn contended(&mut self) -> bool {
         self.contentions += 1;
         let contended = self.contentions >= CONTENTIONS;
@@ -331,13 +330,13 @@ impl Inner {
         contended
     }
 
-    /// Whether allocations and frees may go on without a look at the heap.
+    /// Whether allocations and frees may be served without the heap.
     #[inline(always)]
     pub(crate) fn is_fast(&self) -> bool {
         self.open != CLOSED
     }
 
-    /// Takes an unaligned request if nothing stands in the way, and any free run is long enough.
+    /// Takes an unaligned request if the cache may serve it and any free run is long enough.
     #[inline(always)]
     pub(crate) fn take_anywhere(&mut self, owner: Owner, request: Small) -> Option<Taken> {
         let bytes = request.bytes();
@@ -399,19 +398,19 @@ impl Inner {
         }
     }
 
-    /// Takes a request whatever it does to the peak, which is the caller's to look at.
+    /// Takes a request regardless of the peak, which the caller checks.
     pub(crate) fn take_beyond(&mut self, request: Small) -> Allocated {
         self.runs.accounts.allocated.extend(request.bytes());
         self.take(request)
     }
 
-    /// Whether calls for a stream may go on here without a look at the heap.
+    /// Whether calls for a stream may be served here without the heap.
     #[inline(always)]
     pub(crate) fn serves(&self, owner: Owner) -> bool {
         self.open == owner.allocator && self.key == owner.key
     }
 
-    /// The live block that begins at an address.
+    /// Returns the live block that begins at an address.
     pub(crate) fn live(&self, node: Node, ptr: u64, generation: Option<u32>) -> Option<Live> {
         let live = self.runs.live(node, ptr)?;
         generation
@@ -419,8 +418,9 @@ impl Inner {
             .then_some(live)
     }
 
-    /// Leaves to the heap what is noted on a live block: what was, or `None` if the block is gone. Reading it and saying
-    /// so are one step, since another thread may be about to note a use of its own.
+    /// Leaves the recorded uses of a live block to the heap. Returns the present ones, or `None` if the block is no
+    /// longer live. Reading them and marking the block is one step, because another thread may be about to record a use
+    /// of its own.
     pub(crate) fn leave_to_heap(&mut self, node: Node, ptr: u64) -> Option<Using> {
         let live = self.runs.live(node, ptr)?;
         self.runs.set_using(node, Using::MANY);
@@ -430,23 +430,23 @@ impl Inner {
     #[inline(always)]
     fn live_in(&self, node: Node, life: Life) -> Option<Live> {
         match life {
-            // The page of a block that somebody owns cannot have gone.
+            // The page of a block with an owner cannot have been removed.
             Life::Generation(generation) => self.runs.live_as(node, generation),
             Life::At(ptr) => self.runs.live(node, ptr),
         }
     }
 
-    /// Frees a block if nothing stands in the way; with a generation only that life of it.
+    /// Frees a block if the fast path suffices; with a generation, only if the block still has it.
     #[inline(always)]
     pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
         self.freed_at_once(node, life).is_some()
     }
 
-    /// [`free_at_once`](Self::free_at_once), with what the block was.
+    /// [`free_at_once`](Self::free_at_once), which returns the freed block.
     #[inline(always)]
     fn freed_at_once(&mut self, node: Node, life: Life) -> Option<Live> {
         let live = self.live_in(node, life)?;
-        // A stream cache that was stopped keeps no quick runs: its blocks come no further than this.
+        // A stopped stream cache keeps no quick runs, so its blocks leave the fast path here.
         if live.using != Using::NONE || !self.runs.put_quick(node, live.granules) {
             return None;
         }
@@ -455,9 +455,9 @@ impl Inner {
         Some(live)
     }
 
-    /// Frees a block in this life of it that [`free_at_once`](Self::free_at_once) did not, if that was for
-    /// want of room to keep its run as it is: merges it. Whether there is a page to hand back then; `None`,
-    /// with nothing done, if more stands in the way.
+    /// Frees a block that [`free_at_once`](Self::free_at_once) could not free because there was no room for another
+    /// quick run: merges it. Returns whether a page can be returned; returns `None` and does nothing if the free needs
+    /// the heap.
     #[inline(always)]
     pub(crate) fn free_merged(&mut self, node: Node, generation: u32) -> Option<bool> {
         let live = self.runs.live_as(node, generation)?;
@@ -469,11 +469,11 @@ impl Inner {
         Some(self.pages_to_keep().is_some())
     }
 
-    /// Whom to ask about captures before the block in this life of it is freed, if its stream's handle is enough.
-    /// Counted in [`asking`](Self::asking) until the answer is there.
+    /// Returns the stream handle to query for captures before a block is freed, if the handle suffices. The query is
+    /// counted in [`asking`](Self::asking) until it has returned.
     #[inline(always)]
     pub(crate) fn ask_for(&mut self, node: Node, life: Life) -> Option<usize> {
-        // A block that somebody owns is live, and so its stream is known.
+        // A block with an owner is live, so its stream is known.
         let live = matches!(life, Life::Generation(_)) || self.live_in(node, life).is_some();
         if !live || self.raw == 0 {
             return None;
@@ -482,13 +482,13 @@ impl Inner {
         Some(self.raw)
     }
 
-    /// Takes a large block back into the large-block cache. False if the heap has to free it.
+    /// Frees a large block into the large-block cache. False if the heap has to free it.
     #[inline]
     pub(crate) fn free_large(&mut self, id: u32, generation: u32) -> bool {
         self.is_fast() && self.put_large(id, Some(generation)) == Some(true)
     }
 
-    /// Frees a block that begins at an address; with a generation only that life of it.
+    /// Frees a block that begins at an address; with a generation, only if the block still has it.
     pub(crate) fn free(&mut self, node: Node, ptr: u64, generation: Option<u32>) -> Freed {
         let Some(live) = self.live(node, ptr, generation) else {
             return Freed::NotLive;
@@ -513,7 +513,7 @@ impl Inner {
         }
     }
 
-    /// How many wholly free pages to keep, if there are so many that some should be handed back.
+    /// Returns the number of wholly free pages to keep, if some of them should be returned.
     pub(crate) fn pages_to_keep(&self) -> Option<u32> {
         let whole = self.runs.whole_pages();
         if whole <= SPARE_EXCESS * SPARE_LEAST as u32 {
@@ -524,20 +524,20 @@ impl Inner {
         (whole > SPARE_EXCESS * keep).then_some(keep)
     }
 
-    /// Takes a block out of the sums.
+    /// Removes a block from the sums.
     #[inline(always)]
     pub(crate) fn account_free(&mut self, live: Live) {
         let bytes = u64::from(live.granules) * GRANULE;
         self.runs.accounts.sub(bytes, u64::from(live.requested));
     }
 
-    /// Whether the stream cache handed nothing out, also from its large-block cache, since this was last asked.
+    /// Whether the stream cache has allocated nothing since the last call, including from its large-block cache.
     pub(crate) fn take_quiet(&mut self) -> bool {
         let total = self.runs.accounts.blocks.total() + self.large_cache.reused().blocks;
         std::mem::replace(&mut self.asked_at, total) == total
     }
 
-    /// Whether the stream cache handed anything out lately. `now` is the number of the sharing.
+    /// Whether the stream cache has allocated recently. `now` is the number of the division of room.
     pub(crate) fn busy(&mut self, now: u64) -> bool {
         let total = self.runs.accounts.blocks.total();
         if total != self.shared_at {
@@ -548,5 +548,5 @@ impl Inner {
     }
 }
 
-/// Sharings after which a stream cache that hands nothing out gets no room.
+/// Number of divisions after which a stream cache without allocations gets no room.
 const EPOCH: u64 = 16;

@@ -1,10 +1,10 @@
-//! From an address to the stream cache that owns the page around it, without a lock.
+//! Lookup from an address to the stream cache that owns its page, without a lock.
 //!
-//! A table over the address space by stretches of a GiB, with an entry per page in each. A stretch is made when the
-//! first page in it is, and stays; entries change under the lock of the stream cache that they name. Most stretches lie
-//! near: in a row that has a place for one of each so many, so that a free by pointer, which may find none of this in the
-//! processor's caches, waits for two lines. Who finds his place taken lies in a radix table. The first stretch of all lies
-//! in the table's first line, beside the word that calls by pointer and by handle look at anyway.
+//! A table over the address space in stretches of one GiB, with an entry per page. A stretch is created with the first
+//! page in it, and stays; entries change under the lock of the stream cache that they name. Most stretches are in a
+//! direct-mapped array of `PLACES` slots, so that a free by pointer with cold caches waits for two lines. A stretch
+//! whose slot is taken lies in a radix table. The first stretch of all is stored in the table's first line, beside the
+//! word that calls by pointer and by handle read anyway.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, AtomicU64, Ordering};
@@ -16,24 +16,24 @@ use crate::allocator::size::{GRANULE, PAGE};
 use crate::locks::lock::{AtomicPtr, AtomicU32};
 
 const PAGE_BITS: u32 = PAGE.ilog2();
-/// Of a stretch. Loom has to be told of each entry.
+/// Bits of an address within a stretch. Loom tracks each entry, so its stretches are small.
 const STRETCH_BITS: u32 = if cfg!(loom) { 21 } else { 30 };
 const STRETCH_PAGES: usize = 1 << (STRETCH_BITS - PAGE_BITS);
-/// Above this many bits there are no addresses of devices.
+/// No device has addresses with more bits.
 const ADDRESS_BITS: u32 = 49;
-/// Places for stretches that lie near. What loom looks at has a small stack.
+/// Number of slots in the direct-mapped array. Few under loom, whose stacks are small.
 const PLACES: usize = if cfg!(loom) { 2 } else { 64 };
-/// The two levels of the table of all others.
+/// The two levels of the radix table of all other stretches.
 const TOPS: usize = 1 << 10;
 const BELOW: usize = 1 << (ADDRESS_BITS - STRETCH_BITS - TOPS.ilog2());
-/// Marks numbers of small blocks; those of all others are below.
+/// Marks numbers of small blocks; all other numbers are smaller.
 pub(crate) const SMALL_ID: u32 = 1 << 31;
-/// Bits of a block's number that say where in its page it begins.
+/// Bits of a block's number for its position in its page.
 const ID_BITS: u32 = PAGE_BITS - GRANULE.ilog2();
-/// Numbers of pages: with as many the first one comes again.
+/// Number of page numbers, after which they repeat.
 const NUMBERS: u32 = SMALL_ID >> ID_BITS;
 
-/// The number of the page that a small block's number tells.
+/// Returns the page number in a small block's number.
 #[inline(always)]
 pub(crate) fn page_of(id: u32) -> u32 {
     (id & !SMALL_ID) >> ID_BITS
@@ -42,25 +42,25 @@ pub(crate) fn page_of(id: u32) -> u32 {
 #[derive(Debug)]
 struct Entry {
     cache: AtomicPtr<StreamCache>,
-    /// Place of the page in the stream cache.
+    /// Index of the page in the stream cache.
     page: AtomicU32,
-    /// Where the page's generations go on when it comes back.
+    /// Generation from which the page continues when it comes back.
     generation: AtomicU32,
 }
 
-/// What is known of the pages of a stretch of addresses.
+/// The pages of one stretch of addresses.
 #[derive(Debug)]
 struct Stretch {
-    /// Which one: an address without its lower bits.
+    /// The stretch: an address without its lower bits.
     number: u64,
     entries: Box<[Entry; STRETCH_PAGES]>,
-    /// The pages' numbers; [`NUMBERS`] for one that has none yet. Beside the entries, whose size is a power of
-    /// two so that every free by pointer finds its own by a shift.
+    /// Numbers of the pages; [`NUMBERS`] for a page without one. Separate from the entries, whose size is a power of
+    /// two so that every free by pointer finds its entry by a shift.
     numbers: Box<[Count; STRETCH_PAGES]>,
 }
 
 impl Stretch {
-    /// Out of line: it is made at one of several places, and is large where loom looks at it.
+    /// Out of line, because it has several callers and the value is large under loom.
     #[inline(never)]
     fn new(number: u64) -> Self {
         Stretch {
@@ -75,39 +75,39 @@ impl Stretch {
     }
 }
 
-/// As long as its index has values: what is masked needs no check.
+/// As long as the range of its masked index, so that indexing needs no bounds check.
 type Slots<T, const N: usize> = Box<[OnceLock<T>; N]>;
 
 fn slots<T, const N: usize>() -> Slots<T, N> {
     boxed_array(OnceLock::new)
 }
 
-/// See the module's text.
+/// The table; see the module documentation.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct PageTable {
-    /// A copy of the engine's word: the allocator's id as long as stream caches may serve at once, then 0.
+    /// A copy of the engine's word: the allocator's id while stream caches may serve calls alone, otherwise 0.
     at_once: AtomicU64,
     first: OnceLock<Stretch>,
-    /// Of the other stretches that share a place the first one that had a page.
+    /// The direct-mapped slots: each holds the first stretch of those that share it, except for `first`.
     near: [OnceLock<Stretch>; PLACES],
     far: OnceLock<Slots<Slots<Stretch, BELOW>, TOPS>>,
     numbers: Count,
 }
 
-/// The number of the stretch around an address.
+/// Returns the number of the stretch around an address.
 #[inline(always)]
 fn stretch_of(ptr: u64) -> u64 {
     ptr >> STRETCH_BITS
 }
 
-/// The place of an address's page in its stretch.
+/// Returns the index of an address's page in its stretch.
 #[inline(always)]
 fn place(ptr: u64) -> usize {
     (ptr >> PAGE_BITS) as usize % STRETCH_PAGES
 }
 
-/// Where in the table of those that do not lie near a stretch is.
+/// Returns the indexes of a stretch in the radix table.
 fn far_place(number: u64) -> Option<(usize, usize)> {
     let number = usize::try_from(number).ok()?;
     let (top, below) = (number / BELOW, number % BELOW);
@@ -115,7 +115,7 @@ fn far_place(number: u64) -> Option<(usize, usize)> {
 }
 
 impl PageTable {
-    /// An empty one of the allocator whose stream caches serve at once; with 0 they do not.
+    /// Creates the empty table of an allocator; `at_once` is its id, or 0 if its stream caches never serve calls alone.
     pub(crate) fn new(at_once: u64) -> Self {
         PageTable {
             at_once: AtomicU64::new(at_once),
@@ -126,13 +126,13 @@ impl PageTable {
         }
     }
 
-    /// The id of the allocator if its stream caches may serve at once, else 0.
+    /// Returns the id of the allocator if its stream caches may serve calls alone, otherwise 0.
     #[inline(always)]
     pub(crate) fn at_once_id(&self) -> u64 {
         self.at_once.load(Ordering::Relaxed)
     }
 
-    /// Stream caches serve no more at once.
+    /// Stops stream caches from serving calls alone.
     pub(crate) fn stop(&self) {
         self.at_once.store(0, Ordering::Relaxed);
     }
@@ -146,7 +146,7 @@ impl PageTable {
     #[inline(always)]
     fn stretch(&self, ptr: u64) -> Option<&Stretch> {
         let number = stretch_of(ptr);
-        // The first one is made before any other.
+        // `first` is set before any other stretch.
         let first = self.first.get()?;
         if first.number == number {
             return Some(first);
@@ -157,7 +157,7 @@ impl PageTable {
     #[cold]
     #[inline(never)]
     fn other_stretch(&self, number: u64) -> Option<&Stretch> {
-        // None near: there is none that had to go further, either.
+        // If the slot is empty, no stretch was displaced to the radix table either.
         let near = self.near[number as usize % PLACES].get()?;
         if near.number == number {
             return Some(near);
@@ -171,7 +171,7 @@ impl PageTable {
         self.far.get()?[top].get()?[below].get()
     }
 
-    /// The stretch around an address, from now on; `None` for an address that no device has.
+    /// Returns the stretch around an address, and creates it if necessary; `None` for an address that no device has.
     fn made_stretch(&self, ptr: u64) -> Option<&Stretch> {
         let number = stretch_of(ptr);
         let (top, below) = far_place(number)?;
@@ -188,18 +188,19 @@ impl PageTable {
         Some(stretches[below].get_or_init(make))
     }
 
-    /// The stream cache that owns the page around an address, and the page's place in it. Another thread
-    /// may change both until that stream cache is locked.
+    /// Returns the stream cache that owns the page around an address, and the page's index in it. Another thread may
+    /// change both until that stream cache is locked.
     #[inline]
     pub(crate) fn find(&self, ptr: u64) -> Option<(&'static StreamCache, u32)> {
         let entry = self.entry(ptr)?;
         let cache = entry.cache.load(Ordering::Acquire);
-        // SAFETY: what stands here came from a `&'static StreamCache`.
+        // SAFETY: the pointer was stored from a `&'static StreamCache`.
         let cache = unsafe { cache.cast_const().as_ref() }?;
         Some((cache, entry.page.load(Ordering::Acquire)))
     }
 
-    /// [`find`](Self::find) for the place where a small block may begin: none begins elsewhere.
+    /// [`find`](Self::find) for an address where a small block may begin, with its node; small blocks begin only at
+    /// granules.
     #[inline(always)]
     pub(crate) fn find_node(&self, ptr: u64) -> Option<(&'static StreamCache, Node)> {
         if !ptr.is_multiple_of(GRANULE) {
@@ -210,8 +211,8 @@ impl PageTable {
         Some((cache, Node::new(page, place)))
     }
 
-    /// What a page at `base` is to its next stream cache: one that is worn has another number
-    /// from here on, and begins anew. It has no stream cache now. `None` for an address that no device has.
+    /// Returns a page at `base` for its next stream cache: a worn page gets another number, and its generations start
+    /// again. It must have no stream cache now. `None` for an address that no device has.
     pub(crate) fn info(&self, base: u64) -> Option<PageInfo> {
         let stretch = self.made_stretch(base)?;
         let (entry, number) = (&stretch.entries[place(base)], &stretch.numbers[place(base)]);
@@ -228,14 +229,14 @@ impl PageTable {
         })
     }
 
-    /// The number of the live small block that begins at an address, among all that there can be.
+    /// Returns the number of the live small block that begins at an address, unique among all possible ones.
     pub(crate) fn id(&self, ptr: u64) -> Option<u32> {
         let granule = (ptr / GRANULE) as u32 & ((1 << ID_BITS) - 1);
         let number = self.stretch(ptr)?.numbers[place(ptr)].load(Ordering::Relaxed);
         Some(SMALL_ID | number << ID_BITS | granule)
     }
 
-    /// Publishes a page that a stream cache has taken in. The stream cache is locked.
+    /// Publishes a page that a stream cache has added. The stream cache is locked.
     pub(crate) fn set(&self, base: u64, cache: &'static StreamCache, page: u32) {
         if let Some(entry) = self.entry(base) {
             entry.page.store(page, Ordering::Relaxed);
@@ -244,7 +245,7 @@ impl PageTable {
         }
     }
 
-    /// Takes back what [`set`](Self::set) published. The stream cache is locked.
+    /// Reverts a [`set`](Self::set). The stream cache is locked.
     pub(crate) fn clear(&self, info: PageInfo) {
         if let Some(entry) = self.entry(info.base) {
             entry.generation.store(info.generation, Ordering::Relaxed);
@@ -295,7 +296,7 @@ mod tests {
             }
         }
         assert!(table.info(at | 1 << ADDRESS_BITS).is_none());
-        // A page that comes back has its number, and goes on with its generations.
+        // A page that comes back keeps its number, and its generations continue.
         let last = bases[2];
         let info = table.info(last).map(|info| PageInfo {
             generation: 77,

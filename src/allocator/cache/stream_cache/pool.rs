@@ -6,7 +6,7 @@ use super::StreamCache;
 use crate::driver::process;
 use crate::locks::held::Mutex;
 
-/// Stream caches that wait for a stream.
+/// The pool of stream caches that wait for a stream.
 #[derive(Debug)]
 pub(crate) struct StreamCachePool {
     waiting: Mutex<Vec<&'static StreamCache>>,
@@ -21,7 +21,7 @@ impl StreamCachePool {
         }
     }
 
-    /// A stream cache without a stream.
+    /// Takes a stream cache without a stream.
     pub(crate) fn take(&self) -> &'static StreamCache {
         let waiting = self.waiting.lock().pop();
         waiting.unwrap_or_else(|| {
@@ -32,7 +32,7 @@ impl StreamCachePool {
         })
     }
 
-    /// Lets go of the rings of a recording that is over.
+    /// Drops the rings of a finished recording.
     pub(crate) fn clear_taps(&self) {
         let waiting = self.waiting.lock();
         for cache in waiting.iter() {
@@ -40,7 +40,7 @@ impl StreamCachePool {
         }
     }
 
-    /// Takes back a stream cache whose stream is gone: it has no pages, and nothing live.
+    /// Takes back a stream cache after its stream: it has no pages and no live blocks.
     pub(crate) fn give_back(&self, cache: &'static StreamCache) {
         let former = {
             let mut inner = cache.lock();
@@ -49,7 +49,7 @@ impl StreamCachePool {
             former
         };
         self.waiting.lock().push(cache);
-        // The last user of an allocator may go with it: outside the locks.
+        // This may be the last reference to an allocator, so it is dropped outside the locks.
         drop(former);
     }
 }

@@ -1,4 +1,4 @@
-//! What a recording is told of a stream cache.
+//! The events that stream caches write to a recording.
 
 use crate::allocator::cache::stream_cache::{
     CachedBlock, Inner, Life, Node, Owner, Small, StreamCache, Taken,
@@ -7,8 +7,8 @@ use crate::driver::process;
 use crate::event::Kind;
 
 impl StreamCache {
-    /// [`free_told`](Inner::free_told) of a block with an owner while a recording runs, if nobody is at the stream cache
-    /// and the recording is told with a few words. Else the block is live still.
+    /// [`free_told`](Inner::free_told) for a block with an owner while a recording is in progress, if the stream cache
+    /// is not locked and a compact record suffices. Otherwise the block stays live.
     #[inline(always)]
     pub(crate) fn free_recorded(&self, node: Node, at: &u64, generation: &u32) -> bool {
         let Some(mut inner) = self.try_lock() else {
@@ -17,20 +17,21 @@ impl StreamCache {
         let Some(place) = inner.tap.place() else {
             return false;
         };
-        // Read from the block where they are needed: what has to be kept in between costs more.
+        // Read from the block where it is needed, because keeping the value costs more.
         let life = Life::Generation(*generation);
         let Some(live) = inner.freed_at_once(node, life) else {
             return false;
         };
         let freed = (Kind::Free, *at, live.requested.into());
-        // SAFETY: it is the tap's place: nobody else was at it since.
+        // SAFETY: `place` belongs to the tap, and the lock has been held since it was obtained.
         unsafe { inner.tap.put_own(place, freed) };
         true
     }
 }
 
 impl Inner {
-    /// [`take_anywhere`](Self::take_anywhere) of a run at hand while a recording runs, if that is told with a few words.
+    /// [`take_anywhere`](Self::take_anywhere) for a quick run while a recording is in progress, if a compact record
+    /// suffices.
     #[inline(always)]
     pub(crate) fn take_recorded(&mut self, owner: Owner, request: Small) -> Option<Taken> {
         let bytes = request.bytes();
@@ -42,13 +43,13 @@ impl Inner {
         let taken = self.runs.take_quick(request.granules, request.requested)?;
         self.account(bytes, request.requested);
         let event = (Kind::Allocate, taken.ptr, request.requested.into());
-        // SAFETY: it is the tap's place: nobody else was at it since.
+        // SAFETY: `place` belongs to the tap, and the lock has been held since it was obtained.
         let context = unsafe { self.tap.put_own(place, event) };
         self.note_context(&taken, context);
         Some(taken)
     }
 
-    /// Notes the context that a block was taken in.
+    /// Stores the context in which a block was allocated.
     #[inline(always)]
     fn note_context(&mut self, taken: &Taken, context: u32) {
         if context != 0
@@ -63,7 +64,7 @@ impl Inner {
         self.tap.push_own((kind, at, bytes))
     }
 
-    /// A block was taken.
+    /// Records an allocated block.
     #[inline(always)]
     pub(crate) fn tell_taken(&mut self, taken: &Taken, requested: u32) {
         if process::is_recording() {
@@ -72,7 +73,7 @@ impl Inner {
         }
     }
 
-    /// A block was freed.
+    /// Records a freed block.
     #[inline(always)]
     pub(crate) fn tell_freed(&mut self, at: u64, requested: u32) {
         if process::is_recording() {
@@ -80,7 +81,7 @@ impl Inner {
         }
     }
 
-    /// A large block was handed out again.
+    /// Records that a large block was allocated again.
     #[inline]
     pub(crate) fn tell_large(&mut self, block: &CachedBlock) {
         if process::is_recording() {
@@ -93,7 +94,7 @@ impl Inner {
         }
     }
 
-    /// [`free_at_once`](Inner::free_at_once) of a block at an address while a recording may run.
+    /// [`free_at_once`](Inner::free_at_once) for a block at an address while a recording may be in progress.
     #[inline(always)]
     pub(crate) fn free_told(&mut self, node: Node, life: Life, at: u64) -> bool {
         let freed = self.freed_at_once(node, life);
@@ -103,8 +104,8 @@ impl Inner {
         freed.is_some()
     }
 
-    /// Takes a live large block back into the large-block cache, with a generation only that life of it. `None` if
-    /// it is not there; whether it was live.
+    /// Frees a live large block into the large-block cache; with a generation, only if the block still has it. Returns
+    /// whether it was live; `None` if it is not there.
     #[inline]
     pub(crate) fn put_large(&mut self, id: u32, generation: Option<u32>) -> Option<bool> {
         let before = match process::is_recording() {

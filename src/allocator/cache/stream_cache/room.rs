@@ -1,18 +1,18 @@
-//! Room below the peak, as stream caches get it from each other without a look at the heap.
+//! Room below the peak, which stream caches move between each other without the heap.
 //!
-//! What stream caches may count to together stays the same in all of this, so no peak can be passed.
+//! The sum of the limits of all stream caches does not change here, so no peak can be exceeded.
 
 use std::sync::Arc;
 
 use super::{CLOSED, Held, Inner, Others, StreamCache};
 
-/// Stream caches that are asked for room before all of them are locked.
+/// Number of stream caches to ask for room before all of them are locked.
 const ASKED: usize = 4;
-/// Spreads the stream caches that are asked: 2^32 over the golden ratio.
+/// Spreads the order in which stream caches are asked: 2^32 divided by the golden ratio.
 const SPREAD: u32 = 0x9e37_79b9;
 
 impl Inner {
-    /// Whom to ask for room next.
+    /// Returns the stream cache to ask for room next.
     fn next_lender(&mut self, own: &StreamCache) -> Option<&'static StreamCache> {
         let others = self.others.as_ref()?;
         self.turn = self.turn.wrapping_add(SPREAD);
@@ -21,7 +21,8 @@ impl Inner {
         row.find(|cache| !std::ptr::eq(**cache, own)).copied()
     }
 
-    /// Who was busy when room was shared out; none for a stream cache that was not, which asks the heap first.
+    /// Sets the stream caches that were busy when room was divided; `None` for one that was not busy, which asks the
+    /// heap first.
     pub(crate) fn set_others(&mut self, row: Option<&Others>) {
         let Some(row) = row else {
             self.others = None;
@@ -38,8 +39,8 @@ impl Inner {
 }
 
 impl StreamCache {
-    /// Room for `bytes` more from one of a few other stream caches. The lock is let go where the order of
-    /// locks asks for it. True if there is enough now.
+    /// Borrows room for `bytes` from one of a few other stream caches. The lock is released where the lock order
+    /// requires it. True if there is enough now.
     pub(crate) fn borrow_room<'a>(
         &'a self,
         mut inner: Held<'a, Inner>,
@@ -49,8 +50,8 @@ impl StreamCache {
             let Some(lender) = inner.next_lender(self) else {
                 break;
             };
-            // A thread holds the lock of a `StreamCache` for a moment: to wait for it costs less than to take room
-            // from more of them.
+            // The lock of a `StreamCache` is held briefly, so waiting for it is cheaper than taking room from more of
+            // them.
             let mut theirs = match lender.try_lock() {
                 Some(theirs) => theirs,
                 None if lender.rank > self.rank => lender.lock(),
@@ -73,8 +74,8 @@ impl StreamCache {
         (inner, false)
     }
 
-    /// Room for `bytes` more from all other stream caches that are known here, of which each then has as
-    /// much. True if there was enough.
+    /// Pools the room of all other known stream caches for `bytes`, and divides the rest equally. True if there was
+    /// enough.
     pub(crate) fn pool_room(&self, bytes: u64) -> bool {
         let (open, others) = {
             let inner = self.lock();

@@ -1,10 +1,9 @@
-//! The small blocks of one stream cache: runs of granules in pages, and recently freed runs at hand.
+//! The small blocks of one stream cache: runs of granules in pages, and recently freed quick runs.
 //!
-//! Pure bookkeeping, in safe code, under the stream cache's lock. A page is 128 granules; its runs lie
-//! without gaps. A free run is in the list of its exact length; one bit per length tells which lists
-//! hold anything, so that the best fit is found by counting zeros. Neighbours merge at once, except
-//! for the *quick* runs: the last ones that were freed, kept apart by length and handed out again as
-//! they are, the latest first.
+//! Pure bookkeeping in safe code, under the stream cache's lock. A page is 128 granules; its runs lie without gaps. A
+//! free run is in the list of its exact length; one bit per length tells which lists are not empty, so that the best
+//! fit is found by counting zeros. Neighbours merge immediately, except for the *quick* runs: the most recently freed
+//! ones, kept apart by length and allocated again unchanged, the latest first.
 
 use super::account::{Accounts, rarely};
 use super::granule::{
@@ -14,25 +13,25 @@ use super::granule::{
 use crate::allocator::size::GRANULE;
 use std::ptr;
 
-/// Quick runs together are at most this part of the pages, or that many granules.
+/// Quick runs together take at most this part of the pages, or a minimum number of granules.
 const QUICK_SHARE: u32 = 8;
 const QUICK_LEAST: u32 = 4 * PAGE_GRANULES;
-/// Quick runs of one length are kept up to this many granules together.
+/// Maximum number of granules in quick runs of one length.
 const QUICK_GRANULES: u32 = 512;
-/// They are many if they are more than this part of all pages.
+/// Quick runs are many if they take more than this part of all pages.
 const QUICK_PART: u64 = 16;
-/// Pages that a stream cache makes room for in its list of them at first.
+/// Initial capacity of a stream cache's list of pages.
 const PAGES: usize = 32;
 
 /// The quick runs of one length.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Quick {
     pub head: u32,
-    /// How many more there may be.
+    /// Number of runs that the list may still take.
     pub left: u32,
 }
 
-/// A run that is free no more, and nobody's yet.
+/// A run that is no longer free, and not yet a live block.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
     node: Node,
@@ -47,7 +46,7 @@ impl Cut {
     }
 }
 
-/// Lists of quick runs by length: as many as a byte has values, so that no length needs a check.
+/// Lists of quick runs by length: as many as a byte has values, so that indexing by length needs no check.
 pub(super) const LISTS: usize = 1 << 8;
 
 /// No quick runs.
@@ -61,7 +60,7 @@ pub(super) const NO_QUICK: [Quick; LISTS] = {
     lists
 };
 
-/// See the module's text.
+/// The runs of a stream cache; see the module documentation.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Runs {
@@ -72,22 +71,23 @@ pub(crate) struct Runs {
     pub(super) pages: Vec<Box<Page>>,
     /// Granules that quick runs may still take.
     pub(super) quick_room: u32,
-    /// Granules that quick runs may take in all.
+    /// Granules that quick runs may take in total.
     pub(super) cap: u32,
-    /// What is counted of the blocks: here, since a pair of allocation and free touches it together with what is above.
+    /// Counters of the blocks, placed here because a pair of allocation and free touches them together with the fields
+    /// above.
     pub accounts: Accounts,
-    /// None are kept.
+    /// Whether no quick runs are kept.
     merges_all: bool,
-    /// Pages that are one free run.
+    /// Number of pages that are one free run.
     pub(super) whole: u32,
-    /// Fewest of them since somebody last asked.
+    /// Minimum of that number since the last query.
     pub(super) idle: u32,
-    /// The stream's ticket for frees from now on.
+    /// The stream's ticket for later frees.
     pub(super) ticket: u64,
     pub(super) pending_granules: u64,
-    /// Runs in all pages, of whatever kind.
+    /// Number of runs in all pages, of any kind.
     pub(super) count: u32,
-    /// Lists of free runs by length less one, and a bit for each that is not empty.
+    /// Lists of free runs by length minus one, and a bit for each that is not empty.
     pub(super) filled: Bits,
     pub(super) free: [u32; GRANULES],
     pub(super) quick: [Quick; LISTS],
@@ -131,13 +131,13 @@ impl Runs {
         &mut self.pages[node.page()].granules[node.place()]
     }
 
-    /// Where the list of quick runs of so many granules is.
+    /// Index of the list of quick runs of this length.
     #[inline(always)]
     pub(super) const fn quick_at(granules: u32) -> usize {
         std::mem::offset_of!(Runs, quick) + (granules as usize % LISTS) * size_of::<Quick>()
     }
 
-    /// Where a run's record is, for the processor's sake alone; null if there is none.
+    /// Returns the address of a run's record for prefetching; null if there is none.
     #[inline(always)]
     pub(crate) fn record_at(&self, node: Node) -> *const () {
         let page = self.pages.get(node.page());
@@ -156,13 +156,13 @@ impl Runs {
         taken.map(|(taken, _)| taken)
     }
 
-    /// Takes a run of `granules`: a quick one of just so many, else the low end of the shortest free run
-    /// that is long enough. With its bytes, so that nobody need remember them.
+    /// Takes a run of `granules`: a quick run of exactly this length, or else the low end of the shortest free run that
+    /// is long enough. Also returns its bytes, so that the caller need not keep them.
     #[inline(always)]
     pub(crate) fn take_anywhere(&mut self, granules: u32, requested: u32) -> Option<(Taken, u64)> {
         let quick = &mut self.quick[granules as usize % LISTS];
         let node = Node(quick.head);
-        // There is no page for `NIL`.
+        // No page has the index of `NIL`.
         let (page, cut) = if let Some(page) = self.pages.get_mut(node.page()) {
             let page = &mut **page;
             quick.head = page.granules[node.place()].a;
@@ -221,7 +221,7 @@ impl Runs {
         Some(self.hand_out(Node(run.node.0 + skip), requested))
     }
 
-    /// Takes a run out of the quick ones.
+    /// Removes a run from the quick runs.
     pub(super) fn unquick(&mut self, node: Node, granules: u32) {
         let length = granules as usize % LISTS;
         let next = self.granule(node).a;
@@ -229,7 +229,7 @@ impl Runs {
         if at == node.0 {
             self.quick[length].head = next;
         } else {
-            // Not many: a list is bounded in granules.
+            // The list is short, because its granules are bounded.
             while at != NIL {
                 let granule = self.granule_mut(Node(at));
                 at = granule.a;
@@ -247,12 +247,12 @@ impl Runs {
         self.pages[node.page()].info.base + node.place() as u64 * GRANULE
     }
 
-    /// Makes a run that was cut out a live block.
+    /// Makes a cut run a live block.
     fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
         self.pages[node.page()].hand_out(node, requested)
     }
 
-    /// The live block at a node, if its first byte is at `ptr`.
+    /// Returns the live block at a node, if its first byte is at `ptr`.
     #[inline(always)]
     pub(crate) fn live(&self, node: Node, ptr: u64) -> Option<Live> {
         let page = self.pages.get(node.page())?;
@@ -260,7 +260,7 @@ impl Runs {
         page.granules[node.place()].live().filter(|_| at == ptr)
     }
 
-    /// The live block at a node, in this life of it.
+    /// Returns the live block at a node, if it has this generation.
     #[inline(always)]
     pub(crate) fn live_as(&self, node: Node, generation: u32) -> Option<Live> {
         let page = self.pages.get(node.page())?;
@@ -269,32 +269,31 @@ impl Runs {
         (granule.a == generation).then(|| granule.as_live())
     }
 
-    /// Says which other streams use a live block.
+    /// Sets which other streams use a live block.
     pub(crate) fn set_using(&mut self, node: Node, using: Using) {
         self.granule_mut(node).set_using(using);
     }
 
-    /// Takes back a live block of `granules` that nobody else uses: kept as it is if there is room
-    /// for it at hand, else merged with what is free beside it.
+    /// Frees a live block of `granules` that no other stream uses: kept as a quick run if there is room, otherwise
+    /// merged with its free neighbours.
     pub(crate) fn put(&mut self, node: Node, granules: u32) {
         if !self.put_quick(node, granules) {
             self.put_merged(node);
         }
     }
 
-    /// Takes back a live block and keeps it as it is; false, and it is still live, if that would be
-    /// too much.
+    /// Frees a live block into the quick runs; returns false, and the block stays live, if there is no room.
     #[inline(always)]
     pub(crate) fn put_quick(&mut self, node: Node, granules: u32) -> bool {
         let quick = &mut self.quick[granules as usize % LISTS];
         let (Some(page), Some(room)) = (
             self.pages.get_mut(node.page()),
-            // In the width of the index, so that compilers keep the length in that alone.
+            // In the width of the index, so that compilers keep the length in one register.
             (self.quick_room as usize).checked_sub(granules as usize),
         ) else {
             return false;
         };
-        // Counted before it is sure: there is one more mostly.
+        // Counted before it is certain, because there usually is room.
         let (left, none) = quick.left.overflowing_sub(1);
         quick.left = left;
         if none {
@@ -331,7 +330,7 @@ impl Runs {
         Cut::new(node, granules)
     }
 
-    /// Takes `granules` out of a free run; what is left on either side stays free.
+    /// Takes `granules` out of a free run; the rest on either side stays free.
     fn cut(&mut self, node: Node, skip: u32, granules: u32) {
         let length = u32::from(self.granule(node).len);
         self.unlist(node, length);
@@ -389,14 +388,14 @@ impl Runs {
         self.unlisted(granules);
     }
 
-    /// The run of a link, unless that is `NIL`, for which there is no page.
+    /// Returns the run of a link, unless that is `NIL`, for which there is no page.
     #[inline(always)]
     fn find(&mut self, node: Node) -> Option<&mut Granule> {
         let page = self.pages.get_mut(node.page())?;
         Some(&mut page.granules[node.place()])
     }
 
-    /// Counts a run of `granules` that is no more in its list.
+    /// Removes a run of `granules` from the counts of its list.
     #[inline]
     fn unlisted(&mut self, granules: u32) {
         if granules == PAGE_GRANULES {
@@ -405,7 +404,7 @@ impl Runs {
         }
     }
 
-    /// Takes back a live block together with the free runs beside it.
+    /// Frees a live block and merges it with its free neighbours.
     #[inline(never)]
     pub(crate) fn put_merged(&mut self, node: Node) {
         self.put_merged_here(node);
@@ -416,12 +415,12 @@ impl Runs {
         self.merge_at(node, Some(self.ticket));
     }
 
-    /// Makes a run free, together with the free runs beside it.
+    /// Makes a run free, and merges it with its free neighbours.
     pub(super) fn merge(&mut self, node: Node) {
         self.merge_at(node, None);
     }
 
-    /// [`merge`](Self::merge); with the ticket of a free that is newer than all others in the page.
+    /// [`merge`](Self::merge), with the ticket of a free that is newer than all others in the page.
     #[inline(always)]
     fn merge_at(&mut self, node: Node, ticket: Option<u64>) {
         let page = &mut *self.pages[node.page()];
@@ -431,8 +430,8 @@ impl Runs {
         let place = node.place();
         let granule = &mut page.granules[place];
         let (mut start, mut length) = (node, u32::from(granule.len));
-        // Only where a run begins may a granule look like anything but free: an old pointer to the
-        // middle of a free run finds nothing live.
+        // Only the first granule of a run may differ from a free one, so that a stale pointer into the middle of a free
+        // run finds no live block.
         granule.set_free();
         let end = place + length as usize;
         let right = page.granules.get(end).filter(|granule| granule.is_free());
@@ -455,9 +454,9 @@ impl Runs {
         self.list(start, length);
     }
 
-    /// Merges quick runs, the longest first, until one of `granules` is free, if they are a good part of
-    /// the pages; true if one is. Else another page is worth more: kept apart they serve the requests
-    /// to come at a fraction of the cost.
+    /// Merges quick runs, the longest first, until one of `granules` is free, if they take a substantial part of the
+    /// pages; true if one is. Otherwise another page is better: quick runs serve later requests at a fraction of the
+    /// cost.
     pub(crate) fn flush_for(&mut self, granules: u32) -> bool {
         let many = u64::from(self.quick_granules()) * QUICK_PART
             > self.page_count() as u64 * u64::from(PAGE_GRANULES);
@@ -493,9 +492,9 @@ impl Runs {
 
     // ---- pages -----------------------------------------------------------------------------
 
-    /// Adds a page as one free run. Returns its place in the stream cache.
+    /// Adds a page as one free run. Returns its index in the stream cache.
     pub(crate) fn add_page(&mut self, info: PageInfo) -> u32 {
-        // Of its ticket: the stream may be using it still, or follow who is.
+        // It gets the current ticket: the stream may still be using the page, or be ordered behind its users.
         let page = Page::new(info, self.ticket);
         let at = match self.vacant.pop() {
             Some(at) => {
@@ -504,7 +503,8 @@ impl Runs {
             }
             None => {
                 if self.pages.capacity() == 0 {
-                    // Read all the time: the ends of so many words may have busy neighbours, no more.
+                    // This array is read all the time. Reserving it this large means that only its first and last cache
+                    // lines can be shared with data that others write (false sharing).
                     self.pages.reserve(PAGES);
                 }
                 self.pages.push(Box::new(page));
@@ -517,8 +517,7 @@ impl Runs {
         at
     }
 
-    /// Takes out a page that is one free run, if more than `keep` are, with the ticket of the newest
-    /// free in it.
+    /// Removes a page that is one free run, if more than `keep` are, with the ticket of the newest free in it.
     pub(crate) fn remove_page(&mut self, keep: u32) -> Option<(PageInfo, u64)> {
         if let Some(worn) = self.remove_worn() {
             return Some(worn);
@@ -537,27 +536,27 @@ impl Runs {
         Some(gone)
     }
 
-    /// Frees from now on get this ticket.
+    /// Sets the ticket of later frees.
     pub(crate) fn set_ticket(&mut self, ticket: u64) {
         self.ticket = ticket;
     }
 
-    /// Pages that are one free run.
+    /// Returns the number of pages that are one free run.
     pub(crate) fn whole_pages(&self) -> u32 {
         self.whole
     }
 
-    /// Pages of those that are one free run, or were in the meantime used, since this was last asked.
+    /// Returns the number of wholly free pages that were used in the meantime, since the last call.
     pub(crate) fn take_needed_pages(&mut self) -> u32 {
         self.whole - std::mem::replace(&mut self.idle, self.whole)
     }
 
-    /// Pages in all.
+    /// Returns the number of pages.
     pub(crate) fn page_count(&self) -> usize {
         self.pages.len() - self.vacant.len()
     }
 
-    /// Bounds what quick runs may hold together, after pages came or went.
+    /// Updates the bound of the granules in quick runs, after pages were added or removed.
     pub(super) fn set_cap(&mut self) {
         let granules = self.page_count() as u32 * PAGE_GRANULES;
         let cap = match self.merges_all {
@@ -571,8 +570,7 @@ impl Runs {
         self.cap = cap;
     }
 
-    /// Whether any quick runs are kept from now on: where none are, no live block is taken back by
-    /// [`put_quick`](Self::put_quick).
+    /// Sets whether quick runs are kept; if not, [`put_quick`](Self::put_quick) frees no live block.
     pub(crate) fn keep_quick(&mut self, keep: bool) {
         if self.merges_all == keep {
             self.merges_all = !keep;
@@ -580,7 +578,7 @@ impl Runs {
         }
     }
 
-    /// Granules in quick runs.
+    /// Returns the granules in quick runs.
     pub(crate) fn quick_granules(&self) -> u32 {
         self.cap - self.quick_room
     }

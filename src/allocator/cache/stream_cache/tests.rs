@@ -1,4 +1,4 @@
-//! What the runs of a stream cache do by themselves.
+//! Tests of the runs of a stream cache by themselves.
 
 use super::granule::PageInfo;
 use super::granule::WORN;
@@ -19,7 +19,7 @@ fn runs(pages: u64) -> Runs {
     runs
 }
 
-/// Blocks of so many granules, taken and given back.
+/// Allocates and frees a number of blocks of the same length.
 fn pass(runs: &mut Runs, count: u32, granules: u32) {
     let taken = |runs: &mut Runs| runs.take(granules, 1, granules * 512).map(|t| t.node);
     let nodes: Vec<_> = (0..count).filter_map(|_| taken(runs)).collect();
@@ -28,7 +28,7 @@ fn pass(runs: &mut Runs, count: u32, granules: u32) {
     assert_eq!(runs.check(), Ok(()));
 }
 
-/// R61: runs that were kept as they are merge for a request that finds none, no more than it takes.
+/// R61: for a request that finds no run, quick runs merge, but no more than it needs.
 #[test]
 fn r61_kept_runs_merge_for_a_longer_one() {
     let mut runs = runs(2);
@@ -40,7 +40,7 @@ fn r61_kept_runs_merge_for_a_longer_one() {
     assert_eq!(runs.check(), Ok(()));
 }
 
-/// The longest go first, and those of other lengths stay if they were enough.
+/// The longest runs merge first, and those of other lengths stay if that suffices.
 #[test]
 fn r61_short_runs_are_kept_if_longer_ones_do() {
     let mut runs = runs(2);
@@ -54,7 +54,7 @@ fn r61_short_runs_are_kept_if_longer_ones_do() {
     assert_eq!(runs.check(), Ok(()));
 }
 
-/// Where little is kept another page is worth more.
+/// If few quick runs are kept, another page is better.
 #[test]
 fn r61_few_runs_are_kept() {
     let mut runs = runs(8);
@@ -65,7 +65,7 @@ fn r61_few_runs_are_kept() {
     assert_eq!(runs.quick_granules(), 60);
 }
 
-/// R24: a stream cache that was stopped merges everything, and leaves each free to who looks at the heap.
+/// R24: a stopped stream cache merges everything, and leaves each free to a caller with the heap.
 #[test]
 fn r24_a_stopped_cache_takes_no_block_back_at_once() {
     let mut inner = Inner {
@@ -103,8 +103,8 @@ fn r24_a_stopped_cache_takes_no_block_back_at_once() {
     assert_eq!(inner.runs.check(), Ok(()));
 }
 
-/// S1.13: what there is no room to keep as it is, is merged, but only in the life that was meant, and only
-/// if no other stream uses it.
+/// S1.13: a block without room among the quick runs is merged, but only if it still has its generation, and only if no
+/// other stream uses it.
 #[test]
 fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
     let mut inner = Inner {
@@ -135,8 +135,8 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
     assert_eq!(inner.runs.check(), Ok(()));
 }
 
-/// S1.13: from the moment on that the heap has what is noted on a block, nobody notes anything there beside the heap,
-/// or frees the block.
+/// S1.13: once the heap has the recorded uses of a block, no other thread can record a use there without the heap, or
+/// free the block.
 #[test]
 fn s1_13_what_is_noted_is_left_to_the_heap_in_one_step() {
     let mut inner = Inner {
@@ -167,7 +167,7 @@ fn s1_13_what_is_noted_is_left_to_the_heap_in_one_step() {
     assert_eq!(inner.runs.check(), Ok(()));
 }
 
-/// R61: a page that was in use meanwhile is one that the stream cache needs, also if it is free again.
+/// R61: the stream cache needs a page that was in use meanwhile, even if it is free again.
 #[test]
 fn r61_pages_used_meanwhile_are_needed() {
     let mut runs = runs(3);
@@ -181,8 +181,8 @@ fn r61_pages_used_meanwhile_are_needed() {
     assert_eq!(runs.take_needed_pages(), 0);
 }
 
-/// What is taken out of use in a worn page counts as freed then: runs that were kept as they were may have
-/// been freed under the ticket of now.
+/// A run taken out of use in a worn page counts as freed then, because quick runs may have been freed under the current
+/// ticket.
 #[test]
 fn a_worn_page_goes_with_the_ticket_of_its_newest_free() {
     let mut runs = runs(1);
@@ -204,7 +204,7 @@ fn a_worn_page_goes_with_the_ticket_of_its_newest_free() {
     assert_eq!(runs.check(), Ok(()));
 }
 
-/// The free of a block in a worn page comes by way of the heap, and to no list.
+/// The free of a block in a worn page goes through the heap, and its run enters no list.
 #[test]
 fn a_block_in_a_worn_page_is_of_no_use_after_it() {
     for over in [false, true] {
@@ -229,7 +229,8 @@ fn a_block_in_a_worn_page_is_of_no_use_after_it() {
     }
 }
 
-/// A stream cache that handed out its lot looks for worn pages before it goes on, whatever made it stop meanwhile.
+/// A stream cache that has used up its allowance searches for worn pages before it continues, whatever stopped it
+/// meanwhile.
 #[test]
 fn generations_a_cache_looks_for_worn_pages_before_they_are_used_up() {
     for (generation, stops) in [(WORN, false), (WORN, true), (WORN - 3, false)] {

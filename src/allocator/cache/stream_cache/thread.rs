@@ -1,7 +1,7 @@
-//! What a thread remembers: the stream caches that it used last, by the numbers and by the handles of their streams.
+//! The thread-local memory of recently used stream caches, by the numbers and by the handles of their streams.
 //!
-//! An entry may be out of date in every respect. Stream caches are never freed, and each tells under its
-//! lock whose it is, so a wrong entry costs a look at the heap and nothing else.
+//! An entry may be outdated in every respect. Stream caches are never freed, and each stores its owner under its lock,
+//! so a wrong entry costs a slow path through the heap and nothing else.
 
 use std::cell::Cell;
 use std::ptr;
@@ -9,43 +9,43 @@ use std::ptr;
 use super::StreamCache;
 use crate::locks::prefetch::prefetch;
 
-/// Numbers of streams are consecutive: as many streams may be in use at the same time without sharing an entry.
+/// Numbers of streams are consecutive: this many streams may be in use concurrently without sharing an entry.
 const ENTRIES: usize = 64;
 
-/// Handles that are searched before the table of handles.
+/// Number of handles that are searched before the table of handles.
 const RECENT: usize = 3;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Set in the number of a recent entry whose handle does not last. No address of a driver's object has this bit.
+/// Set in the number of a recent entry whose handle may be reused. No address of a driver's object has this bit.
 const PASSING: usize = !(usize::MAX >> 1);
 
 type Entry = Option<&'static StreamCache>;
 
-/// What a thread knows by a handle.
+/// What a thread knows about a handle.
 pub(crate) enum Known {
-    /// The stream cache that it last used for the stream of this handle, which lasts.
+    /// The stream cache last used for the stream with this handle, which stays valid.
     Lasting(&'static StreamCache),
-    /// The one that it last used for a stream which had this handle: the driver must say which has it now.
+    /// The stream cache last used for a stream that had this handle: the driver must report which stream has it now.
     Passing(&'static StreamCache),
     Nothing,
 }
 
-/// A name and the stream cache that it stands for.
+/// A name and its stream cache.
 type Place<T> = Cell<(T, Entry)>;
 
 /// The memory of a thread. It has no destructor, so that a call from the destructor of another variable finds it.
 #[repr(C, align(64))]
 struct Memory {
-    /// The handles that were used last, the latest first. They are on one cache line with the next two, so that a call
-    /// by handle needs no other one of this structure.
+    /// The handles used last, the latest first. They share one cache line with the next two fields, so that a call by
+    /// handle needs no other line of this structure.
     recent: [Place<usize>; RECENT],
-    /// The record of the block that was freed last; null at first. Only prefetched.
+    /// The record of the block freed last; null at first. Used only for prefetching.
     touched: Cell<*const ()>,
     caller: Cell<*const ()>,
     by_number: [Place<u64>; ENTRIES],
-    /// Handles that last.
+    /// Handles that stay valid.
     by_handle: [Place<usize>; ENTRIES],
 }
 
@@ -61,20 +61,20 @@ thread_local! {
     };
 }
 
-/// What the C library keeps for the calling thread; null at first. In a shared library each thread-local variable costs a
-/// call of the loader, so a call of that library has this one alone.
+/// Returns the pointer that the C library stores for the calling thread; null at first. In a shared library each
+/// thread-local variable costs a call of the loader, so that library has only this one.
 #[inline(always)]
 pub fn of_caller() -> *const () {
     MEMORY.with(|memory| memory.caller.get())
 }
 
-/// Sets what [`of_caller`] returns.
+/// Sets the pointer that [`of_caller`] returns.
 #[inline(always)]
 pub fn set_of_caller(pointer: *const ()) {
     MEMORY.with(|memory| memory.caller.set(pointer));
 }
 
-/// The stream cache that this thread last used for a stream with this number.
+/// Returns the stream cache that this thread last used for a stream with this number.
 #[inline(always)]
 pub(crate) fn find(key: u64) -> Entry {
     match MEMORY.with(|memory| memory.by_number[key as usize % ENTRIES].get()) {
@@ -83,7 +83,7 @@ pub(crate) fn find(key: u64) -> Entry {
     }
 }
 
-/// The stream cache that this thread last used, if that was for a stream with this handle.
+/// Returns the stream cache that this thread used last, if that was for a stream with this handle.
 #[inline(always)]
 pub(crate) fn find_first(raw: usize) -> Entry {
     match MEMORY.with(|memory| memory.recent[0].get()) {
@@ -92,7 +92,7 @@ pub(crate) fn find_first(raw: usize) -> Entry {
     }
 }
 
-/// What this thread knows by this handle.
+/// Returns what this thread knows about this handle.
 #[inline(always)]
 pub(crate) fn find_handle(raw: usize) -> Known {
     MEMORY.with(|memory| match known(raw, memory.recent[0].get()) {
@@ -102,8 +102,8 @@ pub(crate) fn find_handle(raw: usize) -> Known {
     })
 }
 
-/// Asks for the cache lines that a free by this thread meets, if its block is of the stream cache that the thread used
-/// last, and near the one that was freed last: by the time that the tables have told, they are there.
+/// Prefetches the cache lines that a free by this thread will touch, if its block belongs to the stream cache that the
+/// thread used last and lies near the block freed last: they arrive while the tables are read.
 #[inline(always)]
 pub(crate) fn prefetch_for_free() {
     MEMORY.with(|memory| {
@@ -115,7 +115,8 @@ pub(crate) fn prefetch_for_free() {
     });
 }
 
-/// Asks for those of an allocation from a stream cache, whose own first line is needed at once.
+/// Prefetches the cache lines of an allocation from a stream cache, except for its first line, which is needed
+/// immediately.
 #[inline(always)]
 pub(crate) fn prefetch_for(cache: &StreamCache, granules: u32) {
     let cache = ptr::from_ref(cache).cast::<()>();
@@ -127,14 +128,14 @@ pub(crate) fn prefetch_for(cache: &StreamCache, granules: u32) {
     MEMORY.with(|memory| prefetch(memory.touched.get()));
 }
 
-/// A block was freed whose record is there. The next one to be allocated is mostly that, the next to be freed often
-/// near it.
+/// Stores the record of a freed block for prefetching. The next allocation usually gets that block, and the next free
+/// is often near it.
 #[inline(always)]
 pub(crate) fn touched(record: *const ()) {
     MEMORY.with(|memory| memory.touched.set(record));
 }
 
-/// What a recent entry says, if it is about this handle.
+/// Returns what a recent entry says, if it is about this handle.
 #[inline(always)]
 fn known(raw: usize, (number, cache): (usize, Entry)) -> Option<Known> {
     let cache = cache?;
@@ -164,13 +165,13 @@ fn find_further(memory: &Memory, raw: usize) -> Known {
     found
 }
 
-/// Where the entry of a handle is: handles are addresses of the driver's.
+/// Index of the entry of a handle; handles are addresses of the driver's objects.
 fn place(raw: usize) -> usize {
     ((raw as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize % ENTRIES
 }
 
 impl Memory {
-    /// Makes it the first recent entry. The last one goes, unless this one was there.
+    /// Makes it the first recent entry. The last entry is dropped, unless this one was among them.
     fn bring_forward(&self, number: usize, cache: &'static StreamCache) {
         let mut entry = (number, Some(cache));
         for place in &self.recent {
@@ -187,7 +188,7 @@ pub(crate) fn remember(key: u64, cache: &'static StreamCache) {
     remember_handle(cache);
 }
 
-/// The next call of this thread with the stream's handle finds its stream cache, if the handle lasts.
+/// Lets the next call of this thread with the stream's handle find its stream cache, if the handle stays valid.
 #[inline(always)]
 pub(crate) fn remember_handle(cache: &'static StreamCache) {
     let raw = cache.handle();
@@ -196,7 +197,7 @@ pub(crate) fn remember_handle(cache: &'static StreamCache) {
     }
 }
 
-/// The next call of this thread with this handle, which may not last, finds the stream cache.
+/// Lets the next call of this thread with this handle, which may be reused, find the stream cache.
 #[inline(always)]
 pub(crate) fn remember_asked(raw: usize, cache: &'static StreamCache) {
     match cache.handle() {
@@ -206,7 +207,7 @@ pub(crate) fn remember_asked(raw: usize, cache: &'static StreamCache) {
     }
 }
 
-/// Whether the first recent entry says this.
+/// Whether the first recent entry is this one.
 #[inline(always)]
 fn is_first(number: usize, cache: &StreamCache) -> bool {
     let (known, first) = MEMORY.with(|memory| memory.recent[0].get());
@@ -233,7 +234,7 @@ fn keep(raw: usize, cache: &'static StreamCache) {
     });
 }
 
-/// The next allocation of this thread for the stream of a stream cache, which has this number, looks at the heap.
+/// Makes the next allocation of this thread for the stream with this number use the heap.
 pub(crate) fn forget(key: u64, cache: &'static StreamCache) {
     let is_it = |entry: Entry| entry.is_some_and(|known| ptr::eq(known, cache));
     MEMORY.with(|memory| {
@@ -259,7 +260,7 @@ pub(crate) fn forget(key: u64, cache: &'static StreamCache) {
 mod tests {
     use super::*;
 
-    /// Stream caches of streams whose handles last.
+    /// Stream caches of streams whose handles stay valid.
     fn caches<const N: usize>() -> [(usize, &'static StreamCache); N] {
         std::array::from_fn(|at| {
             let cache: &'static StreamCache = Box::leak(Box::new(StreamCache::new(0)));
@@ -288,7 +289,7 @@ mod tests {
         }
     }
 
-    /// More handles than there are recent entries; the one that was used last is the first.
+    /// There are more handles than recent entries; the handle used last is the first.
     #[test]
     fn each_handle_finds_what_was_used_for_it_last() {
         let known = caches::<9>();
@@ -322,7 +323,7 @@ mod tests {
     #[test]
     fn what_is_forgotten_is_found_by_no_name() {
         let known = caches::<6>();
-        // One with a recent entry, and one that has none any more.
+        // One handle with a recent entry, and one without.
         for at in [4, 0] {
             let (raw, cache) = known[at];
             forget(at as u64, cache);
@@ -346,14 +347,14 @@ mod tests {
         assert!(passing(raw).is_none());
         remember_asked(raw, one);
         assert!(is(passing(raw), one) && find_first(raw).is_none());
-        // Behind two others, and with another stream cache in its place.
+        // After two others, and with another stream cache in its place.
         for (raw, cache) in known {
             assert!(is(lasting(raw), cache));
         }
         assert!(is(passing(raw), one) && is(passing(raw), one));
         remember_asked(raw, other);
         assert!(is(passing(raw), other));
-        // It lasts from now on, and is not known by anything else.
+        // The handle stays valid from now on, and is not known as anything else.
         other.set_handle(raw);
         remember_asked(raw, other);
         assert!(is(lasting(raw), other) && passing(raw).is_none());

@@ -1,4 +1,4 @@
-//! Walks over the runs of a stream cache: what lies where, and whether all of it agrees.
+//! Walks over the runs of a stream cache: their contents, and the check of their consistency.
 
 use super::granule::{GRANULES, Kind, NIL, Node, PAGE_GRANULES, PageInfo, Run, Taken};
 use super::runs::{LISTS, NO_QUICK, Runs};
@@ -6,7 +6,7 @@ use crate::allocator::extent::origin::{Names, Origin};
 use crate::allocator::size::GRANULE;
 
 impl Runs {
-    /// Pages with their places in the stream cache.
+    /// Iterates over pages with their indexes in the stream cache.
     pub(crate) fn pages(&self) -> impl Iterator<Item = (u32, PageInfo)> + '_ {
         (0u32..)
             .zip(&self.pages)
@@ -14,7 +14,7 @@ impl Runs {
             .map(|(at, page)| (at, page.info))
     }
 
-    /// The runs of a page, from its first byte on.
+    /// Iterates over the runs of a page, from its first byte on.
     pub(crate) fn runs(&self, page: u32) -> impl Iterator<Item = Run> + '_ {
         let mut place = 0;
         std::iter::from_fn(move || {
@@ -25,7 +25,7 @@ impl Runs {
             let granule = held.granules.get(place as usize)?;
             let node = Node::new(page, place);
             let ptr = held.info.base + u64::from(place) * GRANULE;
-            // A length of zero would never end; the check reports it.
+            // A length of zero would never end the walk; the check reports it.
             place += u32::from(granule.len).max(1);
             Some(Run {
                 node,
@@ -37,7 +37,7 @@ impl Runs {
         })
     }
 
-    /// Who asked for a live block with this generation, to be noted.
+    /// Returns the names of a live block with this generation, for modification.
     #[inline(never)]
     pub(crate) fn names_mut(&mut self, node: Node, generation: u32) -> Option<&mut Names> {
         let page = self.pages.get_mut(node.page())?;
@@ -46,7 +46,7 @@ impl Runs {
         Some(origins[node.place()].names_mut(generation))
     }
 
-    /// Live blocks: bytes, and who asked for each.
+    /// Iterates over live blocks: bytes and origin of each.
     pub(crate) fn live_blocks(&self) -> impl Iterator<Item = (u64, Names)> + '_ {
         self.pages().flat_map(|(page, _)| {
             let live = self.runs(page).filter_map(|run| Some((run, run.live?)));
@@ -60,21 +60,21 @@ impl Runs {
         })
     }
 
-    /// Where the quick run of `granules` begins that is the next to be taken.
+    /// Returns the address of the quick run of `granules` that will be taken next.
     #[inline(always)]
     pub(crate) fn next_quick(&self, granules: u32) -> Option<u64> {
         let node = Node(self.quick.get(granules as usize)?.head);
-        // There is no page for `NIL`.
+        // No page has the index of `NIL`.
         let page = self.pages.get(node.page())?;
         Some(page.info.base + node.place() as u64 * GRANULE)
     }
 
-    /// Takes the quick run of just so many granules that was freed last.
+    /// Takes the most recently freed quick run of exactly this length.
     #[inline(always)]
     pub(crate) fn take_quick(&mut self, granules: u32, requested: u32) -> Option<Taken> {
         let quick = &mut self.quick[granules as usize % LISTS];
         let node = Node(quick.head);
-        // There is no page for `NIL`.
+        // No page has the index of `NIL`.
         let page = self.pages.get_mut(node.page())?;
         quick.head = page.granules[node.place()].a;
         quick.left += 1;
@@ -82,7 +82,7 @@ impl Runs {
         Some(page.hand_out(node, requested))
     }
 
-    /// The run around an address in a page.
+    /// Returns the run around an address in a page.
     pub(crate) fn around(&self, page: u32, ptr: u64) -> Option<Run> {
         self.runs(page)
             .find(|run| ptr >= run.ptr && ptr < run.ptr + u64::from(run.granules) * GRANULE)
@@ -94,12 +94,12 @@ impl Runs {
         run.is_some_and(|run| matches!(run.kind, Kind::Free | Kind::Quick))
     }
 
-    /// Runs in all, live blocks among them.
+    /// Returns the number of runs, including live blocks.
     pub(crate) fn count(&self) -> u64 {
         u64::from(self.count)
     }
 
-    /// Bytes of the longest run that is free or quick.
+    /// Returns the bytes of the longest free or quick run.
     pub(crate) fn largest_free(&self) -> u64 {
         let is_free =
             |length: &usize| self.filled.has(length - 1) || self.quick[length % LISTS].head != NIL;
@@ -107,12 +107,12 @@ impl Runs {
         longest.map_or(0, |length| length as u64 * GRANULE)
     }
 
-    /// Granules of freed blocks that other streams may still use.
+    /// Returns the granules of freed blocks that other streams may still access.
     pub(crate) fn pending_granules(&self) -> u64 {
         self.pending_granules
     }
 
-    /// Compares the lists with what stands in the pages. The first thing that does not agree.
+    /// Compares the lists with the contents of the pages, and returns the first inconsistency.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let mut counts = [[0u64; GRANULES]; 2];
         let (mut whole, mut pending, mut count, mut spent) = (0, 0, 0, false);

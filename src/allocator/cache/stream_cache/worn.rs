@@ -1,16 +1,16 @@
-//! Pages whose generations are used up.
+//! Worn pages, whose generations are used up.
 //!
-//! A small block is told apart from all others by its page's number, its place in the page and its
-//! generation, of which a page has 2^31. Whoever hands a block out does not look whether any is left: after
-//! so many blocks of a stream cache its next request comes here, and pages with fewer than twice as many left are
-//! worn. A worn page's runs are of no use as they become free, and when none of them is in use it goes back to
-//! the heap: it comes again with another number.
+//! A small block is identified by its page's number, its position in the page and its generation, of which a page has
+//! 2^31. Allocations do not check whether generations are left. Instead, after a fixed number of blocks of a stream
+//! cache its next request comes here, and pages with fewer than twice that number left are worn. Runs of a worn page
+//! become unusable when they are freed. Once no run is in use, the page returns to the heap, and comes back with
+//! another number.
 
 use super::granule::{Kind, LIVES, Node, PageInfo, Run, Using, WORN};
 use super::{Inner, Runs};
 
 impl Inner {
-    /// Looks for worn pages if it is time to.
+    /// Searches for worn pages if the allowance of blocks is used up.
     #[inline]
     pub(crate) fn look_for_worn(&mut self) {
         if self.runs.accounts.blocks.is_used_up() {
@@ -30,8 +30,7 @@ impl Inner {
 }
 
 impl Runs {
-    /// Takes everything in worn pages that is free out of the lists, and lets what is in use come back to no
-    /// list.
+    /// Removes all free runs of worn pages from the lists, and prevents live blocks from returning to a list.
     pub(super) fn wear_out(&mut self) {
         for (at, page) in (0u32..).zip(&self.pages) {
             if page.present && page.info.generation >= WORN && !self.worn.contains(&at) {
@@ -50,7 +49,7 @@ impl Runs {
                 Kind::Free => self.unlist(run.node, run.granules),
                 Kind::Quick => self.unquick(run.node, run.granules),
                 Kind::Used => {
-                    // Its free comes to the heap, and from there to `let_go`.
+                    // Its free enters the heap, and from there `let_go`.
                     let live = run.live.filter(|live| live.using == Using::NONE);
                     if live.is_some() {
                         self.set_using(run.node, Using::MANY);
@@ -59,13 +58,13 @@ impl Runs {
                 }
                 Kind::Pending | Kind::Spent => continue,
             }
-            // What was kept as it was counts as freed now.
+            // A quick run counts as freed now.
             self.pages[at as usize].ticket = self.ticket;
             self.spend_run(run.node);
         }
     }
 
-    /// Makes a run of a worn page of no use.
+    /// Makes a run of a worn page unusable.
     pub(super) fn spend_run(&mut self, node: Node) {
         self.granule_mut(node).set_spent();
     }
@@ -75,7 +74,7 @@ impl Runs {
         self.worn.contains(&(node.page() as u32))
     }
 
-    /// Takes out a worn page of which nothing is in use, with the ticket of the newest free in it.
+    /// Removes a worn page without a run in use, with the ticket of the newest free in it.
     pub(super) fn remove_worn(&mut self) -> Option<(PageInfo, u64)> {
         let in_use = |run: Run| matches!(run.kind, Kind::Used | Kind::Pending);
         let at = (0..self.worn.len()).find(|at| !self.runs(self.worn[*at]).any(in_use))?;
@@ -94,14 +93,14 @@ impl Runs {
         !self.worn.is_empty()
     }
 
-    /// Whether the page around a run has the number that a block's number tells.
+    /// Whether the page around a run still has the number in a block's number.
     #[inline(always)]
     pub(crate) fn is_numbered(&self, node: Node, number: u32) -> bool {
         let page = self.pages.get(node.page());
         page.is_some_and(|page| page.info.number == number)
     }
 
-    /// Lets the pages have given out so many generations.
+    /// Sets the generation of all pages.
     #[cfg(all(test, not(loom)))]
     pub(super) fn age(&mut self, generation: u32) {
         for page in &mut self.pages {
@@ -112,8 +111,7 @@ impl Runs {
 
 #[cfg(all(test, not(loom)))]
 impl Inner {
-    /// Lets the pages have given out so many generations, and the stream cache all blocks but so many before it
-    /// looks.
+    /// Sets the generation of all pages, and the number of blocks until the stream cache searches for worn pages.
     pub(crate) fn age(&mut self, generation: u32, blocks: u64) {
         self.runs.age(generation);
         self.runs.accounts.blocks.allow(blocks);
