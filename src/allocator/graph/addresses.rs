@@ -1,17 +1,17 @@
-//! The addresses of a graph pool, of which some have memory.
+//! The addresses of a graph pool, with or without memory.
 
 use std::collections::BTreeMap;
 
-/// Reserved addresses of one kind, and what of them is not in use.
+/// Reserved addresses of one kind, and the unused ranges among them.
 #[derive(Debug, Default)]
 pub(crate) struct Addresses {
-    /// Base to bytes. Nothing lies in two.
+    /// Base to bytes. Spans are disjoint.
     pub spans: BTreeMap<u64, u64>,
     holes: BTreeMap<u64, u64>,
 }
 
 impl Addresses {
-    /// Adds addresses; `grown`: they lengthen the span that ends there.
+    /// Adds addresses; `grown` is whether they extend the span that ends there.
     pub(crate) fn add(&mut self, base: u64, bytes: u64, grown: bool) {
         match self.spans.range_mut(..base).next_back() {
             Some((before, span)) if grown && before + *span == base => *span += bytes,
@@ -22,7 +22,7 @@ impl Addresses {
         self.put(base, bytes);
     }
 
-    /// Where the last span ends.
+    /// Returns the end of the last span.
     pub(crate) fn end(&self) -> Option<u64> {
         self.spans
             .last_key_value()
@@ -33,7 +33,7 @@ impl Addresses {
         self.spans.values().sum()
     }
 
-    /// The lowest addresses for so many bytes.
+    /// Returns the lowest unused addresses of this length.
     pub(crate) fn lowest(&self, bytes: u64) -> Option<u64> {
         let mut holes = self.holes.iter();
         holes.find(|(_, room)| **room >= bytes).map(|(at, _)| *at)
@@ -48,7 +48,7 @@ impl Addresses {
         }
     }
 
-    /// Puts back what is not in use any more.
+    /// Returns addresses that are no longer in use.
     pub(crate) fn put(&mut self, mut at: u64, mut bytes: u64) {
         if let Some((before, room)) = self.holes.range(..at).next_back()
             && before + room == at

@@ -1,8 +1,7 @@
-//! The memory of one graph pool: its free parts and who may have them, its live blocks, and its views.
+//! The memory of one graph pool: its free memory with its uses, its live blocks, and its views.
 //!
-//! Bytes are told apart by their home addresses, as everywhere in the allocator; a view is a second layout of
-//! handles. Nothing that was mapped is unmapped before the whole arena is, so that every address which a graph may
-//! hold stays good.
+//! Bytes are identified by their home addresses, as everywhere in the allocator; a view is a second mapping of handles.
+//! No mapping is removed before the whole arena is unmapped, so that every address in a graph stays valid.
 
 mod free;
 
@@ -19,31 +18,32 @@ use crate::allocator::graph::order::Seen;
 use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
 
-/// The number of a stream that was retired: no stream has it.
+/// The number for a retired stream, which no stream has.
 pub(crate) const NO_STREAM: u64 = u64::MAX;
 
-/// A use outside of captures that was not seen complete: the number of its stream, and of its event.
+/// A use outside captures that was not observed complete: the numbers of its stream and of its event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Pending {
     pub stream: u64,
     pub event: u64,
 }
 
-/// What a stream of a capture did with memory before that was freed.
+/// The last use of memory by a stream of a capture before the memory was freed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mark {
     pub capture: u64,
     pub seen: Seen,
 }
 
-/// Until when free memory may still be touched.
+/// The uses of free memory that may still access it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Tag {
     pub pending: Vec<Pending>,
     pub marks: Few<Mark>,
-    /// A graph that has a lease may use it in its launches: captures may have it by the promise, others may not.
+    /// Whether a graph with a lease may use the memory in its launches: captures may reuse it, because launches are
+    /// ordered; other requests may not.
     pub captured: bool,
-    /// As [`captured`](Self::captured), of the graphs with these leases alone.
+    /// Like [`captured`](Self::captured), for the graphs with these leases only.
     pub touched: Vec<Lease>,
 }
 
@@ -60,16 +60,16 @@ impl Part {
     }
 }
 
-/// Where a request fits: its address, and the bytes behind it.
+/// The place for a request: its address, and its bytes at home.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub addr: u64,
     pub parts: Few<Part>,
-    /// What the bytes still waited for when they were taken.
+    /// Uses that were still pending when the bytes were taken.
     pub open: Vec<Pending>,
 }
 
-/// How much is asked for, in granules, and whether it may lie in a view.
+/// Size and alignment of a request in granules, and whether it may lie in a view.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fit {
     pub granules: u32,
@@ -82,10 +82,10 @@ impl Fit {
         u64::from(self.granules) * GRANULE
     }
 
-    /// The first address from `addr` on that the request may have.
+    /// Returns the first valid address for the request from `addr` on.
     pub(crate) fn aligned(self, addr: u64) -> u64 {
         match self.align {
-            // Without a division.
+            // Avoids the division.
             1 => addr.next_multiple_of(GRANULE),
             align => addr.next_multiple_of(u64::from(align) * GRANULE),
         }
@@ -111,29 +111,29 @@ pub(crate) struct Live {
     pub parts: Few<Part>,
     /// The stream that it was allocated on, and those that were recorded on it.
     pub users: Few<User>,
-    /// Uses that were recorded as over with an event.
+    /// Recorded uses that end with an event.
     pub pending: Vec<Pending>,
-    /// A capture got it, or uses it.
+    /// Whether a capture allocated it, or uses it.
     pub captured: bool,
-    /// Leases of the graphs in whose captures its free was put off.
+    /// Leases of the graphs in whose captures its free was deferred.
     pub touched: Vec<Lease>,
-    /// How much had been counted when it got its place.
+    /// Value of the pools' counter when it got its place.
     pub born: u64,
-    /// Who asked for it.
+    /// Origin of the block.
     pub names: Names,
 }
 
-/// What is left of a block that was freed.
+/// The rest of a block that was freed.
 #[derive(Debug)]
 pub(crate) struct Gone {
     pub id: u32,
     pub requested: u64,
-    /// To be let go without the lock.
+    /// Users, to be dropped without the lock.
     pub users: Few<User>,
 }
 
 impl Live {
-    /// A copy for lists that nobody asks the driver about.
+    /// Returns a copy for lists whose streams are never queried.
     pub(crate) fn listed(&self) -> Live {
         Live {
             users: self.users.iter().map(User::listed).collect(),
@@ -146,11 +146,11 @@ impl Live {
     }
 }
 
-/// Live blocks by their addresses, in no order.
+/// Live blocks by address, unordered.
 #[derive(Debug, Default)]
 pub(crate) struct Lives {
     blocks: HashMap<u64, Live, Mixed>,
-    /// Bytes of all blocks: a capture with many live blocks reads the sum at each of its requests.
+    /// Bytes of all blocks, stored because a capture with many live blocks reads the sum at each of its requests.
     bytes: u64,
 }
 
@@ -168,17 +168,17 @@ impl Lives {
         Some(live)
     }
 
-    /// The caller does not change the block's size.
+    /// Returns a block. The caller must not change its size.
     pub(crate) fn get_mut(&mut self, addr: u64) -> Option<&mut Live> {
         self.blocks.get_mut(&addr)
     }
 
-    /// As [`get_mut`](Self::get_mut), of all.
+    /// Like [`get_mut`](Self::get_mut), for all blocks.
     pub(crate) fn values_mut(&mut self) -> ValuesMut<'_, u64, Live> {
         self.blocks.values_mut()
     }
 
-    /// Bytes of all blocks.
+    /// Returns the bytes of all blocks.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -192,7 +192,7 @@ impl Deref for Lives {
     }
 }
 
-/// Handles that are mapped once more, back to back: home address and bytes of each.
+/// A second, contiguous mapping of handles: home address and bytes of each.
 #[derive(Debug)]
 pub(crate) struct View {
     pub handles: Vec<(u64, u64)>,
@@ -203,7 +203,7 @@ impl View {
         self.handles.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Its mappings from its base on: address and bytes.
+    /// Iterates over its mappings from its base on: address and bytes.
     pub(crate) fn mappings(&self, base: u64) -> impl Iterator<Item = (u64, u64)> {
         self.handles.iter().scan(base, |at, (_, bytes)| {
             *at += bytes;
@@ -219,40 +219,41 @@ pub(crate) struct Handle {
     pub bytes: u64,
 }
 
-/// See the module's text.
+/// The arena of a pool; see the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Arena {
     pub homes: Addresses,
     pub sites: Addresses,
-    /// By their homes.
+    /// By home address.
     pub handles: BTreeMap<u64, Handle>,
-    /// By their addresses.
+    /// By address.
     pub views: BTreeMap<u64, View>,
-    /// Free memory by its home.
+    /// Free memory by home address.
     free: BTreeMap<u64, Piece>,
-    /// The free memory that was a block last, by its home, beside all other: mostly somebody asks for as much next.
+    /// The most recently freed block, by its home, separate from other free memory: the next request often has its
+    /// size.
     hand: Option<(u64, Piece)>,
-    /// Free memory that plans under way have set aside, by the address of each one's place. What happens to the
-    /// uses of free memory happens to it.
+    /// Free memory that plans in progress have set aside, by the address of each plan's place. Changes to the uses of
+    /// free memory apply to it too.
     pub(super) aside: BTreeMap<u64, Vec<(Part, Tag)>>,
-    /// Bytes that were mapped at home and in views since there were none.
+    /// Bytes mapped at home and in views since the arena was last empty.
     pub mapped: u64,
     pub live: Lives,
     /// Handles that could not be unmapped, with their homes.
     pub stuck: Vec<(u64, Handle)>,
-    /// Second mappings that could not be unmapped: address to bytes of each.
+    /// Second mappings that could not be unmapped: address to bytes.
     pub lost: BTreeMap<u64, u64>,
 }
 
 impl Arena {
-    /// Bytes that are held from the driver.
+    /// Returns the bytes held from the driver.
     pub(crate) fn held(&self) -> u64 {
         let handles = self.handles.values().map(|handle| handle.bytes);
         let stuck = self.stuck.iter().map(|(_, handle)| handle.bytes);
         handles.chain(stuck).sum()
     }
 
-    /// The bytes behind an address, if all of them are mapped there.
+    /// Returns the home parts of the bytes at an address, if all of them are mapped there.
     pub(crate) fn parts_at(&self, addr: u64, granules: u32) -> Option<Few<Part>> {
         let bytes = u64::from(granules) * GRANULE;
         let Some((base, view)) = self.views.range(..=addr).next_back() else {
@@ -308,7 +309,7 @@ impl Arena {
         })
     }
 
-    /// What a capture freed is free for all others.
+    /// Makes memory that a capture freed available to all other captures.
     pub(crate) fn unmark(&mut self, capture: u64) {
         self.retag(|tag| {
             tag.marks.retain(|mark| mark.capture != capture);
@@ -316,19 +317,19 @@ impl Arena {
         });
     }
 
-    /// Uses outside of captures of all its memory.
+    /// Iterates over uses outside captures of all its memory.
     pub(crate) fn pending(&self) -> impl Iterator<Item = &Pending> {
         let live = self.live.values().flat_map(|live| &live.pending);
         let tags = self.tags().flat_map(|(_, tag)| &tag.pending);
         tags.chain(live)
     }
 
-    /// Whether anything is held from the driver: memory or addresses.
+    /// Whether anything is held: memory from the driver, or addresses.
     pub(crate) fn has_memory(&self) -> bool {
         !(self.homes.spans.is_empty() && self.sites.spans.is_empty() && self.stuck.is_empty())
     }
 
-    /// Takes all handles out, to be given back: home, handle, and whether an unmapping of it failed before.
+    /// Takes out all handles for release: home, handle, and whether an earlier attempt to unmap it failed.
     pub(crate) fn take_handles(&mut self) -> Vec<(u64, Handle, bool)> {
         self.free.clear();
         self.hand = None;
@@ -339,7 +340,8 @@ impl Arena {
         all
     }
 
-    /// All handles are the driver's, and nothing is mapped any more but what failed calls left behind.
+    /// Records that all handles were released, and that nothing is mapped any more except for what failed calls left
+    /// behind.
     pub(crate) fn forget_memory(&mut self) {
         self.free.clear();
         self.hand = None;
@@ -352,7 +354,8 @@ impl Arena {
         }
     }
 
-    /// The addresses of an arena that gave all its memory back: base and bytes. None while anything is mapped there.
+    /// Takes the addresses of an arena that has released all its memory: base and bytes. None while anything is mapped
+    /// there.
     pub(crate) fn take_addresses(&mut self) -> Vec<(u64, u64)> {
         if !(self.stuck.is_empty() && self.lost.is_empty() && self.handles.is_empty()) {
             return Vec::new();
@@ -362,17 +365,17 @@ impl Arena {
         homes.into_iter().chain(sites).collect()
     }
 
-    /// Takes over what another arena could not give back.
+    /// Takes over what another arena could not release.
     pub(crate) fn absorb(&mut self, left: Arena) {
         self.stuck.extend(left.stuck);
         self.lost.extend(left.lost);
-        // These were not even tried.
+        // For these, no call was attempted.
         self.stuck.extend(left.handles);
         let views = left.views.iter();
         self.lost
             .extend(views.flat_map(|(base, view)| view.mappings(*base)));
         for (own, other) in [(&mut self.homes, left.homes), (&mut self.sites, left.sites)] {
-            // What is still mapped there makes them of no use until it is not.
+            // Addresses with remaining mappings stay unusable until they are unmapped.
             own.spans.extend(other.spans);
         }
     }

@@ -1,4 +1,4 @@
-//! A capture under way, as far as it uses graph pools: its streams, their order, and its leases.
+//! The state of a capture that uses graph pools: its streams, their order, and its leases.
 
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
@@ -8,37 +8,37 @@ use crate::allocator::stream::slot::StreamKey;
 use crate::driver::sys;
 use crate::locks::thread_id::ThreadId;
 
-/// A capture under way.
+/// A capture in progress.
 #[derive(Debug, Default)]
 pub(crate) struct Capture {
-    /// Tells it from what was known of the capture before it was forgotten.
+    /// Distinguishes this state from one of the same capture that was discarded earlier.
     pub number: u64,
     pub order: Order,
-    /// Its streams, each at its place in the order.
+    /// Its streams; a stream's place in the order is its index.
     pub(crate) streams: Vec<Member>,
-    /// The scopes by which it got memory, each with its pool.
+    /// The scopes through which it got memory, each with its pool.
     pub(crate) served: Vec<(u64, u64)>,
-    /// Pools of which its graph has a lease.
+    /// Pools that its graph has leased.
     pub(crate) leased: Vec<u64>,
-    /// These leases, but those of whose end the driver tells nobody.
+    /// These leases, except for those whose end the driver does not report.
     pub(crate) leases: Vec<(u64, Lease)>,
-    /// Pools whose scopes were left: it gets no more memory of them.
+    /// Pools whose scopes were closed: the capture gets no more of their memory.
     pub(crate) left: Vec<u64>,
 }
 
 impl Capture {
-    /// Whether it uses a pool and may get more memory of it.
+    /// Whether it uses a pool and may get more of its memory.
     pub(crate) fn may_use(&self, pool: u64) -> bool {
         self.leased.contains(&pool) && !self.left.contains(&pool)
     }
 
-    /// The place of a stream that is known, by its name.
+    /// Returns the place of a known stream, by its name.
     pub(crate) fn place_of_named(&self, key: StreamKey, raw: usize) -> Option<usize> {
         let mut streams = self.streams.iter();
         streams.position(|known| known.user.is_named(key, raw))
     }
 
-    /// A stream's place in the order, which it has from its first call on.
+    /// Returns a stream's place in the order, which is assigned at its first call.
     pub(crate) fn place_of(&mut self, user: &User) -> usize {
         match self.place_of_named(user.key, user.raw) {
             Some(at) => at,
@@ -60,32 +60,32 @@ pub(crate) struct Member {
     pub user: User,
     /// The thread that named it last.
     pub thread: ThreadId,
-    /// Where its last request went.
+    /// The route of its last request.
     pub way: Option<Way>,
 }
 
-/// Where the requests of a stream in a capture go, as long as the scopes are the same.
+/// The route of requests of a stream in a capture, valid while the scopes do not change.
 #[derive(Debug)]
 pub(crate) struct Way {
     /// The [version](crate::allocator::graph::scope::Scopes::version) of the scopes.
     pub version: u64,
     pub pool: u64,
-    /// Who got the block.
+    /// The user of the allocated block.
     pub user: Trace,
-    /// The thread that asked: scopes may be of threads.
+    /// The requesting thread, because scopes may apply to one thread.
     pub thread: ThreadId,
 }
 
-/// What the driver says of a stream in a capture.
+/// The driver's answer about a stream in a capture.
 #[derive(Debug)]
 pub(crate) struct Present {
     pub id: u64,
     pub graph: sys::CUgraph,
-    /// What the next node that is captured on the stream depends on.
+    /// The dependencies of the next node that is captured on the stream.
     pub edges: Few<Edge>,
 }
 
-/// Until where a stream of a capture has used what it used.
+/// The point up to which a stream of a capture has used its memory.
 #[derive(Debug)]
 pub(crate) struct Reached {
     pub capture: u64,

@@ -1,4 +1,4 @@
-//! Captures begin to use pools, and end.
+//! The begin and end of captures that use pools.
 
 use crate::allocator::graph::arena::{NO_STREAM, Pending};
 use crate::allocator::graph::capture::{Capture, Way};
@@ -10,7 +10,7 @@ use crate::allocator::stream::slot::StreamKey;
 use crate::locks::thread_id::ThreadId;
 
 impl Graphs {
-    /// What is known of a capture.
+    /// Returns the state of a capture, and creates it if necessary.
     pub(crate) fn capture(&mut self, id: u64) -> &mut Capture {
         let count = &mut self.count;
         self.captures.entry(id).or_insert_with(|| {
@@ -22,13 +22,13 @@ impl Graphs {
         })
     }
 
-    /// The capture, if it is still the one with this number.
+    /// Returns the state of a capture, if it still has this number.
     pub(crate) fn same_capture(&mut self, id: u64, number: u64) -> Option<&mut Capture> {
         let known = self.captures.get_mut(&id);
         known.filter(|known| known.number == number)
     }
 
-    /// A call that names a stream found it in this capture, or in none: one that it was in before is over.
+    /// Records that a call found its stream in this capture, or in none: an earlier capture of the stream has ended.
     pub(crate) fn notice(&mut self, user: &User, now: Option<u64>) {
         let mut over = Vec::new();
         for (id, capture) in &mut self.captures {
@@ -43,8 +43,7 @@ impl Graphs {
         over.into_iter().for_each(|capture| self.ended(capture));
     }
 
-    /// Whether this thread is the one that named a stream of a capture last: others do not ask about a graph that
-    /// somebody builds.
+    /// Whether this thread named a stream of a capture last: other threads must not query a graph that is being built.
     pub(crate) fn is_at_hand(&self, user: &User, capture: u64) -> bool {
         let known = self.captures.get(&capture);
         let streams = known.into_iter().flat_map(|known| &known.streams);
@@ -53,7 +52,7 @@ impl Graphs {
         thread == ThreadId::current()
     }
 
-    /// Notes where a request of a stream of a capture went, by a version of the scopes.
+    /// Stores the route of a request of a stream of a capture, for a version of the scopes.
     pub(crate) fn set_way(&mut self, (capture, stream): (u64, usize), way: Way) {
         let known = self.captures.get_mut(&capture);
         if let Some(member) = known.and_then(|known| known.streams.get_mut(stream)) {
@@ -61,7 +60,7 @@ impl Graphs {
         }
     }
 
-    /// Who gets a block by the way of a stream of a capture from here on.
+    /// Stores the user of later blocks on the route of a stream of a capture.
     pub(crate) fn retrace(&mut self, (capture, stream): (u64, usize), user: &User) {
         let known = self.captures.get_mut(&capture);
         let member = known.and_then(|known| known.streams.get_mut(stream));
@@ -70,8 +69,8 @@ impl Graphs {
         }
     }
 
-    /// Where requests of a stream of a capture go, and its place there, if nothing has changed since its last one, when
-    /// this thread named it.
+    /// Returns the route of requests of a stream of a capture, and its place there, if this thread named it last and
+    /// nothing has changed since its last request.
     pub(crate) fn way(&self, capture: u64, key: StreamKey, raw: usize) -> Option<(usize, &Way)> {
         let known = self.captures.get(&capture)?;
         let place = known.place_of_named(key, raw)?;
@@ -82,8 +81,8 @@ impl Graphs {
         same.then_some((place, way))
     }
 
-    /// Whether requests go to a pool still that went there by a version of the scopes, and its memory is there. Nobody
-    /// asks what that waits for.
+    /// Whether a route to a pool, made for a version of the scopes, is still valid, and the pool's memory is available
+    /// without polling events.
     pub(crate) fn is_way(&self, version: u64, pool: u64) -> bool {
         let there = |pool: &Pool| !pool.suspended;
         version == self.scopes.version
@@ -91,8 +90,8 @@ impl Graphs {
             && self.pools.get(&pool).is_some_and(there)
     }
 
-    /// The place of a stream of a capture whose graph has a lease of a pool, if this thread named it last, and no scope
-    /// was left by which the capture got memory.
+    /// Returns the place of a stream of a capture, if the capture's graph has leased the pool, this thread named the
+    /// stream last, and no scope through which the capture got memory was closed.
     pub(crate) fn place_at_hand(&self, capture: u64, user: &User, pool: u64) -> Option<usize> {
         let known = self.captures.get(&capture)?;
         let place = known.place_of_named(user.key, user.raw)?;
@@ -100,7 +99,7 @@ impl Graphs {
         (at_hand && known.leased.contains(&pool) && known.left.is_empty()).then_some(place)
     }
 
-    /// The streams of all captures, each with its capture.
+    /// Returns the streams of all captures, each with its capture.
     pub(crate) fn capturing(&self) -> Vec<(u64, User)> {
         let captures = self.captures.iter();
         captures
@@ -108,14 +107,14 @@ impl Graphs {
             .collect()
     }
 
-    /// Whether a stream, by its handle, is in a capture that is not known to be over.
+    /// Whether a stream, by its handle, is in a capture that is not known to have ended.
     pub(crate) fn captures_on(&self, raw: usize) -> bool {
         let mut captures = self.captures.values();
         captures.any(|known| known.streams.iter().any(|known| known.user.raw == raw))
     }
 
-    /// A capture is over: what was freed in it is free for all captures. If there is a graph, the launches of others
-    /// of the pool come before or behind its own, and if there is none nothing was done.
+    /// Ends a capture: memory freed in it becomes available to all captures. If it produced a graph, launches of other
+    /// graphs of the pool are ordered before or after its own; otherwise none of its work was executed.
     pub(crate) fn ended(&mut self, capture: u64) {
         self.captures.remove(&capture);
         for pool in self.pools.values_mut() {
@@ -123,8 +122,8 @@ impl Graphs {
         }
     }
 
-    /// Whether a stream used memory of a pool that somebody has or waits for, or is of a capture that is not known to
-    /// be over.
+    /// Whether a stream used memory of a pool that is live or pending, or belongs to a capture that is not known to
+    /// have ended.
     pub(crate) fn knows(&self, user: &User) -> bool {
         let number = user.key.number();
         let mut captures = self.captures.values().flat_map(|known| &known.streams);
@@ -136,8 +135,8 @@ impl Graphs {
             })
     }
 
-    /// A stream was retired, which is in no capture: its name may be another one's from here on. What waits for events
-    /// of the stream waits for `end` instead, if that is given.
+    /// Records the retirement of a stream outside captures, whose name may be reused. If `end` is given, it replaces
+    /// the stream's events in pending uses.
     pub(crate) fn departed(&mut self, user: &User, end: Option<Pending>) {
         self.notice(user, None);
         if end.is_some() || matches!(user.key, StreamKey::Handle(_)) {
@@ -167,14 +166,14 @@ impl Graphs {
         !known.is_some_and(|known| known.leased.contains(&pool))
     }
 
-    /// The lease of a pool that a capture's graph has.
+    /// Returns the lease of a pool that a capture's graph has.
     pub(crate) fn lease_of(&self, capture: u64, pool: u64) -> Option<Lease> {
         let leases = &self.captures.get(&capture)?.leases;
         let own = leases.iter().find(|(of, _)| *of == pool);
         own.map(|(_, lease)| lease.clone())
     }
 
-    /// A capture's graph has a lease of a pool, or the driver tells nobody of its end.
+    /// Records that a capture's graph has a lease of a pool, or that the driver does not report its end.
     pub(crate) fn leased(&mut self, capture: u64, pool: u64, lease: Option<Lease>) {
         let known = self.capture(capture);
         known.leased.push(pool);
@@ -182,14 +181,15 @@ impl Graphs {
             .leases
             .extend(lease.clone().map(|lease| (pool, lease)));
         if !self.pools.get(&pool).is_some_and(Pool::is_leased) {
-            // The graphs of earlier captures are gone.
+            // The graphs of earlier captures have been destroyed.
             self.set_captured(pool, false);
         }
         self.add_lease(pool, lease);
     }
 
-    /// A capture gets memory of a pool by a scope, after its graph has a lease. False if the scope was left since the
-    /// request was sent to it, or those were by which the capture got memory of the pool before.
+    /// Records that a capture gets memory of a pool through a scope, after its graph has a lease. False if the scope
+    /// was closed since the request was routed to it, or if the scopes through which the capture got memory of the pool
+    /// before were closed.
     pub(crate) fn serve(&mut self, capture: u64, scope: u64, pool: u64) -> bool {
         if !self.scopes.is_open(scope) {
             return false;
@@ -204,8 +204,8 @@ impl Graphs {
         true
     }
 
-    /// A scope is left: captures that no other one serves get no more memory of its pool, so that what they freed of
-    /// it is free for all others. The scope, to be dropped without the lock.
+    /// Closes a scope: captures that no other scope serves get no more memory of its pool, so that memory they freed
+    /// becomes available to all others. Returns the scope, to be dropped without the lock.
     pub(crate) fn leave(&mut self, scope: u64) -> Option<Scope> {
         let left = self.scopes.remove(scope)?;
         let mut over = Vec::new();

@@ -1,4 +1,4 @@
-//! What is always so in graph pools, as one walk over their metadata.
+//! The invariants of graph pools, verified by one walk over their metadata.
 
 use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::graph::arena::{Arena, Live, Part, View};
@@ -7,10 +7,10 @@ use crate::allocator::size::GRANULE;
 use crate::error::Error;
 
 impl Graphs {
-    /// Compares every number with what it should be.
+    /// Recomputes every figure and compares it.
     ///
     /// # Errors
-    /// The first thing that does not agree.
+    /// The first inconsistency.
     pub(crate) fn check(&self) -> Result<(), Error> {
         self.pools.values().try_for_each(check_pool)?;
         let known =
@@ -76,7 +76,7 @@ fn check_pool(pool: &Pool) -> Result<(), Error> {
     check_mapped(arena)
 }
 
-/// Every address of a live block is mapped, and to the bytes that the pool says.
+/// Checks that every address of a live block is mapped, and to the bytes that the pool records.
 fn check_mapped(arena: &Arena) -> Result<(), Error> {
     for (addr, live) in arena.live.iter() {
         holds(

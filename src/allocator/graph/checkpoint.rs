@@ -1,6 +1,6 @@
-//! Checkpoints: which blocks of a pool were live at some time, and the way back there.
+//! Checkpoints: the live blocks of a pool at some time, and the return to that state.
 //!
-//! Nothing is unmapped while a graph may use a pool, so a block can be had again where it was, whatever was captured
+//! Nothing is unmapped while a graph may use a pool, so a block can be restored at its address, whatever was captured
 //! since.
 
 use crate::allocator::graph::Graphs;
@@ -11,23 +11,23 @@ use crate::error::GraphPoolError;
 /// The blocks of a pool at some time.
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
-    /// How much had been counted by then.
+    /// Value of the pools' counter at that time.
     at: u64,
-    /// Live blocks by their addresses, ascending.
+    /// Live blocks by address, ascending.
     pub live: Vec<(u64, Live)>,
 }
 
-/// What makes the blocks of a checkpoint live, and no others.
+/// The changes that make exactly the blocks of a checkpoint live.
 #[derive(Debug)]
 pub(crate) struct Changes {
-    /// Blocks that are live and were not, by their addresses.
+    /// Addresses of blocks that are live now but not in the checkpoint.
     pub cease: Vec<u64>,
-    /// Blocks that were live and are not.
+    /// Blocks of the checkpoint that are not live now.
     pub revive: Vec<(u64, Live)>,
 }
 
 impl Graphs {
-    /// The live blocks of a pool, by their addresses.
+    /// Returns the live blocks of a pool, by address.
     pub(crate) fn checkpoint(&mut self, pool: u64) -> Layout {
         self.has_checkpoints = true;
         let at = self.number();
@@ -38,7 +38,7 @@ impl Graphs {
         Layout { at, live }
     }
 
-    /// The streams that used blocks of a pool which cease, each with the block's bytes.
+    /// Returns the streams that used the blocks that a restore ends, each with the block's bytes.
     pub(crate) fn uses_of(&self, pool: u64, changes: &Changes) -> Vec<(User, u64)> {
         let pool = self.pools.get(&pool);
         let ceasing = changes.cease.iter();
@@ -47,10 +47,11 @@ impl Graphs {
             .collect()
     }
 
-    /// What is to be done to come back to a checkpoint.
+    /// Returns the changes that restore a checkpoint.
     ///
     /// # Errors
-    /// Memory is in use outside of captures, or in one under way, or the pool gave its addresses back since.
+    /// Memory is in use outside captures, or in a capture in progress, or the pool released its addresses since the
+    /// checkpoint.
     pub(crate) fn changes(&self, id: u64, to: &Layout) -> Result<Changes, GraphPoolError> {
         let Some(pool) = self.pools.get(&id) else {
             return Err(GraphPoolError::Released);
@@ -97,7 +98,7 @@ impl Graphs {
 }
 
 impl Live {
-    /// The block as it comes back, used by those of its streams that are still there.
+    /// Returns the block as it is revived, with those of its users that were not retired.
     fn revived(&self, departed: &Names) -> Live {
         let mut live = self.listed();
         live.users
@@ -138,7 +139,7 @@ mod tests {
         (addr, live)
     }
 
-    /// Each place had no block or one of two, and has no block or one of two: all combinations.
+    /// In each state, a place has no block or one of two; the test covers all combinations.
     #[test]
     fn blocks_cease_and_come_back_where_they_differ() {
         for case in 0..9u32.pow(PLACES) {

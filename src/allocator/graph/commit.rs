@@ -1,4 +1,4 @@
-//! The driver calls of graph pools: over plans, never with the heap's lock.
+//! The driver calls of graph pools: they execute plans, never with the heap's lock.
 
 use crate::driver::{Context, DriverError, Entered, sys};
 
@@ -10,14 +10,14 @@ use crate::allocator::physical::commit::{self, Maker};
 use crate::allocator::physical::{Fresh, GrowthFailure, Release};
 use crate::allocator::report::GrowthReason;
 
-/// A plan that was not carried out, and what could not be undone.
+/// A failed plan, and what could not be undone.
 pub(crate) struct NotMade {
     pub failure: GrowthFailure,
-    /// Mappings of the view that may still be there: address and bytes.
+    /// Mappings of the view that may still exist: address and bytes.
     pub lost: Vec<(u64, u64)>,
 }
 
-/// Makes what was planned, or nothing. The new handles.
+/// Executes a plan completely, or undoes it. Returns the new handles.
 pub(crate) fn make(maker: &Maker<'_>, plan: &Plan) -> Result<Vec<u64>, NotMade> {
     let fresh = plan.fresh.as_ref().map(fresh_at);
     let handles = match &fresh {
@@ -37,7 +37,7 @@ pub(crate) fn make(maker: &Maker<'_>, plan: &Plan) -> Result<Vec<u64>, NotMade> 
     Err(NotMade { failure, lost })
 }
 
-/// Moves a claimed handle from its home to where it is planned in a pool. Also returns whether it left its home.
+/// Moves a claimed handle from its home to its planned place in a pool. Also returns whether it left its home.
 pub(crate) fn move_in(
     maker: &Maker<'_>,
     planned: &(u64, Vec<u64>),
@@ -54,7 +54,7 @@ fn not_made(failure: GrowthFailure) -> NotMade {
     }
 }
 
-/// New handles of a pool, by their home and their sizes.
+/// Describes new handles of a pool, by their home and their sizes.
 fn fresh_at((addr, sizes): &(u64, Vec<u64>)) -> Fresh {
     Fresh {
         space: SpaceId::Large,
@@ -67,7 +67,7 @@ fn fresh_at((addr, sizes): &(u64, Vec<u64>)) -> Fresh {
     }
 }
 
-/// Maps the view of a plan. The error comes with the mappings that could not be undone.
+/// Maps the view of a plan. The error includes the mappings that could not be undone.
 fn show(
     maker: &Maker<'_>,
     plan: &Plan,
@@ -85,12 +85,12 @@ fn show(
                 break;
             };
             mapped.push((at, *bytes));
-            // SAFETY: the range is reserved for this view alone and holds no mapping there; the handle is alive and
-            // of this size.
+            // SAFETY: the range is reserved for this view alone and holds no mapping there; the handle is alive and of
+            // this size.
             unsafe { entered.mem_map(at, *bytes as usize, *handle) }?;
             at += bytes;
         }
-        // SAFETY: mapped just now by whole handles.
+        // SAFETY: the range was mapped above, by whole handles.
         unsafe { entered.set_access(*base, (at - base) as usize, maker.access) }
     })();
     shown.map_err(|error| {
@@ -99,10 +99,11 @@ fn show(
     })
 }
 
-/// Has a graph, all executables made of it and their launches keep a lease of a pool, which does not count it yet.
+/// Makes a graph, all executable graphs instantiated from it and their launches keep a lease of a pool, which does not
+/// count it yet.
 ///
 /// # Safety
-/// `graph` must be live, and nobody uses it meanwhile.
+/// `graph` must be live, and no other thread uses it during the call.
 pub(crate) unsafe fn retain(
     context: &Context,
     graph: sys::CUgraph,
@@ -111,14 +112,14 @@ pub(crate) unsafe fn retain(
     let lease = Lease::new(pool);
     let entered = context.enter()?;
     let held = lease.clone().into_driver();
-    // SAFETY: the caller vouches for the graph; the reference is good for the function, which calls nothing. After an
-    // error it stays with the driver, which may call the function all the same.
+    // SAFETY: the caller guarantees that the graph is live. The reference is valid for the function, which makes no
+    // driver calls. After an error the driver keeps the reference, because it may still call the function.
     unsafe { entered.on_graph_destroyed(graph, lease::ended, held) }?;
     Ok(lease)
 }
 
-/// Gives everything in an arena back to the driver; it is not in use. What could not be unmapped stays in it; the
-/// first error. A release that failed is not repeated: the driver may have the handle.
+/// Releases everything in an unused arena to the driver. Handles that could not be unmapped stay in it; the first error
+/// is returned. A failed release is not repeated, because the driver may have released the handle.
 pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), DriverError> {
     let entered = context.enter()?;
     let mut first = Ok(());
@@ -143,7 +144,7 @@ pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), Drive
             failed(error);
             continue;
         }
-        // SAFETY: the handle is the pool's, and mapped nowhere that the pool knows of any more.
+        // SAFETY: the handle belongs to the pool, and is mapped nowhere that the pool knows of.
         if let Err(error) = unsafe { entered.mem_release(handle.handle) } {
             failed(error);
         }
@@ -152,11 +153,11 @@ pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), Drive
 }
 
 fn unmap(entered: &Entered<'_>, at: u64, bytes: u64) -> Result<(), DriverError> {
-    // SAFETY: whole mappings of a pool that nobody uses: no graph, no block, no work.
+    // SAFETY: these are whole mappings of an unused pool: no graph, no block and no work uses them.
     unsafe { entered.mem_unmap(at, bytes as usize) }
 }
 
-/// Unmaps a mapping whose state is unknown, since a call for it failed.
+/// Unmaps a mapping whose state is unknown because a call for it failed.
 fn unmap_again(entered: &Entered<'_>, at: u64, bytes: u64) -> Result<(), DriverError> {
     // SAFETY: as above, one whole mapping at most.
     unsafe { entered.mem_unmap_if_mapped(at, bytes as usize) }

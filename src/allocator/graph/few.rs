@@ -1,6 +1,6 @@
-//! Lists of mostly one element.
+//! A list that usually has one element.
 
 use smallvec::SmallVec;
 
-/// The first element needs no allocation, of which a request in a capture would make several.
+/// The first element needs no allocation; a request in a capture would otherwise make several.
 pub(crate) type Few<T> = SmallVec<[T; 1]>;

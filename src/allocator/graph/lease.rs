@@ -1,4 +1,4 @@
-//! Leases: how long a graph, what was made of it, and its launches may use a pool's addresses.
+//! Leases: how long a graph, the executable graphs instantiated from it, and their launches may use a pool's addresses.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -6,19 +6,19 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use crate::clock::Wakeup;
 
-/// The leases of a pool that hold: counted, so that nobody looks at each.
+/// The number of held leases of a pool, so that they need not be visited.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Leases(Arc<Holding>);
 
 #[derive(Debug, Default)]
 struct Holding {
     count: AtomicU64,
-    /// Woken when one is over.
+    /// Woken when a lease ends.
     ended: Arc<Wakeup>,
 }
 
 impl Leases {
-    /// Of a pool whose leases wake who waits for `ended`.
+    /// Creates the counter of a pool whose leases wake the waiters of `ended`.
     pub(crate) fn new(ended: &Arc<Wakeup>) -> Leases {
         Leases(Arc::new(Holding {
             count: AtomicU64::new(0),
@@ -26,7 +26,7 @@ impl Leases {
         }))
     }
 
-    /// How many hold.
+    /// Returns the number of held leases.
     pub(crate) fn count(&self) -> u64 {
         self.0.count.load(Ordering::Acquire)
     }
@@ -37,8 +37,9 @@ const NEW: u8 = 0;
 const COUNTED: u8 = 1;
 const OVER: u8 = 2;
 
-/// Holds until the driver says that the graph and all executables made of it are gone and none of them runs, which it
-/// does on a thread of its own some time after that is so.
+/// A lease of a pool's addresses. It is held until the driver reports that the graph and all executable graphs
+/// instantiated from it were destroyed and none of them runs. The driver reports that on its own thread, with some
+/// delay.
 #[derive(Debug, Clone)]
 pub(crate) struct Lease(Arc<Term>);
 
@@ -57,7 +58,7 @@ struct Term {
 }
 
 impl Lease {
-    /// One of a pool, which does not [count](Self::hold) yet.
+    /// Creates a lease of a pool, which is not [counted](Self::hold) yet.
     pub(crate) fn new(pool: &Leases) -> Lease {
         Lease(Arc::new(Term {
             state: AtomicU8::new(NEW),
@@ -65,7 +66,7 @@ impl Lease {
         }))
     }
 
-    /// From here on it counts for its pool, if it is not over by now.
+    /// Counts the lease for its pool, unless it has already ended.
     pub(crate) fn hold(&self) {
         let (state, count) = (&self.0.state, &self.0.pool.0.count);
         count.fetch_add(1, Ordering::Relaxed);
@@ -79,7 +80,7 @@ impl Lease {
         self.0.state.load(Ordering::Acquire) == OVER
     }
 
-    /// Nobody holds it any more.
+    /// Ends the lease.
     pub(crate) fn end(&self) {
         let pool = &self.0.pool.0;
         if self.0.state.swap(OVER, Ordering::AcqRel) == COUNTED {
@@ -88,13 +89,13 @@ impl Lease {
         pool.ended.wake();
     }
 
-    /// A reference for the driver, which gives it to [`ended`].
+    /// Creates a reference for the driver, which passes it to [`ended`].
     pub(crate) fn into_driver(self) -> *mut c_void {
         Arc::into_raw(self.0).cast_mut().cast()
     }
 }
 
-/// Ends a lease. Calls nothing of the driver's.
+/// Ends a lease. Makes no driver calls.
 ///
 /// # Safety
 /// `lease` came from [`Lease::into_driver`], and this is its only use since.
@@ -116,13 +117,13 @@ mod tests {
         lease.hold();
         let driver = lease.clone().into_driver();
         assert!(!lease.is_over() && leases.count() == 1);
-        // SAFETY: made just now, and not used again.
+        // SAFETY: the reference was created above, and is not used again.
         unsafe { ended(driver) };
         assert!(lease.is_over() && wakeup.count() == 1);
         assert_eq!((Arc::strong_count(&lease.0), leases.count()), (1, 0));
     }
 
-    /// The driver may say so on its thread before the pool heard of the lease.
+    /// The driver's thread may report the end before the pool counts the lease.
     #[test]
     fn a_lease_counts_from_its_hold_to_its_end_in_whichever_order_they_come() {
         let leases = Leases::default();

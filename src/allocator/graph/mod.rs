@@ -1,11 +1,11 @@
 //! Graph pools: memory for stream captures.
 //!
-//! A graph holds addresses and nothing else. So a pool is an arena of its own, whose addresses stay mapped as long as
-//! a graph that was captured with them, an executable made of it, or a launch of that may use them: a *lease*. Inside
-//! a capture memory is used again behind the nodes that used it last ([`order`]); across the captures of a pool it is
-//! used again freely, because whoever shares a pool promises to launch its graphs one behind another.
+//! A graph stores addresses only. So a pool has its own arena, whose addresses stay mapped as long as a graph that was
+//! captured with them, an executable graph instantiated from it, or a launch of that may use them: a *lease*. Inside a
+//! capture, memory is reused behind the nodes that used it last ([`order`]). Across the captures of a pool, memory is
+//! reused freely, because the users of a pool promise that launches of its graphs are ordered one after another.
 //!
-//! Here is the metadata of all pools of an allocator, under the heap's lock; calls of the driver stand in [`commit`].
+//! This module holds the metadata of all pools of an allocator, under the heap's lock; driver calls are in [`commit`].
 
 pub(crate) mod addresses;
 pub(crate) mod arena;
@@ -38,27 +38,27 @@ use crate::clock::Wakeup;
 use crate::error::{Error, GraphPoolError};
 use crate::sync::event::Pooled;
 
-/// The pools of an allocator, the captures that use them, and who gets memory of which.
+/// The graph pools of an allocator, the captures that use them, and the scopes that route requests to them.
 #[derive(Debug, Default)]
 pub(crate) struct Graphs {
     pub pools: BTreeMap<u64, Pool>,
     pub captures: HashMap<u64, Capture, Mixed>,
     pub scopes: Scopes,
-    /// What uses outside of captures end with, by number.
+    /// Events at the end of uses outside captures, by number.
     pub events: BTreeMap<u64, Arc<Pooled>>,
-    /// Uses that end with the streams of which nobody may ask any more: complete when everything was waited for.
+    /// Uses by streams that must not be queried any more: complete after a wait for everything.
     pub unasked: BTreeSet<u64>,
-    /// Bytes that all pools hold from the driver, and that growth under way will add.
+    /// Bytes that all pools hold from the driver, including those that growth in progress will add.
     pub held: u64,
-    /// Woken when a lease is over.
+    /// Woken when a lease ends.
     pub ended: Arc<Wakeup>,
-    /// Streams by their handles that were retired, each with the count at the time. Only kept once there are
-    /// checkpoints, which may name them.
+    /// Handles of retired streams, each with the counter at that time. Kept only once there are checkpoints, which may
+    /// name them.
     departed: Vec<(u64, User)>,
     has_checkpoints: bool,
-    /// The pool with the memory of the block that had its place last.
+    /// The pool in which a block was placed last.
     latest: u64,
-    /// Pools and events so far.
+    /// Counter of pools, events and blocks.
     count: u64,
 }
 
@@ -66,51 +66,51 @@ pub(crate) struct Graphs {
 #[derive(Debug, Default)]
 pub(crate) struct Pool {
     pub arena: Arena,
-    /// Nobody begins to capture with it any more.
+    /// Whether the pool was released: no further capture uses it.
     pub released: bool,
     pub leases: Leases,
-    /// Its memory is not there, or is about to go: nobody gets any of it.
+    /// Whether its memory is suspended or about to be: it serves no request.
     pub suspended: bool,
-    /// Its memory is not there, and does not count.
+    /// Whether its memory is suspended, and so not counted.
     pub away: bool,
-    /// A graph may use it of whose end the driver tells nobody.
+    /// Whether a graph may use it whose end the driver does not report.
     pub untold: bool,
-    /// Calls that work on it without the lock.
+    /// Number of calls that work on it without the lock.
     pub calls: u32,
     /// Bytes that these calls will add.
     planned: u64,
-    /// Most bytes of live blocks at once.
+    /// Peak of the bytes of live blocks.
     pub peak: u64,
 }
 
-/// What a graph pool holds, in bytes.
+/// Memory of a graph pool, in bytes unless a field says otherwise.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Footprint {
-    /// Of live blocks, after rounding.
+    /// Bytes of live blocks, after rounding.
     pub live: u64,
-    /// How many those are.
+    /// Number of live blocks.
     pub blocks: u64,
-    /// Of free memory.
+    /// Bytes of free memory.
     pub free: u64,
-    /// Most bytes of live blocks at once.
+    /// Peak of the bytes of live blocks.
     pub peak: u64,
-    /// Held from the driver.
+    /// Bytes held from the driver.
     pub physical: u64,
-    /// Graphs, with what was made of them, that may use the pool's addresses.
+    /// Number of graphs that may use the pool's addresses, including their executable graphs.
     pub leases: u64,
 }
 
-/// Who asks for memory of a pool.
+/// The requester of memory of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Asker {
-    /// A stream of a capture: by its place there, which is good as long as the capture has this number.
+    /// A stream of a capture, by its place there, which is valid as long as the capture has this number.
     Captured {
         capture: u64,
         number: u64,
         stream: usize,
     },
-    /// A stream outside of captures, by its number.
+    /// A stream outside captures, by its number.
     Eager { stream: u64 },
 }
 
@@ -130,7 +130,7 @@ impl Pool {
         self.leases.count() > 0
     }
 
-    /// Whether a launch may write memory that work outside of captures asks for.
+    /// Whether a launch may write memory that a request outside captures would get.
     fn is_leased_for(&self, asker: Asker) -> bool {
         matches!(asker, Asker::Eager { .. }) && self.is_leased()
     }
@@ -152,7 +152,7 @@ impl Graphs {
         pool
     }
 
-    /// Notes the event that a use by a stream ends with.
+    /// Stores the event at the end of a use by a stream.
     pub(crate) fn add_event(&mut self, stream: u64, event: Pooled) -> Pending {
         let number = self.number();
         self.events.insert(number, Arc::new(event));
@@ -162,7 +162,7 @@ impl Graphs {
         }
     }
 
-    /// Notes a use by a stream that may be gone.
+    /// Stores a use by a stream that may have been destroyed.
     pub(crate) fn add_unasked(&mut self) -> Pending {
         let number = self.number();
         self.unasked.insert(number);
@@ -172,13 +172,13 @@ impl Graphs {
         }
     }
 
-    /// Whether the capture in which a stream became a user gets memory of a pool still: its stream is alive then.
+    /// Whether the capture in which a stream became a user still gets memory of a pool: then the stream is alive.
     pub(crate) fn serves_capture_of(&self, user: &User, pool: u64) -> bool {
         let capture = user.since.and_then(|capture| self.captures.get(&capture));
         capture.is_some_and(|capture| !capture.left.contains(&pool))
     }
 
-    /// Live blocks of all pools and their bytes.
+    /// Returns the number and bytes of live blocks of all pools.
     pub(crate) fn live_totals(&self) -> (u64, u64) {
         let arenas = self.pools.values().map(|pool| &pool.arena);
         arenas.fold((0, 0), |(blocks, bytes), arena| {
@@ -186,13 +186,13 @@ impl Graphs {
         })
     }
 
-    /// Counts the bytes that pools hold anew.
+    /// Recomputes the bytes that pools hold.
     pub(crate) fn recount(&mut self) {
         let pools = self.pools.values().filter(|pool| !pool.away);
         self.held = pools.map(|pool| pool.arena.held() + pool.planned).sum();
     }
 
-    /// The pool of the live block that starts at an address. Mostly it is the one that had the last.
+    /// Returns the pool of the live block that starts at an address. Usually it is the pool of the last block.
     pub(crate) fn pool_of(&self, addr: u64) -> Option<u64> {
         let has = |pool: &Pool| pool.arena.live.contains_key(&addr);
         if self.pools.get(&self.latest).is_some_and(has) {
@@ -213,7 +213,7 @@ impl Graphs {
 
     // ---- memory -----------------------------------------------------------------------------------
 
-    /// Takes room for a request out of memory that is there.
+    /// Takes a request from the available memory of a pool.
     pub(crate) fn take(&mut self, pool: u64, asker: Asker, fit: Fit) -> Option<Place> {
         let pool = self.pools.get_mut(&pool)?;
         let usable = usable(&self.captures, asker, pool.is_leased_for(asker));
@@ -230,7 +230,7 @@ impl Graphs {
         Some(place)
     }
 
-    /// Free bytes of a pool's memory that an asker may use now, and those that it might use if no work outside of
+    /// Returns the free bytes of a pool that a requester may use now, and those that it could use if no work outside
     /// captures were pending.
     pub(crate) fn free_for(&self, pool: u64, asker: Asker) -> (u64, u64) {
         let Some(pool) = self.pools.get(&pool) else {
@@ -253,7 +253,7 @@ impl Graphs {
         (ready, waiting)
     }
 
-    /// Plans more room. A plan stands for a call under way.
+    /// Plans a growth. A plan counts as a call in progress.
     pub(crate) fn plan(
         &mut self,
         pool: u64,
@@ -274,7 +274,7 @@ impl Graphs {
         Ok(plan)
     }
 
-    /// Finds a home for a handle that moves into a pool, with no block in it yet. None if the pool lacks addresses.
+    /// Finds a home for a handle that moves into a pool, where it is free memory. `None` if the pool lacks addresses.
     pub(crate) fn plan_free(&mut self, id: u64, bytes: u64) -> Option<u64> {
         let pool = self.pools.get_mut(&id)?;
         let home = pool.arena.homes.lowest(bytes)?;
@@ -285,7 +285,7 @@ impl Graphs {
         Some(home)
     }
 
-    /// What was planned is there, with these new handles, or not. The block's place.
+    /// Commits a plan with its new handles, or reverts it. Returns the block's place.
     pub(crate) fn planned(
         &mut self,
         id: u64,
@@ -306,7 +306,7 @@ impl Graphs {
         place
     }
 
-    /// A block has its place.
+    /// Records a block at its place.
     #[inline]
     pub(crate) fn enter(&mut self, addr: u64, live: Live) {
         let Some(pool) = self.pools.get_mut(&live.owner) else {
@@ -317,8 +317,9 @@ impl Graphs {
         pool.peak = pool.peak.max(pool.arena.live.bytes());
     }
 
-    /// The use of a pool's memory by streams that capture, and by those that do not with what each of their uses ends
-    /// with. None if a capture was forgotten since the order of its nodes was asked for.
+    /// Returns the tag for memory that was used by these streams: those that capture, and those outside captures with
+    /// the event at the end of each use. `None` if the state of a capture was discarded since the order of its nodes
+    /// was queried.
     pub(crate) fn tag(
         &mut self,
         pool: u64,
@@ -345,12 +346,12 @@ impl Graphs {
         Some(tag)
     }
 
-    /// Whether anything may wait for an event.
+    /// Whether anything may be pending on an event.
     pub(crate) fn has_events(&self) -> bool {
         !self.events.is_empty()
     }
 
-    /// Events that free memory of a pool waits for.
+    /// Returns the events that free memory of a pool is pending on.
     pub(crate) fn awaited(&self, pool: u64) -> Vec<(u64, Arc<Pooled>)> {
         if self.events.is_empty() {
             return Vec::new();
@@ -367,8 +368,7 @@ impl Graphs {
             .collect()
     }
 
-    /// Events were seen complete. What stood for them, or for memory that somebody has by now, which is let go
-    /// without the lock.
+    /// Removes events that were observed complete from all tags, and returns them, to be dropped without the lock.
     pub(crate) fn completed(&mut self, events: &[u64]) -> Vec<Arc<Pooled>> {
         let events: HashSet<u64, Mixed> = events.iter().copied().collect();
         let over = |used: &Pending| events.contains(&used.event);
@@ -403,17 +403,17 @@ impl Graphs {
         self.pools.values().any(|pool| pool.released)
     }
 
-    /// The leases of a pool.
+    /// Returns the leases of a pool.
     ///
     /// # Errors
-    /// The pool is gone.
+    /// The pool does not exist any more.
     pub(crate) fn leases_of(&self, pool: u64) -> Result<Leases, Error> {
         let known = self.pools.get(&pool);
         let leases = known.map(|known| known.leases.clone());
         leases.ok_or(Error::GraphPool(GraphPoolError::Released))
     }
 
-    /// Leases that still hold in all pools.
+    /// Returns the number of held leases of all pools.
     pub(crate) fn count_leases(&self) -> u64 {
         self.pools.values().map(|pool| pool.leases.count()).sum()
     }
@@ -423,7 +423,7 @@ impl Graphs {
         self.pools.values().any(Pool::has_leases)
     }
 
-    /// A graph has a lease of a pool from here on, or the driver tells nobody of its end.
+    /// Records that a graph has a lease of a pool, or that the driver does not report its end.
     pub(crate) fn add_lease(&mut self, pool: u64, lease: Option<Lease>) {
         if let Some(pool) = self.pools.get_mut(&pool) {
             match lease {
@@ -433,7 +433,7 @@ impl Graphs {
         }
     }
 
-    /// Any memory of a pool may be in a graph from here on, or none is in one.
+    /// Sets whether all memory of a pool may be used by a graph.
     pub(crate) fn set_captured(&mut self, pool: u64, captured: bool) {
         if let Some(pool) = self.pools.get_mut(&pool) {
             let arena = &mut pool.arena;
@@ -446,7 +446,7 @@ impl Graphs {
         }
     }
 
-    /// No capture is under way any more. All pools, and whether one was used by a graph of whose end nobody tells.
+    /// Ends all captures. Returns all pools, and whether one was used by a graph whose end is not reported.
     pub(crate) fn end(&mut self) -> (Vec<u64>, bool) {
         let captures: Vec<u64> = self.captures.keys().copied().collect();
         captures.into_iter().for_each(|capture| self.ended(capture));
@@ -454,13 +454,13 @@ impl Graphs {
         (self.pools.keys().copied().collect(), untold)
     }
 
-    /// All work is over, that of graphs of whose end nobody tells as well.
+    /// Records that all work is complete, including that of graphs whose end is not reported.
     pub(crate) fn told(&mut self) {
         let pools = self.pools.values_mut();
         pools.for_each(|pool| pool.untold = false);
     }
 
-    /// What a pool holds.
+    /// Returns the footprint of a pool.
     pub(crate) fn footprint(&self, id: u64) -> Footprint {
         let Some(pool) = self.pools.get(&id) else {
             return Footprint::default();
@@ -493,7 +493,7 @@ impl Graphs {
         })
     }
 
-    /// Whether a released pool is suspended and has no lease, no block and no call under way.
+    /// Whether a released pool is suspended and has no lease, no block and no call in progress.
     pub(crate) fn is_unused(&self, id: u64) -> bool {
         self.pools.get(&id).is_some_and(|pool| {
             pool.released
@@ -504,8 +504,8 @@ impl Graphs {
         })
     }
 
-    /// Takes out the arenas of pools that nothing uses: of all, or of those that were released. The released ones are
-    /// gone then.
+    /// Takes out the arenas of unused pools, with `all` of every pool, otherwise of released ones only. Released pools
+    /// are removed.
     pub(crate) fn take_idle(&mut self, all: bool) -> Vec<(u64, Arena)> {
         let pools: Vec<u64> = self.pools.keys().copied().collect();
         let mut taken = Vec::new();
@@ -525,7 +525,7 @@ impl Graphs {
         taken
     }
 
-    /// What could not be given back of so many bytes of a pool stays there.
+    /// Returns to a pool what could not be released of its memory.
     pub(crate) fn put_back(&mut self, id: u64, held: u64, left: Arena) {
         if let Some(pool) = self.pools.get_mut(&id) {
             pool.calls -= 1;
@@ -536,7 +536,7 @@ impl Graphs {
         self.forget_released();
     }
 
-    /// Forgets pools that were released and hold nothing.
+    /// Removes released pools that hold nothing.
     pub(crate) fn forget_released(&mut self) {
         let gone: Vec<u64> = self
             .pools
@@ -552,7 +552,7 @@ impl Graphs {
     }
 }
 
-/// Which free memory somebody may have; `leased`: a graph may write what captures were given.
+/// Returns the test whether a requester may use free memory; `leased` is whether a graph may write memory of captures.
 fn usable(
     captures: &HashMap<u64, Capture, Mixed>,
     asker: Asker,
@@ -570,7 +570,7 @@ fn usable(
     };
     move |tag| match asker {
         Asker::Eager { stream } => {
-            // A launch would write what a graph was captured with.
+            // A launch of a captured graph would write it.
             !(tag.captured && leased)
                 && tag.touched.iter().all(Lease::is_over)
                 && tag.marks.is_empty()
@@ -583,7 +583,7 @@ fn usable(
                 mark.capture == capture
                     && order.is_some_and(|order| order.is_behind(&mark.seen, stream))
             };
-            // A wait for work outside would become the graph's.
+            // A wait for work outside captures would become part of the graph.
             tag.pending.is_empty() && tag.marks.iter().all(behind)
         }
     }

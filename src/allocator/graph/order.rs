@@ -1,10 +1,9 @@
-//! The order of a capture's nodes, as far as it was asked for: which of them are over before what a stream
-//! captures next begins.
+//! The known order of a capture's nodes: which nodes are complete before the next captured work of a stream begins.
 //!
-//! Nodes only come, so what was learnt of one stays true. Each node is asked for once in a capture, and looked at
-//! once for each stream: a capture of n nodes costs n questions, and n steps a stream. While a capture has one stream, and
-//! each node depends on the one before, that is all there is to know, and it is noted when another stream joins; a node
-//! that such a stream is set back to is asked for once more.
+//! Nodes are only added, so knowledge about a node stays true. Each node is queried once per capture, and visited once
+//! per stream: a capture of n nodes costs n queries, and n steps per stream. While a capture has one stream, and each
+//! node depends only on the previous one, the chain is all the knowledge, and it is expanded when another stream joins;
+//! a node that such a stream is set back to is queried once more.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -12,16 +11,16 @@ use std::collections::hash_map::Entry;
 use crate::allocator::extent::hash::Mixed;
 use crate::allocator::graph::few::Few;
 
-/// A dependency: the node that comes before.
+/// A dependency on an earlier node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Edge {
     pub node: usize,
-    /// What comes after begins only when the node is over and what it wrote can be seen. Else it may begin as soon
-    /// as the node has begun.
+    /// Whether the dependent begins only when the node is complete and its writes are visible. Otherwise it may begin
+    /// as soon as the node has begun.
     pub full: bool,
 }
 
-/// A use of memory that a capture knows: the nodes that were a stream's last ones.
+/// A use of memory in a capture: the last nodes of a stream at that time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Seen {
     /// The stream's place in the capture.
@@ -30,53 +29,53 @@ pub(crate) struct Seen {
     nodes: Few<usize>,
 }
 
-/// What one stream of a capture is behind.
+/// The nodes that one stream of a capture is behind.
 #[derive(Debug, Default)]
 struct Reach {
-    /// What the stream's next node depends on.
+    /// Dependencies of the stream's next node.
     present: Vec<Edge>,
-    /// Nodes that have begun before the present point; true if they are over by then.
+    /// Nodes that have begun before the present point; true if they are complete by then.
     nodes: HashMap<usize, bool, Mixed>,
-    /// How often the present point went elsewhere than forward.
+    /// Number of times that the present point moved other than forward.
     epoch: u32,
-    /// Nodes that came one behind another, each with the former as its only dependency, the first of them one of
-    /// `nodes`, the last one the present: not noted anywhere else yet.
+    /// A chain of nodes, each with the previous one as its only dependency. The first depends on one of `nodes`, the
+    /// last is the present point; they are not stored anywhere else yet.
     chain: Vec<usize>,
 }
 
-/// See the module's text.
+/// The order; see the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
     dependencies: HashMap<usize, Few<Edge>, Mixed>,
     streams: Vec<Reach>,
-    /// The memory of a walk that is over, for the next one.
+    /// Memory of a finished walk, for reuse.
     spare: Option<Box<Walk>>,
 }
 
-/// A walk back from what a stream's next node depends on.
+/// A walk back from the dependencies of a stream's next node.
 #[derive(Debug, Default)]
 pub(crate) struct Walk {
     stream: usize,
     present: Vec<Edge>,
     todo: Vec<usize>,
-    /// It has begun with the only node of a stream that is alone, and that depended on one before: nothing was met.
+    /// Whether it began with the only node of a lone stream, which depended on one before: no node was visited.
     step: bool,
-    /// Nodes of the stream's former present that were not met so far.
+    /// Nodes of the stream's former present point that were not visited yet.
     unmet: Vec<usize>,
     anew: bool,
 }
 
 impl Order {
-    /// A stream joins the capture; its place there.
+    /// Adds a stream to the capture, and returns its place.
     pub(crate) fn add_stream(&mut self) -> usize {
-        // From here on others look for what it captured.
+        // From here on other streams need to know what it captured.
         self.note();
         self.streams.push(Reach::default());
         self.streams.len() - 1
     }
 
-    /// Finds out what a stream is behind, which now depends on these nodes, as far as dependencies are known. `None` at
-    /// the end, else the next node whose dependencies are to be [learnt](Self::learn).
+    /// Computes what a stream is behind, given the dependencies of its next node, as far as dependencies are known.
+    /// Returns `None` at the end, otherwise the next node whose dependencies have to be [learned](Self::learn).
     pub(crate) fn walk(&mut self, stream: usize, present: &[Edge]) -> Option<(Box<Walk>, usize)> {
         let reach = &self.streams[stream];
         if reach.present == present {
@@ -100,7 +99,7 @@ impl Order {
             walk.step = true;
             return Some((walk, now.node));
         }
-        // What comes next does not follow what came last.
+        // The next node does not follow the last one.
         self.note();
         self.begin(walk)
     }
@@ -114,8 +113,8 @@ impl Order {
         self.next(walk)
     }
 
-    /// Meets the nodes that a walk begins with. They have begun before the next node; that they are over is known
-    /// as long as the next node depends on them.
+    /// Visits the nodes that a walk begins with. They have begun before the next node; they are known to be complete as
+    /// long as the next node depends on them.
     fn start(&mut self, walk: &mut Walk) {
         let reach = &mut self.streams[walk.stream];
         for at in 0..walk.present.len() {
@@ -127,7 +126,7 @@ impl Order {
         }
     }
 
-    /// Goes on with a walk, with what its node depends on; as [`walk`](Self::walk).
+    /// Continues a walk with the dependencies of its node; returns like [`walk`](Self::walk).
     pub(crate) fn learn(
         &mut self,
         mut walk: Box<Walk>,
@@ -143,7 +142,7 @@ impl Order {
                 && edge.full
             {
                 if reach.chain.is_empty() {
-                    // Uses from before the stream was set back may be known by it.
+                    // Uses from before the stream was set back may refer to it.
                     reach.nodes.insert(edge.node, true);
                     reach.chain.push(edge.node);
                 }
@@ -167,7 +166,7 @@ impl Order {
         self.next(walk)
     }
 
-    /// Notes what came one behind another.
+    /// Expands the chain into the known nodes.
     fn note(&mut self) {
         for reach in &mut self.streams {
             for pair in reach.chain.windows(2) {
@@ -198,7 +197,7 @@ impl Order {
             if walk.unmet.is_empty() || walk.anew {
                 break;
             }
-            // The stream did not go forward: nothing that it was behind counts any more.
+            // The stream did not move forward: earlier knowledge about what it is behind is void.
             walk.anew = true;
             reach.nodes.clear();
             reach.epoch += 1;
@@ -209,7 +208,7 @@ impl Order {
         None
     }
 
-    /// A walk could not go on: what it met is not known to be behind anything.
+    /// Abandons a walk: the nodes that it visited are not known to be ordered.
     pub(crate) fn give_up(&mut self, walk: &Walk) {
         self.note();
         let reach = &mut self.streams[walk.stream];
@@ -218,7 +217,7 @@ impl Order {
         reach.epoch += 1;
     }
 
-    /// Nodes that were asked for.
+    /// Returns the number of nodes that were queried.
     #[cfg(test)]
     pub(crate) fn asked(&self) -> usize {
         let chains = self.streams.iter().map(|reach| &reach.chain);
@@ -226,7 +225,7 @@ impl Order {
         self.dependencies.len() + steps.sum::<usize>()
     }
 
-    /// A use by a stream until its present point.
+    /// Returns the use by a stream up to its present point.
     pub(crate) fn seen(&self, stream: usize) -> Seen {
         let reach = &self.streams[stream];
         Seen {
@@ -236,10 +235,10 @@ impl Order {
         }
     }
 
-    /// Whether a use is over before what a stream captures next begins.
+    /// Whether a use is complete before the next captured work of a stream begins.
     ///
-    /// A stream that only went forward is behind all that it did itself: work that was launched to begin early
-    /// touches what was allocated after its predecessor's launch only after it has waited for that.
+    /// A stream that only moved forward is behind all its own work: a kernel that was launched with an early start
+    /// waits for its predecessor before it touches memory allocated after the predecessor's launch.
     pub(crate) fn is_behind(&self, seen: &Seen, stream: usize) -> bool {
         let reach = &self.streams[stream];
         if seen.stream == stream && seen.epoch == reach.epoch {
@@ -256,7 +255,7 @@ impl Order {
 }
 
 impl Walk {
-    /// Meets a node behind an edge.
+    /// Visits a node behind an edge.
     #[inline]
     fn meet(&mut self, reach: &mut Reach, edge: Edge) {
         if !self.anew {
@@ -314,7 +313,7 @@ mod tests {
         let (on_main, on_side) = (order.seen(main), order.seen(side));
         assert!(order.is_behind(&on_main, main) && order.is_behind(&on_side, side));
         assert!(!order.is_behind(&on_main, side) && !order.is_behind(&on_side, main));
-        // The join.
+        // The join of both branches.
         graph.advance(&mut order, main, &[full(2), full(3)]);
         assert!(order.is_behind(&on_side, main));
         graph.node(4, &[full(2), full(3)]);
@@ -403,7 +402,7 @@ mod tests {
         let behind = seen.iter().map(|seen| order.is_behind(seen, main));
         let expected = [true, true, true, false, false];
         assert_eq!(behind.collect::<Vec<_>>(), expected);
-        // One that may begin early is not in the way of the chain.
+        // A node with an early start does not interrupt the chain.
         graph.node(10, &[early(9)]);
         let ninth = order.seen(main);
         graph.advance(&mut order, main, &[full(10)]);

@@ -1,4 +1,4 @@
-//! More room in a pool: planned before any call of the driver is made, and entered or put back after it.
+//! Growth of a pool: planned before any driver call, and committed or reverted after it.
 
 use std::collections::BTreeMap;
 
@@ -7,21 +7,22 @@ use crate::allocator::graph::few::Few;
 use crate::allocator::physical::{GrowthFailure, tile};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
-/// New memory for a request, free memory beside it, or both; what they are is out of circulation meanwhile.
+/// A planned growth for a request: new memory, free memory beside it, or both. All of it is out of circulation
+/// meanwhile.
 #[derive(Debug)]
 pub(crate) struct Plan {
-    /// What of it was free memory is [set aside](Arena::aside).
+    /// Its parts of free memory are [set aside](Arena::aside).
     pub place: Place,
-    /// The home of new handles, and their sizes.
+    /// Home of the new handles, and their sizes.
     pub fresh: Option<(u64, Vec<u64>)>,
-    /// Where a view begins, and its handles by their homes, new ones among them.
+    /// Base of a view, and its handles by their homes, including new ones.
     pub view: Option<(u64, View)>,
-    /// What the view shows: bytes, and the handle, of memory that is there already.
+    /// Existing memory that the view shows: bytes and handle.
     pub shown: Vec<(u64, Option<u64>)>,
 }
 
 impl Plan {
-    /// New handles by their home, and their sizes, all of which is free memory.
+    /// Creates a plan for new handles at a home, all of which become free memory.
     pub(crate) fn free((home, sizes): (u64, Vec<u64>)) -> Plan {
         Plan {
             place: Place {
@@ -35,38 +36,38 @@ impl Plan {
         }
     }
 
-    /// Bytes of new memory.
+    /// Returns the bytes of new memory.
     pub(crate) fn fresh_bytes(&self) -> u64 {
         let sizes = self.fresh.iter().flat_map(|(_, sizes)| sizes);
         sizes.sum()
     }
 }
 
-/// Why there is no plan.
+/// Why no plan is possible.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Lacking {
-    /// Addresses for so many bytes at home.
+    /// Addresses for this many bytes at home are missing.
     Homes(u64),
-    /// Addresses for so many bytes of a view.
+    /// Addresses for this many bytes of a view are missing.
     Sites(u64),
-    /// So many bytes more than may be added.
+    /// The plan exceeds the allowed memory by this many bytes.
     Memory(u64),
 }
 
-/// What a plan may do.
+/// The resources that a plan may use.
 pub(crate) struct Means<'a> {
     /// Bytes that may be added.
     pub room: u64,
-    /// Whether handles may be mapped twice.
+    /// Whether views may be created.
     pub views: bool,
-    /// Size of new handles, where so many bytes are missing.
+    /// Size of new handles for a number of missing bytes.
     pub size: &'a dyn Fn(u64) -> u64,
 }
 
 /// The memory that a view would show, in its order.
 #[derive(Debug, Default)]
 struct Stitch {
-    /// Bytes at the start of the first handle that somebody else has.
+    /// Bytes at the start of the first handle that are not usable.
     skip: u64,
     handles: Vec<(u64, u64)>,
     /// The last handle, of which only the front is free.
@@ -75,7 +76,7 @@ struct Stitch {
     fresh: u64,
 }
 
-/// Where a request could have new memory at home: where its run begins, the hole behind it, and how much is new.
+/// A place for new memory at home: the start of its run, the hole after it, and the bytes of new memory.
 #[derive(Debug, Clone, Copy)]
 struct Opening {
     start: u64,
@@ -84,8 +85,8 @@ struct Opening {
 }
 
 impl Arena {
-    /// Plans room for a request that fits nowhere, with as little new memory as can be: behind free memory at home,
-    /// or in a new view.
+    /// Plans the room for a request that fits nowhere, with as little new memory as possible: after free memory at
+    /// home, or in a new view.
     pub(crate) fn plan(
         &mut self,
         fit: Fit,
@@ -93,7 +94,8 @@ impl Arena {
         means: &Means<'_>,
     ) -> Result<Plan, Lacking> {
         let opening = self.opening(fit, runs);
-        // Leased addresses and views begin at a multiple of a physical granule, and for views no larger one is looked for.
+        // Leased addresses and views begin at a multiple of a physical granule; larger alignments are not supported in
+        // views.
         let aligned = u64::from(fit.align) * GRANULE <= PHYSICAL_GRANULE;
         let stitch = (means.views && aligned).then(|| self.stitch(fit, runs));
         let at_home = opening.map_or(u64::MAX, |opening| opening.fresh);
@@ -135,7 +137,7 @@ impl Arena {
         })
     }
 
-    /// The opening at home that needs the least new memory, the lowest on ties.
+    /// Returns the opening at home that needs the least new memory, the lowest on ties.
     fn opening(&self, fit: Fit, runs: &[(u64, u64)]) -> Option<Opening> {
         let openings = self.homes.holes().filter_map(|(hole, room)| {
             let at = runs.partition_point(|run| run.1 < hole);
@@ -149,8 +151,8 @@ impl Arena {
         openings.min_by_key(|opening| (opening.fresh, opening.hole))
     }
 
-    /// What a view for a request would be made of: a handle whose end is free, whole handles, and one whose front is
-    /// free, the largest of each.
+    /// Returns the handles of a view for a request: one whose end is free, whole ones, and one whose front is free, the
+    /// largest of each.
     fn stitch(&self, fit: Fit, runs: &[(u64, u64)]) -> Stitch {
         let (mut whole, mut back, mut heads) = (Vec::new(), None, Vec::new());
         let mut at = 0;
@@ -192,7 +194,7 @@ impl Arena {
             missing -= bytes.min(missing);
         }
         let fresh = missing.next_multiple_of(PHYSICAL_GRANULE);
-        // A view that shows a handle twice would one day give out its bytes twice.
+        // If a view showed a handle twice, its bytes could be allocated twice.
         heads.retain(|(_, home)| Some(*home) != back.map(|(_, back)| back));
         if let Some((bytes, home)) = heads.into_iter().max().filter(|_| missing > 0) {
             let less = missing.saturating_sub(bytes);
@@ -265,7 +267,7 @@ impl Arena {
         handles.map(|(home, bytes)| (*bytes, known(home))).collect()
     }
 
-    /// What was planned is there, with these new handles. The block's place, which is nobody's until it is
+    /// Commits a plan with its new handles. Returns the block's place, which stays reserved until the block is
     /// [entered](Arena::live).
     pub(crate) fn planned(&mut self, mut plan: Plan, handles: &[u64]) -> Place {
         let taken = self.aside.remove(&plan.place.addr).unwrap_or_default();
@@ -278,7 +280,7 @@ impl Arena {
                 self.mapped += bytes;
                 at += bytes;
             }
-            // The block has the front of the new memory: what is left lies behind it.
+            // The block takes the front of the new memory; the rest follows it.
             let used = plan.place.parts.iter().map(Part::end);
             let used = used.filter(|end| (home..=at).contains(end)).max();
             let from = used.unwrap_or(home);
@@ -297,7 +299,7 @@ impl Arena {
         plan.place
     }
 
-    /// Handles that are mapped at home, with those that a failed call left there: address and bytes.
+    /// Returns handles that are mapped at home, including those that a failed call left there: address and bytes.
     pub(crate) fn at_home(&self) -> BTreeMap<u64, u64> {
         let handles = self.handles.iter();
         let handles = handles.map(|(home, handle)| (*home, handle.bytes));
@@ -306,8 +308,7 @@ impl Arena {
         handles.chain(stuck).collect()
     }
 
-    /// What was planned could not be made: everything as before, but for what could not be undone, such as these
-    /// mappings of the view.
+    /// Reverts a failed plan, except for what could not be undone, such as these mappings of the view.
     pub(crate) fn not_made(&mut self, plan: Plan, failure: &GrowthFailure, lost: &[(u64, u64)]) {
         for (part, tag) in self.aside.remove(&plan.place.addr).unwrap_or_default() {
             self.put(part, tag);

@@ -1,4 +1,4 @@
-//! Which requests go to a pool.
+//! Scopes: which requests go to a pool.
 
 use std::cell::Cell;
 use std::fmt;
@@ -8,7 +8,7 @@ use crate::allocator::graph::user::User;
 use crate::driver::sys::CUstream;
 use crate::locks::thread_id::ThreadId;
 
-/// A test of streams by their handles, from the user.
+/// A user's predicate over streams, by their handles.
 pub(crate) type Filter = Arc<dyn Fn(CUstream) -> bool + Send + Sync>;
 
 thread_local!(static IN_PREDICATE: Cell<bool> = const { Cell::new(false) });
@@ -30,12 +30,12 @@ pub fn as_predicate<T>(ask: impl FnOnce() -> T) -> T {
     ask()
 }
 
-/// What a scope is about.
+/// The requests that a scope applies to.
 #[derive(Clone)]
 pub(crate) enum Kind {
     /// The capture with this id.
     Capture(u64),
-    /// The next capture that the thread asks for memory for.
+    /// The next capture for which the thread requests memory.
     NextCapture(ThreadId),
     Stream(User),
     When(Filter),
@@ -62,30 +62,30 @@ pub(crate) struct Scope {
     kind: Kind,
 }
 
-/// The open scopes, in the order in which they were entered.
+/// The open scopes, in the order of entry.
 #[derive(Debug, Default)]
 pub(crate) struct Scopes {
     open: Vec<Scope>,
     count: u64,
-    /// Another one whenever a request may go elsewhere than before.
+    /// Changes whenever a request may be routed differently than before.
     pub version: u64,
 }
 
-/// A request, as far as scopes ask about it.
+/// The properties of a request that scopes depend on.
 pub(crate) struct Asked<'a> {
     pub user: &'a User,
     pub capture: Option<u64>,
     pub thread: ThreadId,
 }
 
-/// What scopes say of a request.
+/// The scopes' answer for a request.
 pub(crate) enum Answer {
-    /// It goes to a pool, by a scope.
+    /// The request goes to a pool, through a scope.
     Pool {
         scope: u64,
         pool: u64,
     },
-    /// That depends on what these filters say, the first one that says yes counts; if none does, on what is left.
+    /// The answer depends on these filters: the first that returns true counts; if none does, the remaining scopes.
     Filters(Vec<(u64, u64, Filter)>),
     Nobody,
 }
@@ -99,8 +99,8 @@ impl Scopes {
         number
     }
 
-    /// Whether a scope was opened for captures of which some may not have asked for memory yet: nobody knows their
-    /// streams.
+    /// Whether a scope for captures is open that may apply to captures without a request so far, whose streams are
+    /// unknown.
     pub(crate) fn await_captures(&self) -> bool {
         let awaits = |kind: &Kind| {
             matches!(
@@ -115,8 +115,8 @@ impl Scopes {
         self.open.iter().any(|scope| scope.number == number)
     }
 
-    /// The scope, if it was open. It may be the last to hold a filter of the user's, so it is dropped without the
-    /// heap's lock.
+    /// Removes a scope if it is open. It may hold the last reference to a user's filter, so the caller drops it without
+    /// the heap's lock.
     #[must_use = "a filter is not dropped under the lock"]
     pub(crate) fn remove(&mut self, number: u64) -> Option<Scope> {
         let at = self.open.iter().position(|scope| scope.number == number)?;
@@ -124,8 +124,8 @@ impl Scopes {
         Some(self.open.remove(at))
     }
 
-    /// Where a request goes: to the pool of its capture, else of its stream, of a filter that says yes, or of its
-    /// thread. Of several the scope that was entered last.
+    /// Routes a request: to the pool of its capture, else of its stream, of a filter that returns true, or of its
+    /// thread. Of several scopes the last one entered applies.
     pub(crate) fn resolve(&mut self, asked: &Asked<'_>, filtered: bool) -> Answer {
         let found = asked
             .capture

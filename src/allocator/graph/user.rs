@@ -1,4 +1,4 @@
-//! Streams that use memory of graph pools, in captures and outside of them.
+//! Streams that use memory of graph pools, inside captures and outside.
 
 use std::collections::HashSet;
 use std::ops::Deref;
@@ -9,16 +9,16 @@ use crate::allocator::stream::slot::StreamKey;
 use crate::driver::Stream;
 use crate::locks::thread_id::ThreadId;
 
-/// A stream as it was named when it began to use a block. Who touches its handle beside the heap's lock holds a copy
-/// meanwhile: a stream that is retired leaves after that.
+/// A stream as it was named when it began to use a block. Code that uses its handle without the heap's lock holds a
+/// copy meanwhile, and a retirement of the stream waits for that.
 #[derive(Debug, Clone)]
 pub(crate) struct User(Arc<Who>);
 
-/// The names of streams, to find out whether a user [is](User::is) one of them without a look at each.
+/// A set of names of streams, to test whether a user [is](User::is) one of them without visiting each.
 #[derive(Debug, Default)]
 pub(crate) struct Names {
     keys: HashSet<StreamKey>,
-    /// The handles of all, and of those that are known by nothing else.
+    /// All handles, and those of streams that have no other name.
     raws: HashSet<usize>,
     by_handle: HashSet<usize>,
 }
@@ -47,7 +47,7 @@ impl<'a> FromIterator<&'a User> for Names {
     }
 }
 
-/// A [`User`], which it does not keep.
+/// A weak reference to a [`User`].
 #[derive(Debug)]
 pub(crate) struct Trace(Weak<Who>);
 
@@ -58,15 +58,15 @@ impl Trace {
     }
 }
 
-/// What a [`User`] is.
+/// The identity of a [`User`].
 #[derive(Debug, Clone)]
 pub(crate) struct Who {
-    /// By its handle alone where it was captured then and has no name of its own: nobody may ask for that.
+    /// The handle alone, if the stream was capturing then and its id could not be queried.
     pub key: StreamKey,
     pub raw: usize,
-    /// Keeps the stream alive, where that can be had.
+    /// Keeps the stream alive, where possible.
     pub stream: Option<Stream>,
-    /// The capture in which it became a user; none if it was outside of captures.
+    /// The capture in which it became a user; `None` if it was outside captures.
     pub since: Option<u64>,
     /// The thread that named it.
     pub thread: ThreadId,
@@ -97,12 +97,12 @@ impl User {
         }))
     }
 
-    /// The same user for lists that nobody asks the driver about: no copy of this one.
+    /// Returns the same user for lists whose streams are never queried; the result does not count as a copy.
     pub(crate) fn listed(&self) -> User {
         User(Arc::new(Who::clone(self)))
     }
 
-    /// What tells the stream from others, without keeping it alive.
+    /// Returns the identity of the stream, without keeping it alive.
     pub(crate) fn name(&self) -> User {
         User(Arc::new(Who {
             stream: None,
@@ -110,37 +110,37 @@ impl User {
         }))
     }
 
-    /// Finds the user as long as anybody holds a copy.
+    /// Returns a weak reference, which finds the user as long as a copy exists.
     pub(crate) fn trace(&self) -> Trace {
         Trace(Arc::downgrade(&self.0))
     }
 
-    /// Whether both are copies of one.
+    /// Whether both are copies of one user.
     #[inline]
     pub(crate) fn is_copy_of(&self, other: &User) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// A number that copies of one have in common, and no others as long as there are any.
+    /// Returns a number that copies of one user share, unique while any of them exists.
     pub(crate) fn identity(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// Whether nobody else holds a copy.
+    /// Whether there is no other copy.
     pub(crate) fn is_alone(&self) -> bool {
         let alone = Arc::strong_count(&self.0) == 1;
-        // What the others did comes before what follows.
+        // Orders the work of the other holders before what follows.
         fence(Ordering::Acquire);
         alone
     }
 
-    /// Whether both are one stream, as far as that is known.
+    /// Whether both are the same stream, as far as that is known.
     #[inline]
     pub(crate) fn is(&self, other: &User) -> bool {
         self.is_named(other.key, other.raw)
     }
 
-    /// [`is`](Self::is), of a stream by its name.
+    /// [`is`](Self::is) for a stream by its name.
     #[inline]
     pub(crate) fn is_named(&self, key: StreamKey, raw: usize) -> bool {
         let by_handle = |key| matches!(key, StreamKey::Handle(_));

@@ -1,7 +1,7 @@
-//! The driver calls of suspensions: never with the heap's lock.
+//! The driver calls of suspensions, made without the heap's lock.
 //!
-//! Each handle knows how many of its mappings there are and whether it was released, so that whatever call fails,
-//! [`bring_back`] goes on from there, and so does the next attempt if that fails, too.
+//! Each handle stores how many of its mappings exist and whether it was released, so that after any failed call
+//! [`bring_back`] continues from there, and so does the next attempt if that fails too.
 
 use crate::allocator::physical::commit::Maker;
 use crate::allocator::suspend::host::HostCopy;
@@ -10,7 +10,8 @@ use crate::driver::{DriverError, Entered, HostAllocation, Stream};
 use crate::error::Error;
 use crate::sync::order::wait_for_context;
 
-/// Copies what is kept to the host. After an error nothing has changed, but a copy may be under way, which is noted.
+/// Copies the kept contents to the host. After an error nothing has changed, but a copy may still be running, which is
+/// recorded.
 pub(crate) fn save(
     entered: &Entered<'_>,
     stream: &Stream,
@@ -21,7 +22,8 @@ pub(crate) fn save(
     suspension.copy = HostCopy::new(entered, suspension.contents, bytes, spare)?;
     let pieces = suspension.copy.pieces(&suspension.kept);
     let copied = pieces.into_iter().try_for_each(|(from, to, bytes)| {
-        // SAFETY: the memory is mapped, nobody writes there, and the host's is kept until the copy is over.
+        // SAFETY: the memory is mapped and no work writes there, and the host memory is kept until the copy is
+        // complete.
         unsafe { entered.copy_device_to_host(to.cast(), from, bytes as usize, stream.raw()) }
     });
     let saved = waited(entered, stream, copied);
@@ -32,13 +34,14 @@ pub(crate) fn save(
     saved.map_err(|failed| failed.error.into())
 }
 
-/// A copy that failed, and whether its end was seen.
+/// A failed copy, and whether its end was observed.
 struct Unseen {
     error: DriverError,
     seen: bool,
 }
 
-/// Waits for copies, by another way if one fails: it could be for earlier work. A capture is not spoilt for that.
+/// Waits for copies, in a second way if the first fails, because its error may concern earlier work. It does not
+/// invalidate a capture for that.
 fn waited(
     entered: &Entered<'_>,
     stream: &Stream,
@@ -51,8 +54,8 @@ fn waited(
     copied.and(waited).map_err(|error| Unseen { error, seen })
 }
 
-/// Unmaps and releases the handles. Nothing uses the memory, and what is kept was saved. A handle whose release failed
-/// is gone: the driver may have released it.
+/// Unmaps and releases the handles. Nothing uses the memory, and kept contents were saved. A handle whose release
+/// failed is removed, because the driver may have released it.
 pub(crate) fn give_back(
     entered: &Entered<'_>,
     suspensions: &mut [Suspension],
@@ -64,7 +67,7 @@ pub(crate) fn give_back(
         for parked in &mut suspension.handles {
             if let Some(handle) = parked.handle.take() {
                 suspension.lost = true;
-                // SAFETY: the handle is the allocator's and mapped nowhere any more.
+                // SAFETY: the handle belongs to the allocator and is mapped nowhere any more.
                 unsafe { entered.mem_release(handle) }?;
             }
         }
@@ -72,8 +75,8 @@ pub(crate) fn give_back(
     Ok(())
 }
 
-/// Unmaps mappings of a handle, the last first, until `left` remain. The first one may be unmapped already if a call for it
-/// `failed`.
+/// Unmaps mappings of a handle, the last first, until `left` remain. The first one may already be unmapped if a call
+/// for it `failed`.
 fn unmap(
     entered: &Entered<'_>,
     parked: &mut Parked,
@@ -82,8 +85,8 @@ fn unmap(
 ) -> Result<(), DriverError> {
     while parked.mapped > left {
         let (at, bytes) = (parked.places[parked.mapped - 1], parked.bytes as usize);
-        // SAFETY: a whole mapping of the allocator that nobody uses, as the caller of a suspension vouches for, and
-        // all work was waited for.
+        // SAFETY: this is a whole mapping of the allocator that nothing uses, as the caller of a suspension guarantees,
+        // and all work was waited for.
         unsafe {
             match failed {
                 true => entered.mem_unmap_if_mapped(at, bytes),
@@ -95,8 +98,8 @@ fn unmap(
     Ok(())
 }
 
-/// Makes everything as it was: creates handles, maps them, gives all devices access, and copies back what was kept.
-/// After an error as little is there as before.
+/// Restores everything: creates handles, maps them, gives all devices access, and copies kept contents back. After an
+/// error no more is restored than before.
 pub(crate) fn bring_back(
     maker: &Maker<'_>,
     entered: &Entered<'_>,
@@ -104,7 +107,7 @@ pub(crate) fn bring_back(
     suspensions: &mut [Suspension],
 ) -> Result<(), DriverError> {
     if suspensions.iter().any(|one| one.unseen) {
-        // A copy of an earlier attempt may be under way: until its end nobody writes or unmaps what it touches.
+        // A copy of an earlier attempt may still be running: until its end its memory must not be written or unmapped.
         wait_for_context(entered.context())?;
         suspensions.iter_mut().for_each(|one| one.unseen = false);
     }
@@ -113,17 +116,17 @@ pub(crate) fn bring_back(
         .map(|handle| (handle.mapped, handle.handle.is_some()))
         .collect();
     let made = make(maker, entered, stream, suspensions);
-    // Under a copy that may not be over nothing is taken away.
+    // The target of a copy that may still be running is kept.
     if let Err(Unseen { seen: true, .. }) = made {
         let handles = suspensions.iter_mut().flat_map(|s| &mut s.handles);
         for (parked, (mapped, held)) in handles.zip(before) {
-            // What cannot be undone is there the next time.
+            // What cannot be undone is used by the next attempt.
             if unmap(entered, parked, mapped, true).is_err() || held {
                 continue;
             }
             if let Some(handle) = parked.handle.take() {
-                // The attempt failed for another reason already.
-                // SAFETY: made in this call, and mapped nowhere any more.
+                // The attempt failed for another reason already. SAFETY: the handle was created in this call, and is
+                // mapped nowhere any more.
                 let _ = unsafe { entered.mem_release(handle) };
             }
         }
@@ -146,15 +149,15 @@ fn make(
     }
     for parked in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
         while let (Some(handle), Some(at)) = (parked.handle, parked.places.get(parked.mapped)) {
-            // A mapping that fails may exist.
+            // A failed mapping may exist.
             parked.mapped += 1;
-            // SAFETY: the range is reserved for this handle, holds no mapping, and the handle is of this size.
+            // SAFETY: the range is reserved for this handle and holds no mapping, and the handle is of this size.
             unsafe { entered.mem_map(*at, parked.bytes as usize, handle) }.map_err(seen)?;
         }
     }
     for suspension in &mut *suspensions {
         for (at, bytes) in suspension.ranges() {
-            // SAFETY: whole mappings, all of them there by now.
+            // SAFETY: these are whole mappings, all of which exist by now.
             unsafe { entered.set_access(at, bytes as usize, maker.access) }.map_err(seen)?;
         }
     }
@@ -165,7 +168,8 @@ fn make(
             continue;
         };
         let copied = pieces.into_iter().try_for_each(|(to, from, bytes)| {
-            // SAFETY: the memory is mapped and nobody else uses it; the host's is kept until the copy is over.
+            // SAFETY: the memory is mapped and nothing else uses it; the host memory is kept until the copy is
+            // complete.
             unsafe { entered.copy_host_to_device(to, from.cast(), bytes as usize, stream.raw()) }
         });
         let waited = waited(entered, stream, copied);

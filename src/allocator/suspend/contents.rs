@@ -1,21 +1,21 @@
-//! What becomes of contents.
+//! What happens to contents during a suspension.
 
 use crate::block::Tag;
 
-/// What becomes of the contents of live blocks while their memory is suspended.
+/// What happens to the contents of live blocks while their memory is suspended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Contents {
-    /// They are lost: nobody may read them afterwards before they are written.
+    /// They are discarded: after a resume they are undefined until they are written again.
     #[default]
     Drop,
-    /// They are kept in page-locked host memory, which is there for the next time then.
+    /// They are kept in page-locked host memory, which is kept for the next suspension.
     Pinned,
-    /// They are kept in plain host memory: slower to copy, and nothing is locked.
+    /// They are kept in pageable host memory: copies are slower, and no host memory is locked.
     Host,
 }
 
-/// What becomes of contents, by the tags of pools.
+/// What happens to contents, by the tags of pools.
 ///
 /// ```
 /// use cualloc::allocator::{Contents, Keep};
@@ -30,14 +30,14 @@ pub struct Keep {
 }
 
 impl Keep {
-    /// The contents of pools with this tag; the last word about a tag counts.
+    /// Sets what happens to the contents of pools with this tag; the last call for a tag counts.
     #[must_use]
     pub fn tag(mut self, tag: impl Into<Tag>, contents: Contents) -> Keep {
         self.tags.push((tag.into(), contents));
         self
     }
 
-    /// What is said of a pool with this tag, or of other memory.
+    /// Returns what happens to the contents of a pool with this tag, or of other memory.
     pub(crate) fn of(&self, tag: Option<Tag>) -> Contents {
         let mut tags = self.tags.iter().rev();
         let said = tags.find(|(known, _)| Some(*known) == tag);

@@ -1,13 +1,12 @@
-//! Contents of suspended memory on the host.
+//! Host memory for the contents of suspended memory.
 
 use crate::allocator::suspend::contents::Contents;
 use crate::driver::{Entered, HostAllocation, HostMemory};
 use crate::error::Error;
 
-/// Page-locked memory is made in parts of at most so many bytes, so that it serves again where another amount is
-/// needed.
+/// Maximum size of a part of page-locked memory, so that the parts can be reused for another total.
 const PART: u64 = 64 << 20;
-/// A part is a multiple of so many bytes.
+/// A part is a multiple of this many bytes.
 const STEP: u64 = 64 << 10;
 
 /// Host memory for contents.
@@ -15,13 +14,13 @@ const STEP: u64 = 64 << 10;
 pub(crate) enum HostCopy {
     #[default]
     None,
-    /// Parts behind each other.
+    /// Consecutive parts.
     Pinned(Vec<HostAllocation>),
     Plain(Vec<u8>),
 }
 
 impl HostCopy {
-    /// Memory for so many bytes; page-locked parts out of `spare`, as far as there are any.
+    /// Allocates memory for a number of bytes; page-locked parts come from `spare`, as far as there are any.
     pub(crate) fn new(
         entered: &Entered<'_>,
         contents: Contents,
@@ -64,7 +63,7 @@ impl HostCopy {
         }
     }
 
-    /// Its page-locked parts, to be used again.
+    /// Returns its page-locked parts for reuse.
     pub(crate) fn into_spare(self) -> Vec<HostAllocation> {
         match self {
             HostCopy::Pinned(parts) => parts,
@@ -72,12 +71,12 @@ impl HostCopy {
         }
     }
 
-    /// Never frees it: a copy may still be under way.
+    /// Prevents it from ever being freed, because a copy may still be running.
     pub(crate) fn leak(&mut self) {
         std::mem::forget(std::mem::take(self));
     }
 
-    /// [`pieces`](Self::pieces) as far as they lie in memory that is there: `homes`, in order.
+    /// [`pieces`](Self::pieces), restricted to memory that is present: `homes`, sorted.
     pub(crate) fn pieces_in(
         &mut self,
         ranges: &[(u64, u64)],
@@ -96,7 +95,7 @@ impl HostCopy {
         inside.collect()
     }
 
-    /// Where the bytes of these ranges lie on the host: device address, host address and bytes of each piece.
+    /// Returns the host location of the bytes of these ranges: device address, host address and bytes of each piece.
     pub(crate) fn pieces(&mut self, ranges: &[(u64, u64)]) -> Vec<(u64, *mut u8, u64)> {
         let mut parts: Vec<(*mut u8, u64)> = match self {
             HostCopy::None => Vec::new(),
@@ -138,7 +137,7 @@ mod tests {
         let base = pieces[0].1;
         assert_eq!(pieces, [(100, base, 4), (200, base.wrapping_add(4), 6)]);
         assert!(HostCopy::None.pieces(&[]).is_empty());
-        // The end of the first range and the start of the second are not there any more.
+        // The end of the first range and the start of the second are no longer present.
         let inside = copy.pieces_in(&[(100, 4), (200, 6)], &[(98, 4), (202, 1), (204, 9)]);
         let at = |offset| base.wrapping_add(offset);
         assert_eq!(inside, [(100, base, 2), (202, at(6), 1), (204, at(8), 2)]);

@@ -1,8 +1,8 @@
-//! Suspended memory: handles that were given back to the driver while their addresses stay reserved.
+//! Suspended memory: handles that were released to the driver while their addresses stay reserved.
 //!
-//! A [`Suspension`] is what of one arena is away: its handles, where each is mapped, and the contents that are kept
-//! on the host. What is here belongs to the heap and is under its lock; the calls of the driver are in [`commit`], and
-//! take a suspension out of the heap for as long as they last.
+//! A [`Suspension`] is the suspended part of one arena: its handles, their mappings, and the contents kept on the host.
+//! The data here belongs to the heap and is under its lock; the driver calls are in [`commit`], and take a suspension
+//! out of the heap while they run.
 
 pub(crate) mod commit;
 pub(crate) mod contents;
@@ -14,7 +14,7 @@ use crate::allocator::suspend::contents::Contents;
 use crate::allocator::suspend::host::HostCopy;
 use crate::block::Tag;
 
-/// Whose memory a suspension is.
+/// The memory that a suspension belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Target {
     /// Everything outside of graph pools.
@@ -28,30 +28,30 @@ pub(crate) enum Target {
 pub(crate) struct Parked {
     pub home: u64,
     pub bytes: u64,
-    /// None once it was released.
+    /// `None` once it was released.
     pub handle: Option<u64>,
-    /// Where it is to be mapped: at home, then in views.
+    /// Addresses to map it at: at home, then in views.
     pub places: Vec<u64>,
-    /// So many of these are mapped now, from the first on.
+    /// Number of these that are mapped now, from the first on.
     pub mapped: usize,
 }
 
-/// See the module's text.
+/// A suspension; see the module documentation.
 #[derive(Debug)]
 pub(crate) struct Suspension {
     pub handles: Vec<Parked>,
-    /// Where reservations of addresses begin: nothing that is given access or copied at once goes across.
+    /// Borders of address reservations, which no call that sets access or copies may cross.
     pub bounds: Vec<u64>,
-    /// Addresses and bytes of the live blocks whose contents are kept, where they lie at home, in order.
+    /// Home ranges of the live blocks whose contents are kept, sorted: address and bytes.
     pub kept: Vec<(u64, u64)>,
     pub contents: Contents,
-    /// The contents that are kept.
+    /// The kept contents.
     pub copy: HostCopy,
-    /// A handle was released: what was there is nowhere but in the copy.
+    /// Whether a handle was released, so that its contents exist only in the copy.
     pub lost: bool,
-    /// A copy was begun, to the host or back, whose end was not seen.
+    /// Whether the end of a copy, to the host or back, was not observed.
     pub unseen: bool,
-    /// Nobody may use the memory: not all of it is there.
+    /// Whether the memory must not be used because some of it is missing.
     pub away: bool,
 }
 
@@ -60,7 +60,7 @@ impl Suspension {
         self.handles.iter().map(|handle| handle.bytes).sum()
     }
 
-    /// Bytes of handles that are not there.
+    /// Returns the bytes of missing handles.
     pub(crate) fn missing(&self) -> u64 {
         let away = self.handles.iter().filter(|handle| handle.handle.is_none());
         away.map(|handle| handle.bytes).sum()
@@ -70,7 +70,7 @@ impl Suspension {
         self.kept.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Where the handles are at home, as few ranges as can be.
+    /// Returns the home ranges of the handles, joined where they are adjacent.
     pub(crate) fn homes(&self) -> Vec<(u64, u64)> {
         let handles = self.handles.iter();
         let mut homes: Vec<(u64, u64)> = handles.map(|h| (h.home, h.bytes)).collect();
@@ -79,7 +79,7 @@ impl Suspension {
         homes
     }
 
-    /// All addresses at which the handles are mapped, as few ranges as can be.
+    /// Returns all ranges at which the handles are mapped, joined where they are adjacent.
     pub(crate) fn ranges(&self) -> Vec<(u64, u64)> {
         let handles = self.handles.iter();
         let places = handles.flat_map(|handle| handle.places.iter().map(|at| (*at, handle.bytes)));
@@ -90,7 +90,7 @@ impl Suspension {
     }
 }
 
-/// Makes one what lies back to back, but for where something ends.
+/// Joins adjacent ranges, except across the borders given by `ends`.
 pub(crate) fn join(ranges: &mut Vec<(u64, u64)>, ends: impl Fn(u64) -> bool) {
     ranges.dedup_by(|next, last| {
         let one = last.0 + last.1 == next.0 && !ends(next.0);
@@ -105,23 +105,23 @@ pub(crate) fn join(ranges: &mut Vec<(u64, u64)>, ends: impl Fn(u64) -> bool) {
 #[derive(Debug, Default)]
 pub(crate) struct Suspensions {
     pub map: BTreeMap<Target, Suspension>,
-    /// Nobody gets memory outside of graph pools, and nothing of it is given back.
+    /// Whether memory outside graph pools serves no request, and none of it is released.
     pub closed: bool,
-    /// Calls of the driver for suspensions are under way.
+    /// Whether driver calls for suspensions are in progress.
     pub working: bool,
-    /// The homes and bytes of handles that these calls are about.
+    /// Homes and bytes of the handles that these calls work on.
     pub under_way: Vec<(u64, u64)>,
-    /// Bytes that a resume under way will take from the driver.
+    /// Bytes that a resume in progress will take from the driver.
     pub coming: u64,
     /// The tags of pools.
     pub tags: BTreeMap<u64, Tag>,
-    /// Numbers of segments by their homes, as far as somebody was told of them.
+    /// Numbers of segments by their homes, as far as they were reported.
     ids: BTreeMap<u64, u64>,
     count: u64,
 }
 
 impl Suspensions {
-    /// The number of the segment at an address, which it has until it dies.
+    /// Returns the number of the segment at an address, which is stable until the segment is unmapped.
     pub(crate) fn id_of(&mut self, home: u64) -> u64 {
         let count = &mut self.count;
         *self.ids.entry(home).or_insert_with(|| {
@@ -130,17 +130,17 @@ impl Suspensions {
         })
     }
 
-    /// The segment at an address is no more.
+    /// Forgets the number of a segment that was unmapped.
     pub(crate) fn died(&mut self, home: u64) {
         self.ids.remove(&home);
     }
 
-    /// Whether a handle at this home is away, goes, or comes back.
+    /// Whether a handle at this home is suspended, or is being suspended or resumed.
     pub(crate) fn covers(&self, address: u64) -> bool {
         self.meets(address, 1)
     }
 
-    /// Whether all of a block outside of graph pools is there, and nothing is about to go.
+    /// Whether all of a block outside graph pools is present, and none of it is about to be suspended.
     pub(crate) fn leaves(&self, address: u64, bytes: u64) -> bool {
         !self.closed && !self.working && !self.meets(address, bytes)
     }

@@ -1,13 +1,13 @@
-//! The free memory of an arena: what of it somebody may have, and how it is divided and made one.
+//! The free memory of an arena: which of it a request may use, and how it is split and merged.
 
 use crate::allocator::graph::arena::{Arena, Fit, Part, Piece, Place, Tag};
 use crate::allocator::graph::few::Few;
 use crate::allocator::size::GRANULE;
 
-/// The run that fits a request best among those that were offered: the shortest, the first on ties.
+/// The best of the offered runs for a request: the shortest, the first on ties.
 struct Best {
     fit: Fit,
-    /// Its length, and its start.
+    /// Its length and its start.
     found: Option<(u64, u64)>,
 }
 
@@ -25,14 +25,14 @@ impl Best {
         }
     }
 
-    /// The request's address.
+    /// Returns the address of the request.
     fn addr(&self) -> Option<u64> {
         self.found.map(|(_, start)| self.fit.aligned(start))
     }
 }
 
 impl Arena {
-    /// Runs of free memory at home that may be used: start and end, ascending. Nothing is in [hand](Self::lay_down).
+    /// Returns usable runs of free memory at home: start and end, ascending. The [hand](Self::lay_down) must be empty.
     pub(crate) fn runs(&self, usable: impl Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
         debug_assert!(self.hand.is_none(), "free memory is among other");
         let mut runs: Vec<(u64, u64)> = Vec::new();
@@ -49,7 +49,7 @@ impl Arena {
         runs
     }
 
-    /// Where a request fits best in memory that may be used: at home, else in a view; the lowest address on ties.
+    /// Returns the best fit for a request in usable memory: at home, else in a view; the lowest address on ties.
     pub(crate) fn find(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> Option<Place> {
         if let Some(home) = self.best_at_home(fit, &usable) {
             let granules = fit.granules;
@@ -75,7 +75,7 @@ impl Arena {
         })
     }
 
-    /// Where a request fits best at home, out of runs that nobody lists.
+    /// Returns the best fit for a request at home, without building the list of runs.
     fn best_at_home(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> Option<u64> {
         debug_assert!(self.hand.is_none(), "free memory is among other");
         let mut best = Best::new(fit);
@@ -83,7 +83,7 @@ impl Arena {
         best.addr()
     }
 
-    /// Looks at each run of these pieces, which are in order, that may be used.
+    /// Visits each usable run of these pieces, which are sorted.
     fn each_run<'a>(
         &self,
         pieces: impl Iterator<Item = (&'a u64, &'a Piece)>,
@@ -109,9 +109,9 @@ impl Arena {
         run.into_iter().for_each(look);
     }
 
-    /// Whether a request gets what was a block last: where that is the best fit without a search for one. A run that is
-    /// just as long is not divided, and is the best if no other one of that length lies lower; and there is no other
-    /// than the one that it begins if all else that is free lies behind it.
+    /// Whether the most recently freed block is the best fit for a request, as far as that can be decided without a
+    /// search. A run of exactly the requested length is not split, and is the best if no other run of that length lies
+    /// lower. If all other free memory lies after it, there is no other run than the one that it begins.
     pub(crate) fn hand_fits(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> bool {
         self.hand.as_ref().is_some_and(|(home, piece)| {
             piece.granules == fit.granules
@@ -123,7 +123,7 @@ impl Arena {
         })
     }
 
-    /// Whether a run that is just as long as a request lies below an address.
+    /// Whether a run of exactly the requested length lies below an address.
     fn has_equal_below(&self, home: u64, fit: Fit, usable: impl Fn(&Tag) -> bool) -> bool {
         let mut any = false;
         self.each_run(self.free.range(..home), usable, |(start, end)| {
@@ -132,12 +132,12 @@ impl Arena {
         any
     }
 
-    /// Whether all free memory is one piece at most, and that behind an address.
+    /// Whether all other free memory is at most one piece, which lies after an address.
     fn free_from(&self, home: u64) -> bool {
         self.free.len() <= 1 && self.free.keys().all(|at| *at > home)
     }
 
-    /// Whether memory that may be used lies right beside some: together they are one run.
+    /// Whether usable memory is adjacent to a range, so that both form one run.
     fn has_beside(&self, home: u64, granules: u32, usable: impl Fn(&Tag) -> bool) -> bool {
         let end = home + u64::from(granules) * GRANULE;
         let one =
@@ -148,7 +148,7 @@ impl Arena {
         }) || self.free.get(&end).is_some_and(|piece| one(end, piece))
     }
 
-    /// Takes what was a block last.
+    /// Takes the most recently freed block.
     pub(crate) fn take_hand(&mut self) -> Option<Place> {
         let (home, piece) = self.hand.take()?;
         let granules = piece.granules;
@@ -159,14 +159,14 @@ impl Arena {
         })
     }
 
-    /// Puts what was a block last among all other free memory.
+    /// Adds the most recently freed block to the other free memory.
     pub(crate) fn lay_down(&mut self) {
         if let Some((home, Piece { granules, tag })) = self.hand.take() {
             self.put(Part { home, granules }, tag);
         }
     }
 
-    /// The parts of views that show usable runs.
+    /// Returns the parts of views that show usable runs.
     fn runs_in_views(&self, runs: &[(u64, u64)]) -> Vec<(u64, u64)> {
         let mut seen: Vec<(u64, u64)> = Vec::new();
         for (base, view) in &self.views {
@@ -189,14 +189,14 @@ impl Arena {
         seen
     }
 
-    /// Takes free memory out of circulation; what it was. All of it must be free.
+    /// Takes free memory out of circulation, and returns its former tags. All of it must be free.
     pub(crate) fn take(&mut self, part: Part) -> Vec<(Part, Tag)> {
         let mut taken = Vec::new();
         self.take_each(part, |part, tag| taken.push((part, tag.clone())));
         taken
     }
 
-    /// [`take`](Self::take), where what it was is only looked at.
+    /// Like [`take`](Self::take), but passes the former tags to a closure.
     pub(crate) fn take_each(&mut self, part: Part, mut was: impl FnMut(Part, &Tag)) {
         self.lay_down();
         let mut at = part.home;
@@ -267,7 +267,7 @@ impl Arena {
         self.free.insert(home, Piece { granules, tag });
     }
 
-    /// Changes what is known about free memory, and makes one what is the same by then.
+    /// Changes the tags of free memory, and merges neighbours whose tags have become equal.
     pub(crate) fn retag(&mut self, change: impl Fn(&mut Tag)) {
         self.lay_down();
         for (home, mut piece) in std::mem::take(&mut self.free) {
@@ -282,7 +282,7 @@ impl Arena {
         aside.for_each(|(_, tag)| change(tag));
     }
 
-    /// What is known about each piece of free memory, and of what plans under way have set aside.
+    /// Iterates over the tags of free memory, including memory that plans in progress have set aside.
     pub(crate) fn tags(&self) -> impl Iterator<Item = (Part, &Tag)> {
         let hand = self.hand.iter().map(|(home, piece)| (home, piece));
         let free = self.free.iter().chain(hand).map(|(home, piece)| {
@@ -296,7 +296,7 @@ impl Arena {
         free.chain(aside.map(|(part, tag)| (*part, tag)))
     }
 
-    /// Free bytes.
+    /// Returns the free bytes.
     pub(crate) fn free_bytes(&self) -> u64 {
         let hand = self.hand.iter().map(|(_, piece)| piece);
         let pieces = self.free.values().chain(hand);

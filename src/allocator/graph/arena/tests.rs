@@ -27,7 +27,7 @@ fn fit(granules: u32) -> Fit {
     }
 }
 
-/// Takes a block, with new memory where that is needed; its parts.
+/// Takes a block, with new memory if needed; returns its place.
 fn block(arena: &mut Arena, granules: u32, views: bool) -> Place {
     let runs = arena.runs(|_| true);
     if let Some(place) = arena.find(fit(granules), |_| true) {
@@ -72,7 +72,7 @@ fn scattered_handles_become_one_block_in_a_view() {
         arena.parts_at(long.addr, 3 * GRANULES + GRANULES / 2),
         Some(long.parts)
     );
-    // Without views it would have been new memory.
+    // Without views this required new memory.
     let other = block(&mut arena, GRANULES, false);
     assert_eq!(other.parts.len(), 1);
 }
@@ -169,7 +169,7 @@ fn pieces_join_where_they_are_the_same_to_everybody() {
     assert_eq!(arena.tags().count(), 1);
 }
 
-/// The outer parts of a piece from whose middle something is taken know what the piece knew.
+/// The outer parts of a piece from whose middle a block is taken keep the piece's uses.
 #[test]
 fn what_is_left_of_a_piece_on_both_sides_is_used_as_it_was() {
     let mut arena = arena();
@@ -204,7 +204,7 @@ fn what_is_left_of_a_piece_on_both_sides_is_used_as_it_was() {
 #[test]
 fn a_view_shows_no_handle_twice() {
     let mut arena = arena();
-    // A handle whose front and back are free, and whose middle is not.
+    // A handle whose front and back are free, but whose middle is not.
     let [front, middle, back] =
         [2, 1, 2].map(|fifths| block(&mut arena, GRANULES * fifths / 5, true));
     free(&mut arena, &front);
