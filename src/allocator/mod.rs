@@ -1,11 +1,11 @@
 //! The caching allocator.
 //!
-//! - It takes memory from the driver in large pieces and carves blocks from them in granules of 512 bytes: exact best fit,
-//!   lowest address on ties. Decisions read no clock, so equal requests in equal states give equal addresses.
+//! - It takes memory from the driver in large pieces and carves blocks from them in granules of 512 bytes: exact best
+//!   fit, lowest address on ties. Decisions read no clock, so equal requests in equal states give equal addresses.
 //! - The *packed* policy maps physical handles into reserved address space. Blocks lie side by side, across handles.
 //! - The *classic* policy carves segments of `cuMemAlloc` by the rules of PyTorch's caching allocator.
-//! - Blocks of up to 64 KiB come from caches of their stream, each with its own lock, without a driver call. Large blocks
-//!   whose lengths recur stay in the same caches.
+//! - Blocks of up to 64 KiB come from caches of their stream, each with its own lock, without a driver call. Large
+//!   blocks whose lengths recur stay in the same caches.
 //! - A freed block is reusable on its own stream immediately. Frees carry tickets, and markers (events) cover tickets;
 //!   other streams reuse the block when a marker is complete, or behind a device-side wait.
 //! - When no free memory fits, the reclaim loop tries the cheapest step first: completed pieces, views, growth, waits,
@@ -17,7 +17,8 @@
 //!   (`engine`): a call claims what it works on, and restores it if the driver fails.
 //!
 //! `api` has the public types, `engine` makes the driver calls, and `heap` composes `extent`, `stream`, `physical`,
-//! `view`, `cache`, `graph` and `suspend`. The guide's page on architecture follows an allocation and a free through them.
+//! `view`, `cache`, `graph` and `suspend`. The guide's page on architecture follows an allocation and a free through
+//! them.
 
 pub(crate) mod api;
 pub(crate) mod cache;

@@ -22,8 +22,8 @@ impl Allocator {
         debug.map_or(0, |debug| debug.unchecked.count())
     }
 
-    /// Verifies the metadata of the allocator: recomputes every figure and compares it. For tests and diagnosis, since its
-    /// cost grows with the number of blocks. It can be called at any time from any thread.
+    /// Verifies the metadata of the allocator: recomputes every figure and compares it. For tests and diagnosis, since
+    /// its cost grows with the number of blocks. It can be called at any time from any thread.
     ///
     /// # Errors
     /// The first inconsistency. [`Error::Misused`] if bytes past the end of a live block were written and

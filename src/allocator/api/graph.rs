@@ -86,22 +86,22 @@ pub struct GraphPool {
     id: u64,
 }
 
-/// Which requests go to a pool. Of several scopes that fit, that of the capture counts, else of the stream, of the
-/// filter, of the thread; and among equals the one that was entered last.
+/// The requests that a scope directs to a pool. If several scopes match, the one of the capture applies, else of the
+/// stream, of the predicate, of the thread; among equals the one that was entered last.
 #[non_exhaustive]
 pub enum Scope<'a> {
-    /// Those of the capture with this id ([`Stream::capture_id`]), on all its streams.
+    /// Requests of the capture with this id ([`Stream::capture_id`]), on all its streams.
     Capture(u64),
-    /// Those of the next capture for which this thread asks for memory, on all its streams.
+    /// Requests of the next capture for which this thread requests memory, on all its streams.
     NextCapture,
-    /// Those on a stream, captured or not.
+    /// Requests on a stream, inside captures and outside.
     Stream(&'a Stream),
-    /// Those on streams, by their handles, for which this predicate returns true. It is called without any lock held: for
-    /// each request outside of captures, and in a capture once for each stream and thread, as long as the same scopes are
+    /// Requests on streams for whose handles this predicate returns true. It is called without any lock held: for each
+    /// request outside captures, and in a capture once for each stream and thread, as long as the same scopes are
     /// open. It must not allocate from an allocator that has open scopes: such a request fails with
     /// [`GraphPoolError::InPredicate`](crate::error::GraphPoolError::InPredicate).
     When(Box<dyn Fn(sys::CUstream) -> bool + Send + Sync>),
-    /// Those of the thread that enters, on all streams, captured or not.
+    /// Requests of the thread that enters the scope, on all streams, inside captures and outside.
     Thread,
 }
 
@@ -126,8 +126,8 @@ impl GraphPool {
         &self.allocator
     }
 
-    /// Sends requests to the pool from here on, until the result is dropped. The captures that got memory by it have
-    /// ended by then; a stream that captures on finds no memory any more.
+    /// Directs requests to the pool until the returned scope is dropped. Captures that got memory through it should
+    /// have ended by then: a stream that is still capturing gets no more memory of the pool.
     ///
     /// # Errors
     /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released), [`Error::Closed`]; for a stream those of
@@ -162,21 +162,22 @@ impl GraphPool {
         Ok(User::new(named.key, named.raw as usize, None, None))
     }
 
-    /// Says that a graph which was not captured with the pool uses its memory: the pool's addresses stay as long as
-    /// the graph, what is made of it, and the launches, and what there is of its memory now goes to captures alone.
+    /// Declares that a graph which was not captured with the pool uses its memory. The pool's addresses stay valid as
+    /// long as the graph, the executable graphs instantiated from it, and their launches, and its present memory serves
+    /// only captures.
     ///
     /// # Errors
-    /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released); the driver's, `CUDA_ERROR_NOT_FOUND`
-    /// where it tells nobody of a graph's end.
+    /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released); driver errors, among them
+    /// `CUDA_ERROR_NOT_FOUND` if the driver does not report the end of a graph.
     ///
     /// # Safety
-    /// `graph` must be a live graph, which no other thread uses meanwhile.
+    /// `graph` must be a live graph, which no other thread uses during the call.
     pub unsafe fn retain(&self, graph: sys::CUgraph) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         unsafe { self.allocator.engine().retain_for(self.id, graph) }
     }
 
-    /// What the pool holds now.
+    /// Returns the memory that the pool holds now.
     ///
     /// # Errors
     /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released), [`Error::Closed`].
@@ -184,7 +185,7 @@ impl GraphPool {
         self.allocator.engine().footprint(self.id)
     }
 
-    /// Which blocks are live now, to come back to ([`restore`](Self::restore)).
+    /// Returns a checkpoint of the live blocks, for [`restore`](Self::restore).
     ///
     /// # Errors
     /// As [`footprint`](Self::footprint).
@@ -196,19 +197,18 @@ impl GraphPool {
         })
     }
 
-    /// Makes exactly those blocks live that were live at a checkpoint, each at its address. The owner of one that is
-    /// not live any more finds that when it frees it, which changes nothing; one that is live again comes with the
-    /// result, with a new owner.
+    /// Makes exactly the blocks of a checkpoint live, each at its address. Freeing a block that is no longer live
+    /// afterwards is an error that changes nothing. Blocks that become live again are returned, with a new owner.
     ///
     /// # Errors
     /// [`GraphPoolError::NotComplete`](crate::error::GraphPoolError::NotComplete) while memory of the pool is in use
-    /// outside of captures or in one under way,
+    /// outside captures or in a capture in progress,
     /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint), and as
     /// [`footprint`](Self::footprint).
     ///
     /// # Safety
-    /// Nobody uses the memory of blocks that are live now and were not at the checkpoint, but for the graphs that were
-    /// captured with them: their owners only free them.
+    /// The memory of blocks that are live now but not in the checkpoint is used only by the graphs that were captured
+    /// with them: the owners of these blocks only free them.
     pub unsafe fn restore(&self, to: &Checkpoint) -> Result<Restored, Error> {
         if to.pool != (self.allocator.id(), self.id) {
             return Err(crate::error::GraphPoolError::ForeignCheckpoint.into());
@@ -224,11 +224,11 @@ impl GraphPool {
         })
     }
 
-    /// Says that no further capture comes: the memory goes back to the driver as soon as no graph and no block uses
-    /// it. Scopes that are open serve nobody from here on.
+    /// Declares that no further capture uses the pool: its memory is released to the driver as soon as no graph and no
+    /// block uses it. Open scopes have no effect from here on.
     ///
-    /// # Errors
-    /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released) if it was before, [`Error::Closed`].
+    /// # Errors [`GraphPoolError::Released`](crate::error::GraphPoolError::Released) if it was already released,
+    /// [`Error::Closed`].
     pub fn release(&self) -> Result<(), Error> {
         self.allocator.engine().release_pool(self.id)
     }
@@ -236,7 +236,7 @@ impl GraphPool {
 
 impl Drop for GraphPool {
     fn drop(&mut self) {
-        // It was released before, or there is nothing to give back to.
+        // Fails if the pool was already released, or nothing can be released any more.
         let _released = self.release();
     }
 }
@@ -250,16 +250,16 @@ impl fmt::Debug for GraphPool {
     }
 }
 
-/// Sends requests to a [`GraphPool`] as long as it lives. May be dropped on any thread.
+/// Directs requests to a [`GraphPool`] while it lives. May be dropped on any thread.
 #[must_use = "requests go to the pool until this is dropped"]
 pub struct PoolScope {
     allocator: Allocator,
-    /// None once it was left.
+    /// `None` once it was left.
     scope: Option<u64>,
 }
 
 impl PoolScope {
-    /// Leaves the scope, and says so if that fails.
+    /// Leaves the scope. Unlike a drop, it reports failures.
     ///
     /// # Errors
     /// [`Error::ForkedChild`].
@@ -274,7 +274,7 @@ impl PoolScope {
 impl Drop for PoolScope {
     fn drop(&mut self) {
         if let Some(scope) = self.scope.take() {
-            // A forked child has nothing to leave.
+            // Leaving fails only in a forked child, which has no scope.
             let _left = self.allocator.engine().leave_scope(scope);
         }
     }
@@ -288,7 +288,7 @@ impl fmt::Debug for PoolScope {
     }
 }
 
-/// The blocks of a [`GraphPool`] that were live at some time.
+/// The live blocks of a [`GraphPool`] at some time.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     pool: (u64, u64),
@@ -296,19 +296,19 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Address and bytes of each block, by address.
+    /// Iterates over the address and size of each block, by address.
     pub fn blocks(&self) -> impl Iterator<Item = (sys::CUdeviceptr, u64)> {
         let live = self.layout.live.iter();
         live.map(|(addr, live)| (*addr, live.bytes()))
     }
 }
 
-/// What [`GraphPool::restore`] changed.
+/// Changes made by [`GraphPool::restore`].
 #[derive(Debug)]
 #[must_use = "dropping it frees the blocks that are live again"]
 #[non_exhaustive]
 pub struct Restored {
-    /// Addresses of blocks that are not live any more.
+    /// Addresses of blocks that are no longer live.
     pub ceased: Vec<sys::CUdeviceptr>,
     /// Blocks that are live again.
     pub revived: Vec<Block>,

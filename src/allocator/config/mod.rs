@@ -154,9 +154,9 @@ pub(crate) struct Tuning {
     pub waits: Waits,
 }
 
-/// The default of `headroom`, as a share of the device and in bytes at most. PyTorch 2.11 on an H200 takes 68 MiB for its
-/// first matrix product, 6 for a convolution, 96 for a linear solver, 8 for an FFT and 70 for a captured graph: 248 MiB
-/// in all. NCCL takes 768 MiB when two devices start it.
+/// The default of `headroom`, as a share of the device and in bytes at most. PyTorch 2.11 on an H200 takes 68 MiB for
+/// its first matrix product, 6 for a convolution, 96 for a linear solver, 8 for an FFT and 70 for a captured graph: 248
+/// MiB in all. NCCL takes 768 MiB when two devices start it.
 const HEADROOM_PERCENT: u64 = 2;
 const HEADROOM_MAX: u64 = 512 << 20;
 

@@ -102,8 +102,8 @@ impl Bench<'_> {
         }
         let behind = (READ_BEHIND / 4) as usize;
         let found = vec![0; behind + READ * ROUNDS as usize];
-        // The words were stored through the first mapping; the host reads them through the second. SAFETY: the memory
-        // belongs to the test and holds that many words; the stream is alive.
+        // The words were stored through the first mapping; the host reads them through the second.
+        // SAFETY: the memory belongs to the test and holds that many words; the stream is alive.
         let found = unsafe {
             self.entered
                 .read_words(self.sides[1] + COUNT_AT, found, self.stream)

@@ -214,8 +214,8 @@ impl Engine {
         // SAFETY: the stream is alive, as in `may_mark`; the event belongs to the stream's context and to no marker.
         let recorded = unsafe { current.record(&event, stream) };
         let captured = match &recorded {
-            // Another thread may have begun a capture since the check. SAFETY: as above; the context of a special
-            // handle is current.
+            // Another thread may have begun a capture since the check.
+            // SAFETY: as above; the context of a special handle is current.
             Ok(()) => unsafe { self.captures_now(stream, context) },
             Err(error) if is_of_capture(error.code()) => {
                 self.driver().suspect_capture(stream);

@@ -128,7 +128,7 @@ mod tests {
     fn a_lease_counts_from_its_hold_to_its_end_in_whichever_order_they_come() {
         let leases = Leases::default();
         let [early, kept] = [(); 2].map(|()| Lease::new(&leases));
-        assert_eq!(leases.count(), 0, "nobody said that it counts");
+        assert_eq!(leases.count(), 0, "a lease counts only once it is held");
         kept.hold();
         early.end();
         assert_eq!(leases.count(), 1);

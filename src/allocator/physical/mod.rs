@@ -19,7 +19,8 @@ use crate::driver::DriverError;
 use crate::error::Error;
 
 /// Slack of the soft cap over the peak of active bytes while memory is plentiful, as a share of it or as an amount,
-/// whichever is more. With 4 % the recordings hold 1.021 of what they request instead of 1.018, for 1 % less driver time.
+/// whichever is more. With 4 % the recordings hold 1.021 of what they request instead of 1.018, for 1 % less driver
+/// time.
 const SLACK_PERCENT: u64 = 3;
 const SLACK: u64 = 32 << 20;
 /// The same over the peak of live bytes while memory is scarce: with it `profile=dense` holds 1.013 of the recordings.
@@ -47,11 +48,11 @@ const SCARCE_HANDLE_MAX: u64 = 32 << 20;
 const GRAPH_PARTS: u64 = 8;
 const GRAPH_REQUEST_PARTS: u64 = 32;
 /// A handle is at most this part of the limit in either regime (without a limit: of the device), below half of that and
-/// above it: handles cannot be divided, and those made while memory is plentiful have to serve when it is scarce. Without the bound below half, the
-/// smallest limit of six streams is 1.0205 of what they request instead of 1.0143.
+/// above it: handles cannot be divided, and those made while memory is plentiful have to serve when it is scarce.
+/// Without the bound below half, the smallest limit of six streams is 1.0205 of what they request instead of 1.0143.
 const LIMIT_PARTS: [u64; 2] = [512, 2048];
-/// Memory is scarce when less than this share of the limit is left, or less of the device than this share of it and than
-/// `DEVICE_SCARCE`, which on a small device is a part of it. It is plentiful again with twice as much.
+/// Memory is scarce when less than this share of the limit is left, or less of the device than this share of it and
+/// than `DEVICE_SCARCE`, which on a small device is a part of it. It is plentiful again with twice as much.
 const SCARCE_PERCENT: u64 = 3;
 const DEVICE_SCARCE: u64 = 512 << 20;
 const DEVICE_SCARCE_PART: u64 = 16;

@@ -125,8 +125,8 @@ pub(crate) fn bring_back(
                 continue;
             }
             if let Some(handle) = parked.handle.take() {
-                // The attempt failed for another reason already. SAFETY: the handle was created in this call, and is
-                // mapped nowhere any more.
+                // The attempt failed for another reason already.
+                // SAFETY: the handle was created in this call, and is mapped nowhere any more.
                 let _ = unsafe { entered.mem_release(handle) };
             }
         }
