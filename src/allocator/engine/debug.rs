@@ -25,7 +25,7 @@ const PART: u64 = 1 << 20;
 /// Maximum number of lines in the list of live blocks.
 const MAX_LINES: usize = 20;
 /// Reason why a block is not checked.
-const UNTOUCHABLE: &str = "a capture is under way, or its memory is suspended";
+const UNTOUCHABLE: &str = "a capture is in progress, or its memory is suspended";
 
 /// Where a freed block goes.
 pub(crate) enum Freed {

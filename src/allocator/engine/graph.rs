@@ -260,7 +260,7 @@ impl Engine {
             Some(info) if self.driver().is_joined(info.id) => {
                 // The graph's other nodes may use any memory of the pool, and the allocator cannot see which.
                 return Err(Error::NotSupported {
-                    what: "memory of a graph pool in a capture into a graph that has nodes",
+                    what: "graph pool memory in a capture into a graph that has nodes",
                 });
             }
             Some(info) => {

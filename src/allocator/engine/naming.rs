@@ -104,7 +104,7 @@ impl Engine {
     pub(crate) fn adopt(&self, named: &Named<'_>) -> Result<(), Error> {
         if is_per_thread(named.raw as usize) {
             return Err(Error::NotSupported {
-                what: "adoption of a stream that is another one on each thread",
+                what: "adoption of the per-thread default stream",
             });
         }
         self.refuse_capture(named)?;

@@ -1,15 +1,15 @@
 //! The invariants, verified by one walk over all metadata.
 //!
 //! 1. Each region is a gapless, doubly linked list of extents; no two free neighbours could be merged; holes are never
-//!   adjacent.
+//!    adjacent.
 //! 2. Each free piece is in the index of its class and nowhere else; each hole is in the hole list.
 //! 3. Each byte held from the driver lies in exactly one extent that is not a hole, and every such extent is held.
 //! 4. Each page belongs to one stream and is one region of that stream's blocks.
 //! 5. Each live block can be found by its address, has an odd generation, and is counted once on each stream that it
-//!   was allocated or recorded on.
+//!    was allocated or recorded on.
 //! 6. Tickets are not above the open one; markers are in order.
 //! 7. The bytes of each block in a view are aliased at home; each handle knows how many views map it, and can be found
-//!   by its addresses.
+//!    by its addresses.
 //! 8. Every counter equals what the walk finds.
 
 use std::collections::{BTreeMap, HashMap};

@@ -73,8 +73,8 @@ impl Heap {
 
     /// Claims memory of some arenas to release, so that there is room for `missing` bytes where there is `room` now:
     /// the smallest piece that suffices, otherwise the largest first. Returns nothing and changes nothing if that
-    /// cannot suffice. If the room is only a guess after a driver refusal, the check does not apply: everything is
-    /// claimed.
+    /// cannot suffice to get below the limit. A room that is only a guess after a driver refusal is not part of this
+    /// check: then everything may be claimed.
     pub(crate) fn plan_release(
         &mut self,
         arenas: &[SpaceId],

@@ -61,7 +61,6 @@ pub(crate) enum LastResort {
 /// A reclaim: the search for memory for one request.
 pub(crate) struct Reclaim<'a> {
     hooks: &'a Hooks,
-    /// Bytes of memory of the device.
     pub total_memory: u64,
     /// Whether views may be used, as far as is known before the next step.
     pub views: bool,
@@ -92,7 +91,6 @@ pub(crate) struct Reclaim<'a> {
     pub failure: Option<DriverError>,
 }
 
-/// The next step of a reclaim.
 pub(crate) enum Step {
     Take(Run),
     /// Takes a part of free memory, behind waits if it needs any.
@@ -105,7 +103,6 @@ pub(crate) enum Step {
     /// Reserves a number of bytes of address space.
     Reserve(SpaceId, u64),
     Grow(Growth),
-    /// Obtains a segment from the driver.
     Segment(Fresh),
     /// Creates the memory that a stitch lacks, as free memory.
     Supply(Fresh),
@@ -225,7 +222,6 @@ impl<'a> Reclaim<'a> {
 
     // ---- the choice ---------------------------------------------------------------------------
 
-    /// Chooses the next step for a request.
     pub(crate) fn next(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if !want.in_one_handle()
             && let Some(run) = best_run(heap, want)

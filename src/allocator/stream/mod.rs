@@ -38,12 +38,10 @@ use crate::allocator::stream::slot::{
 };
 use crate::error::{Error, StreamMisuse};
 
-/// A stream with more incomplete markers than this has a backlog: a stream that is nearly idle completes its last few
-/// within microseconds.
+/// A stream with more incomplete markers has a backlog: a nearly idle one completes its last few within microseconds.
 const FEW_MARKERS: usize = 8;
 
-/// Above this number of streams, idle streams of the caller are forgotten, and work for each stream is divided among
-/// calls.
+/// With more streams, idle streams of the caller are forgotten, and work for each stream is divided among calls.
 pub(crate) const MANY_STREAMS: usize = 64;
 
 /// All streams of an allocator.
@@ -64,7 +62,6 @@ pub(crate) struct Streams {
     orders: u64,
     /// Streams whose completed ticket has advanced since this was last taken.
     advanced: Vec<u32>,
-    /// The slot found last.
     latest: u32,
     /// The slot at which [`next_slots`](Self::next_slots) continues.
     next_slot: u32,
@@ -195,7 +192,6 @@ impl Streams {
         }
     }
 
-    /// Frees the slot if nothing refers to the stream any more.
     pub(crate) fn recycle(&mut self, stream: u32) -> bool {
         let slot = &mut self.slots[stream as usize];
         if !slot.in_use || !slot.drained() {
@@ -247,8 +243,7 @@ impl Streams {
         advanced
     }
 
-    /// Returns the list of [`take_advanced`](Self::take_advanced): with `unfinished` including its streams, otherwise
-    /// only its memory.
+    /// Reverts [`take_advanced`](Self::take_advanced) if `unfinished`; otherwise keeps only the memory of the list.
     pub(crate) fn put_advanced(&mut self, mut advanced: Vec<u32>, unfinished: bool) {
         if !unfinished {
             advanced.clear();
@@ -278,8 +273,7 @@ impl Streams {
         first..self.next_slot
     }
 
-    /// Whether a new stream triggers a search for streams that only the heap references: always while there are few
-    /// streams, then once an eighth of them is new.
+    /// Whether to search for streams that only the heap references: with many streams once an eighth of them is new.
     pub(crate) fn is_prune_due(&mut self) -> bool {
         self.newcomers += 1;
         let due = self.in_use < MANY_STREAMS || self.newcomers > self.in_use / 8;
@@ -289,7 +283,6 @@ impl Streams {
         due
     }
 
-    /// Returns the numbers of all slots, in use or not.
     pub(crate) fn slots(&self) -> std::ops::Range<u32> {
         0..self.slots.len() as u32
     }
@@ -316,7 +309,6 @@ impl Streams {
         marker.filter(|marker| !marker.doubtful)
     }
 
-    /// Whether a marker covers a use.
     #[inline]
     pub(crate) fn is_covered(&self, u: &Use) -> bool {
         let newest = self.slots[u.stream as usize].newest();
@@ -403,12 +395,10 @@ impl Streams {
         }
     }
 
-    /// Records that the host observed a stream idle after the batch had been closed.
     pub(crate) fn batch_complete(&mut self, batch: &Batch) {
         self.completed(batch.stream, batch.bound, &batch.row);
     }
 
-    /// Whether every marker was observed complete.
     pub(crate) fn all_seen(&self) -> bool {
         self.unseen == 0
     }
@@ -425,8 +415,7 @@ impl Streams {
             return false;
         }
         let waits = slot.eager_batches == 0 && slot.holder.is_lasting();
-        // If streams may be capturing, the marker is recorded in the free, where the owner makes the call, and not
-        // later at another stream's query.
+        // If streams may be capturing, the owner's free records the marker, not a later query of another stream.
         if waits && !self.watchful && process::is_unwatched() {
             self.list_full(stream);
             return false;
@@ -506,7 +495,6 @@ impl Streams {
             .any(|(_, slot)| slot.raw == raw && slot.named && slot.holder.is_lasting())
     }
 
-    /// Returns the error for a named stream that is not known.
     pub(crate) fn not_here(&self, raw: usize) -> Error {
         let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
         if is_per_thread(raw) && self.iter().any(|(_, slot)| same(slot)) {
@@ -545,7 +533,6 @@ impl Streams {
         }
     }
 
-    /// Applies the outcome of querying a stream.
     pub(crate) fn asked(&mut self, outcome: Outcome) {
         if let Some(bound) = outcome.newest {
             self.observed(outcome.stream, bound);
@@ -558,10 +545,8 @@ impl Streams {
         }
     }
 
-    /// Records that a marker was observed complete.
     pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
-        // The marker is already gone if the completion of another one implied it; the marker that follows is not known
-        // to be complete.
+        // The completion of another marker may have removed it; the one that follows is not known to be complete.
         let markers = &self[stream].markers;
         let row = markers
             .get(markers.partition_point(|m| m.bound < bound))

@@ -209,7 +209,7 @@ fn interleavings_of_a_flush() {
         let freed = mine.is_some_and(|mine| free(cache, &mine));
         let gone = other.join().ok().flatten();
         assert_eq!(mine.is_some(), freed);
-        assert!(gone.is_some() || freed, "the page stays if its block is live");
+        assert!(gone.is_some() || freed, "a live block keeps its page");
         let inner = cache.lock();
         assert_eq!(inner.runs.page_count(), usize::from(gone.is_none()));
         assert_eq!(inner.runs.check(), Ok(()));
