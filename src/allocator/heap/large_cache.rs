@@ -240,7 +240,7 @@ impl Heap {
                     hot.state == Extent::Used && hot.stream == inner.slot,
                 )?;
                 holds(
-                    "nobody else uses a block in a large-block cache",
+                    "only its own stream uses a block in a large-block cache",
                     cold.recorded().is_empty(),
                 )?;
                 same(

@@ -1,6 +1,6 @@
 //! Worn pages, whose generations are used up.
 //!
-//! A small block is identified by its page's number, its position in the page and its generation, of which a page has
+//! A small block is identified by its page's number, its position in the page and its generation; a page has
 //! 2^31. Allocations do not check whether generations are left. Instead, after a fixed number of blocks of a stream
 //! cache its next request comes here, and pages with fewer than twice that number left are worn. Runs of a worn page
 //! become unusable when they are freed. Once no run is in use, the page returns to the heap, and comes back with
