@@ -17,18 +17,18 @@
 #include <stdint.h>
 
 /**
- * Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
- * without a new run-time name of the library.
+ * The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
+ * together with a new run-time name of the library.
  */
 #define CUALLOC_ABI_VERSION 6
 
 /**
- * Requests of the capture with the id that cualloc_scope_t.capture has, on all its streams.
+ * Requests of the capture whose id is cualloc_scope_t.capture, on all its streams.
  */
 #define CUALLOC_SCOPE_CAPTURE 1
 
 /**
- * Requests of the next capture for which the calling thread asks for memory, on all its streams.
+ * Requests of the next capture in which the calling thread allocates, on all its streams.
  */
 #define CUALLOC_SCOPE_NEXT_CAPTURE 2
 
@@ -38,7 +38,7 @@
 #define CUALLOC_SCOPE_STREAM 3
 
 /**
- * Requests on streams to which cualloc_scope_t.when says yes.
+ * Requests on streams for which cualloc_scope_t.when returns true.
  */
 #define CUALLOC_SCOPE_WHEN 4
 
@@ -48,40 +48,40 @@
 #define CUALLOC_SCOPE_THREAD 5
 
 /**
- * The call did what it was asked to do.
+ * The call succeeded.
  */
 #define CUALLOC_OK 0
 
 /**
- * There is no memory, after everything was tried.
+ * Out of memory: every way to obtain more was tried.
  */
 #define CUALLOC_OUT_OF_MEMORY 1
 
 /**
- * An argument is null, 0, too large or no valid setting. Nothing was done.
+ * An argument is null, 0, too large or an invalid setting. Nothing was done.
  */
 #define CUALLOC_INVALID_ARGUMENT 2
 
 /**
- * The address is not memory of this allocator. Nothing was done.
+ * The address does not belong to this allocator. Nothing was done.
  */
 #define CUALLOC_NOT_OURS 3
 
 /**
- * The address is memory of this allocator, and no live block begins there: it was freed before, or is inside a
- * block where its first byte was asked for. Nothing was done.
+ * The address belongs to this allocator, but no live block begins there: the block was freed before, or the address is
+ * inside a block where its first byte is required. Nothing was done.
  */
 #define CUALLOC_NOT_LIVE 4
 
 /**
- * The stream, or a stream that would have to be waited for, is being captured into a graph, and no scope of a graph
- * pool fits. Nothing was done.
+ * The stream, or a stream that the call would have to wait for, is being captured into a graph, and no scope of a
+ * graph pool matches. Nothing was done.
  */
 #define CUALLOC_CAPTURING 5
 
 /**
- * The handle is not one of a living allocator (or of living options, or a graph pool): it was destroyed, or never was
- * one.
+ * The handle does not belong to a live allocator (or live options, or a live graph pool): it was destroyed or never
+ * existed.
  */
 #define CUALLOC_CLOSED 6
 
@@ -91,39 +91,39 @@
 #define CUALLOC_NO_DRIVER 7
 
 /**
- * A call of the CUDA driver failed; the text names it.
+ * A CUDA driver call failed; the text names it.
  */
 #define CUALLOC_DRIVER 8
 
 /**
- * The context is gone or broken, the process is a forked child of the one that made the allocator, or it is
- * ending. Device memory is left alone.
+ * The context is gone or broken, the process is a forked child of the one that created the allocator, or the process
+ * is exiting. Device memory is left alone.
  */
 #define CUALLOC_CONTEXT_LOST 9
 
 /**
- * The device, or this build of the library, cannot do what is asked for.
+ * The device, or this build of the library, does not support the request.
  */
 #define CUALLOC_UNSUPPORTED 10
 
 /**
- * A defect of the library: it stopped half-way. The allocator should not be used any more.
+ * A bug in the library: the call stopped half-way. The allocator should not be used any more.
  */
 #define CUALLOC_PANIC 11
 
 /**
- * Blocks, guards or a call on another thread are in the way, or the thread is in a predicate of a scope. Nothing was
+ * Blocks, guards or a call on another thread prevent the call, or the thread is in a predicate of a scope. Nothing was
  * done.
  */
 #define CUALLOC_BUSY 12
 
 /**
- * The memory is suspended, or is not where it should be brought back. Nothing was done.
+ * The memory is suspended, or, for a resume, is not. Nothing was done.
  */
 #define CUALLOC_SUSPENDED 13
 
 /**
- * A file could not be made or written; the text says why.
+ * A file could not be created or written; the text says why.
  */
 #define CUALLOC_IO 14
 
@@ -133,27 +133,27 @@
 #define CUALLOC_MEMORY_PLENTIFUL 0
 
 /**
- * Memory is scarce, because profile=dense says so: the allocator saves bytes.
+ * Memory counts as scarce because of profile=dense: the allocator saves bytes.
  */
 #define CUALLOC_MEMORY_SCARCE_PROFILE 1
 
 /**
- * Memory is scarce, because the limit is near.
+ * Memory is scarce because the limit is near.
  */
 #define CUALLOC_MEMORY_SCARCE_LIMIT 2
 
 /**
- * Memory is scarce, because the device has little free beside the headroom.
+ * Memory is scarce because the device has little free memory beyond the headroom.
  */
 #define CUALLOC_MEMORY_SCARCE_DEVICE 3
 
 /**
- * Memory is scarce, because the driver refused some.
+ * Memory is scarce because the driver refused an allocation.
  */
 #define CUALLOC_MEMORY_SCARCE_REFUSED 4
 
 /**
- * Everything that the allocator has; `which` is not looked at.
+ * All memory of the allocator; `which` is ignored.
  */
 #define CUALLOC_SELECT_ALL 0
 
@@ -163,18 +163,18 @@
 #define CUALLOC_SELECT_POOL 2
 
 /**
- * The memory of all graph pools with a tag (cualloc_pool_create_tagged); `which` is the tag's text, which ends with a
- * zero.
+ * The memory of all graph pools with a tag (cualloc_pool_create_tagged); `which` is the zero-terminated text of the
+ * tag.
  */
 #define CUALLOC_SELECT_TAG 3
 
 /**
- * Contents are lost: nobody may read them afterwards before they are written.
+ * Contents are lost: they are undefined after the resume until they are written.
  */
 #define CUALLOC_CONTENTS_DROP 0
 
 /**
- * Contents are kept in page-locked host memory, which is kept for the next time, until a trim.
+ * Contents are kept in page-locked host memory, which is cached for the next suspend until a trim.
  */
 #define CUALLOC_CONTENTS_PINNED 1
 
@@ -184,42 +184,41 @@
 #define CUALLOC_CONTENTS_HOST 2
 
 /**
- * Of cualloc_torch_pool_state: it was ended, or never begun.
+ * Result of cualloc_torch_pool_state: the scope was ended, or never begun.
  */
 #define CUALLOC_TORCH_POOL_ENDED 0
 
 /**
- * Of cualloc_torch_pool_state: it was not ended, and its capture is over as far as is known.
+ * Result of cualloc_torch_pool_state: the scope was not ended, and its capture is over as far as is known.
  */
 #define CUALLOC_TORCH_POOL_OPEN 1
 
 /**
- * Of cualloc_torch_pool_state: its capture goes on.
+ * Result of cualloc_torch_pool_state: the capture of the scope is still in progress.
  */
 #define CUALLOC_TORCH_POOL_GOES_ON 2
 
 /**
- * Options for a new allocator. A handle, as cualloc_t is.
+ * Options for a new allocator. A handle, like cualloc_t.
  */
 typedef struct cualloc_options_t cualloc_options_t;
 
 /**
- * A graph pool. A handle, as cualloc_t is.
+ * A graph pool. A handle, like cualloc_t.
  */
 typedef struct cualloc_pool_t cualloc_pool_t;
 
 /**
- * An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
- * out.
+ * An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
  */
 typedef struct cualloc_t cualloc_t;
 
 /**
- * A quantity over time: bytes or a number, as the field that holds it says.
+ * A quantity over time, in bytes or as a number, depending on the field.
  */
 typedef struct cualloc_counter_t {
   /**
-   * Now.
+   * The current value.
    */
   uint64_t current;
   /**
@@ -227,25 +226,25 @@ typedef struct cualloc_counter_t {
    */
   uint64_t peak;
   /**
-   * Everything that was ever added. What was taken away is this less current.
+   * The sum of everything ever added. The sum of everything removed is total minus current.
    */
   uint64_t total;
 } cualloc_counter_t;
 
 /**
- * Figures of the blocks of one kind.
+ * Statistics of one kind of block.
  */
 typedef struct cualloc_pool_stats_t {
   /**
-   * Bytes of live blocks, as they were asked for.
+   * Requested bytes of live blocks.
    */
   struct cualloc_counter_t requested;
   /**
-   * Bytes of live blocks, rounded up as they are handed out.
+   * Bytes of live blocks, after rounding.
    */
   struct cualloc_counter_t allocated;
   /**
-   * Bytes held from the driver.
+   * Bytes reserved from the driver.
    */
   struct cualloc_counter_t reserved;
   /**
@@ -253,37 +252,37 @@ typedef struct cualloc_pool_stats_t {
    */
   struct cualloc_counter_t active;
   /**
-   * Live blocks, a number.
+   * Number of live blocks.
    */
   struct cualloc_counter_t blocks;
   /**
-   * Pieces of memory held from the driver (segments or physical handles), a number.
+   * Number of pieces of memory reserved from the driver (segments or physical handles).
    */
   struct cualloc_counter_t segments;
 } cualloc_pool_stats_t;
 
 /**
- * Figures of an allocator, all of one instant. The caller sets struct_size to sizeof(cualloc_stats_t) before the
- * call. Later versions of the library add fields at the end: a caller with a smaller structure gets the fields that
- * it has, and of a larger one the library leaves untouched what it does not know.
+ * Statistics of an allocator, a consistent snapshot. Set struct_size to sizeof(cualloc_stats_t) before the call. Later
+ * versions of the library add fields at the end: a smaller structure of the caller gets the fields that it has, and in
+ * a larger one the fields that the library does not know are left untouched.
  *
  * Peaks of requested, active and blocks can be upper bounds; those of allocated and reserved are exact.
  */
 typedef struct cualloc_stats_t {
   /**
-   * Bytes of this structure as the caller knows it. Not changed.
+   * Size of this structure in bytes, as the caller knows it. Not changed.
    */
   size_t struct_size;
   /**
-   * Bytes of live blocks, as they were asked for.
+   * Requested bytes of live blocks.
    */
   struct cualloc_counter_t requested;
   /**
-   * Bytes of live blocks, rounded up as they are handed out.
+   * Bytes of live blocks, after rounding.
    */
   struct cualloc_counter_t allocated;
   /**
-   * Bytes held from the driver.
+   * Bytes reserved from the driver.
    */
   struct cualloc_counter_t reserved;
   /**
@@ -291,11 +290,11 @@ typedef struct cualloc_stats_t {
    */
   struct cualloc_counter_t active;
   /**
-   * Live blocks, a number.
+   * Number of live blocks.
    */
   struct cualloc_counter_t blocks;
   /**
-   * Pieces of memory held from the driver (segments or physical handles), a number.
+   * Number of pieces of memory reserved from the driver (segments or physical handles).
    */
   struct cualloc_counter_t segments;
   /**
@@ -303,11 +302,11 @@ typedef struct cualloc_stats_t {
    */
   uint64_t ooms;
   /**
-   * Driver allocations that failed for lack of memory and were tried again after room was made.
+   * Driver allocations that failed for lack of memory and were tried again after memory was released.
    */
   uint64_t retries;
   /**
-   * Calls of the driver so far, by everything in the process that uses this library.
+   * Driver calls so far, by all users of this library in the process.
    */
   uint64_t driver_calls;
   /**
@@ -319,32 +318,32 @@ typedef struct cualloc_stats_t {
    */
   uint64_t misses;
   /**
-   * The bound on bytes held from the driver, UINT64_MAX if there is none.
+   * The limit on bytes reserved from the driver, UINT64_MAX if there is none.
    */
   uint64_t limit;
   /**
-   * Bytes of free memory, whatever work still uses it.
+   * Bytes of free memory, including memory that pending work still uses.
    */
   uint64_t free_bytes;
   /**
-   * Bytes of the largest piece of it.
+   * Size of the largest free piece, in bytes.
    */
   uint64_t largest_free;
   /**
-   * Streams that the allocator knows now.
+   * Number of streams that the allocator currently knows.
    */
   uint64_t streams;
   /**
-   * The part of it all that small blocks have. Which blocks are small is the policy's business.
+   * The share of small blocks. Which blocks count as small depends on the policy.
    */
   struct cualloc_pool_stats_t small_pool;
   /**
-   * The part of it all that other blocks have.
+   * The share of all other blocks.
    */
   struct cualloc_pool_stats_t large_pool;
   /**
-   * Bytes that graph pools hold from the driver, those that were released and still have them among them. No other
-   * figure here counts them; the limit does.
+   * Bytes that graph pools reserve from the driver, including released pools that still have memory. No other figure
+   * here includes them, but they count against the limit.
    */
   uint64_t graph_pools;
   /**
@@ -352,44 +351,44 @@ typedef struct cualloc_stats_t {
    */
   uint64_t headroom;
   /**
-   * Whether the packed policy saves driver calls or bytes, and why: CUALLOC_MEMORY_PLENTIFUL or one of
+   * Whether the packed policy currently saves driver calls or bytes, and why: CUALLOC_MEMORY_PLENTIFUL or one of
    * CUALLOC_MEMORY_SCARCE_*.
    */
   uint64_t regime;
 } cualloc_stats_t;
 
 /**
- * Whether requests on a stream go to a pool; with the data of its scope. Called by threads that allocate, without any
- * lock held, by several at once: for each request outside of captures, and in a capture once for each stream and
- * thread, as long as the same scopes are open. It must not throw. It may call the library, but an allocation from an
- * allocator that has open scopes is CUALLOC_BUSY there.
+ * A predicate: whether requests on a stream go to a pool. Receives the data of its scope. Called by allocating
+ * threads, possibly by several at the same time, without any lock held: for each request outside of captures, and
+ * within a capture once per stream and thread while the set of open scopes is unchanged. It must not throw. It may
+ * call the library, but allocating from an allocator that has open scopes fails with CUALLOC_BUSY.
  */
 typedef bool (*cualloc_when_t)(void *data, void *stream);
 
 /**
- * Is told, once, that nobody will call the predicate of a scope any more; with the scope's data.
+ * Called once with the scope's data, after the last call of the scope's predicate.
  */
 typedef void (*cualloc_done_t)(void *data);
 
 /**
- * Which requests go to a pool. All fields but struct_size, which is set to sizeof(cualloc_scope_t), and kind are 0
- * unless the kind needs them. Later versions of the library add fields at the end.
+ * Selects the requests that go to a pool. Set struct_size to sizeof(cualloc_scope_t), set kind, and set all other
+ * fields to 0 unless the kind uses them. Later versions of the library add fields at the end.
  */
 typedef struct cualloc_scope_t {
   /**
-   * Bytes of this structure as the caller knows it.
+   * Size of this structure in bytes, as the caller knows it.
    */
   size_t struct_size;
   /**
-   * CUALLOC_SCOPE_CAPTURE, ...
+   * The kind of scope: CUALLOC_SCOPE_CAPTURE, ...
    */
   int32_t kind;
   /**
-   * The id of a capture, as cuStreamGetCaptureInfo tells it.
+   * The id of a capture, as returned by cuStreamGetCaptureInfo.
    */
   uint64_t capture;
   /**
-   * A stream, as cualloc_alloc takes it.
+   * A stream, as passed to cualloc_alloc.
    */
   void *stream;
   /**
@@ -397,30 +396,30 @@ typedef struct cualloc_scope_t {
    */
   cualloc_when_t when;
   /**
-   * Null, or what is told when the predicate is not needed any more.
+   * Null, or the function to call when the predicate is no longer needed.
    */
   cualloc_done_t done;
   /**
-   * What both are called with.
+   * Passed to both functions.
    */
   void *data;
 } cualloc_scope_t;
 
 /**
- * What a graph pool holds. The caller sets struct_size to sizeof(cualloc_footprint_t) before the call; it grows as
+ * Statistics of a graph pool. Set struct_size to sizeof(cualloc_footprint_t) before the call; the structure grows as
  * cualloc_stats_t does.
  */
 typedef struct cualloc_footprint_t {
   /**
-   * Bytes of this structure as the caller knows it. Not changed.
+   * Size of this structure in bytes, as the caller knows it. Not changed.
    */
   size_t struct_size;
   /**
-   * Bytes of live blocks, rounded up as they are handed out.
+   * Bytes of live blocks, after rounding.
    */
   uint64_t live;
   /**
-   * Live blocks, a number.
+   * Number of live blocks.
    */
   uint64_t blocks;
   /**
@@ -428,38 +427,39 @@ typedef struct cualloc_footprint_t {
    */
   uint64_t free_bytes;
   /**
-   * The most bytes of live blocks at once.
+   * The largest number of bytes that were live at the same time.
    */
   uint64_t peak;
   /**
-   * Bytes held from the driver.
+   * Bytes reserved from the driver.
    */
   uint64_t physical;
   /**
-   * Graphs, with the executables made of them and their launches, that may use the pool's addresses: a number.
+   * Number of graphs, executables made of them, and launches that may use the pool's addresses.
    */
   uint64_t leases;
 } cualloc_footprint_t;
 
 /**
- * Where the program is: a context (cualloc_context) whose name is a stack, outermost function first with semicolons
- * between, or 0 for the stack of the thread. With the data that was given with it.
+ * Returns the current place in the program: a context (cualloc_context) whose name is a stack, outermost function
+ * first, separated by semicolons, or 0 for the native stack of the thread. Receives the data passed to
+ * cualloc_set_stack_source.
  *
- * Called by threads that were just given a block, without any lock held, by several at once. It must not throw. What it
- * allocates itself is not sampled.
+ * Called by threads that have just been given a block, without any lock held, possibly by several at the same time. It
+ * must not throw. Allocations made inside it are not sampled.
  */
 typedef uint32_t (*cualloc_stack_source_t)(void *data);
 
 /**
- * PyTorch's name of a pool, as its functions pass it by value (MempoolId_t).
+ * PyTorch's id of a pool, passed by value (MempoolId_t).
  */
 typedef struct cualloc_torch_pool_id_t {
   /**
-   * Of a pool that a capture has made; else 0.
+   * Not 0 for a pool that a capture created.
    */
   uint64_t first;
   /**
-   * Of a pool that a program has made; else 0.
+   * Not 0 for a pool that a program created.
    */
   uint64_t second;
 } cualloc_torch_pool_id_t;
@@ -469,48 +469,48 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * The interface that this library has: CUALLOC_ABI_VERSION of the header it was built with. A program that was
- * compiled with a larger number may miss functions here.
+ * Returns the version of this library's interface: CUALLOC_ABI_VERSION of the header it was built with. A program
+ * compiled with a larger number may use functions that are missing here.
  *
- * Any thread, any time.
+ * May be called from any thread at any time.
  */
 uint32_t cualloc_abi_version(void);
 
 /**
- * Why the calling thread's last failed call failed: UTF-8, ended by a zero, at most 4095 bytes. Empty if none
- * failed yet; a call that succeeds does not change it. Never null. The text is overwritten by the thread's next
- * call that fails, and is gone when the thread ends. For people: programs go by the code.
+ * Returns why the calling thread's last failed call failed: a zero-terminated UTF-8 text of at most 4095 bytes. Empty
+ * before the first failure; never null; successful calls do not change it. The text is overwritten by the thread's
+ * next failing call and is invalid once the thread has ended. It is meant for people: programs should test the code.
  *
- * Any thread, any time; each has its own text.
+ * May be called from any thread at any time. Each thread has its own text.
  */
 const char *cualloc_last_error(void);
 
 /**
- * The code of the calling thread's last failed call; CUALLOC_OK if none failed yet. A call that succeeds does not
- * change it. For those functions that do not return a code.
+ * Returns the code of the calling thread's last failed call; CUALLOC_OK before the first failure. Successful calls do
+ * not change it. Useful after functions that do not return a code.
  *
- * Any thread, any time; each has its own.
+ * May be called from any thread at any time. Each thread has its own code.
  */
 int32_t cualloc_last_code(void);
 
 /**
- * Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). *out is the first
- * byte's address, a multiple of 512.
+ * Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). Writes the address
+ * of the first byte, a multiple of 512, to *out.
  *
- * The memory may be used by work of that stream at once. Another stream that uses it must wait for this one by
- * itself, and cualloc_record_stream must say so. Null and 1 are the legacy default stream of the allocator's context,
- * 2 is the calling thread's own default stream there, whatever context is current. Before any other stream is
- * destroyed cualloc_retire_stream must be called.
+ * Work of that stream may use the memory immediately. Another stream that uses it must itself wait for this one, and
+ * the use must be reported by cualloc_record_stream. Null and 1 are the legacy default stream of the allocator's
+ * context; 2 is the calling thread's own default stream there, whatever context is current. Any other stream must be
+ * retired with cualloc_retire_stream before it is destroyed.
  *
- * Errors: CUALLOC_OUT_OF_MEMORY, after everything was tried: the text has the whole picture;
- * CUALLOC_INVALID_ARGUMENT for a null handle or out, 0 bytes or more than any device has, or a stream of another
- * device; CUALLOC_CAPTURING; CUALLOC_BUSY in a predicate of a scope, if the allocator has open scopes; CUALLOC_CLOSED;
- * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is 0 then, and nothing is lost.
+ * Errors: CUALLOC_OUT_OF_MEMORY once every way to obtain memory was tried (the text is a full report);
+ * CUALLOC_INVALID_ARGUMENT for a null handle or out, for 0 bytes or more than any device has, or for a stream of
+ * another device; CUALLOC_CAPTURING; CUALLOC_BUSY in a predicate of a scope, if the allocator has open scopes;
+ * CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is then 0, and no memory is leaked.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * `stream` is a live stream, or null, 1 or 2; `out` is null or may be written.
+ * `stream` is a live stream, or null, 1 or 2; `out` is null or writable.
  */
 int32_t cualloc_alloc(struct cualloc_t *allocator,
                       size_t bytes,
@@ -518,11 +518,11 @@ int32_t cualloc_alloc(struct cualloc_t *allocator,
                       uint64_t *out);
 
 /**
- * cualloc_alloc at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
+ * Like cualloc_alloc, at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
  *
- * Errors: as cualloc_alloc, and CUALLOC_INVALID_ARGUMENT for another alignment.
+ * Errors: as cualloc_alloc, and CUALLOC_INVALID_ARGUMENT for an unsupported alignment.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * As cualloc_alloc.
@@ -534,29 +534,29 @@ int32_t cualloc_alloc_aligned(struct cualloc_t *allocator,
                               uint64_t *out);
 
 /**
- * Frees the block that begins at ptr; 0 is CUALLOC_OK. Never waits: work that was given to the block's stream before
- * this call may still use it, and so may work of recorded streams. The stream of the block, and every stream recorded
- * on it, must be alive or retired.
+ * Frees the block that begins at ptr; an address of 0 is ignored. Never waits: work submitted to the block's stream,
+ * or to a recorded stream, before this call may still use the block. The stream of the block, and every stream
+ * recorded on it, must be alive or retired.
  *
  * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also a second free), CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a
- * null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. In each of them nothing has changed.
+ * null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. After an error nothing has changed.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * Nobody gives the device work after this call that uses the block.
+ * No work that uses the block is submitted to the device after this call.
  */
 int32_t cualloc_free(struct cualloc_t *allocator,
                      uint64_t ptr);
 
 /**
- * cualloc_free of a block that a stream used last: that stream used it until now, and nobody will again. The memory
- * is used anew when the work is done that the stream was given so far.
+ * Frees a block whose last use was on the given stream: records that stream's use, then frees the block as
+ * cualloc_free does. The memory is reused only after the work submitted to the stream so far has completed.
  *
- * Errors: as cualloc_free and cualloc_record_stream. If the free fails after the use was recorded, the block is live
- * and that use stays recorded.
+ * Errors: as cualloc_free and cualloc_record_stream. If the free fails after the use was recorded, the block stays
+ * live and the use stays recorded.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * As cualloc_free; `stream` is a live stream, or null, 1 or 2.
@@ -566,15 +566,15 @@ int32_t cualloc_free_on(struct cualloc_t *allocator,
                         void *stream);
 
 /**
- * Says that another stream uses the block around ptr (any address inside it). After its free the block is used anew
- * only when the work is done that the stream was given until the free. In a capture that a graph pool serves, the use
- * counts from the end of the capture on.
+ * Records that another stream uses the block that contains ptr (any address inside it). Once freed, the block is
+ * reused only after the work submitted to that stream before the free has completed. In a capture that a graph pool
+ * serves, the use counts from the end of the capture.
  *
- * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_BUSY for a stream that
- * captures in a predicate of a scope, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_BUSY for a capturing
+ * stream in a predicate of a scope, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
  * CUALLOC_DRIVER.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * `stream` is a live stream of any device, or null, 1 or 2.
@@ -584,14 +584,15 @@ int32_t cualloc_record_stream(struct cualloc_t *allocator,
                               void *stream);
 
 /**
- * Takes the caller's word that a stream lives until it is retired, so that the allocator may use its handle in calls
- * that do not name it: memory freed on it can then be had by other streams sooner. Not needed for correctness. Null
- * and 1 are kept anyway.
+ * Adopts a stream: the caller promises that it lives until it is retired, so the allocator may use its handle in calls
+ * that do not pass it. Other streams can then reuse memory freed on it sooner. Adoption is an optimisation, never
+ * needed for correctness. Null and 1 are always adopted.
  *
- * Errors: CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
- * allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+ * Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
+ * allocator's; CUALLOC_UNSUPPORTED if stream is 2 (the per-thread default stream); CUALLOC_CLOSED;
+ * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * `stream` is a live stream, or null or 1, and lives until cualloc_retire_stream has succeeded for it or the allocator
@@ -601,15 +602,15 @@ int32_t cualloc_adopt_stream(struct cualloc_t *allocator,
                              void *stream);
 
 /**
- * Says that a stream gets no more work that uses memory of this allocator, so that it can be destroyed. To be called
- * while the stream is still alive, for every allocator that it was passed to. Blocks that are live on it stay valid
- * and can be freed later. A stream that this allocator does not know is CUALLOC_OK.
+ * Retires a stream, so that it can be destroyed: it gets no more work that uses memory of this allocator. Must be
+ * called while the stream is still alive, for every allocator that it was passed to. Blocks live on it stay valid and
+ * can be freed later. For a stream that this allocator does not know, returns CUALLOC_OK.
  *
- * Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle, and for 2 where only another thread's own
- * default stream is known; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. In each of them nothing has changed,
- * and the stream must live on.
+ * Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle, and for 2 if only another thread's default
+ * stream is known; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. After an error nothing has changed, and the
+ * stream must not be destroyed yet.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * `stream` is a live stream, or null, 1 or 2.
@@ -618,14 +619,14 @@ int32_t cualloc_retire_stream(struct cualloc_t *allocator,
                               void *stream);
 
 /**
- * Waits until everything that a stream was given so far is complete, whatever context is current: as
- * cuStreamSynchronize, which wants the stream's own.
+ * Waits until all work submitted to a stream so far is complete. Like cuStreamSynchronize, except that the stream's
+ * context need not be current.
  *
- * Errors: CUALLOC_CAPTURING while the stream, or for null and 1 another stream of its context that waits for it, is
- * captured: nothing is spoilt, unless that begins meanwhile; CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and
- * CUALLOC_DRIVER, also for errors of the work itself.
+ * Errors: CUALLOC_CAPTURING while the stream is being captured, or, for null and 1, while another stream of its
+ * context that waits for it is (the capture stays valid unless it begins during the call); CUALLOC_INVALID_ARGUMENT
+ * for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and CUALLOC_DRIVER, also for errors of the work itself.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
  * `stream` is a live stream of the allocator's context, or null, 1 or 2.
@@ -634,30 +635,31 @@ int32_t cualloc_stream_synchronize(struct cualloc_t *allocator,
                                    void *stream);
 
 /**
- * The bytes that may be used of the live block that begins at ptr: those that were asked for, rounded up.
+ * Writes the usable size of the live block that begins at ptr, in bytes: the requested size, rounded up.
  *
- * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a
- * null handle or out, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is 0 then.
+ * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a null
+ * handle or out, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is then 0.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `out` is null or may be written.
+ * `out` is null or writable.
  */
 int32_t cualloc_usable_size(struct cualloc_t *allocator,
                             uint64_t ptr,
                             uint64_t *out);
 
 /**
- * The live block around ptr, which may be any address inside it: its first byte's address and its usable bytes.
+ * Writes the address of the first byte and the usable size of the live block that contains ptr (any address inside
+ * it).
  *
  * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_INVALID_ARGUMENT for a null handle, base or bytes,
- * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *base and *bytes are 0 then.
+ * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *base and *bytes are then 0.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `base` and `bytes` are null or may be written.
+ * `base` and `bytes` are null or writable.
  */
 int32_t cualloc_base(struct cualloc_t *allocator,
                      uint64_t ptr,
@@ -665,119 +667,119 @@ int32_t cualloc_base(struct cualloc_t *allocator,
                      uint64_t *bytes);
 
 /**
- * New options, with nothing set; null if that is not possible. To be freed with cualloc_options_free.
+ * Returns new, empty options to be freed with cualloc_options_free; null on failure.
  *
- * Any thread.
+ * May be called from any thread.
  */
 struct cualloc_options_t *cualloc_options_new(void);
 
 /**
- * Frees options. Allocators that were made with them stay as they are. Null, and what was freed before, change
- * nothing.
+ * Frees options. Allocators created with them are not affected. Null, or options freed before, are ignored.
  *
- * Any thread.
+ * May be called from any thread.
  */
 void cualloc_options_free(struct cualloc_options_t *options);
 
 /**
- * Sets one option; the last value of a key counts.
+ * Sets one option; the last value set for a key wins.
  *
- * Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
- * the device as 80%), headroom (bytes), waits (scarce, always, never), profile (default, dense), peers (1+3), decay
- * (10s), keep (20%), captures (watched, never), debug (off, or guard, poison, quarantine:SIZE, leaks with + between),
- * and with the prefix tune. views, capture_checks, unretired_streams, self_test (on, off), checks (context, none),
- * handle (bytes), nvtx (auto, off). And device: cuda (the default), or sim, a simulated device of 80 GiB in host
- * memory, in a library that was built with the feature sim. tune.checks is none unless it is set, and
- * tune.unretired_streams is on in shared allocators. Settings that contradict each other are refused by
- * cualloc_create.
+ * The keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
+ * the device such as 80%), headroom (bytes), waits (scarce, always, never), profile (default, dense), peers (1+3),
+ * decay (10s), keep (20%), captures (watched, never), debug (off, or guard, poison, quarantine:SIZE, leaks, joined by
+ * +). With the prefix tune.: views, capture_checks, unretired_streams, self_test (on, off), checks (context, none),
+ * handle (bytes), nvtx (auto, off). One more key is device: cuda (the default), or sim, a simulated device of 80 GiB
+ * in host memory, if the library was built with the feature sim. tune.checks defaults to none, and
+ * tune.unretired_streams is on in shared allocators. cualloc_create rejects settings that contradict each other.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
+ * Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not accept, or text that is not
  * UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `key` and `value` are null or end with a zero.
+ * `key` and `value` are null or zero-terminated.
  */
 int32_t cualloc_options_set(struct cualloc_options_t *options,
                             const char *key,
                             const char *value);
 
 /**
- * Makes an allocator for a device, by its number from 0 (CUDA_VISIBLE_DEVICES counts), on the device's primary
- * context, which the CUDA runtime uses too. Loads the driver when it is first needed. options may be null: then the
- * environment variable CUALLOC_CONFIG has the settings, as it has those that options do not set.
+ * Creates an allocator for a device, numbered from 0 as CUDA_VISIBLE_DEVICES orders them, on the device's primary
+ * context, which the CUDA runtime uses too. Loads the driver on first use. options may be null. Settings that options
+ * do not set come from the environment variable CUALLOC_CONFIG.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for a null out, a device that is not there, or settings that contradict each
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null out, a device that does not exist, or settings that contradict each
  * other; CUALLOC_CLOSED for options that were freed; CUALLOC_NO_DRIVER; CUALLOC_UNSUPPORTED if the device cannot do
- * what the settings ask for, or 4096 allocators are open; CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_DRIVER.
- * *out is null then.
+ * what the settings ask for, or if 4096 allocators are open; CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_DRIVER.
+ * *out is then null.
  *
- * Any thread, whatever context is current. That stays current.
+ * May be called from any thread. The current context does not matter and stays current.
  *
  * What the caller answers for:
- * `out` is null or may be written.
+ * `out` is null or writable.
  */
 int32_t cualloc_create(int32_t device,
                        const struct cualloc_options_t *options,
                        struct cualloc_t **out);
 
 /**
- * Makes an allocator in a context of the caller's (a CUcontext); null means the one that is current on the calling
- * thread. The context stays the caller's, who destroys it after cualloc_destroy. If it is destroyed before, calls
- * that need it fail with CUALLOC_CONTEXT_LOST from the first one on that finds out, and nothing more is called on it.
+ * Creates an allocator in a context of the caller (a CUcontext); null means the context that is current on the calling
+ * thread. The caller keeps ownership of the context and destroys it after cualloc_destroy. If it is destroyed earlier,
+ * the first call that detects this, and every later call that needs the context, fails with CUALLOC_CONTEXT_LOST and
+ * makes no further driver calls on it.
  *
- * Errors: as cualloc_create, and CUALLOC_INVALID_ARGUMENT if there is no such context, or none is current.
+ * Errors: as cualloc_create, and CUALLOC_INVALID_ARGUMENT if the context does not exist or none is current.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `cu_context` is null or a live context of the driver; `out` is null or may be written.
+ * `cu_context` is null or a live context of the driver; `out` is null or writable.
  */
 int32_t cualloc_create_in(void *cu_context,
                           const struct cualloc_options_t *options,
                           struct cualloc_t **out);
 
 /**
- * Makes the allocator's context current on the calling thread if none is, as the CUDA runtime's first call there
- * does. One that is current stays. No other function needs a context to be current, but what others do with the
- * memory may: the runtime's calls make one current for themselves, the driver's and those of C++ over it do not.
+ * Makes the allocator's context current on the calling thread if none is, as the CUDA runtime does in a thread's first
+ * call. A context that is current already stays. No other function of this library needs a current context, but code
+ * that uses the memory may: calls of the runtime make one current themselves; calls of the driver, and C++ libraries
+ * built on it, do not.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
  *
- * Any thread.
+ * May be called from any thread.
  */
 int32_t cualloc_make_current(struct cualloc_t *allocator);
 
 /**
- * Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used freed
- * blocks. Calls that other threads are in with this allocator come to their end first, or fail with CUALLOC_CLOSED,
- * as all later ones do. Its graph pools end with it, and their scopes. When this has returned CUALLOC_OK, nothing of
- * the context is used any more.
+ * Returns all memory to the driver and ends the handle. May wait for device work that used freed blocks. Calls of
+ * other threads that are in progress with this allocator complete first, or fail with CUALLOC_CLOSED, as all later
+ * ones do. The allocator's graph pools and their scopes end with it. After CUALLOC_OK the library no longer uses the
+ * context.
  *
- * Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory or a call on
- * another thread holds some, also one of the calling thread's own (in a predicate of a scope); CUALLOC_CAPTURING if a
- * stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them nothing was done, and
- * the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and the handle is ended all
- * the same (not so in a forked child, and not while the process ends). CUALLOC_INVALID_ARGUMENT for null,
- * CUALLOC_CLOSED for a handle that was ended before.
+ * Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory, or a call on
+ * another thread, or one of the calling thread itself (in a predicate of a scope), holds memory; CUALLOC_CAPTURING if
+ * it would have to wait for a stream that is being captured; CUALLOC_DRIVER. After these, nothing was done and the
+ * allocator remains usable. CUALLOC_CONTEXT_LOST: the context is gone; memory is left alone, but the handle is ended
+ * (except in a forked child or while the process exits). CUALLOC_INVALID_ARGUMENT for null; CUALLOC_CLOSED for a
+ * handle that was ended before.
  *
- * Any thread.
+ * May be called from any thread.
  */
 int32_t cualloc_destroy(struct cualloc_t *allocator);
 
 /**
- * Gives memory that nobody uses back to the driver until at most keep bytes of it are held. Never waits for work of
- * the device. *released are the bytes that went back, *pending those that would have, but for work that still uses
- * them; each may be null.
+ * Returns unused memory to the driver until at most keep bytes are reserved. Never waits for device work. Writes to
+ * *released how many bytes were returned, and to *pending how many more would have been, had pending work not still
+ * used them; each pointer may be null.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Both
- * numbers are 0 then.
+ * numbers are then 0.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * `released` and `pending` are null or may be written.
+ * `released` and `pending` are null or writable.
  */
 int32_t cualloc_trim(struct cualloc_t *allocator,
                      uint64_t keep,
@@ -785,343 +787,351 @@ int32_t cualloc_trim(struct cualloc_t *allocator,
                      uint64_t *pending);
 
 /**
- * cualloc_trim of everything, which waits on the host for the work of streams that do not capture. What a capture
- * keeps from being waited for is pending, and no error. It waits for whole contexts, which spoils captures of which the
- * allocator cannot know, only for memory of streams that were neither made by the library nor adopted
- * (cualloc_adopt_stream), and while no scope of a graph pool is open for captures.
+ * Like cualloc_trim with keep 0, but waits on the host for the work of streams that are not capturing. Memory that
+ * cannot be waited for because of a capture is counted as pending, not reported as an error. Waiting for a whole
+ * context would invalidate captures unknown to the allocator, so it does that only for memory of streams that were
+ * neither created by the library nor adopted (cualloc_adopt_stream), and only while no scope of a graph pool is open
+ * for captures.
  *
  * Errors: as cualloc_trim.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * `released` and `pending` are null or may be written.
+ * `released` and `pending` are null or writable.
  */
 int32_t cualloc_empty_cache(struct cualloc_t *allocator,
                             uint64_t *released,
                             uint64_t *pending);
 
 /**
- * Bounds the bytes held from the driver; UINT64_MAX lifts the bound. Memory above a lowered bound stays until it is
- * trimmed. With 0 nothing more is taken from the driver.
+ * Limits the bytes reserved from the driver; UINT64_MAX removes the limit. After the limit is lowered, memory above it
+ * stays reserved until it is trimmed. With 0 no more memory is reserved.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread.
+ * May be called from any thread.
  */
 int32_t cualloc_set_limit(struct cualloc_t *allocator,
                           uint64_t bytes);
 
 /**
- * Writes the allocator's figures, all of one instant. out->struct_size must be set to the structure's size before the
- * call; it may be that of an older or a newer version.
+ * Writes the allocator's statistics, a consistent snapshot. Set out->struct_size to the structure's size before the
+ * call; the structure may be that of an older or a newer version.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for a null handle or out, or a struct_size that is smaller than itself;
- * CUALLOC_CLOSED. The fields are 0 then, if there is an out with a size.
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle or out, or a struct_size smaller than the field itself;
+ * CUALLOC_CLOSED. The fields are then 0, if out is not null and has a valid size.
  *
- * Any thread. In a forked child, and after the context was lost, the figures are those of an allocator without memory
- * or the last ones.
+ * May be called from any thread. In a forked child, and after the context was lost, the statistics are those of an
+ * allocator without memory, or the last known ones.
  *
  * What the caller answers for:
- * `out` is null or points to a structure that has as many bytes as its `struct_size` says.
+ * `out` is null or points to a structure of `struct_size` bytes.
  */
 int32_t cualloc_stats(struct cualloc_t *allocator,
                       struct cualloc_stats_t *out);
 
 /**
- * Sets all peaks to the current values, at one instant.
+ * Sets all peaks to the current values, atomically.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread.
+ * May be called from any thread.
  */
 int32_t cualloc_reset_peaks(struct cualloc_t *allocator);
 
 /**
- * Walks everything the allocator knows, computes every number anew, and compares: for tests and diagnosis. What it
- * costs grows with the number of blocks.
+ * Walks all of the allocator's state, recomputes every count and compares: for tests and diagnosis. Takes time
+ * proportional to the number of blocks.
  *
- * Errors: CUALLOC_PANIC if something does not agree, which is a defect of the library: the text says what;
- * CUALLOC_INVALID_ARGUMENT for a null handle, and for a block that the program wrote behind, where debug=guard looks for
- * that; CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
+ * Errors: CUALLOC_PANIC if anything disagrees (a bug in the library; the text says what); CUALLOC_INVALID_ARGUMENT for
+ * a null handle or, with debug=guard, if the program wrote past the end of a block; CUALLOC_CLOSED;
+ * CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread, also beside calls of others.
+ * May be called from any thread, concurrently with other calls.
  */
 int32_t cualloc_check(struct cualloc_t *allocator);
 
 /**
- * Makes a pool of memory for stream captures: an arena of its own, whose addresses stay as they are as long as a graph
- * that was captured with them, an executable made of it or a launch of that may use them. Requests go there by scopes
- * (cualloc_pool_enter); they are ordinary calls of cualloc_alloc, and blocks are freed by cualloc_free. Inside a
- * capture freed memory is used again behind the nodes that used it last. The caller promises that launches of graphs
- * that share a pool are ordered one behind another on the device: docs/graphs.md.
+ * Creates a graph pool: memory for stream captures, in an arena of its own. Its addresses stay valid as long as a
+ * graph captured with them, an executable made of it, or a launch of that may use them. Scopes (cualloc_pool_enter)
+ * send requests to it; the requests are ordinary calls of cualloc_alloc, and blocks are freed with cualloc_free.
+ * Inside a capture, freed memory is reused after the nodes that used it last. The caller promises that launches of
+ * graphs that share a pool are ordered one after another on the device: docs/graphs.md.
  *
- * Errors: CUALLOC_UNSUPPORTED under the classic policy; CUALLOC_INVALID_ARGUMENT for a null handle or out,
- * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is null then.
+ * Errors: CUALLOC_UNSUPPORTED under the classic policy; CUALLOC_INVALID_ARGUMENT for a null handle or out;
+ * CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST. *out is then null.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `out` is null or may be written.
+ * `out` is null or writable.
  */
 int32_t cualloc_pool_create(struct cualloc_t *allocator,
                             struct cualloc_pool_t **out);
 
 /**
- * cualloc_pool_create of a pool with a tag, a text by which all pools that have it are suspended together
- * (CUALLOC_SELECT_TAG). No handle of the driver has memory of two pools. A process keeps the texts of its tags, 65536
- * at most.
+ * Like cualloc_pool_create, with a tag: a text by which all pools that share it are suspended together
+ * (CUALLOC_SELECT_TAG). Every driver handle holds memory of one pool only. A process keeps the texts of its tags, at
+ * most 65536.
  *
- * Errors: as cualloc_pool_create; CUALLOC_INVALID_ARGUMENT also for a tag that is null or not UTF-8, or one too many.
+ * Errors: as cualloc_pool_create, and CUALLOC_INVALID_ARGUMENT for a tag that is null, not UTF-8, or one too many.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `tag` is null or ends with a zero; `out` is null or may be written.
+ * `tag` is null or zero-terminated; `out` is null or writable.
  */
 int32_t cualloc_pool_create_tagged(struct cualloc_t *allocator,
                                    const char *tag,
                                    struct cualloc_pool_t **out);
 
 /**
- * Sends requests to a pool from here on, until *scope is left. Of several scopes that fit a request that of its
- * capture counts, else of its stream, of a predicate, of its thread; and among equals the one that was entered last.
- * A capture whose scopes were all left gets no more memory of the pool, so leave after cuStreamEndCapture.
+ * Opens a scope: sends matching requests to a pool until *scope is left. If several scopes match a request, one for
+ * its capture takes precedence, then one for its stream, then a predicate, then one for its thread; among scopes of
+ * the same kind, the one entered last. A capture gets no more memory of the pool once all its scopes are left, so
+ * leave a scope only after cuStreamEndCapture.
  *
- * With a predicate: where this fails done is not called, and nobody will call the predicate any more, but threads may
- * have called it meanwhile. Else done is called, on whichever thread, when the scope was left, or ended with the pool
- * or the allocator, and nobody will call the predicate any more.
+ * For a scope with a predicate: if this call fails, done is not called, and the predicate is not called any more,
+ * although threads may have called it during the call. Otherwise done is called on any thread once the scope was left,
+ * or ended with the pool or the allocator, and the last call of the predicate has returned.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null pool, which, when or scope, a struct_size smaller than that of the first
  * version, an unknown kind, or a stream of another device; CUALLOC_CLOSED for a pool that was released;
- * CUALLOC_CAPTURING for CUALLOC_SCOPE_STREAM with a stream that is being captured already, for which there are the
- * other kinds; CUALLOC_BUSY for CUALLOC_SCOPE_WHEN inside a predicate; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is
- * 0 then.
+ * CUALLOC_CAPTURING for CUALLOC_SCOPE_STREAM with a stream that is being captured already (use another kind);
+ * CUALLOC_BUSY for CUALLOC_SCOPE_WHEN inside a predicate; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is then 0.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `which` is null or points to as many bytes as its `struct_size` says; a stream there is live, or null, 1 or 2, and
- * retired before it is destroyed; predicate and data may be used from any thread until done is called. `scope` is null
- * or may be written.
+ * `which` is null or points to `struct_size` bytes. A stream in it is live, or null, 1 or 2, and is retired before it
+ * is destroyed. The predicate and its data may be used from any thread until done is called. `scope` is null or
+ * writable.
  */
 int32_t cualloc_pool_enter(struct cualloc_pool_t *pool,
                            const struct cualloc_scope_t *which,
                            uint64_t *scope);
 
 /**
- * Leaves a scope. Blocks that it gave stay as they are. Its predicate is not called any more: a thread that is in it
- * is waited for, unless the calling thread is in a predicate itself.
+ * Leaves a scope. Blocks allocated through it are not affected. Its predicate is not called any more: this call waits
+ * for threads that are in it, unless the calling thread is itself in a predicate.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for a null pool, and a scope that was left before or is not one of this pool;
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null pool, or for a scope that was left before or belongs to another pool;
  * CUALLOC_CLOSED for a pool that was released, which has left its scopes; CUALLOC_CONTEXT_LOST.
  *
- * Any thread.
+ * May be called from any thread.
  */
 int32_t cualloc_pool_leave(struct cualloc_pool_t *pool,
                            uint64_t scope);
 
 /**
- * Ends a pool's handle: no further capture comes. Scopes that are open are left. The memory goes back to the driver
- * as soon as no graph, executable or launch, and no block, uses it. cualloc_destroy ends the pools of its allocator;
- * while a graph may use their memory it is CUALLOC_BUSY.
+ * Ends a pool's handle: no further capture uses the pool, and its open scopes are left. The memory returns to the
+ * driver once no graph, executable, launch or block uses it. cualloc_destroy releases the pools of its allocator, and
+ * returns CUALLOC_BUSY while a graph may use their memory.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a pool that was released before,
  * CUALLOC_CONTEXT_LOST.
  *
- * Any thread, also while a capture is under way.
+ * May be called from any thread, also during a capture.
  */
 int32_t cualloc_pool_release(struct cualloc_pool_t *pool);
 
 /**
- * Writes what a pool holds now. out->struct_size must be set before the call. The figures of cualloc_stats do not
- * count it, the limit does.
+ * Writes the current statistics of a pool. Set out->struct_size before the call. The pool's bytes are not part of the
+ * figures of cualloc_stats, but they count against the limit.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out, or a struct_size that is smaller than itself;
- * CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. The fields are 0 then, if there is an out with a size.
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out, or a struct_size smaller than the field itself;
+ * CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST. The fields are then 0, if out is not null and has a valid size.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `out` is null or points to a structure that has as many bytes as its `struct_size` says.
+ * `out` is null or points to a structure of `struct_size` bytes.
  */
 int32_t cualloc_pool_footprint(struct cualloc_pool_t *pool,
                                struct cualloc_footprint_t *out);
 
 /**
- * Says that a graph (a CUgraph) which was not captured with a pool uses its memory: the pool's addresses stay as long
- * as the graph, the executables made of it, and their launches.
+ * Declares that a graph (a CUgraph) that was not captured with a pool uses its memory: the pool's addresses stay as
+ * long as the graph, the executables made of it, and their launches.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER, also where the
- * driver tells nobody of a graph's end.
+ * Errors: CUALLOC_INVALID_ARGUMENT for null; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER, also if the driver
+ * cannot report the end of a graph.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `graph` is null or a live graph, which no other thread uses meanwhile.
+ * `graph` is null or a live graph that no other thread uses during the call.
  */
 int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
                             void *graph);
 
 /**
- * Begins to record all allocators of the process: to a file that is written until cualloc_record_stop, or, where path
- * is null, to memory, of which cualloc_record_dump writes what is newest. What is live now is recorded as held. The
- * file is new, for its owner alone, and replaces what stands there; `cualloc replay`, `view` and `export` read it.
- * One recording runs in a process.
+ * Starts recording all allocators of the process: to a file that is written until cualloc_record_stop or, if path is
+ * null, to memory, whose newest events cualloc_record_dump writes. Blocks that are live now are recorded as held. The
+ * file is new, readable by its owner only, and replaces an existing one; `cualloc replay`, `view` and `export` read
+ * it. A process has at most one recording at a time.
  *
- * Errors: CUALLOC_BUSY while one runs, also the one that CUALLOC_RECORD began; CUALLOC_IO if the file cannot be made;
- * CUALLOC_CONTEXT_LOST in a forked child.
+ * Errors: CUALLOC_BUSY while a recording is running, including one started by CUALLOC_RECORD; CUALLOC_IO if the file
+ * cannot be created; CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread, whatever context is current. A call under way on another thread may be missed.
+ * May be called from any thread, with any current context. Calls in progress on other threads may be missed.
  *
  * What the caller answers for:
- * `path` is null or ends with a zero.
+ * `path` is null or zero-terminated.
  */
 int32_t cualloc_record_start(const char *path);
 
 /**
- * As cualloc_record_start, with the stacks of some allocations: one for each `bytes` that are asked for, on the average
- * (rounded up to a multiple of 512; 0 for none). With some hundreds of KiB it can stay on: a stack takes microseconds,
- * and milliseconds at its first time. `cualloc export --to pprof` and `view` tell from them who holds how much.
+ * Like cualloc_record_start, with the stacks of sampled allocations: one per `bytes` allocated, on average (rounded up
+ * to a multiple of 512; 0 for none). A rate of some hundreds of KiB is cheap enough to leave on: a stack takes
+ * microseconds, and milliseconds the first time. `cualloc export --to pprof` and `view` use the stacks to show which
+ * code holds how much.
  *
  * Errors: as cualloc_record_start.
  *
- * Any thread, whatever context is current. A call under way on another thread may be missed.
+ * May be called from any thread, with any current context. Calls in progress on other threads may be missed.
  *
  * What the caller answers for:
- * `path` is null or ends with a zero.
+ * `path` is null or zero-terminated.
  */
 int32_t cualloc_record_start_with_stacks(const char *path,
                                          uint64_t bytes);
 
 /**
- * Has samples of stacks (cualloc_record_start_with_stacks, CUALLOC_RECORD=stacks:SIZE:FILE) ask a function for the place
- * in the program; with null they take the stack of the thread again. When another function is set, or null, this waits until
- * no other thread is in the former one, for two seconds at most: that thread may wait for something that the caller
- * holds. The function and its data must stay until then, or, where that was not enough, until those calls are over.
+ * Sets the function that samples of stacks (cualloc_record_start_with_stacks, CUALLOC_RECORD=stacks:SIZE:FILE) call
+ * for the place in the program; null restores the native stack of the thread. When the function is replaced or
+ * removed, this call waits until no other thread is in the former one, at most two seconds, because such a thread may
+ * wait for something that the caller holds. The former function and its data must stay valid until this call returns
+ * or, after a timeout, until the calls in progress are over.
  *
- * Any thread, any time.
+ * May be called from any thread at any time.
  *
  * What the caller answers for:
- * The function may be called as it says, by any thread.
+ * `source` may be called from any thread, by several at the same time, as described at cualloc_stack_source_t.
  */
 void cualloc_set_stack_source(cualloc_stack_source_t source,
                               void *data);
 
 /**
- * Writes a file of what the recording's rings hold now: of one to memory the newest 32767 events of each stream cache,
- * and as many others. The recording goes on. The file is made as by cualloc_record_start, when it is whole.
+ * Writes the current contents of the recording's rings to a file: for a recording to memory, the newest 32767 events
+ * of each stream cache and as many of all others. The recording goes on. The file is created as by
+ * cualloc_record_start, and appears once it is complete.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for null, or if no recording runs that cualloc_record_start began; CUALLOC_IO;
- * CUALLOC_CONTEXT_LOST in a forked child.
+ * Errors: CUALLOC_INVALID_ARGUMENT for null, or if no recording started by cualloc_record_start is running;
+ * CUALLOC_IO; CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * `path` is null or ends with a zero.
+ * `path` is null or zero-terminated.
  */
 int32_t cualloc_record_dump(const char *path);
 
 /**
- * As cualloc_record_dump, but a memory snapshot of PyTorch's, as a pickle: its tools and its viewer open it.
+ * Like cualloc_record_dump, but writes a PyTorch memory snapshot as a pickle, for PyTorch's tools and viewer.
  *
  * Errors: as cualloc_record_dump.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * `path` is null or ends with a zero.
+ * `path` is null or zero-terminated.
  */
 int32_t cualloc_record_snapshot(const char *path);
 
 /**
- * Ends the recording, and its file. *events is how many the file has, 0 if there is none, and *lost how many the thread
- * that writes it came too late for; either may be null.
+ * Stops the recording and completes its file. Writes to *events the number of events in the file, 0 if there is no
+ * file, and to *lost the number of events that were overwritten before the writer thread read them; either pointer may
+ * be null.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT if no recording runs that cualloc_record_start began; CUALLOC_IO if the file could
- * not be written: it is good as far as it goes, and the recording has ended; CUALLOC_CONTEXT_LOST in a forked child.
+ * Errors: CUALLOC_INVALID_ARGUMENT if no recording started by cualloc_record_start is running; CUALLOC_IO if the file
+ * could not be written (the recording has ended, and the file is readable up to the failure); CUALLOC_CONTEXT_LOST in
+ * a forked child.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * `events` and `lost` are null or may be written.
+ * `events` and `lost` are null or writable.
  */
 int32_t cualloc_record_stop(uint64_t *events,
                             uint64_t *lost);
 
 /**
- * The number of a name for what a thread is doing, for cualloc_set_context. Parts between semicolons are a stack,
- * outermost first: "train;forward". The same name has the same number. 0 if the name is null or not UTF-8, or 65535
- * others are known already: a program keeps the numbers that it gets. Of a name longer than 4096 bytes the innermost
- * parts are kept.
+ * Returns the number of a context, a name for what a thread is doing, for cualloc_set_context. Parts separated by
+ * semicolons form a stack, outermost first: "train;forward". Equal names have equal numbers. Returns 0 if the name is
+ * null or not UTF-8, or if 65535 other names are in use, so a program should keep the numbers it gets. Of a name
+ * longer than 4096 bytes the innermost parts are kept.
  *
- * Any thread, any time; takes a lock.
+ * May be called from any thread at any time; takes a lock.
  *
  * What the caller answers for:
- * `name` is null or ends with a zero.
+ * `name` is null or zero-terminated.
  */
 uint32_t cualloc_context(const char *name);
 
 /**
- * Puts the calling thread into a context until it is put into another: what it allocates and frees carries the name in
- * recordings, and in the reports of compute-sanitizer. 0 is none. Returns the context that it was in.
+ * Sets the context of the calling thread and returns the previous one. Recordings and the reports of compute-sanitizer
+ * show its name for everything the thread allocates and frees from then on. 0 is no context.
  *
- * Any thread, any time; each is in one of its own. Costs one store.
+ * May be called from any thread at any time. Each thread has its own context. Costs one store.
  */
 uint32_t cualloc_set_context(uint32_t context);
 
 /**
- * Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied. Of
- * these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be destroyed
- * without being retired.
+ * Sets the options that shared allocators (cualloc_shared) are created with; null means the defaults. The options are
+ * copied. For these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be
+ * destroyed without being retired.
  *
- * Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
+ * Errors: CUALLOC_BUSY if a shared allocator already exists; CUALLOC_CLOSED for options that were freed;
  * CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread.
+ * May be called from any thread.
  */
 int32_t cualloc_shared_options(const struct cualloc_options_t *options);
 
 /**
- * The allocator that all parts of the process share for a device (its number from 0), on the device's primary context.
- * The first call makes it, with what cualloc_shared_options has set. Memory of the functions for PyTorch
- * (cualloc_torch_alloc) is its memory. It lives as long as the process: nobody should destroy it, and after a
- * destroy every call with it, of whoever shares it, is CUALLOC_CLOSED.
+ * Returns the allocator of a device (numbered from 0) that all parts of the process share, on the device's primary
+ * context. The first call creates it, with the options of cualloc_shared_options. The functions for PyTorch
+ * (cualloc_torch_alloc) allocate from it. It lives as long as the process and should not be destroyed: after a destroy
+ * every call with it, by any of its users, returns CUALLOC_CLOSED.
  *
- * Errors: as cualloc_create. *out is null then, and the next call tries again.
+ * Errors: as cualloc_create. *out is then null, and the next call tries again.
  *
- * Any thread, whatever context is current. That stays current.
+ * May be called from any thread. The current context does not matter and stays current.
  *
  * What the caller answers for:
- * `out` is null or may be written.
+ * `out` is null or writable.
  */
 int32_t cualloc_shared(int32_t device,
                        struct cualloc_t **out);
 
 /**
- * The allocator of a device that cualloc_shared has made, null if there is none: makes nothing, no context either.
+ * Returns the allocator of a device that cualloc_shared has created, null if there is none. Creates neither an
+ * allocator nor a context.
  *
- * Any thread, any time.
+ * May be called from any thread at any time.
  */
 struct cualloc_t *cualloc_shared_made(int32_t device);
 
 /**
- * Gives memory back to the driver and keeps its addresses, so that other processes can have it until cualloc_resume.
- * select is one of CUALLOC_SELECT_.. and which says of what; contents is one of CUALLOC_CONTENTS_... Blocks stay live,
- * and may be freed meanwhile. Waits for all work of the contexts involved. *bytes is what the driver has back.
+ * Returns memory to the driver and keeps its addresses, so that other processes can use the memory until
+ * cualloc_resume. select is one of CUALLOC_SELECT_..., and which identifies the selected pool or tag; contents is one
+ * of CUALLOC_CONTENTS_... Blocks stay live, and may be freed while suspended. Waits for all work of the contexts
+ * involved. Writes the number of bytes returned to the driver to *bytes.
  *
- * Errors: CUALLOC_SUSPENDED if it is suspended already, CUALLOC_BUSY while a guard keeps memory or a call on another
- * thread holds some, CUALLOC_CAPTURING, CUALLOC_UNSUPPORTED under the classic policy, CUALLOC_INVALID_ARGUMENT for a
- * null handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has, CUALLOC_CLOSED,
- * CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Nothing is suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
- * suspended, and cualloc_resume brings it back.
+ * Errors: CUALLOC_SUSPENDED if the memory is already suspended; CUALLOC_BUSY while a guard keeps memory or a call on
+ * another thread holds some; CUALLOC_CAPTURING; CUALLOC_UNSUPPORTED under the classic policy; CUALLOC_INVALID_ARGUMENT
+ * for a null handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has;
+ * CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. Nothing is suspended then, with one exception: if the driver
+ * fails a call and then also fails to undo the earlier ones, the memory is suspended, and cualloc_resume restores it.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * Until cualloc_resume has succeeded nobody gives a device work that uses the memory. Contents that are not kept are
- * not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a text that ends with a zero; `bytes` is
- * null or may be written.
+ * Until cualloc_resume has succeeded no work that uses the memory is submitted to a device. Contents that are not kept
+ * are not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is
+ * null or writable.
  */
 int32_t cualloc_suspend(struct cualloc_t *allocator,
                         int32_t select,
@@ -1130,18 +1140,18 @@ int32_t cualloc_suspend(struct cualloc_t *allocator,
                         uint64_t *bytes);
 
 /**
- * Brings suspended memory back to its addresses, with access for all devices that had it and with the contents that
- * were kept. *bytes is what is there again.
+ * Restores suspended memory at its addresses, with access for all devices that had it and with the contents that were
+ * kept. Writes the number of restored bytes to *bytes.
  *
- * Errors: CUALLOC_OUT_OF_MEMORY: the text says how many bytes are missing; CUALLOC_SUSPENDED if nothing of it is
- * suspended, CUALLOC_BUSY while a call on another thread suspends or resumes, CUALLOC_INVALID_ARGUMENT for a null
- * handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has, CUALLOC_CLOSED,
- * CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. It is suspended as before then, and may be tried again.
+ * Errors: CUALLOC_OUT_OF_MEMORY (the text states how many bytes are missing); CUALLOC_SUSPENDED if none of the memory
+ * is suspended; CUALLOC_BUSY while a call on another thread suspends or resumes; CUALLOC_INVALID_ARGUMENT for a null
+ * handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has; CUALLOC_CLOSED;
+ * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. The memory then stays suspended, and the call may be repeated.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
- * `which` is, for CUALLOC_SELECT_TAG, null or a text that ends with a zero; `bytes` is null or may be written.
+ * `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is null or writable.
  */
 int32_t cualloc_resume(struct cualloc_t *allocator,
                        int32_t select,
@@ -1149,14 +1159,14 @@ int32_t cualloc_resume(struct cualloc_t *allocator,
                        uint64_t *bytes);
 
 /**
- * Allocates bytes on a device for use on a stream, as PyTorch asks for them: from the device's shared allocator
- * (cualloc_shared), which is made if there is none. Null for 0 bytes, which is no failure, and after every
- * failure, whose code cualloc_last_code() has: then cualloc_last_error() begins, where memory is what lacks, with
- * the words of PyTorch's own error.
+ * Allocates bytes on a device for use on a stream, as PyTorch requests them: from the device's shared allocator
+ * (cualloc_shared), which is created if there is none. Returns null for 0 bytes, which is not a failure, and after
+ * every failure, whose code cualloc_last_code() returns. If memory is exhausted, cualloc_last_error() begins with the
+ * wording of PyTorch's own error.
  *
  * Errors: as cualloc_alloc and cualloc_create.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * As cualloc_alloc.
@@ -1166,11 +1176,11 @@ void *cualloc_torch_alloc(size_t bytes,
                           void *stream);
 
 /**
- * Frees what cualloc_torch_alloc returned. Never waits and never fails aloud: a null pointer, and memory of a context
- * that is gone, of a forked child or of a process that ends, are left alone. A block that cannot be freed now, because
- * a stream is being captured say, is freed by a later call.
+ * Frees a block returned by cualloc_torch_alloc. Never waits and never reports an error: a null pointer is ignored,
+ * and memory is left alone if its context is lost, in a forked child and while the process exits. If a block cannot be
+ * freed now, for example because a stream is being captured, a later call frees it.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * As cualloc_free.
@@ -1181,50 +1191,50 @@ void cualloc_torch_free(void *ptr,
                         void *_stream);
 
 /**
- * PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA begins: loads the driver, so that a
- * first allocation finds it. Without one that allocation says so.
+ * PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA is initialised: loads the driver, so
+ * that the first allocation finds it. If there is no driver, that allocation reports the error.
  *
- * Any thread.
+ * May be called from any thread.
  */
 void cualloc_torch_init(int32_t device_count);
 
 /**
- * PyTorch's hook for torch.cuda.empty_cache(): cualloc_empty_cache of all shared allocators.
+ * PyTorch's hook for torch.cuda.empty_cache(): calls cualloc_empty_cache for all shared allocators.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  */
 void cualloc_torch_reset(void);
 
 /**
- * PyTorch's hook for torch.cuda.set_per_process_memory_fraction(): bounds what is held from the driver to this part of
- * the device's memory.
+ * PyTorch's hook for torch.cuda.set_per_process_memory_fraction(): limits the bytes reserved from the driver to this
+ * fraction of the device's memory.
  *
- * Errors: CUALLOC_INVALID_ARGUMENT for what is not from 0 to 1; as cualloc_create. Nothing has changed then.
+ * Errors: CUALLOC_INVALID_ARGUMENT for a fraction outside 0 to 1; as cualloc_create. Nothing has changed then.
  *
- * Any thread.
+ * May be called from any thread.
  */
 int32_t cualloc_torch_fraction(double fraction,
                                int32_t device);
 
 /**
- * PyTorch's hook for the block around an address, of whichever device: its first byte, and in *bytes its size. Of an
- * address that is not ours it is the address itself and 0.
+ * PyTorch's hook for the block that contains an address, on any device: returns the address of its first byte, and
+ * writes its size to *bytes. For memory of others, returns the address itself and writes 0.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `bytes` is null or may be written.
+ * `bytes` is null or writable.
  */
 void *cualloc_torch_base(void *ptr,
                          size_t *bytes);
 
 /**
- * PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block around an address, of whichever device.
- * Memory that is not ours, and null, are CUALLOC_OK: a tensor may stand on memory of others.
+ * PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block that contains an address, on any
+ * device. Returns CUALLOC_OK for null and for memory of others, since a tensor may use memory of another allocator.
  *
- * Errors: as cualloc_record_stream, but for CUALLOC_NOT_OURS.
+ * Errors: as cualloc_record_stream, except CUALLOC_NOT_OURS.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * As cualloc_record_stream.
@@ -1233,14 +1243,14 @@ int32_t cualloc_torch_record_stream(void *ptr,
                                     void *stream);
 
 /**
- * PyTorch's hook before a capture (and for any other use of a pool): from here on requests on a device's streams to
- * which the predicate says yes go to the pool with this id, which is made if there is none, until
- * cualloc_torch_pool_end. Pools are graph pools of the device's shared allocator.
+ * PyTorch's hook before a capture (and for any other use of a pool): until cualloc_torch_pool_end, sends requests on
+ * those streams of a device that the predicate accepts to the pool with this id, which is created if there is none.
+ * Pools are graph pools of the device's shared allocator.
  *
- * Errors: as cualloc_create, cualloc_pool_create and cualloc_pool_enter; nothing was begun then, and done is not
+ * Errors: as cualloc_create, cualloc_pool_create and cualloc_pool_enter; then nothing was begun, and done is not
  * called.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * As cualloc_pool_enter.
@@ -1252,64 +1262,63 @@ int32_t cualloc_torch_pool_begin(int32_t device,
                                  void *data);
 
 /**
- * PyTorch's hook after a capture: ends what cualloc_torch_pool_begin has begun with this id, on the calling thread if
- * it was there. What was not begun, or was ended before, is CUALLOC_OK.
+ * PyTorch's hook after a capture: ends the scope that cualloc_torch_pool_begin opened with this id, preferring one
+ * opened on the calling thread. Returns CUALLOC_OK if there is no such scope or it was already ended.
  *
  * Errors: CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  */
 int32_t cualloc_torch_pool_end(int32_t device,
                                struct cualloc_torch_pool_id_t id);
 
 /**
- * PyTorch's hook when a graph goes: once for each begin. The last one releases the pool (cualloc_pool_release). A pool
- * that was not begun is CUALLOC_OK.
+ * PyTorch's hook when a graph is destroyed: called once for each begin. The last call releases the pool
+ * (cualloc_pool_release). For a pool that was not begun, returns CUALLOC_OK.
  *
  * Errors: CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_CLOSED if the device's allocator was destroyed.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  */
-int32_t cualloc_torch_pool_release(int32_t device,
-                                   struct cualloc_torch_pool_id_t id);
+int32_t cualloc_torch_pool_release(int32_t device, struct cualloc_torch_pool_id_t id);
 
 /**
- * How often the calling thread has called cualloc_torch_pool_release. From it a layer above learns whether a version of
- * PyTorch releases the pool of a capture that failed.
+ * Returns how often the calling thread has called cualloc_torch_pool_release. A layer above uses it to detect whether
+ * a version of PyTorch releases the pool of a capture that failed.
  *
- * Any thread.
+ * May be called from any thread.
  */
 uint64_t cualloc_torch_pool_releases(void);
 
 /**
- * The number of what the calling thread has begun last of all that it has begun and not ended; 0 if there is none, and
- * in a forked child. Numbers grow, and are never used again.
+ * Returns the number of the newest scope that the calling thread has begun and not ended; 0 if there is none, and in a
+ * forked child. Numbers grow and are never reused.
  *
- * Any thread.
+ * May be called from any thread.
  */
 uint64_t cualloc_torch_pool_newest(void);
 
 /**
- * The device and the id of what was begun with this number (cualloc_torch_pool_newest) and not ended. Either pointer may
- * be null; both get 0 after a failure.
+ * Writes the device and the pool id of the open scope with this number (cualloc_torch_pool_newest). Either pointer may
+ * be null; both values are 0 after a failure.
  *
- * Errors: CUALLOC_NOT_LIVE if it was ended, or never begun; CUALLOC_CONTEXT_LOST in a forked child.
+ * Errors: CUALLOC_NOT_LIVE if the scope was ended or never begun; CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread.
+ * May be called from any thread.
  *
  * What the caller answers for:
- * `device` and `id` are null or may be written.
+ * `device` and `id` are null or writable.
  */
 int32_t cualloc_torch_pool_name(uint64_t number,
                                 int32_t *device,
                                 struct cualloc_torch_pool_id_t *id);
 
 /**
- * What became of what was begun with this number: CUALLOC_TORCH_POOL_ENDED, CUALLOC_TORCH_POOL_OPEN, or, if its
- * predicate says yes to the stream, CUALLOC_TORCH_POOL_GOES_ON. With null the predicate is not asked. In a forked child
- * all of them are ended.
+ * Returns the state of the scope with this number: CUALLOC_TORCH_POOL_ENDED, CUALLOC_TORCH_POOL_OPEN, or, if its
+ * predicate accepts the stream, CUALLOC_TORCH_POOL_GOES_ON. With a null stream the predicate is not called. In a
+ * forked child all scopes are ended.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * `stream` is null or a live stream.
@@ -1318,13 +1327,14 @@ int32_t cualloc_torch_pool_state(uint64_t number,
                                  void *stream);
 
 /**
- * For captures of which PyTorch says nothing, since they failed or nobody has ended them: ends and releases what was
- * begun with this number (cualloc_torch_pool_newest). Nothing is done if its predicate says yes to the stream, since
- * the capture goes on then; with null it is not asked. What was ended before is CUALLOC_OK.
+ * Ends and releases the scope with this number (cualloc_torch_pool_newest), for captures that failed or were never
+ * ended, for which PyTorch calls no hook. Does nothing if the predicate accepts the stream, since the capture is then
+ * still in progress; with a null stream the predicate is not called. For a scope that was already ended, returns
+ * CUALLOC_OK.
  *
  * Errors: CUALLOC_CONTEXT_LOST in a forked child.
  *
- * Any thread, whatever context is current.
+ * May be called from any thread, with any current context.
  *
  * What the caller answers for:
  * `stream` is null or a live stream.
@@ -1333,10 +1343,10 @@ int32_t cualloc_torch_pool_abandon(uint64_t number,
                                    void *stream);
 
 /**
- * The graph pool that PyTorch's pool with this id is now, for cualloc_pool_footprint; null if there is none. It is
- * PyTorch's to release.
+ * Returns the graph pool that currently belongs to PyTorch's pool with this id, for cualloc_pool_footprint; null if
+ * there is none. PyTorch releases it.
  *
- * Any thread.
+ * May be called from any thread.
  */
 struct cualloc_pool_t *cualloc_torch_pool(int32_t device,
                                           struct cualloc_torch_pool_id_t id);

@@ -1,12 +1,13 @@
-//! A barrier that the calling thread makes for all threads of the process.
+//! A memory barrier that the calling thread issues on behalf of all threads of the process.
 
-/// Asks the system for such barriers; whether it has them. Before the first of them, and as often as one likes.
+/// Registers for process-wide barriers and returns whether the system supports them. Must precede the first barrier;
+/// may be called repeatedly.
 pub(crate) fn prepare() -> bool {
     imp::prepare()
 }
 
-/// When this has returned, each thread of the process has passed a full memory barrier since it was called. False if
-/// the system cannot do that: then nothing is known.
+/// Makes every thread of the process pass a full memory barrier between this call and its return. Returns false if the
+/// system cannot do that; no ordering is guaranteed then.
 pub(crate) fn for_all_threads() -> bool {
     imp::for_all_threads()
 }

@@ -1,4 +1,4 @@
-//! Blocks, and the streams that they are used on.
+//! Blocks, and the streams that use them.
 
 use std::ffi::c_void;
 
@@ -11,23 +11,23 @@ use crate::entry::{at_once, call, call_with, cleared, code_of, give, null, quick
 use crate::results::CUALLOC_OK;
 use crate::{cualloc_t, handles};
 
-/// Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). *out is the first
-/// byte's address, a multiple of 512.
+/// Allocates bytes (at least 1) of device memory for use on a stream (a CUstream or cudaStream_t). Writes the address
+/// of the first byte, a multiple of 512, to *out.
 ///
-/// The memory may be used by work of that stream at once. Another stream that uses it must wait for this one by
-/// itself, and cualloc_record_stream must say so. Null and 1 are the legacy default stream of the allocator's context,
-/// 2 is the calling thread's own default stream there, whatever context is current. Before any other stream is
-/// destroyed cualloc_retire_stream must be called.
+/// Work of that stream may use the memory immediately. Another stream that uses it must itself wait for this one, and
+/// the use must be reported by cualloc_record_stream. Null and 1 are the legacy default stream of the allocator's
+/// context; 2 is the calling thread's own default stream there, whatever context is current. Any other stream must be
+/// retired with cualloc_retire_stream before it is destroyed.
 ///
-/// Errors: CUALLOC_OUT_OF_MEMORY, after everything was tried: the text has the whole picture;
-/// CUALLOC_INVALID_ARGUMENT for a null handle or out, 0 bytes or more than any device has, or a stream of another
-/// device; CUALLOC_CAPTURING; CUALLOC_BUSY in a predicate of a scope, if the allocator has open scopes; CUALLOC_CLOSED;
-/// CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is 0 then, and nothing is lost.
+/// Errors: CUALLOC_OUT_OF_MEMORY once every way to obtain memory was tried (the text is a full report);
+/// CUALLOC_INVALID_ARGUMENT for a null handle or out, for 0 bytes or more than any device has, or for a stream of
+/// another device; CUALLOC_CAPTURING; CUALLOC_BUSY in a predicate of a scope, if the allocator has open scopes;
+/// CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *out is then 0, and no memory is leaked.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// `stream` is a live stream, or null, 1 or 2; `out` is null or may be written.
+/// `stream` is a live stream, or null, 1 or 2; `out` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_alloc(
     allocator: *mut cualloc_t,
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn cualloc_alloc(
     unsafe { alloc_with_any(allocator, bytes, stream, out) }
 }
 
-/// [`cualloc_alloc`] of what takes no more than a look at the stream's cache; whether it did.
+/// Tries [`cualloc_alloc`] from the stream's cache alone; returns whether that succeeded.
 ///
 /// # Safety
 /// As [`cualloc_alloc`]; `out` is not null.
@@ -65,7 +65,7 @@ pub(crate) unsafe fn alloc_at_once(
     taken.map(|ptr| unsafe { out.write(ptr) }).is_some()
 }
 
-/// [`cualloc_alloc`] of what takes more than that.
+/// The slow path of [`cualloc_alloc`].
 ///
 /// # Safety
 /// As [`cualloc_alloc`]; `out` is not null.
@@ -84,7 +84,7 @@ unsafe fn alloc_slowly(
     code_of(allocator, made.map(say))
 }
 
-/// [`cualloc_alloc`] with what may be no allocator.
+/// [`cualloc_alloc`] with a handle that may be invalid.
 ///
 /// # Safety
 /// As [`cualloc_alloc`].
@@ -106,11 +106,11 @@ unsafe fn alloc_with_any(
     }
 }
 
-/// cualloc_alloc at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
+/// Like cualloc_alloc, at an address that is a multiple of alignment: a power of two, at most 2 MiB (2097152).
 ///
-/// Errors: as cualloc_alloc, and CUALLOC_INVALID_ARGUMENT for another alignment.
+/// Errors: as cualloc_alloc, and CUALLOC_INVALID_ARGUMENT for an unsupported alignment.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// As cualloc_alloc.
@@ -134,17 +134,17 @@ pub unsafe extern "C" fn cualloc_alloc_aligned(
     quickly(allocator, run, run, say)
 }
 
-/// Frees the block that begins at ptr; 0 is CUALLOC_OK. Never waits: work that was given to the block's stream before
-/// this call may still use it, and so may work of recorded streams. The stream of the block, and every stream recorded
-/// on it, must be alive or retired.
+/// Frees the block that begins at ptr; an address of 0 is ignored. Never waits: work submitted to the block's stream,
+/// or to a recorded stream, before this call may still use the block. The stream of the block, and every stream
+/// recorded on it, must be alive or retired.
 ///
 /// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also a second free), CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a
-/// null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. In each of them nothing has changed.
+/// null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. After an error nothing has changed.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// Nobody gives the device work after this call that uses the block.
+/// No work that uses the block is submitted to the device after this call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i32 {
     // SAFETY: the caller's contract.
@@ -158,7 +158,7 @@ pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i3
     unsafe { free_with_any(allocator, ptr) }
 }
 
-/// [`cualloc_free`] of what takes more than a look at the stream's cache.
+/// The slow path of [`cualloc_free`].
 ///
 /// # Safety
 /// As [`cualloc_free`].
@@ -171,7 +171,7 @@ unsafe fn free_slowly(allocator: &Allocator, ptr: u64) -> i32 {
     }
 }
 
-/// [`cualloc_free`] with what may be no allocator.
+/// [`cualloc_free`] with a handle that may be invalid.
 ///
 /// # Safety
 /// As [`cualloc_free`].
@@ -185,13 +185,13 @@ unsafe fn free_with_any(allocator: *mut cualloc_t, ptr: u64) -> i32 {
     })
 }
 
-/// cualloc_free of a block that a stream used last: that stream used it until now, and nobody will again. The memory
-/// is used anew when the work is done that the stream was given so far.
+/// Frees a block whose last use was on the given stream: records that stream's use, then frees the block as
+/// cualloc_free does. The memory is reused only after the work submitted to the stream so far has completed.
 ///
-/// Errors: as cualloc_free and cualloc_record_stream. If the free fails after the use was recorded, the block is live
-/// and that use stays recorded.
+/// Errors: as cualloc_free and cualloc_record_stream. If the free fails after the use was recorded, the block stays
+/// live and the use stays recorded.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// As cualloc_free; `stream` is a live stream, or null, 1 or 2.
@@ -212,15 +212,15 @@ pub unsafe extern "C" fn cualloc_free_on(
     quickly(allocator, free, free, |()| {})
 }
 
-/// Says that another stream uses the block around ptr (any address inside it). After its free the block is used anew
-/// only when the work is done that the stream was given until the free. In a capture that a graph pool serves, the use
-/// counts from the end of the capture on.
+/// Records that another stream uses the block that contains ptr (any address inside it). Once freed, the block is
+/// reused only after the work submitted to that stream before the free has completed. In a capture that a graph pool
+/// serves, the use counts from the end of the capture.
 ///
-/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_BUSY for a stream that
-/// captures in a predicate of a scope, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
+/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_BUSY for a capturing
+/// stream in a predicate of a scope, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
 /// CUALLOC_DRIVER.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// `stream` is a live stream of any device, or null, 1 or 2.
@@ -236,14 +236,15 @@ pub unsafe extern "C" fn cualloc_record_stream(
     })
 }
 
-/// Takes the caller's word that a stream lives until it is retired, so that the allocator may use its handle in calls
-/// that do not name it: memory freed on it can then be had by other streams sooner. Not needed for correctness. Null
-/// and 1 are kept anyway.
+/// Adopts a stream: the caller promises that it lives until it is retired, so the allocator may use its handle in calls
+/// that do not pass it. Other streams can then reuse memory freed on it sooner. Adoption is an optimisation, never
+/// needed for correctness. Null and 1 are always adopted.
 ///
-/// Errors: CUALLOC_CAPTURING, CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
-/// allocator's, CUALLOC_UNSUPPORTED for 2, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
+/// Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle or a stream of another context than the
+/// allocator's; CUALLOC_UNSUPPORTED if stream is 2 (the per-thread default stream); CUALLOC_CLOSED;
+/// CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// `stream` is a live stream, or null or 1, and lives until cualloc_retire_stream has succeeded for it or the allocator
@@ -259,15 +260,15 @@ pub unsafe extern "C" fn cualloc_adopt_stream(
     })
 }
 
-/// Says that a stream gets no more work that uses memory of this allocator, so that it can be destroyed. To be called
-/// while the stream is still alive, for every allocator that it was passed to. Blocks that are live on it stay valid
-/// and can be freed later. A stream that this allocator does not know is CUALLOC_OK.
+/// Retires a stream, so that it can be destroyed: it gets no more work that uses memory of this allocator. Must be
+/// called while the stream is still alive, for every allocator that it was passed to. Blocks live on it stay valid and
+/// can be freed later. For a stream that this allocator does not know, returns CUALLOC_OK.
 ///
-/// Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle, and for 2 where only another thread's own
-/// default stream is known; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. In each of them nothing has changed,
-/// and the stream must live on.
+/// Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle, and for 2 if only another thread's default
+/// stream is known; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. After an error nothing has changed, and the
+/// stream must not be destroyed yet.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// `stream` is a live stream, or null, 1 or 2.
@@ -285,14 +286,14 @@ pub unsafe extern "C" fn cualloc_retire_stream(
     })
 }
 
-/// Waits until everything that a stream was given so far is complete, whatever context is current: as
-/// cuStreamSynchronize, which wants the stream's own.
+/// Waits until all work submitted to a stream so far is complete. Like cuStreamSynchronize, except that the stream's
+/// context need not be current.
 ///
-/// Errors: CUALLOC_CAPTURING while the stream, or for null and 1 another stream of its context that waits for it, is
-/// captured: nothing is spoilt, unless that begins meanwhile; CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and
-/// CUALLOC_DRIVER, also for errors of the work itself.
+/// Errors: CUALLOC_CAPTURING while the stream is being captured, or, for null and 1, while another stream of its
+/// context that waits for it is (the capture stays valid unless it begins during the call); CUALLOC_INVALID_ARGUMENT
+/// for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and CUALLOC_DRIVER, also for errors of the work itself.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
 /// `stream` is a live stream of the allocator's context, or null, 1 or 2.
@@ -306,7 +307,7 @@ pub unsafe extern "C" fn cualloc_stream_synchronize(
             stream: stream as usize,
         };
         let entered = allocator.context().enter()?;
-        // SAFETY: the caller's contract; where it is special its context is current.
+        // SAFETY: the caller's contract; for a special stream its context is current.
         let asked = match unsafe { entered.driver().is_capturing(stream.cast()) } {
             Ok(true) => return Err(capturing),
             // SAFETY: as above.
@@ -322,15 +323,15 @@ pub unsafe extern "C" fn cualloc_stream_synchronize(
     })
 }
 
-/// The bytes that may be used of the live block that begins at ptr: those that were asked for, rounded up.
+/// Writes the usable size of the live block that begins at ptr, in bytes: the requested size, rounded up.
 ///
-/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a
-/// null handle or out, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is 0 then.
+/// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a null
+/// handle or out, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is then 0.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `out` is null or may be written.
+/// `out` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_usable_size(
     allocator: *mut cualloc_t,
@@ -348,15 +349,16 @@ pub unsafe extern "C" fn cualloc_usable_size(
     unsafe { give(out, run) }
 }
 
-/// The live block around ptr, which may be any address inside it: its first byte's address and its usable bytes.
+/// Writes the address of the first byte and the usable size of the live block that contains ptr (any address inside
+/// it).
 ///
 /// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_INVALID_ARGUMENT for a null handle, base or bytes,
-/// CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *base and *bytes are 0 then.
+/// CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *base and *bytes are then 0.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `base` and `bytes` are null or may be written.
+/// `base` and `bytes` are null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_base(
     allocator: *mut cualloc_t,

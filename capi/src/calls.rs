@@ -1,10 +1,10 @@
-//! Which thread is in a call with which handle, so that a destroy can wait for the calls of other threads.
+//! Tracks which thread is in a call with which handle, so that a destroy can wait for the calls of other threads.
 //!
-//! A call announces its handle in a word that only its thread writes, then looks whether the handle is alive. A
-//! destroy makes the handle dead, then looks at the words of all threads. Between the two steps each side needs a
-//! full barrier, or both could miss each other. Calls are frequent and destroys are rare, so the destroy makes the
-//! barrier for all: the system interrupts every other running thread of the process ([`barrier`]), and a call pays
-//! for nothing but two plain stores.
+//! A call announces its handle in a word that only its thread writes, then checks that the handle is alive. A destroy
+//! marks the handle dead, then reads the words of all threads. Each side needs a full barrier between its two steps;
+//! without one both could miss each other. Calls are frequent and destroys are rare, so the destroy issues the barrier
+//! for all threads: the system interrupts every other running thread of the process ([`barrier`]), and a call costs
+//! only two plain stores.
 
 use std::cell::Cell;
 use std::ptr;
@@ -14,12 +14,12 @@ use cualloc::allocator::{of_caller, set_of_caller};
 
 use crate::barrier;
 
-/// The word of a thread, on cache lines of its own. Never freed: another thread takes it over.
+/// The word of a thread, on cache lines of its own. Never freed: when its thread ends, another takes it over.
 #[repr(align(128))]
 struct Word {
-    /// The handle that a call is under way with, or 0.
+    /// The handle of the call in progress, or 0.
     busy: AtomicU64,
-    /// Whether a thread has it as its own. One that none ever has is lent for single calls.
+    /// Whether a thread owns the word. A word without an owner is lent out for single calls.
     taken: AtomicBool,
     lent: bool,
     next: AtomicPtr<Word>,
@@ -36,20 +36,20 @@ impl Word {
     }
 }
 
-/// All words.
+/// The head of the list of all words.
 static FIRST: AtomicPtr<Word> = AtomicPtr::new(ptr::null_mut());
 
 thread_local! {
-    /// Calls that the thread is in with lent words. It has no destructor, so that a call from the destructor of another
-    /// variable finds it.
+    /// The number of calls that the thread has in progress with lent words. It has no destructor, so that destructors
+    /// of other thread-local variables can make calls.
     static LENT: Cell<u32> = const { Cell::new(0) };
     static LEAVING: Leaving = const { Leaving(Cell::new(false)) };
 }
 
-/// The thread's own word, as long as it has one.
+/// Returns the thread's own word while it has one.
 #[inline(always)]
 fn own() -> Option<&'static Word> {
-    // SAFETY: null, or what `set_own` has kept: words are never freed.
+    // SAFETY: null, or a word stored by `set_own`: words are never freed.
     unsafe { of_caller().cast::<Word>().as_ref() }
 }
 
@@ -62,7 +62,7 @@ struct Leaving(Cell<bool>);
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        // One that is busy belongs to a call that never returns: it is lost.
+        // A busy word belongs to a call that never returns, so it is not reused.
         let word = own();
         set_own(None);
         if let Some(word) = word
@@ -94,7 +94,7 @@ fn add(word: Word) -> &'static Word {
     }
 }
 
-/// Gives this thread a word, unless it is ending. Whether it has one.
+/// Gives this thread a word unless it is ending; returns whether it has one.
 fn adopt() -> bool {
     if LEAVING.try_with(|leaving| leaving.0.set(true)).is_err() {
         return false;
@@ -111,7 +111,7 @@ fn adopt() -> bool {
     true
 }
 
-/// An announcement, until it is dropped.
+/// An announced call, in effect until dropped.
 #[must_use]
 pub(crate) struct Announced(&'static Word);
 
@@ -125,7 +125,7 @@ impl Drop for Announced {
     }
 }
 
-/// Announces a handle, which is not 0, on a thread that has a word and is in no other call.
+/// Announces a handle other than 0, on a thread that owns a word and is in no other call.
 #[inline(always)]
 pub(crate) fn announce(handle: u64) -> Option<Announced> {
     let word = own()?;
@@ -133,12 +133,12 @@ pub(crate) fn announce(handle: u64) -> Option<Announced> {
         return None;
     }
     word.busy.store(handle, Ordering::Relaxed);
-    // The processor's part of this fence is the barrier of the destroy.
+    // The processor's half of this fence is the barrier issued by the destroy.
     compiler_fence(Ordering::SeqCst);
     Some(Announced(word))
 }
 
-/// [`announce`] for a thread's first call, for calls inside a call (a logger's), and for those of a thread that ends.
+/// [`announce`] for a thread's first call, for nested calls (such as a logger's), and for calls of an ending thread.
 #[cold]
 pub(crate) fn announce_slowly(handle: u64) -> Announced {
     if own().is_none()
@@ -159,13 +159,13 @@ pub(crate) fn announce_slowly(handle: u64) -> Announced {
     Announced(word)
 }
 
-/// Whether this thread is in a call already.
+/// Whether this thread is already in a call.
 pub(crate) fn inside() -> bool {
     LENT.get() > 0 || own().is_some_and(|word| word.busy.load(Ordering::Relaxed) != 0)
 }
 
-/// Waits until no call is under way with a handle that was alive when it began; false if that cannot be known here.
-/// The handle must be dead by now.
+/// Waits until every call that found the handle alive has ended; returns false if that cannot be determined here. The
+/// handle must already be dead.
 pub(crate) fn wait_for(handle: u64) -> bool {
     if !barrier::for_all_threads() {
         return false;
@@ -177,7 +177,7 @@ pub(crate) fn wait_for(handle: u64) -> bool {
         match turns {
             ..100 => std::hint::spin_loop(),
             100..1000 => std::thread::yield_now(),
-            // The call waits for the device.
+            // The call is waiting for the device.
             _ => std::thread::sleep(std::time::Duration::from_micros(50)),
         }
     }
@@ -233,7 +233,7 @@ mod tests {
         assert!(now().contains(&0x7777_0002) && !now().contains(&0x7777_0003));
         drop(outer);
         assert!(!inside());
-        // A thread whose own word is gone is in a call as long as it has a lent one.
+        // A thread that has lost its own word counts as being in a call while it has a lent one.
         let outer = announce_slowly(0x7777_0002);
         let inner = announce_slowly(0x7777_0003);
         drop(outer);
@@ -251,7 +251,7 @@ mod tests {
         for _ in 0..100 {
             std::thread::spawn(one).join().unwrap();
         }
-        // Other tests begin threads beside this one.
+        // Other tests start threads concurrently.
         assert!(count() < before + 50, "{before}, then {}", count());
     }
 }

@@ -1,4 +1,4 @@
-//! Where memory comes from: a driver, and a context of it.
+//! The source of memory: a driver and a context of it.
 
 use std::ffi::c_void;
 
@@ -7,13 +7,13 @@ use cualloc::driver::{Context, Driver};
 
 use crate::results::{CUALLOC_INVALID_ARGUMENT, CUALLOC_UNSUPPORTED, Failure};
 
-/// The option `device`.
+/// A value of the option `device`.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub(crate) enum Source {
     /// The driver of this machine.
     #[default]
     Cuda,
-    /// A simulated one, which all users of it in the process share.
+    /// The simulated driver that all its users in the process share.
     Simulated,
 }
 
@@ -47,7 +47,7 @@ pub(crate) mod simulator {
 
     use cualloc::sim::{SimConfig, Simulator};
 
-    /// Lives as long as the process; none if it could not be made.
+    /// Returns the shared simulator, which lives as long as the process, or nothing if it could not be created.
     pub(crate) fn shared() -> Option<&'static Simulator> {
         static SIMULATOR: OnceLock<Option<Simulator>> = OnceLock::new();
         let made = SIMULATOR.get_or_init(|| Simulator::new(SimConfig::default()).ok());
@@ -71,7 +71,7 @@ fn simulated() -> Result<Driver, Failure> {
     Err(Failure::Said(CUALLOC_UNSUPPORTED, "there is no simulator"))
 }
 
-/// The primary context of a device.
+/// Retains the primary context of a device.
 pub(crate) fn primary(driver: &Driver, device: i32) -> Result<Context, Failure> {
     let count = driver.device_count()?;
     let Some(ordinal) = usize::try_from(device)
@@ -83,10 +83,10 @@ pub(crate) fn primary(driver: &Driver, device: i32) -> Result<Context, Failure> 
     Ok(Context::primary(&driver.device(ordinal)?)?)
 }
 
-/// A context of the caller's; null means the one that is current on this thread.
+/// Returns the caller's context; null means the context that is current on this thread.
 ///
 /// # Safety
-/// A context that is not null is alive, and whichever it is lives as long as the result and its clones are used.
+/// A non-null context is alive, and the context (given or current) outlives the result and its clones.
 pub(crate) unsafe fn given(driver: &Driver, context: *mut c_void) -> Result<Context, Failure> {
     let found = match context.is_null() {
         // SAFETY: the caller's contract.

@@ -1,4 +1,4 @@
-//! What each function has around what it does: codes of errors, and no panic that goes further.
+//! The frame of each exported function: converts errors to codes and stops panics at the boundary.
 
 use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,7 +8,7 @@ use cualloc::Allocator;
 use crate::results::{CUALLOC_INVALID_ARGUMENT, CUALLOC_OK, CUALLOC_PANIC, Failure, NULL};
 use crate::{cualloc_t, handles, message};
 
-/// Runs a call, and makes a code of how it ends. Nothing unwinds into C.
+/// Runs a call and converts its outcome to a code. Nothing unwinds into C.
 #[inline(always)]
 pub(crate) fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
     match catch_unwind(AssertUnwindSafe(run)) {
@@ -18,7 +18,7 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
     }
 }
 
-/// [`call`] of what gives a value: the default one after a failure.
+/// [`call`] for functions that return a value: the default value after a failure.
 pub(crate) fn value<T: Default>(run: impl FnOnce() -> Result<T, Failure>) -> T {
     let mut value = T::default();
     call(|| {
@@ -36,10 +36,10 @@ pub(crate) fn call_with(
     call(|| handles::with(handle, run))
 }
 
-/// [`call`] of what gives a value through a pointer: 0 until the call has succeeded.
+/// [`call`] for functions that write a value through a pointer: 0 until the call has succeeded.
 ///
 /// # Safety
-/// `out` is null or may be written.
+/// `out` is null or writable.
 pub(crate) unsafe fn give<T>(out: *mut T, run: impl FnOnce() -> Result<T, Failure>) -> i32 {
     call(|| {
         // SAFETY: the caller's contract.
@@ -51,9 +51,9 @@ pub(crate) unsafe fn give<T>(out: *mut T, run: impl FnOnce() -> Result<T, Failur
     })
 }
 
-/// Runs a call that is mostly done at once, and then has changed everything it should: `at_once` says so. `slowly` does it
-/// otherwise, where nothing was changed, and gives its code: out of line, so that the common call meets few cache lines.
-/// None where the allocator is not at hand.
+/// Runs a call that usually completes on the fast path: `at_once` returns whether it did, and otherwise has changed
+/// nothing. Then `slowly` runs the whole call and returns its code; it is out of line, so that the common call touches
+/// few cache lines. None if the allocator cannot be entered quickly.
 #[inline(always)]
 pub(crate) fn at_once(
     handle: *mut cualloc_t,
@@ -72,7 +72,7 @@ pub(crate) fn at_once(
     })
 }
 
-/// The code of how a call of the allocator ended.
+/// Converts the outcome of an allocator call to a code.
 #[inline(always)]
 pub(crate) fn code_of(allocator: &Allocator, ended: Result<(), cualloc::Error>) -> i32 {
     match ended {
@@ -81,8 +81,8 @@ pub(crate) fn code_of(allocator: &Allocator, ended: Result<(), cualloc::Error>) 
     }
 }
 
-/// [`call`] with an allocator, for calls that are made often. What is rare about it is apart, with a function of its own
-/// to `run`, so that the common case has no copy of its result and saves few registers.
+/// [`call`] with an allocator, for frequent calls. The rare part is a separate function from `run`, so that the common
+/// case does not copy its result and saves few registers.
 #[inline(always)]
 pub(crate) fn quickly<T>(
     handle: *mut cualloc_t,
@@ -125,7 +125,7 @@ pub(crate) fn failed(allocator: &Allocator, error: cualloc::Error) -> i32 {
     call(|| Err(handles::judged(allocator, error)))
 }
 
-/// An argument is null.
+/// Records the failure of a null argument.
 #[cold]
 #[inline(never)]
 pub(crate) fn null() -> i32 {
@@ -136,7 +136,7 @@ pub(crate) fn null() -> i32 {
 #[inline(never)]
 pub(crate) fn told(failure: &Failure) -> i32 {
     let code = failure.code();
-    // The text of a foreign error could panic; then the code is all there is.
+    // Formatting a foreign error could panic; then only the code is kept.
     let text = || message::set(code, format_args!("{failure}"));
     match catch_unwind(AssertUnwindSafe(text)) {
         Ok(()) => code,
@@ -155,15 +155,15 @@ pub(crate) fn panicked(payload: Box<dyn std::any::Any + Send>) -> i32 {
         CUALLOC_PANIC,
         format_args!("a defect of the library: it panicked: {why}"),
     );
-    // What was thrown may panic when it is dropped.
+    // Dropping the payload of a panic may panic again.
     std::mem::forget(payload);
     CUALLOC_PANIC
 }
 
-/// A text of the caller's; `why` is the failure of one that is not UTF-8.
+/// Borrows a text of the caller; `why` is the failure for a text that is not UTF-8.
 ///
 /// # Safety
-/// `from` is null, or ends with a zero and stays as it is for as long as the result is used.
+/// `from` is null, or ends with a zero and stays unchanged while the result is used.
 pub(crate) unsafe fn text<'a>(from: *const c_char, why: &'static str) -> Result<&'a str, Failure> {
     if from.is_null() {
         return Err(NULL);
@@ -173,10 +173,10 @@ pub(crate) unsafe fn text<'a>(from: *const c_char, why: &'static str) -> Result<
     text.map_err(|_| Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
 }
 
-/// Sets where a result goes to 0, which is also the null handle.
+/// Sets the target of a result to 0, which is also the null handle.
 ///
 /// # Safety
-/// `out` is null or may be written.
+/// `out` is null or writable.
 #[inline(always)]
 pub(crate) unsafe fn cleared<T>(out: *mut T) -> Result<(), Failure> {
     if out.is_null() {

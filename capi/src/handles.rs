@@ -1,7 +1,8 @@
-//! Allocators by their handles.
+//! Allocators by handle.
 //!
-//! A handle is a number: a mark that no address has, the place in a table, and how often that place was used. It is
-//! never dereferenced and never used again, so whatever a caller passes is looked up, and found or not.
+//! A handle is a number: a mark that no address has, the index of a place in a table, and how often that place was
+//! used. It is never dereferenced and never reused, so any value that a caller passes is either found in the table or
+//! rejected.
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
@@ -16,9 +17,9 @@ use crate::calls::{self, Announced};
 use crate::results::{CUALLOC_BUSY, CUALLOC_CLOSED, CUALLOC_UNSUPPORTED, Failure, NULL};
 use crate::{cualloc_t, pool_table};
 
-/// Allocators that can be there at once.
+/// The maximum number of allocators that exist at the same time.
 const PLACES: usize = 4096;
-/// No address of a 64-bit processor begins so.
+/// No valid address on a 64-bit processor has this prefix.
 const MARK: u64 = 0xca10_0000_0000_0000;
 const LIFE_SHIFT: u32 = 16;
 const PLACE_SHIFT: u32 = 4;
@@ -32,12 +33,13 @@ fn place_of(handle: u64) -> usize {
     (handle >> PLACE_SHIFT) as usize % PLACES
 }
 
-/// A place of the table, on one cache line. Read by every call, and written where an allocator comes or goes.
+/// A place of the table, on its own cache line. Every call reads it; only creating and destroying an allocator write
+/// it.
 #[repr(C, align(32))]
 struct Place {
-    /// The handle of the allocator that is here, or 0.
+    /// The handle of the allocator stored here, or 0.
     handle: AtomicU64,
-    /// Initialised as long as there is a handle, and until the last call that found it has ended.
+    /// Initialised while there is a handle, and until the last call that found it has ended.
     allocator: UnsafeCell<MaybeUninit<Allocator>>,
 }
 
@@ -53,9 +55,9 @@ static TABLE: [Place; PLACES] = [const {
 
 /// Which places are free.
 struct Places {
-    /// The first that was never used.
+    /// The index of the first place never used.
     unused: usize,
-    /// Others, with the life that is next there.
+    /// Places that were used and are free again, each with its next generation.
     left: Vec<(usize, u32)>,
 }
 
@@ -81,13 +83,13 @@ pub(crate) fn add(allocator: Allocator) -> Result<*mut cualloc_t, Failure> {
     };
     drop(places);
     let handle = handle_of(place, life);
-    // SAFETY: the place is this call's alone, and has no handle, so nobody reads it.
+    // SAFETY: this call owns the place exclusively, and it has no handle yet, so no other thread reads it.
     unsafe { (*TABLE[place].allocator.get()).write(allocator) };
     TABLE[place].handle.store(handle, Ordering::Release);
     Ok(handle as *mut cualloc_t)
 }
 
-/// An allocator in a call.
+/// An allocator that a call is using.
 pub(crate) struct Entered {
     place: &'static Place,
     _announced: Announced,
@@ -105,13 +107,13 @@ impl Entered {
 
     #[inline(always)]
     pub(crate) fn allocator(&self) -> &Allocator {
-        // SAFETY: the place had the handle after it was announced, so whoever destroys the allocator waits for the
-        // end of the announcement, which this has.
+        // SAFETY: the place still had the handle after the announcement, so a thread that destroys the allocator waits
+        // for the announcement, held by `self`, to end.
         unsafe { (*self.place.allocator.get()).assume_init_ref() }
     }
 }
 
-/// Finds an allocator on a thread that is in no other call and has called before.
+/// Enters an allocator on a thread that is in no other call and has made a call before.
 #[inline(always)]
 pub(crate) fn enter_quickly(handle: *mut cualloc_t) -> Option<Entered> {
     let value = handle as u64;
@@ -121,7 +123,7 @@ pub(crate) fn enter_quickly(handle: *mut cualloc_t) -> Option<Entered> {
     Entered::found(value, calls::announce(value)?)
 }
 
-/// Finds an allocator, and keeps it until the result is dropped.
+/// Enters an allocator and keeps it alive until the result is dropped.
 #[inline(always)]
 pub(crate) fn enter(handle: *mut cualloc_t) -> Result<Entered, Failure> {
     match enter_quickly(handle) {
@@ -136,7 +138,7 @@ fn enter_slowly(handle: u64) -> Result<Entered, Failure> {
     if handle == 0 {
         return Err(NULL);
     }
-    // It is not announced for a value that can be no handle: 0 and the mark of nobody's word among them.
+    // Values that cannot be a handle are not announced: they include 0, which marks an idle word.
     let known = handle & !0xffff_ffff_fff0 == MARK;
     let entered = || Entered::found(handle, calls::announce_slowly(handle));
     known.then(entered).flatten().ok_or(GONE)
@@ -157,7 +159,7 @@ pub(crate) fn with<T>(
     run(entered.allocator()).map_err(|error| judged(entered.allocator(), error))
 }
 
-/// Refuses in a forked child, for what would be done to no end there.
+/// Fails in a forked child, for calls that would have no effect there.
 pub(crate) fn of_this_process(allocator: &Allocator) -> Result<(), Error> {
     match allocator.context().driver().is_forked_child() {
         true => Err(Error::ForkedChild),
@@ -165,7 +167,7 @@ pub(crate) fn of_this_process(allocator: &Allocator) -> Result<(), Error> {
     }
 }
 
-/// An error that may say that the allocator's context is gone makes us look, once.
+/// Converts an error; one that suggests a lost context triggers a single check of the context.
 #[cold]
 #[inline(never)]
 pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
@@ -178,7 +180,7 @@ pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
         )
     };
     match error {
-        // Whatever the driver says there.
+        // In a forked child the driver's error code means nothing.
         Error::Driver(_) if allocator.context().driver().is_forked_child() => {
             Error::ForkedChild.into()
         }
@@ -190,7 +192,7 @@ pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
     }
 }
 
-/// Closes an allocator and forgets it, unless something is in the way.
+/// Closes an allocator and ends its handle, unless something still uses it.
 pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<(), Failure> {
     if calls::inside() {
         let why = "this thread is in another call of this library";
@@ -200,7 +202,7 @@ pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<(), Failure> {
     let closed = entered.allocator().close();
     let lost = match closed {
         Ok(()) => None,
-        // The context has its memory back; nothing is left but the handle.
+        // The context has its memory back; only the handle is left to end.
         Err(error @ Error::ContextLost(_)) => Some(error),
         Err(error) => match judged(entered.allocator(), error) {
             Failure::Library(error @ Error::ContextLost(_)) => Some(error),
@@ -214,7 +216,7 @@ pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<(), Failure> {
     lost.map_or(Ok(()), |error| Err(error.into()))
 }
 
-/// Takes an allocator, which is closed, out of the table, after the calls that have found it.
+/// Removes a closed allocator from the table after all calls that found it have ended.
 fn forget(place: &'static Place, handle: u64) -> Result<(), Failure> {
     let (alive, dead) = (handle, 0);
     if place
@@ -226,10 +228,10 @@ fn forget(place: &'static Place, handle: u64) -> Result<(), Failure> {
         return Err(GONE);
     }
     if !calls::wait_for(handle) {
-        // Nobody can tell when the last call with it ends. What is left of a closed allocator stays.
+        // It is unknown when the last call ends, so the closed allocator stays in memory.
         return Ok(());
     }
-    // SAFETY: the place has no handle any more, and no call that found it is under way.
+    // SAFETY: the place has no handle any more, and every call that found one has ended.
     let allocator = unsafe { (*place.allocator.get()).assume_init_read() };
     drop(allocator);
     let life = (handle >> LIFE_SHIFT) as u32;

@@ -1,7 +1,7 @@
 //! The cualloc allocator as a C library.
 //!
-//! C programs include `cualloc.h`, which says what each function does: it is written from this crate. The crate's
-//! other files hold what stands behind the functions; nothing of it is for use from Rust.
+//! C programs include `cualloc.h`, which is generated from this crate and documents each function. The other files
+//! implement the functions; nothing here is meant for use from Rust.
 #![allow(non_camel_case_types)]
 #![deny(missing_docs)]
 
@@ -52,43 +52,42 @@ pub use suspend::*;
 pub use torch::*;
 pub use torch_pools::*;
 
-/// Which interface this is: a number that grows with every addition. Nothing is taken away and no type changes
-/// without a new run-time name of the library.
+/// The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
+/// together with a new run-time name of the library.
 pub const CUALLOC_ABI_VERSION: u32 = 6;
 
-/// An allocator. A handle: a number that is never dereferenced and never used again, so that a wrong one is found
-/// out.
+/// An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
 pub struct cualloc_t(());
 
-/// Options for a new allocator. A handle, as cualloc_t is.
+/// Options for a new allocator. A handle, like cualloc_t.
 pub struct cualloc_options_t(());
 
-/// A graph pool. A handle, as cualloc_t is.
+/// A graph pool. A handle, like cualloc_t.
 pub struct cualloc_pool_t(());
 
-/// The interface that this library has: CUALLOC_ABI_VERSION of the header it was built with. A program that was
-/// compiled with a larger number may miss functions here.
+/// Returns the version of this library's interface: CUALLOC_ABI_VERSION of the header it was built with. A program
+/// compiled with a larger number may use functions that are missing here.
 ///
-/// Any thread, any time.
+/// May be called from any thread at any time.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_abi_version() -> u32 {
     CUALLOC_ABI_VERSION
 }
 
-/// Why the calling thread's last failed call failed: UTF-8, ended by a zero, at most 4095 bytes. Empty if none
-/// failed yet; a call that succeeds does not change it. Never null. The text is overwritten by the thread's next
-/// call that fails, and is gone when the thread ends. For people: programs go by the code.
+/// Returns why the calling thread's last failed call failed: a zero-terminated UTF-8 text of at most 4095 bytes. Empty
+/// before the first failure; never null; successful calls do not change it. The text is overwritten by the thread's
+/// next failing call and is invalid once the thread has ended. It is meant for people: programs should test the code.
 ///
-/// Any thread, any time; each has its own text.
+/// May be called from any thread at any time. Each thread has its own text.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_last_error() -> *const c_char {
     message::last()
 }
 
-/// The code of the calling thread's last failed call; CUALLOC_OK if none failed yet. A call that succeeds does not
-/// change it. For those functions that do not return a code.
+/// Returns the code of the calling thread's last failed call; CUALLOC_OK before the first failure. Successful calls do
+/// not change it. Useful after functions that do not return a code.
 ///
-/// Any thread, any time; each has its own.
+/// May be called from any thread at any time. Each thread has its own code.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_last_code() -> i32 {
     message::last_code()

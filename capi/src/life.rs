@@ -1,4 +1,4 @@
-//! Options, and the beginning and the end of an allocator.
+//! Options, and the creation and destruction of an allocator.
 
 use std::ffi::{c_char, c_void};
 
@@ -7,18 +7,17 @@ use cualloc::Allocator;
 use crate::entry::{call, call_with, give, text, value};
 use crate::{cualloc_options_t, cualloc_t, device, handles, options};
 
-/// New options, with nothing set; null if that is not possible. To be freed with cualloc_options_free.
+/// Returns new, empty options to be freed with cualloc_options_free; null on failure.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_options_new() -> *mut cualloc_options_t {
     value(options::add)
 }
 
-/// Frees options. Allocators that were made with them stay as they are. Null, and what was freed before, change
-/// nothing.
+/// Frees options. Allocators created with them are not affected. Null, or options freed before, are ignored.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_options_free(options: *mut cualloc_options_t) {
     call(|| match options.is_null() {
@@ -27,24 +26,23 @@ pub extern "C" fn cualloc_options_free(options: *mut cualloc_options_t) {
     });
 }
 
-/// Sets one option; the last value of a key counts.
+/// Sets one option; the last value set for a key wins.
 ///
-/// Keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
-/// the device as 80%), headroom (bytes), waits (scarce, always, never), profile (default, dense), peers (1+3), decay
-/// (10s), keep (20%), captures (watched, never), debug (off, or guard, poison, quarantine:SIZE, leaks with + between),
-/// and with the prefix tune. views, capture_checks, unretired_streams, self_test (on, off), checks (context, none),
-/// handle (bytes), nvtx (auto, off). And device: cuda (the default), or sim, a simulated device of 80 GiB in host
-/// memory, in a library that was built with the feature sim. tune.checks is none unless it is set, and
-/// tune.unretired_streams is on in shared allocators. Settings that contradict each other are refused by
-/// cualloc_create.
+/// The keys are those of CUALLOC_CONFIG: policy (auto, packed, classic), limit (bytes, with K, M, G or T, or a share of
+/// the device such as 80%), headroom (bytes), waits (scarce, always, never), profile (default, dense), peers (1+3),
+/// decay (10s), keep (20%), captures (watched, never), debug (off, or guard, poison, quarantine:SIZE, leaks, joined by
+/// +). With the prefix tune.: views, capture_checks, unretired_streams, self_test (on, off), checks (context, none),
+/// handle (bytes), nvtx (auto, off). One more key is device: cuda (the default), or sim, a simulated device of 80 GiB
+/// in host memory, if the library was built with the feature sim. tune.checks defaults to none, and
+/// tune.unretired_streams is on in shared allocators. cualloc_create rejects settings that contradict each other.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not take, or text that is not
+/// Errors: CUALLOC_INVALID_ARGUMENT for null, an unknown key, a value that the key does not accept, or text that is not
 /// UTF-8; CUALLOC_CLOSED for options that were freed; CUALLOC_UNSUPPORTED for device=sim without the simulator.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `key` and `value` are null or end with a zero.
+/// `key` and `value` are null or zero-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_options_set(
     options: *mut cualloc_options_t,
@@ -59,19 +57,19 @@ pub unsafe extern "C" fn cualloc_options_set(
     })
 }
 
-/// Makes an allocator for a device, by its number from 0 (CUDA_VISIBLE_DEVICES counts), on the device's primary
-/// context, which the CUDA runtime uses too. Loads the driver when it is first needed. options may be null: then the
-/// environment variable CUALLOC_CONFIG has the settings, as it has those that options do not set.
+/// Creates an allocator for a device, numbered from 0 as CUDA_VISIBLE_DEVICES orders them, on the device's primary
+/// context, which the CUDA runtime uses too. Loads the driver on first use. options may be null. Settings that options
+/// do not set come from the environment variable CUALLOC_CONFIG.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for a null out, a device that is not there, or settings that contradict each
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null out, a device that does not exist, or settings that contradict each
 /// other; CUALLOC_CLOSED for options that were freed; CUALLOC_NO_DRIVER; CUALLOC_UNSUPPORTED if the device cannot do
-/// what the settings ask for, or 4096 allocators are open; CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_DRIVER.
-/// *out is null then.
+/// what the settings ask for, or if 4096 allocators are open; CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_DRIVER.
+/// *out is then null.
 ///
-/// Any thread, whatever context is current. That stays current.
+/// May be called from any thread. The current context does not matter and stays current.
 ///
 /// # Safety
-/// `out` is null or may be written.
+/// `out` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_create(
     device: i32,
@@ -88,16 +86,17 @@ pub unsafe extern "C" fn cualloc_create(
     unsafe { give(out, run) }
 }
 
-/// Makes an allocator in a context of the caller's (a CUcontext); null means the one that is current on the calling
-/// thread. The context stays the caller's, who destroys it after cualloc_destroy. If it is destroyed before, calls
-/// that need it fail with CUALLOC_CONTEXT_LOST from the first one on that finds out, and nothing more is called on it.
+/// Creates an allocator in a context of the caller (a CUcontext); null means the context that is current on the calling
+/// thread. The caller keeps ownership of the context and destroys it after cualloc_destroy. If it is destroyed earlier,
+/// the first call that detects this, and every later call that needs the context, fails with CUALLOC_CONTEXT_LOST and
+/// makes no further driver calls on it.
 ///
-/// Errors: as cualloc_create, and CUALLOC_INVALID_ARGUMENT if there is no such context, or none is current.
+/// Errors: as cualloc_create, and CUALLOC_INVALID_ARGUMENT if the context does not exist or none is current.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `cu_context` is null or a live context of the driver; `out` is null or may be written.
+/// `cu_context` is null or a live context of the driver; `out` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_create_in(
     cu_context: *mut c_void,
@@ -107,7 +106,7 @@ pub unsafe extern "C" fn cualloc_create_in(
     let run = || {
         let options = options::find(options)?;
         let config = options.config()?;
-        // SAFETY: the caller's contract; one that dies is found out when it is entered.
+        // SAFETY: the caller's contract; a context destroyed later is detected when it is entered.
         let context = unsafe { device::given(&options.source.driver()?, cu_context) }?;
         handles::add(Allocator::with_config(&context, config)?)
     };
@@ -115,13 +114,14 @@ pub unsafe extern "C" fn cualloc_create_in(
     unsafe { give(out, run) }
 }
 
-/// Makes the allocator's context current on the calling thread if none is, as the CUDA runtime's first call there
-/// does. One that is current stays. No other function needs a context to be current, but what others do with the
-/// memory may: the runtime's calls make one current for themselves, the driver's and those of C++ over it do not.
+/// Makes the allocator's context current on the calling thread if none is, as the CUDA runtime does in a thread's first
+/// call. A context that is current already stays. No other function of this library needs a current context, but code
+/// that uses the memory may: calls of the runtime make one current themselves; calls of the driver, and C++ libraries
+/// built on it, do not.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_make_current(allocator: *mut cualloc_t) -> i32 {
     call_with(allocator, |allocator| {
@@ -129,19 +129,19 @@ pub extern "C" fn cualloc_make_current(allocator: *mut cualloc_t) -> i32 {
     })
 }
 
-/// Gives all memory back to the driver and ends the handle. May wait for work of the device: for that which used freed
-/// blocks. Calls that other threads are in with this allocator come to their end first, or fail with CUALLOC_CLOSED,
-/// as all later ones do. Its graph pools end with it, and their scopes. When this has returned CUALLOC_OK, nothing of
-/// the context is used any more.
+/// Returns all memory to the driver and ends the handle. May wait for device work that used freed blocks. Calls of
+/// other threads that are in progress with this allocator complete first, or fail with CUALLOC_CLOSED, as all later
+/// ones do. The allocator's graph pools and their scopes end with it. After CUALLOC_OK the library no longer uses the
+/// context.
 ///
-/// Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory or a call on
-/// another thread holds some, also one of the calling thread's own (in a predicate of a scope); CUALLOC_CAPTURING if a
-/// stream would have to be waited for that is being captured; CUALLOC_DRIVER. In each of them nothing was done, and
-/// the allocator goes on. CUALLOC_CONTEXT_LOST: the context is gone, memory is left alone, and the handle is ended all
-/// the same (not so in a forked child, and not while the process ends). CUALLOC_INVALID_ARGUMENT for null,
-/// CUALLOC_CLOSED for a handle that was ended before.
+/// Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory, or a call on
+/// another thread, or one of the calling thread itself (in a predicate of a scope), holds memory; CUALLOC_CAPTURING if
+/// it would have to wait for a stream that is being captured; CUALLOC_DRIVER. After these, nothing was done and the
+/// allocator remains usable. CUALLOC_CONTEXT_LOST: the context is gone; memory is left alone, but the handle is ended
+/// (except in a forked child or while the process exits). CUALLOC_INVALID_ARGUMENT for null; CUALLOC_CLOSED for a
+/// handle that was ended before.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_destroy(allocator: *mut cualloc_t) -> i32 {
     call(|| handles::destroy(allocator))

@@ -1,4 +1,4 @@
-//! Memory held from the driver, figures, checks.
+//! Reserved memory, statistics and checks.
 
 use cualloc::Allocator;
 
@@ -6,17 +6,17 @@ use crate::entry::{call, call_with};
 use crate::stats::{self, cualloc_stats_t};
 use crate::{cualloc_t, handles};
 
-/// Gives memory that nobody uses back to the driver until at most keep bytes of it are held. Never waits for work of
-/// the device. *released are the bytes that went back, *pending those that would have, but for work that still uses
-/// them; each may be null.
+/// Returns unused memory to the driver until at most keep bytes are reserved. Never waits for device work. Writes to
+/// *released how many bytes were returned, and to *pending how many more would have been, had pending work not still
+/// used them; each pointer may be null.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Both
-/// numbers are 0 then.
+/// numbers are then 0.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// `released` and `pending` are null or may be written.
+/// `released` and `pending` are null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_trim(
     allocator: *mut cualloc_t,
@@ -28,17 +28,18 @@ pub unsafe extern "C" fn cualloc_trim(
     unsafe { given_back(allocator, released, pending, |a| a.trim(keep)) }
 }
 
-/// cualloc_trim of everything, which waits on the host for the work of streams that do not capture. What a capture
-/// keeps from being waited for is pending, and no error. It waits for whole contexts, which spoils captures of which the
-/// allocator cannot know, only for memory of streams that were neither made by the library nor adopted
-/// (cualloc_adopt_stream), and while no scope of a graph pool is open for captures.
+/// Like cualloc_trim with keep 0, but waits on the host for the work of streams that are not capturing. Memory that
+/// cannot be waited for because of a capture is counted as pending, not reported as an error. Waiting for a whole
+/// context would invalidate captures unknown to the allocator, so it does that only for memory of streams that were
+/// neither created by the library nor adopted (cualloc_adopt_stream), and only while no scope of a graph pool is open
+/// for captures.
 ///
 /// Errors: as cualloc_trim.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// `released` and `pending` are null or may be written.
+/// `released` and `pending` are null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_empty_cache(
     allocator: *mut cualloc_t,
@@ -50,7 +51,7 @@ pub unsafe extern "C" fn cualloc_empty_cache(
 }
 
 /// # Safety
-/// `released` and `pending` are null or may be written.
+/// `released` and `pending` are null or writable.
 unsafe fn given_back(
     allocator: *mut cualloc_t,
     released: *mut u64,
@@ -73,12 +74,12 @@ unsafe fn given_back(
     })
 }
 
-/// Bounds the bytes held from the driver; UINT64_MAX lifts the bound. Memory above a lowered bound stays until it is
-/// trimmed. With 0 nothing more is taken from the driver.
+/// Limits the bytes reserved from the driver; UINT64_MAX removes the limit. After the limit is lowered, memory above it
+/// stays reserved until it is trimmed. With 0 no more memory is reserved.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_set_limit(allocator: *mut cualloc_t, bytes: u64) -> i32 {
     call_with(allocator, |allocator| {
@@ -88,17 +89,17 @@ pub extern "C" fn cualloc_set_limit(allocator: *mut cualloc_t, bytes: u64) -> i3
     })
 }
 
-/// Writes the allocator's figures, all of one instant. out->struct_size must be set to the structure's size before the
-/// call; it may be that of an older or a newer version.
+/// Writes the allocator's statistics, a consistent snapshot. Set out->struct_size to the structure's size before the
+/// call; the structure may be that of an older or a newer version.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for a null handle or out, or a struct_size that is smaller than itself;
-/// CUALLOC_CLOSED. The fields are 0 then, if there is an out with a size.
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null handle or out, or a struct_size smaller than the field itself;
+/// CUALLOC_CLOSED. The fields are then 0, if out is not null and has a valid size.
 ///
-/// Any thread. In a forked child, and after the context was lost, the figures are those of an allocator without memory
-/// or the last ones.
+/// May be called from any thread. In a forked child, and after the context was lost, the statistics are those of an
+/// allocator without memory, or the last known ones.
 ///
 /// # Safety
-/// `out` is null or points to a structure that has as many bytes as its `struct_size` says.
+/// `out` is null or points to a structure of `struct_size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_stats(
     allocator: *mut cualloc_t,
@@ -117,11 +118,11 @@ pub unsafe extern "C" fn cualloc_stats(
     })
 }
 
-/// Sets all peaks to the current values, at one instant.
+/// Sets all peaks to the current values, atomically.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_reset_peaks(allocator: *mut cualloc_t) -> i32 {
     call_with(allocator, |allocator| {
@@ -131,14 +132,14 @@ pub extern "C" fn cualloc_reset_peaks(allocator: *mut cualloc_t) -> i32 {
     })
 }
 
-/// Walks everything the allocator knows, computes every number anew, and compares: for tests and diagnosis. What it
-/// costs grows with the number of blocks.
+/// Walks all of the allocator's state, recomputes every count and compares: for tests and diagnosis. Takes time
+/// proportional to the number of blocks.
 ///
-/// Errors: CUALLOC_PANIC if something does not agree, which is a defect of the library: the text says what;
-/// CUALLOC_INVALID_ARGUMENT for a null handle, and for a block that the program wrote behind, where debug=guard looks for
-/// that; CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST in a forked child.
+/// Errors: CUALLOC_PANIC if anything disagrees (a bug in the library; the text says what); CUALLOC_INVALID_ARGUMENT for
+/// a null handle or, with debug=guard, if the program wrote past the end of a block; CUALLOC_CLOSED;
+/// CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread, also beside calls of others.
+/// May be called from any thread, concurrently with other calls.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_check(allocator: *mut cualloc_t) -> i32 {
     call(|| {

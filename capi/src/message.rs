@@ -6,11 +6,11 @@ use std::fmt::{self, Write};
 
 use crate::results::CUALLOC_OK;
 
-/// Longer texts are cut at a character's border.
+/// Longer texts are truncated at a character boundary.
 const BYTES: usize = 4096;
 
 thread_local! {
-    /// Ends with a zero. It has no destructor, so that calls from the destructors of other variables can use it.
+    /// Zero-terminated. It has no destructor, so that destructors of other thread-local variables can use it.
     static TEXT: UnsafeCell<[u8; BYTES]> = const { UnsafeCell::new([0; BYTES]) };
     /// The code that goes with the text.
     static CODE: Cell<i32> = const { Cell::new(CUALLOC_OK) };
@@ -20,13 +20,14 @@ thread_local! {
 #[cold]
 pub(crate) fn set(code: i32, text: fmt::Arguments<'_>) {
     CODE.set(code);
-    // A text that calls back here while it is written has its bytes overwritten, one at a time, through the same pointer.
+    // If formatting the text calls back into this function, its bytes are overwritten one at a time through the same
+    // pointer.
     let mut end = End {
         text: TEXT.with(|text| text.get().cast()),
         at: 0,
     };
     end.push(0);
-    // It writes what fits, and no more is needed.
+    // The text is truncated to what fits; the error this reports is expected.
     let _ = end.write_fmt(text);
 }
 
@@ -56,7 +57,7 @@ impl End {
 impl Write for End {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         for letter in text.chars() {
-            // A text for C ends with its first zero.
+            // A C string ends at its first zero, so zeros inside are replaced.
             let letter = if letter == '\0' { '?' } else { letter };
             let mut bytes = [0; 4];
             let bytes = letter.encode_utf8(&mut bytes).as_bytes();

@@ -1,4 +1,4 @@
-//! Options by their handles.
+//! Options by handle.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -12,11 +12,11 @@ use crate::results::{
     CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, Failure, NULL,
 };
 
-/// No address of a 64-bit processor begins so, and no handle of an allocator.
+/// No valid address on a 64-bit processor has this prefix, and no handle of an allocator does.
 const MARK: u64 = 0xca11_0000_0000_0000;
 const SHIFT: u32 = 4;
 
-/// What somebody set, by key.
+/// The options that were set, by key.
 #[derive(Clone, Default)]
 pub(crate) struct Options {
     pub(crate) source: Source,
@@ -38,7 +38,7 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
     Ok(KNOWN.lock())
 }
 
-/// Refuses a forked child of the process that came here first: a thread that is not there may hold a lock.
+/// Fails in a forked child of the process that first called this: a thread that does not exist there may hold a lock.
 pub(crate) fn refuse_child() -> Result<(), Failure> {
     static PROCESS: OnceLock<u32> = OnceLock::new();
     let now = std::process::id();
@@ -67,7 +67,7 @@ pub(crate) fn remove(handle: *mut cualloc_options_t) -> Result<(), Failure> {
     removed.map(drop).ok_or(GONE)
 }
 
-/// The options of a handle; those of null are the defaults.
+/// Returns the options of a handle; null means the defaults.
 pub(crate) fn find(handle: *const cualloc_options_t) -> Result<Options, Failure> {
     if handle.is_null() {
         return Ok(Options::default());
@@ -99,7 +99,7 @@ pub(crate) fn set(handle: *mut cualloc_options_t, key: &str, value: &str) -> Res
     Ok(())
 }
 
-/// One setting, by itself.
+/// Validates a single setting.
 fn checked(key: &str, value: &str) -> Result<(), Failure> {
     if key.contains([',', '=']) || value.contains(',') {
         let why = "a key or a value has a comma in it, or a key an equals sign";
@@ -109,9 +109,9 @@ fn checked(key: &str, value: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Settings of all allocators that nobody sets otherwise.
+/// Defaults of all allocators, for settings not set explicitly.
 const DEFAULTS: &[&str] = &["tune.checks=none"];
-/// The same of shared ones.
+/// Defaults of shared allocators.
 const SHARED_DEFAULTS: &[&str] = &["tune.checks=none", "tune.unretired_streams=on"];
 
 /// The key of one setting.
@@ -120,15 +120,15 @@ fn key(part: &str) -> &str {
 }
 
 impl Options {
-    /// The settings of the environment variable, with those that were set here in place of theirs. Null, 1 and 2 are
-    /// streams of the allocator's context whatever context is current, in builds for debugging too.
+    /// Combines the settings of the environment variable with the options set here, which take precedence. With these
+    /// defaults null, 1 and 2 are streams of the allocator's context whatever context is current, in debug builds too.
     pub(crate) fn config(&self) -> Result<Config, Failure> {
         let text = self.with_defaults(&Config::environment()?, DEFAULTS);
         Ok(text.parse::<Config>()?)
     }
 
-    /// [`config`](Self::config) of allocators that are shared with those who do not know of each other: nobody of
-    /// them need say that a stream goes.
+    /// [`config`](Self::config) for shared allocators: their users do not know of each other, so streams need not be
+    /// retired.
     pub(crate) fn shared_config(&self) -> Result<Config, Failure> {
         Ok(self
             .over_shared(&Config::environment()?)
@@ -139,7 +139,7 @@ impl Options {
         self.with_defaults(inherited, SHARED_DEFAULTS)
     }
 
-    /// All settings, and of these defaults the ones that nobody has set.
+    /// Returns all settings, with each default whose key is not set.
     fn with_defaults(&self, inherited: &str, defaults: &[&str]) -> String {
         let text = self.over(inherited);
         let unsaid = |default: &&&str| text.split(',').all(|part| key(part) != key(default));
@@ -190,7 +190,7 @@ mod tests {
         );
         assert_eq!(over(" limit =1G", &[("limit", "2G")]), "limit=2G");
         assert_eq!(over("", &[]), "");
-        // What is wrong there stays wrong.
+        // Invalid settings in the environment variable remain an error.
         assert_eq!(
             over("limit=1G,limit=1G,x", &[("tune.views", "on")]),
             "limit=1G,limit=1G,x,tune.views=on"

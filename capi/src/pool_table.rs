@@ -1,4 +1,4 @@
-//! Graph pools by their handles, and the scopes of them that are open, by numbers that are never used again.
+//! Graph pools by handle, and their open scopes, by numbers that are never reused.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -13,11 +13,11 @@ use crate::pools::Predicate;
 use crate::results::{CUALLOC_CLOSED, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::{cualloc_pool_t, cualloc_t, handles, options};
 
-/// No address of a 64-bit processor begins so, and no other handle.
+/// No valid address on a 64-bit processor has this prefix, and no other handle does.
 const MARK: u64 = 0xca12_0000_0000_0000;
 const SHIFT: u32 = 4;
 
-/// A pool. It holds its allocator, so it goes with the allocator's handle at the latest.
+/// A pool. It keeps its allocator alive, and is removed with the allocator's handle at the latest.
 struct Kept {
     /// The allocator's handle.
     allocator: u64,
@@ -25,9 +25,9 @@ struct Kept {
     open: BTreeMap<u64, Opened>,
 }
 
-/// An open scope, and what it asks. Left when it is dropped.
+/// An open scope and its predicate. Left when dropped.
 pub(crate) struct Opened {
-    /// None once it was left.
+    /// None once the scope was left.
     pub scope: Option<PoolScope>,
     pub predicate: Option<Arc<Predicate>>,
 }
@@ -40,7 +40,7 @@ impl Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        // First nobody begins to ask, then nobody is in the predicate.
+        // First stop new calls of the predicate, then wait for those in progress.
         drop(self.scope.take());
         if let Some(predicate) = &self.predicate {
             predicate.close();
@@ -55,7 +55,7 @@ struct Known {
     scopes: u64,
 }
 
-/// Nothing is dropped under this lock: what goes calls the allocator, and predicates of the caller's.
+/// Nothing is dropped under this lock: destructors may call the allocator and the caller's predicates.
 fn known() -> Result<Locked<'static, Known>, Failure> {
     static KNOWN: Mutex<Known> = Mutex::new(Known {
         by_handle: BTreeMap::new(),
@@ -76,7 +76,7 @@ const FOREIGN: Failure = Failure::Said(
     "the graph pool is one of another allocator",
 );
 
-/// Makes a pool of an allocator, with a tag or without.
+/// Creates a pool of an allocator, with or without a tag.
 pub(crate) fn add(
     allocator: *mut cualloc_t,
     tag: Option<Tag>,
@@ -88,7 +88,7 @@ pub(crate) fn add(
         None => entered.allocator().graph_pool(),
     };
     let pool = pool.map_err(|error| handles::judged(entered.allocator(), error))?;
-    // The allocator is in this call, so a destroy that begins now finds the pool here.
+    // The allocator is entered, so a destroy that begins now will find the pool here.
     let mut known = known()?;
     known.pools += 1;
     let handle = MARK | known.pools << SHIFT;
@@ -101,7 +101,7 @@ pub(crate) fn add(
     Ok(handle as *mut cualloc_pool_t)
 }
 
-/// Runs a call with a pool and its allocator, which stays until the call is over.
+/// Runs a call with a pool and its allocator, which stays alive until the call is over.
 pub(crate) fn with<T>(
     handle: *mut cualloc_pool_t,
     run: impl FnOnce(&GraphPool, &Allocator) -> Result<T, Error>,
@@ -122,7 +122,7 @@ pub(crate) fn with<T>(
     done.map_err(|error| handles::judged(entered.allocator(), error))
 }
 
-/// The same where a pool is to be one of an allocator.
+/// Like [`with`], for a pool that must belong to the given allocator.
 pub(crate) fn with_of<T>(
     allocator: *mut cualloc_t,
     handle: *mut cualloc_pool_t,
@@ -138,7 +138,7 @@ pub(crate) fn with_of<T>(
     }
 }
 
-/// Keeps an open scope of a pool; its number.
+/// Stores an open scope of a pool and returns its number.
 pub(crate) fn keep(handle: *mut cualloc_pool_t, scope: Opened) -> Result<u64, Failure> {
     let mut known = known()?;
     let number = known.scopes + 1;
@@ -170,8 +170,8 @@ pub(crate) fn leave(handle: *mut cualloc_pool_t, scope: u64) -> Result<(), Failu
     })
 }
 
-/// Whether the predicate of a scope says yes to a stream. It is asked without the lock, and not inside a predicate:
-/// it could ask itself without end.
+/// Whether the predicate of a scope accepts a stream. It is called without the lock, and never from inside a predicate,
+/// which could recurse without end.
 pub(crate) fn says_yes(handle: u64, scope: u64, stream: *mut c_void) -> bool {
     if is_in_predicate() {
         return false;
@@ -183,14 +183,14 @@ pub(crate) fn says_yes(handle: u64, scope: u64, stream: *mut c_void) -> bool {
     predicate.is_some_and(|predicate| as_predicate(|| predicate.ask(stream)))
 }
 
-/// Ends a pool's handle, its open scopes with it: no further capture comes.
+/// Ends a pool's handle and its open scopes: no further capture uses the pool.
 pub(crate) fn release(handle: *mut cualloc_pool_t) -> Result<(), Failure> {
     with(handle, |_, _| {
         let removed = known().ok();
         let removed = removed.and_then(|mut known| known.by_handle.remove(&(handle as u64)));
         match removed {
             Some(kept) => {
-                // Its scopes first: requests that fit one would find a pool that was released.
+                // Scopes end first: otherwise matching requests would find a released pool.
                 drop(kept.open);
                 kept.pool.release()
             }
@@ -200,7 +200,7 @@ pub(crate) fn release(handle: *mut cualloc_pool_t) -> Result<(), Failure> {
     })
 }
 
-/// Forgets the pools of an allocator that was destroyed. No call is under way with it.
+/// Removes the pools of a destroyed allocator. No call is in progress with it.
 pub(crate) fn end_of(allocator: u64) {
     let ended: Vec<Kept> = match known() {
         Ok(mut known) => {

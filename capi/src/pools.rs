@@ -14,66 +14,66 @@ use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::stats::{self, room, write};
 use crate::{cualloc_pool_t, cualloc_t, tags};
 
-/// Requests of the capture with the id that cualloc_scope_t.capture has, on all its streams.
+/// Requests of the capture whose id is cualloc_scope_t.capture, on all its streams.
 pub const CUALLOC_SCOPE_CAPTURE: i32 = 1;
-/// Requests of the next capture for which the calling thread asks for memory, on all its streams.
+/// Requests of the next capture in which the calling thread allocates, on all its streams.
 pub const CUALLOC_SCOPE_NEXT_CAPTURE: i32 = 2;
 /// Requests on the stream cualloc_scope_t.stream, captured or not.
 pub const CUALLOC_SCOPE_STREAM: i32 = 3;
-/// Requests on streams to which cualloc_scope_t.when says yes.
+/// Requests on streams for which cualloc_scope_t.when returns true.
 pub const CUALLOC_SCOPE_WHEN: i32 = 4;
 /// Requests of the calling thread, on all streams, captured or not.
 pub const CUALLOC_SCOPE_THREAD: i32 = 5;
 
-/// Whether requests on a stream go to a pool; with the data of its scope. Called by threads that allocate, without any
-/// lock held, by several at once: for each request outside of captures, and in a capture once for each stream and
-/// thread, as long as the same scopes are open. It must not throw. It may call the library, but an allocation from an
-/// allocator that has open scopes is CUALLOC_BUSY there.
+/// A predicate: whether requests on a stream go to a pool. Receives the data of its scope. Called by allocating
+/// threads, possibly by several at the same time, without any lock held: for each request outside of captures, and
+/// within a capture once per stream and thread while the set of open scopes is unchanged. It must not throw. It may
+/// call the library, but allocating from an allocator that has open scopes fails with CUALLOC_BUSY.
 pub type cualloc_when_t =
     Option<unsafe extern "C" fn(data: *mut c_void, stream: *mut c_void) -> bool>;
 
-/// Is told, once, that nobody will call the predicate of a scope any more; with the scope's data.
+/// Called once with the scope's data, after the last call of the scope's predicate.
 pub type cualloc_done_t = Option<unsafe extern "C" fn(data: *mut c_void)>;
 
-/// Which requests go to a pool. All fields but struct_size, which is set to sizeof(cualloc_scope_t), and kind are 0
-/// unless the kind needs them. Later versions of the library add fields at the end.
+/// Selects the requests that go to a pool. Set struct_size to sizeof(cualloc_scope_t), set kind, and set all other
+/// fields to 0 unless the kind uses them. Later versions of the library add fields at the end.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct cualloc_scope_t {
-    /// Bytes of this structure as the caller knows it.
+    /// Size of this structure in bytes, as the caller knows it.
     pub struct_size: usize,
-    /// CUALLOC_SCOPE_CAPTURE, ...
+    /// The kind of scope: CUALLOC_SCOPE_CAPTURE, ...
     pub kind: i32,
-    /// The id of a capture, as cuStreamGetCaptureInfo tells it.
+    /// The id of a capture, as returned by cuStreamGetCaptureInfo.
     pub capture: u64,
-    /// A stream, as cualloc_alloc takes it.
+    /// A stream, as passed to cualloc_alloc.
     pub stream: *mut c_void,
     /// The predicate.
     pub when: cualloc_when_t,
-    /// Null, or what is told when the predicate is not needed any more.
+    /// Null, or the function to call when the predicate is no longer needed.
     pub done: cualloc_done_t,
-    /// What both are called with.
+    /// Passed to both functions.
     pub data: *mut c_void,
 }
 
-/// What a graph pool holds. The caller sets struct_size to sizeof(cualloc_footprint_t) before the call; it grows as
+/// Statistics of a graph pool. Set struct_size to sizeof(cualloc_footprint_t) before the call; the structure grows as
 /// cualloc_stats_t does.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct cualloc_footprint_t {
-    /// Bytes of this structure as the caller knows it. Not changed.
+    /// Size of this structure in bytes, as the caller knows it. Not changed.
     pub struct_size: usize,
-    /// Bytes of live blocks, rounded up as they are handed out.
+    /// Bytes of live blocks, after rounding.
     pub live: u64,
-    /// Live blocks, a number.
+    /// Number of live blocks.
     pub blocks: u64,
     /// Bytes of free memory.
     pub free_bytes: u64,
-    /// The most bytes of live blocks at once.
+    /// The largest number of bytes that were live at the same time.
     pub peak: u64,
-    /// Bytes held from the driver.
+    /// Bytes reserved from the driver.
     pub physical: u64,
-    /// Graphs, with the executables made of them and their launches, that may use the pool's addresses: a number.
+    /// Number of graphs, executables made of them, and launches that may use the pool's addresses.
     pub leases: u64,
 }
 
@@ -91,19 +91,19 @@ impl From<Footprint> for cualloc_footprint_t {
     }
 }
 
-/// Makes a pool of memory for stream captures: an arena of its own, whose addresses stay as they are as long as a graph
-/// that was captured with them, an executable made of it or a launch of that may use them. Requests go there by scopes
-/// (cualloc_pool_enter); they are ordinary calls of cualloc_alloc, and blocks are freed by cualloc_free. Inside a
-/// capture freed memory is used again behind the nodes that used it last. The caller promises that launches of graphs
-/// that share a pool are ordered one behind another on the device: docs/graphs.md.
+/// Creates a graph pool: memory for stream captures, in an arena of its own. Its addresses stay valid as long as a
+/// graph captured with them, an executable made of it, or a launch of that may use them. Scopes (cualloc_pool_enter)
+/// send requests to it; the requests are ordinary calls of cualloc_alloc, and blocks are freed with cualloc_free.
+/// Inside a capture, freed memory is reused after the nodes that used it last. The caller promises that launches of
+/// graphs that share a pool are ordered one after another on the device: docs/graphs.md.
 ///
-/// Errors: CUALLOC_UNSUPPORTED under the classic policy; CUALLOC_INVALID_ARGUMENT for a null handle or out,
-/// CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. *out is null then.
+/// Errors: CUALLOC_UNSUPPORTED under the classic policy; CUALLOC_INVALID_ARGUMENT for a null handle or out;
+/// CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST. *out is then null.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `out` is null or may be written.
+/// `out` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_pool_create(
     allocator: *mut cualloc_t,
@@ -113,16 +113,16 @@ pub unsafe extern "C" fn cualloc_pool_create(
     unsafe { give(out, || pool_table::add(allocator, None)) }
 }
 
-/// cualloc_pool_create of a pool with a tag, a text by which all pools that have it are suspended together
-/// (CUALLOC_SELECT_TAG). No handle of the driver has memory of two pools. A process keeps the texts of its tags, 65536
-/// at most.
+/// Like cualloc_pool_create, with a tag: a text by which all pools that share it are suspended together
+/// (CUALLOC_SELECT_TAG). Every driver handle holds memory of one pool only. A process keeps the texts of its tags, at
+/// most 65536.
 ///
-/// Errors: as cualloc_pool_create; CUALLOC_INVALID_ARGUMENT also for a tag that is null or not UTF-8, or one too many.
+/// Errors: as cualloc_pool_create, and CUALLOC_INVALID_ARGUMENT for a tag that is null, not UTF-8, or one too many.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `tag` is null or ends with a zero; `out` is null or may be written.
+/// `tag` is null or zero-terminated; `out` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_pool_create_tagged(
     allocator: *mut cualloc_t,
@@ -133,26 +133,26 @@ pub unsafe extern "C" fn cualloc_pool_create_tagged(
     unsafe { give(out, || pool_table::add(allocator, Some(tags::of(tag)?))) }
 }
 
-/// Sends requests to a pool from here on, until *scope is left. Of several scopes that fit a request that of its
-/// capture counts, else of its stream, of a predicate, of its thread; and among equals the one that was entered last.
-/// A capture whose scopes were all left gets no more memory of the pool, so leave after cuStreamEndCapture.
+/// Opens a scope: sends matching requests to a pool until *scope is left. If several scopes match a request, one for
+/// its capture takes precedence, then one for its stream, then a predicate, then one for its thread; among scopes of
+/// the same kind, the one entered last. A capture gets no more memory of the pool once all its scopes are left, so
+/// leave a scope only after cuStreamEndCapture.
 ///
-/// With a predicate: where this fails done is not called, and nobody will call the predicate any more, but threads may
-/// have called it meanwhile. Else done is called, on whichever thread, when the scope was left, or ended with the pool
-/// or the allocator, and nobody will call the predicate any more.
+/// For a scope with a predicate: if this call fails, done is not called, and the predicate is not called any more,
+/// although threads may have called it during the call. Otherwise done is called on any thread once the scope was left,
+/// or ended with the pool or the allocator, and the last call of the predicate has returned.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null pool, which, when or scope, a struct_size smaller than that of the first
 /// version, an unknown kind, or a stream of another device; CUALLOC_CLOSED for a pool that was released;
-/// CUALLOC_CAPTURING for CUALLOC_SCOPE_STREAM with a stream that is being captured already, for which there are the
-/// other kinds; CUALLOC_BUSY for CUALLOC_SCOPE_WHEN inside a predicate; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is
-/// 0 then.
+/// CUALLOC_CAPTURING for CUALLOC_SCOPE_STREAM with a stream that is being captured already (use another kind);
+/// CUALLOC_BUSY for CUALLOC_SCOPE_WHEN inside a predicate; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *scope is then 0.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `which` is null or points to as many bytes as its `struct_size` says; a stream there is live, or null, 1 or 2, and
-/// retired before it is destroyed; predicate and data may be used from any thread until done is called. `scope` is null
-/// or may be written.
+/// `which` is null or points to `struct_size` bytes. A stream in it is live, or null, 1 or 2, and is retired before it
+/// is destroyed. The predicate and its data may be used from any thread until done is called. `scope` is null or
+/// writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_pool_enter(
     pool: *mut cualloc_pool_t,
@@ -163,7 +163,7 @@ pub unsafe extern "C" fn cualloc_pool_enter(
     unsafe { give(scope, || enter(pool, &stats::given(which)?)) }
 }
 
-/// Opens a scope; its number.
+/// Opens a scope and returns its number.
 ///
 /// # Safety
 /// As [`cualloc_pool_enter`].
@@ -179,7 +179,7 @@ pub(crate) unsafe fn enter(
             CUALLOC_SCOPE_THREAD => pool.enter(Scope::Thread)?,
             // SAFETY: the caller's contract.
             CUALLOC_SCOPE_STREAM => unsafe { enter_stream(pool, allocator, which.stream) }?,
-            // If it failed later nobody could wait for the threads that are in it.
+            // If entering failed later, this call could not wait for the threads that are in the predicate.
             CUALLOC_SCOPE_WHEN if is_in_predicate() => {
                 kept = Err(Failure::Said(CUALLOC_BUSY, "the thread is in a predicate"));
                 return Ok(());
@@ -217,7 +217,7 @@ pub(crate) unsafe fn enter(
     if kept.is_ok()
         && let Some(predicate) = predicate
     {
-        // It is told of the end from here on; that may be at once.
+        // From here on `done` is called at the end of the scope, possibly immediately.
         predicate.armed.store(true, Ordering::Release);
     }
     kept
@@ -237,16 +237,16 @@ unsafe fn enter_stream(
     pool.enter(Scope::Stream(&stream))
 }
 
-/// A predicate of the caller's.
+/// A predicate supplied by the caller.
 pub(crate) struct Predicate {
     when: unsafe extern "C" fn(*mut c_void, *mut c_void) -> bool,
     done: cualloc_done_t,
     data: *mut c_void,
-    /// Whether the scope was entered, so that its end is told.
+    /// Whether the scope was entered, and `done` is therefore called at its end.
     armed: AtomicBool,
-    /// Whether it is to be asked no more.
+    /// Whether the predicate must not be called any more.
     closed: AtomicBool,
-    /// Held for reading by each thread that is in it.
+    /// Held for reading by each thread that is in the predicate.
     calls: RwLock<()>,
 }
 
@@ -257,18 +257,18 @@ unsafe impl Sync for Predicate {}
 
 impl Predicate {
     pub(crate) fn ask(&self, stream: *mut c_void) -> bool {
-        // A scope may be left between the choice of its predicate and this call.
+        // A scope may be left after its predicate was chosen and before this call.
         let within = self.calls.read().unwrap_or_else(PoisonError::into_inner);
         let answer = !self.closed.load(Ordering::Acquire) && {
-            // SAFETY: the caller of `cualloc_pool_enter` has promised that it may be called until `done` is.
+            // SAFETY: the caller of `cualloc_pool_enter` has promised that it may be called until `done` is called.
             unsafe { (self.when)(self.data, stream) }
         };
         drop(within);
         answer
     }
 
-    /// From here on nobody is in it, and nobody calls it. Inside a predicate there is no wait for other threads: they
-    /// may wait for this one.
+    /// Stops all further calls of the predicate and waits for those in progress. From inside a predicate it does not
+    /// wait: the other threads may be waiting for this one.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
         if !is_in_predicate() {
@@ -282,47 +282,47 @@ impl Drop for Predicate {
         if self.armed.load(Ordering::Acquire)
             && let Some(done) = self.done
         {
-            // SAFETY: as in `ask`; nobody has the predicate any more.
+            // SAFETY: as in `ask`; the predicate is no longer used.
             unsafe { done(self.data) };
         }
     }
 }
 
-/// Leaves a scope. Blocks that it gave stay as they are. Its predicate is not called any more: a thread that is in it
-/// is waited for, unless the calling thread is in a predicate itself.
+/// Leaves a scope. Blocks allocated through it are not affected. Its predicate is not called any more: this call waits
+/// for threads that are in it, unless the calling thread is itself in a predicate.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for a null pool, and a scope that was left before or is not one of this pool;
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null pool, or for a scope that was left before or belongs to another pool;
 /// CUALLOC_CLOSED for a pool that was released, which has left its scopes; CUALLOC_CONTEXT_LOST.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_pool_leave(pool: *mut cualloc_pool_t, scope: u64) -> i32 {
     call(|| pool_table::leave(pool, scope))
 }
 
-/// Ends a pool's handle: no further capture comes. Scopes that are open are left. The memory goes back to the driver
-/// as soon as no graph, executable or launch, and no block, uses it. cualloc_destroy ends the pools of its allocator;
-/// while a graph may use their memory it is CUALLOC_BUSY.
+/// Ends a pool's handle: no further capture uses the pool, and its open scopes are left. The memory returns to the
+/// driver once no graph, executable, launch or block uses it. cualloc_destroy releases the pools of its allocator, and
+/// returns CUALLOC_BUSY while a graph may use their memory.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED for a pool that was released before,
 /// CUALLOC_CONTEXT_LOST.
 ///
-/// Any thread, also while a capture is under way.
+/// May be called from any thread, also during a capture.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_pool_release(pool: *mut cualloc_pool_t) -> i32 {
     call(|| pool_table::release(pool))
 }
 
-/// Writes what a pool holds now. out->struct_size must be set before the call. The figures of cualloc_stats do not
-/// count it, the limit does.
+/// Writes the current statistics of a pool. Set out->struct_size before the call. The pool's bytes are not part of the
+/// figures of cualloc_stats, but they count against the limit.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out, or a struct_size that is smaller than itself;
-/// CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST. The fields are 0 then, if there is an out with a size.
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out, or a struct_size smaller than the field itself;
+/// CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST. The fields are then 0, if out is not null and has a valid size.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `out` is null or points to a structure that has as many bytes as its `struct_size` says.
+/// `out` is null or points to a structure of `struct_size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_pool_footprint(
     pool: *mut cualloc_pool_t,
@@ -341,16 +341,16 @@ pub unsafe extern "C" fn cualloc_pool_footprint(
     })
 }
 
-/// Says that a graph (a CUgraph) which was not captured with a pool uses its memory: the pool's addresses stay as long
-/// as the graph, the executables made of it, and their launches.
+/// Declares that a graph (a CUgraph) that was not captured with a pool uses its memory: the pool's addresses stay as
+/// long as the graph, the executables made of it, and their launches.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for null, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER, also where the
-/// driver tells nobody of a graph's end.
+/// Errors: CUALLOC_INVALID_ARGUMENT for null; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER, also if the driver
+/// cannot report the end of a graph.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `graph` is null or a live graph, which no other thread uses meanwhile.
+/// `graph` is null or a live graph that no other thread uses during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_pool_retain(pool: *mut cualloc_pool_t, graph: *mut c_void) -> i32 {
     call(|| match graph.is_null() {

@@ -1,4 +1,4 @@
-//! Recordings of the process, and what a thread is doing.
+//! Recordings of the process, and the contexts of threads.
 
 use std::ffi::{c_char, c_void};
 use std::path::PathBuf;
@@ -16,7 +16,8 @@ use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure};
 /// The recording that cualloc_record_start began.
 static RECORDER: Mutex<Option<Recorder>> = Mutex::new(None);
 
-/// The recording; a forked child has none, and a thread that it lacks may hold the lock.
+/// Locks the recording. Fails in a forked child: it has no recording, and a thread that does not exist there may hold
+/// the lock.
 fn recorder() -> Result<Locked<'static, Option<Recorder>>, Failure> {
     options::refuse_child()?;
     Ok(RECORDER.lock())
@@ -41,7 +42,7 @@ impl From<RecorderError> for Failure {
 }
 
 /// # Safety
-/// `from` is null, or ends with a zero and stays as it is for as long as the result is used.
+/// `from` is null, or ends with a zero and stays unchanged while the result is used.
 unsafe fn path(from: *const c_char) -> Result<PathBuf, Failure> {
     #[cfg(unix)]
     {
@@ -60,34 +61,35 @@ unsafe fn path(from: *const c_char) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Begins to record all allocators of the process: to a file that is written until cualloc_record_stop, or, where path
-/// is null, to memory, of which cualloc_record_dump writes what is newest. What is live now is recorded as held. The
-/// file is new, for its owner alone, and replaces what stands there; `cualloc replay`, `view` and `export` read it.
-/// One recording runs in a process.
+/// Starts recording all allocators of the process: to a file that is written until cualloc_record_stop or, if path is
+/// null, to memory, whose newest events cualloc_record_dump writes. Blocks that are live now are recorded as held. The
+/// file is new, readable by its owner only, and replaces an existing one; `cualloc replay`, `view` and `export` read
+/// it. A process has at most one recording at a time.
 ///
-/// Errors: CUALLOC_BUSY while one runs, also the one that CUALLOC_RECORD began; CUALLOC_IO if the file cannot be made;
-/// CUALLOC_CONTEXT_LOST in a forked child.
+/// Errors: CUALLOC_BUSY while a recording is running, including one started by CUALLOC_RECORD; CUALLOC_IO if the file
+/// cannot be created; CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread, whatever context is current. A call under way on another thread may be missed.
+/// May be called from any thread, with any current context. Calls in progress on other threads may be missed.
 ///
 /// # Safety
-/// `path` is null or ends with a zero.
+/// `path` is null or zero-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_record_start(path: *const c_char) -> i32 {
     // SAFETY: the caller's contract.
     call(|| unsafe { start(path, 0) })
 }
 
-/// As cualloc_record_start, with the stacks of some allocations: one for each `bytes` that are asked for, on the average
-/// (rounded up to a multiple of 512; 0 for none). With some hundreds of KiB it can stay on: a stack takes microseconds,
-/// and milliseconds at its first time. `cualloc export --to pprof` and `view` tell from them who holds how much.
+/// Like cualloc_record_start, with the stacks of sampled allocations: one per `bytes` allocated, on average (rounded up
+/// to a multiple of 512; 0 for none). A rate of some hundreds of KiB is cheap enough to leave on: a stack takes
+/// microseconds, and milliseconds the first time. `cualloc export --to pprof` and `view` use the stacks to show which
+/// code holds how much.
 ///
 /// Errors: as cualloc_record_start.
 ///
-/// Any thread, whatever context is current. A call under way on another thread may be missed.
+/// May be called from any thread, with any current context. Calls in progress on other threads may be missed.
 ///
 /// # Safety
-/// `path` is null or ends with a zero.
+/// `path` is null or zero-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_record_start_with_stacks(path: *const c_char, bytes: u64) -> i32 {
     // SAFETY: the caller's contract.
@@ -95,7 +97,7 @@ pub unsafe extern "C" fn cualloc_record_start_with_stacks(path: *const c_char, b
 }
 
 /// # Safety
-/// `path` is null or ends with a zero.
+/// `path` is null or zero-terminated.
 unsafe fn start(path: *const c_char, bytes: u64) -> Result<(), Failure> {
     drop(recorder()?);
     let file = match path.is_null() {
@@ -110,17 +112,18 @@ unsafe fn start(path: *const c_char, bytes: u64) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Where the program is: a context (cualloc_context) whose name is a stack, outermost function first with semicolons
-/// between, or 0 for the stack of the thread. With the data that was given with it.
+/// Returns the current place in the program: a context (cualloc_context) whose name is a stack, outermost function
+/// first, separated by semicolons, or 0 for the native stack of the thread. Receives the data passed to
+/// cualloc_set_stack_source.
 ///
-/// Called by threads that were just given a block, without any lock held, by several at once. It must not throw. What it
-/// allocates itself is not sampled.
+/// Called by threads that have just been given a block, without any lock held, possibly by several at the same time. It
+/// must not throw. Allocations made inside it are not sampled.
 pub type cualloc_stack_source_t = Option<unsafe extern "C" fn(data: *mut c_void) -> u32>;
 
 /// The data of a source.
 struct Data(*mut c_void);
 
-// SAFETY: the data goes to the caller's function alone, which may be called by any thread.
+// SAFETY: the data is passed only to the caller's function, which may be called by any thread.
 unsafe impl Send for Data {}
 // SAFETY: as above.
 unsafe impl Sync for Data {}
@@ -131,15 +134,16 @@ impl Data {
     }
 }
 
-/// Has samples of stacks (cualloc_record_start_with_stacks, CUALLOC_RECORD=stacks:SIZE:FILE) ask a function for the place
-/// in the program; with null they take the stack of the thread again. When another function is set, or null, this waits until
-/// no other thread is in the former one, for two seconds at most: that thread may wait for something that the caller
-/// holds. The function and its data must stay until then, or, where that was not enough, until those calls are over.
+/// Sets the function that samples of stacks (cualloc_record_start_with_stacks, CUALLOC_RECORD=stacks:SIZE:FILE) call
+/// for the place in the program; null restores the native stack of the thread. When the function is replaced or
+/// removed, this call waits until no other thread is in the former one, at most two seconds, because such a thread may
+/// wait for something that the caller holds. The former function and its data must stay valid until this call returns
+/// or, after a timeout, until the calls in progress are over.
 ///
-/// Any thread, any time.
+/// May be called from any thread at any time.
 ///
 /// # Safety
-/// The function may be called as it says, by any thread.
+/// `source` may be called from any thread, by several at the same time, as described at cualloc_stack_source_t.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_set_stack_source(
     source: cualloc_stack_source_t,
@@ -157,16 +161,17 @@ pub unsafe extern "C" fn cualloc_set_stack_source(
     });
 }
 
-/// Writes a file of what the recording's rings hold now: of one to memory the newest 32767 events of each stream cache,
-/// and as many others. The recording goes on. The file is made as by cualloc_record_start, when it is whole.
+/// Writes the current contents of the recording's rings to a file: for a recording to memory, the newest 32767 events
+/// of each stream cache and as many of all others. The recording goes on. The file is created as by
+/// cualloc_record_start, and appears once it is complete.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for null, or if no recording runs that cualloc_record_start began; CUALLOC_IO;
-/// CUALLOC_CONTEXT_LOST in a forked child.
+/// Errors: CUALLOC_INVALID_ARGUMENT for null, or if no recording started by cualloc_record_start is running;
+/// CUALLOC_IO; CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// `path` is null or ends with a zero.
+/// `path` is null or zero-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_record_dump(path: *const c_char) -> i32 {
     call(|| {
@@ -178,14 +183,14 @@ pub unsafe extern "C" fn cualloc_record_dump(path: *const c_char) -> i32 {
     })
 }
 
-/// As cualloc_record_dump, but a memory snapshot of PyTorch's, as a pickle: its tools and its viewer open it.
+/// Like cualloc_record_dump, but writes a PyTorch memory snapshot as a pickle, for PyTorch's tools and viewer.
 ///
 /// Errors: as cualloc_record_dump.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// `path` is null or ends with a zero.
+/// `path` is null or zero-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_record_snapshot(path: *const c_char) -> i32 {
     call(|| {
@@ -197,16 +202,18 @@ pub unsafe extern "C" fn cualloc_record_snapshot(path: *const c_char) -> i32 {
     })
 }
 
-/// Ends the recording, and its file. *events is how many the file has, 0 if there is none, and *lost how many the thread
-/// that writes it came too late for; either may be null.
+/// Stops the recording and completes its file. Writes to *events the number of events in the file, 0 if there is no
+/// file, and to *lost the number of events that were overwritten before the writer thread read them; either pointer may
+/// be null.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT if no recording runs that cualloc_record_start began; CUALLOC_IO if the file could
-/// not be written: it is good as far as it goes, and the recording has ended; CUALLOC_CONTEXT_LOST in a forked child.
+/// Errors: CUALLOC_INVALID_ARGUMENT if no recording started by cualloc_record_start is running; CUALLOC_IO if the file
+/// could not be written (the recording has ended, and the file is readable up to the failure); CUALLOC_CONTEXT_LOST in
+/// a forked child.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// `events` and `lost` are null or may be written.
+/// `events` and `lost` are null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_record_stop(events: *mut u64, lost: *mut u64) -> i32 {
     call(|| {
@@ -228,15 +235,15 @@ pub unsafe extern "C" fn cualloc_record_stop(events: *mut u64, lost: *mut u64) -
     })
 }
 
-/// The number of a name for what a thread is doing, for cualloc_set_context. Parts between semicolons are a stack,
-/// outermost first: "train;forward". The same name has the same number. 0 if the name is null or not UTF-8, or 65535
-/// others are known already: a program keeps the numbers that it gets. Of a name longer than 4096 bytes the innermost
-/// parts are kept.
+/// Returns the number of a context, a name for what a thread is doing, for cualloc_set_context. Parts separated by
+/// semicolons form a stack, outermost first: "train;forward". Equal names have equal numbers. Returns 0 if the name is
+/// null or not UTF-8, or if 65535 other names are in use, so a program should keep the numbers it gets. Of a name
+/// longer than 4096 bytes the innermost parts are kept.
 ///
-/// Any thread, any time; takes a lock.
+/// May be called from any thread at any time; takes a lock.
 ///
 /// # Safety
-/// `name` is null or ends with a zero.
+/// `name` is null or zero-terminated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_context(name: *const c_char) -> u32 {
     value(|| {
@@ -247,10 +254,10 @@ pub unsafe extern "C" fn cualloc_context(name: *const c_char) -> u32 {
     })
 }
 
-/// Puts the calling thread into a context until it is put into another: what it allocates and frees carries the name in
-/// recordings, and in the reports of compute-sanitizer. 0 is none. Returns the context that it was in.
+/// Sets the context of the calling thread and returns the previous one. Recordings and the reports of compute-sanitizer
+/// show its name for everything the thread allocates and frees from then on. 0 is no context.
 ///
-/// Any thread, any time; each is in one of its own. Costs one store.
+/// May be called from any thread at any time. Each thread has its own context. Costs one store.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_set_context(context: u32) -> u32 {
     value(|| Ok(Context::from_id(context).enter().id()))

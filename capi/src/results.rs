@@ -1,4 +1,4 @@
-//! Result codes, and what becomes of errors.
+//! Result codes, and the conversion of errors to them.
 
 use std::fmt;
 
@@ -8,54 +8,54 @@ use cualloc::error::{ConfigError, GraphPoolError, OutOfMemory};
 
 use crate::torch;
 
-/// The call did what it was asked to do.
+/// The call succeeded.
 pub const CUALLOC_OK: i32 = 0;
-/// There is no memory, after everything was tried.
+/// Out of memory: every way to obtain more was tried.
 pub const CUALLOC_OUT_OF_MEMORY: i32 = 1;
-/// An argument is null, 0, too large or no valid setting. Nothing was done.
+/// An argument is null, 0, too large or an invalid setting. Nothing was done.
 pub const CUALLOC_INVALID_ARGUMENT: i32 = 2;
-/// The address is not memory of this allocator. Nothing was done.
+/// The address does not belong to this allocator. Nothing was done.
 pub const CUALLOC_NOT_OURS: i32 = 3;
-/// The address is memory of this allocator, and no live block begins there: it was freed before, or is inside a
-/// block where its first byte was asked for. Nothing was done.
+/// The address belongs to this allocator, but no live block begins there: the block was freed before, or the address is
+/// inside a block where its first byte is required. Nothing was done.
 pub const CUALLOC_NOT_LIVE: i32 = 4;
-/// The stream, or a stream that would have to be waited for, is being captured into a graph, and no scope of a graph
-/// pool fits. Nothing was done.
+/// The stream, or a stream that the call would have to wait for, is being captured into a graph, and no scope of a
+/// graph pool matches. Nothing was done.
 pub const CUALLOC_CAPTURING: i32 = 5;
-/// The handle is not one of a living allocator (or of living options, or a graph pool): it was destroyed, or never was
-/// one.
+/// The handle does not belong to a live allocator (or live options, or a live graph pool): it was destroyed or never
+/// existed.
 pub const CUALLOC_CLOSED: i32 = 6;
 /// There is no usable CUDA driver.
 pub const CUALLOC_NO_DRIVER: i32 = 7;
-/// A call of the CUDA driver failed; the text names it.
+/// A CUDA driver call failed; the text names it.
 pub const CUALLOC_DRIVER: i32 = 8;
-/// The context is gone or broken, the process is a forked child of the one that made the allocator, or it is
-/// ending. Device memory is left alone.
+/// The context is gone or broken, the process is a forked child of the one that created the allocator, or the process
+/// is exiting. Device memory is left alone.
 pub const CUALLOC_CONTEXT_LOST: i32 = 9;
-/// The device, or this build of the library, cannot do what is asked for.
+/// The device, or this build of the library, does not support the request.
 pub const CUALLOC_UNSUPPORTED: i32 = 10;
-/// A defect of the library: it stopped half-way. The allocator should not be used any more.
+/// A bug in the library: the call stopped half-way. The allocator should not be used any more.
 pub const CUALLOC_PANIC: i32 = 11;
-/// Blocks, guards or a call on another thread are in the way, or the thread is in a predicate of a scope. Nothing was
+/// Blocks, guards or a call on another thread prevent the call, or the thread is in a predicate of a scope. Nothing was
 /// done.
 pub const CUALLOC_BUSY: i32 = 12;
-/// The memory is suspended, or is not where it should be brought back. Nothing was done.
+/// The memory is suspended, or, for a resume, is not. Nothing was done.
 pub const CUALLOC_SUSPENDED: i32 = 13;
-/// A file could not be made or written; the text says why.
+/// A file could not be created or written; the text says why.
 pub const CUALLOC_IO: i32 = 14;
 
-/// Why a call failed. Carries no text of its own: a call that is refused takes no memory of the host.
+/// Why a call failed. Owns no text, so that a rejected call allocates no host memory.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// A code, and why.
+    /// A code with its reason.
     Said(i32, &'static str),
-    /// A device that is not there, of so many.
+    /// A device number that does not exist, and the number of devices.
     NoSuchDevice { device: i32, count: usize },
-    /// The library's error.
+    /// An error of the library.
     Library(Error),
-    /// The library's lack of memory, in the words that users of PyTorch know.
+    /// An out-of-memory error of the library, in the wording that PyTorch users know.
     Torch(Box<OutOfMemory>),
-    /// The file system's error.
+    /// An error of the file system.
     Io(std::io::Error),
 }
 

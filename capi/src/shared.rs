@@ -1,5 +1,5 @@
-//! One allocator for each device, for all parts of a process that share them: those that cannot pass a handle on, and
-//! libraries that know nothing of each other.
+//! One allocator for each device, shared by all parts of a process that cannot pass a handle to each other, and by
+//! libraries that do not know each other.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,17 +11,17 @@ use crate::options::{self, Options};
 use crate::results::{CUALLOC_BUSY, CUALLOC_UNSUPPORTED, Failure};
 use crate::{cualloc_options_t, cualloc_t, device, handles};
 
-/// Devices that can have one.
+/// The number of devices that can have a shared allocator.
 const DEVICES: usize = 128;
 
-/// The handles, by device; 0 where there is none yet.
+/// The handles by device; 0 if not yet created.
 static MADE: [AtomicU64; DEVICES] = [const { AtomicU64::new(0) }; DEVICES];
 
-/// What they are made with.
+/// The settings that shared allocators are created with.
 struct Settings {
     /// None for the defaults.
     options: Option<Options>,
-    /// How many are being made with them.
+    /// The number of allocators being created with these settings.
     making: usize,
 }
 
@@ -35,7 +35,7 @@ fn settings() -> Result<Locked<'static, Settings>, Failure> {
     Ok(SETTINGS.lock())
 }
 
-/// An allocator that is being made with the settings.
+/// An allocator that is being created with the settings.
 struct Making(Options);
 
 impl Making {
@@ -52,7 +52,7 @@ impl Drop for Making {
     }
 }
 
-/// The handle of a device's allocator, null if there is none yet.
+/// Returns the handle of a device's allocator, null if none was created yet.
 #[inline(always)]
 pub(crate) fn made(device: i32) -> *mut cualloc_t {
     let made = usize::try_from(device)
@@ -61,7 +61,7 @@ pub(crate) fn made(device: i32) -> *mut cualloc_t {
     made.map_or(0, |made| made.load(Ordering::Acquire)) as *mut cualloc_t
 }
 
-/// All that have been made so far.
+/// Returns all that have been created so far.
 pub(crate) fn all() -> impl Iterator<Item = *mut cualloc_t> {
     let handles = MADE.iter().map(|made| made.load(Ordering::Acquire));
     handles
@@ -69,7 +69,7 @@ pub(crate) fn all() -> impl Iterator<Item = *mut cualloc_t> {
         .map(|handle| handle as *mut cualloc_t)
 }
 
-/// The handle of a device's allocator, which is made if there is none.
+/// Returns the handle of a device's allocator, which is created if there is none.
 pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
     let known = made(device);
     if !known.is_null() {
@@ -89,7 +89,7 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
     let publishing = SETTINGS.lock();
     let known = made(device);
     if !known.is_null() {
-        // Another thread was faster, or a logger that was called here. The allocator holds nothing yet.
+        // Another thread was faster, or a logger called during creation. The discarded allocator holds no memory yet.
         drop(publishing);
         return Ok(known);
     }
@@ -98,14 +98,14 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
     Ok(made)
 }
 
-/// Sets what shared allocators (cualloc_shared) are made with; null means the defaults. The options are copied. Of
-/// these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be destroyed
-/// without being retired.
+/// Sets the options that shared allocators (cualloc_shared) are created with; null means the defaults. The options are
+/// copied. For these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be
+/// destroyed without being retired.
 ///
-/// Errors: CUALLOC_BUSY if there is a shared allocator already; CUALLOC_CLOSED for options that were freed;
+/// Errors: CUALLOC_BUSY if a shared allocator already exists; CUALLOC_CLOSED for options that were freed;
 /// CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_shared_options(options: *const cualloc_options_t) -> i32 {
     call(|| {
@@ -120,26 +120,27 @@ pub extern "C" fn cualloc_shared_options(options: *const cualloc_options_t) -> i
     })
 }
 
-/// The allocator that all parts of the process share for a device (its number from 0), on the device's primary context.
-/// The first call makes it, with what cualloc_shared_options has set. Memory of the functions for PyTorch
-/// (cualloc_torch_alloc) is its memory. It lives as long as the process: nobody should destroy it, and after a
-/// destroy every call with it, of whoever shares it, is CUALLOC_CLOSED.
+/// Returns the allocator of a device (numbered from 0) that all parts of the process share, on the device's primary
+/// context. The first call creates it, with the options of cualloc_shared_options. The functions for PyTorch
+/// (cualloc_torch_alloc) allocate from it. It lives as long as the process and should not be destroyed: after a destroy
+/// every call with it, by any of its users, returns CUALLOC_CLOSED.
 ///
-/// Errors: as cualloc_create. *out is null then, and the next call tries again.
+/// Errors: as cualloc_create. *out is then null, and the next call tries again.
 ///
-/// Any thread, whatever context is current. That stays current.
+/// May be called from any thread. The current context does not matter and stays current.
 ///
 /// # Safety
-/// `out` is null or may be written.
+/// `out` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_shared(device: i32, out: *mut *mut cualloc_t) -> i32 {
     // SAFETY: the caller's contract.
     unsafe { give(out, || of(device)) }
 }
 
-/// The allocator of a device that cualloc_shared has made, null if there is none: makes nothing, no context either.
+/// Returns the allocator of a device that cualloc_shared has created, null if there is none. Creates neither an
+/// allocator nor a context.
 ///
-/// Any thread, any time.
+/// May be called from any thread at any time.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_shared_made(device: i32) -> *mut cualloc_t {
     value(|| Ok(made(device)))

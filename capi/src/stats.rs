@@ -1,4 +1,4 @@
-//! Statistics as C sees them.
+//! Statistics for C.
 
 use std::mem::size_of;
 use std::ptr;
@@ -8,99 +8,99 @@ use cualloc::allocator::{Counter, PoolStats, Regime, Scarcity};
 
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 
-/// A quantity over time: bytes or a number, as the field that holds it says.
+/// A quantity over time, in bytes or as a number, depending on the field.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct cualloc_counter_t {
-    /// Now.
+    /// The current value.
     pub current: u64,
     /// The largest value since the start, or since cualloc_reset_peaks.
     pub peak: u64,
-    /// Everything that was ever added. What was taken away is this less current.
+    /// The sum of everything ever added. The sum of everything removed is total minus current.
     pub total: u64,
 }
 
-/// Figures of the blocks of one kind.
+/// Statistics of one kind of block.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct cualloc_pool_stats_t {
-    /// Bytes of live blocks, as they were asked for.
+    /// Requested bytes of live blocks.
     pub requested: cualloc_counter_t,
-    /// Bytes of live blocks, rounded up as they are handed out.
+    /// Bytes of live blocks, after rounding.
     pub allocated: cualloc_counter_t,
-    /// Bytes held from the driver.
+    /// Bytes reserved from the driver.
     pub reserved: cualloc_counter_t,
     /// Bytes of live blocks, and of freed ones that streams other than their own still use.
     pub active: cualloc_counter_t,
-    /// Live blocks, a number.
+    /// Number of live blocks.
     pub blocks: cualloc_counter_t,
-    /// Pieces of memory held from the driver (segments or physical handles), a number.
+    /// Number of pieces of memory reserved from the driver (segments or physical handles).
     pub segments: cualloc_counter_t,
 }
 
-/// Figures of an allocator, all of one instant. The caller sets struct_size to sizeof(cualloc_stats_t) before the
-/// call. Later versions of the library add fields at the end: a caller with a smaller structure gets the fields that
-/// it has, and of a larger one the library leaves untouched what it does not know.
+/// Statistics of an allocator, a consistent snapshot. Set struct_size to sizeof(cualloc_stats_t) before the call. Later
+/// versions of the library add fields at the end: a smaller structure of the caller gets the fields that it has, and in
+/// a larger one the fields that the library does not know are left untouched.
 ///
 /// Peaks of requested, active and blocks can be upper bounds; those of allocated and reserved are exact.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct cualloc_stats_t {
-    /// Bytes of this structure as the caller knows it. Not changed.
+    /// Size of this structure in bytes, as the caller knows it. Not changed.
     pub struct_size: usize,
-    /// Bytes of live blocks, as they were asked for.
+    /// Requested bytes of live blocks.
     pub requested: cualloc_counter_t,
-    /// Bytes of live blocks, rounded up as they are handed out.
+    /// Bytes of live blocks, after rounding.
     pub allocated: cualloc_counter_t,
-    /// Bytes held from the driver.
+    /// Bytes reserved from the driver.
     pub reserved: cualloc_counter_t,
     /// Bytes of live blocks, and of freed ones that streams other than their own still use.
     pub active: cualloc_counter_t,
-    /// Live blocks, a number.
+    /// Number of live blocks.
     pub blocks: cualloc_counter_t,
-    /// Pieces of memory held from the driver (segments or physical handles), a number.
+    /// Number of pieces of memory reserved from the driver (segments or physical handles).
     pub segments: cualloc_counter_t,
     /// Allocations that failed for lack of memory.
     pub ooms: u64,
-    /// Driver allocations that failed for lack of memory and were tried again after room was made.
+    /// Driver allocations that failed for lack of memory and were tried again after memory was released.
     pub retries: u64,
-    /// Calls of the driver so far, by everything in the process that uses this library.
+    /// Driver calls so far, by all users of this library in the process.
     pub driver_calls: u64,
     /// Allocations served from cached memory.
     pub hits: u64,
     /// Allocations that needed memory from the driver, or failed.
     pub misses: u64,
-    /// The bound on bytes held from the driver, UINT64_MAX if there is none.
+    /// The limit on bytes reserved from the driver, UINT64_MAX if there is none.
     pub limit: u64,
-    /// Bytes of free memory, whatever work still uses it.
+    /// Bytes of free memory, including memory that pending work still uses.
     pub free_bytes: u64,
-    /// Bytes of the largest piece of it.
+    /// Size of the largest free piece, in bytes.
     pub largest_free: u64,
-    /// Streams that the allocator knows now.
+    /// Number of streams that the allocator currently knows.
     pub streams: u64,
-    /// The part of it all that small blocks have. Which blocks are small is the policy's business.
+    /// The share of small blocks. Which blocks count as small depends on the policy.
     pub small_pool: cualloc_pool_stats_t,
-    /// The part of it all that other blocks have.
+    /// The share of all other blocks.
     pub large_pool: cualloc_pool_stats_t,
-    /// Bytes that graph pools hold from the driver, those that were released and still have them among them. No other
-    /// figure here counts them; the limit does.
+    /// Bytes that graph pools reserve from the driver, including released pools that still have memory. No other figure
+    /// here includes them, but they count against the limit.
     pub graph_pools: u64,
     /// Bytes of the device that growth leaves free.
     pub headroom: u64,
-    /// Whether the packed policy saves driver calls or bytes, and why: CUALLOC_MEMORY_PLENTIFUL or one of
+    /// Whether the packed policy currently saves driver calls or bytes, and why: CUALLOC_MEMORY_PLENTIFUL or one of
     /// CUALLOC_MEMORY_SCARCE_*.
     pub regime: u64,
 }
 
 /// Memory is plentiful: the allocator saves driver calls.
 pub const CUALLOC_MEMORY_PLENTIFUL: u64 = 0;
-/// Memory is scarce, because profile=dense says so: the allocator saves bytes.
+/// Memory counts as scarce because of profile=dense: the allocator saves bytes.
 pub const CUALLOC_MEMORY_SCARCE_PROFILE: u64 = 1;
-/// Memory is scarce, because the limit is near.
+/// Memory is scarce because the limit is near.
 pub const CUALLOC_MEMORY_SCARCE_LIMIT: u64 = 2;
-/// Memory is scarce, because the device has little free beside the headroom.
+/// Memory is scarce because the device has little free memory beyond the headroom.
 pub const CUALLOC_MEMORY_SCARCE_DEVICE: u64 = 3;
-/// Memory is scarce, because the driver refused some.
+/// Memory is scarce because the driver refused an allocation.
 pub const CUALLOC_MEMORY_SCARCE_REFUSED: u64 = 4;
 
 fn regime_number(regime: Regime) -> u64 {
@@ -136,7 +136,7 @@ impl From<&PoolStats> for cualloc_pool_stats_t {
     }
 }
 
-/// An allocator's figures now.
+/// Returns an allocator's current statistics.
 pub(crate) fn of(allocator: &Allocator) -> cualloc_stats_t {
     let stats = allocator.stats();
     let all = cualloc_pool_stats_t::from(&stats.all);
@@ -165,7 +165,7 @@ pub(crate) fn of(allocator: &Allocator) -> cualloc_stats_t {
     }
 }
 
-/// How many bytes after `struct_size` the caller's structure takes, whole fields of 8 bytes.
+/// Returns the number of bytes after `struct_size` in the caller's structure, in whole fields of 8 bytes.
 ///
 /// # Safety
 /// `out` is null, or points to the caller's structure, which begins with its size.
@@ -184,23 +184,23 @@ pub(crate) unsafe fn room<T>(out: *const T) -> Result<usize, Failure> {
     Ok(bytes - bytes % size_of::<u64>())
 }
 
-/// Writes so many bytes of the figures behind the caller's `struct_size`.
+/// Writes the first `room` bytes of the figures after the caller's `struct_size`.
 ///
 /// # Safety
-/// `room` is what [`room`] says of `out`.
+/// `room` is the result of [`room`] for `out`.
 pub(crate) unsafe fn write<T>(figures: &T, out: *mut T, room: usize) {
     let first = size_of::<usize>();
-    // SAFETY: both structures have these bytes, and they are different ones.
+    // SAFETY: both structures have these bytes, and they do not overlap.
     unsafe {
         let from = ptr::from_ref(figures).cast::<u8>().add(first);
         ptr::copy_nonoverlapping(from, out.cast::<u8>().add(first), room);
     }
 }
 
-/// What the caller says by a structure that begins with its size, of this version or a later one.
+/// Reads a structure of the caller that begins with its size, of this version or a later one.
 ///
 /// # Safety
-/// `from` is null, or points to as many bytes as its size says.
+/// `from` is null, or points to as many bytes as its size field states.
 pub(crate) unsafe fn given<T: Copy>(from: *const T) -> Result<T, Failure> {
     // SAFETY: the caller's contract.
     let room = unsafe { room(from) }?;

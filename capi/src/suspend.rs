@@ -1,4 +1,4 @@
-//! Memory that goes back to the driver and keeps its addresses.
+//! Suspending memory: it returns to the driver and keeps its addresses.
 
 use std::ffi::c_void;
 
@@ -9,27 +9,27 @@ use crate::entry::give;
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure};
 use crate::{cualloc_t, handles, pool_table, tags};
 
-/// Everything that the allocator has; `which` is not looked at.
+/// All memory of the allocator; `which` is ignored.
 pub const CUALLOC_SELECT_ALL: i32 = 0;
 
 /// The memory of a graph pool; `which` is its handle (cualloc_pool_create).
 pub const CUALLOC_SELECT_POOL: i32 = 2;
 
-/// The memory of all graph pools with a tag (cualloc_pool_create_tagged); `which` is the tag's text, which ends with a
-/// zero.
+/// The memory of all graph pools with a tag (cualloc_pool_create_tagged); `which` is the zero-terminated text of the
+/// tag.
 pub const CUALLOC_SELECT_TAG: i32 = 3;
 
-/// Contents are lost: nobody may read them afterwards before they are written.
+/// Contents are lost: they are undefined after the resume until they are written.
 pub const CUALLOC_CONTENTS_DROP: i32 = 0;
-/// Contents are kept in page-locked host memory, which is kept for the next time, until a trim.
+/// Contents are kept in page-locked host memory, which is cached for the next suspend until a trim.
 pub const CUALLOC_CONTENTS_PINNED: i32 = 1;
 /// Contents are kept in plain host memory.
 pub const CUALLOC_CONTENTS_HOST: i32 = 2;
 
-/// Finds out what is meant, and does something with it.
+/// Resolves a selection and runs a call with it.
 ///
 /// # Safety
-/// As cualloc_suspend.
+/// As for cualloc_suspend.
 unsafe fn selected<T>(
     handle: *mut cualloc_t,
     (select, which): (i32, *mut c_void),
@@ -57,22 +57,23 @@ unsafe fn selected<T>(
     done.map_err(|error| handles::judged(allocator, error))
 }
 
-/// Gives memory back to the driver and keeps its addresses, so that other processes can have it until cualloc_resume.
-/// select is one of CUALLOC_SELECT_.. and which says of what; contents is one of CUALLOC_CONTENTS_... Blocks stay live,
-/// and may be freed meanwhile. Waits for all work of the contexts involved. *bytes is what the driver has back.
+/// Returns memory to the driver and keeps its addresses, so that other processes can use the memory until
+/// cualloc_resume. select is one of CUALLOC_SELECT_..., and which identifies the selected pool or tag; contents is one
+/// of CUALLOC_CONTENTS_... Blocks stay live, and may be freed while suspended. Waits for all work of the contexts
+/// involved. Writes the number of bytes returned to the driver to *bytes.
 ///
-/// Errors: CUALLOC_SUSPENDED if it is suspended already, CUALLOC_BUSY while a guard keeps memory or a call on another
-/// thread holds some, CUALLOC_CAPTURING, CUALLOC_UNSUPPORTED under the classic policy, CUALLOC_INVALID_ARGUMENT for a
-/// null handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has, CUALLOC_CLOSED,
-/// CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Nothing is suspended then; but if the driver, after it refused a call, refuses to take back what was done, the memory is
-/// suspended, and cualloc_resume brings it back.
+/// Errors: CUALLOC_SUSPENDED if the memory is already suspended; CUALLOC_BUSY while a guard keeps memory or a call on
+/// another thread holds some; CUALLOC_CAPTURING; CUALLOC_UNSUPPORTED under the classic policy; CUALLOC_INVALID_ARGUMENT
+/// for a null handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has;
+/// CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. Nothing is suspended then, with one exception: if the driver
+/// fails a call and then also fails to undo the earlier ones, the memory is suspended, and cualloc_resume restores it.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// Until cualloc_resume has succeeded nobody gives a device work that uses the memory. Contents that are not kept are
-/// not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a text that ends with a zero; `bytes` is
-/// null or may be written.
+/// Until cualloc_resume has succeeded no work that uses the memory is submitted to a device. Contents that are not kept
+/// are not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is
+/// null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_suspend(
     allocator: *mut cualloc_t,
@@ -103,18 +104,18 @@ pub unsafe extern "C" fn cualloc_suspend(
     unsafe { give(bytes, run) }
 }
 
-/// Brings suspended memory back to its addresses, with access for all devices that had it and with the contents that
-/// were kept. *bytes is what is there again.
+/// Restores suspended memory at its addresses, with access for all devices that had it and with the contents that were
+/// kept. Writes the number of restored bytes to *bytes.
 ///
-/// Errors: CUALLOC_OUT_OF_MEMORY: the text says how many bytes are missing; CUALLOC_SUSPENDED if nothing of it is
-/// suspended, CUALLOC_BUSY while a call on another thread suspends or resumes, CUALLOC_INVALID_ARGUMENT for a null
-/// handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has, CUALLOC_CLOSED,
-/// CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. It is suspended as before then, and may be tried again.
+/// Errors: CUALLOC_OUT_OF_MEMORY (the text states how many bytes are missing); CUALLOC_SUSPENDED if none of the memory
+/// is suspended; CUALLOC_BUSY while a call on another thread suspends or resumes; CUALLOC_INVALID_ARGUMENT for a null
+/// handle or bytes, an unknown number, a pool of another allocator or a tag that no pool has; CUALLOC_CLOSED;
+/// CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. The memory then stays suspended, and the call may be repeated.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// `which` is, for CUALLOC_SELECT_TAG, null or a text that ends with a zero; `bytes` is null or may be written.
+/// `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_resume(
     allocator: *mut cualloc_t,

@@ -1,4 +1,4 @@
-//! Tags of graph pools by their texts. A tag lives as long as the process, and a program has few of them.
+//! Tags of graph pools by text. A tag lives as long as the process; programs have few of them.
 
 use std::collections::BTreeSet;
 use std::ffi::c_char;
@@ -9,23 +9,23 @@ use cualloc::held::Mutex;
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure};
 use crate::{entry, options};
 
-/// Most tags of a process.
+/// The maximum number of tags in a process.
 const MOST: usize = 65_536;
 
 static TAGS: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 
 /// # Safety
-/// `text` is null or ends with a zero, and stays as long as the result is used.
+/// `text` is null or zero-terminated, and stays valid while the result is used.
 unsafe fn read<'a>(text: *const c_char) -> Result<&'a str, Failure> {
     options::refuse_child()?;
     // SAFETY: the caller's contract.
     unsafe { entry::text(text, "a tag is not UTF-8") }
 }
 
-/// The tag with a text, which is a new one if there is none.
+/// Returns the tag with a text, creating it if necessary.
 ///
 /// # Safety
-/// `text` is null or ends with a zero.
+/// `text` is null or zero-terminated.
 pub(crate) unsafe fn of(text: *const c_char) -> Result<Tag, Failure> {
     // SAFETY: the caller's contract.
     let text = unsafe { read(text) }?;
@@ -42,10 +42,10 @@ pub(crate) unsafe fn of(text: *const c_char) -> Result<Tag, Failure> {
     Ok(Tag::new(kept))
 }
 
-/// The tag with a text, if a pool was made with it.
+/// Returns the tag with a text if a pool was created with it.
 ///
 /// # Safety
-/// `text` is null or ends with a zero.
+/// `text` is null or zero-terminated.
 pub(crate) unsafe fn known(text: *const c_char) -> Result<Tag, Failure> {
     // SAFETY: the caller's contract.
     let text = unsafe { read(text) }?;

@@ -1,6 +1,6 @@
-//! The shared allocators in the shape of PyTorch's pluggable ones: functions that it calls by their addresses.
+//! The shared allocators behind PyTorch's pluggable interface: functions that it calls by address.
 //!
-//! PyTorch takes a null pointer for memory, so a layer in C++ stands between the two where an exception must be thrown
+//! PyTorch does not treat a null pointer as a failure, so a C++ layer throws an exception instead
 //! (`python/companion.cpp`). Hooks for the pools of graphs are in `torch_pools`.
 
 use std::ffi::c_void;
@@ -20,13 +20,12 @@ use crate::results::{
 };
 use crate::{cualloc_t, handles, options, shared, torch_pools};
 
-/// Blocks that could not be freed, because something was being captured as a rule: the allocator's handle and the address.
+/// Blocks whose free failed, usually because of a capture: the allocator's handle and the address.
 static LATER: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
-/// Whether there are any.
+/// Whether `LATER` is not empty.
 static SOME_LATER: AtomicBool = AtomicBool::new(false);
 
-/// Frees what could not be freed when it was to be, unless captures of PyTorch are under way: they would refuse it
-/// again at each call.
+/// Retries deferred frees, unless captures of PyTorch are in progress: every retry would fail until they end.
 #[cold]
 #[inline(never)]
 pub(crate) fn make_up() {
@@ -35,9 +34,9 @@ pub(crate) fn make_up() {
     }
 }
 
-/// Frees what could not be freed when it was to be. What is still refused stays.
+/// Frees the blocks whose free failed earlier. Those that fail again stay.
 fn free_later() {
-    // In a forked child a thread that is not there may hold the lock.
+    // In a forked child, a thread that does not exist there may hold the lock.
     if options::refuse_child().is_err() {
         return;
     }
@@ -52,9 +51,9 @@ fn free(allocator: *mut cualloc_t, ptr: u64) {
     if allocator.is_null() {
         return;
     }
-    // SAFETY: PyTorch gives the device no more work with memory that it frees.
+    // SAFETY: PyTorch submits no more work that uses memory it frees.
     let freed = unsafe { cualloc_free(allocator, ptr) };
-    // With these there is nothing to give back to, or no such block; what anything else has refused is still live.
+    // After these errors there is nothing left to free; after any other the block is still live.
     let over = matches!(
         freed,
         CUALLOC_OK
@@ -74,14 +73,14 @@ fn free(allocator: *mut cualloc_t, ptr: u64) {
     }
 }
 
-/// Allocates bytes on a device for use on a stream, as PyTorch asks for them: from the device's shared allocator
-/// (cualloc_shared), which is made if there is none. Null for 0 bytes, which is no failure, and after every
-/// failure, whose code cualloc_last_code() has: then cualloc_last_error() begins, where memory is what lacks, with
-/// the words of PyTorch's own error.
+/// Allocates bytes on a device for use on a stream, as PyTorch requests them: from the device's shared allocator
+/// (cualloc_shared), which is created if there is none. Returns null for 0 bytes, which is not a failure, and after
+/// every failure, whose code cualloc_last_code() returns. If memory is exhausted, cualloc_last_error() begins with the
+/// wording of PyTorch's own error.
 ///
 /// Errors: as cualloc_alloc and cualloc_create.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// As cualloc_alloc.
@@ -108,10 +107,10 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
     unsafe { alloc_with_any(bytes, device, stream) }
 }
 
-/// [`cualloc_torch_alloc`] of what takes more than a look at the stream's cache.
+/// The slow path of [`cualloc_torch_alloc`].
 ///
 /// # Safety
-/// As [`cualloc_torch_alloc`]; `out` may be written.
+/// As [`cualloc_torch_alloc`]; `out` is writable.
 #[inline(never)]
 unsafe fn alloc_slowly(
     allocator: &Allocator,
@@ -133,7 +132,7 @@ unsafe fn alloc_slowly(
     }
 }
 
-/// [`cualloc_torch_alloc`] where there may be no allocator yet, or blocks wait to be freed.
+/// [`cualloc_torch_alloc`] if the allocator may not exist yet, or frees are deferred.
 ///
 /// # Safety
 /// As [`cualloc_torch_alloc`].
@@ -158,7 +157,7 @@ unsafe fn alloc_with_any(bytes: usize, device: i32, stream: *mut c_void) -> *mut
     std::ptr::with_exposed_provenance_mut(ptr as usize)
 }
 
-/// Lack of memory in PyTorch's words. More bytes than any device has are that, too.
+/// Converts an out-of-memory error to PyTorch's wording. A request for more bytes than any device has counts as one.
 #[cold]
 #[inline(never)]
 fn worded(failure: Failure, bytes: usize, device: i32) -> Failure {
@@ -168,7 +167,7 @@ fn worded(failure: Failure, bytes: usize, device: i32) -> Failure {
             let mut picture = OutOfMemory::default();
             picture.requested = bytes as u64;
             picture.device = usize::try_from(device).unwrap_or_default();
-            // The rest of the picture is as good as the allocator and the driver can be asked.
+            // The remaining figures are filled in as far as the allocator and the driver can provide them.
             let _asked = handles::with(shared::made(device), |allocator| {
                 let stats = allocator.stats();
                 picture.limit = stats.limit;
@@ -187,11 +186,11 @@ fn worded(failure: Failure, bytes: usize, device: i32) -> Failure {
     }
 }
 
-/// Frees what cualloc_torch_alloc returned. Never waits and never fails aloud: a null pointer, and memory of a context
-/// that is gone, of a forked child or of a process that ends, are left alone. A block that cannot be freed now, because
-/// a stream is being captured say, is freed by a later call.
+/// Frees a block returned by cualloc_torch_alloc. Never waits and never reports an error: a null pointer is ignored,
+/// and memory is left alone if its context is lost, in a forked child and while the process exits. If a block cannot be
+/// freed now, for example because a stream is being captured, a later call frees it.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// As cualloc_free.
@@ -207,10 +206,10 @@ pub unsafe extern "C" fn cualloc_torch_free(
     }
 }
 
-/// PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA begins: loads the driver, so that a
-/// first allocation finds it. Without one that allocation says so.
+/// PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA is initialised: loads the driver, so
+/// that the first allocation finds it. If there is no driver, that allocation reports the error.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_init(device_count: i32) {
     if device_count > 0 {
@@ -218,9 +217,9 @@ pub extern "C" fn cualloc_torch_init(device_count: i32) {
     }
 }
 
-/// PyTorch's hook for torch.cuda.empty_cache(): cualloc_empty_cache of all shared allocators.
+/// PyTorch's hook for torch.cuda.empty_cache(): calls cualloc_empty_cache for all shared allocators.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_reset() {
     call(|| {
@@ -232,12 +231,12 @@ pub extern "C" fn cualloc_torch_reset() {
     }
 }
 
-/// PyTorch's hook for torch.cuda.set_per_process_memory_fraction(): bounds what is held from the driver to this part of
-/// the device's memory.
+/// PyTorch's hook for torch.cuda.set_per_process_memory_fraction(): limits the bytes reserved from the driver to this
+/// fraction of the device's memory.
 ///
-/// Errors: CUALLOC_INVALID_ARGUMENT for what is not from 0 to 1; as cualloc_create. Nothing has changed then.
+/// Errors: CUALLOC_INVALID_ARGUMENT for a fraction outside 0 to 1; as cualloc_create. Nothing has changed then.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_fraction(fraction: f64, device: i32) -> i32 {
     call(|| {
@@ -256,13 +255,13 @@ pub extern "C" fn cualloc_torch_fraction(fraction: f64, device: i32) -> i32 {
     })
 }
 
-/// PyTorch's hook for the block around an address, of whichever device: its first byte, and in *bytes its size. Of an
-/// address that is not ours it is the address itself and 0.
+/// PyTorch's hook for the block that contains an address, on any device: returns the address of its first byte, and
+/// writes its size to *bytes. For memory of others, returns the address itself and writes 0.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `bytes` is null or may be written.
+/// `bytes` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize) -> *mut c_void {
     let address = ptr.addr() as u64;
@@ -279,12 +278,12 @@ pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize)
     std::ptr::with_exposed_provenance_mut(base)
 }
 
-/// PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block around an address, of whichever device.
-/// Memory that is not ours, and null, are CUALLOC_OK: a tensor may stand on memory of others.
+/// PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block that contains an address, on any
+/// device. Returns CUALLOC_OK for null and for memory of others, since a tensor may use memory of another allocator.
 ///
-/// Errors: as cualloc_record_stream, but for CUALLOC_NOT_OURS.
+/// Errors: as cualloc_record_stream, except CUALLOC_NOT_OURS.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// As cualloc_record_stream.
@@ -305,7 +304,7 @@ pub unsafe extern "C" fn cualloc_torch_record_stream(ptr: *mut c_void, stream: *
     })
 }
 
-/// A size as PyTorch writes it.
+/// Formats a size as PyTorch does.
 struct Size(u64);
 
 impl fmt::Display for Size {
@@ -324,7 +323,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// An out-of-memory error in PyTorch's words, which programs and people look for, and then its report.
+/// Writes an out-of-memory error in PyTorch's wording, which programs and people search for, followed by the report.
 pub(crate) fn write(picture: &OutOfMemory, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let (asked, device) = (Size(picture.requested), picture.device);
     if picture.requested >= 1 << 60 {

@@ -1,9 +1,9 @@
-//! PyTorch's hooks for the memory of graphs: its pools by device and id, which are graph pools of the shared
+//! PyTorch's hooks for the memory of graphs: maps its pools, identified by device and id, to graph pools of the shared
 //! allocators.
 //!
-//! PyTorch begins before a capture and ends after it, both with the id of a pool, and releases the pool once for each
-//! begin, when a graph goes. After a capture that failed, or that nobody has ended, it does neither:
-//! `cualloc_torch_pool_abandon` is for that.
+//! PyTorch calls begin before a capture and end after it, both with the id of a pool, and releases the pool once for
+//! each begin, when a graph is destroyed. After a capture that failed, or that was never ended, it calls neither;
+//! `cualloc_torch_pool_abandon` is for that case.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -19,13 +19,13 @@ use crate::pools::{CUALLOC_SCOPE_WHEN, cualloc_done_t, cualloc_scope_t, cualloc_
 use crate::results::{CUALLOC_NOT_LIVE, Failure};
 use crate::{cualloc_pool_t, options, pool_table, shared, torch};
 
-/// PyTorch's name of a pool, as its functions pass it by value (MempoolId_t).
+/// PyTorch's id of a pool, passed by value (MempoolId_t).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct cualloc_torch_pool_id_t {
-    /// Of a pool that a capture has made; else 0.
+    /// Not 0 for a pool that a capture created.
     pub first: u64,
-    /// Of a pool that a program has made; else 0.
+    /// Not 0 for a pool that a program created.
     pub second: u64,
 }
 
@@ -35,19 +35,19 @@ type Name = (i32, cualloc_torch_pool_id_t);
 struct Pool {
     /// The pool's handle.
     handle: u64,
-    /// How often it was begun and not released.
+    /// The number of begins without a release.
     begun: u64,
 }
 
 impl Pool {
-    /// Begins it once more; its handle.
+    /// Counts one more begin and returns the handle.
     fn begin(&mut self) -> u64 {
         self.begun += 1;
         self.handle
     }
 }
 
-/// A scope that was begun and not ended.
+/// A scope that was begun and not yet ended.
 struct Open {
     name: Name,
     thread: ThreadId,
@@ -61,19 +61,19 @@ struct Known {
     open: Vec<Open>,
 }
 
-/// Of cualloc_torch_pool_state: it was ended, or never begun.
+/// Result of cualloc_torch_pool_state: the scope was ended, or never begun.
 pub const CUALLOC_TORCH_POOL_ENDED: i32 = 0;
-/// Of cualloc_torch_pool_state: it was not ended, and its capture is over as far as is known.
+/// Result of cualloc_torch_pool_state: the scope was not ended, and its capture is over as far as is known.
 pub const CUALLOC_TORCH_POOL_OPEN: i32 = 1;
-/// Of cualloc_torch_pool_state: its capture goes on.
+/// Result of cualloc_torch_pool_state: the capture of the scope is still in progress.
 pub const CUALLOC_TORCH_POOL_GOES_ON: i32 = 2;
 
 thread_local! {
-    /// How often this thread has released a pool.
+    /// The number of pool releases by this thread.
     static RELEASES: Cell<u64> = const { Cell::new(0) };
 }
 
-/// How many scopes are open.
+/// The number of open scopes.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
 fn known() -> Result<Locked<'static, Known>, Failure> {
@@ -85,19 +85,19 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
     Ok(KNOWN.lock())
 }
 
-/// Whether captures of PyTorch are under way.
+/// Whether any captures of PyTorch are in progress.
 pub(crate) fn some_open() -> bool {
     OPEN.load(Ordering::Relaxed) > 0
 }
 
-/// PyTorch's hook before a capture (and for any other use of a pool): from here on requests on a device's streams to
-/// which the predicate says yes go to the pool with this id, which is made if there is none, until
-/// cualloc_torch_pool_end. Pools are graph pools of the device's shared allocator.
+/// PyTorch's hook before a capture (and for any other use of a pool): until cualloc_torch_pool_end, sends requests on
+/// those streams of a device that the predicate accepts to the pool with this id, which is created if there is none.
+/// Pools are graph pools of the device's shared allocator.
 ///
-/// Errors: as cualloc_create, cualloc_pool_create and cualloc_pool_enter; nothing was begun then, and done is not
+/// Errors: as cualloc_create, cualloc_pool_create and cualloc_pool_enter; then nothing was begun, and done is not
 /// called.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// As cualloc_pool_enter.
@@ -158,12 +158,12 @@ pub unsafe extern "C" fn cualloc_torch_pool_begin(
     })
 }
 
-/// PyTorch's hook after a capture: ends what cualloc_torch_pool_begin has begun with this id, on the calling thread if
-/// it was there. What was not begun, or was ended before, is CUALLOC_OK.
+/// PyTorch's hook after a capture: ends the scope that cualloc_torch_pool_begin opened with this id, preferring one
+/// opened on the calling thread. Returns CUALLOC_OK if there is no such scope or it was already ended.
 ///
 /// Errors: CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_end(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
     call(|| {
@@ -188,12 +188,12 @@ fn end(open: &Open) -> Result<(), Failure> {
     left
 }
 
-/// PyTorch's hook when a graph goes: once for each begin. The last one releases the pool (cualloc_pool_release). A pool
-/// that was not begun is CUALLOC_OK.
+/// PyTorch's hook when a graph is destroyed: called once for each begin. The last call releases the pool
+/// (cualloc_pool_release). For a pool that was not begun, returns CUALLOC_OK.
 ///
 /// Errors: CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_CLOSED if the device's allocator was destroyed.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
     call(|| {
@@ -202,10 +202,10 @@ pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool
     })
 }
 
-/// How often the calling thread has called cualloc_torch_pool_release. From it a layer above learns whether a version of
-/// PyTorch releases the pool of a capture that failed.
+/// Returns how often the calling thread has called cualloc_torch_pool_release. A layer above uses it to detect whether
+/// a version of PyTorch releases the pool of a capture that failed.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_releases() -> u64 {
     value(|| Ok(RELEASES.get()))
@@ -227,10 +227,10 @@ fn release(name: Name) -> Result<(), Failure> {
     })
 }
 
-/// The number of what the calling thread has begun last of all that it has begun and not ended; 0 if there is none, and
-/// in a forked child. Numbers grow, and are never used again.
+/// Returns the number of the newest scope that the calling thread has begun and not ended; 0 if there is none, and in a
+/// forked child. Numbers grow and are never reused.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool_newest() -> u64 {
     value(|| {
@@ -240,15 +240,15 @@ pub extern "C" fn cualloc_torch_pool_newest() -> u64 {
     })
 }
 
-/// The device and the id of what was begun with this number (cualloc_torch_pool_newest) and not ended. Either pointer may
-/// be null; both get 0 after a failure.
+/// Writes the device and the pool id of the open scope with this number (cualloc_torch_pool_newest). Either pointer may
+/// be null; both values are 0 after a failure.
 ///
-/// Errors: CUALLOC_NOT_LIVE if it was ended, or never begun; CUALLOC_CONTEXT_LOST in a forked child.
+/// Errors: CUALLOC_NOT_LIVE if the scope was ended or never begun; CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread.
+/// May be called from any thread.
 ///
 /// # Safety
-/// `device` and `id` are null or may be written.
+/// `device` and `id` are null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_torch_pool_name(
     number: u64,
@@ -274,11 +274,11 @@ pub unsafe extern "C" fn cualloc_torch_pool_name(
     code
 }
 
-/// What became of what was begun with this number: CUALLOC_TORCH_POOL_ENDED, CUALLOC_TORCH_POOL_OPEN, or, if its
-/// predicate says yes to the stream, CUALLOC_TORCH_POOL_GOES_ON. With null the predicate is not asked. In a forked child
-/// all of them are ended.
+/// Returns the state of the scope with this number: CUALLOC_TORCH_POOL_ENDED, CUALLOC_TORCH_POOL_OPEN, or, if its
+/// predicate accepts the stream, CUALLOC_TORCH_POOL_GOES_ON. With a null stream the predicate is not called. In a
+/// forked child all scopes are ended.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// `stream` is null or a live stream.
@@ -289,7 +289,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_state(number: u64, stream: *mut c_vo
         let open = known.open.iter().find(|open| open.scope == number);
         let handle = open.map(|open| open.handle);
         drop(known);
-        // Without a lock, as everything that calls a predicate.
+        // Called without a lock, as is all code that calls a predicate.
         let asked = |handle| pool_table::says_yes(handle, number, stream);
         Ok(match handle {
             None => CUALLOC_TORCH_POOL_ENDED,
@@ -299,13 +299,14 @@ pub unsafe extern "C" fn cualloc_torch_pool_state(number: u64, stream: *mut c_vo
     })
 }
 
-/// For captures of which PyTorch says nothing, since they failed or nobody has ended them: ends and releases what was
-/// begun with this number (cualloc_torch_pool_newest). Nothing is done if its predicate says yes to the stream, since
-/// the capture goes on then; with null it is not asked. What was ended before is CUALLOC_OK.
+/// Ends and releases the scope with this number (cualloc_torch_pool_newest), for captures that failed or were never
+/// ended, for which PyTorch calls no hook. Does nothing if the predicate accepts the stream, since the capture is then
+/// still in progress; with a null stream the predicate is not called. For a scope that was already ended, returns
+/// CUALLOC_OK.
 ///
 /// Errors: CUALLOC_CONTEXT_LOST in a forked child.
 ///
-/// Any thread, whatever context is current.
+/// May be called from any thread, with any current context.
 ///
 /// # Safety
 /// `stream` is null or a live stream.
@@ -327,17 +328,17 @@ pub unsafe extern "C" fn cualloc_torch_pool_abandon(number: u64, stream: *mut c_
             at(&known).map(|at| known.open.remove(at))
         };
         if let Some(open) = abandoned {
-            // What is gone already needs no end.
+            // A scope or pool that no longer exists needs no further cleanup.
             let _ended = end(&open).and(release(open.name));
         }
         Ok(())
     })
 }
 
-/// The graph pool that PyTorch's pool with this id is now, for cualloc_pool_footprint; null if there is none. It is
-/// PyTorch's to release.
+/// Returns the graph pool that currently belongs to PyTorch's pool with this id, for cualloc_pool_footprint; null if
+/// there is none. PyTorch releases it.
 ///
-/// Any thread.
+/// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_pool(
     device: i32,
