@@ -44,7 +44,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
         };
         let (limit, peak) = (search.limit, trace.requested_peak());
         let ratio = limit.and_then(|limit| output::ratio_of(limit, peak));
-        // Figures of the last of the replays under that limit.
+        // The figures of the last replay under that limit.
         let nanos = search.pass.as_ref().map(|pass| pass.nanos_per_row);
         let handle_ops = search.pass.as_ref().map(|pass| pass.calls.handle_ops());
         if output.json {

@@ -9,14 +9,14 @@ use flate2::bufread::GzEncoder;
 use serde_json::json;
 use std::io::Read;
 
-/// An export that is to be written, and what is worth knowing about it.
+/// An export to write, and the facts to report about it.
 struct Made {
     bytes: Vec<u8>,
-    /// The instant whose live memory is added up.
+    /// The instant whose live memory is summed up.
     sums_at: Option<Moment>,
-    /// Why there is nothing in it.
+    /// Why the export is empty.
     empty: Option<String>,
-    /// What the file lacks; it was reported when the file was read.
+    /// What the file lacks; reported when the file was read.
     lacks: Vec<String>,
 }
 
@@ -41,7 +41,7 @@ pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
             "sums_at": sums_at,
             "warnings": Vec::from_iter(made.lacks.into_iter().chain(empty)),
         });
-        // Stdout has the export already if it goes there.
+        // If the export goes to stdout, it has been written there already.
         match text::is_standard(&options.out) {
             true => output::plain(&line.to_string()),
             false => output.json(&line)?,
@@ -68,7 +68,7 @@ fn export(options: &ExportOptions, output: &Output) -> Result<Made, Failure> {
 }
 
 fn made(format: FormatChoice, recording: &Recording) -> Made {
-    // By stacks if the recording has them, else by contexts.
+    // Groups by stack if the recording has stacks, else by context.
     let profile = match recording.sampling() {
         0 => Profile::of(recording),
         _ => Profile::of_stacks(recording),
@@ -89,7 +89,7 @@ fn made(format: FormatChoice, recording: &Recording) -> Made {
     }
 }
 
-/// Why an export shows no memory; none if it shows some.
+/// Returns why an export shows no memory; none if it shows some.
 fn why_empty(profile: &Profile, is_profile: bool, sampling: u64) -> Option<String> {
     let Some(Moment { live, .. }) = profile.moment() else {
         return Some("the recording has no allocation".to_owned());
@@ -106,11 +106,11 @@ fn why_empty(profile: &Profile, is_profile: bool, sampling: u64) -> Option<Strin
     })
 }
 
-/// Compressed by gzip: some readers of profiles know no others.
+/// Always compressed with gzip: some readers of profiles accept nothing else.
 fn compressed(bytes: &[u8]) -> Vec<u8> {
     let mut packed = Vec::new();
     let mut reader = GzEncoder::new(bytes, Compression::default());
-    // Reading from memory does not fail.
+    // Reading from memory cannot fail.
     match reader.read_to_end(&mut packed) {
         Ok(_) => packed,
         Err(_) => bytes.to_vec(),

@@ -9,10 +9,10 @@ pub type Outcome = Result<bool, Failure>;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// The options contradict each other or the machine.
+    /// The options contradict each other or do not suit the machine.
     #[error("{0}")]
     Usage(String),
-    /// The reader of the results is gone.
+    /// The results could not be written, usually because their reader has closed the pipe.
     #[error("the results cannot be written")]
     Output(#[from] std::io::Error),
     #[error(transparent)]
@@ -27,7 +27,7 @@ impl Failure {
     }
 }
 
-/// A file has no result. The message begins with the file, and with the line at fault if there is one.
+/// A file has no result. The message begins with the file, and with the line of the error if there is one.
 #[derive(Debug, thiserror::Error)]
 #[error("{place}: {what}")]
 pub struct FileError {
@@ -39,7 +39,7 @@ pub struct FileError {
 }
 
 impl FileError {
-    /// An error of a file that [`FileError::of`] names.
+    /// An error whose file is named by [`FileError::of`].
     pub fn new(what: impl Into<String>) -> FileError {
         FileError {
             trace: String::new(),
@@ -60,7 +60,7 @@ impl FileError {
         FileError { line, ..self }
     }
 
-    /// Names the file; `standard` is the name of the stream that `-` stands for.
+    /// Adds the file; `standard` is the name of the stream that `-` stands for.
     pub fn of(self, path: &Path, standard: &str) -> FileError {
         FileError {
             trace: input::name(path),
@@ -69,7 +69,7 @@ impl FileError {
         }
     }
 
-    /// The replay of a file could not begin.
+    /// The replay of a file could not start.
     pub fn no_replay(path: &Path, error: cualloc::Error) -> FileError {
         let what = match error {
             cualloc::Error::Driver(_) => "the replay cannot begin: the device cannot be used",

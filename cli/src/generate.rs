@@ -1,4 +1,4 @@
-//! `cualloc generate` and `cualloc vary`: made-up traces, written row by row.
+//! `cualloc generate` and `cualloc vary`: synthetic traces, written row by row.
 
 use crate::options::{GenerateOptions, GlobalOptions, KindChoice, VaryOptions};
 use crate::output::{Output, SCHEMA};
@@ -12,7 +12,7 @@ use serde_json::json;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Rows between two looks at the figures of what was written.
+/// Number of rows between two updates of the progress.
 const LOOK: usize = 1 << 16;
 
 pub fn run(global: &GlobalOptions, options: &GenerateOptions, output: &mut Output) -> Outcome {
@@ -52,7 +52,7 @@ pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) 
     finish(rows, &options.out, output)
 }
 
-/// Refuses options that would mean nothing here.
+/// Rejects options that have no effect here.
 fn check(global: &GlobalOptions, command: &str, out: &Path) -> Result<(), Failure> {
     if let Some(option) = global.about_device() {
         return Err(Failure::usage(format!(
@@ -67,7 +67,7 @@ fn check(global: &GlobalOptions, command: &str, out: &Path) -> Result<(), Failur
     Ok(())
 }
 
-/// Writes the rows, compressed if the name of the file ends in `.gz`, and says what was written.
+/// Writes the rows, compressed if the name of the file ends in `.gz`, and reports what was written.
 fn finish(mut rows: Rows<'_>, path: &Path, output: &mut Output) -> Outcome {
     let compressed = path.extension().is_some_and(|ending| ending == "gz");
     let peak = sink::write(path, |writer| {
@@ -101,7 +101,7 @@ fn finish(mut rows: Rows<'_>, path: &Path, output: &mut Output) -> Outcome {
     Ok(true)
 }
 
-/// Writes a trace; its requested peak.
+/// Writes a trace and returns its requested peak.
 fn write(rows: &mut Rows<'_>, writer: &mut dyn Write) -> io::Result<u64> {
     writeln!(writer, "{}", Trace::HEADER)?;
     while let Some(row) = rows.next() {

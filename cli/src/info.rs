@@ -58,7 +58,7 @@ pub fn run(global: &GlobalOptions, output: &mut Output) -> Outcome {
     Ok(well)
 }
 
-/// Of the GPU, or why it is not there.
+/// Describes the GPU, or returns why it cannot be used.
 fn real() -> Result<Value, Vec<String>> {
     let driver = Driver::load().map_err(|error| machine::load_messages(&error))?;
     describe(&driver).map_err(|error| text::messages(&error))
@@ -103,13 +103,13 @@ fn device(device: &Device, count: usize) -> Result<Value, DriverError> {
         "uuid": device.uuid()?.map(uuid),
         "pci_bus_id": device.pci_bus_id()?,
         "total_memory_bytes": device.total_memory()?,
-        // Bytes of the smallest piece of mapped memory.
+        // Granularity of mapped memory in bytes.
         "granularity_bytes": if mapped { Some(granularity(device)?) } else { None },
         "virtual_memory_management": mapped,
         "memory_pools": device.supports_pools()?,
         "exports": Vec::from_iter(exports.map(|(name, _)| name)),
         "gpu_direct_rdma": yes(GPU_DIRECT_RDMA),
-        // Whether memory is the same through two addresses, as tested now: passed, failed or not run.
+        // Whether a write through one mapping is visible through another, as tested now: passed, failed or not run.
         "views_test": views_test(device),
         "peers": peers,
     }))
@@ -174,7 +174,7 @@ fn write_driver(name: &str, driver: &Value, output: &mut Output) -> io::Result<(
     Ok(())
 }
 
-/// A value of the JSON as people read it.
+/// Formats a JSON value for people.
 fn words(value: &Value) -> String {
     match value {
         Value::Null => "unknown".to_owned(),

@@ -1,4 +1,4 @@
-//! What the command runs on: the first GPU, or a simulated one.
+//! The device of a run: the first GPU, or a simulated one.
 
 use crate::options::{DeviceChoice, GlobalOptions};
 use crate::output::Output;
@@ -7,7 +7,7 @@ use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
 use cualloc::error::ConfigError;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 
-/// A device could not be had.
+/// A device is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
     #[error("--device cuda cannot be had: {}", load_messages(.0).join(": "))]
@@ -27,7 +27,7 @@ pub enum Machine {
 }
 
 impl Machine {
-    /// Chooses the device; says on stderr what `auto` came to.
+    /// Chooses the device; reports on stderr what `auto` chose.
     pub fn choose(options: &GlobalOptions, output: &Output) -> Result<Machine, Failure> {
         let memory = options.sim_memory();
         let machine = match options.device() {
@@ -63,7 +63,7 @@ impl Machine {
         driver.device(0).map_err(MachineError::Driver)
     }
 
-    /// Bytes of memory that the device has.
+    /// Returns the size of the device's memory in bytes.
     pub fn memory(&self) -> Result<u64, MachineError> {
         match self {
             Machine::Cuda(device) => device.total_memory().map_err(MachineError::Driver),
@@ -71,7 +71,7 @@ impl Machine {
         }
     }
 
-    /// As `--device` calls it.
+    /// Returns the name of the device as an argument of `--device`.
     pub fn name(&self) -> &'static str {
         match self {
             Machine::Cuda(_) => "cuda",
@@ -79,7 +79,7 @@ impl Machine {
         }
     }
 
-    /// A context on the device; a simulated device starts anew, and completes work `lag` rows later.
+    /// Creates a context on the device; a simulated device starts fresh, and completes work `lag` rows later.
     pub fn context(&self, lag: u64) -> Result<Ground, MachineError> {
         let (context, simulator) = match self {
             Machine::Cuda(device) => (Context::primary(device), None),
@@ -98,7 +98,7 @@ impl Machine {
         })
     }
 
-    /// Only a simulated device completes its work at a chosen row.
+    /// Rejects a lag unless the device is simulated: only then work can complete at a chosen row.
     pub fn check_lag(&self, lag: u64) -> Result<(), Failure> {
         let wrong = "--lag is for the simulator: add --device sim";
         match self {
@@ -110,7 +110,7 @@ impl Machine {
 
 /// A context, and the simulator behind it if there is one.
 pub struct Ground {
-    // Goes before the simulator that it calls.
+    // Declared first, because it calls the simulator and must be dropped before it.
     context: Context,
     _simulator: Option<Simulator>,
 }
@@ -121,7 +121,7 @@ impl Ground {
     }
 }
 
-/// Why there is no GPU, in few words: it is said at every call.
+/// Summarises in few words why there is no GPU: the text appears in every run.
 fn reason(error: &MachineError) -> String {
     match error {
         MachineError::NoDriver(LoadError::NotFound { .. }) => {
@@ -133,19 +133,19 @@ fn reason(error: &MachineError) -> String {
     }
 }
 
-/// Why there is no driver: the error, then those of its sources that it does not quote.
+/// Returns why there is no driver: the error, then the sources that its message does not include.
 pub fn load_messages(error: &LoadError) -> Vec<String> {
     match error {
-        // It already quotes its sources.
+        // Its message already includes its sources.
         LoadError::NotFound { .. } => vec![error.to_string()],
         error => text::messages(error),
     }
 }
 
-/// A simulator with one device.
+/// Creates a simulator with one device.
 pub fn simulator(memory: u64) -> Result<Simulator, MachineError> {
     let config = SimConfig {
-        // A measured driver waits in frees, and the model of its times does so, too.
+        // A measured driver waits in frees, and the cost model assumes this.
         strict_free: false,
         ..SimConfig::with_devices(1, memory)
     };

@@ -1,9 +1,9 @@
-//! The `cualloc` command: what the machine has, replays of recorded allocations, the smallest limits
-//! they run under, whether they fit into a memory and how, recordings in other tools' formats and as pictures,
-//! traces made up by rules, and what an allocation costs.
+//! The `cualloc` command: describes the machine, replays recorded allocations, finds the smallest limit they run under
+//! and the settings with which they fit, exports and visualises recordings, generates traces, and measures the cost of
+//! allocations.
 //!
-//! Results go to stdout, everything else to stderr. The exit code is 0 only if all went well, 2 if
-//! the command line makes no sense, else 1.
+//! Results go to stdout, everything else to stderr. The exit code is 0 only if everything succeeded, 2 if the command
+//! line is invalid, else 1.
 
 mod advise;
 mod bench;
@@ -34,7 +34,7 @@ use output::Output;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Runs `work` for each file, and continues after files without a result; whether everything succeeded.
+/// Runs `work` for each file, continuing after failures; returns whether all succeeded.
 fn for_each(
     files: &[PathBuf],
     output: &mut Output,
@@ -73,7 +73,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
-        // The reader has what it wanted, so nothing went wrong.
+        // The reader has closed the pipe because it needs no more, which is not an error.
         Err(Failure::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => {
             ExitCode::FAILURE
         }
@@ -82,25 +82,25 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
         Err(failure) => {
-            // The exit code says the same if nothing can be written.
+            // If nothing can be written, the exit code still reports the failure.
             let _ = output.failed(&failure);
             ExitCode::FAILURE
         }
     }
 }
 
-/// The command line cannot be read, or asks for help.
+/// Handles a command line that is invalid or asks for help.
 fn refused(error: &clap::Error) -> ExitCode {
     let steers =
         |argument: std::ffi::OsString| argument.to_string_lossy().chars().any(char::is_control);
-    // Messages quote arguments as they are, and help quotes none.
+    // Messages quote arguments verbatim; help texts quote none.
     if error.use_stderr() && std::env::args_os().any(steers) {
         let lines = error.render().to_string();
         for line in lines.lines().filter(|line| !line.is_empty()) {
             output::plain(line);
         }
     } else {
-        // Nobody may be there to read it.
+        // There may be no reader.
         let _ = error.print();
     }
     match error.exit_code() {

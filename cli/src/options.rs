@@ -6,10 +6,10 @@ use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueE
 use clap_complete::Shell;
 use std::path::PathBuf;
 
-/// What `--sim-memory` is without the option.
+/// The default of `--sim-memory`.
 const SIM_MEMORY: Size = Size(144 << 30);
 
-/// What `--max-rows` is without the option.
+/// The default of `--max-rows`.
 const MAX_ROWS: u64 = 20_000_000;
 
 const AFTER_HELP: &str = "\
@@ -46,7 +46,7 @@ pub enum Command {
         after_help = "Examples:\n  cualloc capacity run.rec\n  cualloc capacity trace.csv.gz --policy classic"
     )]
     Capacity(TraceOptions),
-    /// Say whether recorded allocations fit into so much memory, and with which settings.
+    /// Report whether recorded allocations fit into a given amount of memory, and with which settings.
     #[command(
         after_help = "Examples:\n  cualloc advise snapshot.pickle\n  cualloc advise run.rec --memory 24GiB,80GiB --all"
     )]
@@ -56,39 +56,39 @@ pub enum Command {
         after_help = "Examples:\n  cualloc export run.rec --to pytorch --out snapshot.pickle\n  cualloc export snapshot.pickle --to csv --out trace.csv"
     )]
     Export(ExportOptions),
-    /// Write a page for a browser that shows what is in memory, when and where.
+    /// Write an HTML page that shows what is in memory, when and where.
     #[command(
         after_help = "Examples:\n  cualloc view run.rec --open\n  cualloc view before.rec after.rec -o page.html"
     )]
     View(ViewOptions),
-    /// Make up a trace by rules and write it to a file.
+    /// Generate a synthetic trace.
     #[command(
         after_help = "Examples:\n  cualloc generate random --rows 100000 --out random.csv.gz\n  cualloc generate churn --live 2GiB --out - | cualloc replay -"
     )]
     Generate(GenerateOptions),
-    /// Write a trace several times over, each time with all its sizes changed at random.
+    /// Write several copies of a trace, each with randomly varied sizes.
     #[command(
         after_help = "Examples:\n  cualloc vary run.rec --copies 2 --percent 10 --out varied.csv"
     )]
     Vary(VaryOptions),
-    /// Measure what an allocation costs, alone and with many threads.
+    /// Measure the cost of allocations, single-threaded and with many threads.
     #[command(
         after_help = "Examples:\n  cualloc bench --quick\n  cualloc bench --only pair,churn --json"
     )]
     Bench(BenchOptions),
-    /// Write a script that completes this command's words in a shell.
+    /// Generate shell completions.
     #[command(
         after_help = "Examples:\n  cualloc completions bash > ~/.local/share/bash-completion/completions/cualloc"
     )]
     Completions {
-        /// Which shell reads it.
+        /// The shell to generate completions for.
         #[arg(value_enum)]
         shell: Shell,
     },
-    /// Write a page of the manual.
+    /// Generate a manual page.
     #[command(after_help = "Examples:\n  cualloc man replay | man -l -")]
     Man {
-        /// Of this subcommand, instead of the whole command.
+        /// Subcommand to document, instead of the whole command.
         #[arg(value_name = "SUBCOMMAND")]
         page: Option<String>,
     },
@@ -97,7 +97,7 @@ pub enum Command {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Everywhere")]
 pub struct GlobalOptions {
-    /// What to run on; by default `auto`: the GPU if there is one, else the simulator.
+    /// Device to run on; by default `auto`: the GPU if there is one, else the simulator.
     #[arg(long, value_enum, global = true)]
     device: Option<DeviceChoice>,
     /// Memory of the simulated device [default: 144 GiB].
@@ -106,13 +106,14 @@ pub struct GlobalOptions {
     /// Write one JSON object per line instead of text.
     #[arg(long, global = true)]
     pub json: bool,
-    /// Say nothing but results and errors.
+    /// Print only results and errors.
     #[arg(short, long, global = true)]
     pub quiet: bool,
 }
 
 impl Cli {
-    /// Reads the command line. A number below 0 behind an option is a wrong value of it, and not an unknown option.
+    /// Parses the command line. A negative number after an option is reported as an invalid value, not as an unknown
+    /// option.
     pub fn read() -> Result<Cli, clap::Error> {
         let value = |arg: Arg| {
             let takes_value = !arg.is_positional() && arg.get_action().takes_values();
@@ -133,12 +134,12 @@ impl GlobalOptions {
         self.sim_memory.unwrap_or(SIM_MEMORY).0
     }
 
-    /// Whether an option is about the simulator.
+    /// Whether an option that configures the simulator is given.
     pub fn about_simulator(&self) -> bool {
         self.sim_memory.is_some()
     }
 
-    /// Refuses to be told about a simulator that there will not be.
+    /// Rejects simulator options when no simulator will be used.
     pub fn check_simulator(&self) -> Result<(), Failure> {
         match self.device() {
             DeviceChoice::Cuda if self.about_simulator() => Err(Failure::usage(
@@ -148,7 +149,7 @@ impl GlobalOptions {
         }
     }
 
-    /// The first option about a device, for what runs on none.
+    /// Returns the first option about a device, for subcommands that use none.
     pub fn about_device(&self) -> Option<&'static str> {
         let device = self.device.map(|_| "--device");
         device.or(self.sim_memory.map(|_| "--sim-memory"))
@@ -158,33 +159,33 @@ impl GlobalOptions {
 /// How files are read.
 #[derive(Args, Debug)]
 pub struct InputOptions {
-    /// Of which GPU, if a snapshot, a recording or a log has several; by default the one with the most rows.
+    /// GPU to use, if a snapshot, a recording or a log has several; by default the one with the most rows.
     #[arg(long, value_name = "N")]
     pub gpu: Option<usize>,
-    /// Rows or events that a file may have: each takes 80 bytes to 1 KB of memory.
+    /// Maximum number of rows or events in a file: each takes 80 bytes to 1 KB of memory.
     #[arg(long, value_name = "N", default_value_t = MAX_ROWS)]
     pub max_rows: u64,
 }
 
 #[derive(Args, Clone, Copy, Default, Debug)]
 pub struct PlacementOptions {
-    /// How memory is taken from the driver; by default the best that the device supports.
+    /// How memory is obtained from the driver; by default the best that the device supports.
     #[arg(long, value_enum)]
     pub policy: Option<PolicyChoice>,
-    /// Only grow: no second layouts of memory that is held (packed policy).
+    /// Only grow: never map reserved memory a second time (packed policy).
     #[arg(long)]
     pub no_views: bool,
 }
 
 #[derive(Args, Debug)]
 pub struct LimitOptions {
-    /// The most memory to hold: a size, a share of the device's memory like `90%`, or a multiple of the
-    /// requested peak like `1.02x`.
+    /// Maximum of reserved memory: a size, a share of the device's memory like `90%`, or a multiple of the requested
+    /// peak like `1.02x`.
     #[arg(long, value_name = "SIZE|SHARE%|RATIOx", allow_hyphen_values = true)]
     pub limit: Option<Limit>,
 }
 
-/// Files that have a row in a table each.
+/// The options for the files that get one table row each.
 #[derive(Args, Debug)]
 pub struct TableOptions {
     /// Traces, recordings, PyTorch snapshots or allocation logs (RMM), plain or gzip; `-` is standard input.
@@ -195,7 +196,7 @@ pub struct TableOptions {
     pub lag: u64,
     #[command(flatten)]
     pub input: InputOptions,
-    /// Show all columns, however narrow the terminal is.
+    /// Show all columns, whatever the width of the terminal.
     #[arg(long, conflicts_with = "json")]
     pub wide: bool,
 }
@@ -205,7 +206,7 @@ pub struct ExportOptions {
     /// Recording of cualloc (CUALLOC_RECORD), plain or gzip; for csv any file that `replay` reads; `-` is standard input.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// What to write.
+    /// Output format.
     #[arg(long, value_enum)]
     pub to: FormatChoice,
     #[command(flatten)]
@@ -219,11 +220,11 @@ pub struct ExportOptions {
 pub enum FormatChoice {
     /// A trace, which `replay`, `capacity` and `vary` read.
     Csv,
-    /// A memory snapshot of PyTorch's as a pickle, for its viewer.
+    /// A PyTorch memory snapshot as a pickle, for PyTorch's viewer.
     Pytorch,
-    /// The same as JSON.
+    /// The same snapshot as JSON.
     PytorchJson,
-    /// A profile by stacks or contexts, for pprof; `inuse` figures as `collapsed`.
+    /// A profile by stacks or contexts, for pprof; its `inuse` values are those of `collapsed`.
     Pprof,
     /// Live bytes by stacks or contexts when the program ran out of memory, else at the peak, for flame graphs.
     Collapsed,
@@ -231,8 +232,8 @@ pub enum FormatChoice {
 
 #[derive(Args, Debug)]
 pub struct ViewOptions {
-    /// Trace, recording, PyTorch snapshot or allocation log, plain or gzip; `-` is standard input. Of two the page shows the
-    /// second, and what grew and shrank from the first to it.
+    /// Trace, recording, PyTorch snapshot or allocation log, plain or gzip; `-` is standard input. With two files the
+    /// page shows the second, and what grew and shrank between them.
     #[arg(required = true, value_name = "FILE", num_args = 1..=2)]
     pub files: Vec<PathBuf>,
     /// Page to write; `-` is standard output [default: the name of FILE with `.view.html`, in the current folder].
@@ -248,7 +249,7 @@ pub struct ViewOptions {
     /// Work submitted at one row completes this many rows later.
     #[arg(long, value_name = "ROWS", default_value_t = 0)]
     pub lag: u64,
-    /// How many maps of memory to take, in equal distances, beside those at the peak and at the end.
+    /// Number of memory maps at equal distances, in addition to those at the peak and at the end.
     #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(..=1000))]
     pub maps: u16,
     #[command(flatten)]
@@ -257,19 +258,19 @@ pub struct ViewOptions {
 
 #[derive(Args, Debug)]
 pub struct GenerateOptions {
-    /// What the program does.
+    /// The kind of program to imitate.
     #[arg(value_enum)]
     pub kind: KindChoice,
-    /// Programs of different seeds differ; the same seed gives the same trace everywhere.
+    /// Seed of the random numbers; the same seed gives the same trace on every machine.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// Rows to write, instead of as many as usual.
+    /// Number of rows; the default depends on the kind.
     #[arg(long, value_name = "N")]
     pub rows: Option<usize>,
-    /// Streams of a random program, instead of what the seed says.
+    /// Number of streams of a random program; by default the seed determines it.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub streams: Option<u16>,
-    /// Most bytes live in a random program, instead of 8 GiB.
+    /// Maximum of live bytes of a random program [default: 8 GiB].
     #[arg(long, value_name = "SIZE", value_parser = live, allow_hyphen_values = true)]
     pub live: Option<Size>,
     /// File to write, compressed if it ends in `.gz`; `-` is standard output.
@@ -283,7 +284,7 @@ pub enum KindChoice {
     Large,
     /// Training with sharded parameters, on three streams.
     Sharded,
-    /// Random blocks on random streams; what is live wanders between a bound and a 32nd of it.
+    /// Random blocks on random streams; live memory varies between a maximum and a 32nd of it.
     Random,
     /// The same, with memory always full.
     Churn,
@@ -294,13 +295,13 @@ pub struct VaryOptions {
     /// Trace, recording, PyTorch snapshot or allocation log, plain or gzip; `-` is standard input.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// How many copies to write, one after another.
+    /// Number of copies to write, one after another.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     pub copies: u32,
-    /// By how much of itself a size may change.
+    /// By how many percent a size may change.
     #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..100))]
     pub percent: u8,
-    /// Different seeds change the sizes differently.
+    /// Seed of the random changes of sizes.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
     #[command(flatten)]
@@ -326,7 +327,7 @@ pub struct TraceOptions {
     /// Fill every block with kernels, check it just before it is freed, and count wrong words.
     #[arg(long)]
     pub verify: bool,
-    /// Decides which checks are delayed, when verifying over several streams.
+    /// Seed that decides which checks are delayed, when verifying over several streams.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "verify")]
     pub seed: u64,
 }
@@ -335,7 +336,8 @@ pub struct TraceOptions {
 pub struct AdviseOptions {
     #[command(flatten)]
     pub table: TableOptions,
-    /// Memory that the allocator may hold, like `24GiB`; several sizes with commas between. Without it: what is needed.
+    /// Memory that the allocator may reserve, like `24GiB`; several sizes separated by commas. Default: the amount that
+    /// is needed.
     #[arg(
         long,
         value_name = "SIZE",
@@ -353,15 +355,16 @@ pub struct ReplayOptions {
     /// Replay each file under both policies, packed and classic, and explain the figures.
     #[arg(long, conflicts_with_all = ["policy", "no_views"])]
     pub compare: bool,
-    /// How often to replay each file, on one allocator; --json shows each, for some 2.5 KB of memory.
+    /// Number of replays of each file, on one allocator; --json reports each one and uses about 2.5 KB of memory for
+    /// it.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     #[command(flatten)]
     pub limit: LimitOptions,
-    /// Show each replay in so many parts of equal length; needs --json.
+    /// Report each replay in this number of parts of equal length; needs --json.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub parts: Option<u16>,
-    /// Walk over the allocator's structures after each so many rows.
+    /// Check the allocator's data structures after every this many rows.
     #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub check_every: Option<u32>,
     #[command(flatten)]
@@ -370,33 +373,33 @@ pub struct ReplayOptions {
 
 #[derive(Args, Debug)]
 pub struct BenchOptions {
-    /// How memory is taken from the driver; by default the best that the device supports.
+    /// How memory is obtained from the driver; by default the best that the device supports.
     #[arg(long, value_enum)]
     pub policy: Option<PolicyChoice>,
-    /// Only these, separated by commas; by default all.
+    /// Benchmarks to run, separated by commas; by default all.
     #[arg(long, value_enum, value_name = "WORK", value_delimiter = ',')]
     pub only: Vec<Work>,
-    /// A tenth of the operations and fewer repetitions: a look, not a measurement.
+    /// Run a tenth of the operations with fewer repetitions: for a rough impression only.
     #[arg(long)]
     pub quick: bool,
 }
 
-/// What `bench` can do, in the order in which it does it.
+/// The benchmarks of `bench`, in the order in which they run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Work {
     /// An allocation and its free, in seven sizes.
     Pair,
-    /// The same with stream handles and pointers.
+    /// The same with raw stream handles and pointers.
     Raw,
-    /// Random slots, filled and emptied: small blocks, and all sizes.
+    /// Random slots, filled and emptied: small blocks, and blocks of all sizes.
     Churn,
-    /// Many threads, on a stream each and on one for all.
+    /// Many threads, on one stream each and on one stream for all.
     Threads,
     /// Many threads with blocks of 1 MiB.
     LargeThreads,
-    /// Blocks that another stream used.
+    /// Blocks that another stream has used.
     Cross,
-    /// A pair beside many free blocks.
+    /// A pair while many free blocks exist.
     FreeBlocks,
     /// A pair through a stack of resources, a workspace pool and a typed pool.
     FrontEnds,

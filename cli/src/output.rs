@@ -8,19 +8,19 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use std::io::{self, Stdout, Write};
 
-/// The version of the lines of `--json`: it grows when a key goes or changes its meaning.
+/// The version of the lines of `--json`: incremented when a key is removed or changes its meaning.
 pub const SCHEMA: u32 = 1;
 
-/// The longest name beside a progress bar.
+/// The maximum length of a name beside a progress bar.
 const BAR_NAME: usize = 24;
 
-/// Where results and notes go. Every line is flushed, so that a reader sees it immediately.
+/// Writes results and notes. Every line is flushed, so that a reader sees it immediately.
 pub struct Output {
     stdout: Stdout,
-    /// Whether results are objects of JSON.
+    /// Whether results are JSON objects.
     pub json: bool,
     pub quiet: bool,
-    /// Whether a table has its head.
+    /// Whether the table header was written.
     headed: bool,
 }
 
@@ -44,7 +44,7 @@ impl Output {
         self.line(&value.to_string())
     }
 
-    /// Writes a row of a table; before the first one its head.
+    /// Writes a row of a table, preceded by the header before the first one.
     pub fn row(&mut self, table: &Table, cells: impl IntoIterator<Item = Cell>) -> io::Result<()> {
         if !std::mem::replace(&mut self.headed, true) {
             match table.left_out() {
@@ -61,21 +61,21 @@ impl Output {
         self.line(&table.row(cells))
     }
 
-    /// Says on stderr what is good to know, unless it was asked for quiet.
+    /// Writes a note to stderr, unless --quiet is given.
     pub fn note(&self, text: &str) {
         if !self.quiet {
             complain(style("note"), text);
         }
     }
 
-    /// Says on stderr that results are worth less than they look, unless it was asked for quiet.
+    /// Writes a warning about the results to stderr, unless --quiet is given.
     pub fn warning(&self, text: &str) {
         if !self.quiet {
             complain(style("warning"), text);
         }
     }
 
-    /// Reports the failure of one file, so that others can follow.
+    /// Reports the failure of one file, so that other files can follow.
     pub fn attempted(&mut self, outcome: Outcome) -> Outcome {
         match outcome {
             Err(failure @ Failure::File(_)) => {
@@ -98,7 +98,7 @@ impl Output {
         self.failure(trace, line, &message, &reasons)
     }
 
-    /// With `--json`, writes the object of a trace without a result. The faults are on stderr already.
+    /// With `--json`, writes the object of a trace without a result. The faults were written to stderr before.
     pub fn failure(
         &mut self,
         trace: Option<&str>,
@@ -126,7 +126,7 @@ impl Output {
         self.bar(ProgressBar::new(length), template, name)
     }
 
-    /// As [`Output::progress`], for work of unknown length.
+    /// Like [`Output::progress`], for work of unknown length.
     pub fn spinner(&self, name: &str) -> ProgressBar {
         self.bar(ProgressBar::new_spinner(), "{prefix}: {wide_msg}", name)
     }
@@ -144,8 +144,7 @@ impl Output {
     }
 }
 
-/// The width of the terminal that tables go to: what `COLUMNS` says, else what stdout is. None without a
-/// terminal.
+/// Returns the width of the terminal that tables go to: `COLUMNS`, else the width of stdout. None without a terminal.
 pub fn width() -> Option<usize> {
     let columns = std::env::var("COLUMNS").ok();
     let columns = columns.and_then(|text| text.parse().ok());
@@ -156,28 +155,28 @@ pub fn width() -> Option<usize> {
     columns.filter(|columns| *columns > 0).or_else(width)
 }
 
-/// A message on stderr. Nothing happens if its reader is gone.
+/// Writes a message to stderr, ignoring a closed reader.
 fn complain(kind: StyledObject<&str>, text: &str) {
     let lines = Vec::from_iter(text.lines().map(text::visible));
     let _ = writeln!(io::stderr(), "{kind}: {}", lines.join("\n    "));
 }
 
-/// Says on stderr what went wrong.
+/// Writes an error to stderr.
 pub fn error(text: &str) {
     complain(style("error").for_stderr().red().bold(), text);
 }
 
-/// A line on stderr as it is.
+/// Writes a line to stderr unchanged.
 pub fn plain(line: &str) {
     let _ = writeln!(io::stderr(), "{}", text::visible(line));
 }
 
-/// Bytes as MiB with one digit.
+/// Formats bytes as MiB with one decimal.
 pub fn mebibytes(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / (1 << 20) as f64)
 }
 
-/// Nanoseconds in at most six characters.
+/// Formats nanoseconds in at most six characters.
 pub fn nanos(nanos: f64) -> String {
     match nanos {
         few if few < 999_999.5 => format!("{few:.0}"),
@@ -185,12 +184,12 @@ pub fn nanos(nanos: f64) -> String {
     }
 }
 
-/// A ratio with four digits, or a dash.
+/// Formats a ratio with four decimals, or as a dash.
 pub fn ratio(ratio: Option<f64>) -> Cell {
     Cell::or_dash(ratio.map(|ratio| format!("{ratio:.4}")))
 }
 
-/// `bytes / of`; nothing if that makes no sense.
+/// Returns `bytes / of`; none if `of` is 0.
 pub fn ratio_of(bytes: u64, of: u64) -> Option<f64> {
     (of > 0).then(|| bytes as f64 / of as f64)
 }

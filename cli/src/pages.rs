@@ -1,4 +1,4 @@
-//! `cualloc completions` and `cualloc man`: what a package installs beside the command.
+//! `cualloc completions` and `cualloc man`: files that a package installs along with the command.
 
 use crate::options::{Cli, GlobalOptions};
 use crate::{Failure, Outcome};

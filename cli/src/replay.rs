@@ -14,7 +14,7 @@ use cualloc::trace::{Pass, ReplayReport, Trace};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// What the figures mean, behind a comparison of the policies.
+/// Explains the figures, printed after a comparison of the policies.
 const LEGEND: &str = "ratio is the peak of memory held over the peak of memory requested in the first replay (1.0 is \
     the least possible), max the same over all replays; calls are those of the CUDA driver in the first and the last replay";
 
@@ -73,7 +73,7 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
     Ok(well)
 }
 
-/// What there is to say of the requests that failed in a recorded program, if any did.
+/// Describes the requests that failed in the recorded program, if any did.
 pub fn failed_requests(trace: &Trace) -> Option<String> {
     let (row, bytes) = trace.failed_requests().max_by_key(|(_, bytes)| *bytes)?;
     let (count, line, size) = (
@@ -89,7 +89,7 @@ pub fn failed_requests(trace: &Trace) -> Option<String> {
     })
 }
 
-/// Refuses files that cannot all be read.
+/// Rejects a list of files that cannot all be read.
 pub fn check(files: &[PathBuf]) -> Result<(), Failure> {
     match files.iter().filter(|path| text::is_standard(path)).count() {
         0 | 1 => Ok(()),
@@ -122,8 +122,8 @@ fn replay(
     Ok(report.map_err(|error| FileError::no_replay(path, error))?)
 }
 
-/// The peak of reserved over that of requested memory, in the first replay and in all. None where a replay failed:
-/// what it reserved until then says nothing about the trace.
+/// Returns the peak of reserved over that of requested memory, in the first replay and over all. None where a replay
+/// failed: its reserved bytes up to then say nothing about the trace.
 fn ratios(trace: &Trace, report: &ReplayReport) -> [Option<f64>; 2] {
     let ratio = |held| output::ratio_of(held, trace.requested_peak());
     [
@@ -132,7 +132,7 @@ fn ratios(trace: &Trace, report: &ReplayReport) -> [Option<f64>; 2] {
     ]
 }
 
-/// One line of `--json`.
+/// Builds one line of `--json`.
 fn object(
     machine: &Machine,
     settings: &Settings,
@@ -155,7 +155,7 @@ fn object(
         "config": settings.text(),
         "limit_bytes": report.limit,
         "requested_peak_bytes": trace.requested_peak(),
-        // The replay does not repeat these; the required peak is that of a program in which they succeed.
+        // The replay does not repeat these requests; the required peak is that of a program in which they succeed.
         "failed_requests": trace.failed_requests().count(),
         "required_peak_bytes": trace.required_peak(),
         "reserved_peak_bytes": report.reserved_peak,
@@ -171,8 +171,8 @@ fn object(
     })
 }
 
-/// How the memory lay at the first replay's peak of requested bytes (null if it was not reached), and how it grew
-/// until the last replay ended.
+/// Describes the memory layout at the first replay's peak of requested bytes (null if it was not reached), and its
+/// growth until the last replay ended.
 fn memory(report: &ReplayReport) -> Value {
     let (peak, packing) = (report.at_peak.as_ref(), &report.stats.packing);
     let stranded = |f: &Fragmentation| f.stranded.iter().map(|s| s.bytes).sum::<u64>();
@@ -214,25 +214,25 @@ fn pass_object(pass: &Pass) -> Value {
     object
 }
 
-/// What went wrong in a replay, and at which line of its file.
+/// A fault of a replay, and the line of its file.
 pub struct Fault {
     line: Option<u64>,
     pub text: String,
 }
 
 impl Fault {
-    /// One that no line is to blame for.
+    /// Creates a fault without a line.
     pub fn new(text: String) -> Fault {
         Fault { line: None, text }
     }
 }
 
-/// Everything that went wrong.
+/// Returns all faults of a replay.
 pub fn faults(report: &ReplayReport) -> Vec<Fault> {
     let mut faults = Vec::new();
     if let Some((pass, row)) = report.failed {
         let why = match &report.error {
-            // The only driver call that the replay itself makes between rows.
+            // This is the only driver call that the replay itself makes between rows.
             Some(Error::Driver(error)) if error.call() == "cuLaunchKernel" => {
                 format!(": cannot submit work to the device: {}", text::chain(error))
             }
@@ -275,7 +275,7 @@ pub fn texts(faults: &[Fault]) -> Vec<String> {
     faults.iter().map(|fault| fault.text.clone()).collect()
 }
 
-/// Writes to stderr what went wrong with a file.
+/// Writes the faults of a file to stderr.
 pub fn complain(path: &Path, faults: &[Fault]) {
     for Fault { line, text } in faults {
         let place = text::place(path, input::STDIN, *line);

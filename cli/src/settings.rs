@@ -1,4 +1,4 @@
-//! The allocator's settings: those of the environment, and options before them.
+//! The allocator's settings: those of the environment, overridden by options.
 
 use crate::Failure;
 use crate::options::{PlacementOptions, PolicyChoice, TraceOptions};
@@ -7,10 +7,10 @@ use crate::size::Limit;
 use cualloc::allocator::{CONFIG_VARIABLE, Config, Policy};
 use cualloc::trace::{Replay, Trace};
 
-/// What the environment says, with the options on top.
+/// The settings of the environment with the options applied.
 pub struct Settings {
     config: Config,
-    /// As the variable has it.
+    /// The text of the variable.
     text: Option<String>,
 }
 
@@ -40,12 +40,12 @@ impl Settings {
         })
     }
 
-    /// The limit of the environment.
+    /// Returns the limit set by the environment.
     pub fn limit(&self) -> Option<Limit> {
         self.config.limit.map(Limit::Of)
     }
 
-    /// The limit in bytes that an option or else the environment sets for a trace.
+    /// Returns the limit in bytes for a trace, set by an option or else by the environment.
     pub fn limit_for(&self, option: Option<Limit>, trace: &Trace, memory: u64) -> Option<u64> {
         let limit = option.or_else(|| self.limit())?;
         Some(limit.bytes(trace.requested_peak(), memory))
@@ -55,7 +55,7 @@ impl Settings {
         &self.config
     }
 
-    /// A replay of a trace under them, with this limit.
+    /// Creates a replay of a trace with these settings and a limit.
     pub fn replay<'a>(
         &self,
         trace: &'a Trace,
@@ -68,12 +68,12 @@ impl Settings {
             .seed(options.seed)
     }
 
-    /// What the variable says, if anything.
+    /// Returns the text of the variable, if it is set.
     pub fn text(&self) -> Option<&str> {
         self.text.as_deref()
     }
 
-    /// Says that results are not those of the default settings.
+    /// Notes on stderr that the default settings are not in effect.
     pub fn announce(&self, output: &Output) {
         if let Some(text) = &self.text {
             output.note(&format!("the allocator is set by {CONFIG_VARIABLE}={text}"));

@@ -1,21 +1,21 @@
-//! Files that are written: whole or not at all.
+//! Output files, written completely or not at all.
 
 use crate::{Failure, FileError, text};
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-/// What messages call stdout.
+/// The name of stdout in messages.
 pub const STDOUT: &str = "<stdout>";
 
-/// Lets `fill` write the file with this name; `-` is stdout. A regular file, also behind a link, is replaced when all is
-/// written.
+/// Calls `fill` to write the file with this name; `-` is stdout. A regular file, also behind a link, is replaced once
+/// everything is written.
 pub fn write<T>(
     path: &Path,
     fill: impl FnOnce(&mut dyn Write) -> io::Result<T>,
 ) -> Result<T, Failure> {
     write_file(path, fill).map_err(|error| match error.kind() {
-        // The reader has what it wanted.
+        // The reader has closed the pipe because it needs no more.
         io::ErrorKind::BrokenPipe => Failure::Output(error),
         _ => {
             let what = FileError::new("cannot be written");
@@ -45,7 +45,7 @@ fn write_file<T>(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<T>
         .filter(|folder| !folder.as_os_str().is_empty());
     let mut new = tempfile::Builder::new();
     new.prefix(".cualloc-");
-    // As other programs create files: what the process masks is taken off.
+    // The mode with which other programs create files, subject to the process's umask.
     #[cfg(unix)]
     new.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
     let new = new.tempfile_in(folder.unwrap_or(Path::new(".")))?;

@@ -28,7 +28,7 @@ impl FromStr for Size {
     }
 }
 
-/// With the largest unit of which it is a multiple; reading that gives the same size.
+/// Formats the size in the largest unit that divides it; parsing the result gives the same size.
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match UNITS.iter().find(|(_, unit)| self.0.is_multiple_of(*unit)) {
@@ -38,7 +38,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// The size of a block that a made-up program can have: none is smaller.
+/// Parses the maximum of live bytes of a generated program: at least one smallest block.
 pub fn live(text: &str) -> Result<Size, String> {
     let size: Size = text.parse()?;
     match size.0 {
@@ -59,9 +59,9 @@ pub enum Limit {
 }
 
 impl Limit {
-    /// The limit in bytes for a trace with this requested peak, on a device with so much memory.
+    /// Returns the limit in bytes for a trace with this requested peak, on a device with this memory.
     pub fn bytes(self, requested_peak: u64, device: u64) -> u64 {
-        // Rounding to a float and back is far finer than any granule of memory.
+        // The error of rounding to a float and back is far below the granularity of memory.
         let bytes = match self {
             Limit::Of(allocator::Limit::Bytes(bytes)) => bytes,
             Limit::Of(allocator::Limit::Fraction(share)) => (device as f64 * share) as u64,

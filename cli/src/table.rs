@@ -1,10 +1,10 @@
-//! Tables whose lines are written as they come: widths are set beforehand, to fit the terminal.
+//! Tables whose lines are written one by one: widths are fixed in advance, to fit the terminal.
 
 use crate::options::TableOptions;
 use crate::{input, output, text};
 use console::{measure_text_width, style, truncate_str};
 
-/// The first column may be cut down to this before others are left out, and to the second in the end.
+/// The first column may be narrowed to the first width before other columns are left out, and finally to the second.
 const NAME: (usize, usize) = (20, 8);
 const GAP: usize = 2;
 
@@ -12,11 +12,11 @@ const GAP: usize = 2;
 #[derive(Clone, Copy)]
 pub struct Column {
     pub name: &'static str,
-    /// Its unit, or which of several: beside the name, below it where there is no room.
+    /// The unit or variant: printed beside the name, or below it if there is no room.
     pub of: &'static str,
-    /// The least width of what stands in it.
+    /// The minimum width of its cells.
     pub width: usize,
-    /// Columns of higher ranks are left out first, those of rank 0 never.
+    /// Columns with higher ranks are left out first, those of rank 0 never.
     pub rank: u8,
 }
 
@@ -31,20 +31,20 @@ impl Column {
     }
 }
 
-/// What stands at one place.
+/// The content of a cell.
 pub struct Cell {
     text: String,
     good: Option<bool>,
 }
 
 impl Cell {
-    /// A dash where there is no value.
+    /// Creates a cell with a dash if there is no value.
     pub fn or_dash(value: Option<impl ToString>) -> Cell {
         let text = value.map(|value| value.to_string());
         text.as_deref().unwrap_or("-").into()
     }
 
-    /// A verdict, in colour on a terminal.
+    /// Creates a cell with a verdict, coloured on a terminal.
     pub fn verdict(text: String, good: bool) -> Cell {
         Cell {
             text,
@@ -64,14 +64,14 @@ impl<T: Into<String>> From<T> for Cell {
 
 pub struct Table {
     columns: Vec<Column>,
-    /// Of each column; nothing if it is left out.
+    /// The width of each column; none if it is left out.
     widths: Vec<Option<usize>>,
-    /// Whether it was made to fit.
+    /// Whether the table was fitted to a terminal.
     fitted: bool,
 }
 
 impl Table {
-    /// A table whose first column names traces.
+    /// Creates a table whose first column names traces.
     pub fn of_traces(options: &TableOptions, mut columns: Vec<Column>) -> Table {
         let files = options.files.iter();
         let names = files.map(|path| measure_text_width(&text::visible(&input::name(path))));
@@ -80,7 +80,7 @@ impl Table {
         Table::new(columns, terminal)
     }
 
-    /// A table for a terminal of this width; without one all columns stand side by side.
+    /// Creates a table for a terminal of this width; without a terminal all columns are shown.
     fn new(columns: Vec<Column>, terminal: Option<usize>) -> Table {
         let beside = |column: &Column| match column.of {
             "" => column.name.len(),
@@ -114,7 +114,7 @@ impl Table {
         self.narrow(terminal, NAME.1);
     }
 
-    /// Cuts the first column as far as need be, at most to `least`.
+    /// Narrows the first column as far as necessary, at most to `least`.
     fn narrow(&mut self, terminal: usize, least: usize) {
         let excess = self.width().saturating_sub(terminal);
         if let Some(Some(first)) = self.widths.first_mut() {
@@ -128,17 +128,17 @@ impl Table {
         shown.sum::<usize>() + gaps
     }
 
-    /// How many columns are left out.
+    /// Returns the number of columns left out.
     pub fn left_out(&self) -> usize {
         self.widths.iter().filter(|width| width.is_none()).count()
     }
 
-    /// Whether long words are out of place.
+    /// Whether the table was fitted, so that long words should be avoided.
     pub fn is_fitted(&self) -> bool {
         self.fitted
     }
 
-    /// The lines above the rows.
+    /// Returns the lines above the rows.
     pub fn header(&self) -> Vec<String> {
         let columns = self.columns.iter();
         if self.fitted {

@@ -1,10 +1,10 @@
-//! Text for people: what a terminal may be shown, and errors in words.
+//! Text for people: safe for terminals, and errors as messages.
 
 use cualloc::trace::Capacity;
 use std::error::Error;
 use std::path::Path;
 
-/// The text with all that could steer a terminal, or turn the order of letters, written as an escape.
+/// Escapes all characters that could control a terminal or change the direction of text.
 pub fn visible(text: &str) -> String {
     let turns = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let mut shown = String::with_capacity(text.len());
@@ -17,7 +17,7 @@ pub fn visible(text: &str) -> String {
     shown
 }
 
-/// The name of a file in a message; `-` stands for one of the standard streams, named by the caller.
+/// Returns the name of a file for messages; for `-` the given name of the standard stream.
 pub fn file(path: &Path, standard: &str) -> String {
     match is_standard(path) {
         true => standard.to_owned(),
@@ -25,18 +25,18 @@ pub fn file(path: &Path, standard: &str) -> String {
     }
 }
 
-/// A file as [`file()`] names it, and its line.
+/// Returns a file, named as by [`file()`], with its line.
 pub fn place(path: &Path, standard: &str, line: Option<u64>) -> String {
     let file = file(path, standard);
     line.map_or(file.clone(), |line| format!("{file}:{line}"))
 }
 
-/// Whether this is `-`: stdin for what is read, stdout for what is written.
+/// Whether the path is `-`: stdin for input, stdout for output.
 pub fn is_standard(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 
-/// A number of things, by the name of one.
+/// Formats a count with its noun.
 pub fn counted(number: usize, name: &str) -> String {
     match number {
         1 => format!("1 {name}"),
@@ -48,18 +48,18 @@ pub fn counted(number: usize, name: &str) -> String {
 pub const ASSUMED: &str = "sizes are what the allocator may hold: the device needs the headroom and what other programs take \
                            beside them; memory is scarce near the limit, else plentiful";
 
-/// That a trace with this requested peak runs under no limit that was tried.
+/// The message for a trace that runs under none of the limits tried.
 pub fn no_limit(requested_peak: u64) -> String {
     let most = requested_peak.saturating_mul(Capacity::FACTOR);
     format!("runs under no limit up to {most} bytes")
 }
 
-/// The messages of an error and of all its sources, in one line.
+/// Joins the messages of an error and all its sources in one line.
 pub fn chain(error: &dyn Error) -> String {
     messages(error).join(": ")
 }
 
-/// The message of an error, then those of its sources that say something new.
+/// Returns the message of an error, then those of its sources that add information.
 pub fn messages(error: &dyn Error) -> Vec<String> {
     let mut messages = vec![error.to_string()];
     let mut source = error.source();

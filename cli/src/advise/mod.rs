@@ -1,4 +1,4 @@
-//! `cualloc advise`: whether recorded allocations fit into so much memory, and with which settings.
+//! `cualloc advise`: whether recorded allocations fit into a given amount of memory, and with which settings.
 
 mod trial;
 
@@ -16,17 +16,17 @@ use indicatif::BinaryBytes;
 use serde_json::{Value, json};
 use trial::{Choice, Stop, Trial, Trials};
 
-/// Recordings of more live bytes are not replayed: a simulated device of that size takes very long to fill.
+/// Recordings with more live bytes are not replayed: a simulated device of that size takes very long to fill.
 const MOST: u64 = 512 << 30;
 
-/// The width of a size that is not known beforehand.
+/// The width of a size that is not known in advance.
 const SIZE: usize = 10;
 
-/// The result for a trace under one size.
+/// The result for a trace and one size.
 struct Advice<'a> {
     memory: u64,
     needed: Option<u64>,
-    /// All settings that were tried: those that fit before the others, and of those the cheapest first.
+    /// All settings that were tried: those that fit come first, the cheapest of them at the front.
     trials: Vec<(&'a Choice, Trial)>,
 }
 
@@ -37,8 +37,8 @@ impl<'a> Advice<'a> {
         trial.fits().then_some(choice)
     }
 
-    /// The smallest memory that is known to do: where the settings that need least do not need least after all,
-    /// the size itself.
+    /// The smallest memory that is known to suffice. If the settings that usually need least turn out to need more,
+    /// this is the size itself.
     fn needed(&self) -> Option<u64> {
         match (self.best(), self.needed) {
             (Some(_), needed) => Some(needed.map_or(self.memory, |needed| needed.min(self.memory))),
@@ -56,13 +56,13 @@ impl<'a> Advice<'a> {
         missing.filter(|_| self.best().is_none())
     }
 
-    /// Why it does not fit: what those settings say that need least.
+    /// Why the trace does not fit, according to the settings that need least.
     fn reason(&self) -> Option<&str> {
         let mut reasons = self.trials.iter().map(|(_, trial)| trial.why.as_deref());
         reasons.next().flatten()
     }
 
-    /// One line of `--json`.
+    /// Builds one line of `--json`.
     fn object(&self, trace: &Trace, warnings: &[String], config: Option<&str>) -> Value {
         let choices = self.trials.iter().map(|(choice, trial)| {
             let fits = trial.fits();
@@ -77,7 +77,7 @@ impl<'a> Advice<'a> {
                 "handle_bytes": choice.config.handle,
                 "fits": fits,
                 "reason": trial.why,
-                // Of all replays, and null if it does not fit. The driver's time is that of the simulator's model.
+                // Over all replays; null if the trace does not fit. Driver time comes from the simulator's model.
                 "reserved_peak_bytes": fits.then_some(trial.reserved_peak),
                 "driver_ns": fits.then(|| trial.nanos()),
                 "retries": fits.then_some(trial.retries),
@@ -91,7 +91,7 @@ impl<'a> Advice<'a> {
             "memory_bytes": self.memory,
             "fits": best.is_some(),
             "requested_peak_bytes": trace.requested_peak(),
-            // What fits serves also the requests that failed in the recorded program.
+            // Memory that fits also serves the requests that failed in the recorded program.
             "failed_requests": trace.failed_requests().count(),
             "required_peak_bytes": trace.required_peak(),
             "needed_bytes": self.needed(),
@@ -140,7 +140,7 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
         if let Some(failed) = replay::failed_requests(trace) {
             output.note(&format!("{file}: {failed}; what fits serves them, too"));
         }
-        // Limits bound what is held, and never the device.
+        // A limit bounds only what is reserved, not the size of the device.
         let most = trace.required_peak().min(MOST) * (Capacity::FACTOR + 1);
         let memory = global.sim_memory().max(most);
         let ground = Machine::Simulated { memory }.context(files.lag)?;
@@ -173,7 +173,7 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
     })
 }
 
-/// The results for a trace under each of the sizes.
+/// Computes the results for a trace under each of the sizes.
 fn advise<'a>(
     ground: &Ground,
     options: &AdviseOptions,
@@ -221,7 +221,7 @@ fn under<'a>(
     let (mut trials, others): (Vec<_>, Vec<_>) =
         tried.into_iter().partition(|(_, trial)| trial.fits());
     trials.sort_by_key(|(_, trial)| trial.nanos());
-    // Of what does not fit, what needs least says best why.
+    // If nothing fits, the settings that need least give the best reason.
     trials.extend(others.into_iter().rev());
     Ok(Advice {
         memory,

@@ -1,4 +1,4 @@
-//! Replays of a trace under limits, each with settings of its own, and what becomes of them.
+//! Replays of a trace under limits, each with its own settings, and their results.
 
 use crate::machine::Ground;
 use crate::replay::{self, Fault};
@@ -8,7 +8,7 @@ use cualloc::allocator::{Config, Policy};
 use cualloc::trace::{Capacity, Pass, Replay, ReplayReport, Trace};
 use indicatif::BinaryBytes;
 
-/// What is tried, from what is usually cheap to what usually needs least.
+/// The settings to try, from those that are usually cheap to those that usually need least memory.
 const CHOICES: [&str; 6] = [
     "policy=classic",
     "policy=packed,tune.views=off",
@@ -18,19 +18,19 @@ const CHOICES: [&str; 6] = [
     "policy=packed,profile=dense,tune.handle=2M",
 ];
 
-/// An allocator that never holds more than this part of its limit does the same under every larger one: the
-/// policies look at the limit from its half on, and no request exceeds what is held in the end.
+/// An allocator that never reserves more than a quarter of its limit behaves identically under every larger limit: the
+/// policies consider the limit only from half of it on, and no request exceeds what is reserved in the end.
 const UNSEEN: u64 = 4;
 
 /// Settings to try.
 pub struct Choice {
-    /// As `CUALLOC_CONFIG` takes them, without a limit.
+    /// The text for `CUALLOC_CONFIG`, without a limit.
     pub text: String,
     pub config: Config,
 }
 
 impl Choice {
-    /// All there are: those of the environment, if it has some, and those of [`CHOICES`].
+    /// Returns all settings to try: those of the environment, if there are any, and [`CHOICES`].
     pub fn all(environment: Option<&str>) -> Result<Vec<Choice>, Failure> {
         let own = environment.map(without_limit);
         let own = own.filter(|own| !own.is_empty() && !CHOICES.contains(&own.as_str()));
@@ -42,7 +42,7 @@ impl Choice {
         choices.collect()
     }
 
-    /// As a table shows them.
+    /// Formats the settings for a table.
     pub fn shown(&self) -> String {
         let words = self.text.split(',').map(|word| match word.split_once('=') {
             Some(("policy" | "profile", value)) => value,
@@ -51,7 +51,7 @@ impl Choice {
         words.collect::<Vec<_>>().join(" ")
     }
 
-    /// The settings with a limit, as `CUALLOC_CONFIG` takes them.
+    /// Returns the text for `CUALLOC_CONFIG` with a limit.
     pub fn under(&self, limit: u64) -> String {
         format!("{},limit={limit}", self.text)
     }
@@ -63,15 +63,15 @@ fn without_limit(text: &str) -> String {
     kept.collect::<Vec<_>>().join(",")
 }
 
-/// What became of one choice under one limit.
+/// The result of one choice under one limit.
 #[derive(Clone, Default)]
 pub struct Trial {
     pub policy: Policy,
-    /// The most bytes of memory held.
+    /// The peak of reserved bytes.
     pub reserved_peak: u64,
     /// All passes, if they completed.
     pub passes: Vec<Pass>,
-    /// How often memory was given back, or work waited for, before an allocation was tried again.
+    /// How often memory was released or work was awaited before an allocation was tried again.
     pub retries: u64,
     /// Why it does not fit.
     pub why: Option<String>,
@@ -82,7 +82,7 @@ impl Trial {
         self.why.is_none()
     }
 
-    /// Nanoseconds in the driver over all passes.
+    /// Returns the driver time over all passes, in nanoseconds.
     pub fn nanos(&self) -> u64 {
         self.passes.iter().map(|pass| pass.calls.nanos()).sum()
     }
@@ -98,9 +98,9 @@ impl Trial {
 
 /// Why there is no result for a trace.
 pub enum Stop {
-    /// A replay could not begin.
+    /// A replay could not start.
     Begin(Error),
-    /// One went wrong other than for want of memory.
+    /// A replay failed for a reason other than lack of memory.
     Faults(Vec<Fault>),
 }
 
@@ -113,13 +113,13 @@ impl Stop {
 /// Called before each replay with its settings and its limit.
 type Progress<'a> = Box<dyn FnMut(&str, u64) + 'a>;
 
-/// All trials of a trace. Sizes share what they can.
+/// All trials of a trace. Trials of different sizes share results where possible.
 pub struct Trials<'a> {
     trace: &'a Trace,
     choices: &'a [Choice],
     ground: &'a Ground,
     progress: Progress<'a>,
-    /// Of each choice, by limit.
+    /// The known results of each choice, by limit.
     known: Vec<Vec<(u64, Trial)>>,
 }
 
@@ -139,7 +139,7 @@ impl<'a> Trials<'a> {
         }
     }
 
-    /// The trial of a choice, by its index, under a limit.
+    /// Returns the trial of the choice at an index under a limit.
     pub fn under(&mut self, index: usize, limit: u64) -> Result<Trial, Stop> {
         let mut known = self.known[index].iter();
         let known = known.find(|(tried, trial)| {
@@ -166,7 +166,7 @@ impl<'a> Trials<'a> {
             let why = format!("the program requires {}{failed}", BinaryBytes(peak));
             return Ok(Trial::refused(config.policy, why));
         }
-        // Settings and limit can contradict each other.
+        // Settings and limit may contradict each other.
         if let Err(error) = config.validate() {
             return Ok(Trial::refused(config.policy, error.to_string()));
         }
@@ -179,7 +179,7 @@ impl<'a> Trials<'a> {
         trial(report)
     }
 
-    /// The smallest limit that the choice which needs least runs under, as `cualloc capacity` finds it.
+    /// Finds the smallest limit for the choice that needs least, as `cualloc capacity` does.
     pub fn needed(&mut self) -> Result<Option<u64>, Stop> {
         let Some(choice) = self.choices.last() else {
             return Ok(None);

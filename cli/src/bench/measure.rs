@@ -1,4 +1,4 @@
-//! From work to figures: repetition, clocks, threads, medians.
+//! Turns workloads into figures: repetition, clocks, threads, medians.
 
 use super::source::Handles;
 use super::workload::{Churn, Failure, Slots, Source, pairs};
@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How much of each work is done.
+/// The amount of each workload to run.
 #[derive(Clone, Copy)]
 pub struct Scale {
-    /// Measured batches of pairs, of which the median counts.
+    /// Number of measured batches of pairs; the median is reported.
     pub batches: usize,
-    /// Measured passes of churns and runs of threads, of which the median counts.
+    /// Number of measured passes of churns and runs of threads; the median is reported.
     pub passes: usize,
-    /// What numbers of operations are divided by.
+    /// The divisor of the numbers of operations.
     pub divisor: usize,
 }
 
@@ -27,7 +27,7 @@ impl Scale {
         divisor: 1,
     };
 
-    /// Takes seconds.
+    /// A scale that takes seconds.
     pub const QUICK: Scale = Scale {
         batches: 3,
         passes: 1,
@@ -39,7 +39,7 @@ impl Scale {
     }
 }
 
-/// The middle value; of an even number the upper one of both.
+/// Returns the median; for an even number of values the upper of the two middle ones.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
@@ -54,7 +54,7 @@ fn nanos_each(time: Duration, count: usize) -> f64 {
     time.as_nanos() as f64 / count as f64
 }
 
-/// Nanoseconds of an allocation with its free.
+/// Measures an allocation with its free, in nanoseconds.
 pub fn pair<S: Source>(source: &S, bytes: usize, scale: &Scale) -> Result<f64, Failure> {
     let stream = source.stream(0);
     pairs(source, bytes, &stream, scale.pairs() / 10)?;
@@ -65,7 +65,7 @@ pub fn pair<S: Source>(source: &S, bytes: usize, scale: &Scale) -> Result<f64, F
     })
 }
 
-/// Nanoseconds of one operation, after a pass that is not measured.
+/// Measures one operation in nanoseconds, after one unmeasured pass.
 pub fn churn<S: Source>(source: &S, work: &Churn, scale: &Scale) -> Result<f64, Failure> {
     let (stream, count) = (source.stream(0), work.operations());
     let mut slots = work.slots::<S>();
@@ -84,7 +84,8 @@ fn empty<S: Source>(source: &S, slots: Slots<S>) -> Result<(), Failure> {
     blocks.try_for_each(|block| source.free(block))
 }
 
-/// Millions of operations a second of all threads together. `stream` returns the stream of a thread, `work` its work.
+/// Measures all threads together, in millions of operations per second. `stream` returns the stream of a thread, `work`
+/// its workload.
 pub fn threads<S: Source>(
     source: &S,
     count: usize,
@@ -112,17 +113,17 @@ pub fn threads<S: Source>(
     })
 }
 
-/// When a thread began and ended what is measured.
+/// When a thread started and finished its measured part.
 type Span = (Instant, Instant);
 
-/// Where threads wait for each other. Every thread passes both, whatever fails.
+/// Barriers before and after the measured part. Every thread passes both, even after a failure.
 struct Gates {
     start: Barrier,
     end: Barrier,
 }
 
 impl Gates {
-    /// Runs a thread's part between both gates.
+    /// Runs a thread's part between the two barriers.
     fn measure<T>(&self, run: impl FnOnce() -> Result<T, Failure>) -> Result<(T, Span), Failure> {
         self.start.wait();
         let start = Instant::now();
@@ -133,8 +134,8 @@ impl Gates {
     }
 }
 
-/// The time from the first thread's start to the last one's end: by their own clocks, for a thread that
-/// only waited for both might come late where there are more threads than processors.
+/// Returns the time from the first thread's start to the last thread's end, by the threads' own clocks: with more
+/// threads than processors, a thread that only waits at the barriers might wake up late.
 fn timed(
     count: usize,
     body: impl Fn(usize, &Gates) -> Result<Span, Failure> + Sync,
@@ -158,7 +159,7 @@ fn timed(
     })
 }
 
-/// Blocks that are freed together, so that the clock costs little beside them.
+/// Number of blocks freed together, so that the cost of reading the clock is negligible.
 const TOGETHER: usize = 64;
 
 /// The costs of blocks of 4 KiB that a second stream used, as their threads see them: nanoseconds of a free,

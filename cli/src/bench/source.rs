@@ -1,7 +1,7 @@
-//! The sources of memory that are measured: the allocator by handle and by pointer, its front ends,
-//! and the host's `malloc` as a yardstick.
+//! The memory sources to measure: the allocator by handle and by pointer, its front ends, and the host's `malloc` for
+//! comparison.
 
-// Programs that share this file each use their own part of it.
+// Programs that include this file use different parts of it.
 #![allow(dead_code)]
 
 use super::workload::{Failure, Source};
@@ -12,7 +12,7 @@ use cualloc::resource::{Budget, Logging, MemoryResource, RawBlock};
 use cualloc::{Allocator, Block, DeviceBuffer, Request};
 use std::alloc::{Layout, alloc, dealloc};
 
-/// Out of line, so that what is measured is the call and not the boxing of its errors.
+/// Out of line, so that the call is measured without the boxing of its errors.
 #[cold]
 #[inline(never)]
 fn failed(error: cualloc::Error) -> Failure {
@@ -51,7 +51,7 @@ impl Source for Handles<'_> {
     }
 }
 
-/// Stream handles in, pointers out, and frees by pointer.
+/// Allocates with raw stream handles and returns pointers; frees by pointer.
 pub struct Pointers<'a> {
     pub allocator: &'a Allocator,
     pub streams: &'a [Stream],
@@ -73,15 +73,15 @@ impl Source for Pointers<'_> {
 
     #[inline]
     fn free(&self, block: sys::CUdeviceptr) -> Result<(), Failure> {
-        // SAFETY: the block came from above, has no other owner, and no work uses it.
+        // SAFETY: the block was allocated above, has no other owner, and no work uses it.
         unsafe { self.allocator.free_raw(block) }.map_err(failed)
     }
 }
 
-/// The host's allocator, which knows no streams.
+/// The host's allocator, which ignores streams.
 pub struct Malloc;
 
-/// Memory of the host.
+/// A block of host memory.
 pub struct HostBlock {
     start: *mut u8,
     layout: Layout,
@@ -96,7 +96,7 @@ impl Source for Malloc {
     #[inline]
     fn allocate(&self, bytes: usize, (): &()) -> Result<HostBlock, Failure> {
         let layout = Layout::from_size_align(bytes.max(1), 16)?;
-        // SAFETY: the size is not 0. Hidden, or the compiler would leave the pair out.
+        // SAFETY: the size is not 0. `black_box` keeps the compiler from removing the pair.
         let start = std::hint::black_box(unsafe { alloc(layout) });
         if start.is_null() {
             return Err("malloc has no memory".into());
@@ -151,7 +151,7 @@ pub fn workspaces<'a>(
     Owned { streams, allocate }
 }
 
-/// Buffers of `f32` out of a typed pool.
+/// Buffers of `f32` from a typed pool.
 pub fn typed<'a>(
     allocator: &Allocator,
     streams: &'a [Stream],

@@ -37,7 +37,7 @@ fn medians() {
     assert!(median(Vec::new()).is_nan());
 }
 
-/// Every source does as many allocations as it is asked for, and has them all back at the end.
+/// Every source performs the requested number of allocations, and all blocks are freed at the end.
 #[test]
 fn pairs_are_made_and_taken_back() {
     rig(|allocator, streams| {
@@ -56,7 +56,7 @@ fn pairs_are_made_and_taken_back() {
         assert_eq!(count().total_allocated, 4 * batches);
         let workspaces = workspaces(allocator, streams);
         pair(&workspaces, 4096, &SCALE).unwrap();
-        // All from one slab.
+        // All blocks come from one slab.
         assert_eq!(count().total_allocated, 4 * batches + 1);
         drop(workspaces);
         assert_eq!(count().current, 0);
@@ -71,7 +71,7 @@ fn churns_do_every_operation() {
         churn(&handles, &work, &SCALE).unwrap();
         let count = allocator.stats().all.allocations;
         assert_eq!(count.current, 0);
-        // An unmeasured and a measured pass fill and empty every slot equally often.
+        // The unmeasured and the measured pass fill and empty every slot equally often.
         assert_eq!(count.total_allocated, 2000);
         assert_eq!(count.total_freed, 2000);
     });
@@ -95,7 +95,7 @@ fn threads_have_streams_of_their_own_or_one() {
 fn blocks_of_other_streams_cost_markers() {
     rig(|allocator, streams| {
         let handles = Handles { allocator, streams };
-        // Batches of 512 frees get a marker; its record and its queries are counted calls.
+        // Every 512 frees get a marker; recording and querying it are counted calls.
         let [free, pair, calls] = crossing(&handles, 2, &Scale::QUICK).unwrap();
         assert!(free > 0.0 && pair > free);
         assert!(calls > 0.0, "{calls}");
@@ -104,7 +104,7 @@ fn blocks_of_other_streams_cost_markers() {
     });
 }
 
-/// Numbers that a C++ program (GCC 12) printed for the same seeds.
+/// Numbers printed by a C++ program (GCC 12) for the same seeds.
 #[test]
 fn sequences_are_those_of_a_cpp_program() {
     let small = Churn::log_uniform(4096, 400_000, 1, 512, 65536);

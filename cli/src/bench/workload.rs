@@ -1,17 +1,16 @@
-//! What is asked of a source of memory, to the last size and slot, and how it is driven.
+//! Workloads for a memory source, defined down to each size and slot, and the code that runs them.
 //!
-//! The sequences are those that a C++ program draws with `std::mt19937_64` and
-//! `std::uniform_real_distribution` (as libstdc++ computes it), so that allocators in both languages can
-//! be given the same work.
+//! The sequences equal those that a C++ program draws with `std::mt19937_64` and `std::uniform_real_distribution` (as
+//! libstdc++ computes it), so that allocators in both languages can run the same workload.
 
-// Programs that share this file each use their own part of it.
+// Programs that include this file use different parts of it.
 #![allow(dead_code)]
 
 use rand_mt::Mt64;
 
-/// Uniform in `low..high`.
+/// Draws a number uniformly from `low..high`.
 fn real(random: &mut Mt64, low: f64, high: f64) -> f64 {
-    // Rounding may reach the upper end, which is then replaced by its neighbour below.
+    // Rounding may yield the upper end; it is then replaced by the next smaller number.
     let unit = (random.next_u64() as f64 / 2_f64.powi(64)).min(1.0_f64.next_down());
     unit * (high - low) + low
 }
@@ -26,7 +25,7 @@ fn sizes(random: &mut Mt64, count: usize, low: usize, high: usize) -> Vec<usize>
     (0..count).map(size).collect()
 }
 
-/// Sizes whose logarithm is uniform.
+/// Draws sizes with a uniformly distributed logarithm.
 pub fn log_uniform_sizes(count: usize, seed: u64, low: usize, high: usize) -> Vec<usize> {
     sizes(&mut Mt64::new(seed), count, low, high)
 }
@@ -37,8 +36,8 @@ fn picks(random: &mut Mt64, operations: usize, slots: usize) -> Vec<u32> {
     (0..operations).map(pick).collect()
 }
 
-/// Random slots that are filled where empty and emptied where full: one operation each. Sizes come from
-/// a table that is a power of two long, by the number of the operation.
+/// Random slots: an operation fills an empty slot or empties a full one. Sizes come from a table whose length is a
+/// power of two, indexed by the number of the operation.
 pub struct Churn {
     pub sizes: Vec<usize>,
     /// The slot of each operation.
@@ -47,7 +46,7 @@ pub struct Churn {
 }
 
 impl Churn {
-    /// Sizes whose logarithm is uniform.
+    /// Draws sizes with a uniformly distributed logarithm.
     pub fn log_uniform(
         slots: usize,
         operations: usize,
@@ -63,7 +62,7 @@ impl Churn {
         }
     }
 
-    /// What one of several threads does: 64 slots, 512 bytes doubled up to seven times.
+    /// Builds the workload of one of several threads: 64 slots, sizes of 512 bytes doubled up to seven times.
     pub fn of_thread(thread: usize, operations: usize) -> Churn {
         let (mut random, slots) = (Mt64::new(thread as u64), 64);
         Churn {
@@ -73,7 +72,7 @@ impl Churn {
         }
     }
 
-    /// The same slots, all of one size.
+    /// Builds the same slots, all of one size.
     pub fn of_thread_sized(thread: usize, operations: usize, bytes: usize) -> Churn {
         Churn {
             sizes: vec![bytes],
@@ -85,7 +84,7 @@ impl Churn {
         self.picks.len()
     }
 
-    /// Empty slots to begin with.
+    /// Starts with empty slots.
     pub fn slots<S: Source>(&self) -> Slots<S> {
         (0..self.slots).map(|_| None).collect()
     }
@@ -99,7 +98,7 @@ impl Churn {
         operations: usize,
     ) -> Result<(), Failure> {
         let picks = &self.picks[..operations.min(self.picks.len())];
-        // The sizes go round.
+        // The sizes repeat cyclically.
         for picks in picks.chunks(self.sizes.len()) {
             for (pick, bytes) in picks.iter().zip(&self.sizes) {
                 let slot = &mut slots[*pick as usize];
@@ -107,7 +106,7 @@ impl Churn {
                     source.clear(slot)?;
                 } else {
                     let block = source.allocate(*bytes, stream)?;
-                    // It is empty: no need to look for a block to drop.
+                    // The slot is empty, so there is no block to drop.
                     std::mem::forget(slot.replace(block));
                 }
             }
@@ -119,12 +118,12 @@ impl Churn {
 /// The live blocks of a [`Churn`].
 pub type Slots<S> = Vec<Option<<S as Source>::Block>>;
 
-/// Why a source gave nothing.
+/// Why a source failed.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Something that gives memory and takes it back.
+/// A source of memory blocks.
 pub trait Source: Sync {
-    /// What it calls a stream; made by the thread that uses it.
+    /// The source's stream type; created by the thread that uses it.
     type Stream;
     type Block;
 
@@ -134,14 +133,14 @@ pub trait Source: Sync {
 
     fn free(&self, block: Self::Block) -> Result<(), Failure>;
 
-    /// Frees what a slot holds, where it lies if that is how the source frees.
+    /// Frees the block in a slot, in place if the source frees that way.
     #[inline]
     fn clear(&self, slot: &mut Option<Self::Block>) -> Result<(), Failure> {
         slot.take().map_or(Ok(()), |block| self.free(block))
     }
 }
 
-/// An allocation and its free, again and again.
+/// Repeats an allocation and its free.
 pub fn pairs<S: Source>(
     source: &S,
     bytes: usize,

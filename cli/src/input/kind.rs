@@ -4,10 +4,10 @@ use crate::text;
 use cualloc::record::Recording;
 use cualloc::trace::{AllocationLog, Trace};
 
-/// What some programs begin every file of text with.
+/// The byte order mark that some programs write at the start of text files.
 const MARK: &[u8] = "\u{FEFF}".as_bytes();
 
-/// Characters of a line that a message quotes.
+/// The maximum number of characters of a line that a message quotes.
 const QUOTED: usize = 60;
 
 /// What a file is.
@@ -15,20 +15,20 @@ const QUOTED: usize = 60;
 pub enum Kind {
     /// Rows of allocations and frees.
     Trace,
-    /// A log of RMM's, or of the library's logging adaptor.
+    /// A log of RMM, or of the library's logging adaptor.
     Log,
     Recording,
-    /// A memory snapshot as pickle or JSON, if it is one.
+    /// A memory snapshot as pickle or JSON, judging by its first bytes.
     Snapshot,
-    /// A page of PyTorch's viewer, if it is one: the pickle is inside.
+    /// A page of PyTorch's viewer, judging by its first bytes: the pickle is inside.
     Page,
-    /// None of these, but this.
+    /// A file of another kind, described by the text.
     Other(String),
 }
 
-/// First bytes of files that are taken for others, and what they are.
+/// First bytes of other known kinds of file, and their descriptions.
 const OTHERS: [(&[u8], &str); 12] = [
-    // The number that `torch.save` began its files with.
+    // The magic number of old `torch.save` files.
     (
         b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19",
         "a file of torch.save",
@@ -53,7 +53,7 @@ const OTHERS: [(&[u8], &str); 12] = [
 ];
 
 impl Kind {
-    /// The kind of a file that begins so; all of it, if it is short.
+    /// Returns the kind of a file that begins with these bytes; for a short file they are all of it.
     pub fn of(first: &[u8]) -> Kind {
         if first.starts_with(&Recording::MAGIC) {
             return Kind::Recording;
@@ -76,13 +76,13 @@ impl Kind {
     }
 }
 
-/// The first bytes that determine the kind: those behind a byte order mark and white space.
+/// Returns the bytes that determine the kind: those after a byte order mark and white space.
 pub fn telling(first: &[u8]) -> &[u8] {
     let text = first.strip_prefix(MARK).unwrap_or(first);
     text.trim_ascii_start()
 }
 
-/// Whether a line is one of RMM's debug log: the thread, the time and the level in brackets.
+/// Whether a line comes from RMM's debug log: thread, time and level in brackets.
 fn is_debug_log(line: &[u8]) -> bool {
     let line = String::from_utf8_lossy(line);
     let mut parts = line.split(['[', ']']).filter(|part| !part.is_empty());
@@ -94,7 +94,7 @@ fn is_debug_log(line: &[u8]) -> bool {
     parts.next().is_some_and(is_number) && parts.next().is_some_and(is_time)
 }
 
-/// What a file is that begins like none that is known.
+/// Describes a file of no known kind.
 fn other(first: &[u8], line: &[u8]) -> String {
     if first.is_empty() {
         return "an empty file".to_owned();
@@ -102,7 +102,7 @@ fn other(first: &[u8], line: &[u8]) -> String {
     if first.get(257..262) == Some(b"ustar") {
         return "a tar archive".to_owned();
     }
-    // The last character may be cut.
+    // The last character may be truncated.
     let text = std::str::from_utf8(first);
     if text.is_err_and(|error| error.error_len().is_some()) || first.contains(&0) {
         return "binary data".to_owned();

@@ -1,4 +1,4 @@
-//! Files of allocations: opened, their kind detected, and converted to traces.
+//! Files of allocations: opens them, detects their kind, and converts them to traces.
 
 mod kind;
 mod page;
@@ -18,25 +18,25 @@ use std::path::Path;
 /// The first two bytes of every gzip file.
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
-/// How much of a compressed file is read on behind a fault, to see whether its checksum is right.
+/// How many bytes of a compressed file are read after a fault, to find out whether its checksum is right.
 const READ_ON: u64 = 64 << 20;
 
-/// What messages call stdin.
+/// The name of stdin in messages.
 pub const STDIN: &str = "<stdin>";
 
-/// What is said of a file that ends in an error, or has too much.
+/// The message for a file that cannot be read to its end, or is too large.
 const UNREAD: &str = "cannot be read";
 
-/// The formats that are read.
+/// The supported formats.
 const FORMATS: &str = "traces (`op,id,bytes,stream`), recordings of cualloc, memory snapshots of PyTorch (pickle, JSON, or \
                        the page of trace_plot), and allocation logs of RMM or cualloc \
                        (`Thread,Time,Action,Pointer,Size,Stream`), plain or gzip";
 
-/// An error that does not have its path yet.
+/// An error whose path is added later.
 type Fault = FileError;
 
 impl Fault {
-    /// The file is of a kind that is not read.
+    /// The error for a file of an unsupported kind.
     fn foreign(found: &str) -> Fault {
         Fault::new(format!(
             "this looks like {found}, which is not read; the formats that are read: {FORMATS}"
@@ -52,12 +52,12 @@ impl Fault {
     }
 }
 
-/// What is wrong with a line of the file.
+/// The error for an invalid line of the file.
 fn in_line(error: &TraceError) -> Fault {
     Fault::new(text::chain(error.fault())).in_line(error.line())
 }
 
-/// A trace that is made of another file has no lines.
+/// Traces converted from other formats have no line numbers.
 impl From<TraceError> for Fault {
     fn from(error: TraceError) -> Fault {
         Fault::new(text::chain(error.fault()))
@@ -77,7 +77,7 @@ impl From<SnapshotError> for Fault {
     }
 }
 
-/// What a recording lacks.
+/// Lists what is missing from a recording.
 pub fn missing(recording: &Recording) -> Vec<String> {
     let mut missing = Vec::new();
     if !recording.is_complete() {
@@ -91,7 +91,7 @@ pub fn missing(recording: &Recording) -> Vec<String> {
     missing
 }
 
-/// Opens a file, decompressed if it is compressed, which the flag says.
+/// Opens a file and decompresses it if necessary; the flag tells whether it was compressed.
 fn opened(file: Source) -> Result<(Source, bool), Fault> {
     if !file.first().starts_with(&GZIP_MAGIC) {
         return Ok((file, false));
@@ -104,7 +104,8 @@ fn opened(file: Source) -> Result<(Source, bool), Fault> {
     Ok((text?, true))
 }
 
-/// Reads a recording from a plain or gzip file, of one GPU if the options name one, and warns of what it lacks.
+/// Reads a recording from a plain or gzip file, restricted to one GPU if the options name one. Warns of what is
+/// missing.
 pub fn recording(
     path: &Path,
     options: &InputOptions,
@@ -144,7 +145,7 @@ fn read_recording(file: Source, options: &InputOptions) -> Result<Recording, Fau
     recording.map_err(|error| Fault::new(error.to_string()))
 }
 
-/// The ordinals of the devices of a recording, ascending.
+/// Returns the ordinals of the devices of a recording, ascending.
 fn devices_of(recording: &Recording) -> Vec<usize> {
     let devices = recording.allocators().map(|(_, device)| device);
     Vec::from_iter(BTreeSet::from_iter(devices))
@@ -159,8 +160,8 @@ fn check_gpu(gpu: usize, devices: &[usize]) -> Result<(), Fault> {
     Err(Fault::no_gpu(gpu, &found))
 }
 
-/// The trace of one of several devices: that which the options name, or the one with the most rows and a warning that names
-/// the others.
+/// Returns the trace of one of several devices: the one that the options name, or else the one with the most rows, with
+/// a warning that names the others.
 fn choose(
     gpu: Option<usize>,
     devices: &[usize],
@@ -177,7 +178,7 @@ fn choose(
             traces.push((*device, trace));
         }
     }
-    // Of equally long ones the first.
+    // Among equally long traces, the first one.
     let longest = (0..traces.len()).rev();
     let longest = longest.max_by_key(|at| traces[*at].1.rows().len());
     let Some(longest) = longest else {
@@ -236,8 +237,8 @@ fn from_snapshot(name: &str, bytes: &[u8], options: &InputOptions) -> Result<Inp
     Ok(input)
 }
 
-/// Reads a trace from a plain or gzip file in one of the [`FORMATS`], detected by its first bytes; from stdin if it is
-/// called `-`. Warns of what the file lacks.
+/// Reads a trace from a plain or gzip file in one of the [`FORMATS`], detected by its first bytes; `-` is stdin. Warns
+/// of what is missing from the file.
 pub fn read(path: &Path, options: &InputOptions, output: &Output) -> Result<Input, FileError> {
     let input = open(path).and_then(|file| read_begun(&name(path), file, options));
     let input = input.map_err(|fault| fault.of(path, STDIN))?;
@@ -252,12 +253,12 @@ fn warn(path: &Path, warnings: &[String], output: &Output) {
     }
 }
 
-/// What was read from a file.
+/// The contents of a file.
 pub struct Input {
     pub trace: Trace,
-    /// Who holds memory at the end, by the stacks of a recording that has any.
+    /// The live memory at the end by stack, if the recording has stacks.
     pub stacks: Option<Profile>,
-    /// What the file lacks, so that figures of it may be too small.
+    /// What is missing from the file; its figures may therefore be too small.
     pub warnings: Vec<String>,
     pub recorded: Recorded,
 }
@@ -273,14 +274,14 @@ impl Input {
     }
 }
 
-/// What a recording or a snapshot says beside its rows.
+/// What a recording or a snapshot contains in addition to its rows.
 #[derive(Default)]
 pub struct Recorded {
-    /// Of each row of a request that failed, in their order.
+    /// The details of each row of a failed request, in order.
     pub failed: Vec<FailedRequest>,
-    /// The limit at the end, where there is one allocator.
+    /// The limit at the end, if there is only one allocator.
     pub limit: Option<u64>,
-    /// The memory of its device, in bytes.
+    /// The memory of its device in bytes.
     pub memory: Option<u64>,
 }
 
@@ -296,13 +297,13 @@ impl Recorded {
     }
 }
 
-/// Reads a file by its first bytes.
+/// Reads a file according to its first bytes.
 fn read_begun(name: &str, file: Source, options: &InputOptions) -> Result<Input, Fault> {
     let (mut file, packed) = opened(file)?;
     let kind = Kind::of(file.first());
     let input = match kind {
         Kind::Other(found) => match file.fault() {
-            // What is there is too short to tell.
+            // The available bytes are too few to detect the kind.
             Some(source) => Err(Fault::new(UNREAD).caused(source)),
             None if packed => Err(match broken(&mut file) {
                 Some(damage) => Fault::damaged(1, &damage.to_string()),
@@ -325,13 +326,13 @@ fn read_begun(name: &str, file: Source, options: &InputOptions) -> Result<Input,
     }
 }
 
-/// A file of lines.
+/// A text file with one record per line.
 enum Lines {
     Trace(Trace),
     Log(AllocationLog),
 }
 
-/// Reads a file of lines.
+/// Reads a text file line by line.
 fn lines(
     name: &str,
     kind: &Kind,
@@ -366,7 +367,7 @@ fn lines(
     })
 }
 
-/// Why a compressed trace cannot be read: often its compression is what is wrong.
+/// Returns why a compressed trace cannot be read: often the compression itself is damaged.
 fn packed_fault(error: &TraceError, text: &mut impl Read) -> Fault {
     let why = match error.fault() {
         TraceFault::Read { source } => unpacking(source),
@@ -381,7 +382,7 @@ fn packed_fault(error: &TraceError, text: &mut impl Read) -> Fault {
     }
 }
 
-/// What is wrong with compressed data, if that is what the error is about.
+/// Describes damaged compressed data, if that is the cause of the error.
 fn unpacking(error: &io::Error) -> Option<String> {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Some("it ends too early".to_owned()),
@@ -390,12 +391,12 @@ fn unpacking(error: &io::Error) -> Option<String> {
     }
 }
 
-/// Reads on: what is damaged reads as anything, and only its end tells.
+/// Reads on to the end: damaged data may decompress to anything, and only the checksum at the end reveals it.
 fn broken(text: &mut impl Read) -> Option<io::Error> {
     io::copy(&mut text.take(READ_ON), &mut io::sink()).err()
 }
 
-/// Whether both names lead to one file.
+/// Whether both names refer to the same file.
 pub fn is_same(one: &Path, other: &Path) -> bool {
     if text::is_standard(one) || text::is_standard(other) {
         return false;
@@ -406,7 +407,7 @@ pub fn is_same(one: &Path, other: &Path) -> bool {
     }
 }
 
-/// The name of the file without its folder and its endings; `stdin` for `-`.
+/// Returns the name of the file without folder and extensions; `stdin` for `-`.
 pub fn name(path: &Path) -> String {
     if text::is_standard(path) {
         return "stdin".to_owned();
@@ -430,10 +431,10 @@ mod tests {
     use flate2::bufread::GzEncoder;
     use std::io::Cursor;
 
-    /// Bytes as they may come out of a pipe.
+    /// A reader that returns bytes in small pieces, as a pipe may.
     struct Slow {
         bytes: Cursor<Vec<u8>>,
-        /// At a time.
+        /// Maximum number of bytes per read.
         most: usize,
         fails: bool,
     }

@@ -1,12 +1,12 @@
-//! Pages of PyTorch's memory viewer, which have their snapshot inside.
+//! Pages of PyTorch's memory viewer, which contain their snapshot.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 
-/// The key behind which the snapshot is.
+/// The key that precedes the snapshot.
 const KEY: &[u8] = b"\"base64\"";
 
-/// The bytes of the snapshot that a page shows, or what the page is instead.
+/// Extracts the snapshot that a page shows, or describes what the page is instead.
 pub fn snapshot(page: &[u8]) -> Result<Vec<u8>, String> {
     let parts = page.windows(KEY.len()).enumerate();
     let mut places = parts.filter_map(|(at, part)| (part == KEY).then_some(at));

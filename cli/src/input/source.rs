@@ -1,4 +1,4 @@
-//! Files as they are opened, decompressed and bounded.
+//! Opened files, decompressed and bounded.
 
 use super::{Fault, UNREAD, kind};
 use crate::text;
@@ -7,23 +7,23 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::path::Path;
 
-/// How many bytes are read to tell what a file is: as many as a pipe holds at least.
+/// How many bytes are read to detect the kind of a file: no more than a pipe holds at least.
 const TELLING: usize = 1 << 12;
 
-/// A file with its first bytes, as far as they tell what it is: a pipe may give one at a time.
+/// A file whose first bytes were read, enough to detect its kind: a pipe may return one byte at a time.
 pub struct Begun<R> {
     first: Cursor<Vec<u8>>,
-    /// Why there were no more of them, which comes behind those that there were.
+    /// Why reading the first bytes stopped early; reported after the bytes that were read.
     fault: Option<io::Error>,
     rest: R,
 }
 
 impl<R: Read> Begun<R> {
-    /// Fails if not one byte can be read.
+    /// Fails if not even one byte can be read.
     pub fn new(mut rest: R) -> io::Result<Begun<R>> {
         let (mut first, mut fault) = (Vec::new(), None);
         let mut part = [0; TELLING];
-        // White space before JSON tells nothing.
+        // White space before JSON does not help to detect the kind.
         while kind::telling(&first).len() < TELLING && first.len() < 1 << 16 {
             match rest.read(&mut part) {
                 Ok(0) => break,
@@ -44,7 +44,7 @@ impl<R: Read> Begun<R> {
         self.first.get_ref()
     }
 
-    /// Why the file could not be read to the end of its first bytes.
+    /// Returns why the first bytes could not be read completely.
     pub fn fault(&mut self) -> Option<io::Error> {
         self.fault.take()
     }
@@ -68,7 +68,7 @@ impl<R: Read> Read for Begun<R> {
 
 pub type Source = Begun<Box<dyn Read>>;
 
-/// Opens a file, or stdin if it is called `-`.
+/// Opens a file; `-` is stdin.
 pub(super) fn open(path: &Path) -> Result<Source, Fault> {
     let source: io::Result<Box<dyn Read>> = match text::is_standard(path) {
         true => Ok(Box::new(io::stdin().lock())),
@@ -82,12 +82,12 @@ pub fn buffered<R: Read>(file: R) -> BufReader<R> {
     BufReader::with_capacity(1 << 16, file)
 }
 
-/// What is decompressed of a file.
+/// Decompresses a file.
 pub fn decompressed(file: Source) -> Box<dyn Read> {
     Box::new(MultiGzDecoder::new(buffered(file)))
 }
 
-/// All of a file that may have this number of rows, which take this many bytes at most.
+/// Reads a whole file of at most `rows` rows, each of a maximum number of bytes.
 pub(super) fn whole(file: impl Read, rows: u64) -> Result<Vec<u8>, Fault> {
     const OTHERS: u64 = 64 << 20;
     const ROW: u64 = 1 << 10;
@@ -109,11 +109,11 @@ pub fn too_many(rows: u64) -> io::Error {
     ))
 }
 
-/// A reader that fails after this number of rows, before they take all memory.
+/// A reader that fails after a number of rows, before they exhaust memory.
 pub struct Bounded<R> {
     reader: R,
     rows: u64,
-    /// Line ends still to come, the header's too.
+    /// Number of line ends left, including the header's.
     left: u64,
 }
 
@@ -134,7 +134,7 @@ impl<R: BufRead> BufRead for Bounded<R> {
     }
 
     fn consume(&mut self, amount: usize) {
-        // A line is consumed to its end or not at all, so the last of what goes tells.
+        // A line is consumed either completely or not at all, so it suffices to look at the last consumed byte.
         let ends = match self.reader.fill_buf() {
             Ok(buffer) => buffer
                 .iter()

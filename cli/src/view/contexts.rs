@@ -1,17 +1,17 @@
-//! Contexts as the page shows them.
+//! Contexts for the page.
 
 use cualloc::trace::Trace;
 
-/// Contexts with names of their own on the page; others are one.
+/// The maximum number of contexts with names on the page; all others are merged into one.
 const MOST: usize = 4096;
 
-/// Characters of a name that are shown: the innermost.
+/// The maximum number of characters shown of a name: the innermost part.
 const CHARACTERS: usize = 600;
 
-/// Names of contexts, those with the most bytes first, and which of them blocks are in.
+/// Names of contexts, those with the most bytes first, and the context of each block.
 pub struct Contexts {
     pub names: Vec<String>,
-    /// By the trace's number of a context: the place in `names`.
+    /// For each context of the trace, its index in `names`.
     places: Vec<usize>,
 }
 
@@ -37,14 +37,14 @@ impl Contexts {
         Contexts { names, places }
     }
 
-    /// The number of a block's context, from 1; 0 for none.
+    /// Returns the number of a block's context, from 1; 0 for none.
     pub fn number(&self, trace: &Trace, id: usize) -> u64 {
         let place = trace.context_of(id).map(|context| self.places[context]);
         place.map_or(0, |place| place as u64 + 1)
     }
 }
 
-/// The end of a name, if it is long.
+/// Shortens a long name to its end.
 pub fn shortened(name: &str) -> String {
     match name.char_indices().rev().nth(CHARACTERS - 1) {
         Some((at, _)) if at > 0 => format!("…{}", &name[at..]),

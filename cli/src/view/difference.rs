@@ -1,4 +1,4 @@
-//! What grew and what shrank from one trace to another.
+//! The growth and shrinkage between two traces.
 
 use super::contexts;
 use super::encode::exact;
@@ -9,10 +9,10 @@ use cualloc::trace::{ReplayReport, Trace};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 
-/// Lines of a table, and one for all others.
+/// Maximum number of lines of a table, besides the one for all others.
 const LINES: usize = 200;
 
-/// Points of a curve.
+/// Number of points of a curve.
 const POINTS: usize = 600;
 
 /// A trace and the result of its replay.
@@ -37,10 +37,10 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Blocks and bytes of a group, before and after.
+/// Number and bytes of a group's blocks, before and after.
 type Sums = [(u64, u64); 2];
 
-/// Of which blocks sums are taken.
+/// The instant whose live blocks are summed.
 #[derive(Clone, Copy)]
 enum Instant {
     Peak,
@@ -48,13 +48,13 @@ enum Instant {
     All,
 }
 
-/// Both traces in figures, as the page's script reads them.
+/// Compares both traces, for the page's script.
 pub fn of(before: &Side<'_>, after: &Side<'_>) -> Value {
     let groups = |instant| {
         let names: [fn(&Trace, usize) -> String; 3] = [context, size, stream];
         let mut groups = names.map(|_| HashMap::<String, Sums>::new());
         for (side, trace) in [before.trace, after.trace].into_iter().enumerate() {
-            // Names are made once for blocks that are equal in them.
+            // The name is computed once for blocks with equal properties.
             for (id, blocks, bytes) in alike(trace, instant) {
                 for (sums, name) in groups.iter_mut().zip(names) {
                     let sum = &mut sums.entry(name(trace, id)).or_default()[side];
@@ -87,7 +87,7 @@ fn figures(side: &Side<'_>) -> Value {
     })
 }
 
-/// The most bytes requested in each of the parts that the rows are divided into.
+/// Returns the most bytes requested in each of the parts that the rows are divided into.
 fn curve(trace: &Trace) -> Vec<u64> {
     let rows = trace.rows().len();
     let mut points = vec![0; POINTS.min(rows)];
@@ -104,7 +104,7 @@ fn context(trace: &Trace, id: usize) -> String {
     name.map_or("no context".to_owned(), |name| contexts::shortened(name))
 }
 
-/// Powers of two: equal programs ask for nearly equal sizes.
+/// Rounds to powers of two: equal programs request nearly equal sizes.
 fn size(trace: &Trace, id: usize) -> String {
     let bytes = trace.allocations()[id].bytes;
     match bytes.checked_ilog2() {
@@ -117,7 +117,7 @@ fn stream(trace: &Trace, id: usize) -> String {
     format!("stream {}", trace.allocations()[id].stream)
 }
 
-/// Blocks with a size, a stream and a context in common: one of them, their number and their bytes.
+/// Groups blocks by size, stream and context; yields one block, the number and the bytes of each group.
 fn alike(trace: &Trace, instant: Instant) -> impl Iterator<Item = (usize, u64, u64)> {
     let peak = trace.peak_row();
     let mut groups = BTreeMap::new();
@@ -137,7 +137,7 @@ fn alike(trace: &Trace, instant: Instant) -> impl Iterator<Item = (usize, u64, u
     groups.into_values()
 }
 
-/// The groups, the largest change first: name, then blocks and bytes before and after.
+/// Returns the groups, the largest change first: name, then blocks and bytes before and after.
 fn lines(sums: HashMap<String, Sums>) -> Vec<Value> {
     let mut sums: Vec<(String, Sums)> = sums.into_iter().collect();
     let change = |[before, after]: &Sums| before.1.abs_diff(after.1);

@@ -1,4 +1,4 @@
-//! Bytes and text as the page takes them.
+//! Encodings of bytes and text for the page.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -7,20 +7,20 @@ use flate2::write::DeflateEncoder;
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter};
 
-/// The largest whole number that a script computes with exactly.
+/// The largest integer that a script computes with exactly.
 pub const MOST: u64 = (1 << 53) - 1;
 
-/// A number as a script can hold it: at most [`MOST`].
+/// Limits a number to what a script can represent: at most [`MOST`].
 pub fn exact(number: impl Into<Option<u64>>) -> Option<u64> {
     number.into().map(|number| number.min(MOST))
 }
 
-/// Columns of whole numbers by name, each number as the difference to the one before it.
+/// Columns of integers by name, delta-encoded.
 #[derive(Default)]
 pub struct Columns(BTreeMap<&'static str, Vec<i64>>);
 
 impl Columns {
-    /// Adds a column. Numbers above [`MOST`] become that.
+    /// Adds a column. Numbers above [`MOST`] are reduced to it.
     pub fn add(&mut self, name: &'static str, numbers: impl IntoIterator<Item = u64>) {
         let mut last = 0;
         let steps = numbers.into_iter().map(|number| {
@@ -30,7 +30,7 @@ impl Columns {
         self.0.insert(name, steps.collect());
     }
 
-    /// All columns as JSON, deflated, in base64.
+    /// Returns all columns as JSON, deflated, in base64.
     pub fn packed(&self) -> io::Result<String> {
         let mut packer = BufWriter::new(DeflateEncoder::new(Vec::new(), Compression::default()));
         serde_json::to_writer(&mut packer, &self.0)?;
@@ -38,9 +38,9 @@ impl Columns {
     }
 }
 
-/// JSON as it may stand in a script element: nothing in it ends the element or begins a comment.
+/// Escapes JSON for a script element: it then cannot end the element or begin a comment.
 pub fn in_script(json: &str) -> String {
-    // Outside of strings JSON has neither.
+    // In JSON these characters occur only inside strings.
     json.replace('<', "\\u003c").replace('>', "\\u003e")
 }
 

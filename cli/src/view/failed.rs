@@ -1,4 +1,4 @@
-//! Requests that failed in the recorded program, as the page shows them.
+//! Requests that failed in the recorded program, for the page.
 
 use super::contexts::shortened;
 use super::encode::exact;
@@ -10,19 +10,20 @@ use serde_json::{Value, json};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Most failed requests that are listed.
+/// The maximum number of failed requests listed.
 const LISTED: usize = 200;
-/// Groups of live blocks that are named, as an error of the library does.
+/// The number of groups of live blocks named, as in an error of the library.
 const HOLDERS: usize = 5;
 
-/// What live blocks have in common: a context, else a power of two below their size, and a stream.
+/// What groups live blocks: their context, or else their size rounded down to a power of two and their stream.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Group {
     Context(usize),
     Size(u32, u32),
 }
 
-/// The last request that failed, with the members that an out-of-memory error of the library has as JSON, and its row.
+/// Returns the last failed request with its row, with the same members as the JSON of the library's out-of-memory
+/// error.
 pub fn last(trace: &Trace, failed: &[FailedRequest]) -> Option<Value> {
     let (at, (row, bytes)) = trace.failed_requests().enumerate().last()?;
     let request = failed.get(at).cloned().unwrap_or_default();
@@ -73,7 +74,7 @@ pub fn last(trace: &Trace, failed: &[FailedRequest]) -> Option<Value> {
     }))
 }
 
-/// All requests that failed: row, bytes, what was live, cause and context; of many the last ones.
+/// Returns the failed requests: row, bytes, live bytes, cause and context. Only the last ones if there are many.
 pub fn all(trace: &Trace, failed: &[FailedRequest]) -> Vec<Value> {
     let mut rows: Vec<(usize, (usize, u64))> = trace.failed_requests().enumerate().collect();
     rows.drain(..rows.len().saturating_sub(LISTED));
@@ -101,7 +102,7 @@ pub fn is_live(block: &Allocation, row: usize) -> bool {
     block.allocated <= row && block.released.is_none_or(|released| released > row)
 }
 
-/// The groups of blocks live at a row that hold the most bytes: bytes and blocks of each.
+/// Returns the groups of live blocks at a row that hold the most: bytes and blocks of each.
 fn holders(trace: &Trace, row: usize) -> Vec<(Group, (u64, u64))> {
     let mut sums: BTreeMap<Group, (u64, u64)> = BTreeMap::new();
     for (id, block) in trace.allocations().iter().enumerate() {

@@ -1,4 +1,4 @@
-//! What a replay showed: blocks, curves, and maps of memory at some instants.
+//! What a replay showed: blocks, curves, and memory maps at some instants.
 
 use super::contexts::Contexts;
 use super::encode::Columns;
@@ -6,13 +6,13 @@ use cualloc::allocator::{BlockState, SegmentInfo};
 use cualloc::trace::{Trace, Watched};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Pieces that all maps may have together; those taken in equal distances end there.
+/// The maximum number of pieces in all maps together; after that no more periodic maps are taken.
 const MAP_PIECES: usize = 300_000;
 
-/// One block of the trace, as the allocator placed it.
+/// A block of the trace as the allocator placed it.
 pub struct Shown {
     pub born: usize,
-    /// The row from which its memory may be used again; `None` if it lives to the end.
+    /// The row from which its memory may be reused; `None` if it lives to the end.
     pub freed: Option<usize>,
     address: u64,
     pub asked: u64,
@@ -21,23 +21,23 @@ pub struct Shown {
     stream: usize,
 }
 
-/// The memory at one instant, after a row.
+/// The memory map after a row.
 pub struct Map {
     pub row: usize,
     pub segments: Vec<SegmentInfo>,
-    /// Indexes of streams by the driver's ids, as far as live blocks reveal them.
+    /// Indexes of streams by driver id, where live blocks reveal them.
     streams: BTreeMap<u64, usize>,
 }
 
-/// What is collected while a trace is replayed.
+/// Data collected while a trace is replayed.
 pub struct Film<'a> {
     trace: &'a Trace,
     pub blocks: Vec<Shown>,
-    /// Bytes held from the driver, after each row.
+    /// Bytes reserved from the driver, after each row.
     pub reserved: Vec<u64>,
     pub maps: Vec<Map>,
     pieces: usize,
-    /// Rows after which a map is taken, those in equal distances.
+    /// Rows after which the periodic maps are taken.
     instants: BTreeSet<usize>,
     peak_row: usize,
     /// The row of the last request that failed in the recorded program.
@@ -61,7 +61,7 @@ impl<'a> Film<'a> {
         }
     }
 
-    /// Takes in what a row came to.
+    /// Records the outcome of a row.
     pub fn watch(&mut self, seen: &Watched<'_>) {
         let row = self.trace.rows()[seen.row];
         if let Some(block) = seen.block {
@@ -96,7 +96,7 @@ impl<'a> Film<'a> {
         }
     }
 
-    /// The stream of the trace behind each id of the driver's, found by live blocks.
+    /// Maps driver ids to streams of the trace by means of live blocks.
     fn known_streams(&self, row: usize, segments: &[SegmentInfo]) -> BTreeMap<u64, usize> {
         let shown = self.blocks.iter();
         let shown = shown.filter(|block| block.freed.is_none_or(|freed| freed > row));
@@ -108,12 +108,12 @@ impl<'a> Film<'a> {
             .collect()
     }
 
-    /// Rows that were replayed, the failed one too.
+    /// Returns the number of rows replayed, including a failed one.
     pub fn rows(&self) -> usize {
         self.reserved.len()
     }
 
-    /// All of it as columns.
+    /// Returns all data as columns.
     pub fn columns(&self, contexts: &Contexts) -> Columns {
         let mut columns = Columns::default();
         let end = self.rows() as u64;
@@ -127,7 +127,7 @@ impl<'a> Film<'a> {
         columns.add("stream", blocks().map(|block| block.stream as u64));
         let ids = 0..self.blocks.len();
         columns.add("context", ids.map(|id| contexts.number(self.trace, id)));
-        // Memory comes and goes rarely.
+        // Segments are created and released rarely.
         let changes: Vec<usize> = (0..self.rows())
             .filter(|row| *row == 0 || self.reserved[*row] != self.reserved[*row - 1])
             .collect();
@@ -162,7 +162,7 @@ impl<'a> Film<'a> {
         columns.add("piece.size", blocks().map(|(.., block)| block.size));
         columns.add("piece.asked", blocks().map(|(.., block)| block.requested));
         columns.add("piece.state", blocks().map(|(.., b)| state(b.state)));
-        // From 1 on; 0 is none, and an unknown stream is behind the last.
+        // Streams are numbered from 1; 0 is none, and an unknown stream has the number after the last.
         let unknown = self.trace.streams().len();
         let number = |map: &Map, id: Option<u64>| {
             id.map_or(0, |id| {
@@ -181,7 +181,7 @@ impl<'a> Film<'a> {
     }
 }
 
-/// States by their place in the page's list.
+/// Encodes states by their index in the page's list.
 fn state(state: BlockState) -> u64 {
     match state {
         BlockState::Live => 0,

@@ -1,4 +1,4 @@
-//! `view`: a page for a browser that shows what is in memory, when and where.
+//! `view`: an HTML page that shows what is in memory, when and where.
 
 mod contexts;
 mod difference;
@@ -29,7 +29,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The page, with the names of what goes into it between `@@`.
+/// The template of the page, with placeholders between `@@`.
 const PAGE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
 const SCRIPTS: [&str; 6] = [
@@ -41,10 +41,10 @@ const SCRIPTS: [&str; 6] = [
     include_str!("page.js"),
 ];
 
-/// What is shown in words beside the pictures.
+/// The text shown beside the pictures.
 struct Frame<'a> {
     input: &'a Input,
-    /// What it is compared with.
+    /// The trace it is compared with.
     before: Option<Side<'a>>,
     limit: Option<u64>,
     memory: u64,
@@ -66,7 +66,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     for path in &options.files {
         inputs.push((path, input::read(path, &options.input, output)?));
     }
-    // The last file is shown, and what changed from the first to it.
+    // The last file is shown, together with the changes from the first to it.
     let (mut before, mut shown) = (None, None);
     let last = inputs.len() - 1;
     for (index, (path, input)) in inputs.iter().enumerate() {
@@ -109,7 +109,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     Ok(true)
 }
 
-/// Where the page goes. It replaces no file that is read.
+/// Returns the path of the page, which must not replace an input file.
 fn out(options: &ViewOptions) -> Result<PathBuf, Failure> {
     let last = options.files.last().map(|path| input::name(path));
     let name = || format!("{}.view.html", last.unwrap_or_default());
@@ -127,7 +127,7 @@ fn out(options: &ViewOptions) -> Result<PathBuf, Failure> {
     Ok(out)
 }
 
-/// Starts the program that opens pages on this system, and does not wait for it.
+/// Starts the system's program for opening pages, without waiting for it.
 fn open_in_browser(page: &Path) -> io::Result<()> {
     let mut command = match std::env::consts::OS {
         "macos" => Command::new("open"),
@@ -142,13 +142,13 @@ fn open_in_browser(page: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// A page that is to be written.
+/// A page to write.
 struct Page {
     meta: Value,
     columns: encode::Columns,
 }
 
-/// Replays the trace and keeps what the page shows.
+/// Replays the trace and collects what the page shows.
 fn page(
     frame: &Frame<'_>,
     replay: Replay<'_>,
@@ -164,7 +164,7 @@ fn page(
     let mut film = Film::new(trace, maps);
     let report = replay.watch(|seen| film.watch(seen)).run(context)?;
     let picture = match &report.error {
-        // The library wrote it, so it is valid JSON.
+        // The JSON was written by the library, so it is valid.
         Some(Error::OutOfMemory(picture)) => serde_json::from_str(&picture.to_json()).ok(),
         _ => failed::last(trace, &recorded.failed),
     };
@@ -195,10 +195,10 @@ fn page(
     Ok(Page { meta, columns })
 }
 
-/// Most stacks that are shown; others are one line.
+/// The maximum number of stacks shown; the others share one line.
 const STACKS: usize = 200;
 
-/// The stacks that hold the most, or asked for the most: name, blocks and bytes that are live, bytes of all.
+/// Returns the stacks that hold the most or requested the most: name, live blocks and bytes, and total bytes.
 fn by_stack(profile: &Profile) -> Vec<Value> {
     let mut shares = Vec::from_iter(profile.shares());
     shares.sort_by_key(|(_, share)| std::cmp::Reverse((share.live_bytes, share.allocated)));
@@ -229,7 +229,7 @@ fn by_stack(profile: &Profile) -> Vec<Value> {
 
 impl Page {
     fn write(&self, to: &mut dyn Write) -> io::Result<()> {
-        // Scripts that come with a file cannot know it, should they ever get into the page.
+        // Should a script from a file ever get into the page, it cannot know the nonce and is not executed.
         let nonce = format!("{:016x}", RandomState::new().hash_one(0u8));
         for (index, part) in PAGE.split("@@").enumerate() {
             if index % 2 == 0 {
