@@ -1,10 +1,10 @@
-"""cualloc, a caching allocator of GPU memory, for Python's libraries.
+"""cualloc, a caching GPU memory allocator, for Python libraries.
 
     import cualloc.torch; cualloc.torch.install()    PyTorch, before CUDA is used
     import cualloc.cupy;  cualloc.cupy.install()     CuPy
     import cualloc.rmm;   cualloc.rmm.install()      RAPIDS
 
-All of them share one allocator for each device, so memory that one of them has freed serves the others.
+All of them share one allocator per device, so memory that one library has freed is available to the others.
 """
 
 from cualloc._library import Error, OutOfMemory

@@ -1,4 +1,4 @@
-"""The C library: its functions, its figures, and one allocator for each device."""
+"""The C library: its functions, its statistics, and one allocator per device."""
 
 import contextlib
 import ctypes
@@ -22,11 +22,11 @@ class Error(RuntimeError):
 
 
 class OutOfMemory(Error, MemoryError):
-    """There is no memory, after everything was tried."""
+    """Out of memory: every way to obtain more was tried."""
 
 
 NO_LIMIT = 2**64 - 1
-# The library refuses requests for more bytes, as no number of bytes.
+# Requests for more bytes are rejected by the library as invalid sizes.
 MOST = 2**40
 
 SELECT_TAG, SCOPE_THREAD = 3, 5
@@ -97,7 +97,7 @@ STACK_SOURCE = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p)
 
 
 def plain(structure):
-    """A structure as dictionaries of numbers, without its size."""
+    """Converts a structure to dictionaries of numbers, without its size field."""
     fields = ((name, getattr(structure, name)) for name, _ in structure._fields_ if name != "struct_size")
     return {name: plain(value) if isinstance(value, ctypes.Structure) else value for name, value in fields}
 
@@ -151,7 +151,7 @@ def _functions():
 
 
 def not_installed(error, module, product):
-    """The error of an import, with what to do if it is the module itself that is not installed."""
+    """Returns the error of a failed import, with advice if the module itself is not installed."""
     if error.name != module:
         return error
     text = f"cualloc.{module} requires {product}, which is not installed in this environment"
@@ -170,50 +170,50 @@ def _load():
     return library
 
 
-# Calls let go of the interpreter's lock: an allocation may wait for the device, and that for a callback in Python.
+# Calls release the interpreter's lock: an allocation may wait for the device, and the device for a Python callback.
 LIBRARY = _load()
 
 
 def checked(code):
-    """Raises what a code other than OK means."""
+    """Raises the exception for a code other than OK."""
     if code == OK:
         return
     text = LIBRARY.cualloc_last_error().decode("utf-8", "replace")
     raise (OutOfMemory if code == OUT_OF_MEMORY else Error)(code, text)
 
 
-# What the library has addresses of: it stays as long as the process.
+# The library stores addresses of these objects, so they stay as long as the process.
 kept = []
 
 
 def without_null(text):
-    """Bytes for the library, to which they would end at a null byte."""
+    """Encodes a text for the library, which would end it at a null byte."""
     if b"\0" in text:
         raise ValueError("embedded null byte")
     return text
 
 
 def number(value, what, bits=64):
-    """A number for the library, checked: of one that is negative or too large ctypes would pass on some of its bits."""
+    """Validates a number for the library: of a negative or too large one ctypes would silently pass only some bits."""
     value = operator.index(value)
     if value < 0:
-        raise ValueError(f"{what} must not be negative, as {value} is")
+        raise ValueError(f"{what} must not be negative: {value}")
     if bits is not None and value >> bits:
-        raise OverflowError(f"{what} has no more than {bits} bits, and {value} has {value.bit_length()}")
+        raise OverflowError(f"{what} must fit into {bits} bits: {value} has {value.bit_length()}")
     return value
 
 
 def stream_number(stream):
-    """A stream's handle for the library; none is the default stream."""
+    """Returns a stream's handle for the library; None is the default stream."""
     return None if stream is None else number(stream, "the handle of a stream")
 
 
 def device_number(device):
-    """A device's number for the library, which takes it with a sign."""
+    """Returns a device's number for the library, which takes a signed integer."""
     return number(device, "the number of a device", 31)
 
 
-# ---- one allocator for each device ---------------------------------------------------------------------------------
+# ---- one allocator per device --------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
 _settings = None
@@ -221,8 +221,8 @@ _made = {}
 
 
 def settings_of(limit, config):
-    """A limit (bytes, "40G", "80%", or a fraction below 1) and a configuration ("tune.views=off,..." or a dictionary) as the
-    library's settings."""
+    """Combines a limit (bytes, "40G", "80%", or a fraction below 1) and a configuration ("tune.views=off,..." or a
+    dictionary) to settings of the library."""
     if config is None:
         settings = {}
     elif isinstance(config, str):
@@ -257,21 +257,22 @@ def _options(settings):
 
 
 def configure(limit=None, config=None):
-    """Sets what the allocators are made with. With nothing given, or what was set before, it changes nothing."""
+    """Sets what the allocators are created with. Without arguments, or with the settings of an earlier call, it changes
+    nothing."""
     global _settings
     settings = settings_of(limit, config)
     with _lock:
         if not settings or settings == _settings:
             return
         if _settings is not None:
-            raise RuntimeError(f"cualloc is set up already, with other settings: {_settings}, and now {settings}")
+            raise RuntimeError(f"cualloc is already configured: expected {_settings}, found {settings}")
         with _options(settings) as options:
             checked(LIBRARY.cualloc_shared_options(options))
         _settings = settings
 
 
 def allocator(device):
-    """The handle of a device's allocator, which is made if there is none."""
+    """Returns the handle of a device's allocator, which is created if there is none."""
     handle = _made.get(device)
     if handle is None:
         made, device = ctypes.c_void_p(), device_number(device)
@@ -280,18 +281,19 @@ def allocator(device):
     return handle
 
 
-# Frees that a capture refused: the function, and what it is called with.
+# Frees that failed during a capture: the function and its arguments.
 _postponed = []
 
 
 def give_back(function, *arguments):
-    """Calls a function of the library that frees. What it refuses while a stream captures is freed by a later call."""
+    """Calls a function of the library that frees. A free that fails because of a capture is repeated by a later
+    call."""
     if function(*arguments) == CAPTURING:
         _postponed.append((function, arguments))
 
 
 def _make_up():
-    """Frees what a capture has refused; what one still refuses stays postponed."""
+    """Repeats deferred frees; those that still fail stay deferred."""
     for _ in range(len(_postponed)):
         try:
             function, arguments = _postponed.pop(0)
@@ -301,9 +303,9 @@ def _make_up():
 
 
 def allocate(device, bytes, stream):
-    """The address of so many bytes for use on a stream (its handle, a number)."""
+    """Allocates bytes for use on a stream (its handle, a number) and returns the address."""
     stream = stream_number(stream)
-    # Nothing that the library is asked for: such a number may not even have a place in size_t.
+    # Rejected here, because such a number may not even fit into size_t.
     if number(bytes, "a number of bytes", None) > MOST:
         raise OutOfMemory(OUT_OF_MEMORY, f"out of memory: {bytes} bytes are more than any device has")
     _make_up()
@@ -313,12 +315,12 @@ def allocate(device, bytes, stream):
 
 
 def _known(device):
-    """The handle of a device's allocator, if there is one."""
+    """Returns the handle of a device's allocator, if there is one."""
     return LIBRARY.cualloc_shared_made(device_number(device))
 
 
 def stats(device):
-    """The figures of a device's allocator, as a structure. A device that nobody has used is left alone."""
+    """Returns the statistics of a device's allocator as a structure. Does not create an allocator."""
     figures = Stats(struct_size=ctypes.sizeof(Stats), limit=NO_LIMIT)
     if made := _known(device):
         checked(LIBRARY.cualloc_stats(made, ctypes.byref(figures)))
@@ -326,7 +328,7 @@ def stats(device):
 
 
 def graph_pool(device, id):
-    """The figures of a pool of PyTorch's, by its id of two numbers; none if there is no such pool."""
+    """Returns the statistics of a PyTorch pool, identified by its id of two numbers; None if there is no such pool."""
     id = PoolId(*(number(part, "a part of a pool's id") for part in id))
     pool = LIBRARY.cualloc_torch_pool(device_number(device), id)
     if not pool:
@@ -339,19 +341,19 @@ def graph_pool(device, id):
     return plain(figures)
 
 
-# The pools that hold what is tagged, by device and tag. They live as long as the process.
+# The pools of tagged memory, by device and tag. They live as long as the process.
 _tagged = {}
 
 
 def tags():
-    """Devices and tags of all memory that is tagged."""
+    """Returns the device and tag of all tagged memory."""
     with _lock:
         return list(_tagged)
 
 
 @contextlib.contextmanager
 def tagged(device, tag):
-    """What the thread allocates on a device within is memory of a tag."""
+    """Tags everything that the thread allocates on a device within the context manager."""
     with _lock:
         pool = _tagged.get((device, tag))
         if pool is None:
@@ -367,7 +369,7 @@ def tagged(device, tag):
 
 
 def suspend(device, tag, contents):
-    """Suspends the memory of a tag. The bytes that the driver has back; none if it is suspended already."""
+    """Suspends the memory of a tag. Returns the bytes returned to the driver; None if it was already suspended."""
     bytes = ctypes.c_uint64()
     code = LIBRARY.cualloc_suspend(allocator(device), SELECT_TAG, without_null(tag.encode()), contents, ctypes.byref(bytes))
     if code == SUSPENDED:
@@ -377,7 +379,7 @@ def suspend(device, tag, contents):
 
 
 def resume(device, tag):
-    """Brings the memory of a tag back. The bytes that are there again; none if it is not suspended."""
+    """Resumes the memory of a tag. Returns the restored bytes; None if it was not suspended."""
     bytes = ctypes.c_uint64()
     code = LIBRARY.cualloc_resume(allocator(device), SELECT_TAG, without_null(tag.encode()), ctypes.byref(bytes))
     if code == SUSPENDED:
@@ -387,20 +389,20 @@ def resume(device, tag):
 
 
 def reset_peaks(device):
-    """Sets the peaks of a device's allocator to what is there now."""
+    """Sets the peaks of a device's allocator to the current values."""
     if made := _known(device):
         checked(LIBRARY.cualloc_reset_peaks(made))
 
 
 def check(device):
-    """Recomputes all figures of a device's allocator."""
+    """Recomputes and verifies all statistics of a device's allocator."""
     if made := _known(device):
         checked(LIBRARY.cualloc_check(made))
 
 
 def trim(device, keep):
-    """Gives memory back to the driver until at most `keep` bytes are held. Returns the bytes that went back, and those
-    that would have but for work under way."""
+    """Returns memory to the driver until at most `keep` bytes are reserved. Returns the bytes given back, and the bytes
+    that pending work kept from being given back."""
     keep = number(keep, "a number of bytes to keep")
     _make_up()
     released, pending = ctypes.c_uint64(), ctypes.c_uint64()

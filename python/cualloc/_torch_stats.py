@@ -1,10 +1,10 @@
-"""The figures of the shared allocators under the names that PyTorch has for them."""
+"""Statistics of the shared allocators under PyTorch's names."""
 
 import torch
 
 from cualloc import _library
 
-# PyTorch's name of a quantity, and ours.
+# PyTorch's name of each quantity, and ours.
 _QUANTITIES = {
     "allocation": "blocks",
     "segment": "segments",
@@ -14,16 +14,16 @@ _QUANTITIES = {
     "active_bytes": "active",
     "requested_bytes": "requested",
 }
-# Free memory beside live blocks of a segment, which PyTorch cannot give back: with us what is free can be.
+# Free memory in partly used segments, which PyTorch cannot release; cualloc can release all free memory.
 _WITHOUT = ("inactive_split", "inactive_split_bytes")
 _NOTHING = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
 
-# What totals and current values were when totals were last reset, by device.
+# Totals and current values at the last reset of the totals, by device.
 _bases = {}
 
 
 def _stat(counter, base):
-    """What was counted since a total and a current value that were noted."""
+    """Returns a counter relative to a base, a total and a current value noted earlier."""
     total, current = base
     freed = counter.total - counter.current
     return {
@@ -39,7 +39,7 @@ def _pools(figures):
 
 
 def nested(device):
-    """What `torch._C._cuda_memoryStats` returns for a device."""
+    """Returns what `torch._C._cuda_memoryStats` returns for a device."""
     figures = _library.stats(device)
     bases = _bases.get(device, {})
 
@@ -68,7 +68,7 @@ def nested(device):
 
 
 def reset_accumulated(device):
-    """`torch._C._cuda_resetAccumulatedMemoryStats`: totals count from now on."""
+    """Replaces `torch._C._cuda_resetAccumulatedMemoryStats`: totals count from now on."""
     figures = _library.stats(device)
     noted = {("retries",): (figures.retries, 0), ("ooms",): (figures.ooms, 0)}
     for pool, part in _pools(figures).items():
@@ -79,13 +79,13 @@ def reset_accumulated(device):
 
 
 def reset_peaks(device):
-    """`torch._C._cuda_resetPeakMemoryStats`: peaks are what is there now."""
+    """Replaces `torch._C._cuda_resetPeakMemoryStats`: sets the peaks to the current values."""
     _library.reset_peaks(device)
 
 
 def fraction(device):
-    """`torch._C._cuda_getMemoryFraction`: the part of the device's memory that may be held."""
-    # Only an allocator knows what its limit comes to.
+    """Replaces `torch._C._cuda_getMemoryFraction`: the fraction of the device's memory that may be reserved."""
+    # The limit in bytes is known only once the allocator exists.
     _library.allocator(device)
     limit = _library.stats(device).limit
     total = torch.cuda.get_device_properties(device).total_memory

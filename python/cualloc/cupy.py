@@ -4,9 +4,9 @@
 
     cualloc.cupy.install()
 
-Arrays that are made from then on stand on memory of the current device's shared allocator, in the order of the stream
-that is current when they are made. An array goes back in that order too, whenever it is collected, so another stream
-that uses it must be said: `record_stream(array, stream)`.
+Arrays created from then on use memory of the current device's shared allocator, in the order of the stream that is
+current at their creation. An array is also freed in the order of that stream, whenever it is collected, so a use by
+another stream must be recorded: `record_stream(array, stream)`.
 """
 
 import functools
@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 
 class Block:
-    """A block of GPU memory, freed with its last reference. `ptr` is its address, `device` its device's number."""
+    """A block of GPU memory, freed with its last reference. `ptr` is its address, `device` the number of its device."""
 
     __slots__ = ("ptr", "device", "_allocator", "_free")
 
@@ -29,11 +29,11 @@ class Block:
         self.device = device
         self._allocator = _library.allocator(device)
         self.ptr = _library.allocate(device, bytes, stream)
-        # Kept, so that it is there while the interpreter ends.
+        # Stored here so that it still exists during interpreter shutdown.
         self._free = functools.partial(_library.give_back, _library.LIBRARY.cualloc_free)
 
     def record_stream(self, stream):
-        """Says that another stream (its handle, a number) uses the memory."""
+        """Records that another stream, given by its handle (a number), uses the memory."""
         handle = _library.stream_number(stream)
         _library.checked(_library.LIBRARY.cualloc_record_stream(self._allocator, self.ptr, handle))
 
@@ -43,8 +43,8 @@ class Block:
 
 
 def malloc(bytes):
-    """The allocation function for `cupy.cuda.set_allocator` or `cupy.cuda.using_allocator`: bytes on the current device,
-    for the current stream."""
+    """Allocates bytes on the current device for the current stream: the allocation function for
+    `cupy.cuda.set_allocator` and `cupy.cuda.using_allocator`."""
     device = cupy.cuda.device.get_device_id()
     if bytes == 0:
         return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, device), 0)
@@ -59,15 +59,15 @@ def malloc(bytes):
 
 
 def install(limit=None, config=None):
-    """Makes cualloc the allocator of all memory that CuPy asks for from now on; arrays that are there stay where they
-    are. `limit` and `config` are those of `cualloc.torch.install`, and are for PyTorch and CuPy together."""
+    """Makes cualloc the allocator for everything that CuPy allocates from now on; existing arrays stay where they are.
+    `limit` and `config` are those of `cualloc.torch.install`, and hold for PyTorch and CuPy together."""
     _library.configure(limit, config)
     cupy.cuda.set_allocator(malloc)
 
 
 def record_stream(array, stream):
-    """Says that a stream other than the one that was current when an array was made uses it. Its memory is used anew when
-    the work is done that this stream was given until the array is gone. Of an array on other memory it says nothing."""
+    """Records that a stream uses an array created for another stream. Once the array is freed, its memory is reused
+    only after the work submitted to this stream before the free has completed. Arrays in other memory are ignored."""
     memory = array.data.mem
     if isinstance(owner := getattr(memory, "_owner", None), Block):
         owner.record_stream(stream.ptr)

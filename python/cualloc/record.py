@@ -1,12 +1,12 @@
-"""Recordings of what the allocators of the process do, and what a thread is doing meanwhile.
+"""Recordings of what the allocators of the process do, and the contexts of threads.
 
     cualloc.record.start("run.rec")
     with cualloc.record.context("train;forward"):
         ...
     cualloc.record.stop()
 
-`cualloc view`, `replay`, `advise` and `export` read the file. CUALLOC_RECORD=run.rec records a program without a change
-to it, but without contexts.
+`cualloc view`, `replay`, `advise` and `export` read the file. CUALLOC_RECORD=run.rec records an unmodified program, but
+without contexts.
 """
 
 import atexit
@@ -21,10 +21,10 @@ __all__ = ["start", "stop", "dump", "snapshot", "context"]
 
 
 def start(path=None, stacks=0):
-    """Begins to record to a file, or to memory, of which `dump` writes what is newest. One recording runs at a time.
+    """Starts recording to a file, or to memory, whose newest events `dump` writes. One recording runs at a time.
 
-    With `stacks` about one allocation in each so many bytes is recorded with the stack of its thread: Python's functions,
-    or native ones where there are none. Some hundreds of KiB can stay on."""
+    With `stacks`, about one allocation per this number of bytes is recorded with the stack of its thread: Python
+    functions, or native ones if there are none. A rate of some hundreds of KiB is cheap enough to leave on."""
     stacks = _l.number(stacks, "a number of bytes between stacks")
     path = None if path is None else _l.without_null(os.fsencode(path))
     _l.checked(_l.LIBRARY.cualloc_record_start_with_stacks(path, stacks))
@@ -33,18 +33,19 @@ def start(path=None, stacks=0):
 
 
 def dump(path):
-    """Writes what the recording has in memory now to a file. The recording goes on."""
+    """Writes the recording's current contents in memory to a file. The recording goes on."""
     _l.checked(_l.LIBRARY.cualloc_record_dump(_l.without_null(os.fsencode(path))))
 
 
 def snapshot(path):
-    """Writes a file of what the recording has in memory now as a memory snapshot of PyTorch's, for its viewer. The
+    """Writes the recording's current contents in memory as a PyTorch memory snapshot, for PyTorch's viewer. The
     recording goes on."""
     _l.checked(_l.LIBRARY.cualloc_record_snapshot(_l.without_null(os.fsencode(path))))
 
 
 def stop():
-    """Ends the recording. Returns how many events its file has (0 without one), and how many came too fast for it."""
+    """Stops the recording. Returns the number of events in its file (0 without a file), and the number of events lost
+    because they came too fast."""
     events, lost = ctypes.c_uint64(), ctypes.c_uint64()
     _without_source()
     _l.checked(_l.LIBRARY.cualloc_record_stop(ctypes.byref(events), ctypes.byref(lost)))
@@ -58,10 +59,10 @@ _known = {}
 
 
 def _where(_):
-    """The context that stands for the Python functions of the thread; 0 if there are none."""
+    """Returns the context for the Python stack of the thread; 0 if it runs no Python function."""
     try:
         frame, place = sys._getframe(1), []
-        # What calls this package counts, not the package.
+        # Frames of this package are skipped.
         while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
             frame = frame.f_back
         while frame is not None and len(place) < _MOST_FRAMES:
@@ -75,30 +76,30 @@ def _where(_):
             names = [f"{os.path.basename(code.co_filename)}:{line}:{code.co_name}" for code, line in place]
             name = ";".join(part.replace(";", ",") for part in reversed(names)).encode(errors="replace")
             number = _l.LIBRARY.cualloc_context(name)
-            # A program that makes functions as it runs has places without end.
+            # A program that creates functions at run time may have unboundedly many places.
             if len(_known) < _MOST_PLACES:
                 _known[place] = number
         return number
     except ValueError:
-        # The thread has no Python function.
+        # The thread runs no Python function.
         return 0
 
 
 _SOURCE = _l.STACK_SOURCE(_where)
-# The library may have its address still when this module is loaded anew.
+# The library may still have the old address when this module is reloaded.
 _l.kept.append(_SOURCE)
 
 
 @atexit.register
 def _without_source():
-    """Nothing of Python may be called when it is about to end."""
+    """Removes the source before the interpreter ends, when no Python function may be called any more."""
     _l.LIBRARY.cualloc_set_stack_source(_l.STACK_SOURCE(), None)
 
 
 @contextlib.contextmanager
 def context(name):
-    """What the thread allocates and frees within has this name; parts between semicolons are a stack, outermost first.
-    A program may have 65535 names; those that come later are none."""
+    """Names everything that the thread allocates and frees within the context manager; parts separated by semicolons
+    are a stack, outermost first. A program may use 65535 names; further names are ignored."""
     before = _l.LIBRARY.cualloc_set_context(_l.LIBRARY.cualloc_context(_l.without_null(name.encode())))
     try:
         yield

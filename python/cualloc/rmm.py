@@ -4,7 +4,7 @@
 
     cualloc.rmm.install()
 
-Each call takes the interpreter's lock, as RMM's callbacks do: programs in C++ use `cualloc_rmm.hpp`.
+Each call takes the interpreter's lock, as RMM's callbacks do: C++ programs should use `cualloc_rmm.hpp`.
 """
 
 from cualloc import _library
@@ -16,18 +16,18 @@ except ModuleNotFoundError as error:
 
 
 def _handle(stream):
-    """The handle of RMM's stream, a number."""
+    """Returns the handle of RMM's stream as a number."""
     return _library.stream_number(stream.__cuda_stream__()[1])
 
 
 def resource(device=0):
-    """A memory resource over a device's shared allocator. Keep it for as long as memory of it is used, as RMM says of all
-    of them."""
+    """Returns a memory resource over a device's shared allocator. Keep it as long as its memory is in use, as RMM
+    requires of all resources."""
     allocator = _library.allocator(device)
     free_on = _library.LIBRARY.cualloc_free_on
 
     def allocate(bytes, stream):
-        # RMM has no memory of nothing, but an address for it.
+        # RMM allows allocations of 0 bytes; their address is 0.
         return _library.allocate(device, bytes, _handle(stream)) if bytes else 0
 
     def deallocate(address, bytes, stream):
@@ -38,8 +38,8 @@ def resource(device=0):
 
 
 def install(limit=None, config=None, devices=(0,)):
-    """Makes cualloc the resource of all memory that RMM asks for on these devices from now on. `limit` and `config` are
-    those of `cualloc.torch.install`, and are for all libraries together."""
+    """Makes cualloc the resource for everything that RMM allocates on these devices from now on. `limit` and `config`
+    are those of `cualloc.torch.install`, and hold for all libraries together."""
     _library.configure(limit, config)
     for device in devices:
         rmm.mr.set_per_device_resource(device, resource(device))

@@ -4,8 +4,8 @@
 
     cualloc.torch.install(limit="60G")
 
-before anything uses CUDA. From then on `torch.cuda.memory_*` say what cualloc holds, and memory that is not there is a
-`torch.OutOfMemoryError`. `capabilities()` says what works and what does not.
+before anything uses CUDA. From then on `torch.cuda.memory_*` report cualloc's statistics, and running out of memory
+raises `torch.OutOfMemoryError`. `capabilities()` reports what works and what does not.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ except ModuleNotFoundError as error:
     raise _library.not_installed(error, "torch", "PyTorch") from None
 
 _COMPANION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libcualloc_torch.so")
-# Where PyTorch's own error can be found: the constructor (in wheels up to 2.6 it takes a string from before C++11), and
-# the type with its table of functions.
+# Where PyTorch's own error is found: its constructor (wheels up to 2.6 use a string type from before C++11), and the
+# type with its table of functions.
 _ERROR = "_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 _OLD_ERROR = "_ZN3c105ErrorC1ENS_14SourceLocationESs"
 _TYPE, _TABLE = "_ZTIN3c1016OutOfMemoryErrorE", "_ZTVN3c1016OutOfMemoryErrorE"
 _TYPE_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so")
 
 _lock = threading.RLock()
-# Kept for ever: PyTorch calls what they hold until the process has ended.
+# Never freed: PyTorch calls these objects until the process ends.
 _current = None
 _raises_own_error = False
 _takes_graphs = False
@@ -46,19 +46,19 @@ _adopted = set()
 def install(limit=None, config=None):
     """Makes cualloc the allocator of all CUDA memory of PyTorch, on every device.
 
-    `limit` bounds what is held on each device: bytes, "40G", "80%", or a fraction up to 1.0. `config` has the settings
-    of CUALLOC_CONFIG, as its text or as a dictionary; what is given here counts before the environment variable.
+    `limit` bounds the reserved memory of each device: bytes, "40G", "80%", or a fraction up to 1.0. `config` has the
+    settings of CUALLOC_CONFIG, as its text or as a dictionary; settings given here override the environment variable.
 
-    Call it before CUDA is used: PyTorch cannot change an allocator that has memory, and a late call is a RuntimeError.
-    A second call changes nothing, and is a RuntimeError if its settings are others.
+    Call it before CUDA is used: PyTorch cannot replace an allocator that holds memory, and a late call raises
+    RuntimeError. A second call changes nothing; with different settings it raises RuntimeError.
     """
     global _current
     with _lock:
         if not hasattr(torch._C, "_cuda_customAllocator"):
-            raise RuntimeError(f"this PyTorch ({torch.__version__}) takes no allocators: it is built without CUDA")
+            raise RuntimeError(f"this PyTorch ({torch.__version__}) is built without CUDA")
         if _current is None and torch.cuda.is_initialized():
             raise RuntimeError(
-                "PyTorch has begun to use CUDA already, with its own allocator: call cualloc.torch.install() before "
+                "PyTorch already uses CUDA with its own allocator: call cualloc.torch.install() before "
                 "the first tensor on a GPU, and before anything else that starts CUDA"
             )
         _library.configure(limit, config)
@@ -85,7 +85,7 @@ def installed():
 
 @functools.cache
 def _companion():
-    """The functions that may throw. They call the C library by its name, so that is loaded before."""
+    """Loads the functions that may throw. They refer to the C library by name, so it must be loaded first."""
     try:
         return ctypes.CDLL(_COMPANION)
     except OSError as error:
@@ -95,10 +95,10 @@ def _companion():
 
 
 def _pluggable(library, allocate):
-    """One of PyTorch's pluggable allocators over the shared allocators, by a library and its function that allocates."""
+    """Creates a PyTorch pluggable allocator over the shared allocators, from a library and its allocation function."""
     global _takes_graphs
     companion, plain = _companion(), _library.LIBRARY
-    # The companion knows all functions of the library that it is linked with.
+    # The companion exports all functions of the library that it is linked with.
     made = torch.cuda.memory.CUDAPluggableAllocator(library, allocate, "cualloc_torch_free")
     hooks = {
         "set_init_fn": plain.cualloc_torch_init,
@@ -112,7 +112,7 @@ def _pluggable(library, allocate):
         "set_end_allocate_to_pool_fn": plain.cualloc_torch_pool_end,
         "set_release_pool": plain.cualloc_torch_pool_release,
     }
-    # Early versions of PyTorch have other hooks, by other names: there a capture is refused.
+    # Early versions of PyTorch have other hooks, with other names: a capture fails there.
     if all(hasattr(made.allocator(), hook) for hook in graphs):
         hooks.update(graphs)
         _takes_graphs = True
@@ -122,7 +122,7 @@ def _pluggable(library, allocate):
 
 
 def _exported(library, name):
-    """The address of something that a library exports, or none."""
+    """Returns the address of an exported symbol of a library, or None."""
     try:
         return ctypes.addressof(ctypes.c_char.in_dll(library, name))
     except ValueError:
@@ -130,7 +130,7 @@ def _exported(library, name):
 
 
 def _loaded(name):
-    """One of PyTorch's libraries, which is loaded already; none if there is none of that name."""
+    """Returns one of PyTorch's libraries, which is already loaded; None if there is none of that name."""
     place = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "lib", name)
     try:
         return ctypes.CDLL(place, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -139,7 +139,7 @@ def _loaded(name):
 
 
 def _say_what_fails():
-    """Has lack of memory thrown as PyTorch's own error, if this version of PyTorch lets us."""
+    """Makes failed allocations throw PyTorch's own error, if this version of PyTorch supports it."""
     global _raises_own_error
     core = _loaded("libc10.so")
     new, old = (core and _exported(core, name) for name in (_ERROR, _OLD_ERROR))
@@ -152,24 +152,24 @@ def _say_what_fails():
     _raises_own_error = bool(bind(new or old, not new, kind, table))
     if not _raises_own_error:
         warnings.warn(
-            f"cualloc cannot throw the own error of PyTorch {torch.__version__}: where memory lacks it is a "
-            "RuntimeError with 'out of memory' in its text, and no torch.OutOfMemoryError",
+            f"cualloc cannot throw the own error of PyTorch {torch.__version__}: running out of memory raises "
+            "RuntimeError with 'out of memory' in its text instead of torch.OutOfMemoryError",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def _redirect():
-    """Has PyTorch's functions about memory ask us, where they would ask an allocator that does not answer.
+    """Redirects PyTorch's functions about memory to cualloc, where they would ask an allocator that does not answer.
 
-    It is done below the public functions, so whoever has imported those already is served, too.
+    Replaces the functions below the public ones, so code that has already imported the public ones is served too.
     """
     functions = {
         "_cuda_memoryStats": _torch_stats.nested,
         "_cuda_resetPeakMemoryStats": _torch_stats.reset_peaks,
         "_cuda_resetAccumulatedMemoryStats": _torch_stats.reset_accumulated,
         "_cuda_getMemoryFraction": _torch_stats.fraction,
-        # A pluggable allocator never says that it is ready.
+        # A pluggable allocator never reports that it is initialised.
         "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
         "_accelerator_getDeviceStats": _torch_stats.nested,
         "_accelerator_resetPeakStats": _torch_stats.reset_peaks,
@@ -181,9 +181,9 @@ def _redirect():
 
 
 def _adopt_streams():
-    """Streams that torch.cuda.Stream makes live as long as the process, so they may be used without being asked for.
+    """Adopts streams created by torch.cuda.Stream, which live as long as the process.
 
-    One that only wraps a handle (ExternalStream, or the current stream by its id) may be destroyed by its owner.
+    A stream that only wraps a handle (ExternalStream, or the current stream by its id) may be destroyed by its owner.
     """
     kind = torch.cuda.Stream
     original = kind.__new__
@@ -199,17 +199,17 @@ def _adopt_streams():
 
 
 def _adopt(device, handle):
-    # The default streams, which are adopted from the start.
+    # The default streams are adopted from the start.
     if handle in (0, 1, 2) or (device, handle) in _adopted:
         return
-    # What cannot be adopted now, while it is captured say, is as good without, only slower.
+    # A stream that cannot be adopted now, for example during its capture, works without adoption, only slower.
     code = _library.LIBRARY.cualloc_adopt_stream(_library.allocator(device), _library.stream_number(handle))
     if code == _library.OK:
         _adopted.add((device, handle))
 
 
 class _Begun:
-    """What a capture has begun with us: its number, the pool that it is of, and its stream."""
+    """A pool scope that a capture has begun: its number, the pool it belongs to, and its stream."""
 
     def __init__(self, number, stream):
         self.number, self.stream = number, stream
@@ -218,9 +218,10 @@ class _Begun:
 
 
 def _end_failed_captures():
-    """When a capture fails, or goes without an end, PyTorch up to 2.13 does not release its pool, and up to 2.11 does not
-    even end what it has begun with us. Later versions do both, when the graph is reset or goes. So the graph is reset
-    here, and what PyTorch leaves then is done in its place: neither twice, since others may share the pool."""
+    """Ends the pool scopes of failed captures. When a capture fails or is never ended, PyTorch up to 2.13 does not
+    release its pool, and up to 2.11 does not even end its scope. Later versions do both when the graph is reset or
+    destroyed. So the graph is reset here, and the steps that PyTorch leaves out are done in its place: neither may
+    happen twice, since others may share the pool."""
     kind, library = torch.cuda.CUDAGraph, _library.LIBRARY
     begin, end, reset, goes = kind.capture_begin, kind.capture_end, kind.reset, getattr(kind, "__del__", None)
     newest = library.cualloc_torch_pool_newest
@@ -230,7 +231,7 @@ def _end_failed_captures():
         try:
             reset(graph)
         except Exception as error:
-            # The capture's own error is the one that is told.
+            # The capture's own error is the one to raise.
             warnings.warn(f"a capture that failed was not reset: {error}", RuntimeWarning, stacklevel=4)
         finally:
             graph._cualloc_begun = None
@@ -244,7 +245,7 @@ def _end_failed_captures():
         return library.cualloc_torch_pool_state(begun.number, begun.stream) == _library.POOL_GOES_ON
 
     def captured(graph):
-        """Whether there is a graph, and what failed came behind it. Then PyTorch releases the pool with the graph."""
+        """Whether a graph exists and the failure came after it. PyTorch then releases the pool with the graph."""
         try:
             graph.pool()
         except Exception:
@@ -263,7 +264,7 @@ def _end_failed_captures():
         try:
             begin(self, *arguments, **named)
         except BaseException:
-            # What fails behind the beginning (hooks of later versions) leaves the capture as it is.
+            # A failure after the beginning (in hooks of later versions) leaves the capture as it is.
             if (begun := note()) and not goes_on(begun):
                 end_capture(self, begun)
             raise
@@ -275,17 +276,18 @@ def _end_failed_captures():
             end(self)
         except BaseException:
             begun = getattr(self, "_cualloc_begun", None)
-            # On a wrong stream it fails and the capture goes on. Then the stream is still in it.
+            # On a wrong stream the call fails and the capture goes on; then the stream is still capturing.
             if begun and not goes_on(begun):
                 if captured(self):
                     self._cualloc_begun = None
                 else:
                     end_capture(self, begun)
             raise
-        # From here on it is PyTorch's, which releases it with the graph.
+        # From here on PyTorch owns the scope and releases it with the graph.
         self._cualloc_begun = None
 
-    # Before the destructor, behind which nobody may ask the capture's filter. A weak reference's callback comes later.
+    # Runs before the destructor, after which the capture's filter must not be called. A weak reference's callback would
+    # run later.
     def __del__(self):
         begun = getattr(self, "_cualloc_begun", None)
         if begun and library.cualloc_torch_pool_state(begun.number, None) == _library.POOL_OPEN:
@@ -297,23 +299,23 @@ def _end_failed_captures():
 
 
 _NO_TREES = (
-    "cualloc cannot set the blocks of a pool back, as the graph trees of torch.compile (mode='reduce-overhead') need it: "
+    "cualloc cannot restore the blocks of a pool for graph trees (torch.compile with mode='reduce-overhead'): "
     "use torch.cuda.graph or torch.cuda.make_graphed_callables, or turn the trees off with "
     "torch._inductor.config.triton.cudagraph_trees = False"
 )
 _NO_MEM_POOL = (
-    "cualloc is PyTorch's allocator, and PyTorch makes a torch.cuda.MemPool of its own allocator alone: graphs share the "
+    "cualloc is PyTorch's allocator, and torch.cuda.MemPool works only with PyTorch's own: graphs share the "
     "memory of a pool by torch.cuda.graph_pool_handle()"
 )
 
 
 _NO_POOL_SNAPSHOT = (
-    "cualloc has no snapshot of one pool: cualloc.torch.graph_pool(pool) says what it holds, and "
-    "torch.cuda.memory_snapshot() what everything does"
+    "cualloc cannot take a snapshot of one pool: cualloc.torch.graph_pool(pool) reports what it holds, and "
+    "torch.cuda.memory_snapshot() covers all memory"
 )
 _NO_BENCHMARK = (
-    "torch.backends.cudnn.benchmark stays False: to try algorithms cuDNN asks how much is free in the cache of PyTorch's "
-    "own allocator, which cualloc has replaced. Convolutions go by cuDNN's own choice"
+    "torch.backends.cudnn.benchmark stays False: benchmarking queries the free bytes in the cache of PyTorch's "
+    "own allocator, which cualloc has replaced. Convolutions use cuDNN's own choice of algorithm"
 )
 
 
@@ -322,8 +324,8 @@ _records = False
 
 
 def _history(enabled=None, context="all", stacks=None, entries=None, clear=False, *_, **__):
-    """`torch._C._cuda_record_memory_history`: recordings with the Python stack of each allocation, if `context` is
-    wanted. How many events are kept is the recorder's business."""
+    """Replaces `torch._C._cuda_record_memory_history`: records with the Python stack of each allocation, if `context`
+    is given. The recorder determines how many events are kept."""
     global _records
     with _lock:
         if _records and (not enabled or clear is True):
@@ -331,7 +333,7 @@ def _history(enabled=None, context="all", stacks=None, entries=None, clear=False
             try:
                 record.stop()
             except _library.Error as error:
-                # Somebody else has ended it, or this is a forked child.
+                # The recording was ended elsewhere, or this is a forked child.
                 if error.code not in (_library.INVALID_ARGUMENT, _library.CONTEXT_LOST):
                     raise
         if enabled and not _records:
@@ -340,13 +342,13 @@ def _history(enabled=None, context="all", stacks=None, entries=None, clear=False
 
 
 def _history_legacy(enabled=None, context=True, entries=None, traces=False, cpp=False, clear=False, *_, **__):
-    """`torch._C._cuda_record_memory_history_legacy`, whose arguments have another order."""
+    """Replaces `torch._C._cuda_record_memory_history_legacy`, whose arguments have another order."""
     _history(enabled, context or traces, clear=clear)
 
 
 def _snapshot(of=None):
-    """`torch._C._cuda_memorySnapshot`: of a pool's id and whether events are wanted, as dictionaries. Without a history it
-    has what is live."""
+    """Replaces `torch._C._cuda_memorySnapshot`: takes a pool's id and whether events are wanted, returns dictionaries.
+    Without a history the snapshot contains only live blocks."""
     if of is not None and tuple(of[:2]) != (0, 0):
         raise RuntimeError(_NO_POOL_SNAPSHOT)
     with tempfile.TemporaryDirectory() as folder, _lock:
@@ -369,7 +371,7 @@ def _snapshot(of=None):
 
 
 def _refuse():
-    """Has what PyTorch asks of its own allocator alone be answered by ours, or fail with words that help."""
+    """Answers calls that PyTorch directs at its own allocator only, or makes them fail with a helpful message."""
 
     def refusing(words):
         def refuse(*_, **__):
@@ -393,7 +395,7 @@ def _refuse():
 
 
 def _leave_benchmark_off():
-    """Programs that turn cuDNN's trials on run without them: with them the first convolution would be an error."""
+    """Keeps cuDNN's benchmarking off in programs that turn it on: otherwise their first convolution would fail."""
     if not hasattr(torch._C, "_set_cudnn_benchmark"):
         return
     original = torch._C._set_cudnn_benchmark
@@ -407,13 +409,13 @@ def _leave_benchmark_off():
     if torch._C._get_cudnn_benchmark():
         set_benchmark(True)
     torch._C._set_cudnn_benchmark = set_benchmark
-    # The attribute of torch.backends.cudnn knows the function itself.
+    # The attribute of torch.backends.cudnn holds the function itself.
     flag = vars(type(torch.backends.cudnn)).get("benchmark")
     if hasattr(flag, "setter"):
         flag.setter = set_benchmark
 
 
-# ---- what users ask ------------------------------------------------------------------------------------------------
+# ---- public queries ------------------------------------------------------------------------------------------------
 
 
 def _device(device):
@@ -421,20 +423,20 @@ def _device(device):
         return device
     found = torch.device("cuda" if device is None else device)
     if found.type != "cuda":
-        raise ValueError(f"{device} is no CUDA device")
+        raise ValueError(f"expected a CUDA device, found {device}")
     return torch.cuda.current_device() if found.index is None else found.index
 
 
 def stats(device=None):
-    """The figures of a device's allocator (the current device's, unless one is given), as dictionaries: bytes asked for
-    (`requested`), handed out (`allocated`) and held from the driver (`reserved`), each with `current`, `peak` and
-    `total`; numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h).
-    `graph_pools` is what pools of graphs hold, which no other figure counts."""
+    """Returns the statistics of a device's allocator (by default the current device's) as dictionaries: bytes
+    `requested`, `allocated` (after rounding) and `reserved` from the driver, each with `current`, `peak` and `total`;
+    numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h). `graph_pools`
+    is the memory of pools of graphs, which no other figure includes."""
     return _library.plain(_library.stats(_device(device)))
 
 
 def summary(device=None):
-    """The figures of a device's allocator for people, in some lines."""
+    """Returns the statistics of a device's allocator as a text of several lines."""
     device = _device(device)
     figures = _library.stats(device)
 
@@ -466,17 +468,17 @@ def _size(bytes):
 
 
 def trim(keep=0, device=None):
-    """Gives memory that nobody uses back to the driver until at most `keep` bytes are held, without waiting for work of
-    the device. Returns the bytes that went back, and those that would have but for such work. `torch.cuda.empty_cache()`
-    is the same with nothing kept, and waits."""
+    """Returns unused memory to the driver until at most `keep` bytes are reserved, without waiting for device work.
+    Returns the bytes given back, and the bytes that pending work kept from being given back. `torch.cuda.empty_cache()`
+    does the same with `keep=0`, and waits."""
     return _library.trim(_device(device), keep)
 
 
 def graph_pool(pool, device=None):
-    """What a pool of CUDA graphs holds on a device, by its id (`torch.cuda.graph_pool_handle()`, or `pool()` of a
-    graph), as a dictionary of bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical` held from the
-    driver; and numbers: live `blocks`, and `leases` of graphs. None if no graph was captured with it, or all were reset.
-    `torch.cuda.memory_*` do not count what pools of graphs hold; `stats()` has the sum of it as `graph_pools`."""
+    """Returns the statistics of a pool of CUDA graphs on a device, by its id (`torch.cuda.graph_pool_handle()`, or
+    `pool()` of a graph), as a dictionary. Bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical`
+    reserved from the driver. Numbers: live `blocks`, and `leases` of graphs. None if no graph was captured with it, or
+    all were reset. `torch.cuda.memory_*` do not include pools of graphs; `stats()` has their sum as `graph_pools`."""
     return _library.graph_pool(_device(device), pool)
 
 
@@ -485,34 +487,36 @@ def graph_pool(pool, device=None):
 
 @contextlib.contextmanager
 def tag(name, device=None):
-    """What this thread allocates within, on a device (the current one, unless another is given), has a tag: a name by
-    which `sleep` and `wake` know it.
+    """Tags everything that this thread allocates within the context manager on a device (by default the current one)
+    with a name that `sleep` and `wake` use.
 
         with cualloc.torch.tag("weights"):
             model = Model().cuda()
 
-    Each tag of a device is memory apart. What is freed there serves its tag alone, and goes back to the driver by
-    `trim()` and `torch.cuda.empty_cache()` when nothing of it is in use. Inside of another tag the inner one counts; a
-    captured graph's own memory has none. Threads that autograd or others start are not within."""
+    Each tag of a device has its own memory. Memory freed there is reused only for the same tag, and returns to the
+    driver by `trim()` and `torch.cuda.empty_cache()` once all of it is unused. In nested tags the inner one applies;
+    the private memory of a captured graph has no tag. Threads started by autograd or others are not tagged."""
     if _current is None:
-        raise RuntimeError("memory is tagged where cualloc is PyTorch's allocator: call cualloc.torch.install() before")
+        raise RuntimeError("tags require cualloc as PyTorch's allocator: call cualloc.torch.install() first")
     with _library.tagged(_device(device), str(name)):
         yield
 
 
 def sleep(tags=None, keep=False, pinned=True):
-    """Gives tagged memory back to the driver, on all devices, so that other programs can have it until `wake`. Tensors stay
-    where they are, at their addresses, and so does what graphs know of them. The bytes that the driver has got.
+    """Returns tagged memory to the driver, on all devices, so that other programs can use it until `wake`. Tensors keep
+    their addresses, so captured graphs stay valid. Returns the number of bytes given to the driver.
 
-    `tags` are those meant (one, or several; all, unless some are given). `keep` are those whose contents come back: one
-    or several tags, True for all, or False. Others' are lost: what wakes must be written before it is read. Contents are
-    kept in page-locked host memory, which is kept for the next time until a `trim`; with `pinned=False` in plain memory.
+    `tags` selects one or several tags; all by default. `keep` selects the tags whose contents are restored: one or
+    several tags, True for all, or False. The contents of others are lost: after `wake` they must be written before they
+    are read. Contents are kept in page-locked host memory, which is cached for the next `sleep` until a `trim`; with
+    `pinned=False` in plain memory.
 
-    `sleep(keep="weights")` is what vLLM calls level 1, and `sleep()` level 2. Free memory that has no tag goes back too.
+    `sleep(keep="weights")` corresponds to vLLM's level 1, and `sleep()` to level 2. Free memory without a tag is
+    released too.
 
-    It waits for all work of the devices. Until `wake` nothing may use the tensors, on any stream, nor a graph that was
-    captured with them; they may be freed. An unknown tag is a ValueError, and one that sleeps already stays as it is.
-    Where something fails, as with a capture under way, the tags before it sleep, and `wake` brings them back."""
+    Waits for all work of the devices. Until `wake`, no stream may use the tensors or a graph captured with them, but
+    the tensors may be freed. An unknown tag raises ValueError; a tag that already sleeps is skipped. If a tag fails,
+    for example because of a capture in progress, the tags before it stay asleep, and `wake` restores them."""
     known = _library.tags()
     meant = _meant(tags, known)
     kept = _meant(None if keep is True else keep or (), known)
@@ -527,51 +531,52 @@ def sleep(tags=None, keep=False, pinned=True):
 
 
 def wake(tags=None):
-    """Brings memory back that `sleep` gave away, at its addresses: all of it, or that of one or several tags. The bytes that
-    are there again. Without memory it is a cualloc.OutOfMemory, which says how much lacks, and what sleeps still may be
-    woken later. An unknown tag is a ValueError; one that is awake stays so."""
+    """Restores memory that `sleep` released, at its addresses: all of it, or that of one or several tags. Returns the
+    number of restored bytes. Without enough memory it raises cualloc.OutOfMemory, which states how much is missing;
+    memory that still sleeps can be woken later. An unknown tag raises ValueError; a tag that is awake is skipped."""
     return sum(_library.resume(device, name) or 0 for device, name in _meant(tags, _library.tags()))
 
 
 def _meant(tags, known):
-    """The devices and tags that are meant, of those that are known."""
+    """Returns the selected devices and tags, out of the known ones."""
     if tags is None:
         return known
     names = {tags} if isinstance(tags, str) else set(tags)
     there = {name for _, name in known}
     if lacking := sorted(names - there):
-        raise ValueError(f"no memory has the tag {lacking[0]!r}; tags that there are: {sorted(there)}")
+        raise ValueError(f"unknown tag {lacking[0]!r}; known tags: {sorted(there)}")
     return [(device, name) for device, name in known if name in names]
 
 
 def check(device=None):
-    """Recomputes all figures of a device's allocator; a cualloc.Error if anything does not agree. For tests."""
+    """Recomputes and verifies all statistics of a device's allocator; raises cualloc.Error if anything disagrees. For
+    tests."""
     _library.check(_device(device))
 
 
 def retire_stream(stream):
-    """Says that a stream with tensors of this process gets no more work, before its owner destroys it: for an
-    ExternalStream whose tensors are freed later than it is destroyed."""
+    """Retires a stream before its owner destroys it: it gets no more work that uses tensors of this process. Needed for
+    an ExternalStream that is destroyed before its tensors are freed."""
     handle = _library.allocator(stream.device.index)
     _library.checked(_library.LIBRARY.cualloc_retire_stream(handle, _library.stream_number(stream.cuda_stream)))
 
 
 def mem_pool(**options):
-    """A torch.cuda.MemPool whose segments come from cualloc, while PyTorch's own allocator (which then must be the
-    current one) cuts them into blocks. Options are those of MemPool (`use_on_oom`, `no_split`). Keep it for as long as
-    there are tensors in it."""
+    """Returns a torch.cuda.MemPool whose segments come from cualloc, while PyTorch's own allocator, which must be the
+    current one, divides them into blocks. Options are those of MemPool (`use_on_oom`, `no_split`). Keep it as long as
+    tensors use it."""
     global _provider
     if _current is not None:
-        raise RuntimeError("cualloc is PyTorch's allocator: a MemPool needs PyTorch's own")
+        raise RuntimeError("cualloc is PyTorch's allocator, but a MemPool requires PyTorch's own")
     with _lock:
         if _provider is None:
-            # One that returns null, by which PyTorch finds out that memory lacks.
+            # An allocation function that returns null on failure, as PyTorch expects here.
             _provider = _pluggable(_library.PATH, "cualloc_torch_alloc")
     return torch.cuda.MemPool(_provider.allocator(), **options)
 
 
 def capabilities():
-    """What works with cualloc as PyTorch's allocator, by name: True, False, or which kind."""
+    """Returns what works with cualloc as PyTorch's allocator, by name: True, False, or a description."""
     return {
         "installed": installed(),
         "out_of_memory": "torch.OutOfMemoryError" if _raises_own_error else "RuntimeError",
@@ -582,9 +587,9 @@ def capabilities():
         "cuda_graphs": _takes_graphs,
         "sleep": installed(),
         "memory_snapshot": installed(),
-        # What PyTorch asks a pluggable allocator for and none can answer.
+        # PyTorch asks a pluggable allocator for these, and none can provide them.
         "cudagraph_trees": False,
-        # It may be turned on, and stays off.
+        # Programs may turn it on, but it stays off.
         "cudnn_benchmark": False,
         "cuda_ipc": False,
     }
