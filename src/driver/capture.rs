@@ -1,7 +1,7 @@
 //! Stream capture.
 //!
-//! While a thread captures, the driver refuses calls such as allocations unless the thread's mode
-//! is relaxed; [`Context::enter`](super::Context::enter) takes care of that.
+//! While a thread captures, the driver rejects calls such as allocations unless the thread's capture mode is relaxed;
+//! [`Context::enter`](super::Context::enter) sets that mode.
 
 use super::error::DriverError;
 use super::graph::{Dependency, Graph};
@@ -13,39 +13,41 @@ use super::table::{Driver, call, thin};
 use std::ptr;
 
 impl Driver {
-    /// Whether a capture was begun here into a graph that has nodes, beside which its own may run.
+    /// Whether a capture was begun through this crate into a graph with existing nodes, concurrently with which its own
+    /// may run.
     pub(crate) fn is_joined(&self, capture: u64) -> bool {
         self.found().is_joined(capture)
     }
 
-    /// The streams that were found capturing, by their handles, each with the number of the finding:
-    /// a later one has a higher number.
+    /// Returns the handles of the streams found capturing, each with the number of its finding; later findings have
+    /// higher numbers.
     pub(crate) fn found_capturing(&self) -> Vec<(usize, u64)> {
         self.found().all()
     }
 
-    /// Whether a stream is among those that were found capturing, or suspected of it; now and then also one that is not.
+    /// Whether a stream may be capturing, according to the findings so far; false positives are possible.
     #[inline]
     pub(crate) fn may_be_capturing(&self, stream: CUstream) -> bool {
         self.found().may_have(stream) && self.has(Feature::CaptureInfo)
     }
 
-    /// Forgets a finding that was refuted.
+    /// Removes a refuted finding.
     pub(crate) fn not_capturing(&self, number: u64) {
         self.found().refute(number);
     }
 
-    /// Notes a stream that the driver refused because it captures.
+    /// Records that the driver rejected a call because the stream is capturing.
     pub(crate) fn saw_capture(&self, stream: CUstream) {
         self.found().add(stream, false);
     }
 
-    /// Calls look out for a stream that may be capturing, or may just have been.
+    /// Adds a stream that may be capturing, or may just have been, to those that calls watch.
     pub(crate) fn suspect_capture(&self, stream: CUstream) {
         self.found().add(stream, true);
     }
 
-    /// Those of this crate's streams that may be capturing: whose capture was begun or found here and not seen to end.
+    /// Returns this crate's own streams that may be capturing: those whose capture was begun or found here and whose
+    /// end was not observed.
     pub(crate) fn own_suspects(&self) -> Vec<Stream> {
         let suspects = self.found().watched();
         suspects
@@ -54,16 +56,16 @@ impl Driver {
             .collect()
     }
 
-    /// Now and then looks whether captures that calls look out for are over: of streams that are this crate's the
-    /// driver says so, of others nobody may ask it, and they are taken for over after a while. Called once in
-    /// [`REVIEW`](super::REVIEW) allocations that have to look out.
+    /// Checks whether watched captures are over. For this crate's own streams the driver is asked; other streams may no
+    /// longer exist and must not be queried, so their captures expire after a number of reviews. Called once per
+    /// [`REVIEW`](super::REVIEW) allocations that check for captures.
     #[cold]
     #[inline(never)]
     pub(crate) fn review_captures(&self) {
         for stream in self.found().watched() {
             let own = self.own_stream(stream);
             match own.map(|own| own.is_capturing()) {
-                // The answer has replaced what was known.
+                // The query has already updated the findings.
                 Some(Ok(_)) => {}
                 _ => self.found().age(stream),
             }
@@ -88,14 +90,14 @@ impl Stream {
         begin: impl FnOnce(&Driver) -> Result<(), DriverError>,
     ) -> Result<(), DriverError> {
         let driver = self.context().driver();
-        // Before it begins, or calls of other threads would not look out for it.
+        // Added before the capture begins: otherwise other threads' calls would not watch for it.
         driver.found().add(self.raw(), true);
         let begun = begin(driver);
         match begun {
-            // Anew: whoever asked before it began may have been told so, and have taken the note away.
+            // Added again: a query that ran before the capture began may have removed the entry.
             Ok(()) => driver.found().add(self.raw(), true),
-            // SAFETY: the handle is valid by the contract under which it was made. A capture that was under way goes
-            // on; the answer is noted.
+            // SAFETY: the handle is valid by the contract under which it was made. A capture already in progress goes
+            // on, and the query records it.
             Err(_) => drop(unsafe { driver.is_capturing(self.raw()) }),
         }
         begun
@@ -103,18 +105,17 @@ impl Stream {
 
     /// Ends the capture that was begun on the stream.
     ///
-    /// Allocators whose last block was dropped during a capture are closed here, after their streams'
-    /// work is complete, and blocks of the driver's pools that were dropped then are freed.
+    /// Allocators whose last block was dropped during a capture are closed here, once their streams' work is complete,
+    /// and blocks of driver pools that were dropped during it are freed.
     ///
     /// # Errors
-    /// The driver's, such as `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`; the capture has ended then
-    /// too.
+    /// The driver's, such as `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`; the capture has ended then too.
     pub fn end_capture(&self) -> Result<Graph, DriverError> {
         let entered = self.context().enter()?;
         let (driver, mut raw) = (entered.driver(), ptr::null_mut());
         // SAFETY: the output is a local, and the handle is valid by the contract under which it was made.
         let ended = unsafe { call!(driver, cuStreamEndCapture(self.raw(), &mut raw)) };
-        // SAFETY: as above. Where it was refused, as on the wrong thread, the capture goes on.
+        // SAFETY: as above. If ending failed, for example on the wrong thread, the capture goes on.
         let asked = unsafe { driver.is_capturing(self.raw()) };
         let graph = ended.map(|()| Graph::of(self.context(), raw));
         if matches!(asked, Ok(false)) {
@@ -123,16 +124,15 @@ impl Stream {
         graph
     }
 
-    /// Starts capturing the stream, as [`Stream::begin_capture`], into a graph that is there already: the first
-    /// node that is captured depends on `dependencies`, which are nodes of that graph. Ending the capture gives
-    /// the same graph back.
+    /// Starts capturing the stream, like [`Stream::begin_capture`], into an existing graph: the first captured node
+    /// depends on `dependencies`, which are nodes of that graph. Ending the capture returns the same graph.
     ///
     /// # Errors
-    /// The driver's, which takes the graph with it; `CUDA_ERROR_NOT_FOUND` without
+    /// The driver's, in which case the graph is lost; `CUDA_ERROR_NOT_FOUND` without
     /// [`Feature::EdgeData`](super::Feature::EdgeData), `CUDA_ERROR_INVALID_HANDLE` for a graph of another driver.
     ///
     /// # Safety
-    /// The nodes that are named must be those of live graphs, which no other thread uses meanwhile.
+    /// The nodes must belong to live graphs that no other thread uses during the call.
     pub unsafe fn begin_capture_into(
         &self,
         graph: Graph,
@@ -144,12 +144,12 @@ impl Stream {
         driver.refuse_foreign(graph.context().driver(), "cuStreamBeginCaptureToGraph")?;
         let has_nodes = !graph.nodes()?.is_empty();
         let (nodes, edges) = Dependency::apart(dependencies);
-        // SAFETY: the handles are valid by the contracts under which they were made, the arrays are as long as each
-        // other, and the caller vouches for the nodes.
+        // SAFETY: the handles are valid by the contracts under which they were made, both arrays have the same length,
+        // and the caller vouches for the nodes.
         self.begin(|driver| unsafe {
             driver.begin_capture_to(self.raw(), graph.raw(), &nodes, &edges, mode)
         })?;
-        // The capture has it from here on.
+        // From here on the capture owns the graph.
         graph.forget();
         if has_nodes && let Ok(Some(id)) = self.capture_id() {
             driver.found().add_joined(id);
@@ -157,7 +157,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Starts capturing the stream; the capture ends with the result.
+    /// Starts capturing the stream; the capture ends when the result is dropped.
     ///
     /// # Errors
     /// As [`Stream::begin_capture`].
@@ -166,8 +166,8 @@ impl Stream {
         Ok(Capture { stream: Some(self) })
     }
 
-    /// The capture that the stream is in, and what the next node that is captured here depends on; `None` if
-    /// the stream is not being captured.
+    /// Returns the capture that the stream is in and the dependencies of the next captured node; `None` if the stream
+    /// is not being captured.
     ///
     /// # Errors
     /// The driver's: `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED` for a capture that can only be ended,
@@ -180,8 +180,8 @@ impl Stream {
         unsafe { entered.driver().capture_info(self.raw()) }
     }
 
-    /// The id of the capture that the stream is in, unique while the process lives, and 0 if the capture has
-    /// become invalid and can only be ended; `None` if the stream is not being captured.
+    /// Returns the id of the capture that the stream is in, unique within the process; 0 if the capture is invalid and
+    /// can only be ended; `None` if the stream is not being captured.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without
@@ -198,8 +198,8 @@ impl Stream {
     }
 }
 
-/// The state, the id and the graph of a capture; the nodes that the next one depends on, the data of the edges to them
-/// (null for ordinary edges), and their number.
+/// State, id and graph of a capture; the nodes that the next node depends on, the data of the edges to them (null for
+/// ordinary edges), and their number.
 type Told = (
     CUstreamCaptureStatus,
     u64,
@@ -209,7 +209,7 @@ type Told = (
     usize,
 );
 
-/// The streams are live, or special handles, and the nodes those of live graphs.
+/// Queries about captures. Streams are live, or special handles, and nodes belong to live graphs.
 impl Driver {
     thin! {
         unsafe fn begin_capture(&self, stream: CUstream, mode: CUstreamCaptureMode)
@@ -219,7 +219,7 @@ impl Driver {
             edges: &[sys::CUgraphEdgeData], mode: CUstreamCaptureMode
         ) = cuStreamBeginCaptureToGraph(stream, graph, nodes.as_ptr(), edges.as_ptr(), nodes.len(), mode);
 
-        /// The state and the id, whatever data the edges have.
+        /// Returns the state and the id, whatever data the edges have.
         unsafe fn state_of_capture(&self, stream: CUstream) -> told: (CUstreamCaptureStatus, u64)
             = cuStreamGetCaptureInfo_v2(
                 stream, &mut told.0, &mut told.1, ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
@@ -238,8 +238,8 @@ impl Driver {
     }
 }
 
-/// A capture of a stream, which ends with this value; what was captured is then thrown away, unless it was
-/// [ended](Capture::end).
+/// A capture of a stream. Dropping it ends the capture and discards its graph, unless it was [ended](Capture::end)
+/// before.
 #[derive(Debug)]
 #[must_use = "the capture ends when this is dropped"]
 pub struct Capture<'a> {
@@ -251,7 +251,7 @@ impl Capture<'_> {
     /// Ends the capture ([`Stream::end_capture`]).
     ///
     /// # Errors
-    /// As there; the capture is over then too, except on a wrong thread.
+    /// As for [`Stream::end_capture`]; the capture is over then too, except on a wrong thread.
     pub fn end(mut self) -> Result<Graph, DriverError> {
         match self.stream.take() {
             Some(stream) => stream.end_capture(),
@@ -274,26 +274,26 @@ impl Drop for Capture<'_> {
     }
 }
 
-/// What a capture is, as far as one of its streams knows ([`Stream::capture_info`]).
+/// The state of a capture as seen from one of its streams ([`Stream::capture_info`]).
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct CaptureInfo {
-    /// The id of the capture, unique while the process lives.
+    /// The id of the capture, unique within the process.
     pub id: u64,
-    /// The graph that is being made. Objects may be retained on it, and nodes added; it must not be destroyed.
+    /// The graph under construction. Objects may be retained on it and nodes added to it; it must not be destroyed.
     pub graph: sys::CUgraph,
-    /// What the next node that is captured on the stream depends on.
+    /// The dependencies of the next node captured on the stream.
     pub dependencies: Vec<Dependency>,
 }
 
 impl Driver {
-    /// [`Stream::capture_info`] of a raw handle. The thread's capture mode does not matter.
+    /// [`Stream::capture_info`] for a raw handle. The thread's capture mode does not matter.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`Stream::capture_info`].
     ///
     /// # Safety
-    /// `stream` must be a live stream, or a special handle that means the default stream here.
+    /// `stream` must be a live stream, or a special handle for a default stream of the current context.
     #[doc(hidden)]
     pub unsafe fn capture_info(
         &self,
@@ -308,14 +308,14 @@ impl Driver {
         }))
     }
 
-    /// [`capture_info`](Self::capture_info) in parts: the id, the graph, and each dependency as `each` makes it. Also
-    /// notes the answer.
+    /// [`capture_info`](Self::capture_info) in parts: the id, the graph, and each dependency as converted by `each`.
+    /// Also updates the findings.
     ///
     /// # Errors
-    /// As there.
+    /// As for `capture_info`.
     ///
     /// # Safety
-    /// As there.
+    /// As for `capture_info`.
     #[inline]
     pub(crate) unsafe fn read_capture<T, D: FromIterator<T>>(
         &self,
@@ -350,8 +350,8 @@ impl Driver {
             }
         }
         let read = |index: usize| {
-            // SAFETY: the driver's arrays have `count` elements and stay as they are until the next call that
-            // names the stream; null stands for ordinary edges.
+            // SAFETY: the driver's arrays have `count` elements and stay unchanged until the next call with this
+            // stream; null stands for ordinary edges.
             unsafe {
                 Dependency {
                     node: *nodes.add(index),
@@ -366,13 +366,13 @@ impl Driver {
         Ok(Some((id, graph, dependencies.collect())))
     }
 
-    /// Replaces what the next node that is captured on a stream depends on, or adds to it.
+    /// Replaces the dependencies of the next node captured on a stream, or adds to them.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::EdgeData`].
     ///
     /// # Safety
-    /// As [`Driver::capture_info`]; the nodes are of the stream's capture.
+    /// As for [`Driver::capture_info`]; the nodes belong to the stream's capture.
     #[doc(hidden)]
     pub unsafe fn set_capture_dependencies(
         &self,
@@ -382,7 +382,7 @@ impl Driver {
     ) -> Result<(), DriverError> {
         type Flags = sys::CUstreamUpdateCaptureDependencies_flags;
         let (mut nodes, edges) = Dependency::apart(dependencies);
-        // An empty vector has an address, where nothing lies.
+        // An empty vector's pointer is dangling, so null is passed instead.
         let (list, data) = match dependencies.is_empty() {
             true => (ptr::null_mut(), ptr::null()),
             false => (nodes.as_mut_ptr(), edges.as_ptr()),
@@ -391,7 +391,7 @@ impl Driver {
             true => Flags::CU_STREAM_ADD_CAPTURE_DEPENDENCIES,
             false => Flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES,
         };
-        // SAFETY: the arrays are as long as is said, and the caller vouches for stream and nodes.
+        // SAFETY: the arrays have the stated length, and the caller vouches for stream and nodes.
         unsafe { self.update_dependencies(stream, list, data, dependencies.len(), flags.0) }
     }
 }

@@ -14,10 +14,10 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
 
-/// A context of a device: the primary one, retained by us, or one that belongs to somebody else.
+/// A context of a device: the primary one, retained by this crate, or a foreign one.
 ///
-/// Cheap to clone. `Send` and `Sync`: any thread may enter it. Nothing here changes which context
-/// the caller finds current, except while an [`Entered`] lives.
+/// Cheap to clone. `Send` and `Sync`: any thread may enter it. The caller's current context is never changed, except
+/// while an [`Entered`] exists.
 #[derive(Clone)]
 pub struct Context(Arc<Inner>);
 
@@ -25,17 +25,17 @@ struct Inner {
     raw: sys::CUcontext,
     device: Device,
     id: u64,
-    /// By which its default streams are told from those of other contexts.
+    /// Distinguishes its default streams from those of other contexts.
     number: u64,
-    /// Whether it is the device's primary context, which was retained here; else it is somebody's.
+    /// Whether it is the device's primary context, retained here; otherwise it is foreign.
     primary: bool,
-    /// Handles of the context that are yet to be destroyed.
+    /// Handles of the context whose destruction is deferred.
     debts: Debts,
-    /// What keeps the context alive, if not the caller's word.
+    /// The object that keeps the context alive, if there is one; otherwise the caller guarantees it.
     owner: Owner,
 }
 
-/// What keeps a handle alive that belongs to somebody else.
+/// An object that keeps a foreign handle alive.
 pub(super) type Owner = Option<Box<dyn Send + Sync>>;
 
 // SAFETY: a context handle may be used from any thread; the driver synchronises.
@@ -44,11 +44,11 @@ unsafe impl Send for Inner {}
 unsafe impl Sync for Inner {}
 
 impl Context {
-    /// The primary context of `device`. It is retained as long as anybody uses it here; the process-wide
-    /// driver never releases it, any other one does when the last user drops it.
+    /// Returns the primary context of `device`, retained while it is in use here. The process-wide driver never
+    /// releases it; any other driver releases it when the last clone is dropped.
     pub fn primary(device: &Device) -> Result<Context, DriverError> {
         let driver = device.driver();
-        // Before the lock, which a thread of the parent may have held while it forked.
+        // Checked before taking the lock, which a thread of the parent may have held when it forked.
         if process::is_forked_child() {
             let code = CUresult::CUDA_ERROR_NOT_INITIALIZED;
             return Err(DriverError::new("cuDevicePrimaryCtxRetain", code));
@@ -60,7 +60,7 @@ impl Context {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local handle.
         unsafe { call!(driver, cuDevicePrimaryCtxRetain(&mut raw, device.raw())) }?;
-        // From here on the drop of the context releases it, also on the error path.
+        // From here on dropping the context releases it, also on the error path.
         let mut inner = Inner {
             raw,
             device: device.clone(),
@@ -74,49 +74,48 @@ impl Context {
         inner.number = defaults::number_of(inner.id);
         inner.debts = Debts::inherited(driver, inner.id);
         let context = Context(Arc::new(inner));
-        // The process-wide driver keeps its primary contexts for ever; any other one lets go of them with
-        // their last user, since the context itself keeps the driver alive.
+        // The process-wide driver keeps its primary contexts forever. Any other driver keeps them only while they are
+        // in use, since the context itself keeps the driver alive.
         let entry = match driver.is_process_wide() {
             true => Entry::Forever(context.0.clone()),
             false => Entry::while_used(&context.0),
         };
-        // Another thread may have been faster; then ours is released, without the lock.
+        // If another thread was faster, this context is dropped and released after the lock.
         let faster = driver.primaries().keep(number, entry);
         Ok(faster.map_or(context, Context))
     }
 
-    /// A context that somebody else owns. It is never destroyed here.
+    /// Wraps a foreign context. It is never destroyed here.
     ///
     /// # Errors
     /// `CUDA_ERROR_INVALID_CONTEXT` for null, or the driver's.
     ///
     /// # Safety
-    /// `raw` must be a live context of `driver`, and stay alive as long as the result, its clones
-    /// and everything made from them.
+    /// `raw` must be a live context of `driver`, and outlive the result, its clones and everything made from them.
     pub unsafe fn from_raw(driver: &Driver, raw: sys::CUcontext) -> Result<Context, DriverError> {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller's contract.
         unsafe { Context::borrowed(driver, raw, None) }
     }
 
-    /// As [`Context::from_raw`], with what keeps the context alive: it is dropped with the last clone of the
-    /// result and of everything made from it.
+    /// Like [`Context::from_raw`], with an object that keeps the context alive: it is dropped with the last clone of
+    /// the result and of everything made from it.
     ///
     /// # Errors
     /// As [`Context::from_raw`]; then `owner` has been dropped.
     ///
     /// # Safety
-    /// `raw` must be a live context of `driver` as long as `owner` is there.
+    /// `raw` must be a live context of `driver` while `owner` exists.
     pub unsafe fn from_raw_with_owner(
         driver: &Driver,
         raw: sys::CUcontext,
         owner: impl Send + Sync + 'static,
     ) -> Result<Context, DriverError> {
-        // SAFETY: as the caller says; the owner stays with the result.
+        // SAFETY: the caller's contract; the owner stays with the result.
         unsafe { Context::borrowed(driver, raw, Some(Box::new(owner))) }
     }
 
     /// # Safety
-    /// As [`Context::from_raw`].
+    /// As for [`Context::from_raw`].
     unsafe fn borrowed(
         driver: &Driver,
         raw: sys::CUcontext,
@@ -141,14 +140,14 @@ impl Context {
         })))
     }
 
-    /// The context that is current on the calling thread, borrowed; none if there is none.
+    /// Returns the context that is current on the calling thread, borrowed; none if there is none.
     ///
     /// # Errors
     /// The driver's.
     ///
     /// # Safety
-    /// As [`Context::from_raw`]: whoever owns the context does not destroy it as long as the result, its
-    /// clones and everything made from them are there.
+    /// As for [`Context::from_raw`]: the owner of the context does not destroy it while the result, its clones or
+    /// anything made from them exist.
     ///
     /// ```compile_fail,E0133
     /// # use cualloc::driver::{Context, Driver};
@@ -165,41 +164,41 @@ impl Context {
         unsafe { Context::from_raw(driver, raw) }.map(Some)
     }
 
-    /// The driver's handle.
+    /// Returns the driver's handle.
     pub fn raw(&self) -> sys::CUcontext {
         self.0.raw
     }
 
-    /// The driver that this context belongs to.
+    /// Returns the driver that this context belongs to.
     #[inline]
     pub fn driver(&self) -> &Driver {
         self.0.device.driver()
     }
 
-    /// The device that this context is on.
+    /// Returns the device that this context is on.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Tells this context from every other one of the driver: its id, which is never reused, or the
-    /// value of its handle where the driver has no ids ([`Feature::StreamIds`]).
+    /// Returns an id that distinguishes this context from all others of the driver. It is never reused; where the
+    /// driver has no ids ([`Feature::StreamIds`]), it is the value of the handle.
     pub fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// The identity of the legacy default stream.
+    /// Returns the id of the legacy default stream.
     #[inline]
     pub(crate) fn legacy_id(&self) -> u64 {
         defaults::legacy(self.0.number)
     }
 
-    /// The identity of the calling thread's own default stream.
+    /// Returns the id of the calling thread's default stream.
     #[inline]
     pub(crate) fn per_thread_id(&self) -> u64 {
         defaults::per_thread(self.0.number)
     }
 
-    /// Waits until everything that was submitted to the context has completed.
+    /// Waits until all work submitted to the context has completed.
     ///
     /// # Errors
     /// The driver's, including those of the work itself.
@@ -207,10 +206,9 @@ impl Context {
         self.enter()?.synchronize()
     }
 
-    /// Makes this context current on the calling thread, and the thread's stream capture mode
-    /// relaxed, so that calls which a capture forbids by default (allocation, queries, waits) go
-    /// through. Both are as before when the result is dropped. Guards must be dropped in reverse
-    /// order of their making.
+    /// Makes this context current on the calling thread and its stream capture mode relaxed, so that calls which a
+    /// capture forbids by default (allocation, queries, waits) succeed. Dropping the result restores both. Guards must
+    /// be dropped in reverse order of creation.
     ///
     /// # Errors
     /// The driver's; then nothing has changed.
@@ -224,13 +222,13 @@ impl Context {
         })
     }
 
-    /// Makes this context current on the calling thread and leaves its stream capture mode alone:
-    /// enough for what is queued on a stream, which no capture forbids, and cheaper than
-    /// [`enter`](Self::enter). After an error nothing has changed.
+    /// Makes this context current on the calling thread without changing its stream capture mode: sufficient for
+    /// submitting work to a stream, which no capture forbids, and cheaper than [`enter`](Self::enter). After an error
+    /// nothing has changed.
     pub(crate) fn make_current(&self) -> Result<Current<'_>, DriverError> {
         let switched = self.switch()?;
         let switched = if switched.previous == self.raw() {
-            // Nothing that is queued with it makes another one current: there is nothing to ask at the end.
+            // Submitting work never changes the current context, so there is nothing to restore.
             std::mem::forget(switched);
             None
         } else {
@@ -242,8 +240,8 @@ impl Context {
         })
     }
 
-    /// Leaves this context current on the calling thread if none is there, as the CUDA runtime does at its first call;
-    /// one that is current stays.
+    /// Makes this context current on the calling thread if none is, as the CUDA runtime does in its first call; a
+    /// context that is current already stays.
     ///
     /// # Errors
     /// The driver's; then nothing has changed.
@@ -254,23 +252,22 @@ impl Context {
         Ok(())
     }
 
-    /// Whether nobody destroys it: it was retained here, or has its owner here.
+    /// Whether the context is certain to stay alive: it was retained here, or its owner is stored here.
     pub(crate) fn is_kept(&self) -> bool {
         self.0.is_kept()
     }
 
-    /// Makes this context current and leaves the capture mode alone: for the cheap queries.
+    /// Makes this context current without changing the capture mode: for cheap queries.
     pub(super) fn switch(&self) -> Result<Switched<'_>, DriverError> {
         self.0.is_itself()?;
         Switched::to(self.driver(), self.raw())
     }
 
-    /// For drops: destroys a handle with this context current, and reports a failure. Does nothing where
-    /// drops must not call the driver.
+    /// For destructors: destroys a handle with this context current, and logs a failure. Does nothing where destructors
+    /// must not call the driver.
     ///
-    /// What cannot be destroyed because the context cannot be entered is owed. A call that destroys is not
-    /// made again when it has failed: the driver may have destroyed the handle all the same, and another
-    /// thread may have got its value since.
+    /// If the context cannot be entered, the destruction is deferred. A failed destroy call is not repeated: the driver
+    /// may have destroyed the handle anyway, and its value may have been reused by another thread since.
     pub(super) fn release(&self, owed: Owed) {
         let driver = self.driver();
         if driver.drops_nothing() {
@@ -295,7 +292,7 @@ impl Context {
         }
     }
 
-    /// What drops could not give back.
+    /// Returns the deferred destructions.
     pub(super) fn debts(&self) -> &Debts {
         &self.0.debts
     }
@@ -306,13 +303,13 @@ debug_fields!(Context, self =>
 );
 
 impl Inner {
-    /// Whether it was retained here, or has its owner here.
+    /// Whether it was retained here, or its owner is stored here.
     fn is_kept(&self) -> bool {
         self.primary || self.owner.is_some()
     }
 
-    /// Fails if the handle is another context's by now: the driver gives the handles of those that were destroyed
-    /// again. Nobody destroys what is kept.
+    /// Fails if the handle now belongs to another context: the driver reuses handles of destroyed contexts. A kept
+    /// context is never destroyed.
     fn is_itself(&self) -> Result<(), DriverError> {
         if !self.is_kept() && id_of(self.device.driver(), self.raw)? != self.id {
             let code = CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
@@ -321,7 +318,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Destroys what is owed, for which there is no later call.
+    /// Performs all deferred destructions, because no later call will.
     fn pay_all(&self) -> Result<(), DriverError> {
         let driver = self.device.driver();
         if !self.debts.any() {
@@ -337,7 +334,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The process-wide driver holds its primary contexts for ever, so this is none of them.
+        // The process-wide driver keeps its primary contexts forever, so this is not one of them.
         let driver = self.device.driver();
         if driver.drops_nothing() {
             return;
@@ -356,8 +353,8 @@ impl Drop for Inner {
         if !retained {
             return;
         }
-        // SAFETY: this is the release of the one retain made in `Context::primary`; everything
-        // that used the context held a reference to it and is gone.
+        // SAFETY: this releases the one retain made in `Context::primary`; everything that used the context held a
+        // reference to it and has been dropped.
         let result = unsafe { call!(driver, cuDevicePrimaryCtxRelease_v2(self.device.raw())) };
         if let Err(error) = result {
             driver.drop_failed(&"a primary context", error);
@@ -365,7 +362,7 @@ impl Drop for Inner {
     }
 }
 
-/// Whether the context is gone for good, and all that it had with it.
+/// Whether the context is permanently lost, with everything in it.
 fn is_over(error: &DriverError) -> bool {
     error.is_fatal()
         || matches!(
@@ -391,33 +388,34 @@ fn current_device(driver: &Driver) -> Result<Device, DriverError> {
     Ok(Device::from_raw(driver, raw))
 }
 
-/// Makes the calling thread's capture mode relaxed; the mode it was in. After an error it is in that mode again.
+/// Makes the calling thread's capture mode relaxed and returns the previous mode. After an error the previous mode is
+/// in effect.
 fn relax(driver: &Driver) -> Result<CUstreamCaptureMode, DriverError> {
     let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     let mut mode = relaxed;
     let exchanged = exchange_mode(driver, &mut mode);
     if exchanged.is_err() && mode != relaxed {
-        // It was exchanged all the same.
+        // The mode was exchanged despite the error.
         let _ = exchange_mode(driver, &mut mode);
     }
     exchanged.map(|()| mode)
 }
 
 fn exchange_mode(driver: &Driver, mode: &mut CUstreamCaptureMode) -> Result<(), DriverError> {
-    // SAFETY: a valid place; the call changes the calling thread's own mode only.
+    // SAFETY: a valid location; the call changes only the calling thread's mode.
     unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(mode)) }
 }
 
 impl Driver {
-    /// The primary context of the device with this number ([`Context::primary`]).
+    /// Returns the primary context of the device with this number ([`Context::primary`]).
     ///
     /// # Errors
-    /// As [`device`](Self::device).
+    /// As for [`device`](Self::device).
     pub fn context(&self, ordinal: usize) -> Result<Context, DriverError> {
         Context::primary(&self.device(ordinal)?)
     }
 
-    /// The handle that is current on the calling thread, or null. Not counted.
+    /// Returns the handle of the calling thread's current context, or null. Not counted.
     pub(crate) fn current_raw(&self) -> Result<sys::CUcontext, DriverError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local handle.
@@ -426,11 +424,11 @@ impl Driver {
     }
 }
 
-/// A context made current on this thread; the one before comes back on drop.
+/// A context made current on this thread; dropping it restores the previous one.
 pub(super) struct Switched<'a> {
     driver: &'a Driver,
     previous: sys::CUcontext,
-    /// What is current belongs to the thread.
+    /// The current context belongs to the thread.
     _thread: PhantomData<*mut ()>,
 }
 
@@ -452,7 +450,7 @@ impl<'a> Switched<'a> {
 
 impl Drop for Switched<'_> {
     fn drop(&mut self) {
-        // Also after a fatal error: the thread gets back what it had.
+        // Also after a fatal error the thread gets its previous context back.
         if process::is_gone() {
             return;
         }
@@ -476,8 +474,8 @@ pub(crate) struct Current<'a> {
     _switched: Option<Switched<'a>>,
 }
 
-/// A context that is current on this thread, with the thread's stream capture mode relaxed, for calls of your
-/// own ([`Driver::functions`]).
+/// A context that is current on this thread, with the thread's stream capture mode relaxed, for direct driver calls
+/// ([`Driver::functions`]).
 ///
 /// Stays on its thread: neither `Send` nor `Sync`.
 ///
@@ -488,33 +486,33 @@ pub(crate) struct Current<'a> {
 pub struct Entered<'a> {
     context: &'a Context,
     mode: CUstreamCaptureMode,
-    /// Dropped after the mode is back.
+    /// Dropped after the capture mode is restored.
     _switched: Switched<'a>,
 }
 
 impl<'a> Entered<'a> {
-    /// The context that is current.
+    /// Returns the context that is current.
     pub fn context(&self) -> &'a Context {
         self.context
     }
 
-    /// The driver that the calls go to.
+    /// Returns the driver that the calls go to.
     pub fn driver(&self) -> &'a Driver {
         self.context.driver()
     }
 }
 
-/// Calls that act on the context: hidden, as all calls on `Entered` are, which act on the calling thread at once
-/// and wait for the device only if they say so.
+/// Calls that act on the context. They are hidden, like all calls on `Entered`; they take effect immediately and wait
+/// for the device only where documented.
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
-        /// Waits until everything that was submitted to the context has completed.
+        /// Waits until all work submitted to the context has completed.
         pub fn synchronize(&self) = cuCtxSynchronize();
     }
 
-    /// Gives kernels in this context access to plain allocations of `peer`'s context. Mapped memory
-    /// has its own access rights ([`Entered::set_access`]). Already enabled is not an error.
+    /// Gives kernels in this context access to plain allocations of `peer`'s context. Mapped memory has its own access
+    /// rights ([`Entered::set_access`]). Succeeds if access is already enabled.
     pub fn enable_peer_access(&self, peer: &Context) -> Result<(), DriverError> {
         self.driver()
             .refuse_foreign(peer.driver(), "cuCtxEnablePeerAccess")?;

@@ -6,8 +6,8 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The live counters of one driver. Every counted call writes here, so this lies on cache lines of
-/// its own, away from what the uncounted queries read.
+/// The live counters of one driver. Every counted call writes here, so the counters have their own cache lines, apart
+/// from the data that uncounted queries read.
 #[repr(align(128))]
 pub(super) struct Counters {
     calls: [AtomicU64; SYMBOL_COUNT],
@@ -26,7 +26,7 @@ impl Counters {
         }
     }
 
-    /// Counts `call` and runs it, on the clock if timing is on.
+    /// Counts `call` and runs it, timed if timing is on.
     #[inline]
     pub(super) fn run<R>(&self, call: Call, run: impl FnOnce() -> R) -> R {
         if let Some(counter) = self.calls.get(call as usize) {
@@ -67,22 +67,21 @@ fn saturating_nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// How often each driver function was called through a [`super::Driver`], since it was made or
-/// between two snapshots.
+/// The number of calls of each driver function through a [`super::Driver`], since it was created or between two
+/// snapshots.
 ///
-/// Every call counts except `cuStreamGetId`, `cuStreamIsCapturing` and `cuCtxGetCurrent`, which
-/// only read. A call counts whether it succeeds or not; a function that the driver does not export
-/// is never called. Counters of other threads are read one by one: a snapshot taken beside running
-/// calls may contain one call and miss an earlier one of another thread.
+/// All calls count, successful or not, except `cuStreamGetId`, `cuStreamIsCapturing` and `cuCtxGetCurrent`, which only
+/// read. A function that the driver does not export is never called. Counters are read one by one: a snapshot taken
+/// while other threads make calls may include one call and miss an earlier one of another thread.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct CallCounts {
-    /// By index into `SYMBOLS`; empty stands for all zero.
+    /// By index into `SYMBOLS`; empty means all zero.
     calls: Vec<u64>,
     handle_ops: u64,
     nanos: u64,
 }
 
-/// What simulators count and drivers do not.
+/// Functions that simulators count and drivers do not.
 const UNCOUNTED: [usize; 3] = [
     Call::cuStreamGetId as usize,
     Call::cuStreamIsCapturing as usize,
@@ -90,7 +89,7 @@ const UNCOUNTED: [usize; 3] = [
 ];
 
 impl CallCounts {
-    /// Counts from elsewhere, by name.
+    /// Builds counts from another source, by name.
     #[cfg(feature = "sim")]
     pub(crate) fn of(count: impl Fn(&str) -> u64, nanos: u64) -> CallCounts {
         CallCounts {
@@ -100,19 +99,19 @@ impl CallCounts {
         }
     }
 
-    /// The same with another account of time.
+    /// Replaces the recorded time.
     pub(crate) fn with_nanos(self, nanos: u64) -> CallCounts {
         CallCounts { nanos, ..self }
     }
 
-    /// Calls of the function with this exported name; 0 for an unknown name.
+    /// Returns the number of calls of the function with this exported name; 0 for an unknown name.
     pub fn get(&self, name: &str) -> u64 {
         self.iter()
             .find(|(known, _)| *known == name)
             .map_or(0, |(_, count)| count)
     }
 
-    /// The functions that were called, with their counts, in the order of the table.
+    /// Iterates over the functions that were called, with their counts, in the order of the table.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
         SYMBOLS
             .iter()
@@ -121,7 +120,7 @@ impl CallCounts {
             .map(|(symbol, count)| (symbol.name(), *count))
     }
 
-    /// All counted calls.
+    /// Returns the number of all counted calls.
     pub fn total(&self) -> u64 {
         let counts = self.calls.iter().enumerate();
         counts
@@ -130,19 +129,19 @@ impl CallCounts {
             .sum()
     }
 
-    /// Operations whose cost grows with the number of physical handles: handles created, handles
-    /// released, and handles mapped a second time (into a view). Failed calls do not count.
+    /// Returns the number of operations whose cost grows with the number of physical handles: handles created,
+    /// released, and mapped into a view. Failed calls are not included.
     pub fn handle_ops(&self) -> u64 {
         self.handle_ops
     }
 
-    /// Wall-clock nanoseconds spent inside counted calls, over all threads, while
+    /// Returns the wall-clock time in nanoseconds spent inside counted calls, over all threads, while
     /// [`super::Driver::set_timing`] was on.
     pub fn nanos(&self) -> u64 {
         self.nanos
     }
 
-    /// What was added after `earlier`, a snapshot of the same driver.
+    /// Returns the difference to `earlier`, a snapshot of the same driver.
     pub fn since(&self, earlier: &CallCounts) -> CallCounts {
         CallCounts {
             calls: self

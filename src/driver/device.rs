@@ -1,4 +1,4 @@
-//! Devices, and what they say about themselves.
+//! Devices and their properties.
 
 use super::error::DriverError;
 use super::symbols::Feature;
@@ -6,8 +6,8 @@ use super::sys::{self, CUdevice_attribute};
 use super::table::{Driver, call, thin};
 use std::ffi::{CStr, c_char, c_int};
 
-/// A device of a driver, by its ordinal among the devices that this process may see
-/// (`CUDA_VISIBLE_DEVICES` and MIG are the driver's business).
+/// A device of a driver, by its ordinal among the devices visible to this process (the driver applies
+/// `CUDA_VISIBLE_DEVICES` and MIG).
 ///
 /// Cheap to clone, `Send` and `Sync`. Two are equal if they are the same device of the same driver.
 #[derive(Clone)]
@@ -18,7 +18,7 @@ pub struct Device {
 }
 
 impl Driver {
-    /// How many devices this process may see; 0 is not an error.
+    /// Returns the number of devices visible to this process; 0 is not an error.
     pub fn device_count(&self) -> Result<usize, DriverError> {
         let mut count = 0;
         // SAFETY: the pointer is to a local integer.
@@ -26,7 +26,7 @@ impl Driver {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// The device with this number.
+    /// Returns the device with this number.
     ///
     /// # Errors
     /// `CUDA_ERROR_INVALID_DEVICE` for an unknown number, or the driver's.
@@ -46,7 +46,7 @@ impl Driver {
 }
 
 impl Device {
-    /// The device behind a handle that the driver gave out; handles are ordinals.
+    /// Returns the device for a handle of the driver; handles are ordinals.
     pub(super) fn from_raw(driver: &Driver, raw: sys::CUdevice) -> Device {
         Device {
             driver: driver.clone(),
@@ -55,34 +55,34 @@ impl Device {
         }
     }
 
-    /// The device's number, from 0.
+    /// Returns the device's number, from 0.
     pub fn ordinal(&self) -> usize {
         self.ordinal
     }
 
-    /// The driver's handle.
+    /// Returns the driver's handle.
     pub fn raw(&self) -> sys::CUdevice {
         self.raw
     }
 
-    /// The driver that the device belongs to.
+    /// Returns the driver that the device belongs to.
     #[inline]
     pub fn driver(&self) -> &Driver {
         &self.driver
     }
 
     thin! {
-        /// The device's memory in bytes.
+        /// Returns the size of the device's memory in bytes.
         pub fn total_memory(&self) -> bytes: usize = cuDeviceTotalMem_v2(&mut bytes, self.raw) => u64: bytes as u64;
 
-        /// A number that describes the device; also numbers newer than the bindings may be asked for.
+        /// Returns the value of an attribute; attributes newer than the bindings are allowed.
         ///
         /// # Errors
         /// The driver's; `CUDA_ERROR_INVALID_VALUE` for an attribute that it does not know.
         pub fn attribute(&self, attribute: CUdevice_attribute) -> value: i32
             = cuDeviceGetAttribute(&mut value, attribute, self.raw);
 
-        /// The device's product name.
+        /// Returns the device's product name.
         pub fn name(&self) -> text: [c_char; 256] = cuDeviceGetName(text.as_mut_ptr(), 256, self.raw)
             => String: string(&text);
 
@@ -96,7 +96,7 @@ impl Device {
             => bool: can != 0;
     }
 
-    /// The device's UUID, or that of the MIG instance; none if the driver cannot say.
+    /// Returns the device's UUID, or that of the MIG instance; none if the driver does not support the query.
     pub fn uuid(&self) -> Result<Option<[u8; 16]>, DriverError> {
         if !self.driver.has(Feature::DeviceUuid) {
             return Ok(None);
@@ -104,7 +104,7 @@ impl Device {
         self.known_uuid().map(Some)
     }
 
-    /// The device's PCI address, such as `0000:3b:00.0`; none if the driver cannot say.
+    /// Returns the device's PCI address, such as `0000:3b:00.0`; none if the driver does not support the query.
     pub fn pci_bus_id(&self) -> Result<Option<String>, DriverError> {
         if !self.driver.has(Feature::PciBusId) {
             return Ok(None);
@@ -112,7 +112,7 @@ impl Device {
         self.known_bus_id().map(Some)
     }
 
-    /// True if driver and device support virtual memory management.
+    /// Whether driver and device support virtual memory management.
     pub fn supports_vmm(&self) -> Result<bool, DriverError> {
         self.supports(
             Feature::Vmm,
@@ -120,7 +120,7 @@ impl Device {
         )
     }
 
-    /// True if driver and device support the driver's own memory pools.
+    /// Whether driver and device support the driver's own memory pools.
     pub fn supports_pools(&self) -> Result<bool, DriverError> {
         self.supports(
             Feature::Pools,
@@ -128,8 +128,8 @@ impl Device {
         )
     }
 
-    /// True if the driver exports `feature` and the device reports `attribute` as non-zero; an attribute
-    /// that the driver does not know counts as false.
+    /// Whether the driver exports `feature` and the device reports `attribute` as non-zero; an attribute unknown to the
+    /// driver counts as zero.
     #[doc(hidden)]
     pub fn supports(
         &self,
@@ -146,8 +146,8 @@ impl Device {
         }
     }
 
-    /// True if kernels on this device can be given access to memory on `peer`; false if the driver
-    /// lacks [`Feature::Peers`].
+    /// Whether kernels on this device can be given access to memory on `peer`; false if the driver lacks
+    /// [`Feature::Peers`].
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for a device of another driver.
@@ -171,7 +171,7 @@ impl Eq for Device {}
 
 debug_fields!(Device, self => ordinal: self.ordinal);
 
-/// The text up to the first zero, or all of it.
+/// Converts the text up to the first zero, or all of it.
 fn string(text: &[c_char]) -> String {
     let bytes: Vec<u8> = text.iter().map(|unit| unit.to_ne_bytes()[0]).collect();
     match CStr::from_bytes_until_nul(&bytes) {

@@ -1,12 +1,12 @@
-//! Errors of the driver and of loading it.
+//! Errors of the driver, and of loading it.
 
 use super::sys::CUresult;
 use std::error::Error;
 use std::fmt;
 
-/// A driver call that failed: which call, and the driver's code.
+/// A failed driver call: the function and the driver's error code.
 ///
-/// `Send`, `Sync` and `Copy`; equal when call and code are equal.
+/// `Send`, `Sync` and `Copy`; equal if function and code are equal.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DriverError {
     call: &'static str,
@@ -14,28 +14,28 @@ pub struct DriverError {
 }
 
 impl DriverError {
-    /// The error that `call` (an exported name such as `cuMemCreate`) returned as `code`.
+    /// Creates the error of a function `call` (an exported name such as `cuMemCreate`) that returned `code`.
     pub const fn new(call: &'static str, code: CUresult) -> DriverError {
         DriverError { call, code }
     }
 
-    /// The driver's code.
+    /// Returns the driver's code.
     pub const fn code(&self) -> CUresult {
         self.code
     }
 
-    /// The exported name of the driver function that failed.
+    /// Returns the exported name of the driver function that failed.
     pub const fn call(&self) -> &'static str {
         self.call
     }
 
-    /// The code's name, such as `CUDA_ERROR_OUT_OF_MEMORY`; `unrecognized error` for a code that
-    /// this crate does not know.
+    /// Returns the code's name, such as `CUDA_ERROR_OUT_OF_MEMORY`; `unrecognized error` for a code unknown to this
+    /// crate.
     pub fn name(&self) -> &'static str {
         name(self.code)
     }
 
-    /// True if the context (or the whole driver) is lost: no later call on it can succeed.
+    /// Whether the context (or the whole driver) is lost, so that no later call on it can succeed.
     pub fn is_fatal(&self) -> bool {
         matches!(
             self.code,
@@ -56,13 +56,13 @@ impl DriverError {
         )
     }
 
-    /// True if every context of the driver must be taken as lost. A destroyed context says nothing
-    /// about the others, so it is fatal without this.
+    /// Whether every context of the driver must be considered lost. The error of a destroyed context is fatal, but says
+    /// nothing about other contexts.
     pub(super) fn loses_driver(&self) -> bool {
         self.is_fatal() && self.code != CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
     }
 
-    /// True if the arguments or the moment of the call were wrong, and nothing else is.
+    /// Whether only the arguments or the time of the call were wrong.
     pub fn is_usage(&self) -> bool {
         matches!(
             self.code,
@@ -88,19 +88,18 @@ impl DriverError {
         )
     }
 
-    /// True for `CUDA_ERROR_OUT_OF_MEMORY`.
+    /// Whether this is `CUDA_ERROR_OUT_OF_MEMORY`.
     pub fn is_out_of_memory(&self) -> bool {
         self.code == CUresult::CUDA_ERROR_OUT_OF_MEMORY
     }
 
-    /// True for `CUDA_ERROR_NOT_READY`: queried work has not completed yet.
+    /// Whether this is `CUDA_ERROR_NOT_READY`: the queried work has not completed yet.
     pub fn is_not_ready(&self) -> bool {
         self.code == CUresult::CUDA_ERROR_NOT_READY
     }
 
-    /// True if the driver or the device cannot do this: `CUDA_ERROR_NOT_SUPPORTED`,
-    /// `CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER`, or a function that the driver does not export
-    /// (`CUDA_ERROR_NOT_FOUND`).
+    /// Whether the driver or the device does not support the operation: `CUDA_ERROR_NOT_SUPPORTED`,
+    /// `CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER`, or a function that the driver does not export (`CUDA_ERROR_NOT_FOUND`).
     pub fn is_not_supported(&self) -> bool {
         matches!(
             self.code,
@@ -163,7 +162,7 @@ names! {
     CUDA_ERROR_UNKNOWN
 }
 
-/// A library that could not be opened, and why; the end of the chain is the loader's own text.
+/// A library that could not be opened; its source chain ends with the loader's own message.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot open `{name}`")]
 pub(super) struct Unopened {
@@ -173,20 +172,19 @@ pub(super) struct Unopened {
 
 /// Why no driver is available.
 ///
-/// The chain of [`Error::source`] ends at the words of the system's loader or at the driver's code.
+/// The chain of [`Error::source`] ends with the message of the system's loader or with the driver's code.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// There is no such driver on this operating system.
+    /// CUDA has no driver for this operating system.
     UnsupportedPlatform,
-    /// No library could be opened. The source is the last one's error; the text names them all, each with its
-    /// reason.
+    /// No library could be opened. The source is the error of the last one; the message lists all of them with their
+    /// reasons.
     NotFound {
-        /// Everything that was tried, in order, as it was given to the system's loader, and why the loader
-        /// refused it; never empty.
+        /// The names passed to the system's loader, in order, each with the loader's error; never empty.
         tried: Vec<(String, Box<dyn Error + Send + Sync>)>,
     },
-    /// The library lacks a function that this crate cannot do without.
+    /// The library lacks a function that this crate requires.
     SymbolMissing {
         /// The exported name.
         name: &'static str,
@@ -195,7 +193,7 @@ pub enum LoadError {
         /// The loader's error; none for a table made of functions of this process.
         source: Option<libloading::Error>,
     },
-    /// The library is the toolkit's stub for linking, not a driver.
+    /// The library is the toolkit's link-time stub, not a driver.
     StubLibrary {
         /// The library.
         library: String,
@@ -207,8 +205,8 @@ pub enum LoadError {
         /// The oldest version supported, in the same form.
         need: u32,
     },
-    /// The driver could not be initialised: no device, no permission, a forked child. Never
-    /// cached: the next attempt asks the driver again.
+    /// The driver could not be initialised: no device, no permission, a forked child. Not cached: the next attempt asks
+    /// the driver again.
     Init(DriverError),
 }
 

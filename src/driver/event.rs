@@ -7,11 +7,11 @@ use super::sys::{self, CUevent_flags};
 use super::table::{call, thin};
 use std::ptr;
 
-/// An event of a context, without timing. Owned events are destroyed on drop, which is legal while
-/// work still refers to them; borrowed ones are left alone.
+/// An event of a context, without timing. Owned events are destroyed on drop, which is allowed while work still refers
+/// to them; borrowed ones are not.
 ///
-/// `Send` and `Sync`: may be recorded, queried and waited for from any thread. An event that was
-/// never recorded counts as complete.
+/// `Send` and `Sync`: may be recorded, queried and waited for on any thread. An event that was never recorded counts as
+/// complete.
 pub struct Event {
     context: Context,
     raw: sys::CUevent,
@@ -25,15 +25,15 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// A new event without timing.
+    /// Creates an event without timing.
     pub fn new(context: &Context) -> Result<Event, DriverError> {
         context.enter()?.create_event()
     }
 
-    /// An event that somebody else owns.
+    /// Wraps a foreign event.
     ///
     /// # Safety
-    /// `raw` must be a live event of `context`, and stay alive as long as the result.
+    /// `raw` must be a live event of `context`, and outlive the result.
     pub unsafe fn from_raw(context: &Context, raw: sys::CUevent) -> Event {
         Event {
             context: context.clone(),
@@ -42,18 +42,18 @@ impl Event {
         }
     }
 
-    /// The driver's handle.
+    /// Returns the driver's handle.
     pub fn raw(&self) -> sys::CUevent {
         self.raw
     }
 
-    /// The context that the event belongs to: it can be recorded on streams of that context only,
-    /// but waited for everywhere.
+    /// Returns the context that the event belongs to: the event can be recorded only on streams of that context, but
+    /// waited for anywhere.
     pub fn context(&self) -> &Context {
         &self.context
     }
 
-    /// True if the work that the event stands for has completed.
+    /// Whether the recorded work has completed.
     ///
     /// # Errors
     /// The driver's, including those of the work itself.
@@ -61,7 +61,7 @@ impl Event {
         self.context.enter()?.query(self)
     }
 
-    /// Blocks the calling thread until the work that the event stands for has completed.
+    /// Blocks the calling thread until the recorded work has completed.
     ///
     /// # Errors
     /// The driver's, including those of the work itself.
@@ -83,7 +83,7 @@ impl Drop for Event {
 
 #[doc(hidden)]
 impl Entered<'_> {
-    /// A new event without timing, owned by the result.
+    /// Creates an event without timing, owned by the result.
     pub fn create_event(&self) -> Result<Event, DriverError> {
         self.context().debts().pay(self.driver(), false);
         let mut raw = ptr::null_mut();
@@ -98,15 +98,16 @@ impl Entered<'_> {
     }
 
     thin! {
-        /// [`Event::record`]. `stream` must be a live stream, or a special handle that means the default stream
-        /// here; it and the event are of this driver.
+        /// [`Event::record`]. `stream` must be a live stream, or a special handle for a default stream of the current
+        /// context; stream and event belong to this driver.
         pub unsafe fn record(&self, event: &Event, stream: sys::CUstream) = cuEventRecord(event.raw, stream);
 
-        /// [`Stream::wait`](super::Stream::wait), under the conditions of [`Entered::record`] but that the event may be of any context.
+        /// [`Stream::wait`](super::Stream::wait). The conditions of [`Entered::record`] apply, except that the event
+        /// may belong to any context.
         pub unsafe fn stream_wait(&self, stream: sys::CUstream, event: &Event) = cuStreamWaitEvent(stream, event.raw, 0);
     }
 
-    /// True if the work that `event` stands for has completed.
+    /// Whether the work recorded in `event` has completed.
     pub fn query(&self, event: &Event) -> Result<bool, DriverError> {
         self.driver()
             .refuse_foreign(event.context.driver(), "cuEventQuery")?;
@@ -118,7 +119,7 @@ impl Entered<'_> {
         }
     }
 
-    /// Blocks the calling thread until the work that `event` stands for has completed.
+    /// Blocks the calling thread until the work recorded in `event` has completed.
     pub fn wait(&self, event: &Event) -> Result<(), DriverError> {
         self.driver()
             .refuse_foreign(event.context.driver(), "cuEventSynchronize")?;
@@ -131,7 +132,7 @@ impl Current<'_> {
     /// As [`Entered::record`].
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Entered::record`].
     pub(crate) unsafe fn record(
         &self,
         event: &Event,
@@ -144,7 +145,7 @@ impl Current<'_> {
     /// As [`Entered::stream_wait`].
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Entered::stream_wait`].
     pub(crate) unsafe fn stream_wait(
         &self,
         stream: sys::CUstream,

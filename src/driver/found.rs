@@ -1,4 +1,4 @@
-//! Captures that are under way, as far as is known.
+//! The captures known to be in progress.
 
 use super::process;
 use super::sys::CUstream;
@@ -7,19 +7,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::locks::held::Mutex;
 use crate::locks::thread_id::ThreadId;
 
-/// The list is looked through once in so many allocations that have to look out for captures.
+/// The list is reviewed once per this number of allocations that check for captures.
 pub(crate) const REVIEW: u32 = 64;
-/// So many looks in which nobody could be asked about a stream: its capture is taken for over.
+/// After this number of reviews, the capture of a stream that cannot be queried counts as over.
 const OLD: u32 = 64;
 
-/// The streams whose capture was begun through this crate, or that were capturing when somebody last asked. Nobody
-/// can say of a stream of the caller's whether it still exists, so what was found stands until it is found otherwise.
-/// Calls look out for it as long as it is young.
+/// The streams whose capture was begun through this crate, or that were capturing when last queried. A foreign stream
+/// may no longer exist, so it cannot be queried again: a finding stands until it is refuted, and calls watch for it
+/// until it has expired.
 #[derive(Default)]
 pub(super) struct Found {
-    /// A bit for each stream in the list, which others may share.
+    /// A Bloom filter with one bit per stream of the list; several streams may share a bit.
     bits: AtomicU64,
-    /// Whether there is anything in [`Findings::joined`].
+    /// Whether [`Findings::joined`] is not empty.
     any_joined: AtomicBool,
     /// The number of the newest finding.
     newest: AtomicU64,
@@ -29,7 +29,7 @@ pub(super) struct Found {
 #[derive(Default)]
 struct Findings {
     streams: Vec<Finding>,
-    /// Ids of captures that were begun into graphs with nodes.
+    /// Ids of captures that were begun into graphs with existing nodes.
     joined: Vec<u64>,
 }
 
@@ -38,15 +38,15 @@ struct Finding {
     /// The per-thread handle is a different stream on each thread.
     thread: ThreadId,
     number: u64,
-    /// Begun here, or suspected: no question has found it.
+    /// Whether no query of the driver reported this capture: it was begun by this crate, or is only suspected.
     unasked: bool,
-    /// Looks since it was found.
+    /// Number of reviews since it was found.
     age: u32,
 }
 
 impl Finding {
     fn is_of(&self, stream: usize) -> bool {
-        /// The handle of the calling thread's default stream.
+        /// The handle that means the calling thread's default stream.
         const PER_THREAD: usize = 2;
         self.stream == stream && (stream != PER_THREAD || self.thread == ThreadId::current())
     }
@@ -57,13 +57,13 @@ impl Finding {
 }
 
 impl Found {
-    /// A capture was begun into a graph that has nodes. Its id is unique while the process lives.
+    /// Records a capture begun into a graph with existing nodes. Its id is unique within the process.
     pub(super) fn add_joined(&self, capture: u64) {
         self.list.lock().joined.push(capture);
         self.any_joined.store(true, Ordering::Release);
     }
 
-    /// Whether a capture was begun into a graph that has nodes.
+    /// Whether a capture was begun into a graph with existing nodes.
     pub(super) fn is_joined(&self, capture: u64) -> bool {
         self.any_joined.load(Ordering::Acquire) && self.list.lock().joined.contains(&capture)
     }
@@ -74,11 +74,11 @@ impl Found {
         self.bits.load(Ordering::Relaxed) & bit(stream as usize) != 0
     }
 
-    /// A stream captures, or is about to.
+    /// Adds a stream that is capturing, or about to.
     pub(super) fn add(&self, stream: CUstream, unasked: bool) {
         let mut list = self.list.lock();
         let last = self.newest.fetch_add(1, Ordering::SeqCst) + 1;
-        // Mostly one that was found before, and is watched.
+        // Usually the stream was found before and is already watched.
         let mut known = list.streams.iter_mut();
         if let Some(known) = known.find(|finding| finding.is_of(stream as usize))
             && known.is_watched()
@@ -90,14 +90,15 @@ impl Found {
         self.bits.store(list.bits(), Ordering::Relaxed);
     }
 
-    /// The number of the newest finding: to be read before a stream is asked, for [`remove`](Self::remove).
+    /// Returns the number of the newest finding. Read it before querying a stream, and pass it to
+    /// [`remove`](Self::remove).
     #[inline(always)]
     pub(super) fn newest(&self) -> u64 {
         self.newest.load(Ordering::Acquire)
     }
 
-    /// A stream does not capture, as far as an answer says that was asked for when this was the newest finding. What was
-    /// noted since stands: its capture may have begun behind the answer.
+    /// Removes a stream that a query reported as not capturing; `asked` is the newest finding at the time of the query.
+    /// Later findings stay: that capture may have begun after the answer.
     #[inline(always)]
     pub(super) fn remove(&self, stream: CUstream, asked: u64) {
         if self.may_have(stream) {
@@ -112,7 +113,7 @@ impl Found {
         self.bits.store(list.bits(), Ordering::Relaxed);
     }
 
-    /// Those that a question found: handle and number.
+    /// Returns the handle and number of each finding confirmed by a query.
     pub(super) fn all(&self) -> Vec<(usize, u64)> {
         if self.bits.load(Ordering::Relaxed) == 0 {
             return Vec::new();
@@ -122,19 +123,19 @@ impl Found {
         found.map(|f| (f.stream, f.number)).collect()
     }
 
-    /// Forgets a finding that was refuted.
+    /// Removes a refuted finding.
     pub(super) fn refute(&self, number: u64) {
         self.drop_all(|finding| finding.number == number);
     }
 
-    /// The streams that calls look out for, by their handles.
+    /// Returns the handles of the streams that calls watch.
     pub(super) fn watched(&self) -> Vec<usize> {
         let list = self.list.lock();
         let watched = list.streams.iter().filter(|f| f.is_watched());
         watched.map(|f| f.stream).collect()
     }
 
-    /// Nobody could be asked about a stream.
+    /// Counts a review in which a stream could not be queried.
     pub(super) fn age(&self, stream: usize) {
         let mut list = self.list.lock();
         let young = list.streams.iter_mut();
@@ -147,7 +148,7 @@ impl Found {
     }
 }
 
-/// The bit of a stream: handles are addresses of the driver's, or small.
+/// Returns the bit of a stream: handles are addresses of the driver, or small numbers.
 #[inline]
 fn bit(stream: usize) -> u64 {
     1 << ((stream as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58)
@@ -168,7 +169,8 @@ impl Findings {
             unasked,
             age: 0,
         };
-        // Before the one that it replaces goes, so that nobody takes it for over.
+        // Watch the new finding before the one it replaces is removed, so that the capture never counts as over in
+        // between.
         process::watch();
         self.drop_all(|f| f.is_of(finding.stream));
         self.streams.push(finding);

@@ -1,4 +1,4 @@
-//! Graphs of work, made by captures or by hand.
+//! Graphs of work, captured or built by hand.
 
 use super::context::{Context, Entered};
 use super::error::DriverError;
@@ -10,9 +10,9 @@ use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use std::ptr;
 
-/// A graph that a capture has made, or an empty one, destroyed on drop; executables made from it live on.
+/// A graph, captured or initially empty, destroyed on drop; executables made from it are independent of it.
 ///
-/// `Send`; a graph may be used by one thread at a time, for queries, too.
+/// `Send`; may be used by one thread at a time, even for queries.
 pub struct Graph {
     context: Context,
     raw: sys::CUgraph,
@@ -21,18 +21,18 @@ pub struct Graph {
 // SAFETY: a graph is not tied to a thread, and cannot be shared without a lock (it is not `Sync`).
 unsafe impl Send for Graph {}
 
-/// A node that another one depends on, with the data of the edge between them.
+/// A node that another node depends on, with the data of the edge between them.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Dependency {
-    /// The node that comes first.
+    /// The earlier node.
     pub node: sys::CUgraphNode,
-    /// How far it comes first; all zero for an ordinary edge.
+    /// The kind of ordering; all zero for an ordinary edge.
     pub edge: sys::CUgraphEdgeData,
 }
 
 impl Dependency {
-    /// An ordinary dependency: the node is complete before the other one begins.
+    /// Creates an ordinary dependency: the node is complete before the dependent one begins.
     pub fn on(node: sys::CUgraphNode) -> Dependency {
         Dependency {
             node,
@@ -40,13 +40,13 @@ impl Dependency {
         }
     }
 
-    /// The same with data of the edge.
+    /// Sets the data of the edge.
     pub fn with_edge(self, edge: sys::CUgraphEdgeData) -> Dependency {
         Dependency { edge, ..self }
     }
 
-    /// Whether the node is complete, and what it wrote is there, before the other one begins. An edge of another
-    /// kind lets a kernel begin while the one before it runs.
+    /// Whether the node is complete, and its writes are visible, before the dependent one begins. An edge of another
+    /// kind lets a kernel begin while the one before it is running.
     pub fn is_complete(&self) -> bool {
         self.edge.type_ == 0 && self.edge.from_port == 0
     }
@@ -59,7 +59,7 @@ impl Dependency {
         )
     }
 
-    /// As the driver takes them: two arrays.
+    /// Converts the list to the two arrays that the driver takes.
     pub(super) fn apart(list: &[Dependency]) -> (Vec<sys::CUgraphNode>, Vec<sys::CUgraphEdgeData>) {
         list.iter().map(|one| (one.node, one.edge)).unzip()
     }
@@ -74,7 +74,7 @@ impl PartialEq for Dependency {
 impl Eq for Dependency {}
 
 impl Graph {
-    /// A graph without nodes.
+    /// Creates a graph without nodes.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Graphs`](super::Feature::Graphs).
@@ -87,7 +87,7 @@ impl Graph {
         Ok(Graph::of(context, raw))
     }
 
-    /// A graph that is ours from here on.
+    /// Takes ownership of a graph.
     pub(super) fn of(context: &Context, raw: sys::CUgraph) -> Graph {
         Graph {
             context: context.clone(),
@@ -95,17 +95,17 @@ impl Graph {
         }
     }
 
-    /// The driver's handle.
+    /// Returns the driver's handle.
     pub fn raw(&self) -> sys::CUgraph {
         self.raw
     }
 
-    /// The context in which it was made.
+    /// Returns the context in which the graph was created.
     pub fn context(&self) -> &Context {
         &self.context
     }
 
-    /// A graph with the same nodes and edges, which holds the same user objects.
+    /// Returns a copy with the same nodes and edges, which also retains the same user objects.
     ///
     /// # Errors
     /// The driver's, such as for a graph that allocates memory.
@@ -117,7 +117,7 @@ impl Graph {
         Ok(Graph::of(&self.context, raw))
     }
 
-    /// Lets the graph hold the object, and every clone and executable that is made from it.
+    /// Makes the graph, and every clone and executable made from it, retain the object.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for an object of another driver.
@@ -129,20 +129,20 @@ impl Graph {
         unsafe { driver.retain_object(self.raw, object.raw(), 0) }
     }
 
-    /// The nodes, in no particular order.
+    /// Returns the nodes, in no particular order.
     pub fn nodes(&self) -> Result<Vec<sys::CUgraphNode>, DriverError> {
         let entered = self.context.enter()?;
         let (driver, mut count) = (entered.driver(), 0);
-        // SAFETY: null asks for the count alone; the graph is alive and nobody else changes it.
+        // SAFETY: null asks only for the count; the graph is alive and no other code changes it.
         unsafe { driver.graph_nodes(self.raw, ptr::null_mut(), &mut count) }?;
         let mut nodes = vec![ptr::null_mut(); count];
-        // SAFETY: as above; the array is as long as is said.
+        // SAFETY: as above; the array has the stated length.
         unsafe { driver.graph_nodes(self.raw, nodes.as_mut_ptr(), &mut count) }?;
         nodes.truncate(count);
         Ok(nodes)
     }
 
-    /// Every edge: the node that comes later, and what it depends on.
+    /// Returns every edge: the later node and its dependency.
     pub fn edges(&self) -> Result<Vec<(sys::CUgraphNode, Dependency)>, DriverError> {
         let mut edges = Vec::new();
         for node in self.nodes()? {
@@ -153,13 +153,13 @@ impl Graph {
         Ok(edges)
     }
 
-    /// Adds a node that does nothing, behind nodes of the graph.
+    /// Adds a node that does nothing, after nodes of the graph.
     ///
     /// # Errors
     /// The driver's; one of them for nodes of another graph.
     ///
     /// # Safety
-    /// The nodes must be those of live graphs, which no other thread uses meanwhile.
+    /// The nodes must belong to live graphs that no other thread uses during the call.
     pub unsafe fn add_empty(
         &mut self,
         after: &[sys::CUgraphNode],
@@ -168,13 +168,13 @@ impl Graph {
         unsafe { self.context.enter()?.add_empty(self.raw, after) }
     }
 
-    /// Adds a node that fills `bytes` bytes at `to` with `value`, behind nodes of the graph.
+    /// Adds a node that fills `bytes` bytes at `to` with `value`, after nodes of the graph.
     ///
     /// # Errors
     /// The driver's; one of them for nodes of another graph.
     ///
     /// # Safety
-    /// As [`add_empty`](Self::add_empty). The memory is written by launches alone, whose callers vouch for it.
+    /// As for [`add_empty`](Self::add_empty). Only launches write the memory, and their callers vouch for it.
     pub unsafe fn add_memset(
         &mut self,
         after: &[sys::CUgraphNode],
@@ -194,10 +194,10 @@ impl Graph {
         unsafe { self.context.enter()?.add_memset(self.raw, after, &params) }
     }
 
-    /// Somebody else destroys it.
+    /// Drops the wrapper without destroying the graph, whose ownership was passed on.
     pub(super) fn forget(self) {
         let mut graph = ManuallyDrop::new(self);
-        // SAFETY: the context is dropped once, here, and the value is not used any more.
+        // SAFETY: the context is dropped exactly once, here, and the value is not used any more.
         unsafe { ptr::drop_in_place(&mut graph.context) };
     }
 }
@@ -211,14 +211,14 @@ impl Drop for Graph {
 }
 
 impl Driver {
-    /// What a node depends on.
+    /// Returns the dependencies of a node.
     ///
     /// # Errors
     /// The driver's: `CUDA_ERROR_LOSSY_QUERY` where an edge has data and the driver lacks
     /// [`Feature::EdgeData`](super::Feature::EdgeData).
     ///
     /// # Safety
-    /// `node` must be a node of a live graph, which no other thread uses meanwhile.
+    /// `node` must belong to a live graph that no other thread uses during the call.
     #[doc(hidden)]
     pub unsafe fn node_dependencies(
         &self,
@@ -228,26 +228,26 @@ impl Driver {
         unsafe { self.read_node(node, |dependency| dependency) }
     }
 
-    /// [`node_dependencies`](Self::node_dependencies), each as `each` makes it.
+    /// [`node_dependencies`](Self::node_dependencies), with each dependency converted by `each`.
     ///
     /// # Errors
-    /// As there.
+    /// As for `node_dependencies`.
     ///
     /// # Safety
-    /// As there.
+    /// As for `node_dependencies`.
     #[inline]
     pub(crate) unsafe fn read_node<T, D: FromIterator<T>>(
         &self,
         node: sys::CUgraphNode,
         each: impl Fn(Dependency) -> T,
     ) -> Result<D, DriverError> {
-        // Most nodes have few: one call is enough for them.
+        // Most nodes have at most this many dependencies, so that one call suffices.
         const FEW: usize = 4;
         let mut nodes = [ptr::null_mut(); FEW];
         let mut edges = [sys::CUgraphEdgeData::default(); FEW];
         let mut count = FEW;
         let (to, data) = (nodes.as_mut_ptr(), edges.as_mut_ptr());
-        // SAFETY: the arrays are as long as is said, and the caller vouches for the node.
+        // SAFETY: the arrays have the stated length, and the caller vouches for the node.
         unsafe { self.read_dependencies(node, to, data, &mut count) }?;
         let joined = |(node, edge): (&sys::CUgraphNode, &sys::CUgraphEdgeData)| {
             each(Dependency {
@@ -260,7 +260,7 @@ impl Driver {
             return Ok(both.map(joined).collect());
         }
         loop {
-            // SAFETY: null asks for the count alone.
+            // SAFETY: null asks only for the count.
             unsafe { self.read_dependencies(node, ptr::null_mut(), ptr::null_mut(), &mut count) }?;
             let room = count + 1;
             let mut nodes = vec![ptr::null_mut(); room];
@@ -276,7 +276,7 @@ impl Driver {
     }
 
     /// # Safety
-    /// As [`Driver::node_dependencies`]; the arrays are null or have `count` elements.
+    /// As for [`Driver::node_dependencies`]; the arrays are null or have `count` elements.
     unsafe fn read_dependencies(
         &self,
         node: sys::CUgraphNode,
@@ -317,7 +317,7 @@ impl Entered<'_> {
             &mut node, graph, after.as_ptr(), after.len(), params, self.context().raw()
         );
 
-        /// An object with one reference; its end calls `destroy(data)`.
+        /// Creates an object with one reference; its end calls `destroy(data)`.
         pub(super) unsafe fn create_object(
             &self, destroy: unsafe extern "C" fn(*mut c_void), data: *mut c_void
         ) -> object: sys::CUuserObject = cuUserObjectCreate(
@@ -328,12 +328,12 @@ impl Entered<'_> {
 
 #[doc(hidden)]
 impl Entered<'_> {
-    /// Calls `destroy(data)` once `graph` and every executable made from it are gone.
-    /// After an error it is called then, or never.
+    /// Calls `destroy(data)` once `graph` and every executable made from it are destroyed. After an error it is called
+    /// during this call, or never.
     ///
     /// # Safety
-    /// `graph` must be live; `data` must be good for `destroy`, which runs on a thread of the
-    /// driver, must not unwind and must not call the driver.
+    /// `graph` must be live. `data` must be valid for `destroy`, which runs on a thread of the driver, must not unwind
+    /// and must not call the driver.
     pub unsafe fn on_graph_destroyed(
         &self,
         graph: sys::CUgraph,
@@ -343,7 +343,7 @@ impl Entered<'_> {
         // SAFETY: the caller vouches for function and data.
         let object = unsafe { self.create_object(destroy, data) }?;
         let flags = sys::CU_GRAPH_USER_OBJECT_MOVE;
-        // SAFETY: the object has just been made with one reference; the caller vouches for the graph.
+        // SAFETY: the object was just created with one reference; the caller vouches for the graph.
         unsafe { self.driver().retain_object(graph, object, flags) }
     }
 }

@@ -8,8 +8,8 @@ use super::stream::Stream;
 use super::sys;
 use super::table::{call, thin};
 
-/// An executable made from a graph, destroyed on drop: launches that are under way go on, and what the graph held
-/// ([`Graph::retain`]) is held until the last of them is complete.
+/// An executable made from a graph, destroyed on drop: launches in progress go on, and objects retained by the graph
+/// ([`Graph::retain`]) are kept until the last of them is complete.
 ///
 /// `Send`; may be used by one thread at a time.
 pub struct GraphExec {
@@ -21,7 +21,7 @@ pub struct GraphExec {
 unsafe impl Send for GraphExec {}
 
 impl Graph {
-    /// Makes an executable of the graph as it is now. It holds the graph's user objects, too.
+    /// Makes an executable of the graph as it is now. It also retains the graph's user objects.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::GraphExecs`](super::Feature::GraphExecs).
@@ -36,19 +36,19 @@ impl Graph {
 }
 
 impl GraphExec {
-    /// The driver's handle.
+    /// Returns the driver's handle.
     pub fn raw(&self) -> sys::CUgraphExec {
         self.raw
     }
 
-    /// Runs the graph in the order of `stream`, and behind earlier launches of this executable. Returns at once.
+    /// Launches the graph in the order of `stream`, after earlier launches of this executable. Returns without waiting.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for a stream of another driver.
     ///
     /// # Safety
-    /// The memory that the graph's nodes use must be theirs, as for the work that was captured, until the launch is
-    /// complete.
+    /// Until the launch is complete, the memory that the graph's nodes use must be valid for them, as for the captured
+    /// work.
     pub unsafe fn launch(&mut self, stream: &Stream) -> Result<(), DriverError> {
         let entered = stream.context().enter()?;
         let driver = entered.driver();
@@ -57,12 +57,12 @@ impl GraphExec {
         unsafe { call!(driver, cuGraphLaunch(self.raw, stream.raw())) }
     }
 
-    /// Makes later launches run `graph`, which must have the same nodes with the same edges; what they work on
-    /// may differ. Cheaper than a new executable. The user objects are then those of `graph`.
+    /// Makes later launches run `graph`, which must have the same nodes and edges, although their parameters may
+    /// differ. Cheaper than a new executable. The retained user objects are then those of `graph`.
     ///
     /// # Errors
-    /// The driver's, `CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE` among them: then nothing has changed.
-    /// `CUDA_ERROR_NOT_FOUND` without [`Feature::GraphExecUpdate`](super::Feature::GraphExecUpdate).
+    /// The driver's, including `CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE`: then nothing has changed. `CUDA_ERROR_NOT_FOUND`
+    /// without [`Feature::GraphExecUpdate`](super::Feature::GraphExecUpdate).
     pub fn update(&mut self, graph: &Graph) -> Result<(), DriverError> {
         let entered = self.context.enter()?;
         let driver = entered.driver();

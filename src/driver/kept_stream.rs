@@ -1,4 +1,4 @@
-//! Streams that are used after the call which named them.
+//! Streams that are used after the call that passed them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Weak};
@@ -10,21 +10,21 @@ use super::table::Driver;
 use crate::locks::held::Mutex;
 use crate::locks::lines::keep_lines;
 
-/// A stream that memory uses when it is freed, although no allocator keeps a record of that. The owner of a borrowed
-/// stream may destroy it before, once an allocator has retired it: [`retire`] takes the stream away.
+/// A stream that a free will use, although no allocator keeps a record of it. The owner of a borrowed stream may
+/// destroy it earlier, once an allocator has retired it: [`retire`] removes the stream from here.
 #[derive(Clone, Debug)]
 pub(crate) struct KeptStream {
     stream: Stream,
-    /// Of a borrowed stream.
+    /// Present for a borrowed stream.
     loan: Option<Arc<Loan>>,
 }
 
-/// What all that keep one borrowed stream share.
+/// The state shared by all keepers of one borrowed stream.
 #[derive(Debug)]
 struct Loan {
     key: Key,
     uses: Mutex<Uses>,
-    /// Notified when no use is under way any more.
+    /// Notified when the last use has ended.
     unused: Condvar,
 }
 
@@ -34,14 +34,14 @@ struct Uses {
     retired: bool,
 }
 
-/// A driver's library, and the handle of a stream of it. That may be another stream's after a retirement.
+/// A driver's library and the handle of a stream. After a retirement the same handle may belong to another stream.
 type Key = (usize, usize);
 
 static LOANS: Mutex<Option<HashMap<Key, Weak<Loan>>>> = Mutex::new(None);
 
 impl KeptStream {
     pub(crate) fn new(stream: &Stream) -> KeptStream {
-        // In a forked child a thread that does not exist there may hold the locks, and no stream is used.
+        // In a forked child, a thread that does not exist there may hold the locks, and streams are not used.
         let is_lent = stream.kind() == StreamKind::Borrowed && !process::is_forked_child();
         KeptStream {
             stream: stream.clone(),
@@ -49,17 +49,17 @@ impl KeptStream {
         }
     }
 
-    /// The stream, to be named and told from others: its handle may be that of another stream by now.
+    /// Returns the stream for identification only: its handle may belong to another stream by now.
     pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// Calls `run` with the stream, or with none if it was retired since. A retirement waits until `run` returns.
+    /// Calls `run` with the stream, or with none if it was retired. A retirement waits until `run` returns.
     pub(crate) fn with<T>(&self, run: impl FnOnce(Option<&Stream>) -> T) -> T {
         let Some(loan) = &self.loan else {
             return run(Some(&self.stream));
         };
-        // A logger that retires the stream would wait for this use.
+        // Log lines are held back: a logger that retires the stream would wait for this use.
         let _lines = keep_lines();
         let under_way = loan.begin();
         run(under_way.as_ref().map(|_| &self.stream))
@@ -113,7 +113,7 @@ impl Drop for Loan {
     }
 }
 
-/// A use of a stream, until it is dropped.
+/// A use of a stream, in effect until dropped.
 struct UnderWay<'a>(&'a Loan);
 
 impl Drop for UnderWay<'_> {
@@ -126,7 +126,7 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// Takes the stream with this handle away from all that keep it, and waits for the uses under way.
+/// Removes the stream with this handle from all its keepers, and waits for the uses in progress.
 pub(crate) fn retire(driver: &Driver, stream: CUstream) {
     let key = key(driver, stream);
     let loan = LOANS.lock().as_mut().and_then(|loans| loans.remove(&key));
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(kept.each_ref().map(is_there), [true; 4]);
         retire_one();
         assert_eq!(kept.each_ref().map(is_there), [false, false, true, true]);
-        // A stream that is named later lives, though it may have the same handle.
+        // A stream kept after the retirement is alive, even if it has the same handle.
         let later = KeptStream::new(&one);
         assert!(is_there(&later));
         drop(kept);
@@ -203,7 +203,7 @@ mod tests {
                     !is_there(&kept)
                 };
                 assert!((0..100_000_000).any(is_taken));
-                // The retirement can only be waiting for this use.
+                // The retirement must be waiting for this use.
                 assert!(has_retired.try_recv().is_err());
             });
             has_retired.recv().unwrap();

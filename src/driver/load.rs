@@ -1,4 +1,4 @@
-//! Finding and opening the driver's shared library.
+//! Finds and opens the driver's shared library.
 
 use super::error::{DriverError, LoadError, Unopened};
 use super::process;
@@ -12,7 +12,7 @@ use std::mem;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Names the library to load instead of the platform's; see [`Driver::load`].
+/// The variable that names the library to load; see [`Driver::load`].
 const OVERRIDE: &str = "CUALLOC_DRIVER";
 
 // By soname only: the plain `libcuda.so` may be the toolkit's stub.
@@ -23,7 +23,7 @@ const CANDIDATES: &[&str] = &["nvcuda.dll"];
 #[cfg(not(any(target_os = "linux", windows)))]
 const CANDIDATES: &[&str] = &[];
 
-/// A library that was opened and has every required function.
+/// An opened library with every required function.
 struct Opened {
     functions: sys::CuFunctions,
     library: String,
@@ -33,17 +33,15 @@ static LOADED: OnceLock<Driver> = OnceLock::new();
 static OPENED: OnceLock<Opened> = OnceLock::new();
 
 impl Driver {
-    /// The process's driver: found, opened and initialised on the first call, the same table
-    /// afterwards.
+    /// Returns the process's driver: found, opened and initialised by the first call, and the same table from then on.
     ///
-    /// On Linux that is `libcuda.so.1` by the system's search path, then
-    /// `/usr/lib/wsl/lib/libcuda.so.1`; on Windows `nvcuda.dll` of the system folder. A non-empty
-    /// environment variable `CUALLOC_DRIVER` names the only library to try, on every platform: as with
-    /// the system's own search path, whoever sets the environment vouches for what is there. The
+    /// On Linux that is `libcuda.so.1` by the system's search path, then `/usr/lib/wsl/lib/libcuda.so.1`; on Windows
+    /// `nvcuda.dll` of the system folder. A non-empty environment variable `CUALLOC_DRIVER` names the only library to
+    /// try, on every platform. As with the system's own search path, the environment is trusted to name a driver. The
     /// library stays open for the life of the process.
     ///
     /// # Errors
-    /// See [`LoadError`]. Failures are not remembered: the next call tries again.
+    /// See [`LoadError`]. Failures are not cached: the next call tries again.
     pub fn load() -> Result<Driver, LoadError> {
         if process::is_forked_child() {
             return Err(LoadError::Init(DriverError::new(
@@ -54,8 +52,8 @@ impl Driver {
         if let Some(driver) = LOADED.get() {
             return Ok(driver.clone());
         }
-        // Libraries run code of their own when they are opened and the driver when it starts, so no lock is held here.
-        // Of two threads that come at the same time both may do it, which is harmless, and the first one's driver stays.
+        // Opening a library and starting the driver run foreign code, so no lock is held here. Two threads may do it at
+        // the same time, which is harmless; the first one's driver is kept.
         let opened = match OPENED.get() {
             Some(opened) => opened,
             None => {
@@ -73,17 +71,15 @@ impl Driver {
         Ok(LOADED.get_or_init(|| driver).clone())
     }
 
-    /// The driver in the shared library at `path`, initialised; apart from every other driver,
-    /// with counters of its own. The library stays open for the life of the process, also where an
-    /// error is returned.
+    /// Loads and initialises the driver in the shared library at `path`, separate from every other driver and with its
+    /// own counters. The library stays open for the life of the process, even if an error is returned.
     ///
     /// # Errors
     /// See [`LoadError`].
     ///
     /// # Safety
-    /// The library's initialisers run in this process, and its exports are called by the types of the
-    /// bindings: whatever is at `path` must be a CUDA driver, or behave as one under every name of
-    /// [`sys::CuFunctions`] that it exports.
+    /// The library's initialisers run in this process, and its exports are called with the types of the bindings: the
+    /// file at `path` must be a CUDA driver, or behave as one under every name of [`sys::CuFunctions`] that it exports.
     ///
     /// ```compile_fail,E0133
     /// # use cualloc::driver::Driver;
@@ -131,10 +127,10 @@ fn open_one(name: &OsStr, open: Open) -> Result<Opened, LoadError> {
             return Err(LoadError::NotFound { tried });
         }
     };
-    // SAFETY: the library is taken for a driver, whose exports have the types of the bindings: the
-    // suffix of an exported name is the version of its ABI.
+    // SAFETY: the library is trusted to be a driver, whose exports have the types of the bindings: the suffix of an
+    // exported name is the version of its ABI.
     let (functions, missing) = unsafe { symbols::read_library(&library) };
-    // A driver installs handlers and threads: once opened, it can not be closed.
+    // A driver installs handlers and starts threads, so it cannot be closed once opened.
     mem::forget(library);
     let Some((name, source)) = missing else {
         return Ok(Opened {
@@ -142,7 +138,7 @@ fn open_one(name: &OsStr, open: Open) -> Result<Opened, LoadError> {
             library: text,
         });
     };
-    // An old driver lacks functions because it is old; that says more than the name of one.
+    // A driver that lacks functions because it is old is reported as too old rather than by the name of one function.
     if let Some(have) = reported_version(&functions).filter(|have| *have < OLDEST_VERSION) {
         return Err(LoadError::TooOld {
             have,
@@ -156,7 +152,7 @@ fn open_one(name: &OsStr, open: Open) -> Result<Opened, LoadError> {
     })
 }
 
-/// The version that a library reports before it is initialised.
+/// Returns the version that a library reports before it is initialised.
 fn reported_version(functions: &sys::CuFunctions) -> Option<u32> {
     let mut version = 0;
     let get = functions.cuDriverGetVersion?;
@@ -168,9 +164,9 @@ fn reported_version(functions: &sys::CuFunctions) -> Option<u32> {
     }
 }
 
-/// Opens a library that the user named: lazily bound and local where the system knows that.
+/// Opens a library named by the user: lazily bound and local where the system supports that.
 fn open_given(name: &OsStr) -> Result<Library, libloading::Error> {
-    // SAFETY: the user vouches for the initialisers of the library that they name.
+    // SAFETY: the user trusts the initialisers of the library.
     unsafe { Library::new(name) }
 }
 
@@ -179,7 +175,7 @@ fn open_system(name: &OsStr) -> Result<Library, libloading::Error> {
     open_given(name)
 }
 
-/// From the system folder only, so that no library can be planted beside the program.
+/// Only from the system folder, so that a library planted beside the program is not loaded.
 #[cfg(windows)]
 fn open_system(name: &OsStr) -> Result<Library, libloading::Error> {
     use libloading::os::windows::{LOAD_LIBRARY_SEARCH_SYSTEM32, Library as SystemLibrary};

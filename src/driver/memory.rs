@@ -9,28 +9,28 @@ use std::ffi::c_void;
 use std::num::NonZeroU64;
 use std::ptr::{self, NonNull};
 
-/// A device's memory as the driver sees it, in bytes.
+/// The state of a device's memory according to the driver, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 #[non_exhaustive]
 pub struct MemInfo {
-    /// What can still be allocated, by all processes together.
+    /// Bytes that can still be allocated, by all processes together.
     pub free: u64,
-    /// What there is.
+    /// All bytes of the device.
     pub total: u64,
 }
 
 impl Context {
-    /// Free and total memory of the context's device. Costs microseconds.
+    /// Returns free and total memory of the context's device. Costs microseconds.
     pub fn mem_info(&self) -> Result<MemInfo, DriverError> {
         self.enter()?.mem_info()
     }
 }
 
-/// How page-locked host memory is made; the default is plain.
+/// Options for page-locked host memory; the default is plain.
 #[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct HostMemory {
-    /// Page-locked for all contexts, not only the one that is current.
+    /// Page-locked for all contexts, not only for the current one.
     pub portable: bool,
     /// Mapped into the device's address space.
     pub device_map: bool,
@@ -47,8 +47,8 @@ impl HostMemory {
     }
 }
 
-/// Page-locked host memory, freed on drop, which may wait for work that uses it. `Send` and `Sync`: an
-/// address with a lifetime; what may be done with the bytes is for its owner to say.
+/// Page-locked host memory, freed on drop, which may wait for work that uses it. `Send` and `Sync`: it is only an
+/// address with a lifetime; its owner determines how the bytes may be accessed.
 #[doc(hidden)]
 pub struct HostAllocation {
     context: Context,
@@ -58,7 +58,7 @@ pub struct HostAllocation {
 
 // SAFETY: page-locked memory may be used and freed from any thread.
 unsafe impl Send for HostAllocation {}
-// SAFETY: as above, and nothing in here reads or writes the memory.
+// SAFETY: as above, and this type neither reads nor writes the memory.
 unsafe impl Sync for HostAllocation {}
 
 impl HostAllocation {
@@ -83,16 +83,17 @@ impl Drop for HostAllocation {
     }
 }
 
-/// Memory of the device and of the host. A pointer, a range or a stream that an unsafe method takes must be live, and
-/// a stream be one of the context or a special handle; memory that is freed is used no more, neither by submitted work
+/// Device and host memory. A pointer, a range or a stream passed to an unsafe method must be live, and a stream must
+/// belong to the context or be a special handle; freed memory must not be used any more, neither by submitted work nor
+/// later.
 /// nor later.
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
-        /// Allocates `bytes` of device memory; the address is a multiple of 256 at least.
+        /// Allocates `bytes` of device memory; the address is a multiple of at least 256.
         pub fn mem_alloc(&self, bytes: usize) -> address: CUdeviceptr = cuMemAlloc_v2(&mut address, bytes);
 
-        /// Free and total memory of the context's device, in bytes. Costs microseconds.
+        /// Returns free and total memory of the context's device, in bytes. Costs microseconds.
         pub fn mem_info(&self) -> info: (usize, usize) = cuMemGetInfo_v2(&mut info.0, &mut info.1)
             => MemInfo: MemInfo { free: info.0 as u64, total: info.1 as u64 };
 
@@ -100,13 +101,13 @@ impl Entered<'_> {
             = cuMemHostAlloc(&mut address, bytes, how.flags());
     }
 
-    /// What tells the memory at an address from all other memory of the process, earlier and later; `None` where there
-    /// is none.
+    /// Returns an id that distinguishes the memory at an address from all other memory of the process, earlier and
+    /// later; `None` if there is no memory at the address.
     pub(super) fn memory_at(
         &self,
         address: CUdeviceptr,
     ) -> Result<Option<NonZeroU64>, DriverError> {
-        // The function for several attributes answers for addresses without memory, too: 0.
+        // The function for several attributes also succeeds for addresses without memory: it returns 0.
         let mut attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID;
         let mut id = 0_u64;
         let mut out = ptr::from_mut(&mut id).cast();
@@ -121,8 +122,8 @@ impl Entered<'_> {
     }
 
     /// Frees memory of [`Entered::mem_alloc`]. May wait until all running kernels have finished. An error means that
-    /// it is still allocated, or that the context is lost: a call that reported an error may have freed it. Where that
-    /// cannot be determined, it counts as freed, since the address may be another's by then.
+    /// the memory is still allocated, or that the context is lost. If a call fails and it cannot be determined whether
+    /// it freed the memory, the memory counts as freed, since the address may have been reused by then.
     pub unsafe fn mem_free(&self, address: CUdeviceptr) -> Result<(), DriverError> {
         let before = self.memory_at(address);
         if let Err(lost) = before
@@ -146,7 +147,7 @@ impl Entered<'_> {
         }
     }
 
-    /// Allocates `bytes` of page-locked host memory that frees itself. Its bytes are undefined.
+    /// Allocates `bytes` of page-locked host memory, freed on drop. Its contents are undefined.
     pub fn host_allocation(
         &self,
         bytes: usize,
@@ -162,12 +163,12 @@ impl Entered<'_> {
     }
 }
 
-/// Copies and fills in stream order: they return before the work is done.
+/// Copies and fills in stream order: they return before the work is complete.
 ///
-/// All of them share one contract. `stream` must be valid as for [`Entered::record`]. The ranges
-/// must be accessible where the operation runs, must stay allocated and mapped until it has
-/// completed, and nothing may write to them (or, for what is written, touch them) at the same time; the ranges of a
-/// copy must not overlap. A host range that is not page-locked may be copied before the call returns, but need not be.
+/// All of them share one contract. `stream` must be valid as for [`Entered::record`]. The ranges must be accessible
+/// where the operation runs and stay allocated and mapped until it has completed. During that time no other code may
+/// write to them, or access the ranges that are written. The ranges of a copy must not overlap. A host range that is
+/// not page-locked may be copied before the call returns, but need not be.
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
@@ -198,15 +199,15 @@ impl Entered<'_> {
         pub unsafe fn copy(&self, to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream)
             = cuMemcpyAsync(to, from, bytes, stream);
 
-        /// Copies from one context's memory to another's; needs [`Feature::Peers`](super::Feature::Peers).
+        /// Copies from one context's memory to another's; requires [`Feature::Peers`](super::Feature::Peers).
         pub unsafe fn copy_peer(&self,
             to: CUdeviceptr, to_context: &Context, from: CUdeviceptr, from_context: &Context, bytes: usize,
             stream: CUstream
         ) = cuMemcpyPeerAsync(to, to_context.raw(), from, from_context.raw(), bytes, stream);
     }
 
-    /// As many words of the device as there are in `read`, after everything that the stream was given. Waits for the
-    /// stream. Host memory that the copy may still write to, since no wait succeeded, is leaked.
+    /// Reads as many words of the device as `read` has, ordered after all work submitted to the stream. Waits for the
+    /// stream. If no wait succeeds, the copy may still write to the host memory, which is therefore leaked.
     ///
     /// # Safety
     /// The contract of stream-ordered operations above.
@@ -217,8 +218,8 @@ impl Entered<'_> {
         stream: CUstream,
     ) -> Result<Vec<u32>, DriverError> {
         let (to, bytes) = (read.as_mut_ptr().cast(), size_of_val(&read[..]));
-        // SAFETY: the caller vouches for the source and the stream. The target has as many bytes, and is
-        // kept until the stream was waited for, also if the copy failed: that may be for earlier work.
+        // SAFETY: the caller vouches for the source and the stream. The target has enough bytes and is kept until the
+        // stream was waited for, even if the copy failed: its error may come from earlier work.
         let (copied, waited) = unsafe {
             (
                 self.copy_device_to_host(to, from, bytes, stream),

@@ -1,14 +1,13 @@
 //! The driver: generated bindings, the lazily loaded function table, and thin checked calls.
 //!
-//! [`Driver`] is a loaded function table. It comes from the driver's shared library
-//! ([`Driver::load`], [`Driver::open`]) or from functions of this process
-//! ([`Driver::from_functions`]), and it counts the calls made through it. [`Context`], [`Stream`]
-//! and [`Event`] are handles made here or somebody else's; [`Entered`] keeps a context current on the calling
-//! thread, for calls of your own through [`Driver::functions`].
+//! [`Driver`] is a loaded function table. It comes from the driver's shared library ([`Driver::load`],
+//! [`Driver::open`]) or from functions of this process ([`Driver::from_functions`]), and it counts the calls made
+//! through it. [`Context`], [`Stream`] and [`Event`] are handles, owned or foreign; [`Entered`] keeps a context current
+//! on the calling thread, for direct calls through [`Driver::functions`].
 //!
-//! Nothing here panics. A failed call is a [`DriverError`], the driver's own where nothing else is said; a driver
-//! that cannot be had is a [`LoadError`]. In a forked child of the process that loaded the driver, every call fails with
-//! `CUDA_ERROR_NOT_INITIALIZED` and drops do nothing; drops also do nothing while the process
+//! Nothing here panics. A failed call is a [`DriverError`], with the driver's own code unless documented otherwise; a
+//! driver that cannot be loaded is a [`LoadError`]. In a forked child of the process that loaded the driver, every call
+//! fails with `CUDA_ERROR_NOT_INITIALIZED` and destructors do nothing; destructors also do nothing while the process
 //! exits and after the driver has reported a fatal error.
 
 mod capture;

@@ -22,7 +22,7 @@ const _: () = assert!(
     "the kernels' text holds a zero byte"
 );
 
-/// Code loaded into a context. Cheap to clone; unloaded with its last user. `Send` and `Sync`.
+/// Code loaded into a context. Cheap to clone; unloaded with its last clone. `Send` and `Sync`.
 #[derive(Clone)]
 pub struct Module(Arc<Inner>);
 
@@ -45,20 +45,20 @@ impl Module {
         context.enter()?.load_module(ptx)
     }
 
-    /// Loads an image of any kind: PTX that ends in zero, cubin or fatbin.
+    /// Loads an image of any kind: zero-terminated PTX, cubin or fatbin.
     ///
     /// # Errors
     /// As [`Module::from_ptx`].
     ///
     /// # Safety
-    /// `image` must be whole and well-formed: the driver is not told its size.
+    /// `image` must be complete and well-formed: the driver does not get its size.
     pub unsafe fn from_image(context: &Context, image: &[u8]) -> Result<Module, DriverError> {
         // SAFETY: the caller vouches for the image.
         unsafe { Module::load(&context.enter()?, image.as_ptr().cast()) }
     }
 
     /// # Safety
-    /// `image` must point to a whole and well-formed image.
+    /// `image` must point to a complete and well-formed image.
     unsafe fn load(entered: &Entered<'_>, image: *const c_void) -> Result<Module, DriverError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the output is a local, and the caller vouches for the image.
@@ -69,7 +69,7 @@ impl Module {
         })))
     }
 
-    /// The kernel with this name.
+    /// Returns the kernel with this name.
     ///
     /// # Errors
     /// `CUDA_ERROR_NOT_FOUND` for an unknown name, or the driver's.
@@ -111,13 +111,12 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Function {
-    /// The driver's handle.
+    /// Returns the driver's handle.
     pub fn raw(&self) -> sys::CUfunction {
         self.raw
     }
 
-    /// Launches the kernel on a stream, with typed parameters, whose values are read before the call
-    /// returns.
+    /// Launches the kernel on a stream, with typed parameters, whose values are read before the call returns.
     ///
     /// ```
     /// # use cualloc::{driver::{Context, Driver, Stream}, sim::{SimConfig, Simulator}};
@@ -133,9 +132,9 @@ impl Function {
     /// The driver's.
     ///
     /// # Safety
-    /// The function must belong to the stream's context; `params` must be as many values, of the types, as
-    /// the kernel declares; memory that the kernel touches must stay valid until it has completed, and
-    /// unused by others. The context must outlive the launch with the function's module loaded.
+    /// The function must belong to the stream's context; `params` must match the number and types of the kernel's
+    /// parameters; memory that the kernel accesses must stay valid until it has completed, without conflicting
+    /// accesses. The context must outlive the launch with the function's module loaded.
     pub unsafe fn launch(
         &self,
         stream: &Stream,
@@ -149,20 +148,19 @@ impl Function {
             .map(|param| param.as_param().cast_mut())
             .collect();
         let entered = stream.context().enter()?;
-        // SAFETY: the stream is alive, each pointer is that of a parameter's value, which the driver only
-        // reads, and the caller vouches for the rest.
+        // SAFETY: the stream is alive, each pointer refers to a parameter's value, which the driver only reads, and the
+        // caller vouches for the rest.
         unsafe { entered.launch(self, grid, block, shared_bytes, stream.raw(), &mut list) }
     }
 }
 
-/// A value that a kernel takes as a parameter: a number, an address, or device memory, which stands for
+/// A value that can be passed to a kernel as a parameter: a number, an address, or device memory, which is passed as
 /// its address.
 ///
 /// # Safety
-/// [`as_param`](Self::as_param) points to a value of a kernel's parameter type, which may be read for as
-/// long as the borrow lasts.
+/// [`as_param`](Self::as_param) points to a value of a kernel's parameter type, readable as long as the borrow lasts.
 pub unsafe trait KernelParam {
-    /// Where the parameter's value is.
+    /// Returns a pointer to the parameter's value.
     fn as_param(&self) -> *const c_void;
 }
 
@@ -184,19 +182,18 @@ debug_fields!(Function, self => raw: self.raw);
 impl Entered<'_> {
     /// [`Module::from_ptx`].
     pub(crate) fn load_module(&self, ptx: &CStr) -> Result<Module, DriverError> {
-        // SAFETY: PTX is text that ends in zero; the driver checks the rest.
+        // SAFETY: PTX is zero-terminated text; the driver checks the rest.
         unsafe { Module::load(self, ptx.as_ptr().cast()) }
     }
 
     thin! {
-        /// Launches a kernel on `stream`; one pointer to each parameter's value, all read before the
-        /// call returns.
+        /// Launches a kernel on `stream`, with one pointer to each parameter's value, all read before the call returns.
         ///
         /// # Safety
-        /// `stream` must be valid as for [`Entered::record`]; the function must belong to the current
-        /// context; `parameters` must point to as many values, of the types, as the kernel declares;
-        /// memory that the kernel touches must stay valid until it has completed, and unused by others.
-        /// The context must outlive the launch with the function's module loaded.
+        /// `stream` must be valid as for [`Entered::record`]; the function must belong to the current context;
+        /// `parameters` must point to values that match the number and types of the kernel's parameters; memory that
+        /// the kernel accesses must stay valid until it has completed, without conflicting accesses. The context must
+        /// outlive the launch with the function's module loaded.
         pub unsafe fn launch(
             &self, function: &Function, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, stream: CUstream,
             parameters: &mut [*mut c_void]
@@ -205,9 +202,9 @@ impl Entered<'_> {
             parameters.as_mut_ptr(), ptr::null_mut()
         );
 
-        /// Calls `function(data)` on a thread of the driver when everything before it on `stream` has completed.
-        /// `stream` must be valid as for [`Entered::record`]; `data` must be good for `function`, which must not
-        /// unwind and must not call the driver.
+        /// Calls `function(data)` on a thread of the driver when all earlier work on `stream` has completed. `stream`
+        /// must be valid as for [`Entered::record`]; `data` must be valid for `function`, which must not unwind and
+        /// must not call the driver.
         pub unsafe fn launch_host(&self,
             stream: CUstream, function: unsafe extern "C" fn(*mut c_void), data: *mut c_void
         ) = cuLaunchHostFunc(stream, Some(function), data);

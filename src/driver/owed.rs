@@ -1,5 +1,5 @@
-//! What a drop could not give back because it could not even ask the driver to: a later call that works in
-//! the same context does.
+//! Deferred destruction: handles that a destructor could not destroy because it could not call the driver. A later call
+//! in the same context destroys them.
 
 use super::error::DriverError;
 use super::registry::Entry;
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::locks::held::Mutex;
 
-/// A handle that nobody can name any more and that is to be destroyed.
+/// A handle that is no longer reachable and still has to be destroyed.
 #[derive(Debug)]
 pub(super) enum Owed {
     Stream(sys::CUstream),
@@ -26,28 +26,29 @@ pub(super) enum Owed {
     Module(sys::CUmodule),
     Pool(sys::CUmemoryPool),
     Host(NonNull<c_void>),
-    /// What was retained of the primary context of a device.
+    /// The retain of the primary context of a device.
     Primary(sys::CUdevice),
 }
 
-// SAFETY: handles, which any thread may destroy; nobody else has them any more.
+// SAFETY: handles may be destroyed on any thread, and these have no other owner.
 unsafe impl Send for Owed {}
 
 impl Owed {
-    /// Whether the driver may wait for work before it is gone.
+    /// Whether destroying the handle may wait for work.
     pub(super) fn waits(&self) -> bool {
         matches!(self, Owed::Module(_) | Owed::Host(_) | Owed::Primary(_))
     }
 
-    /// Destroys it in its context, which is current.
+    /// Destroys the handle in its context, which is current.
     pub(super) fn destroy(&self, driver: &Driver) -> Result<(), DriverError> {
-        // SAFETY: each is ours, nobody can name it any more, and it was not destroyed before. The driver keeps
-        // what submitted work still needs of streams, events, pools and executables, and executables are
-        // independent of their graph, which keeps its own references to user objects; of a module no function is held, and page-locked memory was waited for.
+        // SAFETY: each handle is owned, no longer reachable, and was not destroyed before. The driver keeps what
+        // submitted work still needs of streams, events, pools and executables. Executables are independent of their
+        // graph, which keeps its own references to user objects. No function of a module is held any more, and work on
+        // page-locked memory was waited for.
         unsafe {
             match *self {
                 Owed::Stream(raw) => {
-                    // Its handle may be another stream's from here on.
+                    // The driver may reuse the handle for another stream from here on.
                     driver.found().remove(raw, u64::MAX);
                     call!(driver, cuStreamDestroy_v2(raw))
                 }
@@ -82,9 +83,9 @@ impl fmt::Display for Owed {
 
 thread_local!(static HOST_FUNCTION: Cell<bool> = const { Cell::new(false) });
 
-/// Runs a function that a stream calls, in which the driver must not be called: what is dropped in it is owed.
+/// Runs a host function of a stream, which must not call the driver: everything dropped in it is destroyed later.
 pub(crate) fn in_host_function<R>(run: impl FnOnce() -> R) -> R {
-    /// Ends it, also by a panic.
+    /// Ends the host function, also on a panic.
     struct Running(bool);
     impl Drop for Running {
         fn drop(&mut self) {
@@ -95,12 +96,12 @@ pub(crate) fn in_host_function<R>(run: impl FnOnce() -> R) -> R {
     run()
 }
 
-/// Whether the calling thread is in a function that a stream calls.
+/// Whether the calling thread is running a host function of a stream.
 pub(super) fn is_host_function() -> bool {
     HOST_FUNCTION.get()
 }
 
-/// What is owed to a context.
+/// The deferred destructions of a context.
 #[derive(Debug, Default)]
 pub(super) struct Debts {
     any: AtomicBool,
@@ -108,7 +109,7 @@ pub(super) struct Debts {
 }
 
 impl Debts {
-    /// Those that a former object of the context with this id left behind.
+    /// Takes over the deferred destructions that a former object of the context with this id left behind.
     pub(super) fn inherited(driver: &Driver, context: u64) -> Debts {
         if driver.drops_nothing() {
             return Debts::default();
@@ -122,13 +123,13 @@ impl Debts {
         }
     }
 
-    /// Whether there may be any.
+    /// Whether there may be any deferred destructions.
     pub(super) fn any(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Leaves what is owed to the next object of the same context. Without ids another context may have its name by
-    /// then, and what is owed is lost.
+    /// Leaves the deferred destructions to the next object of the same context. If the driver has no context ids,
+    /// another context may have the same key by then, so the handles are leaked.
     pub(super) fn leave(&self, driver: &Driver, context: u64) {
         if !self.any() || !driver.has(Feature::StreamIds) {
             return;
@@ -148,8 +149,8 @@ impl Debts {
         self.any.store(true, Ordering::Relaxed);
     }
 
-    /// Destroys what is owed, in its context, which is current: what may wait for work only where the caller
-    /// expects that.
+    /// Destroys the deferred handles in their context, which is current; those whose destruction may wait for work only
+    /// if the caller allows it.
     pub(super) fn pay(&self, driver: &Driver, may_wait: bool) {
         if !self.any() || driver.drops_nothing() {
             return;

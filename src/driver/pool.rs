@@ -18,15 +18,15 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What a pool is made like; final at its creation.
+/// The properties of a pool; fixed at its creation.
 #[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct PoolProperties {
-    /// The handle of the device whose memory it holds.
+    /// The handle of the device whose memory the pool holds.
     pub device: sys::CUdevice,
-    /// The kinds of handle it can be exported as: a bit set of the constants.
+    /// The handle types it can be exported as: a bit set of the constants.
     pub export: CUmemAllocationHandleType,
-    /// The most it may hold, in bytes; 0 for no limit.
+    /// The maximum size in bytes; 0 for no limit.
     pub max_bytes: usize,
 }
 
@@ -45,8 +45,8 @@ impl PoolProperties {
 
 /// A memory pool of the driver: created here and destroyed on drop, or a device's own.
 ///
-/// `Send` and `Sync`. Dropping a pool returns at once; its memory goes back when its last
-/// allocation is freed.
+/// `Send` and `Sync`. Dropping a pool does not wait; its memory returns to the driver when its last allocation is
+/// freed.
 #[doc(hidden)]
 pub struct MemoryPool {
     context: Context,
@@ -60,20 +60,20 @@ unsafe impl Send for MemoryPool {}
 unsafe impl Sync for MemoryPool {}
 
 impl MemoryPool {
-    /// A new pool. Its release threshold is 0: the driver takes back all that is unused at every
-    /// synchronisation, until [`MemoryPool::set`] says otherwise.
+    /// Creates a pool. Its release threshold is 0: the driver takes back all unused memory at every synchronisation,
+    /// until the threshold is changed by [`MemoryPool::set`].
     pub fn new(context: &Context, properties: &PoolProperties) -> Result<MemoryPool, DriverError> {
         let raw = context.enter()?.create_pool(properties)?;
         Ok(MemoryPool::wrap(context, raw, true))
     }
 
-    /// The default pool of the context's device, which everything in the process shares.
+    /// Returns the default pool of the context's device, which the whole process shares.
     pub fn default_of(context: &Context) -> Result<MemoryPool, DriverError> {
         let raw = context.device().default_pool()?;
         Ok(MemoryPool::wrap(context, raw, false))
     }
 
-    /// The pool behind a file descriptor of [`MemoryPool::export_fd`], owned by the result.
+    /// Opens the pool behind a file descriptor of [`MemoryPool::export_fd`]; the result owns it.
     #[cfg(unix)]
     pub fn import_fd(context: &Context, fd: BorrowedFd<'_>) -> Result<MemoryPool, DriverError> {
         let raw = context.enter()?.import_pool(fd)?;
@@ -88,23 +88,23 @@ impl MemoryPool {
         }
     }
 
-    /// Destroys the pool now, if it is owned and was not destroyed before; else does nothing. Unlike
-    /// a drop it reports failures, after which the pool counts as destroyed: the driver may have done it.
+    /// Destroys the pool now, if it is owned and was not destroyed before. Unlike a drop it reports failures, after
+    /// which the pool counts as destroyed, since the driver may have destroyed it.
     ///
     /// # Safety
-    /// Nothing may use the pool afterwards: no other method of this, no allocation from it. Memory
-    /// that is still allocated from it may be used and freed.
+    /// The pool must not be used afterwards, neither by other methods nor for allocations. Memory still allocated from
+    /// it may be used and freed.
     pub unsafe fn destroy(&self) -> Result<(), DriverError> {
         if !self.owned.swap(false, Ordering::AcqRel) {
             return Ok(());
         }
         let entered = self.context.enter();
         let entered = entered.inspect_err(|_| self.owned.store(true, Ordering::Release))?;
-        // SAFETY: the pool is ours, and the flag lets no other thread destroy it.
+        // SAFETY: the pool is owned, and the flag keeps other threads from destroying it.
         unsafe { call!(entered.driver(), cuMemPoolDestroy(self.raw)) }
     }
 
-    /// The driver's handle.
+    /// Returns the driver's handle.
     pub fn raw(&self) -> sys::CUmemoryPool {
         self.raw
     }
@@ -114,15 +114,15 @@ impl MemoryPool {
     }
 
     thin! {
-        /// Gives unused memory back to the driver until `keep` bytes are left. Memory counts as unused
-        /// once the host has seen its last use complete, by a synchronisation.
+        /// Returns unused memory to the driver until `keep` bytes are left. Memory counts as unused once the host has
+        /// observed, by a synchronisation, that its last use is complete.
         pub fn trim_to(&self, keep: usize) = cuMemPoolTrimTo(self.raw, keep);
 
-        /// Lets the devices read and write everything in the pool, or takes that back. The pool's own device keeps it.
+        /// Grants the devices access to all memory of the pool, or revokes it. The pool's own device always has access.
         pub fn set_access(&self, devices: &[Device], on: bool)
             = cuMemPoolSetAccess(self.raw, access_list(devices, on).as_ptr(), devices.len());
 
-        /// True if `device` may read and write everything in the pool.
+        /// Whether `device` may access all memory of the pool.
         pub fn has_access(&self, device: &Device) -> flags: sys::CUmemAccess_flags
             = cuMemPoolGetAccess(&mut flags, self.raw, &mut location_of(device.raw()))
             => bool: flags == READ_WRITE;
@@ -133,7 +133,7 @@ impl MemoryPool {
         unsafe fn set_attribute(&self, attribute: CUmemPool_attribute, from: *mut c_void)
             = cuMemPoolSetAttribute(self.raw, attribute, from);
 
-        /// What stands for an allocation of an exported pool in other processes.
+        /// Returns data that identifies an allocation of an exported pool in other processes.
         pub fn export_pointer(&self, address: CUdeviceptr) -> data: CUmemPoolPtrExportData
             = cuMemPoolExportPointer(&mut data, address);
     }
@@ -144,7 +144,7 @@ impl MemoryPool {
         let out = value.place(attribute);
         // SAFETY: the pool is alive, and the output is a local of the attribute's size.
         unsafe { self.get_attribute(attribute, out) }?;
-        // The other one is 0.
+        // The unused field is 0.
         Ok(value.wide | u64::from(value.narrow))
     }
 
@@ -159,8 +159,8 @@ impl MemoryPool {
         unsafe { self.set_attribute(attribute, from) }
     }
 
-    /// A file descriptor that stands for the pool in other processes. The pool must have been
-    /// created as exportable.
+    /// Returns a file descriptor that stands for the pool in other processes. The pool must have been created as
+    /// exportable.
     #[cfg(unix)]
     pub fn export_fd(&self) -> Result<OwnedFd, DriverError> {
         let driver = self.driver();
@@ -218,7 +218,7 @@ impl Device {
     }
 }
 
-/// `stream` must be valid as for [`Entered::record`]; freed memory is used by no work but what is ordered before.
+/// `stream` must be valid as for [`Entered::record`]; freed memory must only be used by work ordered before the free.
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
@@ -233,8 +233,8 @@ impl Entered<'_> {
         pub unsafe fn mem_alloc_from_pool(&self, bytes: usize, pool: &MemoryPool, stream: CUstream)
             -> address: CUdeviceptr = cuMemAllocFromPoolAsync(&mut address, bytes, pool.raw, stream);
 
-        /// Frees pool memory in the order of `stream`. After an error that is not about a capture it must not be freed
-        /// again: the driver may have freed it, and allocated it for others.
+        /// Frees pool memory in the order of `stream`. After an error that is not about a capture, the memory must not
+        /// be freed again: the driver may have freed it and reused the address.
         pub unsafe fn mem_free_async(&self, address: CUdeviceptr, stream: CUstream) = cuMemFreeAsync(address, stream);
     }
 }

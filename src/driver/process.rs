@@ -1,8 +1,7 @@
-//! What happened to this process: forked children, process exit, stream captures, recordings, and tools.
+//! The state of this process: forked children, process exit, stream captures, recordings, and tools.
 //!
-//! A forked child may not use its parent's driver state, and handlers that run while the process
-//! exits may run after the driver has shut down. Both are noticed by handlers that set a flag, so
-//! that asking costs one load and no system call.
+//! A forked child may not use its parent's driver state, and handlers that run while the process exits may run after
+//! the driver has shut down. Fork and exit handlers set a flag, so that a check costs one load and no system call.
 
 mod state;
 
@@ -21,63 +20,63 @@ pub(crate) fn is_forked_child() -> bool {
     now_bits() & FORKED != 0
 }
 
-/// True once exit handlers run.
+/// True once exit handlers are running.
 #[inline]
 pub(super) fn is_exiting() -> bool {
     now_bits() & EXITING != 0
 }
 
-/// True where a drop must not call the driver any more.
+/// True once destructors must not call the driver any more.
 #[inline]
 pub(crate) fn is_gone() -> bool {
     now_bits() & (FORKED | EXITING) != 0
 }
 
-/// True as long as nothing of what this module tells apart has happened.
+/// True while none of the conditions tracked by this module holds.
 #[inline]
 pub(crate) fn is_quiet() -> bool {
     now_bits() == 0
 }
 
-/// True as long as nothing but a recording or a tool keeps calls from their caches.
+/// True while at most a recording or a tool keeps calls from their caches.
 #[inline]
 pub(crate) fn is_unwatched() -> bool {
     now_bits() & LOOK_OUT == 0
 }
 
-/// True while somebody is told what blocks do: a recording, or a tool.
+/// True while a recording or a tool observes blocks.
 #[inline(always)]
 pub(crate) fn is_recording() -> bool {
     now_bits() & (RECORDS | TOOL) != 0
 }
 
-/// True once a tool is told, too.
+/// True once a tool observes blocks as well.
 #[inline(always)]
 pub(crate) fn has_tool() -> bool {
     now_bits() & TOOL != 0
 }
 
-/// A tool is told from here on.
+/// Marks that a tool observes blocks from here on.
 pub(crate) fn set_tool() {
     change(TOOL, 0);
 }
 
-/// A recording begins, with stacks or without.
+/// Marks the beginning of a recording, with or without stacks.
 pub(crate) fn begin_recording(stacks: bool) {
     change(RECORDS | if stacks { SAMPLES } else { 0 }, 0);
 }
 
-/// No recording runs any more.
+/// Marks that no recording is running any more.
 pub(crate) fn end_recording() {
     change(0, RECORDING);
 }
 
-/// Captures that calls look out for, in all of the process.
+/// The number of captures in the process that calls watch for.
 static WATCHED: Mutex<usize> = Mutex::new(0);
-/// Whether there ever was one.
+/// Whether there ever was a capture.
 static CAPTURED: AtomicBool = AtomicBool::new(false);
 
-/// One more capture is known: until it is over each call has to ask about its stream.
+/// Adds a known capture: until it is over, each call has to query its stream.
 pub(crate) fn watch() {
     CAPTURED.store(true, Ordering::Relaxed);
     let mut watched = WATCHED.lock();
@@ -87,7 +86,7 @@ pub(crate) fn watch() {
     }
 }
 
-/// So many captures are over, or not looked out for any more.
+/// Removes captures that are over, or no longer watched.
 pub(crate) fn unwatch(captures: usize) {
     let mut watched = WATCHED.lock();
     let before = *watched;
@@ -97,27 +96,26 @@ pub(crate) fn unwatch(captures: usize) {
     }
 }
 
-/// True while a capture is known that is not over.
+/// True while a known capture is not over.
 pub(crate) fn is_watching() -> bool {
     now_bits() & CAPTURES != 0
 }
 
-/// Whether streams were captured in this process: their owners may do so again at any time.
+/// Whether any stream was captured in this process: its owner may capture again at any time.
 #[inline]
 pub(crate) fn has_captured() -> bool {
     CAPTURED.load(Ordering::Relaxed)
 }
 
-/// What could not be done while something captured: one piece of work of its kind in the process, and whether
-/// there is anything for it to do.
+/// Work deferred because of a capture: one function per kind of work, and whether there is anything for it to do.
 pub(crate) struct Postponed {
     work: OnceLock<fn()>,
     waits: AtomicBool,
 }
 
-/// Allocators that are to be closed.
+/// Allocators waiting to be closed.
 pub(crate) static ALLOCATORS: Postponed = Postponed::new();
-/// Blocks of the driver's pools that are to be freed.
+/// Blocks of driver pools waiting to be freed.
 pub(crate) static BLOCKS: Postponed = Postponed::new();
 
 impl Postponed {
@@ -128,13 +126,13 @@ impl Postponed {
         }
     }
 
-    /// Has `work` done by a later call that may find the capture ended.
+    /// Lets a later call, made after the capture has ended, run `work`.
     pub(crate) fn postpone(&self, work: fn()) {
         self.work.get_or_init(|| work);
         self.waits.store(true, Ordering::Release);
     }
 
-    /// Nothing is postponed any more.
+    /// Whether no work is deferred.
     pub(crate) fn nothing_waits(&self) {
         self.waits.store(false, Ordering::Release);
     }
@@ -149,52 +147,52 @@ impl Postponed {
     }
 }
 
-/// Does what was postponed, if there is anything.
+/// Runs deferred work, if there is any.
 pub(crate) fn do_postponed() {
     ALLOCATORS.make_up();
     BLOCKS.make_up();
 }
 
-/// What a forked child finds instead of what is behind a lock, which a thread may hold that does not
-/// exist there: something empty. It is never freed, so callers need not say how long they keep it.
+/// Returns an empty value for a forked child, in place of data behind a lock that a thread which does not exist there
+/// may hold. The value is never freed, so it can have any lifetime.
 #[cold]
 fn nothing<'a, T: Default>() -> &'a T {
     Box::leak(Box::default())
 }
 
-/// Locks; for calls that cannot say [`ForkedChild`](crate::Error::ForkedChild).
+/// Locks a mutex; for callers that cannot return [`ForkedChild`](crate::Error::ForkedChild).
 #[inline]
 pub(crate) fn lock<T: Default>(mutex: &Mutex<T>) -> Locked<'_, T> {
     let mutex = if is_forked_child() { nothing() } else { mutex };
     mutex.lock()
 }
 
-/// As [`lock`].
+/// Like [`lock`], for reading.
 #[inline]
 pub(crate) fn read<T: Default>(lock: &RwLock<T>) -> Held<RwLockReadGuard<'_, T>> {
     let lock = if is_forked_child() { nothing() } else { lock };
     lock.read()
 }
 
-/// As [`lock`].
+/// Like [`lock`], for writing.
 #[inline]
 pub(crate) fn write<T: Default>(lock: &RwLock<T>) -> Held<RwLockWriteGuard<'_, T>> {
     let lock = if is_forked_child() { nothing() } else { lock };
     lock.write()
 }
 
-/// Registers the fork handler, once per process; call it just before the first `cuInit`.
+/// Registers the fork handler, once per process; called just before the first `cuInit`.
 pub(super) fn watch_forks() {
     static ONCE: Once = Once::new();
     let mut registered = true;
     ONCE.call_once(|| registered = imp::register_fork_handler());
-    // Not in there: the logger may load a driver.
+    // Not inside `call_once`: the logger may load a driver.
     if !registered {
         log::warn!("cannot register a fork handler: forked children are not detected");
     }
 }
 
-/// Has a function called when the process exits.
+/// Registers a function to be called when the process exits.
 pub(crate) fn at_exit(handler: extern "C" fn()) {
     if !imp::register_at_exit(handler) {
         log::warn!("{NO_EXIT_HANDLER}");
@@ -203,8 +201,8 @@ pub(crate) fn at_exit(handler: extern "C" fn()) {
 
 const NO_EXIT_HANDLER: &str = "cannot register an exit handler: drops at exit may call the driver";
 
-/// Registers the exit handler; call it after a successful `cuInit`, so that it runs before the
-/// handlers which the driver registered in there (they run in reverse order).
+/// Registers the exit handler; called after a successful `cuInit`, so that it runs before the handlers that the driver
+/// registers there (exit handlers run in reverse order).
 pub(super) fn watch_exit(from_library: bool) {
     static FUNCTIONS: Once = Once::new();
     static LIBRARY: Once = Once::new();
@@ -242,7 +240,7 @@ mod imp {
     }
 
     pub(super) fn register_at_exit(handler: extern "C" fn()) -> bool {
-        // SAFETY: the handler is a function of this library, which is there as long as the process.
+        // SAFETY: the handler is a function of this library, which stays loaded while the process lives.
         unsafe { atexit(handler) == 0 }
     }
 
@@ -253,7 +251,7 @@ mod imp {
 
     #[cfg(unix)]
     pub(super) fn register_fork_handler() -> bool {
-        // SAFETY: the handler is async-signal-safe: it only changes statics, and takes no lock.
+        // SAFETY: the handler is async-signal-safe: it only changes statics and takes no lock.
         unsafe { pthread_atfork(None, None, Some(in_child)) == 0 }
     }
 
@@ -290,10 +288,10 @@ mod child {
         fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
     }
 
-    /// Runs in a forked child, as it is with the locks that the caller holds; whether it came to an end, and
-    /// to the right one. One that waits for a lock is ended by an alarm.
+    /// Runs a function in a forked child, with the locks that the caller holds; returns whether it completed with
+    /// `true`. An alarm ends a child that waits for a lock.
     pub(crate) fn child_says(run: impl FnOnce() -> bool) -> bool {
-        // SAFETY: the child uses memory and locks of its own alone, and ends here.
+        // SAFETY: the child uses only its own memory and locks, and ends here.
         let pid = unsafe { fork() };
         if pid == 0 {
             // SAFETY: as above.
@@ -303,7 +301,7 @@ mod child {
             unsafe { _exit(i32::from(!good)) }
         }
         let mut status = -1;
-        // SAFETY: our child, and a local.
+        // SAFETY: a child of this process, and a local.
         unsafe { waitpid(pid, &mut status, 0) == pid && status == 0 }
     }
 }

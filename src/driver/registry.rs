@@ -1,4 +1,4 @@
-//! What lives in a driver, by number: the driver keeps the list, and who made a thing finds it again.
+//! Objects of a driver, by number: the driver keeps the list, so that their creators find them again.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -6,11 +6,11 @@ use std::sync::{Arc, Weak};
 
 use crate::locks::held::{Locked, Mutex};
 
-/// Things of one type, by number.
+/// Objects of one type, by number.
 #[derive(Default)]
 pub(super) struct Registry(Mutex<HashMap<u64, Entry>>);
 
-/// One thing: the list has no part in it, or keeps it for ever.
+/// An object, held weakly, or strongly forever.
 pub(super) enum Entry {
     Forever(Arc<dyn Any + Send + Sync>),
     WhileUsed(Weak<dyn Any + Send + Sync>),
@@ -22,7 +22,7 @@ impl Entry {
         Entry::WhileUsed(weak)
     }
 
-    /// The thing, if it is there still.
+    /// Returns the object if it still exists.
     pub(super) fn get<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         let found = match self {
             Entry::Forever(kept) => Some(Arc::clone(kept)),
@@ -41,12 +41,12 @@ impl Registry {
         self.lock().get(&number).and_then(Entry::get)
     }
 
-    /// All that are there still.
+    /// Returns all objects that still exist.
     pub(super) fn all<T: Any + Send + Sync>(&self) -> Vec<Arc<T>> {
         self.lock().values().filter_map(Entry::get).collect()
     }
 
-    /// Enters a thing, unless one is there: then it is that one.
+    /// Adds an object, or returns the existing one with this number.
     pub(super) fn keep<T: Any + Send + Sync>(&self, number: u64, entry: Entry) -> Option<Arc<T>> {
         let mut things = self.lock();
         if let Some(there) = things.get(&number).and_then(Entry::get) {

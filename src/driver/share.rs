@@ -13,24 +13,24 @@ use std::ptr;
 pub(super) const DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-/// Each kind of sharing needs its [`Feature`](super::Feature). An unsafe method takes live handles. Imported handles
+/// Each kind of sharing requires its [`Feature`](super::Feature). Unsafe methods require live handles. Imported handles
 /// must be released with [`Entered::mem_release`].
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
-        /// The physical handle behind an address; it must be released as an imported one.
+        /// Returns the physical handle behind an address; it must be released like an imported one.
         pub fn retain_handle(&self, address: CUdeviceptr) -> handle: CUmemGenericAllocationHandle
             = cuMemRetainAllocationHandle(&mut handle, address as usize as *mut c_void);
 
-        /// The handle that a file descriptor of [`Entered::export_fd`] stands for. The descriptor may be closed
+        /// Imports the handle behind a file descriptor of [`Entered::export_fd`]. The descriptor may be closed
         /// afterwards.
         #[cfg(unix)]
         pub fn import_fd(&self, fd: BorrowedFd<'_>) -> handle: CUmemGenericAllocationHandle
             = cuMemImportFromShareableHandle(&mut handle, number_of(fd), DESCRIPTOR);
     }
 
-    /// A file descriptor that stands for a handle in other processes. The handle must have been
-    /// created as exportable.
+    /// Returns a file descriptor that stands for a handle in other processes. The handle must have been created as
+    /// exportable.
     #[cfg(unix)]
     pub unsafe fn export_fd(
         &self,
@@ -48,8 +48,8 @@ impl Entered<'_> {
         }
     }
 
-    /// A dma-buf for a range of mapped device memory; address and bytes must be multiples of the
-    /// host's page size.
+    /// Returns a dma-buf for a range of mapped device memory; address and bytes must be multiples of the host's page
+    /// size.
     #[cfg(unix)]
     pub fn dma_buf(&self, address: CUdeviceptr, bytes: usize) -> Result<OwnedFd, DriverError> {
         let driver = self.driver();
@@ -66,13 +66,13 @@ impl Entered<'_> {
     }
 }
 
-/// A file descriptor as the driver takes it: the "pointer" is the number itself.
+/// Converts a file descriptor to the driver's form: a "pointer" whose value is the number.
 #[cfg(unix)]
 pub(super) fn number_of(fd: BorrowedFd<'_>) -> *mut c_void {
     fd.as_raw_fd() as usize as *mut c_void
 }
 
-/// The file descriptor that a call opens.
+/// Returns the file descriptor that a call opens.
 ///
 /// # Safety
 /// `open` writes a descriptor that it opened, or none.

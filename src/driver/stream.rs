@@ -1,4 +1,4 @@
-//! Streams, and what a raw stream handle stands for.
+//! Streams, and the meaning of raw stream handles.
 
 use super::context::{Context, Entered, Owner};
 use super::error::DriverError;
@@ -18,39 +18,38 @@ const LEGACY: usize = 1;
 /// The handle that always means the calling thread's default stream in the current context.
 const PER_THREAD: usize = 2;
 
-/// A stream of a context: made here, somebody else's, or one of the two default streams.
+/// A stream of a context: owned, borrowed, or one of the two default streams.
 ///
-/// Cheap to clone; a stream that was made here is destroyed with its last clone, which returns at once while
-/// submitted work runs on. `Send` and `Sync`; the per-thread default stream is a different queue on
-/// each thread that uses it.
+/// Cheap to clone. An owned stream is destroyed with its last clone, which does not wait: submitted work runs on.
+/// `Send` and `Sync`; the per-thread default stream is a different queue on each thread that uses it.
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
 
-/// What a [`Stream`] is.
+/// The kind of a [`Stream`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum StreamKind {
-    /// Alive as long as there are clones: created here and destroyed with the last one, or with an owner.
+    /// Alive while clones exist: created here and destroyed with the last one, or kept alive by an owner object.
     Owned,
-    /// Somebody else's, who says how long it lives.
+    /// A foreign stream, whose owner determines its lifetime.
     Borrowed,
     /// The context's default stream, which all threads share.
     LegacyDefault,
-    /// The context's default stream of whichever thread uses it.
+    /// The default stream, in this context, of the thread that uses it.
     PerThreadDefault,
 }
 
-/// No stream has this id.
+/// An id that no stream has.
 pub(crate) const NO_ID: u64 = u64::MAX;
 
 struct Inner {
     context: Context,
     raw: sys::CUstream,
     kind: StreamKind,
-    /// [`NO_ID`] for the per-thread default stream, whose id depends on who asks.
+    /// [`NO_ID`] for the per-thread default stream, whose id depends on the calling thread.
     id: u64,
     /// Whether it is destroyed here.
     created: bool,
-    /// What keeps the stream alive, if not the caller's word.
+    /// The object that keeps the stream alive, if there is one; otherwise the caller guarantees it.
     _owner: Owner,
 }
 
@@ -60,12 +59,12 @@ unsafe impl Send for Inner {}
 unsafe impl Sync for Inner {}
 
 impl Driver {
-    /// The owned stream with an id, if there is one.
+    /// Returns the owned stream with an id, if there is one.
     pub(crate) fn owned_stream(&self, id: u64) -> Option<Stream> {
         self.streams().find(id).map(Stream)
     }
 
-    /// The owned stream with a handle, if there is one.
+    /// Returns the owned stream with a handle, if there is one.
     pub(crate) fn own_stream(&self, raw: usize) -> Option<Stream> {
         let streams: Vec<Arc<Inner>> = self.streams().all();
         let own = streams.into_iter().find(|own| own.raw as usize == raw);
@@ -74,13 +73,13 @@ impl Driver {
 }
 
 impl Stream {
-    /// A new stream that does not synchronise with the legacy default stream.
+    /// Creates a stream that does not synchronise with the legacy default stream.
     pub fn new(context: &Context) -> Result<Stream, DriverError> {
         Stream::create(context, None)
     }
 
-    /// As [`Stream::new`], with a priority: lower numbers are more urgent, and the driver clamps
-    /// them to what the device knows.
+    /// Like [`Stream::new`], with a priority: lower numbers are more urgent, and the driver clamps them to the range of
+    /// the device.
     pub fn with_priority(context: &Context, priority: i32) -> Result<Stream, DriverError> {
         Stream::create(context, Some(priority))
     }
@@ -102,7 +101,7 @@ impl Stream {
                 )
             }?,
         }
-        // Owned from here on: an error below destroys it.
+        // Owned from here on, so that an error below destroys it.
         let mut inner = Inner {
             context: context.clone(),
             raw,
@@ -123,14 +122,13 @@ impl Stream {
         Ok(Stream(inner))
     }
 
-    /// A stream that somebody else owns, or a default stream by its special handle (null, 1, 2).
+    /// Wraps a foreign stream, or a default stream by its special handle (null, 1, 2).
     ///
     /// # Errors
-    /// None at present.
+    /// Currently none.
     ///
     /// # Safety
-    /// `raw` must be a live stream of `context` or a special handle, and stay alive as long as the
-    /// result and its clones.
+    /// `raw` must be a live stream of `context` or a special handle, and outlive the result and its clones.
     pub unsafe fn from_raw(context: &Context, raw: sys::CUstream) -> Result<Stream, DriverError> {
         let kind = match raw as usize {
             0 | LEGACY => StreamKind::LegacyDefault,
@@ -146,14 +144,14 @@ impl Stream {
         Ok(Stream::of(context, raw, (kind, id), None))
     }
 
-    /// A stream that somebody else owns, with what keeps it alive: that is dropped with the last clone of the
-    /// result, those that allocators keep included.
+    /// Wraps a foreign stream with an object that keeps it alive: the object is dropped with the last clone of the
+    /// result, including those that allocators keep.
     ///
     /// # Errors
     /// The driver's; then `owner` has been dropped.
     ///
     /// # Safety
-    /// `raw` must be a live stream of `context` as long as `owner` is there, and no special handle.
+    /// `raw` must be a live stream of `context` while `owner` exists, and not a special handle.
     pub unsafe fn from_raw_with_owner(
         context: &Context,
         raw: sys::CUstream,
@@ -165,14 +163,14 @@ impl Stream {
         Ok(Stream::of(context, raw, (StreamKind::Owned, id), owner))
     }
 
-    /// The context's default stream, which all threads share.
+    /// Returns the context's legacy default stream, which all threads share.
     pub fn legacy(context: &Context) -> Stream {
         let raw = ptr::without_provenance_mut(LEGACY);
         let kind = (StreamKind::LegacyDefault, context.legacy_id());
         Stream::of(context, raw, kind, None)
     }
 
-    /// The context's default stream of whichever thread uses the result.
+    /// Returns the context's per-thread default stream, which means the queue of the thread that uses it.
     pub fn per_thread(context: &Context) -> Stream {
         let raw = ptr::without_provenance_mut(PER_THREAD);
         Stream::of(context, raw, (StreamKind::PerThreadDefault, NO_ID), None)
@@ -194,28 +192,28 @@ impl Stream {
         }))
     }
 
-    /// The driver's handle.
+    /// Returns the driver's handle.
     #[inline]
     pub fn raw(&self) -> sys::CUstream {
         self.0.raw
     }
 
-    /// The stream's id, unique while the process lives: handle values are reused, ids are not. The
-    /// driver's, which was asked when the `Stream` was made. A default stream has one that the driver does not
-    /// know, from 2^63 on: the legacy one of each context, and each thread's own in it, which is the calling
-    /// thread's.
+    /// Returns the stream's id, unique within the process: handle values are reused, ids are not. It is the driver's
+    /// id, queried when the `Stream` was created. The id of a default stream is unknown to the driver and at least
+    /// 2^63: each context has one for its legacy default stream, and one per thread for its per-thread default stream,
+    /// of which the calling thread's is returned.
     ///
-    /// Where the driver has no ids ([`Feature::StreamIds`]) each owned or borrowed `Stream` (not
-    /// each clone) gets an id of its own.
+    /// If the driver has no ids ([`Feature::StreamIds`]), each owned or borrowed `Stream` (not each clone) gets its
+    /// own.
     ///
     /// # Errors
-    /// None at present.
+    /// Currently none.
     #[inline]
     pub fn id(&self) -> Result<u64, DriverError> {
         Ok(self.own_id())
     }
 
-    /// [`id`](Self::id), which every stream has.
+    /// Returns the [`id`](Self::id), which every stream has.
     #[inline]
     pub(crate) fn own_id(&self) -> u64 {
         match self.0.id {
@@ -224,25 +222,25 @@ impl Stream {
         }
     }
 
-    /// The stream's id, if it is known without a question to the driver.
+    /// Returns the stream's id, if it is known without asking the driver.
     #[inline]
     pub(crate) fn known_id(&self) -> Option<u64> {
         Some(self.id_at_hand()).filter(|id| *id != NO_ID)
     }
 
-    /// The stream's id, or [`NO_ID`] if that is not known without a question to the driver.
+    /// Returns the stream's id, or [`NO_ID`] if it is not known without asking the driver.
     #[inline(always)]
     pub(crate) fn id_at_hand(&self) -> u64 {
         self.0.id
     }
 
-    /// Whether the other one is a clone of this one: not only the same stream, but kept alive with it.
+    /// Whether the other stream is a clone of this one: not only the same stream, but with the same lifetime.
     #[inline]
     pub(crate) fn is_clone_of(&self, other: &Stream) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The context that the stream belongs to.
+    /// Returns the context that the stream belongs to.
     pub fn context(&self) -> &Context {
         &self.0.context
     }
@@ -251,14 +249,14 @@ impl Stream {
         self.0.kind
     }
 
-    /// How many clones there are, this one included. One means that nobody else can submit through
-    /// them; a thread may clone between the answer and its use only if it holds one.
+    /// Returns the number of clones, including this one. If it is one, no other code can submit work through a clone,
+    /// and no other thread can create one.
     #[doc(hidden)]
     pub fn holders(&self) -> usize {
         Arc::strong_count(&self.0)
     }
 
-    /// Blocks the calling thread until everything submitted to the stream has completed.
+    /// Blocks the calling thread until all work submitted to the stream has completed.
     ///
     /// # Errors
     /// The driver's, including those of the work itself.
@@ -268,7 +266,7 @@ impl Stream {
         unsafe { entered.stream_synchronize(self.0.raw) }
     }
 
-    /// True if everything submitted to the stream has completed.
+    /// Whether all work submitted to the stream has completed.
     ///
     /// # Errors
     /// The driver's, including those of the work itself.
@@ -278,13 +276,13 @@ impl Stream {
         unsafe { entered.is_idle(self.0.raw) }
     }
 
-    /// True if the stream is being captured into a graph, also if the capture is invalid.
+    /// Whether the stream is being captured into a graph, even if the capture is invalid.
     #[inline]
     pub fn is_capturing(&self) -> Result<bool, DriverError> {
         // SAFETY: the handle is valid by the contract under which it was made.
         let ask = || unsafe { self.0.context.driver().is_capturing(self.0.raw) };
         match self.0.kind {
-            // These handles mean the same stream whichever context is current.
+            // These handles mean the same stream in every current context.
             StreamKind::Owned | StreamKind::Borrowed => ask(),
             StreamKind::LegacyDefault | StreamKind::PerThreadDefault => {
                 let _switched = self.0.context.switch()?;
@@ -293,9 +291,9 @@ impl Stream {
         }
     }
 
-    /// [`Event::record`] of an event that is to be waited for or asked: refused if the stream is
-    /// captured by then, as the event may be a graph's that tells nobody outside of it anything. Whether
-    /// it captures was asked before; another thread may have begun a capture since.
+    /// Records an event that will be waited for or queried ([`Event::record`]). Fails if the stream is capturing by
+    /// then, because the event then belongs to a graph and means nothing outside of it. The caller has checked for a
+    /// capture before, but another thread may have begun one since.
     pub(crate) fn mark(&self, event: &Event) -> Result<(), DriverError> {
         let entered = self.0.context.enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
@@ -308,8 +306,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Lets everything that is submitted to the stream from now on start only after the work that
-    /// `event` stands for. The event may belong to another context or device.
+    /// Makes all work submitted to the stream from now on wait for the work recorded in `event`. The event may belong
+    /// to another context or device.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_INVALID_HANDLE` for an event of another driver.
@@ -321,11 +319,10 @@ impl Stream {
         unsafe { entered.stream_wait(self.0.raw, event) }
     }
 
-    /// Lets everything that is submitted to the stream from now on start only after everything that was
-    /// submitted to `other` so far.
+    /// Makes all work submitted to the stream from now on wait for all work submitted to `other` so far.
     ///
     /// # Errors
-    /// As [`wait`](Self::wait).
+    /// As for [`wait`](Self::wait).
     pub fn wait_for(&self, other: &Stream) -> Result<(), DriverError> {
         let event = Event::new(&other.0.context)?;
         event.record(other)?;
@@ -338,8 +335,8 @@ impl Stream {
     /// The driver's.
     ///
     /// # Safety
-    /// The memory must be writable where the stream is, and stay so until the fill has completed; nothing else
-    /// may use it meanwhile.
+    /// The memory must be writable where the stream runs, and stay so until the fill has completed; no other code may
+    /// access it during that time.
     pub unsafe fn memset(
         &self,
         to: sys::CUdeviceptr,
@@ -357,8 +354,8 @@ impl Stream {
     /// The driver's.
     ///
     /// # Safety
-    /// Both ranges must be accessible where the stream is, stay so until the copy has completed, and not overlap;
-    /// nothing may write to them meanwhile, or use what is written.
+    /// Both ranges must be accessible where the stream runs, stay so until the copy has completed, and not overlap;
+    /// during that time no other code may write to them, or access the written range.
     pub unsafe fn memcpy(
         &self,
         to: sys::CUdeviceptr,
@@ -372,8 +369,8 @@ impl Stream {
 }
 
 impl Event {
-    /// Makes the event stand for everything submitted to `stream` so far; an earlier record is
-    /// forgotten, while waits that were already submitted keep it.
+    /// Records all work submitted to `stream` so far. Replaces an earlier record, but waits that were already submitted
+    /// keep it.
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_INVALID_HANDLE` if event and stream differ in their context or driver.
@@ -395,7 +392,7 @@ impl Drop for Inner {
         }
         let id = self.id;
         if id != NO_ID && !process::is_gone() {
-            // What it gives is dropped behind the lock.
+            // The removed entry is dropped after the lock is released.
             let entry = self.context.driver().streams().lock().remove(&id);
             drop(entry);
         }
@@ -406,15 +403,15 @@ impl Drop for Inner {
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
-        /// Blocks the calling thread until everything submitted to `stream`, valid as for [`Entered::record`], has
+        /// Blocks the calling thread until all work submitted to `stream`, valid as for [`Entered::record`], has
         /// completed.
         pub unsafe fn stream_synchronize(&self, stream: sys::CUstream) = cuStreamSynchronize(stream);
     }
 
-    /// True if everything submitted to `stream` has completed; errors are also those of the work itself.
+    /// Whether all work submitted to `stream` has completed; errors include those of the work itself.
     ///
     /// # Safety
-    /// As [`Entered::record`].
+    /// As for [`Entered::record`].
     pub(crate) unsafe fn is_idle(&self, stream: sys::CUstream) -> Result<bool, DriverError> {
         // SAFETY: the caller vouches for the stream.
         match unsafe { call!(self.driver(), cuStreamQuery(stream)) } {
@@ -425,19 +422,18 @@ impl Entered<'_> {
     }
 }
 
-/// Questions about raw handles: `stream` must be a live stream, or a special handle while the context it is meant for
-/// is current.
+/// Queries about raw handles: `stream` must be a live stream, or a special handle while its context is current.
 #[doc(hidden)]
 impl Driver {
-    /// The id of a stream; none where the driver has no ids. Not counted, and writes to nothing
-    /// that threads share: about as cheap as two queries of the driver. A stream that is being captured is
-    /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`, and the capture is left alone.
+    /// Returns the id of a stream; none if the driver has no ids. Not counted, and writes to no shared memory: it costs
+    /// about as much as two driver queries. Fails with `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` for a stream that is
+    /// being captured, without affecting the capture.
     #[inline]
     pub unsafe fn stream_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
         if !self.has(Feature::StreamIds) {
             return Ok(None);
         }
-        // Asked for the id of a stream that is being captured, drivers refuse and spoil the capture.
+        // Drivers reject a query for the id of a capturing stream and invalidate the capture.
         // SAFETY: the caller vouches for the stream.
         if unsafe { self.is_capturing(stream) }? {
             let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -447,11 +443,11 @@ impl Driver {
         unsafe { self.known_id(stream) }
     }
 
-    /// [`stream_id`](Self::stream_id) of a stream that does not capture: one question instead of two. It spoils the
+    /// [`stream_id`](Self::stream_id) of a stream that is not capturing: one query instead of two. It invalidates a
     /// capture if there is one.
     ///
     /// # Safety
-    /// As [`Driver::stream_id`].
+    /// As for [`Driver::stream_id`].
     #[inline]
     pub(crate) unsafe fn uncaptured_id(
         &self,
@@ -464,7 +460,7 @@ impl Driver {
         unsafe { self.known_id(stream) }
     }
 
-    /// [`uncaptured_id`](Self::uncaptured_id) of a driver that has ids.
+    /// [`uncaptured_id`](Self::uncaptured_id) for a driver that has ids.
     #[inline(always)]
     unsafe fn known_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
         let mut id = 0;
@@ -473,18 +469,18 @@ impl Driver {
         Ok(Some(id))
     }
 
-    /// Whether the driver says that a stream is not captured: [`is_capturing`](Self::is_capturing) for a call that
-    /// goes on only then, and asks that for the reason else. Makes no error, so it costs little.
+    /// Whether the driver reports that a stream is not captured. Cheap, because it builds no error: a caller that needs
+    /// the reason calls [`is_capturing`](Self::is_capturing) afterwards.
     ///
     /// # Safety
-    /// The stream is alive, or special with its context current.
+    /// The stream is alive, or a special handle whose context is current.
     #[inline(always)]
     pub(crate) unsafe fn is_uncaptured(&self, stream: sys::CUstream) -> bool {
         // SAFETY: the caller's contract.
         unsafe { self.ask_capture(stream) == Ok(false) }
     }
 
-    /// [`is_capturing`](Self::is_capturing) with the bare code of a refusal, which costs less than an error.
+    /// [`is_capturing`](Self::is_capturing) with the bare code of a failure, which is cheaper than an error.
     #[inline(always)]
     unsafe fn ask_capture(&self, stream: sys::CUstream) -> Result<bool, sys::CUresult> {
         let Some(ask) = self.functions().cuStreamIsCapturing else {
@@ -506,9 +502,9 @@ impl Driver {
         }
     }
 
-    /// True if the stream is being captured into a graph, also if the capture is invalid. Not
-    /// counted. `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` for the legacy default stream while a blocking stream of its
-    /// context is captured.
+    /// Whether the stream is being captured into a graph, even if the capture is invalid. Not counted. Fails with
+    /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` for the legacy default stream while a blocking stream of its context is
+    /// captured.
     #[inline]
     pub unsafe fn is_capturing(&self, stream: sys::CUstream) -> Result<bool, DriverError> {
         // SAFETY: the caller's contract.
@@ -516,7 +512,7 @@ impl Driver {
             .map_err(|code| self.failed(Call::cuStreamIsCapturing, code))
     }
 
-    /// Notes what the driver said of a stream, and what the newest finding was before it was asked.
+    /// Records the driver's answer about a stream; `asked` is the newest finding before the query.
     #[inline(always)]
     pub(super) fn answered(&self, stream: sys::CUstream, capturing: bool, asked: u64) {
         if capturing {
@@ -527,8 +523,8 @@ impl Driver {
     }
 
     thin! {
-        /// The context of a stream; for a special handle the calling thread's current context, and
-        /// `CUDA_ERROR_INVALID_CONTEXT` where there is none.
+        /// Returns the context of a stream; for a special handle the calling thread's current context, or
+        /// `CUDA_ERROR_INVALID_CONTEXT` if there is none.
         pub unsafe fn stream_context(&self, stream: sys::CUstream) -> context: sys::CUcontext
             = cuStreamGetCtx(stream, &mut context);
     }

@@ -1,7 +1,7 @@
-//! The word that says what happened to the process, and the copies of it that hot paths read.
+//! The process-wide state word, and the copies of it that hot paths read.
 //!
-//! A call that finds all it needs in the cache of its stream reads the word there: it lies on a line that the call
-//! takes for itself anyway, where the one word of the process would be a line more, and its address another.
+//! A call that is served by the cache of its stream reads a copy in that cache: the copy lies on a cache line that the
+//! call touches anyway, while the process-wide word would cost one more line, and its address another.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
@@ -13,52 +13,52 @@ pub(super) const EXITING: u32 = 2;
 pub(super) const CAPTURES: u32 = 4;
 pub(super) const RECORDS: u32 = 8;
 pub(super) const TOOL: u32 = 16;
-/// With [`RECORDS`]: stacks, too.
+/// Together with [`RECORDS`]: stacks are recorded, too.
 pub(super) const SAMPLES: u32 = 32;
-/// Follows from the others: [`RECORDS`] and no other one. In the place of the sign, so that who looks for other numbers than
-/// 0 has looked for this, too.
+/// Derived from the others: set if only [`RECORDS`] is set. It is the sign bit, so that one comparison with 0
+/// distinguishes it from the other states.
 const RECORDS_ALONE: u32 = 1 << 31;
-/// What calls look out for.
+/// The conditions that calls must check for.
 pub(super) const LOOK_OUT: u32 = FORKED | EXITING | CAPTURES;
-/// What a recording is told by.
+/// The bits of a recording.
 pub(super) const RECORDING: u32 = RECORDS | SAMPLES;
 
-/// What the word tells apart, as it was in one moment.
+/// A snapshot of the state word.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Now(u32);
 
 impl Now {
-    /// [`super::is_quiet`].
+    /// See [`super::is_quiet`].
     #[inline(always)]
     pub(crate) fn is_quiet(self) -> bool {
         self.0 == 0
     }
 
-    /// True while a recording runs, and nothing else keeps calls from their caches.
+    /// True while a recording is running and nothing else keeps calls from their caches.
     #[inline(always)]
     pub(crate) fn only_records(self) -> bool {
         !self.is_quiet() && self.0 & (LOOK_OUT | TOOL) == 0
     }
 
-    /// True while a recording without stacks runs, and nothing else keeps calls from their caches.
+    /// True while a recording without stacks is running and nothing else keeps calls from their caches.
     #[inline(always)]
     pub(crate) fn only_records_blocks(self) -> bool {
         (self.0 as i32) < 0
     }
 }
 
-/// The word, or a copy of it.
+/// The state word, or a copy of it.
 #[derive(Debug, Default)]
 pub(crate) struct State(AtomicU32);
 
 /// The word and its copies.
 ///
-/// Alone on its cache lines: it is read on many calls, and written when captures come and go.
+/// Alone on its cache lines: it is read by many calls, and written when captures begin and end.
 #[derive(Default)]
 #[repr(align(128))]
 struct Followed {
     state: State,
-    /// They are for ever, and only become more: who goes through them takes no lock, which a forked child could not do.
+    /// Copies are never removed, so the list can be walked without a lock, which a forked child could not take.
     first: OnceLock<&'static Follower>,
     last: Mutex<Option<&'static Follower>>,
 }
@@ -76,13 +76,13 @@ static PROCESS: Followed = Followed {
 };
 
 impl State {
-    /// Sets some bits and clears others, in one step.
+    /// Sets some bits and clears others atomically.
     fn change(&self, set: u32, clear: u32) {
         let changed = |old: u32| match (old | set) & !(clear | RECORDS_ALONE) {
             RECORDS => RECORDS | RECORDS_ALONE,
             new => new,
         };
-        // The closure always has an answer.
+        // The closure always returns a value.
         let _ = self
             .0
             .fetch_update(Ordering::SeqCst, Ordering::Relaxed, |old| {
@@ -90,7 +90,7 @@ impl State {
             });
     }
 
-    /// What there is now; of a copy, once it [follows](follow).
+    /// Returns the current state; a copy is valid once it [follows](follow) the word.
     #[inline(always)]
     pub(crate) fn now(&self) -> Now {
         Now(self.0.load(Ordering::Relaxed))
@@ -100,7 +100,7 @@ impl State {
 impl Followed {
     fn change(&self, set: u32, clear: u32) {
         self.state.change(set, clear);
-        // Either who begins to follow is seen here, or sees the change.
+        // Either the new follower is seen here, or it sees the change.
         fence(Ordering::SeqCst);
         let mut at = self.first.get();
         while let Some(follower) = at {
@@ -113,9 +113,9 @@ impl Followed {
         self.follow_with(copy, || {});
     }
 
-    /// [`follow`](Self::follow), where `between` is called each time that the word was read and is not written yet.
+    /// [`follow`](Self::follow), calling `between` after each read of the word and before the write.
     fn follow_with(&self, copy: &'static State, mut between: impl FnMut()) {
-        // In a forked child nothing else is looked at any more, and a thread that is not there may have the lock.
+        // In a forked child nothing else is checked any more, and a thread that does not exist there may hold the lock.
         if self.state.0.load(Ordering::Relaxed) & FORKED == 0 {
             let follower: &'static Follower = Box::leak(Box::new(Follower {
                 copy,
@@ -123,14 +123,14 @@ impl Followed {
             }));
             let mut last = self.last.lock();
             let place = last.map_or(&self.first, |last| &last.next);
-            // Empty: it is the last one's.
+            // The empty place is at the end of the list.
             if place.set(follower).is_ok() {
                 *last = Some(follower);
             }
         }
         fence(Ordering::SeqCst);
-        // Changes come here from now on. One that comes between the load and the store is lost with the store; then the
-        // word has changed, too.
+        // Changes are applied to the copy from now on. A change between the load and the store is overwritten by the
+        // store, but then the word has changed, too, and the loop repeats.
         let word = &self.state.0;
         loop {
             let bits = word.load(Ordering::SeqCst);
@@ -148,13 +148,13 @@ pub(super) fn now_bits() -> u32 {
     PROCESS.state.0.load(Ordering::Relaxed)
 }
 
-/// Sets some bits and clears others, also in all copies. One who sets a bit and one who clears it must not be at it at
-/// once; other bits may change meanwhile.
+/// Sets some bits and clears others, also in all copies. Two threads must not change the same bit at the same time;
+/// different bits may change concurrently.
 pub(super) fn change(set: u32, clear: u32) {
     PROCESS.change(set, clear);
 }
 
-/// Has a copy follow the word for ever. When this returns it says what the word does.
+/// Makes a copy follow the word forever. On return it equals the word.
 pub(crate) fn follow(copy: &'static State) {
     PROCESS.follow(copy);
 }
@@ -226,13 +226,13 @@ mod tests {
             process.follow_with(copy, || {
                 reads += 1;
                 if let Some((set, clear)) = left.next() {
-                    // Reaches the copy, as any change does from here on, and is overwritten.
+                    // Reaches the copy, as does any change from here on, and is overwritten.
                     process.change(*set, *clear);
                     assert_eq!(copy.now().0 & set, *set);
                 }
             });
             assert_eq!(copy.now().0, TOOL | CAPTURES);
-            // Once more than there were changes: none is looked for that did not come.
+            // One read more than there were changes: no read waits for a change that did not come.
             assert_eq!(reads, changes.len() + 1);
         }
     }
