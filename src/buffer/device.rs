@@ -1,4 +1,4 @@
-//! A typed buffer that owns its memory.
+//! A typed buffer with its own memory.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -20,21 +20,20 @@ use super::pinned::PinnedBuffer;
 use super::slice::{DeviceSlice, DeviceSliceMut, describe};
 use crate::error::{Error, InvalidArgument, Refused};
 
-/// Device memory for `len` elements, with one owner: what `Vec` with a fixed length is on the host.
+/// Device memory for `len` elements, with one owner: the counterpart of a `Vec` with a fixed length.
 ///
-/// The memory is that of an [`Allocator`], a pool, a stack of adaptors, or of others
-/// ([`from_raw_parts`](Self::from_raw_parts)); whoever it came from takes it back.
+/// The memory comes from an [`Allocator`], a pool, a stack of adaptors, or foreign code
+/// ([`from_raw_parts`](Self::from_raw_parts)), and is returned to its source.
 ///
-/// Memory that nobody has written yet is a `DeviceBuffer<MaybeUninit<T>>`, which
-/// [`uninit`](Self::uninit) makes and [`assume_init`](Self::assume_init) ends. A buffer of no elements
-/// has no memory and makes no driver call. Every buffer holds `len * size_of::<T>()` bytes, by which
-/// the requested bytes of [`Stats`](crate::Stats) rise and fall.
+/// Memory that was never written is a `DeviceBuffer<MaybeUninit<T>>`, created by [`uninit`](Self::uninit) and converted
+/// by [`assume_init`](Self::assume_init). A buffer without elements has no memory and makes no driver call. Every
+/// buffer counts as `len * size_of::<T>()` requested bytes in [`Stats`](crate::Stats).
 ///
-/// Dropping the buffer frees it, in the order of its stream: work that was given to it or to the
-/// buffer before may still use the memory.
+/// Dropping the buffer frees it in the order of its stream: work submitted before on that stream or through the buffer
+/// may still use the memory.
 ///
-/// `Send` and `Sync`; what needs its stream, if that is a per-thread default stream, is refused on other threads
-/// ([`Error::Stream`]). See the [module](crate::buffer) for the order of operations and for kernels.
+/// `Send` and `Sync`. If its stream is a per-thread default stream, operations that need the stream fail on other
+/// threads ([`Error::Stream`]). See the [module](crate::buffer) for the order of operations and for kernels.
 ///
 /// ```compile_fail,E0382
 /// # use cualloc::*;
@@ -62,14 +61,14 @@ use crate::error::{Error, InvalidArgument, Refused};
 pub struct DeviceBuffer<T: DeviceCopy> {
     /// None if there are no bytes.
     memory: Option<Memory>,
-    /// The address of the first byte, for kernels that take the buffer; 0 without memory.
+    /// The address of the first byte, for kernels that take the buffer as a parameter; 0 without memory.
     ptr: sys::CUdeviceptr,
     len: usize,
     elements: PhantomData<T>,
 }
 
 impl<T: DeviceCopy> DeviceBuffer<T> {
-    /// Memory for `len` elements that is not initialised, for use on `stream`, the buffer's home.
+    /// Allocates uninitialised memory for `len` elements, for use on `stream`, the buffer's home.
     ///
     /// # Errors
     /// [`InvalidArgument::TooLarge`] before any driver call, and those of [`Allocator::allocate_with`] or
@@ -86,11 +85,11 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(DeviceBuffer::new(memory, len))
     }
 
-    /// [`uninit`](Self::uninit) with the wishes of a request, whose bytes are those of the elements. Where the
-    /// request asks for less, the memory is aligned for the type all the same.
+    /// Like [`uninit`](Self::uninit), with the constraints of a request, whose size must be that of the elements. The
+    /// memory is at least aligned for the type, whatever the request says.
     ///
     /// # Errors
-    /// [`InvalidArgument::Size`] if so many bytes are no number of elements above 0, and as
+    /// [`InvalidArgument::Size`] if the size is not a positive multiple of the element size, and as for
     /// [`uninit`](Self::uninit).
     pub fn uninit_with(
         from: &impl Source,
@@ -108,7 +107,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(DeviceBuffer::new(Some(memory), bytes / size))
     }
 
-    /// [`uninit`](Self::uninit) from cached memory, or not at all.
+    /// Like [`uninit`](Self::uninit), but only from cached memory.
     pub(crate) fn uninit_cached(
         from: &impl Source,
         len: usize,
@@ -120,8 +119,8 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         }
     }
 
-    /// Elements whose bytes are all zero. Returns before the memory is written; everything done to
-    /// the buffer comes after that.
+    /// Allocates elements whose bytes are all zero. Returns before the memory is written; every later operation on the
+    /// buffer is ordered after that.
     ///
     /// # Errors
     /// As [`uninit`](Self::uninit), and driver errors.
@@ -132,8 +131,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(buffer)
     }
 
-    /// Elements that all have one value. Returns before the memory is written, as
-    /// [`zeroed`](Self::zeroed).
+    /// Allocates elements that all have one value. Returns before the memory is written, like [`zeroed`](Self::zeroed).
     ///
     /// # Errors
     /// As [`zeroed`](Self::zeroed).
@@ -147,26 +145,25 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(buffer)
     }
 
-    /// A copy of a slice. Waits until the copy is done.
+    /// Allocates a copy of a slice. Waits until the copy is done.
     ///
     /// # Errors
     /// As [`zeroed`](Self::zeroed).
     pub fn from_slice(from: &impl Source, values: &[T], stream: &Stream) -> Result<Self, Error> {
-        // SAFETY: all of it is written before anything else can be done to it.
+        // SAFETY: all elements are written before any other use of the buffer.
         let mut buffer = unsafe { Self::uninit(from, values.len(), stream)?.assume_init() };
         buffer.copy_from_slice(values)?;
         Ok(buffer)
     }
 
-    /// A buffer of the first `len` elements in a block.
+    /// Creates a buffer of the first `len` elements in a block.
     ///
-    /// # Errors
-    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::TooSmall`], [`InvalidArgument::Misaligned`]; with
+    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::TooSmall`], [`InvalidArgument::Misaligned`]; they return the
+    /// block.
     /// the block.
     ///
-    /// # Safety
-    /// `stream` is the stream that the block was allocated on, the work that initialises the elements
-    /// was given to it (or it waits for that work), and so does it for every other use of the block.
+    /// `stream` is the stream that the block was allocated on. The work that initialises the elements, and all other
+    /// work that uses the block, was submitted to it, or the stream waits for that work.
     pub unsafe fn from_block(
         block: Block,
         len: usize,
@@ -186,15 +183,14 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(Self::new(Some(memory), len))
     }
 
-    /// A buffer over memory of others, which `owner` keeps: dropping that releases it.
+    /// Creates a buffer over foreign memory, which dropping `owner` releases.
     ///
     /// # Errors
-    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::Misaligned`]; driver errors. The owner is dropped then.
+    /// [`InvalidArgument::TooLarge`], [`InvalidArgument::Misaligned`]; driver errors. The owner is then dropped.
     ///
-    /// # Safety
-    /// `len` elements at `ptr` are device memory of the stream's device, live until the owner is dropped, and
-    /// nobody else's until then. The work that initialises them was given to `stream`, or it waits for that
-    /// work; and what the owner does in its drop comes after everything that the stream was given before.
+    /// `len` elements at `ptr` are memory of the stream's device, live and not used by other code until the owner is
+    /// dropped. The work that initialises them was submitted to `stream`, or the stream waits for that work. Whatever
+    /// the owner does when dropped is ordered after all work submitted to the stream before.
     pub unsafe fn from_raw_parts(
         ptr: sys::CUdeviceptr,
         len: usize,
@@ -211,8 +207,8 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(Self::new(Some(memory), len))
     }
 
-    /// A buffer of the first `len` elements of a resource's block that is as large, at home on the stream that it
-    /// was allocated on. The resource sees by itself when that stream is retired.
+    /// Creates a buffer of the first `len` elements of a resource's block of that size; its home is the stream that the
+    /// block was allocated on. The resource itself detects when that stream is retired.
     #[inline]
     pub(crate) fn of_resource(
         resource: Arc<dyn MemoryResource>,
@@ -225,17 +221,17 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Self::new(Some(Memory::new(owner, stream.clone(), id)), len)
     }
 
-    /// The memory; none if there are no bytes.
+    /// Returns the memory; none if there are no bytes.
     pub(crate) fn into_memory(self) -> Option<Memory> {
         self.memory
     }
 
-    /// Memory in which so many elements are.
+    /// Creates a buffer over memory that contains `len` elements.
     pub(crate) fn from_memory(memory: Memory, len: usize) -> Self {
         Self::new(Some(memory), len)
     }
 
-    /// The home with its id, and the resource's block.
+    /// Returns the home stream with its id, and the resource's block.
     pub(crate) fn loan(&self) -> Option<(&Stream, u64, &Loan)> {
         let memory = self.memory.as_ref()?;
         match memory.owner() {
@@ -254,13 +250,13 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         }
     }
 
-    /// Gives up the allocator's block. Everything done to the buffer was given to the block's stream, or that
-    /// stream waits for it.
+    /// Converts the buffer to the allocator's block. All work done on the buffer was submitted to the block's stream,
+    /// or that stream waits for it.
     ///
     /// # Errors
-    /// [`Error::NotSupported`] if the memory is not an allocator's own, or there is none. Where a stream that
-    /// was given work could not be ordered, what keeps that from being made up for: [`Error::Capturing`],
-    /// [`Error::Stream`], driver errors; and those of [`Block::record_stream`]. With the buffer.
+    /// [`Error::NotSupported`] if the memory does not come directly from an allocator, or there is none. If earlier
+    /// work on another stream could not be ordered, the reason why that still fails: [`Error::Capturing`],
+    /// [`Error::Stream`], driver errors; and those of [`Block::record_stream`]. They return the buffer.
     pub fn into_block(self) -> Result<Block, Refused<DeviceBuffer<T>>> {
         let len = self.len;
         match self.memory.map(Memory::into_block) {
@@ -274,11 +270,11 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         }
     }
 
-    /// Frees the buffer; unlike a drop it reports failures, and gives the buffer back with them.
+    /// Frees the buffer; unlike a drop it reports failures, and returns the buffer with them.
     ///
     /// # Errors
-    /// What keeps a stream that was given work from being ordered, as [`into_block`](Self::into_block);
-    /// [`Block::free`] or [`MemoryResource::deallocate_block`].
+    /// The reason why earlier work on another stream cannot be ordered, as for [`into_block`](Self::into_block); those
+    /// of [`Block::free`] or [`MemoryResource::deallocate_block`].
     pub fn free(self) -> Result<(), Refused<DeviceBuffer<T>>> {
         let len = self.len;
         match self.memory.map(Memory::free) {
@@ -289,7 +285,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
 
     // ---- observation -----------------------------------------------------------------------
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -299,38 +295,37 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.len == 0
     }
 
-    /// Size in bytes: of the elements, not of the block.
+    /// Returns the size of the elements in bytes, not that of the block.
     pub fn byte_len(&self) -> usize {
         self.as_slice().byte_len()
     }
 
-    /// Address of the first element, for kernels and foreign code; 0 if the buffer has no memory.
+    /// Returns the address of the first element, for kernels and foreign code; 0 if the buffer has no memory.
     ///
-    /// Using it is for `unsafe` code, which answers for the memory's life and for order: work on the
-    /// buffer's own stream, given to it while the buffer lives, is in order. Work on another stream
-    /// needs [`prepare_use`](Self::prepare_use) ahead of it and
-    /// [`finish_use`](Self::finish_use) behind it.
+    /// Using it requires `unsafe` code, which is responsible for the memory's lifetime and for order. Work submitted to
+    /// the buffer's own stream while the buffer lives is ordered. Work on another stream needs
+    /// [`prepare_use`](Self::prepare_use) before it and [`finish_use`](Self::finish_use) after it.
     pub fn as_device_ptr(&self) -> sys::CUdeviceptr {
         self.ptr
     }
 
-    /// The buffer's home: the stream that it was allocated on. `None` if it has no memory.
+    /// Returns the buffer's home: the stream that it was allocated on. `None` if it has no memory.
     pub fn stream(&self) -> Option<&Stream> {
         self.memory.as_ref().map(Memory::stream)
     }
 
-    /// The device that the memory is on. `None` if the buffer has no memory.
+    /// Returns the device that has the memory. `None` if the buffer has no memory.
     pub fn device(&self) -> Option<&Device> {
         self.memory.as_ref().map(|memory| memory.context().device())
     }
 
-    /// The block under the buffer, by name. `None` if it has no memory, or memory of others.
+    /// Returns the id of the block under the buffer. `None` if it has no memory, or foreign memory.
     pub fn id(&self) -> Option<BlockId> {
         let memory = self.memory.as_ref()?;
         memory.owner().identity(memory.stream_id())
     }
 
-    /// The resource that the memory goes back to. `None` if there is no memory, or that is of others.
+    /// Returns the resource that the memory returns to. `None` if there is no memory, or if it is foreign.
     pub fn home(&self) -> Option<Arc<dyn MemoryResource>> {
         match self.memory.as_ref()?.owner() {
             Owner::Block(block) => Some(Arc::new(Allocator::of(block))),
@@ -345,10 +340,9 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.memory.as_ref().map_or(Ok(()), run)
     }
 
-    /// Lets everything that `stream` is given from now on come after everything done to the buffer so
-    /// far. Does not wait. Where the resource puts accesses in order
-    /// ([`UseTracking::Access`](crate::resource::UseTracking::Access)), also after those that launches on other streams
-    /// were recorded with, as the access needs it.
+    /// Orders everything submitted to `stream` from now on after all operations on the buffer so far. Does not wait. If
+    /// the resource orders accesses ([`UseTracking::Access`](crate::resource::UseTracking::Access)), also orders it
+    /// after recorded launches on other streams, as the kind of access requires.
     ///
     /// # Errors
     /// [`Error::Stream`], [`Error::Capturing`], and driver errors.
@@ -356,20 +350,21 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.with(|memory| memory.prepare_use(stream, access))
     }
 
-    /// Lets everything done to the buffer from now on, its free included, come after everything that
-    /// `stream` was given so far. Does not wait, unless an event cannot be had.
+    /// Orders all operations on the buffer from now on, including its free, after everything submitted to `stream` so
+    /// far. Waits only if no event can be created.
     ///
     /// # Errors
-    /// As [`prepare_use`](Self::prepare_use). Later operations make up for it then, or are refused until
-    /// they can, and the memory is not reused before `stream` is done with it. A stream that is being captured
-    /// is the exception: whoever captures work answers for the memory's life until the graph is gone.
+    /// As for [`prepare_use`](Self::prepare_use). After an error, later operations establish the order, or fail until
+    /// they can, and the memory is not reused before the work of `stream` is complete. A stream that is being captured
+    /// is the exception: the code that captures work is responsible for the memory's lifetime until the graph is
+    /// destroyed.
     pub fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         self.with(|memory| memory.finish_use(stream, access))
     }
 
-    /// Says that another stream uses the buffer: the memory is reused only when everything which that stream
-    /// was given until the free has completed, or behind it. For work that `unsafe` code launches; the buffer's
-    /// own operations see to themselves.
+    /// Records that another stream uses the buffer: the memory is reused only after the work submitted to that stream
+    /// before the free, or ordered behind it. For work launched by `unsafe` code; the buffer's own operations record
+    /// their uses.
     ///
     /// # Errors
     /// [`Error::Capturing`]; driver errors.
@@ -377,8 +372,8 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.with(|memory| memory.record(stream, false))
     }
 
-    /// Says that another stream used the buffer and will not again: reuse waits only for what that
-    /// stream was given so far.
+    /// Records that another stream has used the buffer for the last time: reuse waits only for the work submitted to
+    /// that stream so far.
     ///
     /// # Errors
     /// As [`record_stream`](Self::record_stream).
@@ -386,7 +381,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.with(|memory| memory.record(stream, true))
     }
 
-    /// The same memory as bytes; it is freed once, with the result.
+    /// Converts the buffer to one of bytes over the same memory.
     pub fn into_bytes(self) -> DeviceBuffer<u8>
     where
         T: Pod,
@@ -397,18 +392,18 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
 
     // ---- parts and operations --------------------------------------------------------------
 
-    /// All of it, for reading.
+    /// Returns all of it, for reading.
     pub fn as_slice(&self) -> DeviceSlice<'_, T> {
         DeviceSlice::new(self.memory.as_ref(), self.as_device_ptr(), self.len)
     }
 
-    /// All of it, for writing.
+    /// Returns all of it, for writing.
     pub fn as_mut_slice(&mut self) -> DeviceSliceMut<'_, T> {
         // SAFETY: the buffer is borrowed exclusively for as long.
         unsafe { DeviceSliceMut::new(self.as_slice()) }
     }
 
-    /// A part of it, for reading.
+    /// Returns a part of it, for reading.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -416,7 +411,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.as_slice().slice(range)
     }
 
-    /// A part of it, for writing.
+    /// Returns a part of it, for writing.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -429,7 +424,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(unsafe { DeviceSliceMut::new(part) })
     }
 
-    /// [`DeviceSliceMut::copy_from_slice`] to all of it: waits.
+    /// [`DeviceSliceMut::copy_from_slice`] to the whole buffer: waits.
     ///
     /// # Errors
     /// As there.
@@ -437,7 +432,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.as_mut_slice().copy_from_slice(source)
     }
 
-    /// [`DeviceSlice::copy_to_slice`] of all of it: waits.
+    /// [`DeviceSlice::copy_to_slice`] of the whole buffer: waits.
     ///
     /// # Errors
     /// As there.
@@ -445,7 +440,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.as_slice().copy_to_slice(target)
     }
 
-    /// [`DeviceSlice::to_vec`] of all of it: waits.
+    /// [`DeviceSlice::to_vec`] of the whole buffer: waits.
     ///
     /// # Errors
     /// As there.
@@ -453,7 +448,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.as_slice().to_vec()
     }
 
-    /// [`DeviceSliceMut::upload`] to all of it: does not wait.
+    /// [`DeviceSliceMut::upload`] to the whole buffer: does not wait.
     ///
     /// # Errors
     /// As there.
@@ -465,7 +460,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.as_mut_slice().upload(host, stream)
     }
 
-    /// [`DeviceSlice::download`] of all of it: does not wait.
+    /// [`DeviceSlice::download`] of the whole buffer: does not wait.
     ///
     /// # Errors
     /// As there.
@@ -477,7 +472,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.as_slice().download(host, stream)
     }
 
-    /// [`DeviceSliceMut::copy_from`] to all of it: does not wait.
+    /// [`DeviceSliceMut::copy_from`] to the whole buffer: does not wait.
     ///
     /// # Errors
     /// As there.
@@ -485,7 +480,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         self.as_mut_slice().copy_from(source, stream)
     }
 
-    /// [`DeviceSliceMut::fill`] of all of it: does not wait.
+    /// [`DeviceSliceMut::fill`] of the whole buffer: does not wait.
     ///
     /// # Errors
     /// As there.
@@ -498,11 +493,10 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
 }
 
 impl<T: DeviceCopy> DeviceBuffer<MaybeUninit<T>> {
-    /// Says that the elements are initialised.
+    /// Declares the elements initialised.
     ///
     /// # Safety
-    /// Every element has been written, by work that comes before everything done to the buffer from
-    /// now on.
+    /// Every element has been written, by work ordered before all operations on the buffer from now on.
     pub unsafe fn assume_init(self) -> DeviceBuffer<T> {
         DeviceBuffer::new(self.memory, self.len)
     }
@@ -517,7 +511,7 @@ fn allocate<T: DeviceCopy>(
     Memory::allocate(from, request.align(alignment).of::<T>(), stream)
 }
 
-/// A launch tracks a buffer by the block under it, and takes memory of others for external.
+/// A launch tracks a buffer by the block under it; foreign memory counts as external.
 impl<T: DeviceCopy> LaunchBuffer for DeviceBuffer<T> {
     fn launch_id(&self) -> Option<BlockId> {
         self.id()

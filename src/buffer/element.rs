@@ -1,4 +1,4 @@
-//! Which types may live in device memory.
+//! The types that may be stored in device memory.
 
 use std::mem::MaybeUninit;
 
@@ -6,9 +6,9 @@ use crate::error::{Error, InvalidArgument};
 
 /// A type whose values are plain bytes and may be copied to and from a device as such.
 ///
-/// Implemented for integers, floating-point numbers, arrays of such types, and [`MaybeUninit`]. Not
-/// for `bool` and `char`, which only some bytes are values of; nor for references and owners, which
-/// mean nothing on a device. A `#[repr(C)]` struct of such fields may implement it.
+/// Implemented for integers, floating-point numbers, arrays of such types, and [`MaybeUninit`]. Not implemented for
+/// `bool` and `char`, for which not every bit pattern is valid; nor for references and owning types, which are
+/// meaningless on a device. A `#[repr(C)]` struct of such fields may implement it.
 ///
 /// ```
 /// fn lives_on_a_device<T: cualloc::DeviceCopy>() {}
@@ -33,13 +33,12 @@ use crate::error::{Error, InvalidArgument};
 /// ```
 ///
 /// # Safety
-/// Whatever the bytes are that initialise a place of this type, it holds a value of it; bytes that
-/// are padding may be anything. All zero bytes in particular are a value. No value refers to memory
-/// or to any other resource.
+/// Any bytes that initialise a place of this type form a valid value; padding bytes may be anything. In particular, all
+/// zero bytes are a valid value. No value refers to memory or to any other resource.
 pub unsafe trait DeviceCopy: Copy + Send + Sync + 'static {}
 
-/// A [`DeviceCopy`] type all of whose bytes are initialised: it has no padding. Such memory may be
-/// viewed as bytes, or as another type of this kind.
+/// A [`DeviceCopy`] type without padding, so that all of its bytes are initialised. Such memory may be viewed as bytes,
+/// or as another type of this kind.
 ///
 /// ```compile_fail,E0277
 /// fn has_bytes<T: cualloc::Pod>() {}
@@ -63,7 +62,7 @@ pub unsafe trait Pod: DeviceCopy {}
 pub trait FillValue: Pod + sealed::Fill {}
 
 mod sealed {
-    /// What the driver can fill with.
+    /// A fill pattern that the driver supports.
     #[derive(Clone, Copy)]
     pub enum Pattern {
         Byte(u8),
@@ -120,7 +119,7 @@ fills! {
     f32: Word(u32);
 }
 
-/// Bytes of `len` elements; an error if no host or device could hold them.
+/// Returns the size of `len` elements in bytes; an error if no host or device could hold them.
 pub(crate) fn bytes_of<T>(len: usize) -> Result<usize, Error> {
     let element_bytes = size_of::<T>();
     let bytes = len.checked_mul(element_bytes);
@@ -128,7 +127,7 @@ pub(crate) fn bytes_of<T>(len: usize) -> Result<usize, Error> {
     bytes.ok_or_else(|| InvalidArgument::TooLarge { len, element_bytes }.into())
 }
 
-/// Refuses an address that elements of a type cannot have.
+/// Rejects an address that is misaligned for a type.
 pub(super) fn check_aligned<T>(ptr: u64) -> Result<(), Error> {
     let alignment = align_of::<T>();
     match ptr.is_multiple_of(alignment as u64) {

@@ -1,4 +1,4 @@
-//! Copies that the device is still busy with.
+//! Copies in progress.
 
 use std::ffi::c_void;
 use std::future::Future;
@@ -17,39 +17,36 @@ use super::order::{Failed, Memory, submit};
 use super::pinned::PinnedBuffer;
 use crate::locks::held::Mutex;
 
-/// A copy between a device and a [`PinnedBuffer`], which it owns until the copy is complete. [Wait](Self::wait)
-/// for it, `await` it, or [have it told](Self::on_complete).
+/// A copy between a device and a [`PinnedBuffer`], which it owns until the copy is complete. Call [`wait`](Self::wait),
+/// `await` it, or register a [callback](Self::on_complete).
 ///
-/// Dropping it gives up the memory: that of a [`PinnedPool`](crate::pool::PinnedPool) goes back at once and is
-/// handed out when the copy is over, other memory is freed, which waits for the copy. Leaking it
-/// (`std::mem::forget`) leaks the memory, so that the device never writes to memory of somebody else.
-/// `Send` and `Sync`.
+/// Dropping it gives up the memory: memory of a [`PinnedPool`](crate::pool::PinnedPool) returns to the pool immediately
+/// and is reused once the copy is over; other memory is freed, which waits for the copy. Leaking the value
+/// (`std::mem::forget`) leaks the memory, so the device never writes to memory that was reused. `Send` and `Sync`.
 ///
 /// # As a future
-/// It is ready when the copy is complete, with what [`wait`](Self::wait) gives, and is woken by a thread of the
-/// driver when the stream has done what it was given until the first poll. Polls make driver calls, so they do
-/// not belong on such a thread. A device that is lost wakes nobody; the next poll tells of it.
+/// The future is ready when the copy is complete, with the result of [`wait`](Self::wait). A thread of the driver wakes
+/// it when the work submitted to the stream before the first poll is done. Polls make driver calls, so they must not
+/// run on such a thread. After the loss of the device no waker is called; the next poll reports the loss.
 #[must_use = "the copy is of use to who waits for it"]
 pub struct CopyInFlight<T: DeviceCopy> {
     /// None once the future was ready.
     host: Option<PinnedBuffer<T>>,
-    /// The waker of the task that awaits the copy, once the driver was asked to wake it.
+    /// The waker of the task that awaits the copy, once a wake-up was requested from the driver.
     woken: Option<Arc<Job>>,
 }
 
-/// What panics in the log.
+/// The name of the callback when the log reports its panic.
 const DONE: &str = "what was to be done after a copy";
 
-/// What a thread of the driver is to do once.
+/// A function that a thread of the driver calls once.
 type Job = Mutex<Option<Box<dyn FnOnce() + Send>>>;
 
 impl<T: DeviceCopy> CopyInFlight<T> {
     /// Starts a copy. `memory` is none if there is nothing to copy.
     ///
-    /// # Safety
-    /// `operation` copies between the memory and the host memory at the address it is given, within
-    /// both; afterwards the elements of the host memory are values of `T`, which is as large and aligned as
-    /// `H`.
+    /// `operation` copies between device memory and the host memory at the given address, within both; afterwards the
+    /// elements of the host memory are valid values of `T`, which has the size and alignment of `H`.
     pub(super) unsafe fn start<H: DeviceCopy>(
         mut host: PinnedBuffer<H>,
         memory: Option<&Memory>,
@@ -63,20 +60,20 @@ impl<T: DeviceCopy> CopyInFlight<T> {
             }
             let raw = host.raw();
             match submit(stream, &[memory], |entered| operation(entered, raw)) {
-                // If its end cannot be marked it is waited for.
+                // If its end cannot be marked, the copy is waited for.
                 Ok(()) => {
                     let _ = host.block.used_by(stream, memory.events());
                 }
                 Err(Failed::Before(error)) => return Err(Refused::new(host, error)),
                 Err(Failed::Submitted(error)) => match wait(stream, memory.events()) {
                     Ok(()) => return Err(Refused::new(host, error)),
-                    // It may be under way, for ever.
+                    // The copy may never be known to be over.
                     Err(unseen) => host.block.lose(unseen),
                 },
             }
         }
         Ok(CopyInFlight {
-            // SAFETY: nobody gets to see the elements before the copy is over.
+            // SAFETY: the elements are inaccessible until the copy is over.
             host: Some(unsafe { host.retyped() }),
             woken: None,
         })
@@ -92,24 +89,25 @@ impl<T: DeviceCopy> CopyInFlight<T> {
             .map_or(Ok(true), |host| host.block.is_idle())
     }
 
-    /// Blocks until the copy is complete, and gives the host memory back.
+    /// Blocks until the copy is complete, and returns the host memory.
     ///
     /// # Errors
-    /// Driver errors, among them those of the work itself. If the end of the copy cannot be waited
-    /// for by any means, the host memory is leaked: [`Error::Unseen`].
+    /// Driver errors, including those of the work itself. If no wait for the end of the copy succeeds, the host memory
+    /// is leaked: [`Error::Unseen`].
     pub fn wait(mut self) -> Result<PinnedBuffer<T>, Error> {
         let mut host = self.take()?;
         host.block.wait()?;
         Ok(host)
     }
 
-    /// Calls `run` with the host memory when the copy is complete, on a thread of the driver: in the order of the
-    /// copy's stream, behind everything that was given to it until now. If the copy is complete already, or there is
-    /// nothing to copy, it is called at once, by the calling thread: hold no lock that it takes. It must not call the driver, neither directly nor by this crate, but may drop the memory, send it
-    /// to another thread, or wake one. A panic in it is logged. After the loss of the device it is not called.
+    /// Calls `run` with the host memory when the copy is complete, on a thread of the driver, ordered after everything
+    /// submitted to the copy's stream so far. If the copy is already complete, or there is nothing to copy, the calling
+    /// thread calls `run` immediately, so hold no lock that it takes. `run` must not call the driver, neither directly
+    /// nor through this crate, but may drop the memory, send it to another thread, or wake one. A panic in it is
+    /// logged. It is not called after the loss of the device.
     ///
     /// # Errors
-    /// A stream that is capturing; driver errors. `run` is not called then, and the host memory given up.
+    /// [`Error::Capturing`]; driver errors. `run` is then not called, and the host memory is given up.
     pub fn on_complete(
         mut self,
         run: impl FnOnce(PinnedBuffer<T>) + Send + 'static,
@@ -126,7 +124,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
             run(host);
         }));
         call_behind(&stream, &job).inspect_err(|_| {
-            // The memory goes, without the lock.
+            // The memory is dropped without the lock.
             let never = process::lock(&job).take();
             drop(never);
         })
@@ -137,8 +135,8 @@ impl<T: DeviceCopy> CopyInFlight<T> {
     }
 }
 
-/// A stream that comes behind the copy: the copy's own, whose handle on another thread can mean another stream,
-/// which then waits for it.
+/// Returns a stream ordered after the copy: the copy's own stream, or, where its handle means another stream on this
+/// thread, that stream after making it wait.
 fn stream_behind<T: DeviceCopy>(host: &PinnedBuffer<T>) -> Result<Stream, Error> {
     let (end, stream) = host.block.uses().next().ok_or(Error::Abandoned)?;
     capture::refuse_capture(stream)?;
@@ -146,19 +144,19 @@ fn stream_behind<T: DeviceCopy>(host: &PinnedBuffer<T>) -> Result<Stream, Error>
     Ok(stream.clone())
 }
 
-/// Has a thread of the driver do a job when the stream gets there.
+/// Submits a job to a stream, to run on a thread of the driver.
 fn call_behind(stream: &Stream, job: &Arc<Job>) -> Result<(), Error> {
     let data = Arc::into_raw(Arc::clone(job)).cast_mut().cast();
     let entered = stream.context().enter()?;
-    // SAFETY: the stream is alive by the contract under which it was made, and the job is a reference that the
-    // call owns. It is left to it also on an error, which may be that of earlier work.
+    // SAFETY: the stream is alive by the contract under which it was made, and the job is a reference owned by the
+    // call. It stays with the call even on an error, which may come from earlier work.
     Ok(unsafe { entered.launch_host(stream.raw(), do_job, data) }?)
 }
 
-/// Does a job.
+/// Runs a job.
 ///
 /// # Safety
-/// `data` is a reference to a [`Job`] that the call owns.
+/// `data` is a reference to a [`Job`], owned by this call.
 unsafe extern "C" fn do_job(data: *mut c_void) {
     // SAFETY: the caller's contract.
     let job = unsafe { Arc::from_raw(data.cast_const().cast::<Job>()) };
@@ -187,7 +185,7 @@ impl<T: DeviceCopy> Future for CopyInFlight<T> {
 }
 
 impl<T: DeviceCopy> CopyInFlight<T> {
-    /// Whether the copy is complete; if not, the task will be woken.
+    /// Whether the copy is complete; if not, arranges for the task to be woken.
     fn poll_or_fail(&mut self, task: &TaskContext<'_>) -> Result<bool, Error> {
         if self.is_complete()? {
             return Ok(true);
@@ -203,7 +201,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
             call_behind(&stream_behind(host)?, &job)?;
             self.woken = Some(job);
         }
-        // The driver may have been there before the task was known to it.
+        // The driver may have run the job before the waker was stored.
         self.is_complete()
     }
 }

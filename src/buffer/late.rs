@@ -1,7 +1,7 @@
-//! Streams that the home of a memory has to wait for: a failure left them unordered with it, or they may use the
-//! memory until it goes, and nobody else keeps a record of it.
+//! Streams that the home of a memory must wait for before the memory is freed: either a failure left them unordered, or
+//! they may use the memory until it is freed and no allocator records that.
 //!
-//! There are hardly ever any, so they are not kept in the memory, which has only a flag of them.
+//! Such streams are rare, so the memory itself holds only a flag.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,7 +9,7 @@ use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Stream, process, sys};
 use crate::locks::held::Mutex;
 
-/// A memory: its allocator, and its address there.
+/// Identifies a memory: its allocator and address.
 pub(super) type Key = (u64, sys::CUdeviceptr);
 
 static LATE: Mutex<List> = Mutex::new(List {
@@ -20,30 +20,30 @@ static LATE: Mutex<List> = Mutex::new(List {
 #[derive(Default)]
 struct List {
     all: Vec<Late>,
-    /// How many were noted so far.
+    /// The number of streams noted so far.
     noted: u64,
 }
 
-/// A stream that is still to be ordered.
+/// A stream that must still be ordered.
 #[derive(Clone)]
 pub(super) struct Late {
     of: Key,
     number: u64,
     pub stream: KeptStream,
-    /// The stream's id; of a per-thread default stream that of the thread which used it.
+    /// The stream's id; for a per-thread default stream, that of the thread that used it.
     pub id: u64,
-    /// Whether it may be given work until the memory goes: only then it is ordered.
+    /// Whether it may get work until the memory is freed: it is then ordered only at that time.
     pub lasting: bool,
 }
 
-/// Notes a stream; the flag is that of the memory.
+/// Records a stream and sets the flag of the memory.
 pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64, lasting: bool) {
     let mut list = process::lock(&LATE);
     list.noted += 1;
     let number = list.noted;
     let same = |it: &&mut Late| (it.of, it.id, it.lasting) == (of, id, lasting);
     match list.all.iter_mut().find(same) {
-        // It is to be ordered anew, even if somebody is about to order what it was given before.
+        // The stream must be ordered again, even if another thread is just ordering its earlier work.
         Some(known) => known.number = number,
         None => list.all.push(Late {
             of,
@@ -56,13 +56,13 @@ pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64, lasting
     flag.store(true, Ordering::Release);
 }
 
-/// Those of a memory.
+/// Returns the streams of a memory.
 pub(super) fn all_of(of: Key) -> Vec<Late> {
     let list = process::lock(&LATE);
     list.all.iter().filter(|it| it.of == of).cloned().collect()
 }
 
-/// One was ordered, with all that it was given before it was noted.
+/// Removes a stream that was ordered, unless it was noted again since.
 pub(super) fn made_up(flag: &AtomicBool, late: &Late) {
     let mut list = process::lock(&LATE);
     let at = list.all.iter().position(|it| it.number == late.number);
@@ -71,11 +71,11 @@ pub(super) fn made_up(flag: &AtomicBool, late: &Late) {
         flag.store(false, Ordering::Release);
     }
     drop(list);
-    // It may be the last to hold its stream, which is destroyed outside the lock.
+    // This may drop the last reference to the stream, which must be destroyed outside the lock.
     drop(ended);
 }
 
-/// The memory ends: gives up all of its.
+/// Removes and returns all streams of a memory that ends.
 pub(super) fn take_all_of(of: Key) -> Vec<Late> {
     let mut list = process::lock(&LATE);
     list.all.extract_if(.., |it| it.of == of).collect()

@@ -4,35 +4,33 @@
 //! [`PinnedBuffer`] owns page-locked host memory. Elements are plain data: [`DeviceCopy`].
 //!
 //! # Waiting
-//! Operations that take or give ordinary host memory wait until they are done. Operations that take a
-//! stream do not wait: they are queued, and work on device memory alone or on a [`PinnedBuffer`],
-//! which a [`CopyInFlight`] owns until the copy is complete. The `unsafe` forms with borrowed host
-//! memory are for callers who know when a copy ends.
+//! Operations on ordinary host memory wait until they are done. Operations that take a stream do not wait: they are
+//! queued, and use only device memory or a [`PinnedBuffer`], which a [`CopyInFlight`] owns until the copy is complete.
+//! The `unsafe` forms with borrowed host memory are for callers who know when a copy ends.
 //!
-//! An operation that waits returns when the copy is complete, or with an error; in both cases the device
-//! is out of the caller's memory, which it never gets to see: such copies go through host memory of this
-//! crate, up to 4 MiB at a time. Should a driver refuse every wait without giving the context up for lost,
-//! that memory is leaked ([`Error::Unseen`](crate::Error::Unseen)). A [`PinnedBuffer`] is copied directly.
+//! An operation that waits returns when the copy is complete, or with an error. In both cases the device no longer
+//! accesses the caller's memory, because it never does: such copies go through staging memory of this crate, up to 4
+//! MiB at a time. If every wait fails although the context is not lost, the staging memory is leaked
+//! ([`Error::Unseen`](crate::Error::Unseen)). A [`PinnedBuffer`] is copied directly.
 //!
 //! # Order
-//! A buffer has a home, the stream that it was allocated on, and all operations on it take place one
-//! after the other, as the program has them:
+//! A buffer has a home, the stream that it was allocated on, and all operations on it take place one after the other,
+//! in program order:
 //! - An operation on the home stream is simply queued there.
-//! - An operation on another stream waits, on that stream, for everything that the home stream was
-//!   given so far; and the home stream, with everything that it is given later, waits for the
-//!   operation. With several buffers this holds for the home of each.
+//! - An operation on another stream waits, on that stream, for everything submitted to the home stream so far; and
+//!   everything submitted to the home stream later waits for the operation. With several buffers this holds for the
+//!   home of each.
 //! - The free is queued on the home stream, so it comes last.
 //!
-//! So an operation on a foreign stream costs two events and two waits, and the home stream gets no
-//! further before it is done, also if it only reads. Where that is too strict, use
-//! [`as_device_ptr`](DeviceBuffer::as_device_ptr) and the driver's calls, which are `unsafe`.
+//! So an operation on another stream costs two events and two waits, and delays the home stream until it is done, even
+//! if it only reads. Where that is too strict, use [`as_device_ptr`](DeviceBuffer::as_device_ptr) and the driver's
+//! calls, which are `unsafe`.
 //!
 //! Kernels are foreign code: launch them on the home stream, or between
 //! [`prepare_use`](DeviceBuffer::prepare_use) and
 //! [`finish_use`](DeviceBuffer::finish_use).
 //!
-//! Streams that are being captured into a graph are refused: the graph could run after the buffer is
-//! gone.
+//! Streams that are being captured into a graph are rejected: the graph could run after the buffer is freed.
 //!
 //! # Example
 //! ```

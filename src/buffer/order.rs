@@ -1,9 +1,9 @@
-//! The one rule of order that makes buffers safe.
+//! The ordering rule that makes buffers safe.
 //!
-//! Everything that is done to a buffer is ordered by the stream on which it was allocated, its
-//! home. An operation on another stream waits for what the home was given so far, and the home
-//! waits for the operation. So whatever comes later, on whichever stream, comes after it, and the
-//! free, which is an event of the home stream, needs to know of no other stream.
+//! All operations on a buffer are ordered by its home, the stream it was allocated on. An operation on another stream
+//! waits for the work submitted to the home so far, and the home waits for the operation. So every later operation, on
+//! any stream, comes after it, and the free, which is ordered on the home stream, needs no information about other
+//! streams.
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,20 +20,20 @@ use super::owner::{Loan, Owner};
 use super::turn::Turn;
 use crate::error::{Error, Refused, StreamMisuse};
 
-/// Device memory with whoever takes it back, and its home stream.
+/// Device memory with its owner and its home stream.
 pub(crate) struct Memory {
     owner: ManuallyDrop<Owner>,
     stream: ManuallyDrop<Stream>,
-    /// The id of the home stream; of a per-thread default stream that of the thread which allocated.
+    /// The id of the home stream; for a per-thread default stream, that of the allocating thread.
     stream_id: u64,
-    /// There are streams that the home has to wait for: see [`late`].
+    /// Whether there are streams that the home must wait for: see [`late`].
     has_late: AtomicBool,
-    /// Several owners submit to it, whom no borrow keeps apart: a tensor, and those made of its exports.
+    /// Whether several owners, which no borrow separates, submit work: a tensor and those made of its exports.
     shared: bool,
 }
 
 impl Memory {
-    /// Asks a resource for memory. An allocator's block goes back to it without a detour.
+    /// Allocates memory from a resource. A block of an allocator is returned to it directly.
     #[inline]
     pub(super) fn allocate(
         from: &impl Source,
@@ -44,7 +44,7 @@ impl Memory {
         let owner = match from.as_allocator() {
             Some(allocator) => Owner::Block(allocator.allocate_with(request, stream)?),
             None => {
-                // Before the block is there, which is moved once then.
+                // Cloned before the allocation, so that the block is moved only once.
                 let (resource, home) = (from.shared(), stream.clone());
                 let block = from.allocate_block(&request, stream)?;
                 let owner = Owner::Resource(Loan { resource, block });
@@ -65,7 +65,7 @@ impl Memory {
         }
     }
 
-    /// The same memory, with several owners or one.
+    /// Marks the memory as having several owners, or one.
     pub(crate) fn shared(mut self, shared: bool) -> Memory {
         self.shared = shared;
         self
@@ -91,7 +91,7 @@ impl Memory {
         self.stream.context()
     }
 
-    /// Whether the calling thread can name the home stream.
+    /// Whether the home stream's handle is valid on the calling thread.
     fn at_home(&self) -> Result<(), Error> {
         if self.stream.kind() == StreamKind::PerThreadDefault && self.stream.id()? != self.stream_id
         {
@@ -100,7 +100,7 @@ impl Memory {
         Ok(())
     }
 
-    /// The memory is used by nobody but its device's streams.
+    /// Rejects a stream of another device.
     pub(super) fn same_device(&self, stream: &Stream) -> Result<(), Error> {
         let (device, other) = (self.context().device(), stream.context().device());
         if device.ordinal() == other.ordinal() {
@@ -112,7 +112,7 @@ impl Memory {
         })
     }
 
-    /// Whether `stream` may be ordered with the home stream at all.
+    /// Whether `stream` can be ordered with the home stream.
     fn admit(&self, stream: &Stream, id: u64) -> Result<(), Error> {
         if process::is_forked_child() {
             return Err(Error::ForkedChild);
@@ -130,7 +130,7 @@ impl Memory {
         self.catch_up(false)
     }
 
-    /// Lets the home wait for the streams that an earlier failure left unordered with it; before the memory goes
+    /// Makes the home wait for the streams that an earlier failure left unordered. Before the memory is freed (`last`),
     /// also for those that may use it until then.
     #[inline]
     fn catch_up(&self, last: bool) -> Result<(), Error> {
@@ -158,7 +158,7 @@ impl Memory {
                 capture::refuse_capture(&self.stream)?;
                 Ok(self.let_home_wait(stream)?)
             }
-            // It was retired, or the handle means another stream on this thread.
+            // The stream was retired, or its handle means another stream on this thread.
             _ => {
                 capture::refuse_capture(&self.stream)?;
                 Ok(order::wait_for_context(late.stream.stream().context())?)
@@ -166,7 +166,7 @@ impl Memory {
         })
     }
 
-    /// Lets the home come after the accesses that its resource has put in order.
+    /// Orders the home after the accesses that the resource tracks.
     #[inline]
     fn prepare(&self, access: Access) -> Result<(), Error> {
         match self.owner.ordered() {
@@ -177,7 +177,7 @@ impl Memory {
         }
     }
 
-    /// Tells a resource that puts accesses in order of one that the home waits for.
+    /// Reports to a resource that tracks accesses that the home waits for one.
     #[inline]
     fn finish(&self, access: Access) -> Result<(), Error> {
         match self.owner.ordered() {
@@ -188,7 +188,7 @@ impl Memory {
         }
     }
 
-    /// Lets later work of `stream` come after everything done to the memory so far.
+    /// Orders later work of `stream` after all operations on the memory so far.
     pub(crate) fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
         self.admit(stream, id)?;
@@ -199,25 +199,24 @@ impl Memory {
         Ok(())
     }
 
-    /// Lets everything done to the memory from now on come after the work of `stream` so far.
+    /// Orders all later operations on the memory after the work of `stream` so far.
     pub(crate) fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
         match self.admit(stream, id) {
             Ok(()) => self.join(stream, id, access),
-            // What is captured has not run, and when it does is not for this stream to say.
+            // Captured work has not run, and this stream does not determine when it will.
             Err(Error::Capturing { stream: named }) if named == stream.raw() as usize => {
                 Err(Error::Capturing { stream: named })
             }
             Err(error) => {
-                // The caller says that there is work: it must not lose its memory.
+                // The caller reports that work exists, so the memory must stay until it is complete.
                 self.note_late(stream, id, false);
                 Err(error)
             }
         }
     }
 
-    /// Lets the home wait for the work of `stream`. If that cannot be had, whatever comes next has to
-    /// see to it first.
+    /// Makes the home wait for the work of `stream`. If that fails, the next operation has to do it first.
     fn join(&self, stream: &Stream, id: u64, access: Access) -> Result<(), Error> {
         if id != self.stream_id {
             self.let_home_wait(stream)
@@ -226,7 +225,7 @@ impl Memory {
         self.finish(access)
     }
 
-    /// Says that `stream` uses the memory until it is freed, or with `now` that it did and will not again.
+    /// Records that `stream` uses the memory until it is freed or, with `now`, that it has used it for the last time.
     pub(crate) fn record(&self, stream: &Stream, now: bool) -> Result<(), Error> {
         if self.owner.record(stream, now)? {
             return Ok(());
@@ -239,15 +238,15 @@ impl Memory {
         if now {
             return self.join(stream, id, Access::ReadWrite);
         }
-        // The home waits for it before the memory goes.
+        // The home waits for the stream before the memory is freed.
         self.note_late(stream, id, true);
         Ok(())
     }
 
-    /// Lets the home wait for the work of `stream`, or else the host.
+    /// Makes the home wait for the work of `stream`, or if that fails, the host.
     fn let_home_wait(&self, stream: &Stream) -> Result<(), DriverError> {
         order::order(stream, &self.stream, self.events()).or_else(|error| {
-            // A wait for what is captured cannot end, and would spoil the capture.
+            // Waiting for captured work cannot end, and would invalidate the capture.
             if capture::refuse_capture(stream).is_err() {
                 return Err(error);
             }
@@ -260,7 +259,7 @@ impl Memory {
         late::note(&self.has_late, self.key(), stream, id, lasting);
     }
 
-    /// Where events for its order come from.
+    /// Returns the events for ordering this memory.
     pub(super) fn events(&self) -> &EventPools {
         self.owner.events()
     }
@@ -269,11 +268,11 @@ impl Memory {
         self.owner.key()
     }
 
-    /// Tells whoever takes the memory back what it must know before.
+    /// Reports uses that the owner must know before it takes the memory back.
     fn tell_uses(&self) -> Result<(), Error> {
         self.catch_up(true)?;
-        // A retired stream was promised to get no more work, but operations on the buffer may have
-        // given it some. To the allocator it is a new stream then.
+        // A retired stream was promised to get no more work, but operations on the buffer may have submitted some. It
+        // then counts as a new stream for the allocator.
         if self.owner.is_retired() {
             self.at_home()?;
             self.owner.record(&self.stream, false)?;
@@ -281,7 +280,7 @@ impl Memory {
         Ok(())
     }
 
-    /// The owner, ready to take the memory back, and the home with its id.
+    /// Returns the owner, ready to take the memory back, and the home with its id.
     pub(super) fn into_parts(self) -> Result<(Owner, Stream, u64), Refused<Memory>> {
         if process::is_forked_child() {
             return Err(Refused::new(self, Error::ForkedChild));
@@ -297,7 +296,7 @@ impl Memory {
         }
     }
 
-    /// The allocator's block.
+    /// Returns the allocator's block.
     pub(super) fn into_block(self) -> Result<Block, Refused<Memory>> {
         if !matches!(*self.owner, Owner::Block(_)) {
             let what = "a block out of memory that is not an allocator's own";
@@ -312,7 +311,7 @@ impl Memory {
         }
     }
 
-    /// Gives the memory back.
+    /// Frees the memory.
     pub(super) fn free(self) -> Result<(), Refused<Memory>> {
         let (owner, stream, id) = self.into_parts()?;
         owner
@@ -322,23 +321,22 @@ impl Memory {
 }
 
 impl Memory {
-    /// Gives the memory back after all work of these contexts, for which the host waits, or else whoever takes the
-    /// memory back.
+    /// Frees the memory after all work of these contexts, which the host, or else the owner of the memory, waits for.
     pub(crate) fn end_after(self, mut contexts: Vec<Context>) {
         let wait = |context: &Context| order::wait_until_idle(context);
-        // A refusal may be over at once.
+        // A failure may be transient.
         contexts.retain(|context| wait(context).or_else(|_| wait(context)).is_err());
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: it is not dropped.
+        // SAFETY: `this` is not dropped.
         unsafe { this.end(contexts) }
     }
 
     /// # Safety
-    /// This is the drop, or there is none.
+    /// This is the drop, or the value is never dropped.
     #[inline(never)]
     unsafe fn end(&mut self, contexts: Vec<Context>) {
         if process::is_gone() {
-            // In a forked child a lock may be held by a thread that does not exist there.
+            // In a forked child, a thread that does not exist there may hold a lock.
             return;
         }
         let told = self.tell_uses();
@@ -346,14 +344,14 @@ impl Memory {
             true => late::take_all_of(self.key()),
             false => Vec::new(),
         };
-        // SAFETY: by the caller's contract the owner is used no more.
+        // SAFETY: by the caller's contract the owner is not used again.
         let owner = unsafe { ManuallyDrop::take(&mut self.owner) };
         if told.is_err() || !contexts.is_empty() {
             owner.end_after(&self.stream, late, contexts);
         } else {
             owner.end();
         }
-        // SAFETY: as above; memory goes before its stream.
+        // SAFETY: as above; the memory is dropped before its stream.
         unsafe { ManuallyDrop::drop(&mut self.stream) };
     }
 }
@@ -362,9 +360,9 @@ impl Drop for Memory {
     #[inline]
     fn drop(&mut self) {
         let at_once = !process::is_gone() && !*self.has_late.get_mut();
-        // SAFETY: this is the drop, in which the owner is used no more if that is true.
+        // SAFETY: this is the drop, in which the owner is not used again if the call returns true.
         if at_once && unsafe { self.owner.end_at_once() } {
-            // SAFETY: as above; memory goes before its stream.
+            // SAFETY: as above; the memory is dropped before its stream.
             unsafe { ManuallyDrop::drop(&mut self.stream) };
             return;
         }
@@ -373,11 +371,11 @@ impl Drop for Memory {
     }
 }
 
-/// An operation that failed.
+/// A failed operation.
 pub(super) enum Failed {
-    /// It was not submitted.
+    /// The operation was not submitted.
     Before(Error),
-    /// It may have been.
+    /// The operation may have been submitted.
     Submitted(Error),
 }
 
@@ -389,8 +387,8 @@ impl From<Failed> for Error {
     }
 }
 
-/// Submits `operation` to `stream`, after everything done to the memory it uses, and before
-/// everything done to it from now on.
+/// Submits `operation` to `stream`, ordered after all earlier operations on the memory it uses, and before all later
+/// ones.
 pub(super) fn submit(
     stream: &Stream,
     used: &[&Memory],
@@ -410,19 +408,18 @@ pub(super) fn submit(
         order::order(&memory.stream, stream, memory.events()).map_err(before)?;
     }
     let entered = stream.context().enter().map_err(before)?;
-    // A failure may be that of earlier work, reported late, so it does not say that nothing was
-    // submitted.
+    // A failure may be that of earlier work, reported late, so the operation may have been submitted all the same.
     let mut result = operation(&entered).map_err(Error::from);
     drop(entered);
     for memory in used {
         result = result.and(memory.join(stream, id, Access::ReadWrite));
     }
     result.map_err(Failed::Submitted)?;
-    // Another thread may have begun a capture since it was asked: then nothing was done yet.
+    // Another thread may have begun a capture since the check; then nothing has run yet.
     capture::refuse_capture(stream).map_err(Failed::Submitted)
 }
 
-/// As [`submit`] of an operation on one memory, and waits until it is complete.
+/// Like [`submit`], for an operation on one memory, and waits until it is complete.
 pub(super) fn submit_and_wait(
     stream: &Stream,
     memory: &Memory,
@@ -436,7 +433,7 @@ pub(super) fn submit_and_wait(
     see_end(stream, result, memory.events())
 }
 
-/// After a copy with memory of the caller: one that may have been started all the same is waited for.
+/// After a failed copy with memory of the caller, waits for it, since it may have started.
 pub(super) fn started(
     stream: &Stream,
     memory: &Memory,

@@ -1,4 +1,4 @@
-//! Who takes the memory of a buffer back.
+//! The owner that takes the memory of a buffer back.
 
 use std::sync::{Arc, LazyLock};
 
@@ -13,17 +13,17 @@ use crate::sync::{capture, order};
 
 use super::late::{self, Late};
 
-/// See the text of the module.
+/// See the module documentation.
 pub(crate) enum Owner {
-    /// An allocator, with nothing in between.
+    /// An allocator, without a resource in between.
     Block(Block),
     /// Any other resource.
     Resource(Loan),
-    /// Somebody else, whose drop releases the memory.
+    /// Foreign memory, released by dropping this value.
     Foreign(Box<Foreign>),
 }
 
-/// A block with the resource that it goes back to.
+/// A block with the resource that it returns to.
 pub(crate) struct Loan {
     pub resource: Arc<dyn MemoryResource>,
     pub block: RawBlock,
@@ -35,7 +35,7 @@ pub(crate) struct Foreign {
     pub owner: Box<dyn Send + Sync>,
 }
 
-/// For memory under which there is no allocator: each event is made for one use.
+/// For memory without an allocator: each event is created for one use.
 static EVENTS: LazyLock<EventPools> = LazyLock::new(EventPools::kept_by_nobody);
 
 impl Owner {
@@ -47,7 +47,7 @@ impl Owner {
         }
     }
 
-    /// The block's identity; none of memory of others.
+    /// Returns the block's identity; none for foreign memory.
     pub(crate) fn identity(&self, stream: u64) -> Option<BlockId> {
         match self {
             Owner::Block(block) => Some(identity_of(block, stream)),
@@ -56,17 +56,17 @@ impl Owner {
         }
     }
 
-    /// What streams that are late for the memory are kept under.
+    /// Returns the key of the memory in [`late`].
     pub(super) fn key(&self) -> late::Key {
         match self {
             Owner::Block(block) => (block.engine().id, block.ptr()),
             Owner::Resource(loan) => (loan.block.id().source(), loan.block.ptr()),
-            // Of others' memory there may be several owners in one place.
+            // Several owners of foreign memory may have the same address, so the owner's own address is the key.
             Owner::Foreign(foreign) => (0, std::ptr::from_ref(&**foreign).addr() as u64),
         }
     }
 
-    /// Whether whoever takes the memory back can do so now, as far as the host can tell.
+    /// Whether the owner can take the memory back now, as far as the host can determine.
     pub(super) fn usable(&self) -> Result<(), Error> {
         match self {
             Owner::Block(block) => block.engine().usable(),
@@ -78,7 +78,7 @@ impl Owner {
         }
     }
 
-    /// Where events for the order of the memory come from.
+    /// Returns the events for ordering this memory.
     pub(super) fn events(&self) -> &EventPools {
         match self {
             Owner::Block(block) => &block.engine().events,
@@ -90,7 +90,7 @@ impl Owner {
         }
     }
 
-    /// The block, if its resource puts accesses in order of which a buffer does not know.
+    /// Returns the block if its resource orders accesses that a buffer does not know of.
     pub(super) fn ordered(&self) -> Option<&Loan> {
         match self {
             Owner::Resource(loan) if loan.resource.use_tracking() == UseTracking::Access => {
@@ -100,8 +100,7 @@ impl Owner {
         }
     }
 
-    /// Whether the home stream was retired: whoever takes the memory back takes its last marker for the end of
-    /// all its work.
+    /// Whether the home stream was retired: the owner then considers its last marker the end of all its work.
     #[inline]
     pub(super) fn is_retired(&self) -> bool {
         match self {
@@ -111,8 +110,8 @@ impl Owner {
         }
     }
 
-    /// Says that another stream uses the memory until it is freed, or with `now` that it did. False if the home
-    /// has to wait in its place.
+    /// Records that another stream uses the memory until it is freed or, with `now`, that it has used it. Returns false
+    /// if the home has to wait instead.
     pub(super) fn record(&self, stream: &Stream, now: bool) -> Result<bool, Error> {
         match self {
             Owner::Block(block) if now => block.record_use(stream)?,
@@ -130,7 +129,7 @@ impl Owner {
         Ok(true)
     }
 
-    /// Gives the memory back, or itself with the reason why not.
+    /// Frees the memory, or returns itself with the reason.
     pub(super) fn free(self) -> Result<(), Refused<Owner>> {
         match self {
             Owner::Block(block) => block.free().map_err(|failed| failed.map(Owner::Block)),
@@ -147,11 +146,11 @@ impl Owner {
         }
     }
 
-    /// Gives the memory back and drops the owner where it is, if its resource takes the memory without a look at
-    /// anything else. False, with all as it was, if not.
+    /// Frees the memory and drops the owner in place, if its resource takes the memory back on the fast path. Otherwise
+    /// returns false and changes nothing.
     ///
     /// # Safety
-    /// If it is true, the owner is used no more, and not dropped again.
+    /// If it returns true, the owner must not be used or dropped again.
     #[inline]
     pub(super) unsafe fn end_at_once(&mut self) -> bool {
         let Owner::Resource(loan) = self else {
@@ -160,7 +159,7 @@ impl Owner {
         if !(*loan.resource).take_back_at_once(&mut loan.block) {
             return false;
         }
-        // Mostly there is nothing in the block to drop.
+        // Usually there is nothing in the block to drop.
         if !loan.block.is_bare() {
             // SAFETY: the caller's contract.
             unsafe { std::ptr::drop_in_place(&mut loan.block) };
@@ -170,7 +169,7 @@ impl Owner {
         true
     }
 
-    /// Gives memory back that nobody can name from here on.
+    /// Frees memory that is no longer reachable.
     #[inline]
     pub(super) fn end(self) {
         match self {
@@ -183,20 +182,20 @@ impl Owner {
         }
     }
 
-    /// As [`end`](Self::end), when the home does not wait for all of these streams, or is one of them, nor for
-    /// these contexts.
+    /// Like [`end`](Self::end), if the home does not wait for all of these streams or contexts, or is itself among the
+    /// streams.
     #[cold]
     pub(super) fn end_after(self, home: &Stream, late: Vec<Late>, mut contexts: Vec<Context>) {
         let mut users: Vec<KeptStream> = late.into_iter().map(|late| late.stream).collect();
         if self.is_retired() {
             match home.kind() {
-                // It may have been destroyed.
+                // The stream may have been destroyed.
                 StreamKind::Borrowed => contexts.push(home.context().clone()),
                 _ => users.push(KeptStream::new(home)),
             }
         }
         match self {
-            // A refusal may be over at once; if not, a later call of the allocator tries again.
+            // A failure may be transient; otherwise a later call of the allocator tries again.
             Owner::Block(block) => {
                 let users = users.iter().map(|user| User::of(user.stream()));
                 let mut users: Vec<User> = users.collect();
@@ -219,7 +218,7 @@ impl Owner {
         }
     }
 
-    /// Whether the memory does not go before the work of a stream is over: by a record of it, or since it is.
+    /// Whether the memory outlives the work of a stream, because the use is recorded or the work is complete.
     fn outlasts(&self, user: &KeptStream) -> bool {
         let by_name = |stream: Option<&Stream>| {
             // The handle of a per-thread default stream may mean another stream here.
@@ -231,7 +230,7 @@ impl Owner {
         user.with(by_name).unwrap_or_else(by_context)
     }
 
-    /// Refuses streams that are being captured, whose work the memory would have to outlast.
+    /// Rejects streams that are being captured, because the memory would have to outlive the graph.
     pub(super) fn admit_use(&self, stream: &Stream) -> Result<(), Error> {
         self.usable()?;
         capture::refuse_capture(stream)

@@ -15,29 +15,28 @@ use crate::sync::order::{wait, wait_for};
 
 use super::element::{DeviceCopy, bytes_of, check_aligned};
 
-/// A pool that blocks of page-locked memory go back to.
+/// A pool that blocks of page-locked memory return to.
 pub(crate) trait HostPool: Send + Sync {
-    /// The generation whose blocks copies may use.
+    /// Returns the generation whose blocks copies may use.
     fn generation(&self) -> u64;
 
-    /// Takes a block that was dropped, with the work that may still use it. Makes no driver call but the
-    /// free of a block that is not kept.
+    /// Takes back a dropped block with the work that may still use it. Makes no driver call, except to free a block
+    /// that is not kept.
     fn take_back(&self, block: HostBlock);
 }
 
-/// Page-locked memory. Dropped, it goes back to its pool; without one it is freed, after the work that uses
-/// it.
+/// Page-locked memory. Dropping it returns it to its pool; without a pool it is freed after the work that uses it.
 pub(crate) struct HostBlock {
     /// None if there are no bytes.
     memory: Option<HostAllocation>,
-    /// The work that is not known to be over.
+    /// The work not known to be complete.
     uses: Vec<Use>,
-    /// Why the end of a use is not known and cannot be waited for: the memory is never used again.
+    /// Why the end of a use is unknown and cannot be waited for: the memory is never used again.
     lost: Option<DriverError>,
     events: EventPools,
-    /// The pool that it goes back to.
+    /// The pool that it returns to.
     pub home: Option<Arc<dyn HostPool>>,
-    /// The generation of the pool that made it; 0 without a pool.
+    /// The generation of the pool that created it; 0 without a pool.
     pub generation: u64,
 }
 
@@ -48,7 +47,7 @@ struct Use {
 }
 
 impl HostBlock {
-    /// Memory for all contexts, not initialised.
+    /// Allocates uninitialised memory for all contexts.
     pub fn new(context: &Context, bytes: usize, events: EventPools) -> Result<Self, Error> {
         let how = HostMemory {
             portable: true,
@@ -72,22 +71,22 @@ impl HostBlock {
         self.memory.as_ref().map_or(0, HostAllocation::bytes)
     }
 
-    /// The context that it was allocated in; none if there are no bytes.
+    /// Returns the context that it was allocated in; none if there are no bytes.
     pub fn context(&self) -> Option<&Context> {
         self.memory.as_ref().map(HostAllocation::context)
     }
 
-    /// Where events for the order of its uses come from.
+    /// Returns the events for ordering its uses.
     pub fn events(&self) -> &EventPools {
         &self.events
     }
 
-    /// Whether work may use it that is not known to be over.
+    /// Whether work that is not known to be complete may use it.
     pub fn is_busy(&self) -> bool {
         self.is_lost() || !self.uses.is_empty()
     }
 
-    /// Whether nobody will ever know that its last use is over.
+    /// Whether the end of its last use can never be determined.
     pub fn is_lost(&self) -> bool {
         self.lost.is_some()
     }
@@ -100,7 +99,7 @@ impl HostBlock {
         }
     }
 
-    /// Forgets the work that is over; whether that is all. Does not wait.
+    /// Removes completed work; returns whether all is complete. Does not wait.
     pub fn look(&mut self) -> Result<bool, Error> {
         self.seen()?;
         let mut failure = None;
@@ -114,15 +113,15 @@ impl HostBlock {
         match failure {
             None => Ok(self.uses.is_empty()),
             Some(error) => {
-                // What a device does after the loss of its context nobody can tell. Any other failure is
-                // that of the question alone, which can be asked again.
+                // After the loss of a context it is unknown what the device does. Any other failure concerns only this
+                // query, which can be repeated.
                 self.lost = Some(error).filter(DriverError::is_fatal);
                 Err(error.into())
             }
         }
     }
 
-    /// Whether all work is over; forgets none.
+    /// Whether all work is complete; removes none.
     pub fn is_idle(&self) -> Result<bool, Error> {
         self.seen()?;
         for work in &self.uses {
@@ -143,11 +142,11 @@ impl HostBlock {
         Ok(())
     }
 
-    /// Everything that `stream` was given so far may use the memory. The host waits for it if its end
-    /// cannot be marked; where that fails, too, the memory is lost.
+    /// Records that all work submitted to `stream` so far may use the memory. If its end cannot be marked, the host
+    /// waits for it; if that fails, too, the memory is lost.
     ///
     /// # Errors
-    /// That of the mark.
+    /// Those of recording the marker.
     pub fn used_by(&mut self, stream: &Stream, events: &EventPools) -> Result<(), DriverError> {
         let marked = events.record(stream).map(|end| Use {
             end,
@@ -163,24 +162,24 @@ impl HostBlock {
         Ok(())
     }
 
-    /// The end of work that uses the memory cannot be seen.
+    /// Marks the memory as lost: the end of work that uses it cannot be determined.
     pub fn lose(&mut self, error: DriverError) {
         self.lost = Some(error);
     }
 
-    /// All work is over, as somebody else has seen.
+    /// Removes all uses, whose end was observed elsewhere.
     pub fn used_no_more(&mut self) {
         self.uses.clear();
     }
 
-    /// The streams whose work may use it, each with the end of that work.
+    /// Iterates over the streams whose work may use it, each with the end of that work.
     pub fn uses(&self) -> impl Iterator<Item = (&Pooled, &Stream)> {
         self.uses
             .iter()
             .map(|work| (&work.end, work.stream.stream()))
     }
 
-    /// Refuses memory of an earlier generation of its pool, and such as other work may use.
+    /// Rejects memory of an earlier generation of its pool, and memory that other work may use.
     pub fn ready(&mut self) -> Result<(), Error> {
         let have = self.generation;
         match self.home.as_ref().map(|pool| pool.generation()) {
@@ -214,7 +213,7 @@ impl Drop for HostBlock {
             return;
         }
         if let Err(error) = self.wait() {
-            // A logger has locks, and in a forked child a thread that is not there may hold them.
+            // A logger has locks, which in a forked child a thread that does not exist there may hold.
             if !process::is_forked_child() {
                 log::warn!("leaking page-locked memory: {error}");
             }
@@ -223,12 +222,11 @@ impl Drop for HostBlock {
     }
 }
 
-/// A buffer of page-locked host memory: devices copy to and from it without the host's help. Use it
-/// as a slice.
+/// A buffer of page-locked host memory, which devices access directly. Use it as a slice.
 ///
-/// Making one costs far more than an ordinary allocation: keep and reuse it, or take it from a
-/// [`PinnedPool`](crate::pool::PinnedPool), to which it goes back when it is dropped. Without a pool its drop
-/// frees the memory, which may wait for the device. `Send` and `Sync`.
+/// Creating one costs far more than an ordinary allocation: keep and reuse it, or take it from a
+/// [`PinnedPool`](crate::pool::PinnedPool), to which it returns when dropped. Without a pool its drop frees the memory,
+/// which may wait for the device. `Send` and `Sync`.
 pub struct PinnedBuffer<T: DeviceCopy> {
     pub(crate) block: HostBlock,
     len: usize,
@@ -236,8 +234,7 @@ pub struct PinnedBuffer<T: DeviceCopy> {
 }
 
 impl<T: DeviceCopy> PinnedBuffer<T> {
-    /// A buffer of `len` elements that are not initialised, usable with every context. No driver call for
-    /// no bytes.
+    /// Allocates `len` uninitialised elements, usable with every context. Makes no driver call for 0 bytes.
     ///
     /// # Errors
     /// [`InvalidArgument::TooLarge`], [`InvalidArgument::Misaligned`] for an element type of unusual
@@ -248,7 +245,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         PinnedBuffer::over(block, len)
     }
 
-    /// A buffer of `len` elements, all bytes zero.
+    /// Allocates `len` elements, all bytes zero.
     ///
     /// # Errors
     /// As [`uninit`](Self::uninit).
@@ -259,7 +256,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         Ok(unsafe { buffer.assume_init() })
     }
 
-    /// A buffer with a copy of a slice.
+    /// Allocates a copy of a slice.
     ///
     /// # Errors
     /// As [`uninit`](Self::uninit).
@@ -267,7 +264,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         Ok(Self::uninit(context, values.len())?.write(values)?)
     }
 
-    /// The same memory, to be written anew.
+    /// Returns the same memory as uninitialised.
     pub fn into_uninit(self) -> PinnedBuffer<MaybeUninit<T>> {
         // SAFETY: anything is a value of the type.
         unsafe { self.retyped() }
@@ -283,18 +280,17 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         }
     }
 
-    /// The generation of the pool that the memory belongs to, counted from 1; 0 without a pool.
+    /// Returns the generation of the pool that the memory belongs to, counted from 1; 0 without a pool.
     pub fn generation(&self) -> u64 {
         self.block.generation
     }
 
-    /// Says that work which the stream was given so far reads from or writes to the memory, by foreign
-    /// calls: it is not reused or freed before that is over, and until then [`write`](Self::write) and
-    /// copies are refused. To look at it meanwhile, or to write to it, is for whoever made the calls.
+    /// Records that work submitted to the stream so far accesses the memory by foreign calls: the memory is not reused
+    /// or freed before that work is complete, and until then [`write`](Self::write) and copies are rejected. The caller
+    /// of the foreign calls is responsible for not accessing the memory meanwhile.
     ///
-    /// # Errors
-    /// A stream that is capturing; driver errors. Where the end of the work can be neither marked nor
-    /// waited for, the memory is never used again.
+    /// [`Error::Capturing`]; driver errors. If the end of the work can be neither marked nor waited for, the memory is
+    /// never used again.
     pub fn record_use(&mut self, stream: &Stream) -> Result<(), Error> {
         capture::refuse_capture(stream)?;
         let events = self.block.events.clone();
@@ -308,14 +304,14 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         }
     }
 
-    /// Where a device reads and writes. Writing through it is for whoever owns the buffer.
+    /// Returns the address that a device accesses. Only the owner of the buffer may write through it.
     pub(super) fn raw(&self) -> *mut T {
         self.ptr().as_ptr()
     }
 }
 
 impl<T: DeviceCopy> PinnedBuffer<MaybeUninit<T>> {
-    /// The first `len` elements of a block, which is as large.
+    /// Creates a buffer of the first `len` elements of a block of that size.
     pub(crate) fn over(block: HostBlock, len: usize) -> Result<Self, Error> {
         let buffer = PinnedBuffer {
             block,
@@ -326,11 +322,10 @@ impl<T: DeviceCopy> PinnedBuffer<MaybeUninit<T>> {
         Ok(buffer)
     }
 
-    /// Copies as many values to it as it has elements.
+    /// Copies values to all of its elements.
     ///
-    /// # Errors
-    /// [`InvalidArgument::Length`] for another number of them, [`Error::InFlight`] while recorded work may
-    /// use the memory, driver errors; with the buffer.
+    /// [`InvalidArgument::Length`] for another number of values, [`Error::InFlight`] while recorded work may use the
+    /// memory, driver errors; they return the buffer.
     pub fn write(mut self, values: &[T]) -> Result<PinnedBuffer<T>, Refused<Self>> {
         let (expected, found) = (self.len, values.len());
         let fits = match expected == found {
@@ -340,7 +335,7 @@ impl<T: DeviceCopy> PinnedBuffer<MaybeUninit<T>> {
         if let Err(error) = fits {
             return Err(Refused::new(self, error));
         }
-        // SAFETY: the memory has as many elements as the slice, is ours alone, and all are values then.
+        // SAFETY: the memory has as many elements as the slice and no other user, and all are initialised afterwards.
         unsafe {
             let to = self.raw().cast::<T>();
             to.copy_from_nonoverlapping(values.as_ptr(), found);
@@ -348,10 +343,10 @@ impl<T: DeviceCopy> PinnedBuffer<MaybeUninit<T>> {
         }
     }
 
-    /// The same buffer, of elements that hold values.
+    /// Declares the elements initialised.
     ///
     /// # Safety
-    /// They do.
+    /// The elements hold valid values.
     pub unsafe fn assume_init(self) -> PinnedBuffer<T> {
         // SAFETY: the caller's contract.
         unsafe { self.retyped() }
@@ -368,8 +363,8 @@ impl<T: DeviceCopy> Deref for PinnedBuffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: so many elements, all values of the type, also where a device wrote since; a copy under
-        // way owns the buffer.
+        // SAFETY: the memory has this many elements, all valid values of the type, even if a device has written them; a
+        // copy in progress owns the buffer.
         unsafe { std::slice::from_raw_parts(self.ptr().as_ptr(), self.len) }
     }
 }

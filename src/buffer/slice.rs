@@ -15,8 +15,8 @@ use super::staging::{CHUNK, Staging, keep};
 use crate::error::{Error, InvalidArgument, Refused};
 use crate::sync::order::Ended;
 
-/// A part of a [`DeviceBuffer`](super::DeviceBuffer), for reading: what `&[T]` is to a `Vec`. `Copy`,
-/// `Send` and `Sync`; on the host it is an address and a length.
+/// A part of a [`DeviceBuffer`](super::DeviceBuffer), for reading: the counterpart of `&[T]`. `Copy`, `Send` and
+/// `Sync`; on the host it is an address and a length.
 pub struct DeviceSlice<'a, T: DeviceCopy> {
     /// None if the buffer has no memory, and then the length in bytes is 0.
     memory: Option<&'a Memory>,
@@ -25,10 +25,9 @@ pub struct DeviceSlice<'a, T: DeviceCopy> {
     elements: PhantomData<&'a [T]>,
 }
 
-/// A part of a [`DeviceBuffer`](super::DeviceBuffer), for writing: what `&mut [T]` is to a `Vec`.
-/// `Send` and `Sync`.
+/// A part of a [`DeviceBuffer`](super::DeviceBuffer), for writing: the counterpart of `&mut [T]`. `Send` and `Sync`.
 pub struct DeviceSliceMut<'a, T: DeviceCopy> {
-    /// The part as it is read; this type adds that the borrow is exclusive.
+    /// The same part for reading; this type adds that the borrow is exclusive.
     part: DeviceSlice<'a, T>,
     exclusive: PhantomData<&'a mut [T]>,
 }
@@ -51,7 +50,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -61,19 +60,19 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         self.len == 0
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn byte_len(&self) -> usize {
-        // No overflow: the buffer was made with at least so many elements.
+        // This cannot overflow: the buffer was created with at least this many elements.
         self.len * size_of::<T>()
     }
 
-    /// Address of the first element; 0 if the buffer has no memory. See
+    /// Returns the address of the first element; 0 if the buffer has no memory. See
     /// [`DeviceBuffer::as_device_ptr`](super::DeviceBuffer::as_device_ptr) on how to use it.
     pub fn as_device_ptr(&self) -> sys::CUdeviceptr {
         self.ptr
     }
 
-    /// A part of it.
+    /// Returns a part of it.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -87,7 +86,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         ))
     }
 
-    /// What comes before element `middle`, and the rest.
+    /// Splits it into the elements before `middle`, and the rest.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -95,7 +94,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         Ok((self.slice(..middle)?, self.slice(middle..)?))
     }
 
-    /// The same memory as bytes.
+    /// Returns the same memory as bytes.
     pub fn as_bytes(&self) -> DeviceSlice<'a, u8>
     where
         T: Pod,
@@ -103,10 +102,10 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         DeviceSlice::new(self.memory, self.ptr, self.byte_len())
     }
 
-    /// The same memory as elements of another type.
+    /// Returns the same memory as elements of another type.
     ///
     /// # Errors
-    /// [`InvalidArgument::Remainder`] if the bytes are no whole number of them,
+    /// [`InvalidArgument::Remainder`] if the size is not a multiple of the element size,
     /// [`InvalidArgument::Misaligned`].
     pub fn cast<U: Pod>(&self) -> Result<DeviceSlice<'a, U>, Error>
     where
@@ -128,7 +127,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         Ok(DeviceSlice::new(self.memory, self.ptr, len))
     }
 
-    /// The memory, if there is anything to do on it.
+    /// Returns the memory if there are bytes to operate on.
     fn work(&self) -> Option<&'a Memory> {
         self.memory.filter(|_| self.byte_len() > 0)
     }
@@ -152,8 +151,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
             let part = CHUNK.min(bytes - start);
             let ended = self.copy_out(memory, start, part, staging.ptr());
             staging = keep(staging, ended)?;
-            // SAFETY: so many bytes of the slice, of which the device wrote the values to the staging
-            // memory just now.
+            // SAFETY: the slice has this many bytes, and the device has just written the values to the staging memory.
             unsafe {
                 let to = target.as_mut_ptr().cast::<u8>().add(start);
                 to.copy_from_nonoverlapping(staging.ptr(), part);
@@ -165,7 +163,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// Copies to a new vector, and waits until it is done. Runs on the buffer's stream.
     ///
     /// # Errors
-    /// [`Error::HostMemory`], else as [`copy_to_slice`](Self::copy_to_slice).
+    /// [`Error::HostMemory`], otherwise as for [`copy_to_slice`](Self::copy_to_slice).
     pub fn to_vec(&self) -> Result<Vec<T>, Error> {
         let mut values: Vec<T> = Vec::new();
         values
@@ -177,28 +175,25 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
             let ended = self.copy_out(memory, 0, self.byte_len(), values.as_mut_ptr().cast());
             values = keep(values, ended)?;
         }
-        // SAFETY: all of them were copied just now (or have no bytes), and whatever bytes the device
-        // had there are values.
+        // SAFETY: all elements were just copied (or have no bytes), and any bytes from the device are valid values.
         unsafe { values.set_len(self.len) };
         Ok(values)
     }
 
-    /// Copies bytes to memory of ours, and waits.
+    /// Copies bytes to staging memory, and waits.
     fn copy_out(&self, memory: &Memory, start: usize, bytes: usize, target: *mut u8) -> Ended {
         let (from, stream) = (self.ptr + start as u64, memory.stream());
         submit_and_wait(stream, memory, |entered| {
-            // SAFETY: the bytes lie in the memory, which is allocated until work on its home is done;
-            // the target has room for them, and is kept until the copy is over.
+            // SAFETY: the bytes lie in the memory, which stays allocated until work on its home is done; the target is
+            // large enough, and is kept until the copy is over.
             unsafe { entered.copy_device_to_host(target.cast(), from, bytes, stream.raw()) }
         })
     }
 
-    /// Starts a copy to page-locked host memory on `stream`, which comes after everything done to
-    /// the buffer so far and before everything done to it later. The result owns the host memory until
-    /// the copy is complete.
+    /// Starts a copy to page-locked host memory on `stream`, ordered after all earlier operations on the buffer and
+    /// before all later ones. The result owns the host memory until the copy is complete.
     ///
-    /// Memory of the host that is only borrowed cannot be passed, since the borrow may end before the
-    /// copy does:
+    /// Borrowed host memory cannot be passed, since the borrow may end before the copy does:
     ///
     /// ```
     /// # use cualloc::*;
@@ -216,9 +211,9 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     /// ```
     ///
     /// # Errors
-    /// [`InvalidArgument::Length`], [`Error::WrongDevice`], [`Error::Stream`], [`Error::Capturing`],
-    /// [`Error::Stale`] for memory of an earlier generation of its pool, [`Error::InFlight`] while recorded work
-    /// may use it, and driver errors; with the host memory.
+    /// [`InvalidArgument::Length`], [`Error::WrongDevice`], [`Error::Stream`], [`Error::Capturing`], [`Error::Stale`]
+    /// for memory of an earlier generation of its pool, [`Error::InFlight`] while recorded work may use it, and driver
+    /// errors; they return the host memory.
     pub fn download(
         &self,
         host: impl Into<PinnedBuffer<MaybeUninit<T>>>,
@@ -229,7 +224,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
             return Err(Refused::new(host, error));
         }
         let (from, bytes) = (self.ptr, self.byte_len());
-        // SAFETY: the part lies in the memory, and the host memory is as long: all of it is written.
+        // SAFETY: the part lies in the memory, and the host memory has the same length: all of it is written.
         unsafe {
             CopyInFlight::start(host, self.work(), stream, |entered, to| {
                 entered.copy_device_to_host(to.cast(), from, bytes, stream.raw())
@@ -237,15 +232,15 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         }
     }
 
-    /// Starts a copy to host memory on `stream`, ordered as [`download`](Self::download).
+    /// Starts a copy to host memory on `stream`, ordered like [`download`](Self::download).
     ///
     /// # Errors
-    /// As [`download`](Self::download), of which `target` is out of the device's reach, since a copy that
-    /// may have been started is waited for. [`Error::Unseen`] if it cannot be.
+    /// As for [`download`](Self::download); the device then no longer accesses `target`, since a copy that may have
+    /// started is waited for. [`Error::Unseen`] if that wait fails.
     ///
     /// # Safety
-    /// Until the copy is complete, also after [`Error::Unseen`], `target` stays allocated, and
-    /// nothing reads or writes it.
+    /// Until the copy is complete, and after [`Error::Unseen`], `target` stays allocated, and is neither read nor
+    /// written.
     pub unsafe fn copy_to_slice_async(
         &self,
         target: &mut [T],
@@ -269,7 +264,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
 
 impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// # Safety
-    /// Nothing else may use the part while the result lives.
+    /// The part is not used otherwise while the result lives.
     pub(crate) unsafe fn new(part: DeviceSlice<'a, T>) -> Self {
         DeviceSliceMut {
             part,
@@ -277,7 +272,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.part.len()
     }
@@ -287,28 +282,28 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         self.part.is_empty()
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn byte_len(&self) -> usize {
         self.part.byte_len()
     }
 
-    /// Address of the first element, as [`DeviceSlice::as_device_ptr`].
+    /// Returns the address of the first element, like [`DeviceSlice::as_device_ptr`].
     pub fn as_device_ptr(&self) -> sys::CUdeviceptr {
         self.part.as_device_ptr()
     }
 
-    /// The same part, for reading.
+    /// Returns the same part, for reading.
     pub fn as_slice(&self) -> DeviceSlice<'_, T> {
         self.part
     }
 
-    /// The same part, for a shorter time.
+    /// Returns the same part, with a shorter lifetime.
     pub fn reborrow(&mut self) -> DeviceSliceMut<'_, T> {
         // SAFETY: this one is borrowed exclusively for as long.
         unsafe { DeviceSliceMut::new(self.part) }
     }
 
-    /// A part of it.
+    /// Returns a part of it.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -321,7 +316,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         Ok(unsafe { DeviceSliceMut::new(part) })
     }
 
-    /// What comes before element `middle`, and the rest.
+    /// Splits it into the elements before `middle`, and the rest.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -331,7 +326,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         Ok(unsafe { (DeviceSliceMut::new(head), DeviceSliceMut::new(tail)) })
     }
 
-    /// The same memory as bytes: any bytes are elements.
+    /// Returns the same memory as bytes; writing any bytes leaves valid elements.
     pub fn as_bytes_mut(&mut self) -> DeviceSliceMut<'_, u8>
     where
         T: Pod,
@@ -340,7 +335,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         unsafe { DeviceSliceMut::new(self.part.as_bytes()) }
     }
 
-    /// The same memory as elements of another type.
+    /// Returns the same memory as elements of another type.
     ///
     /// # Errors
     /// As [`DeviceSlice::cast`].
@@ -367,8 +362,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         for start in (0..bytes).step_by(CHUNK) {
             let part = CHUNK.min(bytes - start);
             let from = staging.ptr();
-            // SAFETY: so many bytes of the slice, which have values to be copied as such, and room for
-            // them.
+            // SAFETY: the slice has this many bytes, all initialised, and the staging memory has room for them.
             unsafe {
                 let source = source.as_ptr().cast::<u8>().add(start);
                 from.copy_from_nonoverlapping(source, part);
@@ -384,9 +378,8 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         Ok(())
     }
 
-    /// Starts a copy from page-locked host memory on `stream`, which comes after everything done to
-    /// the buffer so far and before everything done to it later. The result owns the host memory until
-    /// the copy is complete.
+    /// Starts a copy from page-locked host memory on `stream`, ordered after all earlier operations on the buffer and
+    /// before all later ones. The result owns the host memory until the copy is complete.
     ///
     /// ```
     /// # use cualloc::*;
@@ -414,7 +407,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
             return Err(Refused::new(host, error));
         }
         let (to, bytes) = (self.part.ptr, self.byte_len());
-        // SAFETY: the part lies in the memory, and the host memory is as long and not written to.
+        // SAFETY: the part lies in the memory, and the host memory has the same length and is not written to.
         unsafe {
             CopyInFlight::start(host, self.part.work(), stream, |entered, from| {
                 entered.copy_host_to_device(to, from.cast_const().cast(), bytes, stream.raw())
@@ -422,14 +415,13 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         }
     }
 
-    /// Starts a copy from host memory on `stream`, ordered as [`upload`](Self::upload).
+    /// Starts a copy from host memory on `stream`, ordered like [`upload`](Self::upload).
     ///
     /// # Errors
     /// As [`DeviceSlice::copy_to_slice_async`].
     ///
     /// # Safety
-    /// Until the copy is complete, also after [`Error::Unseen`], `source` stays allocated, and
-    /// nothing writes to it.
+    /// Until the copy is complete, and after [`Error::Unseen`], `source` stays allocated and is not written.
     pub unsafe fn copy_from_slice_async(
         &mut self,
         source: &[T],
@@ -448,9 +440,9 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         started(stream, memory, submit(stream, &[memory], operation))
     }
 
-    /// Copies another part, of the same or another device, on `stream`, which must belong to one of
-    /// the devices. Comes after everything done to both buffers so far and before everything done to
-    /// them later; returns before it is done. Works without peer access.
+    /// Copies another part, of the same or another device, on `stream`, which must belong to one of the devices.
+    /// Ordered after all earlier operations on both buffers and before all later ones; returns before it is done. Works
+    /// without peer access.
     ///
     /// # Errors
     /// [`InvalidArgument::Length`], [`Error::WrongDevice`], [`Error::Stream`],
@@ -482,8 +474,8 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         Ok(submit(stream, &[target, origin], operation)?)
     }
 
-    /// Sets every element to `value` on `stream`, ordered as [`copy_from`](Self::copy_from); returns
-    /// before it is done.
+    /// Sets every element to `value` on `stream`, ordered like [`copy_from`](Self::copy_from); returns before it is
+    /// done.
     ///
     /// # Errors
     /// As [`copy_from`](Self::copy_from).
@@ -494,8 +486,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         self.fill_with(value.pattern(), stream)
     }
 
-    /// Sets every byte to zero on `stream`, ordered as [`copy_from`](Self::copy_from); returns before
-    /// it is done.
+    /// Sets every byte to zero on `stream`, ordered like [`copy_from`](Self::copy_from); returns before it is done.
     ///
     /// # Errors
     /// As [`copy_from`](Self::copy_from).
@@ -530,9 +521,9 @@ fn same_length(target_len: usize, source_len: usize) -> Result<(), Error> {
     }))
 }
 
-/// First element and the one after the last of a range of `0..len`.
+/// Returns the first index, and the index after the last, of a range of `0..len`.
 fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<(usize, usize), Error> {
-    // A bound that cannot be counted lies outside of every buffer.
+    // A bound that overflows lies outside of every buffer.
     let start = match range.start_bound() {
         Bound::Unbounded => 0,
         Bound::Included(start) => *start,
@@ -567,7 +558,7 @@ impl<T: DeviceCopy> fmt::Debug for DeviceSliceMut<'_, T> {
     }
 }
 
-/// What there is to say about a part of memory.
+/// Formats a part of memory for debugging.
 pub(super) fn describe<T: DeviceCopy>(
     name: &str,
     part: &DeviceSlice<'_, T>,

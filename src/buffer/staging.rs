@@ -1,18 +1,18 @@
 //! Host memory for copies that are waited for.
 //!
-//! A wait can fail without a word on whether the copy is over. The memory that a caller lends for the
-//! length of a call must then be out of the device's reach all the same; so the device copies to and
-//! from memory of ours, which can be left to it for ever.
+//! A wait can fail without telling whether the copy is over. Even then the device must not access memory that the
+//! caller lends for the length of a call. So the device copies to and from staging memory of this crate, which can be
+//! leaked.
 
 use std::mem::MaybeUninit;
 
 use crate::error::Error;
 use crate::sync::order::Ended;
 
-/// The most bytes that are copied at a time, so that a large copy needs no second memory of its size.
+/// The most bytes copied at a time, so that a large copy does not need a second memory of its size.
 pub(crate) const CHUNK: usize = 4 << 20;
 
-/// Host memory of ours that a device copies to or from.
+/// Host memory of this crate that a device copies to or from.
 pub(crate) struct Staging(Vec<MaybeUninit<u8>>);
 
 impl Staging {
@@ -28,13 +28,13 @@ impl Staging {
         Ok(Staging(memory))
     }
 
-    /// Its first byte.
+    /// Returns the address of its first byte.
     pub(crate) fn ptr(&mut self) -> *mut u8 {
         self.0.as_mut_ptr().cast()
     }
 }
 
-/// What an operation used, after it; leaked if the end was not seen.
+/// Returns the memory that an operation used; leaks it if the end of the operation was not observed.
 pub(crate) fn keep<T>(memory: T, ended: Ended) -> Result<T, Error> {
     match ended {
         Ended::Over(result) => result.map(|()| memory),

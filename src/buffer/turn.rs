@@ -1,7 +1,7 @@
-//! Turns: operations on memory with several owners are queued by one thread at a time.
+//! Turns: one thread at a time queues operations on memory with several owners.
 //!
-//! A turn is no lock: the driver is called while one is taken, and a resource or logger of the program that is called
-//! then may use the same memory on the same thread, or other memory on any.
+//! A turn is not a lock: driver calls are made while one is taken, and a resource or logger of the program called in
+//! between may use the same memory on the same thread, or other memory on any thread.
 
 use std::cell::Cell;
 use std::sync::Condvar;
@@ -11,16 +11,17 @@ use crate::driver::process;
 use crate::error::Error;
 use crate::locks::held::Mutex;
 
-/// The memories whose turn is taken, each with the thread that has it.
+/// The memories whose turn is taken, each with the thread that holds it.
 static TAKEN: Mutex<Vec<(Key, usize)>> = Mutex::new(Vec::new());
 static GIVEN_BACK: Condvar = Condvar::new();
 
 thread_local! {
-    /// Distinguishes threads by its address. Without a destructor, since buffers end in those of other variables.
+    /// Its address identifies the thread. It has no destructor, since buffers may be dropped in destructors of other
+    /// thread-local variables.
     static THREAD: Cell<u8> = const { Cell::new(0) };
 }
 
-/// The turns of some memories, which are the calling thread's until this is dropped.
+/// The turns of some memories, held by the calling thread until dropped.
 #[must_use]
 pub(super) struct Turn {
     keys: Vec<Key>,
@@ -28,7 +29,7 @@ pub(super) struct Turn {
 }
 
 impl Turn {
-    /// Waits until no other thread has a turn of these memories, and takes all of them together.
+    /// Waits until no other thread holds a turn of these memories, and takes all of them together.
     pub(super) fn take(keys: Vec<Key>) -> Result<Turn, Error> {
         let thread = THREAD.with(|thread| std::ptr::from_ref(thread).addr());
         if !keys.is_empty() {

@@ -530,7 +530,7 @@ impl Driver {
     }
 }
 
-/// The id of a stream that is not a default one.
+/// Returns the id of a stream that is not a default stream.
 ///
 /// # Safety
 /// `raw` must be a live stream of `context`.
@@ -539,7 +539,7 @@ unsafe fn id_of(context: &Context, raw: sys::CUstream) -> Result<u64, DriverErro
     Ok(unsafe { context.driver().stream_id(raw) }?.unwrap_or_else(next_substitute))
 }
 
-/// A fresh id where the driver has none.
+/// Returns a fresh id, for drivers without ids.
 fn next_substitute() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)

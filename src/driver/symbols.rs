@@ -1,4 +1,4 @@
-//! Which functions of the driver there are, and which are needed.
+//! The functions of the driver: which are required, and which are available.
 
 use super::sys;
 
@@ -7,8 +7,8 @@ macro_rules! symbols {
         required: { $($required:ident)* }
         $($(#[doc = $doc:literal])* $feature:ident: { $($optional:ident)* })*
     ) => {
-        /// A group of driver functions that are usable only together, and only where the driver exports all of
-        /// them ([`Driver::has`](super::Driver::has)). Whether a *device* can do it is another question.
+        /// A group of driver functions that are usable only together, and only if the driver exports all of them
+        /// ([`Driver::has`](super::Driver::has)). Whether a *device* supports them is a separate question.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         #[non_exhaustive]
         pub enum Feature { $($(#[doc = $doc])* $feature,)* }
@@ -33,7 +33,7 @@ macro_rules! symbols {
         pub(super) const SYMBOL_COUNT: usize =
             [$(stringify!($required),)* $($(stringify!($optional),)*)*].len();
 
-        /// Which functions are there, in the order of [`Call`].
+        /// Returns which functions are available, in the order of [`Call`].
         pub(super) fn present(functions: &sys::CuFunctions) -> [bool; SYMBOL_COUNT] {
             let mut there = [false; SYMBOL_COUNT];
             $(there[Call::$required as usize] = functions.$required.is_some();)*
@@ -41,11 +41,11 @@ macro_rules! symbols {
             there
         }
 
-        /// Fills a table from a shared library: absent functions stay null, the errors of absent
-        /// required ones are returned beside it.
+        /// Fills a table from a shared library. Absent functions stay null; the errors of absent required ones are
+        /// returned with the table.
         ///
         /// # Safety
-        /// What the library exports under these names must have the types of the bindings.
+        /// The library's exports under these names must have the types of the bindings.
         pub(super) unsafe fn read_library(
             library: &libloading::Library,
         ) -> (sys::CuFunctions, Option<(&'static str, libloading::Error)>) {
@@ -162,8 +162,8 @@ symbols! {
     HostFunctions: { cuLaunchHostFunc }
 }
 
-// The list above names every function of the table once: it is as long as the table (all fields
-// are pointers), it names fields only, and two equal names would not be an enum.
+// The list above names every function of the table exactly once: it is as long as the table (all fields are pointers),
+// it contains only field names, and two equal names would not form an enum.
 const _: () = assert!(SYMBOL_COUNT * size_of::<usize>() == size_of::<sys::CuFunctions>());
 const _: () = assert!(Feature::ALL.len() < 32);
 

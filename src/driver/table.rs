@@ -41,8 +41,8 @@ macro_rules! call {
     }};
 }
 
-/// Methods that hand their arguments to one function of the driver. What that writes, if anything, is named behind the
-/// arrow, with what the method makes of it behind the call. `self` has a method `driver`.
+/// Methods that pass their arguments to one function of the driver. An output of the function, if any, is named after
+/// the arrow, and converted by the expression after the call. `self` has a method `driver`.
 macro_rules! thin {
     ($(
         $(#[$meta:meta])* $vis:vis $($word:ident)+ (&$this:ident $(, $arg:ident: $type:ty)* $(,)?)
@@ -54,8 +54,8 @@ macro_rules! thin {
         {
             // SAFETY: the driver writes numbers, addresses, handles and structures of these, all of which may be zero.
             $(let mut $out: $of = unsafe { std::mem::zeroed() };)?
-            // SAFETY: outputs are locals. Where memory, handles or streams must be as the driver needs them,
-            // the method is unsafe and its caller vouches for them; the rest the driver checks.
+            // SAFETY: outputs are locals. Where the driver requires valid memory, handles or streams, the method is
+            // unsafe and its caller vouches for them; the driver checks the rest.
             unsafe { call!($this.driver(), $call($($pass),*)) }?;
             Ok(thin!(@last () $(, ($out))? $(, ($value))?))
         }
@@ -74,8 +74,7 @@ pub(super) use {call, thin};
 #[derive(Clone)]
 pub struct Driver(Arc<Inner>);
 
-/// The first part is read on every call and never written; the alignment keeps the reference count
-/// off its cache lines.
+/// The first part is read by every call and never written; the alignment keeps the reference count off its cache lines.
 #[repr(align(128))]
 struct Inner {
     functions: sys::CuFunctions,
@@ -83,54 +82,53 @@ struct Inner {
     version: u32,
     process_wide: bool,
     library: Option<String>,
-    /// What its functions stand on, for as long as somebody can call them.
+    /// The resource behind the functions, kept while they may be called.
     #[cfg_attr(not(feature = "sim"), expect(dead_code))]
     ground: Ground,
     counters: Counters,
     state: State,
 }
 
-/// What changes rarely.
+/// State that changes rarely.
 #[repr(align(128))]
 struct State {
     lost: AtomicBool,
     warned: AtomicBool,
     /// The primary contexts that were retained, by device.
     primaries: Registry,
-    /// What is owed to contexts of which nobody has an object any more, by their ids.
+    /// Deferred destructions of contexts without a live object, by context id.
     debts: Registry,
     captures: Found,
-    /// The owned streams, by their ids: whoever is told a handle alone finds out that somebody here
-    /// destroys it.
+    /// The owned streams by id, so that a caller who has only a handle can find the stream that owns it.
     streams: Registry,
-    /// What was found out about second mappings, by device.
+    /// Results of the tests of second mappings, by device.
     aliasing: Mutex<Vec<(usize, bool)>>,
-    /// What was found out about virtual memory.
+    /// Results of the trials of virtual memory.
     trials: Trials,
 }
 
-/// What must not be given to somebody else while a driver lives: the place of its simulator.
+/// A resource that must not be reused while a driver lives: the slot of its simulator.
 type Ground = Option<Arc<dyn Any + Send + Sync>>;
 
 /// Where a table came from.
 pub(super) struct Origin {
     /// None for functions of this process.
     pub(super) library: Option<String>,
-    /// The one that [`Driver::load`] hands out.
+    /// Whether this is the driver that [`Driver::load`] returns.
     pub(super) process_wide: bool,
     pub(super) ground: Ground,
 }
 
 impl Driver {
-    /// A driver made of functions of this process, such as a simulated one. It is initialised
-    /// (`cuInit`) and counts its calls apart from every other driver.
+    /// Creates a driver from functions of this process, such as a simulated one. It is initialised (`cuInit`) and
+    /// counts its calls separately from every other driver.
     ///
     /// # Errors
     /// A required function that is null, a `cuInit` that fails, a version that is too old.
     ///
     /// # Safety
-    /// Every function in the table must behave as the driver function of its name, and stay
-    /// callable from any thread until the process ends.
+    /// Every function in the table must behave as the driver function of its name, and stay callable from any thread
+    /// until the process ends.
     pub unsafe fn from_functions(functions: sys::CuFunctions) -> Result<Driver, LoadError> {
         let origin = Origin {
             library: None,
@@ -141,10 +139,10 @@ impl Driver {
         unsafe { Driver::start(functions, origin) }
     }
 
-    /// As [`Driver::from_functions`], of functions that stand on something.
+    /// Like [`Driver::from_functions`], with the resource behind the functions.
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Driver::from_functions`].
     #[cfg(feature = "sim")]
     pub(crate) unsafe fn on_ground(
         functions: sys::CuFunctions,
@@ -159,7 +157,7 @@ impl Driver {
         unsafe { Driver::start(functions, origin) }
     }
 
-    /// What the functions of [`Driver::on_ground`] stand on.
+    /// Returns the resource passed to [`Driver::on_ground`].
     #[cfg(feature = "sim")]
     pub(crate) fn ground(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.0.ground.as_deref()
@@ -168,7 +166,7 @@ impl Driver {
     /// Initialises the driver behind a table.
     ///
     /// # Safety
-    /// As [`Driver::from_functions`].
+    /// As for [`Driver::from_functions`].
     pub(super) unsafe fn start(
         functions: sys::CuFunctions,
         origin: Origin,
@@ -233,80 +231,77 @@ impl Driver {
         Ok(driver)
     }
 
-    /// The functions, for calls that this crate does not wrap. Calls made on them directly are not
-    /// counted.
+    /// Returns the functions, for calls that this crate does not wrap. Direct calls are not counted.
     #[inline]
     pub fn functions(&self) -> &sys::CuFunctions {
         &self.0.functions
     }
 
-    /// True if the driver exports every function of the group.
+    /// Whether the driver exports every function of the group.
     #[inline]
     pub fn has(&self, feature: Feature) -> bool {
         self.0.features & (1 << feature as u32) != 0
     }
 
-    /// The version of the CUDA API that the driver supports: 1000 x major + 10 x minor, such as
-    /// 13000.
+    /// Returns the version of the CUDA API that the driver supports: 1000 x major + 10 x minor, such as 13000.
     pub fn version(&self) -> u32 {
         self.0.version
     }
 
-    /// The library that this driver was loaded from, as it was given to the system's loader; none
-    /// for functions of this process.
+    /// Returns the library that this driver was loaded from, as passed to the system's loader; none for functions of
+    /// this process.
     pub fn library(&self) -> Option<&str> {
         self.0.library.as_deref()
     }
 
-    /// Every function of the table: required ones first, then group by group.
+    /// Iterates over the functions of the table: required ones first, then group by group.
     #[doc(hidden)]
     pub fn symbols() -> impl Iterator<Item = Symbol> {
         SYMBOLS.iter().copied()
     }
 
-    /// How often each function was called through this driver and its clones, up to now.
+    /// Returns how often each function was called so far through this driver and its clones.
     pub fn calls(&self) -> CallCounts {
         self.0.counters.snapshot()
     }
 
-    /// Adds `count` handles that the caller mapped a second time (into a view) to
-    /// [`CallCounts::handle_ops`]; creations and releases are counted by the table itself.
+    /// Adds `count` handles that the caller mapped into a view to [`CallCounts::handle_ops`]; the table itself counts
+    /// creations and releases.
     #[doc(hidden)]
     pub fn add_view_maps(&self, count: u64) {
         self.0.counters.add_handle_ops(count);
     }
 
-    /// Turns the clock for [`CallCounts::nanos`] on or off; off at the start. It costs two clock
-    /// readings a call.
+    /// Turns timing for [`CallCounts::nanos`] on or off; initially off. It costs two clock readings per call.
     pub fn set_timing(&self, on: bool) {
         self.0.counters.set_timing(on);
     }
 
-    /// True in a child process forked after a driver was started in its parent. Then every call
-    /// fails with `CUDA_ERROR_NOT_INITIALIZED`. No system call is made.
+    /// Whether this is a child process forked after a driver was started in its parent. Every call then fails with
+    /// `CUDA_ERROR_NOT_INITIALIZED`. Makes no system call.
     #[doc(hidden)]
     #[inline]
     pub fn is_forked_child(&self) -> bool {
         process::is_forked_child()
     }
 
-    /// True once handlers for the exit of the process run: the driver may have shut down already,
-    /// so nothing should be asked of it any more. Costs no system call.
+    /// Whether exit handlers of the process are running: the driver may have shut down already and should not be called
+    /// any more. Makes no system call.
     #[doc(hidden)]
     pub fn is_exiting(&self) -> bool {
         process::is_exiting()
     }
 
-    /// True once a counted call has returned a code that means that the driver's contexts are lost
-    /// ([`DriverError::is_fatal`], except for a context which its owner destroyed). From then on
-    /// drops make no driver call.
+    /// Whether a counted call has returned a code that means that the driver's contexts are lost
+    /// ([`DriverError::is_fatal`], except for a context destroyed by its owner). From then on destructors make no
+    /// driver call.
     #[inline]
     pub fn is_lost(&self) -> bool {
         self.0.state.lost.load(Ordering::Relaxed)
     }
 
-    /// The driver's own name and text for a code, also for codes that this crate does not know;
-    /// none if the driver does not know it either.
+    /// Returns the driver's own name and text for a code, including codes unknown to this crate; none if the driver
+    /// does not know it either.
     #[doc(hidden)]
     pub fn describe(&self, code: CUresult) -> Option<String> {
         let text = |pointer: *const std::ffi::c_char| {
@@ -328,7 +323,7 @@ impl Driver {
         })
     }
 
-    /// Itself, as [`thin!`] asks for it.
+    /// Returns itself; used by [`thin!`].
     #[inline]
     pub(super) fn driver(&self) -> &Driver {
         self
@@ -350,7 +345,7 @@ impl Driver {
         }
     }
 
-    /// Runs a query that is not counted: it writes to nothing.
+    /// Runs a query that is not counted and therefore writes no shared memory.
     #[inline]
     pub(super) fn uncounted(
         &self,
@@ -384,12 +379,12 @@ impl Driver {
         DriverError::new(name_of(call), CUresult::CUDA_ERROR_NOT_FOUND)
     }
 
-    /// True where a drop must leave its handle alone.
+    /// Whether destructors must leave handles alone.
     pub(crate) fn drops_nothing(&self) -> bool {
         process::is_gone() || self.is_lost()
     }
 
-    /// Reports that a drop failed: the first time as a warning, later ones for debugging only.
+    /// Logs a failure in a destructor: the first one as a warning, later ones at debug level.
     #[cold]
     pub(super) fn drop_failed(&self, what: &dyn fmt::Display, error: DriverError) {
         let (level, more) = match self.0.state.warned.swap(true, Ordering::Relaxed) {
@@ -403,24 +398,24 @@ impl Driver {
         );
     }
 
-    /// Whether two drivers are clones, and so share their table and its counters.
+    /// Whether two drivers are clones, and so share the table and its counters.
     pub(crate) fn same_table(&self, other: &Driver) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Whether handles of the other one mean the same here: also tables that were read apart from one
-    /// library, or made of functions of one.
+    /// Whether handles of the other driver are valid for this one: true also for tables loaded separately from one
+    /// library, or made of the same functions.
     #[inline]
     pub(crate) fn same_library(&self, other: &Driver) -> bool {
         self.same_table(other) || self.library_number() == other.library_number()
     }
 
-    /// Tells the libraries of drivers apart: the address of a function that each has once.
+    /// Returns a number that identifies the driver's library: the address of one of its functions.
     pub(super) fn library_number(&self) -> usize {
         self.0.functions.cuInit.map_or(0, |init| init as usize)
     }
 
-    /// Refuses what belongs to another driver, where its handle would mean nothing, or something else.
+    /// Rejects objects of another driver, whose handles would be invalid here or mean another object.
     #[inline]
     pub(super) fn refuse_foreign(
         &self,
@@ -441,21 +436,21 @@ impl Driver {
         self.0.process_wide
     }
 
-    /// Whether a device keeps memory the same through two addresses, if it was tested.
+    /// Whether writes through one mapping are visible through another on a device, if this was tested.
     pub(crate) fn aliasing(&self, ordinal: usize) -> Option<bool> {
         let known = self.0.state.aliasing.lock();
         let mut of = known.iter().filter(|(d, _)| *d == ordinal);
         of.next().map(|(_, good)| *good)
     }
 
-    /// Remembers it for all allocators over this driver.
+    /// Stores the result for all allocators of this driver.
     pub(crate) fn set_aliasing(&self, ordinal: usize, good: bool) {
         let mut known = self.0.state.aliasing.lock();
         known.retain(|(d, _)| *d != ordinal);
         known.push((ordinal, good));
     }
 
-    /// What was found out about virtual memory by all allocators over this driver.
+    /// Returns the results of the virtual memory trials by all allocators of this driver.
     pub(crate) fn trials(&self) -> &Trials {
         &self.0.state.trials
     }

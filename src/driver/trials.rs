@@ -1,17 +1,17 @@
-//! What trials of virtual memory came to, for all users of a driver.
+//! Results of virtual memory trials, shared by all users of a driver.
 
 use crate::locks::held::Mutex;
 
-/// Devices, by their ordinals, whose virtual memory was tried. An allocator asks here before it tries one.
+/// Devices, by ordinal, whose virtual memory was tried. An allocator checks here before it tries one.
 #[derive(Default)]
 pub(crate) struct Trials {
     passed: Mutex<Vec<usize>>,
-    /// Those of which a refusal was reported.
+    /// Devices for which a refusal was logged.
     refused: Mutex<Vec<usize>>,
 }
 
 impl Trials {
-    /// Whether a device gave everything that was wished for.
+    /// Whether a device passed the trial with all requested properties.
     pub(crate) fn passed(&self, device: usize) -> bool {
         self.passed.lock().contains(&device)
     }
@@ -20,13 +20,13 @@ impl Trials {
         note(&self.passed, device);
     }
 
-    /// Whether this is the first refusal of a device.
+    /// Whether this is the first refusal by a device.
     pub(crate) fn first_refusal(&self, device: usize) -> bool {
         note(&self.refused, device)
     }
 }
 
-/// Whether the device was not there yet.
+/// Adds a device; returns whether it was new.
 fn note(devices: &Mutex<Vec<usize>>, device: usize) -> bool {
     let mut devices = devices.lock();
     let new = !devices.contains(&device);

@@ -7,8 +7,8 @@ use super::sys;
 use crate::foreign::guarded;
 use std::ffi::c_void;
 
-/// A function that the driver calls when nothing holds the object any more: this value is dropped, and every graph
-/// that [retains](super::Graph::retain) it is gone with its clones, its executables and their launches.
+/// A function that the driver calls when nothing references the object any more: this value is dropped, and every graph
+/// that [retains](super::Graph::retain) it is destroyed together with its clones, its executables and their launches.
 ///
 /// `Send` and `Sync`.
 pub struct UserObject {
@@ -23,10 +23,10 @@ unsafe impl Sync for UserObject {}
 
 type Hook = Box<dyn FnOnce() + Send>;
 
-/// Runs a function that was boxed twice.
+/// Runs a doubly boxed function.
 ///
 /// # Safety
-/// `data` is a `Box<Hook>` turned raw, and this is its only call.
+/// `data` comes from `Box::<Hook>::into_raw`, and this is its only call.
 unsafe extern "C" fn run(data: *mut c_void) {
     // SAFETY: the caller's contract.
     let hook = unsafe { Box::from_raw(data.cast::<Hook>()) };
@@ -34,9 +34,9 @@ unsafe extern "C" fn run(data: *mut c_void) {
 }
 
 impl UserObject {
-    /// An object whose end calls `hook`, on a thread of the driver, some time after the last holder is gone. The
-    /// driver must not be called there, nor waited for; what is dropped there is destroyed by a later call. A
-    /// panic is logged.
+    /// Creates an object whose end calls `hook` on a thread of the driver, some time after the last reference is
+    /// dropped. The hook must neither call the driver nor wait for it; handles dropped in it are destroyed by a later
+    /// call. A panic is logged.
     ///
     /// # Errors
     /// The driver's; then `hook` is dropped. `CUDA_ERROR_NOT_FOUND` without
@@ -49,9 +49,9 @@ impl UserObject {
         context.debts().pay(entered.driver(), false);
         let hook: Hook = Box::new(hook);
         let data = Box::into_raw(Box::new(hook));
-        // SAFETY: the function is called once, with what it takes.
+        // SAFETY: the function is called once, with the data it expects.
         let created = unsafe { entered.create_object(run, data.cast()) };
-        // SAFETY: the driver did not take it.
+        // SAFETY: the driver did not take ownership.
         let raw = created.inspect_err(|_| drop(unsafe { Box::from_raw(data) }))?;
         Ok(UserObject {
             context: context.clone(),
@@ -59,7 +59,7 @@ impl UserObject {
         })
     }
 
-    /// The driver's handle.
+    /// Returns the driver's handle.
     pub fn raw(&self) -> sys::CUuserObject {
         self.raw
     }

@@ -1,8 +1,8 @@
 //! Virtual memory management: address space, physical handles, mappings and access rights.
 //!
-//! Sizes and addresses are multiples of [`Entered::granularity`]. A handle is mapped and unmapped
-//! whole; it may be mapped at several addresses at once. Nothing here waits for running kernels,
-//! and nothing is in stream order: every call acts at once.
+//! Sizes and addresses are multiples of [`Entered::granularity`]. A handle is mapped and unmapped as a whole; it may be
+//! mapped at several addresses at the same time. Nothing here waits for running kernels or is stream-ordered: every
+//! call takes effect immediately.
 
 use super::context::Entered;
 use super::device::Device;
@@ -19,20 +19,20 @@ const SMALLEST: CUmemAllocationGranularity_flags =
 pub(super) const READ_WRITE: sys::CUmemAccess_flags =
     sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
 
-/// What physical memory is made like. All of it is final at [`Entered::mem_create`].
+/// The properties of physical memory, fixed at [`Entered::mem_create`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct MemoryProperties {
-    /// The handle of the device whose memory it is.
+    /// The handle of the device that has the memory.
     pub device: sys::CUdevice,
-    /// The kinds of handle it can be exported as: a bit set of the constants.
+    /// The handle types it can be exported as: a bit set of the constants.
     pub export: CUmemAllocationHandleType,
-    /// Whether other devices on the bus may transfer to and from it.
+    /// Whether other devices on the bus may access it directly.
     pub gpu_direct_rdma: bool,
 }
 
 impl MemoryProperties {
-    /// What the device supports of these, and costs nothing on drivers of today: exportable as a POSIX file
-    /// descriptor, and ready for GPUDirect RDMA.
+    /// Returns the properties that the device supports and that cost nothing on current drivers: exportable as a POSIX
+    /// file descriptor, and ready for GPUDirect RDMA.
     pub fn for_device(device: &Device) -> Result<MemoryProperties, DriverError> {
         let posix = device.supports(
             Feature::VmmExport,
@@ -53,7 +53,7 @@ impl MemoryProperties {
         })
     }
 
-    /// Neither exportable nor ready for RDMA.
+    /// Returns properties without export and RDMA.
     pub fn plain(device: &Device) -> MemoryProperties {
         MemoryProperties {
             device: device.raw(),
@@ -62,7 +62,7 @@ impl MemoryProperties {
         }
     }
 
-    /// As the driver wants it.
+    /// Converts to the driver's structure.
     pub fn raw(&self) -> sys::CUmemAllocationProp {
         let mut raw = sys::CUmemAllocationProp {
             type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -75,22 +75,22 @@ impl MemoryProperties {
     }
 }
 
-/// Virtual memory. All of it needs [`Feature::Vmm`]. An unsafe method takes live handles, and ranges that the caller
-/// has reserved or mapped as said.
+/// Virtual memory. Requires [`Feature::Vmm`]. Unsafe methods require live handles, and ranges that the caller has
+/// reserved or mapped as documented.
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
-        /// Reserves `bytes` of address space, aligned to `alignment` (a power of two, or 0 for the
-        /// driver's choice), at `hint` if that is free and not 0.
+        /// Reserves `bytes` of address space, aligned to `alignment` (a power of two, or 0 for the driver's choice), at
+        /// `hint` if that is free and not 0.
         pub fn address_reserve(&self, bytes: usize, alignment: usize, hint: CUdeviceptr) -> address: CUdeviceptr
             = cuMemAddressReserve(&mut address, bytes, alignment, hint, 0);
 
-        /// Gives a reservation back: exactly its address and bytes, in which nothing is mapped or used any more.
+        /// Releases a reservation, given by its exact address and size. Nothing in it may be mapped or used any more.
         /// After an error the range must not be used either.
         pub unsafe fn address_free(&self, address: CUdeviceptr, bytes: usize) = cuMemAddressFree(address, bytes);
 
-        /// Maps all of a handle, whose size is `bytes`, at `address`, where nothing is mapped. The mapping cannot
-        /// be accessed before [`Entered::set_access`]. After an error it may exist.
+        /// Maps a whole handle, whose size is `bytes`, at `address`, where nothing is mapped. The mapping is
+        /// inaccessible before [`Entered::set_access`]. After an error it may exist.
         pub unsafe fn mem_map(&self, address: CUdeviceptr, bytes: usize, handle: CUmemGenericAllocationHandle)
             = cuMemMap(address, bytes, 0, handle, 0);
 
@@ -103,20 +103,20 @@ impl Entered<'_> {
             = cuMemCreate(&mut handle, bytes, &properties.raw(), 0)
             => CUmemGenericAllocationHandle: { self.driver().add_handle_op(); handle };
 
-        /// Lets the devices read and write a range of one or more whole mappings. Access belongs to the
-        /// mapping and ends with it.
+        /// Grants the devices access to a range of one or more whole mappings. Access belongs to the mapping and ends
+        /// with it.
         pub unsafe fn set_access(&self, address: CUdeviceptr, bytes: usize, devices: &[Device])
             = cuMemSetAccess(address, bytes, access_list(devices, true).as_ptr(), devices.len());
 
-        /// True if `device` may read and write at `address`.
+        /// Whether `device` may read and write at `address`.
         pub fn has_access(&self, address: CUdeviceptr, device: &Device) -> flags: u64
             = cuMemGetAccess(&mut flags, &location_of(device.raw()), address)
             => bool: flags == u64::from(READ_WRITE.0);
     }
 
     /// Unmaps a range of one or more whole mappings: no work may use the addresses any more, neither submitted nor
-    /// later. An error means that the range is still mapped, or that its state cannot be determined: a call that
-    /// reported an error may have unmapped it.
+    /// later. An error means that the range is still mapped, or that its state cannot be determined, since a failed
+    /// call may have unmapped it.
     pub unsafe fn mem_unmap(&self, address: CUdeviceptr, bytes: usize) -> Result<(), DriverError> {
         // SAFETY: the caller's contract.
         let unmapped = unsafe { call!(self.driver(), cuMemUnmap(address, bytes)) };
@@ -130,8 +130,8 @@ impl Entered<'_> {
         }
     }
 
-    /// [`mem_unmap`](Self::mem_unmap) of one mapping after a call for it reported an error: of [`Entered::mem_map`],
-    /// which may have mapped it, or of an unmapping.
+    /// [`mem_unmap`](Self::mem_unmap) of one mapping after a failed [`Entered::mem_map`], which may have mapped it, or
+    /// after a failed unmapping.
     pub unsafe fn mem_unmap_if_mapped(
         &self,
         address: CUdeviceptr,
@@ -144,9 +144,8 @@ impl Entered<'_> {
         }
     }
 
-    /// Gives a handle back. The memory lives on while it is mapped or exported. Counts as one
-    /// handle operation. After an error the handle must not be used any more: the driver may have released it, and
-    /// given its value to another one.
+    /// Releases a handle. The memory lives on while it is mapped or exported. Counts as one handle operation. After an
+    /// error the handle must not be used any more: the driver may have released it and reused its value.
     pub unsafe fn mem_release(
         &self,
         handle: CUmemGenericAllocationHandle,
@@ -161,7 +160,7 @@ impl Entered<'_> {
     }
 }
 
-/// A device's memory, as the driver wants it.
+/// Returns the driver's location of a device's memory.
 pub(super) fn location_of(device: sys::CUdevice) -> sys::CUmemLocation {
     sys::CUmemLocation {
         type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
@@ -169,7 +168,7 @@ pub(super) fn location_of(device: sys::CUdevice) -> sys::CUmemLocation {
     }
 }
 
-/// Read and write access for each device, or none.
+/// Returns read and write access, or no access, for each device.
 pub(super) fn access_list(devices: &[Device], on: bool) -> Vec<sys::CUmemAccessDesc> {
     let flags = match on {
         true => READ_WRITE,
